@@ -1,0 +1,83 @@
+"""vmserve: LLM serving from a KV cache in contiguous virtual memory.
+
+from vmserve import LLM, SamplingParams
+
+with LLM() as llm:
+    [result] = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=64))
+    print(result.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vmserve.async_llm import AsyncLLM
+    from vmserve.config import EngineConfig
+    from vmserve.errors import (
+        ConfigurationError,
+        DriverError,
+        EngineDeadError,
+        InvalidRequestError,
+        OutOfMemoryError,
+        UnsupportedError,
+        VmserveError,
+    )
+    from vmserve.llm import LLM
+    from vmserve.memory.kv_cache import KVCache
+    from vmserve.memory.layout import KVLayout, plan_layout
+    from vmserve.sampling.params import BeamSearchParams, SamplingParams
+    from vmserve.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "ConfigurationError",
+    "DriverError",
+    "EngineConfig",
+    "EngineDeadError",
+    "InvalidRequestError",
+    "KVCache",
+    "KVLayout",
+    "Logprob",
+    "OutOfMemoryError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "UnsupportedError",
+    "VmserveError",
+    "__version__",
+    "plan_layout",
+]
+
+try:
+    __version__ = version("vmserve")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"
+
+# Names are imported when first used: `vmserve --help` and the planner must not pay for
+# torch and transformers.
+_HOMES = {
+    "LLM": "vmserve.llm",
+    "AsyncLLM": "vmserve.async_llm",
+    "EngineConfig": "vmserve.config",
+    "KVCache": "vmserve.memory.kv_cache",
+    "KVLayout": "vmserve.memory.layout",
+    "plan_layout": "vmserve.memory.layout",
+    "BeamSearchParams": "vmserve.sampling.params",
+    "SamplingParams": "vmserve.sampling.params",
+    "CompletionOutput": "vmserve.types",
+    "Logprob": "vmserve.types",
+    "RequestMetrics": "vmserve.types",
+    "RequestOutput": "vmserve.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'vmserve' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "vmserve.errors")), name)

@@ -1,0 +1,223 @@
+"""Engine options: parsed once, resolved once, never written again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from vmserve.errors import ConfigurationError, UnsupportedError
+
+if TYPE_CHECKING:
+    from vmserve.models.config import ModelConfig
+
+__all__ = ["EngineConfig", "KVRegime", "ResolvedConfig", "ZeroPolicy", "format_size", "parse_size"]
+
+KVRegime = Literal["auto", "virtual", "paged"]
+ZeroPolicy = Literal["always", "tenant", "never"]
+Preemption = Literal["auto", "recompute", "swap"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+_UNITS = {"": 1, "B": 1}
+for _power, _prefix in enumerate("KMGT", start=1):
+    _UNITS[_prefix] = _UNITS[f"{_prefix}IB"] = 1024**_power
+    _UNITS[f"{_prefix}B"] = 1000**_power
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+#: Share of the memory available at start that the KV cache may grow to on a CPU. Model
+#: weights and activations live beside it, and other processes have a right to the rest.
+CPU_KV_SHARE = 0.4
+#: Chunked prefill on a CPU: a step of 512 tokens keeps the pause of running decodes short
+#: while the weights are already read far fewer times than they are multiplied.
+DEFAULT_BATCHED_TOKENS = 512
+DEFAULT_NUM_SEQS = 64
+
+
+def parse_size(value: int | str, name: str = "size") -> int:
+    """Bytes of ``value``: an integer, or a number with KiB/MiB/GiB/TiB (or kB/MB/GB/TB, K/M/G/T).
+
+    Raises :class:`ConfigurationError` naming the option for anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = _SIZE.fullmatch(str(value))
+        unit = _UNITS.get(match.group(2).upper()) if match else None
+        if match is None or unit is None:
+            raise ConfigurationError(
+                f"{name}: {value!r} is not a size; write a number of bytes or e.g. 512MiB, 1.5GiB"
+            )
+        size = int(float(match.group(1)) * unit)
+    if size < 0:
+        raise ConfigurationError(f"{name}: {size} is negative; give a size of 0 or more bytes")
+    return size
+
+
+def format_size(num_bytes: float) -> str:
+    """``num_bytes`` in the largest binary unit that keeps the number at 1 or more."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The options as the user gave them; ``None`` means "choose for me".
+
+    Names and meanings are those of the command line (``--kv-regime`` is ``kv_regime``).
+    Sizes are bytes or strings such as ``"512MiB"``.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_logprobs: int = 20
+    kv_regime: KVRegime = "auto"
+    kv_cache_memory: int | str | None = None
+    kv_page_size: int | str | None = None
+    kv_zero_pages: ZeroPolicy = "always"
+    gpu_memory_utilization: float | None = None
+    block_size: int = 16
+    swap_space: int | str = 0
+    preemption: Preemption = "auto"
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    enable_prefix_caching: bool | None = None
+    attention_backend: str = "auto"
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_numbers()
+        self._check_supported()
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> EngineConfig:
+        """Like the constructor, with a clear error for an unknown name."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ConfigurationError(
+                f"unknown engine option{'s' if len(unknown) > 1 else ''} "
+                f"{', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            )
+        return cls(**options)
+
+    def _check_choices(self) -> None:
+        choices = {
+            "kv_regime": get_args(KVRegime),
+            "kv_zero_pages": get_args(ZeroPolicy),
+            "preemption": get_args(Preemption),
+            "scheduling_policy": get_args(SchedulingPolicy),
+            "dtype": ("auto", "float32", "float", "bfloat16", "float16", "half"),
+            "device": ("auto", "cpu", "cuda"),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigurationError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+
+    def _check_numbers(self) -> None:
+        minima = {
+            "max_model_len": 1,
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": 1,
+            "max_logprobs": -1,
+            "block_size": 1,
+            "tensor_parallel_size": 1,
+        }
+        for name, minimum in minima.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigurationError(f"{name}: {value!r} is not an integer")
+            if value < minimum:
+                raise ConfigurationError(f"{name}: {value} is below the least value, {minimum}")
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigurationError(
+                f"gpu_memory_utilization: {self.gpu_memory_utilization} is not in (0, 1]"
+            )
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigurationError(f"seed: {self.seed} does not fit 64 bits")
+
+    def _check_supported(self) -> None:
+        refusals = [
+            (self.kv_regime == "paged", "kv_regime=paged", "use virtual or auto"),
+            (self.device == "cuda", "device=cuda", "use cpu or auto"),
+            (parse_size(self.swap_space, "swap_space") > 0, "swap_space above 0", "leave it at 0"),
+            (self.preemption == "swap", "preemption=swap", "use recompute or auto"),
+            (self.scheduling_policy != "fcfs", "scheduling_policy=priority", "use fcfs"),
+            (self.enable_prefix_caching is True, "enable_prefix_caching", "leave it off"),
+            (self.tensor_parallel_size > 1, "tensor_parallel_size above 1", "use 1"),
+        ]
+        for refused, what, remedy in refusals:
+            if refused:
+                raise UnsupportedError(f"{what} is not available in this version: {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """What the engine runs with: every choice made, every number known."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_logprobs: int
+    kv_regime: KVRegime
+    kv_limit_bytes: int
+    kv_page_bytes: int | None
+    kv_zero_pages: ZeroPolicy
+    block_tokens: int
+    seed: int
+
+
+def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
+    """Fill in what the user left open, and check the options against the model."""
+    context = model.max_position_embeddings
+    max_model_len = config.max_model_len or context
+    if max_model_len > context:
+        raise ConfigurationError(
+            f"max_model_len: {max_model_len} is above the model's own context of {context} tokens: "
+            f"lower --max-model-len to {context} or less"
+        )
+    max_num_seqs = config.max_num_seqs or DEFAULT_NUM_SEQS
+    batched = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS, max_num_seqs)
+    if batched < max_num_seqs:
+        raise ConfigurationError(
+            f"max_num_batched_tokens: {batched} is below max_num_seqs, {max_num_seqs}, so that not "
+            "every running sequence could decode in a step: raise the one or lower the other"
+        )
+    vocabulary = model.vocab_size
+    max_logprobs = config.max_logprobs
+    page = config.kv_page_size
+    return ResolvedConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        max_logprobs=vocabulary if max_logprobs == -1 else min(max_logprobs, vocabulary),
+        kv_regime=config.kv_regime,
+        kv_limit_bytes=_kv_limit_bytes(config),
+        kv_page_bytes=None if page is None else parse_size(page, "kv_page_size"),
+        kv_zero_pages=config.kv_zero_pages,
+        block_tokens=config.block_size,
+        seed=config.seed,
+    )
+
+
+def _kv_limit_bytes(config: EngineConfig) -> int:
+    if config.kv_cache_memory is not None:
+        return parse_size(config.kv_cache_memory, "kv_cache_memory")
+    page_bytes, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    if config.gpu_memory_utilization is not None:
+        return int(config.gpu_memory_utilization * page_bytes * pages)
+    return int(CPU_KV_SHARE * page_bytes * os.sysconf("SC_AVPHYS_PAGES"))

@@ -1,0 +1,61 @@
+"""The exception tree of vmserve.
+
+    VmserveError
+    ├── InvalidRequestError (also a ValueError)   the request is wrong: the caller can mend it
+    ├── ConfigurationError (also a ValueError)    an engine option or a model directory is wrong
+    │   └── UnsupportedError                      understood, but not offered by this version
+    ├── OutOfMemoryError (also a MemoryError)     recoverable: carries numbers and a remedy
+    ├── DriverError (also an OSError)             the memory system refused a call
+    └── EngineDeadError                           the engine stopped; nothing more can be served
+
+Every message names the number that broke the rule and what to do about it, and
+never contains a traceback or an address.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigurationError",
+    "DriverError",
+    "EngineDeadError",
+    "InvalidRequestError",
+    "OutOfMemoryError",
+    "UnsupportedError",
+    "VmserveError",
+]
+
+
+class VmserveError(Exception):
+    """Base of every error that vmserve raises on purpose."""
+
+
+class InvalidRequestError(VmserveError, ValueError):
+    """A request that can never be served as it is.
+
+    ``param`` names the offending field where there is one (the HTTP server
+    reports it as ``error.param``).
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ConfigurationError(VmserveError, ValueError):
+    """An engine option, or the files of a model, cannot be used."""
+
+
+class UnsupportedError(ConfigurationError):
+    """A documented feature that this version does not offer yet."""
+
+
+class OutOfMemoryError(VmserveError, MemoryError):
+    """Memory that was asked for is not there; the engine's state is unchanged."""
+
+
+class DriverError(VmserveError, OSError):
+    """A page driver call failed; the message names the call and the limit behind it."""
+
+
+class EngineDeadError(VmserveError):
+    """The engine has stopped and cannot serve this or any further request."""

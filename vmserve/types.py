@@ -1,0 +1,87 @@
+"""Values that cross the boundary between the engine and its users.
+
+All are plain data: nothing here knows about tensors, queues or HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = [
+    "CompletionOutput",
+    "FinishReason",
+    "Logprob",
+    "LogprobsList",
+    "RequestMetrics",
+    "RequestOutput",
+]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log-probability of one token under the model's own distribution.
+
+    ``rank`` is 1 for the likeliest token. ``decoded_token`` is None when the
+    request asked for no detokenization.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+#: One mapping per position; the sampled (or prompt) token is always its first key.
+LogprobsList = list[dict[int, Logprob]]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice of a request. ``token_ids`` includes a final stop token, ``text`` does not."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    logprobs: LogprobsList | None = None
+    finish_reason: FinishReason | None = None
+    #: The stop string or id that ended the text; None for EOS and for length.
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request, in seconds of ``time.monotonic()``; None where not reached."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    num_prefill_chunks: int = 0
+    #: Prompt tokens found in the prefix cache.
+    num_cached_tokens: int = 0
+    #: Regime in which the request's KV cache was kept ("virtual" or "paged").
+    kv_regime: str = "virtual"
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of one request: all of it, or (``delta``) what is new since the last one."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    #: One entry per prompt position; the first is None.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    delta: bool = field(default=False)
