@@ -1,0 +1,111 @@
+"""What a model knows of attention: one call per layer.
+
+The KV cache is written and read behind :class:`AttentionCall`; a model passes the
+queries, keys and values of a *ragged* batch (all sequences' new tokens, one after
+the other) and gets the attention output back. Which view of the memory is behind
+it (the virtual slots or the block-table arena) is decided before the model runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+__all__ = ["AttentionBackend", "AttentionCall", "ContiguousView", "LayerAttention", "RaggedBatch"]
+
+
+@dataclass(frozen=True)
+class ContiguousView:
+    """The virtual view: per layer, ordinary strided tensors over the slots.
+
+    ``keys[layer]`` and ``values[layer]``: ``[slots, max_len, kv_heads, head_dim]``.
+    Touching a position that is not mapped is a fault, not an exception.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """The sequences of one step, in the order of their tokens in the ragged batch.
+
+    Sequence ``i`` brings ``num_new[i]`` tokens at positions ``num_past[i] ...`` and
+    owns rows ``starts[i] : starts[i] + num_new[i]`` of q, k and v.
+    """
+
+    slots: tuple[int, ...]
+    num_past: tuple[int, ...]
+    num_new: tuple[int, ...]
+    starts: tuple[int, ...]
+    #: ``[num_tokens]`` int64: the slot and the position of each row of the ragged batch.
+    token_slots: torch.Tensor
+    token_positions: torch.Tensor
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.starts[-1] + self.num_new[-1] if self.starts else 0
+
+    @staticmethod
+    def build(slots: list[int], num_past: list[int], num_new: list[int]) -> RaggedBatch:
+        """Lay the sequences out one after the other. Every ``num_new`` must be positive."""
+        starts: list[int] = []
+        total = 0
+        for count in num_new:
+            starts.append(total)
+            total += count
+        counts = torch.tensor(num_new, dtype=torch.int64)
+        first = torch.tensor(num_past, dtype=torch.int64) - torch.tensor(starts, dtype=torch.int64)
+        return RaggedBatch(
+            slots=tuple(slots),
+            num_past=tuple(num_past),
+            num_new=tuple(num_new),
+            starts=tuple(starts),
+            token_slots=torch.repeat_interleave(torch.tensor(slots, dtype=torch.int64), counts),
+            token_positions=torch.arange(total) + torch.repeat_interleave(first, counts),
+        )
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What one layer asks of attention.
+
+    ``window``: how many positions a query sees, itself included (None: all of them).
+    """
+
+    layer: int
+    scale: float
+    window: int | None = None
+
+
+class AttentionCall(Protocol):
+    """Bound to one step's batch and view; called once per layer by the model."""
+
+    def __call__(
+        self, spec: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Write k and v into the cache, then attend causally.
+
+        q: ``[tokens, q_heads, head_dim]``; k, v: ``[tokens, kv_heads, head_dim]``
+        (rotary embedding already applied). Returns ``[tokens, q_heads, head_dim]``.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A kernel family over one view of the KV memory."""
+
+    name: str
+    #: How many tokens past a sequence's length the kernels may read. Pages that far must
+    #: stay mapped and hold finite numbers.
+    read_slack_tokens: int
+
+    def bind(self, view: ContiguousView, batch: RaggedBatch) -> AttentionCall:
+        """Prepare one step (masks, index tensors) and return the per-layer call."""
+        ...
