@@ -1,0 +1,130 @@
+#include <pybind11/native_enum.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cerrno>
+#include <memory>
+#include <tuple>
+
+#include "bindings.h"
+#include "vmserve/driver.h"
+#include "vmserve/fault_driver.h"
+#include "vmserve/host_driver.h"
+#include "vmserve/system_limits.h"
+
+namespace py = pybind11;
+
+namespace vmserve {
+namespace {
+
+// Runs cross the boundary as tuples of numbers: (frame, count), (address, frame, count, access),
+// (address, bytes), (address, bytes, access) and (destination, source, bytes).
+using FrameTuple = std::tuple<FrameId, std::int64_t>;
+using MapTuple = std::tuple<Address, FrameId, std::int64_t, Access>;
+using AddressTuple = std::tuple<Address, std::size_t>;
+using AccessTuple = std::tuple<Address, std::size_t, Access>;
+using CopyTuple = std::tuple<Address, Address, std::size_t>;
+
+MapRun as_run(const MapTuple& t) {
+  return {std::get<0>(t), {std::get<1>(t), std::get<2>(t)}, std::get<3>(t)};
+}
+
+template <typename Run, typename Tuple>
+Run as_run(const Tuple& tuple) {
+  return std::apply([](const auto&... fields) { return Run{fields...}; }, tuple);
+}
+
+template <typename Run, typename Tuple>
+auto batched(void (PageDriver::*call)(const std::vector<Run>&)) {
+  return [call](PageDriver& driver, const std::vector<Tuple>& tuples) {
+    const py::gil_scoped_release unlocked;
+    std::vector<Run> runs;
+    runs.reserve(tuples.size());
+    for (const Tuple& tuple : tuples) {
+      if constexpr (std::is_same_v<Run, MapRun>) {
+        runs.push_back(as_run(tuple));
+      } else {
+        runs.push_back(as_run<Run>(tuple));
+      }
+    }
+    (driver.*call)(runs);
+  };
+}
+
+void bind_values(py::module_& m) {
+  py::native_enum<Access>(m, "Access", "enum.Enum", "What may be done at an address.")
+      .value("NONE", Access::kNone)
+      .value("READ", Access::kRead)
+      .value("READ_WRITE", Access::kReadWrite)
+      .finalize();
+  py::native_enum<Backing>(m, "Backing", "enum.Enum",
+                           "What an address shows while nothing is mapped there.")
+      .value("TRAP", Backing::kTrap)
+      .value("ZEROS", Backing::kZeros)
+      .finalize();
+  py::class_<DriverStats>(m, "DriverStats")
+      .def_readonly("created_frames", &DriverStats::created_frames)
+      .def_readonly("mapped_frames", &DriverStats::mapped_frames)
+      .def_readonly("num_mappings", &DriverStats::num_mappings)
+      .def_readonly("max_mappings", &DriverStats::max_mappings)
+      .def_readonly("allocated_bytes", &DriverStats::allocated_bytes);
+  py::class_<SystemLimits>(m, "SystemLimits")
+      .def(py::init<std::string>(), py::arg("root") = "")
+      .def("max_map_count", &SystemLimits::max_map_count)
+      .def("available_memory", [](const SystemLimits& limits) {
+        const AvailableMemory available = limits.available_memory();
+        return py::make_tuple(available.bytes, available.source);
+      });
+}
+
+}  // namespace
+
+void bind_driver(py::module_& m) {
+  bind_values(m);
+  using unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<PageDriver, std::shared_ptr<PageDriver>>(m, "PageDriver")
+      .def_property_readonly("granularity", &PageDriver::granularity)
+      .def_property_readonly("frame_bytes", &PageDriver::frame_bytes)
+      .def_property_readonly("num_frames", &PageDriver::num_frames)
+      .def("reserve", &PageDriver::reserve, py::arg("num_bytes"), py::arg("backing"), unlocked())
+      .def("free_reservation", &PageDriver::free_reservation, py::arg("address"), unlocked())
+      .def("create", batched<FrameRun, FrameTuple>(&PageDriver::create), py::arg("runs"))
+      .def("destroy", batched<FrameRun, FrameTuple>(&PageDriver::destroy), py::arg("runs"))
+      .def("map", batched<MapRun, MapTuple>(&PageDriver::map), py::arg("runs"))
+      .def("unmap", batched<AddressRun, AddressTuple>(&PageDriver::unmap), py::arg("runs"))
+      .def("set_access", batched<AccessRun, AccessTuple>(&PageDriver::set_access), py::arg("runs"))
+      .def("zero", batched<AddressRun, AddressTuple>(&PageDriver::zero), py::arg("runs"))
+      .def("copy", batched<CopyRun, CopyTuple>(&PageDriver::copy), py::arg("runs"))
+      .def("fence", &PageDriver::fence, unlocked())
+      .def(
+          "query",
+          [](const PageDriver& driver, Address address) {
+            const Mapping mapping = driver.query(address);
+            return py::make_tuple(mapping.frame, mapping.access);
+          },
+          py::arg("address"))
+      .def("stats", &PageDriver::stats);
+
+  py::class_<HostDriver, PageDriver, std::shared_ptr<HostDriver>>(m, "HostDriver")
+      .def(py::init([](std::size_t frame_bytes, std::int64_t num_frames, std::int64_t max_map_count,
+                       const SystemLimits& limits) {
+             HostOptions options;
+             options.frame_bytes = frame_bytes;
+             options.num_frames = num_frames;
+             options.max_map_count = max_map_count;
+             options.limits = limits;
+             return std::make_shared<HostDriver>(std::move(options));
+           }),
+           py::arg("frame_bytes"), py::arg("num_frames"), py::kw_only(),
+           py::arg("max_map_count") = 0, py::arg("limits") = SystemLimits());
+
+  py::class_<FaultInjectingDriver, PageDriver, std::shared_ptr<FaultInjectingDriver>>(
+      m, "FaultInjectingDriver")
+      .def(py::init<std::shared_ptr<PageDriver>>(), py::arg("inner"))
+      .def("arm", &FaultInjectingDriver::arm, py::arg("call"), py::kw_only(),
+           py::arg("forever") = false, py::arg("code") = ENOMEM)
+      .def("disarm", &FaultInjectingDriver::disarm)
+      .def_property_readonly("num_calls", &FaultInjectingDriver::num_calls);
+}
+
+}  // namespace vmserve

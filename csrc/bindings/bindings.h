@@ -1,0 +1,12 @@
+// The parts of the Python extension module `vmserve._core`.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace vmserve {
+
+void bind_errors(pybind11::module_& m);
+void bind_driver(pybind11::module_& m);
+void bind_memory(pybind11::module_& m);
+
+}  // namespace vmserve

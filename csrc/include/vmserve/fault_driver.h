@@ -1,0 +1,52 @@
+// A driver that refuses chosen calls, for tests: every run of a batch counts as one call, so a
+// batch can fail in its middle. What it does not refuse goes to the driver behind it.
+#pragma once
+
+#include <memory>
+
+#include "vmserve/driver.h"
+
+namespace vmserve {
+
+class FaultInjectingDriver final : public PageDriver {
+ public:
+  explicit FaultInjectingDriver(std::shared_ptr<PageDriver> inner) : inner_(std::move(inner)) {}
+
+  // The call-th call from now on fails (1 is the next one) with `code`: once, or that call and
+  // every later one.
+  void arm(std::int64_t call, bool forever, int code);
+  void disarm() { fail_at_ = 0; }
+  // Calls since construction or the last arm().
+  std::int64_t num_calls() const { return num_calls_; }
+
+  std::size_t granularity() const override { return inner_->granularity(); }
+  std::size_t frame_bytes() const override { return inner_->frame_bytes(); }
+  std::int64_t num_frames() const override { return inner_->num_frames(); }
+
+  Address reserve(std::size_t bytes, Backing backing) override;
+  void free_reservation(Address addr) override { inner_->free_reservation(addr); }
+  void create(const std::vector<FrameRun>& runs) override;
+  void destroy(const std::vector<FrameRun>& runs) override;
+  void map(const std::vector<MapRun>& runs) override;
+  void unmap(const std::vector<AddressRun>& runs) override;
+  void set_access(const std::vector<AccessRun>& runs) override;
+  void zero(const std::vector<AddressRun>& runs) override;
+  void copy(const std::vector<CopyRun>& runs) override;
+  void fence() override { inner_->fence(); }
+  Mapping query(Address addr) const override { return inner_->query(addr); }
+  DriverStats stats() const override { return inner_->stats(); }
+
+ private:
+  void count_call(const char* name, std::size_t completed);
+  template <typename Run>
+  void one_by_one(const char* name, const std::vector<Run>& runs,
+                  void (PageDriver::*call)(const std::vector<Run>&));
+
+  std::shared_ptr<PageDriver> inner_;
+  std::int64_t num_calls_ = 0;
+  std::int64_t fail_at_ = 0;
+  bool forever_ = false;
+  int code_ = 0;
+};
+
+}  // namespace vmserve

@@ -1,0 +1,316 @@
+"""The laws of ``PageDriver``, on the host driver bare and behind the fault-injecting one."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.memory.support import PAGE, kernel_mappings, run_python
+from vmserve._core import (
+    Access,
+    Backing,
+    FaultInjectingDriver,
+    HostDriver,
+    PageDriver,
+    SystemLimits,
+)
+from vmserve.errors import DriverError, OutOfMemoryError
+
+MakeDriver = Callable[[], PageDriver]
+RW, RO = Access.READ_WRITE, Access.READ
+
+
+def bare() -> PageDriver:
+    return HostDriver(PAGE, 64)
+
+
+def wrapped() -> PageDriver:
+    return FaultInjectingDriver(HostDriver(PAGE, 64))
+
+
+@pytest.fixture(params=[bare, wrapped])
+def driver(request: pytest.FixtureRequest) -> PageDriver:
+    make: MakeDriver = request.param
+    return make()
+
+
+def poke(address: int, data: bytes) -> None:
+    ctypes.memmove(address, data, len(data))
+
+
+def peek(address: int, size: int) -> bytes:
+    return ctypes.string_at(address, size)
+
+
+def test_sizes(driver: PageDriver) -> None:
+    assert (driver.granularity, driver.frame_bytes, driver.num_frames) == (4096, PAGE, 64)
+
+
+def test_frames_start_as_zero_and_alias(driver: PageDriver) -> None:
+    base = driver.reserve(8 * PAGE, Backing.TRAP)
+    driver.create([(3, 2)])
+    driver.map([(base, 3, 2, RW), (base + 4 * PAGE, 4, 1, RW)])
+    assert peek(base, 2 * PAGE) == bytes(2 * PAGE)
+    poke(base + PAGE + 7, b"seen through both")
+    assert peek(base + 4 * PAGE + 7, 17) == b"seen through both"
+    assert driver.query(base + PAGE) == (4, RW)
+    assert driver.query(base + 4 * PAGE) == (4, RW)
+    assert driver.query(base + 2 * PAGE) == (-1, Access.NONE)
+    assert driver.stats().mapped_frames == 3
+
+
+def test_unmapping_one_alias_keeps_the_other(driver: PageDriver) -> None:
+    base = driver.reserve(2 * PAGE, Backing.TRAP)
+    driver.create([(0, 1)])
+    driver.map([(base, 0, 1, RW), (base + PAGE, 0, 1, RW)])
+    poke(base, b"kept")
+    driver.unmap([(base, PAGE)])
+    assert peek(base + PAGE, 4) == b"kept"
+    driver.map([(base, 0, 1, RO)])
+    assert peek(base, 4) == b"kept"
+
+
+def test_unmapped_parts_of_a_zero_reservation_read_as_zero(driver: PageDriver) -> None:
+    base = driver.reserve(2 * PAGE, Backing.ZEROS)
+    driver.create([(0, 1)])
+    driver.map([(base, 0, 1, RW)])
+    poke(base, b"data")
+    assert peek(base, 4) + peek(base + PAGE, 4) == b"data" + bytes(4)
+    driver.unmap([(base, PAGE)])
+    assert peek(base, PAGE) == bytes(PAGE)
+
+
+def test_zero_and_copy(driver: PageDriver) -> None:
+    base = driver.reserve(4 * PAGE, Backing.TRAP)
+    driver.create([(0, 4)])
+    driver.map([(base, 0, 4, RW)])
+    poke(base, b"a" * PAGE)
+    driver.copy([(base + PAGE + 16, base, 100)])
+    assert peek(base + PAGE, 2 * PAGE) == bytes(16) + b"a" * 100 + bytes(2 * PAGE - 116)
+    driver.zero([(base + 8, 8), (base + PAGE, PAGE)])
+    assert peek(base, 2 * PAGE) == b"a" * 8 + bytes(8) + b"a" * (PAGE - 16) + bytes(PAGE)
+
+
+def test_destroy_gives_memory_back_and_create_starts_anew(driver: PageDriver) -> None:
+    base = driver.reserve(PAGE * 4, Backing.TRAP)
+    driver.create([(0, 4)])
+    assert driver.stats().allocated_bytes == 4 * PAGE
+    driver.map([(base, 0, 4, RW)])
+    poke(base, b"x" * 4 * PAGE)
+    driver.unmap([(base, 4 * PAGE)])
+    driver.destroy([(1, 2)])
+    assert (driver.stats().allocated_bytes, driver.stats().created_frames) == (2 * PAGE, 2)
+    driver.create([(1, 2)])
+    driver.map([(base, 0, 4, RW)])
+    assert peek(base, 4 * PAGE) == b"x" * PAGE + bytes(2 * PAGE) + b"x" * PAGE
+
+
+def test_num_mappings_is_what_the_kernel_counts(driver: PageDriver) -> None:
+    num_bytes = 32 * PAGE
+    base = driver.reserve(num_bytes, Backing.TRAP)
+    driver.create([(0, 32)])
+
+    def mappings() -> int:
+        counted = driver.stats().num_mappings
+        assert counted == kernel_mappings(base, num_bytes)
+        return counted
+
+    assert mappings() == 1
+    driver.map([(base + 4 * PAGE, 4, 1, RW)])
+    assert mappings() == 3  # gap, mapping, gap
+    driver.map([(base + 5 * PAGE, 5, 2, RW)])
+    assert mappings() == 3  # adjacent frames at adjacent addresses: one mapping
+    driver.map([(base + 7 * PAGE, 9, 1, RW)])
+    assert mappings() == 4  # frame 9 does not follow frame 6
+    driver.map([(base + 8 * PAGE, 10, 1, RO)])
+    assert mappings() == 5  # other access
+    driver.set_access([(base + 7 * PAGE, PAGE, RO)])
+    assert mappings() == 4
+    driver.set_access([(base + 5 * PAGE, PAGE, RO)])
+    assert mappings() == 6
+    driver.unmap([(base + 5 * PAGE, 2 * PAGE)])
+    assert mappings() == 5
+    driver.map([(base, 0, 4, RW)])
+    assert mappings() == 4  # joins frame 4 at its address
+    driver.unmap([(base, 5 * PAGE), (base + 7 * PAGE, 2 * PAGE)])
+    assert mappings() == 1
+    driver.free_reservation(base)
+    assert driver.stats().num_mappings == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda d, b: d.reserve(100, Backing.TRAP), "cannot reserve 100 bytes"),
+        (lambda d, b: d.free_reservation(b + PAGE), "no reservation starts at this address"),
+        (lambda d, b: d.create([(0, 1)]), "frame 0 exists already"),
+        (lambda d, b: d.create([(62, 3)]), "frames 62 \\+ 3 are outside 0 .. 64"),
+        (lambda d, b: d.destroy([(9, 1)]), "frame 9 does not exist"),
+        (lambda d, b: d.destroy([(0, 1)]), "frame 0 is still mapped"),
+        (lambda d, b: d.map([(b, 1, 1, RW)]), "something is mapped there already"),
+        (lambda d, b: d.map([(b + PAGE, 9, 1, RW)]), "frame 9 does not exist"),
+        (lambda d, b: d.map([(b + PAGE, 1, 1, Access.NONE)]), "cannot map without access"),
+        (lambda d, b: d.map([(b + 100, 1, 1, RW)]), "is not whole frames of 4096 bytes"),
+        (lambda d, b: d.map([(b + 4 * PAGE, 0, 1, RW)]), "not inside one reservation"),
+        (lambda d, b: d.unmap([(b, 2 * PAGE)]), "not everything in the range is mapped"),
+        (lambda d, b: d.set_access([(b + PAGE, PAGE, RO)]), "not everything in the range"),
+        (lambda d, b: d.zero([(b + PAGE, 8)]), "cannot zero what is not mapped writable"),
+        (lambda d, b: d.copy([(b + PAGE, b, 8)]), "cannot copy between what is not mapped"),
+        (lambda d, b: d.query(b + 8 * PAGE), "the address is in no reservation"),
+    ],
+)
+def test_misuse_is_refused_and_changes_nothing(
+    driver: PageDriver, call: Callable[[PageDriver, int], object], message: str
+) -> None:
+    base = driver.reserve(4 * PAGE, Backing.TRAP)
+    driver.create([(0, 2)])
+    driver.map([(base, 0, 1, RW)])
+    before = driver.stats()
+    with pytest.raises(ValueError, match=message):
+        call(driver, base)
+    after = driver.stats()
+    for name in ("created_frames", "mapped_frames", "num_mappings", "allocated_bytes"):
+        assert getattr(after, name) == getattr(before, name)
+
+
+def test_reserving_too_much_address_space_names_the_remedy(driver: PageDriver) -> None:
+    with pytest.raises(DriverError, match=r"reserving 4\.0 EiB|reserving 4096\.0 PiB") as caught:
+        driver.reserve(1 << 62, Backing.TRAP)
+    assert caught.value.errno == errno.ENOMEM
+    assert "lower max_num_seqs or max_model_len" in str(caught.value)
+
+
+def test_a_tebibyte_can_be_reserved_and_used_at_its_end() -> None:
+    driver = HostDriver(PAGE, 1 << 28)
+    base = driver.reserve(1 << 40, Backing.TRAP)
+    driver.create([((1 << 28) - 1, 1)])
+    last = base + (1 << 40) - PAGE
+    driver.map([(last, (1 << 28) - 1, 1, RW)])
+    poke(last, b"end")
+    assert peek(last, 3) == b"end"
+    assert driver.stats().allocated_bytes == PAGE
+
+
+def test_mappings_stop_at_80_percent_of_the_limit() -> None:
+    driver = HostDriver(PAGE, 64, max_map_count=10)
+    base = driver.reserve(64 * PAGE, Backing.TRAP)
+    driver.create([(0, 64)])
+    # Every second page: each adds a mapping and a gap.
+    driver.map([(base + (2 * i + 1) * PAGE, i, 1, RW) for i in range(3)])
+    assert (driver.stats().num_mappings, driver.stats().max_mappings) == (7, 8)
+    with pytest.raises(DriverError) as caught:
+        driver.map([(base + 7 * PAGE, 3, 1, RW)])
+    assert caught.value.errno == errno.ENOMEM
+    assert str(caught.value) == (
+        "[Errno 12] the KV cache holds 7 memory mappings, needs 2 more and may hold 8 "
+        "(80 % of vm.max_map_count): use larger pages (--kv-page-size), lower --kv-cache-memory, "
+        "or raise the limit with sysctl -w vm.max_map_count=262144"
+    )
+    assert driver.stats().num_mappings == 7
+    driver.map([(base + 6 * PAGE, 63, 1, RW)])  # beside another: one more is allowed
+    assert driver.stats().num_mappings == 8
+    driver.unmap([(base + (2 * i + 1) * PAGE, PAGE) for i in range(2)])
+    assert driver.stats().num_mappings == 4
+
+
+def test_growing_above_the_available_memory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 999999 kB\nMemAvailable: 65544 kB\n")
+    driver = HostDriver(PAGE, 64, limits=SystemLimits(str(tmp_path)))
+    driver.create([(0, 2)])  # 64 MiB stay for the rest of the system
+    with pytest.raises(OutOfMemoryError) as caught:
+        driver.create([(2, 2), (4, 1)])
+    assert str(caught.value) == (
+        "growing the KV cache by 12.0 KiB would leave less than 64.0 MiB to the rest of the "
+        "system: 64.0 MiB are available (MemAvailable); lower --kv-cache-memory or free memory"
+    )
+    assert driver.stats().created_frames == 2
+
+
+def test_frame_sizes_are_checked() -> None:
+    with pytest.raises(ValueError, match="frame_bytes is 1000: it must be a positive multiple"):
+        HostDriver(1000, 1)
+    with pytest.raises(ValueError, match="num_frames is 0: it must be positive"):
+        HostDriver(PAGE, 0)
+    with pytest.raises(DriverError, match="sizing the memory file to 9,007,199,254,740,992 frames"):
+        HostDriver(PAGE, 1 << 53)
+
+
+def test_the_injected_call_fails_in_the_middle_of_a_batch() -> None:
+    driver = FaultInjectingDriver(HostDriver(PAGE, 64))
+    base = driver.reserve(4 * PAGE, Backing.TRAP)
+    driver.create([(0, 4)])
+    driver.arm(3, code=errno.EIO)
+    runs = [(base + i * PAGE, i, 1, RW) for i in range(4)]
+    with pytest.raises(DriverError, match="injected fault: map is call 3") as caught:
+        driver.map(runs)
+    assert caught.value.errno == errno.EIO
+    assert driver.stats().mapped_frames == 2
+    driver.map(runs[2:])
+    driver.arm(2, forever=True)
+    driver.unmap([(base, PAGE)])
+    for _ in range(3):
+        with pytest.raises(DriverError):
+            driver.unmap([(base + PAGE, PAGE)])
+    driver.disarm()
+    driver.unmap([(base + PAGE, PAGE)])
+    assert driver.stats().mapped_frames == 2
+
+
+SETUP = """
+import ctypes
+from vmserve._core import Access, Backing, HostDriver
+driver = HostDriver(4096, 4)
+base = driver.reserve(4 * 4096, Backing.TRAP)
+driver.create([(0, 2)])
+driver.map([(base, 0, 1, Access.READ_WRITE), (base + 4096, 1, 1, Access.READ)])
+ctypes.memset(base, 1, 4096)
+assert ctypes.string_at(base + 4096, 1) == b"\\0"
+print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        "ctypes.string_at(base + 2 * 4096, 1)",
+        "ctypes.memset(base + 4096, 1, 1)",
+        "driver.unmap([(base, 4096)]); ctypes.string_at(base, 1)",
+        "driver.set_access([(base, 4096, Access.READ)]); ctypes.memset(base, 1, 1)",
+    ],
+    ids=["never mapped", "write to read-only", "after unmap", "write after set_access"],
+)
+def test_forbidden_access_traps(touch: str) -> None:
+    result = run_python(SETUP + touch)
+    assert result.stdout == "ready\n"
+    assert result.returncode == -signal.SIGSEGV
+
+
+def test_calls_in_a_fork_are_refused() -> None:
+    result = run_python(
+        SETUP
+        + """
+import os
+child = os.fork()
+if child == 0:
+    for call in (lambda: driver.map([(base + 8192, 0, 1, Access.READ)]),
+                 lambda: driver.destroy([(0, 1)]),
+                 lambda: driver.fence()):
+        try:
+            call()
+        except ValueError as error:
+            assert "start worker processes with the spawn method" in str(error), error
+        else:
+            os._exit(1)
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+assert ctypes.string_at(base, 1) == b"\\1"
+print("child", os.waitstatus_to_exitcode(status))
+"""
+    )
+    assert (result.stdout, result.returncode) == ("ready\nchild 0\n", 0), result.stderr

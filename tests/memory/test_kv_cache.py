@@ -1,0 +1,143 @@
+"""The stand-alone ``KVCache``, as another serving framework would use it."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vmserve
+from vmserve.errors import OutOfMemoryError, UnsupportedError
+from vmserve.memory import kv_cache
+from vmserve.memory.kv_cache import KVCache
+from vmserve.memory.layout import plan_layout
+
+LAYOUT = plan_layout(2, 2, 64, torch.float32, 4096, page_tokens=16)
+PAGE = LAYOUT.total_page_bytes
+
+
+def make(num_slots: int = 3, max_len: int = 64, pages: int = 8) -> KVCache:
+    return KVCache(LAYOUT, num_slots=num_slots, max_len=max_len, limit_bytes=pages * PAGE)
+
+
+def alloc(cache: KVCache) -> int:
+    slot = cache.alloc_slot()
+    assert slot is not None
+    return slot
+
+
+def test_the_example_in_the_docstring() -> None:
+    results = doctest.testmod(kv_cache)
+    assert (results.failed, results.attempted > 0) == (0, True)
+
+
+def test_it_is_public() -> None:
+    assert vmserve.KVCache is KVCache
+
+
+def test_step_maps_all_or_nothing_and_says_what_is_missing() -> None:
+    with make(pages=5) as cache:
+        a, b = alloc(cache), alloc(cache)
+        assert cache.step({a: 20, b: 16}) == 0
+        assert cache.block_tables().tolist() == [[0, 1, -1, -1], [2, -1, -1, -1], [-1] * 4]
+        assert cache.step({a: 64, b: 64}) == 3  # 5 more pages, 2 left
+        assert cache.stats().used_pages == 3
+        assert cache.step({a: 64}) == 0
+        cache.free_slot(b)
+        assert cache.step([64, 0, 0]) == 0
+        assert cache.block_tables()[0].tolist() == [0, 1, 3, 4]
+        assert cache.block_tables().dtype == torch.int32
+
+
+def test_lengths_as_a_sequence_are_one_per_slot() -> None:
+    with make() as cache:
+        alloc(cache), alloc(cache)
+        assert cache.step([17, 3]) == 0
+        assert cache.block_tables()[:, 0].tolist() == [0, 2, -1]
+        with pytest.raises(ValueError, match="slot 2 is not allocated"):
+            cache.step([17, 3, 1])
+
+
+def test_attention_reads_a_slot_and_a_block_table_alike() -> None:
+    torch.manual_seed(0)
+    with make() as cache:
+        alloc(cache)
+        slot, length = alloc(cache), 37
+        assert cache.step({0: 5, slot: length}) == 0
+        written = torch.randn(2, 2, length, 2, 64)
+        for layer, (keys, values) in enumerate(cache.tensors()):
+            keys[slot, :length], values[slot, :length] = written[layer]
+        query = torch.randn(2, 1, 64)
+        keys, values = (written[1][i].transpose(0, 1) for i in range(2))
+        expected = F.scaled_dot_product_attention(query, keys, values)
+
+        slot_keys, slot_values = cache.tensors()[1]
+        through_slot = F.scaled_dot_product_attention(
+            query,
+            slot_keys[slot, :length].transpose(0, 1),
+            slot_values[slot, :length].transpose(0, 1),
+        )
+        table = cache.block_tables()[slot, :3].long()
+        through_pages = [
+            t[table].flatten(0, 1)[:length].transpose(0, 1) for t in cache.paged_tensors()[1]
+        ]
+        through_table = F.scaled_dot_product_attention(query, *through_pages)
+    assert torch.equal(through_slot, expected)
+    assert torch.equal(through_table, expected)
+
+
+def test_fork_and_safe_tensors() -> None:
+    with make(num_slots=2) as cache:
+        slot = alloc(cache)
+        cache.step({slot: 20})
+        cache.tensors()[0][0][slot, :20] = 1.0
+        fork = cache.fork(slot, 18)
+        assert fork == 1
+        assert cache.block_tables().tolist() == [[0, 1, -1, -1], [0, 2, -1, -1]]
+        assert cache.fork(slot, 18) is None
+        keys, values = cache.tensors(unmapped="zero")[0]
+        assert float(keys[fork].sum()) == 18 * 2 * 64
+        assert not values.any()
+        assert "tensor" in str(keys)
+        with pytest.raises(ValueError, match="unmapped is 'print': use 'fault' or 'zero'"):
+            cache.tensors(unmapped="print")  # type: ignore[arg-type]
+
+
+def test_a_fork_without_a_page_for_its_copy() -> None:
+    with make(pages=2) as cache:
+        slot = alloc(cache)
+        cache.step({slot: 20})
+        with pytest.raises(OutOfMemoryError, match="needs 1 pages, 0 can be taken"):
+            cache.fork(slot, 18)
+        assert cache.fork(slot, 16) == 1
+
+
+def test_the_limit_and_trim() -> None:
+    with make(pages=2) as cache:
+        slot = alloc(cache)
+        assert cache.step({slot: 64}) == 2
+        cache.set_limit(4 * PAGE)
+        assert cache.step({slot: 64}) == 0
+        cache.free_slot(slot)
+        assert cache.trim(keep_pages=1) == 3
+        assert cache.stats().memfd_allocated_bytes == PAGE
+
+
+def test_other_drivers_are_not_offered() -> None:
+    with pytest.raises(UnsupportedError, match="driver 'cuda' is not available in this version"):
+        KVCache(LAYOUT, driver="cuda", num_slots=1, max_len=16, limit_bytes=PAGE)
+
+
+def test_tensors_may_outlive_the_cache() -> None:
+    cache = make()
+    slot = alloc(cache)
+    cache.step({slot: 4})
+    keys = cache.tensors()[0][0]
+    keys[slot, :4] = 2.0
+    cache.close()
+    with pytest.raises(ValueError, match="closed"):
+        cache.step({slot: 5})
+    del cache
+    assert float(keys[slot, :4].sum()) == 2.0 * 4 * 2 * 64

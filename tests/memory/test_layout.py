@@ -1,0 +1,221 @@
+"""The planner: exact pages for real models, Table 8 of the vAttention paper, and its refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from vmserve.errors import ConfigurationError
+from vmserve.memory.layout import (
+    CUDA_GRANULARITY,
+    HOST_GRANULARITY,
+    KVLayout,
+    candidates,
+    plan_layout,
+)
+from vmserve.memory.plan_report import PRESETS, block_size_table
+
+KIB, MIB = 1 << 10, 1 << 20
+QWEN = (28, 4, 128, "bfloat16")
+
+
+def test_all_layers_of_qwen_fit_256_tokens_exactly_in_14_mib() -> None:
+    layout = plan_layout(*QWEN, CUDA_GRANULARITY, layers_per_group=28)
+    assert (layout.page_bytes, layout.page_tokens, layout.num_groups) == (14 * MIB, 256, 1)
+    assert layout.padding_waste == 0
+    assert (layout.token_bytes, layout.token_stride) == (56 * KIB, 56 * KIB)
+    assert layout.map_calls_per_1k_tokens == 1000 / 256
+    assert layout.worst_case_waste_bytes == 14 * MIB
+
+
+def test_the_host_takes_64_tokens_of_one_layer() -> None:
+    layout = plan_layout(32, 8, 128, torch.bfloat16, HOST_GRANULARITY)
+    assert (layout.page_tokens, layout.page_bytes) == (64, 256 * KIB)
+    assert (layout.num_groups, layout.total_page_bytes) == (32, 8 * MIB)
+    assert (layout.dtype, layout.itemsize, layout.blocks_per_page) == ("bfloat16", 2, 4)
+    assert layout.num_pages(100 * MIB) == 12
+    assert [layout.pages_for(n) for n in (0, 1, 64, 65)] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "granularity", "layers_per_group", "page_bytes", "page_tokens", "waste"),
+    [
+        # a token of 14 KiB: 16 KiB apart; 1,024 tokens would pad nothing, and take 14 MiB
+        (QWEN, CUDA_GRANULARITY, 7, 2 * MIB, 128, 0.125),
+        (QWEN, CUDA_GRANULARITY, 4, 2 * MIB, 256, 0),
+        (QWEN, CUDA_GRANULARITY, 1, 2 * MIB, 1024, 0),
+        # 3 heads of 80 in float32: 1,920 bytes fill 64-token pages of 30 granules
+        ((2, 3, 80, "float32"), HOST_GRANULARITY, 1, 30 * 4096, 64, 0),
+        # fewer tokens would pad by a quarter or more
+        ((1, 1, 6, "bfloat16"), HOST_GRANULARITY, 1, 3 * 4096, 512, 0),
+        ((60, 8, 128, "bfloat16"), CUDA_GRANULARITY, 3, 6 * MIB, 512, 0),
+        ((1, 2, 64, "float8_e4m3fn"), HOST_GRANULARITY, 1, 16 * KIB, 64, 0),
+    ],
+)
+def test_the_planner_pads_as_little_as_it_can(
+    shape: tuple[int, int, int, str],
+    granularity: int,
+    layers_per_group: int,
+    page_bytes: int,
+    page_tokens: int,
+    waste: float,
+) -> None:
+    layout = plan_layout(*shape, granularity, layers_per_group=layers_per_group)
+    assert (layout.page_bytes, layout.page_tokens) == (page_bytes, page_tokens)
+    assert layout.padding_waste == pytest.approx(waste)
+
+
+def test_fixed_sizes_are_kept() -> None:
+    by_bytes = plan_layout(*QWEN, HOST_GRANULARITY, page_bytes=96 * KIB)
+    assert (by_bytes.page_tokens, by_bytes.token_stride) == (48, 2048)
+    by_tokens = plan_layout(*QWEN, HOST_GRANULARITY, page_tokens=16)
+    assert (by_tokens.page_bytes, by_tokens.blocks_per_page) == (32 * KIB, 1)
+    both = plan_layout(*QWEN, HOST_GRANULARITY, page_bytes=64 * KIB, page_tokens=16)
+    assert (both.token_stride, both.padding_waste) == (4096, 0.5)
+    padded = plan_layout(*QWEN, CUDA_GRANULARITY, layers_per_group=28, page_bytes=2 * MIB)
+    assert (padded.page_tokens, padded.token_stride) == (32, 64 * KIB)
+
+
+def test_host_pages_grow_until_the_mappings_fit() -> None:
+    small = plan_layout(4, 2, 32, "float32", HOST_GRANULARITY)
+    assert (small.page_tokens, small.page_bytes) == (64, 32 * KIB)
+    assert small.worst_case_mappings(MIB * 1024) == 1024 * MIB // (32 * KIB) * 2
+    planned = plan_layout(
+        4, 2, 32, "float32", HOST_GRANULARITY, limit_bytes=1024 * MIB, max_map_count=65530
+    )
+    assert (planned.page_tokens, planned.page_bytes) == (256, 128 * KIB)
+    assert planned.worst_case_mappings(1024 * MIB) == 16384
+    fixed = plan_layout(
+        4, 2, 32, "float32", 4096, page_tokens=64, limit_bytes=1024 * MIB, max_map_count=65530
+    )
+    assert fixed == small  # smaller pages on request
+
+
+def test_where_k_and_v_lie() -> None:
+    together = plan_layout(4, 2, 8, "float16", 4096, layers_per_group=2)
+    row = 2 * 8 * 2
+    assert [together.key_location(layer) for layer in range(4)] == [
+        (0, 0),
+        (0, 2 * row),
+        (1, 0),
+        (1, 2 * row),
+    ]
+    assert [together.value_location(layer) for layer in range(4)] == [
+        (0, row),
+        (0, 3 * row),
+        (1, row),
+        (1, 3 * row),
+    ]
+    apart = plan_layout(4, 2, 8, "float16", 4096, layers_per_group=2, split_kv=True)
+    assert apart.num_groups == 4
+    assert [apart.key_location(layer) for layer in range(4)] == [(0, 0), (0, row), (2, 0), (2, row)]
+    assert [apart.value_location(layer) for layer in range(4)] == [
+        (1, 0),
+        (1, row),
+        (3, 0),
+        (3, row),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers is 0: it must be 1 or more"),
+        ({"block_tokens": 0}, "block_tokens is 0: it must be 1 or more"),
+        ({"dtype": "int3"}, "dtype 'int3' is not one of float8_e4m3fn,"),
+        (
+            {"layers_per_group": 3},
+            "28 layers cannot be put in equal groups of 3: use one of 1, 2, 4, 7, 14, 28",
+        ),
+        ({"tensor_parallel": 3}, "4 KV heads cannot be shared by 3 tensor-parallel ranks"),
+        ({"page_bytes": 5000}, "a page of 5000 bytes is not a multiple .* 4096: use e.g. 8 KiB"),
+        ({"page_tokens": 24}, "a page of 24 tokens is not whole blocks of 16: use e.g. 32 tokens"),
+        (
+            {"page_bytes": 16384},
+            "a page of 16 KiB holds 8 tokens of 2 KiB: .* use pages of 32 KiB or more",
+        ),
+        (
+            {"page_bytes": 32768, "page_tokens": 32},
+            "32 tokens of 2 KiB need 64 KiB, the page has 32 KiB: lower page_tokens to 16 or less",
+        ),
+        (
+            {"page_bytes": 13 * 32768, "page_tokens": 48},
+            "does not place 48 tokens at an even, aligned distance",
+        ),
+    ],
+)
+def test_refusals_carry_the_numbers(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "num_layers": 28,
+        "kv_heads": 4,
+        "head_dim": 128,
+        "dtype": "bfloat16",
+        "granularity": 4096,
+    }
+    with pytest.raises(ConfigurationError, match=message):
+        plan_layout(**(arguments | changes))
+
+
+def test_every_candidate_is_sound() -> None:
+    for granularity in (HOST_GRANULARITY, 64 * KIB, CUDA_GRANULARITY):
+        for shape in PRESETS.values():
+            sizes = (shape.num_layers, shape.kv_heads, shape.head_dim, shape.dtype)
+            layouts = candidates(*sizes, granularity)
+            assert [layout.split_kv for layout in layouts].count(True) == len(layouts) // 2
+            for layout in layouts:
+                assert layout.page_bytes % granularity == 0
+                assert layout.token_stride * layout.page_tokens == layout.page_bytes
+                assert layout.token_stride >= layout.token_bytes
+                assert layout.token_stride % 16 == 0
+                assert layout.page_tokens % layout.block_tokens == 0
+                assert layout.page_tokens >= 64
+                assert 0 <= layout.padding_waste <= 0.125
+                last = layout.value_location(layout.num_layers - 1)
+                row = layout.kv_heads * layout.head_dim * layout.itemsize
+                assert last == (layout.num_groups - 1, layout.token_bytes - row)
+
+
+def test_candidates_leave_out_groupings_that_a_fixed_page_cannot_hold() -> None:
+    layouts = candidates(*QWEN, HOST_GRANULARITY, page_bytes=64 * KIB)
+    assert [(x.layers_per_group, x.split_kv, x.page_tokens) for x in layouts] == [
+        (1, False, 32),
+        (2, False, 16),
+        (1, True, 64),
+        (2, True, 32),
+        (4, True, 16),
+    ]
+    with pytest.raises(ConfigurationError, match="use pages of 32 KiB or more"):
+        candidates(*QWEN, HOST_GRANULARITY, page_bytes=4096)
+
+
+def test_to_dict_is_json_with_fields_and_what_follows_from_them() -> None:
+    layout = plan_layout(*QWEN, CUDA_GRANULARITY, layers_per_group=28)
+    values = json.loads(json.dumps(layout.to_dict()))
+    assert {field.name for field in dataclasses.fields(KVLayout)} < set(values)
+    assert values["total_page_bytes"] == 14 * MIB
+    assert values["padding_waste"] == 0
+
+
+# vAttention, arXiv 2405.04437, Table 8, by page size: tokens per page of one layer's K or V,
+# and worst-case waste per request in MiB.
+TABLE_8 = {
+    ("yi-6b", 1): {64: (64, 4), 128: (128, 8), 256: (256, 16), 2048: (2048, 128)},
+    ("yi-6b", 2): {64: (128, 8), 128: (256, 16), 256: (512, 32), 2048: (4096, 256)},
+    ("llama-3-8b", 1): {64: (32, 4), 128: (64, 8), 256: (128, 16), 2048: (1024, 128)},
+    ("llama-3-8b", 2): {64: (64, 8), 128: (128, 16), 256: (256, 32), 2048: (2048, 256)},
+    ("yi-34b", 1): {64: (32, 7.5), 128: (64, 15), 256: (128, 30), 2048: (1024, 240)},
+    ("yi-34b", 2): {64: (64, 15), 128: (128, 30), 256: (256, 60), 2048: (2048, 480)},
+}
+
+
+def test_block_sizes_of_the_vattention_paper() -> None:
+    rows = block_size_table([PRESETS[name] for name in ("yi-6b", "llama-3-8b", "yi-34b")])
+    found: dict[tuple[str, int], dict[int, tuple[int, float]]] = {}
+    for row in rows:
+        cells = found.setdefault((row.model, row.tensor_parallel), {})
+        cells[row.page_bytes // KIB] = (row.tokens_per_page, row.worst_case_waste_bytes / MIB)
+    assert found == TABLE_8

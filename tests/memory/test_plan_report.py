@@ -1,0 +1,110 @@
+"""What ``vmserve plan`` says."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from vmserve.errors import ConfigurationError
+from vmserve.memory.layout import CUDA_GRANULARITY
+from vmserve.memory.plan_report import (
+    PRESETS,
+    ModelShape,
+    block_size_report,
+    block_size_table,
+    plan_report,
+)
+
+GIB = 1 << 30
+
+
+def printed(renderable: object) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(renderable)
+    text = console.file
+    assert isinstance(text, io.StringIO)
+    return text.getvalue()
+
+
+def line_with(text: str, *cells: str) -> list[str]:
+    """The cells of the first row that starts with ``cells``."""
+    for line in text.splitlines():
+        found = [cell.strip() for cell in line.strip("│").split("│")]
+        if found[: len(cells)] == list(cells):
+            return found
+    raise AssertionError(f"no row starts with {cells} in\n{text}")
+
+
+def test_the_presets_are_the_published_shapes() -> None:
+    assert {
+        name: (shape.num_layers, shape.kv_heads, shape.head_dim) for name, shape in PRESETS.items()
+    } == {
+        "llama-3-8b": (32, 8, 128),
+        "yi-6b": (32, 4, 128),
+        "yi-34b": (60, 8, 128),
+        "qwen2.5-7b": (28, 4, 128),
+    }
+
+
+def test_what_fits_in_a_cap() -> None:
+    report = plan_report(
+        PRESETS["llama-3-8b"], granularity=CUDA_GRANULARITY, limit_bytes=16 * GIB, max_len=8192
+    )
+    values = json.loads(json.dumps(report.to_dict()))
+    assert (values["model"], values["granularity"]) == ("llama-3-8b", 2 << 20)
+    first = values["candidates"][0]
+    # 32 groups of 2 MiB pages with 512 tokens: 256 pages, 16 of them for 8,192 tokens.
+    assert first["is_default"]
+    assert (first["page_tokens"], first["num_groups"]) == (512, 32)
+    assert (first["num_pages"], first["num_tokens"], first["max_len_requests"]) == (256, 131072, 16)
+    assert [c["layers_per_group"] for c in values["candidates"]] == [1, 2, 4, 8, 16, 32] * 2
+    assert sum(c["is_default"] for c in values["candidates"]) == 1
+
+
+def test_the_table_shows_the_numbers() -> None:
+    text = printed(
+        plan_report(PRESETS["qwen2.5-7b"], granularity=CUDA_GRANULARITY, limit_bytes=14 * GIB)
+    )
+    assert "qwen2.5-7b: 28 layers, 4 KV heads of 128, bfloat16; pages in multiples of 2 MiB" in text
+    assert "fit: in 14 GiB per rank, requests of 131,072 tokens." in text
+    assert line_with(text, "28", "together") == [
+        *("28", "together", "1", "14 MiB", "256", "0.0%", "14 MiB", "3.9", "262,144", "2"),
+    ]
+    assert line_with(text, "7", "apart")[2:8] == ["8", "2 MiB", "256", "12.5%", "16 MiB", "31.2"]
+
+
+def test_without_a_cap_nothing_is_said_of_what_fits() -> None:
+    report = plan_report(PRESETS["yi-6b"], tensor_parallel=2)
+    text = printed(report)
+    assert "2 ranks" in text
+    assert "tokens fit" not in text
+    assert line_with(text, "1", "together")[2:] == [
+        *("32", "64 KiB", "64", "0.0%", "4 MiB", "500.0"),
+    ]
+    first = report.to_dict()["candidates"][0]
+    assert (first["num_tokens"], first["max_len_requests"]) == (None, None)
+
+
+def test_any_shape_can_be_planned() -> None:
+    shape = ModelShape(name="mine", num_layers=6, kv_heads=2, head_dim=32, dtype="float32")
+    report = plan_report(shape, limit_bytes=64 << 20, max_map_count=65530)
+    default = report.candidates[0]
+    assert (default.layout.page_tokens, default.layout.page_bytes) == (64, 32 << 10)
+    assert default.num_pages == 341  # of 6 x 32 KiB
+    assert default.worst_case_mappings == 341 * 6 * 2
+    assert default.max_len_requests is None  # its context is not known
+    fixed = plan_report(shape, page_bytes=8192)
+    assert {c.layout.page_bytes for c in fixed.candidates} == {8192}
+    with pytest.raises(ConfigurationError, match="use pages of"):
+        plan_report(shape, page_bytes=4096, block_tokens=32)
+
+
+def test_the_block_size_tables_are_printed() -> None:
+    rows = block_size_table([PRESETS["yi-34b"]])
+    text = printed(block_size_report(rows))
+    assert line_with(text, "yi-34b (TP-1)") == ["yi-34b (TP-1)", "32", "64", "128", "1,024"]
+    waste = text[text.index("worst-case waste per request") :]
+    assert line_with(waste, "yi-34b (TP-2)")[1:] == ["15 MiB", "30 MiB", "60 MiB", "480 MiB"]

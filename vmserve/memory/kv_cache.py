@@ -1,0 +1,173 @@
+"""KV memory alone, for any serving framework: the vAttention-style API over torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Self
+
+import torch
+
+from vmserve.errors import UnsupportedError
+from vmserve.memory.base import Growth, Shortfall
+from vmserve.memory.virtual import VirtualKVMemory
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from vmserve.memory.base import MemoryStats
+    from vmserve.memory.layout import KVLayout
+
+__all__ = ["KVCache"]
+
+
+class KVCache:
+    """A KV cache whose K and V are ordinary contiguous tensors, backed by pages on demand.
+
+    Every sequence has a *slot*: ``keys[layer][slot]`` is ``[max_len, kv_heads, head_dim]``
+    with ordinary strides, so that any attention kernel works on it unmodified. Memory is
+    only behind the positions that :meth:`step` was told of. The same pages can be read
+    through :meth:`paged_tensors` and :meth:`block_tables` by kernels that take block tables.
+
+    >>> import torch
+    >>> from vmserve import KVCache, plan_layout
+    >>> layout = plan_layout(2, kv_heads=2, head_dim=64, dtype=torch.float32, granularity=4096)
+    >>> with KVCache(layout, num_slots=4, max_len=1024, limit_bytes=64 << 20) as cache:
+    ...     slot = cache.alloc_slot()
+    ...     missing = cache.step({slot: 3})  # positions 0, 1 and 2 can be used from here on
+    ...     keys, values = cache.tensors()[0]
+    ...     keys[slot, :3] = 1.0
+    ...     twin = cache.fork(slot, 3)  # shares whole pages, copies the last one
+    ...     (missing, keys.shape, float(keys[twin, :3].sum()))
+    (0, torch.Size([4, 1024, 2, 64]), 384.0)
+
+    NOTE: touching a position that is not mapped (also by printing or slicing a tensor as a
+    whole) ends the process with a segmentation fault, as does writing to positions that a
+    fork shares. ``tensors(unmapped="zero")`` can be read everywhere. After :meth:`close`,
+    tensors that are still held may be dropped at any time; the memory goes with the last.
+
+    Raises :class:`ConfigurationError` when ``limit_bytes`` holds no page, and
+    :class:`DriverError` when ``num_slots`` times ``max_len`` cannot be reserved.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        driver: str = "host",
+        *,
+        num_slots: int,
+        max_len: int,
+        limit_bytes: int,
+        read_slack_tokens: int = 0,
+        zero_pages: Literal["always", "tenant", "never"] = "always",
+    ) -> None:
+        if driver != "host":
+            raise UnsupportedError(f"driver {driver!r} is not available in this version: use host")
+        self.layout = layout
+        self.num_slots = num_slots
+        self.max_len = max_len
+        self._pages_per_slot = layout.pages_for(max_len + read_slack_tokens)
+        self._slots: set[int] = set()
+        self._memory = VirtualKVMemory(
+            layout,
+            num_slots=num_slots,
+            max_len=max_len,
+            limit_bytes=limit_bytes,
+            read_slack_tokens=read_slack_tokens,
+            zero_pages=zero_pages,
+        )
+
+    def tensors(
+        self, unmapped: Literal["fault", "zero"] = "fault"
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """``(K, V)`` per layer, each ``[num_slots, max_len, kv_heads, head_dim]``.
+
+        With ``unmapped="zero"`` the tensors can be read everywhere (zero where nothing is
+        mapped) and written nowhere: safe to print, slice and compare.
+        """
+        if unmapped not in ("fault", "zero"):
+            raise ValueError(f"unmapped is {unmapped!r}: use 'fault' or 'zero'")
+        view = self._memory.view() if unmapped == "fault" else self._memory.safe_view()
+        return list(zip(view.keys, view.values, strict=True))
+
+    def paged_tensors(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """``(K, V)`` per layer over all pages, each ``[pages, page_tokens, kv_heads, head_dim]``.
+
+        Rows that no :meth:`block_tables` entry names may not be touched.
+        """
+        return list(zip(*self._memory.arena_tensors(), strict=True))
+
+    def alloc_slot(self, tenant: int = 0) -> int | None:
+        """An empty slot, or None when all are taken."""
+        slot = self._memory.alloc_slot(tenant)
+        if slot is not None:
+            self._slots.add(slot)
+        return slot
+
+    def free_slot(self, slot: int) -> None:
+        """Unmap the slot; its pages become free where no fork shares them."""
+        self._memory.release(slot)
+        self._slots.discard(slot)
+
+    def step(self, lengths: Mapping[int, int] | Sequence[int]) -> int:
+        """Make the first ``length`` positions of every slot usable: how many pages are missing.
+
+        ``lengths``: slot -> length, or one length per slot from slot 0 on (0: leave alone).
+        0 means that all is mapped. Otherwise *nothing* was, and that many pages must first
+        become free (or the limit be raised). Slots never shrink.
+
+        Raises ``ValueError`` for a slot that is not allocated or a length above ``max_len``,
+        :class:`OutOfMemoryError` when the system has less memory than the limit promises.
+        """
+        pairs = lengths.items() if isinstance(lengths, Mapping) else enumerate(lengths)
+        growths = [Growth(slot, length) for slot, length in pairs if length != 0]
+        plan = self._memory.plan(growths)
+        if isinstance(plan, Shortfall):
+            return plan.missing_pages
+        self._memory.apply(plan)
+        return 0
+
+    def block_tables(self) -> torch.Tensor:
+        """Page ids of every slot in order: int32 ``[num_slots, pages_per_slot]``, -1 where none."""
+        tables = torch.full((self.num_slots, self._pages_per_slot), -1, dtype=torch.int32)
+        for slot in self._slots:
+            pages = self._memory.block_table(slot)
+            tables[slot, : len(pages)] = torch.from_numpy(pages)
+        return tables
+
+    def fork(self, slot: int, length: int) -> int | None:
+        """A new slot that starts with the first ``length`` positions of ``slot``.
+
+        Whole pages are shared and read-only in both from here on; the last partial page is
+        copied. None when all slots are taken; raises :class:`OutOfMemoryError` when there
+        is no page for the copy.
+        """
+        forked = self._memory.fork(slot, length)
+        if forked is not None:
+            self._slots.add(forked)
+        return forked
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Change the cap of the pool; what is free above it goes back to the system at once."""
+        self._memory.set_limit(limit_bytes)
+
+    def trim(self, keep_pages: int = 0) -> int:
+        """Give free pages above ``keep_pages`` back to the system; returns how many."""
+        return self._memory.trim(keep_pages)
+
+    def stats(self) -> MemoryStats:
+        return self._memory.stats()
+
+    def close(self) -> None:
+        """Every later call raises ``ValueError``; the memory goes with its last tensor."""
+        self._memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

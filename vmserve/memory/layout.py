@@ -1,0 +1,383 @@
+"""The layout planner: how the KV cache of a model is cut into pages. Pure functions.
+
+A page holds a whole number of tokens at one uniform distance, or a sequence's pages,
+mapped one after the other, would not be a strided tensor. Layers are put in equal
+*groups*; the layers of a group lie side by side for each token,
+
+* ``[token, layer_in_group, 2, kv_heads, head_dim]``, or
+* with ``split_kv`` K and V in groups of their own, ``[token, layer_in_group, kv_heads,
+  head_dim]`` (one layer per group is the layout of vAttention, arXiv 2405.04437).
+
+Each group has its own reservations. Page ``p`` is one physical page per group, all
+mapped together, so that fewer groups mean fewer map calls and more tokens of a page
+that a short sequence leaves unused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vmserve.config import format_size
+from vmserve.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CUDA_GRANULARITY", "HOST_GRANULARITY", "KVLayout", "candidates", "plan_layout"]
+
+HOST_GRANULARITY = 4 << 10
+CUDA_GRANULARITY = 2 << 20
+
+_ITEMSIZE = {
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+
+#: Page sizes that the planner aims for on its own, in tokens: below, map calls cost more
+#: than they save; above, short sequences waste most of a page.
+_MIN_PAGE_TOKENS = 64
+_MAX_PAGE_TOKENS = 256
+_MAX_PADDING = 1 / 8
+#: Kernels load vectors of this many bytes; a token stride that is not a multiple of it
+#: is only accepted where the tokens themselves are not.
+_VECTOR_BYTES = 16
+#: Every page is mapped twice at most: once in the arena and once in a slot.
+_MAPPINGS_PER_PAGE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayout:
+    """Where K and V of every layer and token lie inside a page.
+
+    ``kv_heads`` are those of one tensor-parallel rank; ``page_bytes`` is one page of one
+    group. Build it with :func:`plan_layout`, which checks that the numbers agree.
+    """
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    layers_per_group: int
+    split_kv: bool
+    page_bytes: int
+    page_tokens: int
+    block_tokens: int
+    granularity: int
+    tensor_parallel: int = 1
+
+    @property
+    def itemsize(self) -> int:
+        return _ITEMSIZE[self.dtype]
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_layers // self.layers_per_group * (2 if self.split_kv else 1)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one group, without padding."""
+        parts = 1 if self.split_kv else 2
+        return self.layers_per_group * parts * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def token_stride(self) -> int:
+        """Bytes from one token to the next in one group."""
+        return self.page_bytes // self.page_tokens
+
+    @property
+    def padding_waste(self) -> float:
+        """Share of every page, 0 to 1, that no token can use."""
+        return 1 - self.token_bytes / self.token_stride
+
+    @property
+    def total_page_bytes(self) -> int:
+        """One page over all groups: what the pool counts in."""
+        return self.page_bytes * self.num_groups
+
+    @property
+    def blocks_per_page(self) -> int:
+        return self.page_tokens // self.block_tokens
+
+    @property
+    def worst_case_waste_bytes(self) -> int:
+        """What one request can leave unused, over all ranks: one page of every group.
+
+        The measure of the vAttention paper (Table 8): a sequence whose last page holds
+        one token.
+        """
+        return self.total_page_bytes * self.tensor_parallel
+
+    @property
+    def map_calls_per_1k_tokens(self) -> float:
+        """Map calls per rank for 1,000 tokens of one sequence, when no two pages adjoin."""
+        return 1000 / self.page_tokens * self.num_groups
+
+    def num_pages(self, num_bytes: int) -> int:
+        """How many whole pages (over all groups) ``num_bytes`` hold."""
+        return num_bytes // self.total_page_bytes
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages of one sequence of ``num_tokens``."""
+        return -(-num_tokens // self.page_tokens)
+
+    def worst_case_mappings(self, limit_bytes: int) -> int:
+        """Mappings that a full pool of ``limit_bytes`` needs when no two pages adjoin."""
+        return self.num_pages(limit_bytes) * self.num_groups * _MAPPINGS_PER_PAGE
+
+    def key_location(self, layer: int) -> tuple[int, int]:
+        """``(group, offset)`` of the layer's K: the offset is in bytes inside a token."""
+        return self._location(layer, is_value=False)
+
+    def value_location(self, layer: int) -> tuple[int, int]:
+        """``(group, offset)`` of the layer's V: the offset is in bytes inside a token."""
+        return self._location(layer, is_value=True)
+
+    def _location(self, layer: int, *, is_value: bool) -> tuple[int, int]:
+        group, index = divmod(layer, self.layers_per_group)
+        vector_bytes = self.kv_heads * self.head_dim * self.itemsize
+        if self.split_kv:
+            return 2 * group + is_value, index * vector_bytes
+        return group, (2 * index + is_value) * vector_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, and what follows from them, as plain JSON values."""
+        names = (*self.__dataclass_fields__, "num_groups", "token_bytes", "token_stride")
+        names += ("padding_waste", "total_page_bytes", "blocks_per_page")
+        names += ("worst_case_waste_bytes", "map_calls_per_1k_tokens")
+        return {name: getattr(self, name) for name in names}
+
+
+def plan_layout(
+    num_layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str | torch.dtype,
+    granularity: int,
+    *,
+    layers_per_group: int = 1,
+    split_kv: bool = False,
+    page_bytes: int | None = None,
+    page_tokens: int | None = None,
+    block_tokens: int = 16,
+    tensor_parallel: int = 1,
+    limit_bytes: int | None = None,
+    max_map_count: int | None = None,
+) -> KVLayout:
+    """Choose the page of a model's KV cache.
+
+    ``granularity``: bytes that the driver's pages are multiples of (4 KiB on the host,
+    2 MiB with stock CUDA). ``page_bytes`` (of one group) and ``page_tokens`` fix what they
+    name; what is left open is chosen: at least 64 tokens a page, the padding that the
+    granularity forces as small as it gets up to 256 tokens. With ``limit_bytes`` and
+    ``max_map_count``, pages that were not fixed are doubled until a full pool of
+    ``limit_bytes`` stays under half of ``max_map_count`` mappings.
+
+    Raises :class:`ConfigurationError`, with the numbers, for sizes that do not fit.
+    """
+    name = str(dtype).removeprefix("torch.")
+    _check_shape(num_layers, kv_heads, head_dim, name, layers_per_group, tensor_parallel)
+    _check_positive(granularity=granularity, block_tokens=block_tokens)
+    rank_heads = kv_heads // tensor_parallel
+    parts = 1 if split_kv else 2
+    token_bytes = layers_per_group * parts * rank_heads * head_dim * _ITEMSIZE[name]
+    if page_bytes is not None:
+        _check_page_bytes(page_bytes, granularity)
+    if page_tokens is not None:
+        _check_page_tokens(page_tokens, block_tokens)
+    if page_bytes is not None and page_tokens is not None:
+        _check_both(page_bytes, page_tokens, token_bytes)
+        tokens, size = page_tokens, page_bytes
+    elif page_bytes is not None:
+        tokens, size = _most_tokens(page_bytes, token_bytes, block_tokens, granularity), page_bytes
+    else:
+        tokens = page_tokens or _choose_tokens(token_bytes, block_tokens, granularity)
+        size = tokens * _stride(tokens, token_bytes, granularity)
+
+    def layout(tokens: int, size: int) -> KVLayout:
+        return KVLayout(
+            num_layers=num_layers,
+            kv_heads=rank_heads,
+            head_dim=head_dim,
+            dtype=name,
+            layers_per_group=layers_per_group,
+            split_kv=split_kv,
+            page_bytes=size,
+            page_tokens=tokens,
+            block_tokens=block_tokens,
+            granularity=granularity,
+            tensor_parallel=tensor_parallel,
+        )
+
+    planned = layout(tokens, size)
+    if page_bytes is None and page_tokens is None and limit_bytes and max_map_count:
+        while planned.worst_case_mappings(limit_bytes) * 2 >= max_map_count:
+            planned = layout(planned.page_tokens * 2, planned.page_bytes * 2)
+    return planned
+
+
+def candidates(
+    num_layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str | torch.dtype,
+    granularity: int,
+    *,
+    page_bytes: int | None = None,
+    block_tokens: int = 16,
+    tensor_parallel: int = 1,
+    limit_bytes: int | None = None,
+    max_map_count: int | None = None,
+) -> list[KVLayout]:
+    """One layout per way to group the layers: each divisor of their number, K and V together
+    (fewest groups last), then apart.
+
+    Groupings whose tokens do not fit a page of ``page_bytes`` are left out; if none fits,
+    the first one's :class:`ConfigurationError` is raised.
+    """
+    _check_positive(num_layers=num_layers)
+    layouts: list[KVLayout] = []
+    refusals: list[ConfigurationError] = []
+    for split_kv in (False, True):
+        for layers_per_group in (n for n in range(1, num_layers + 1) if num_layers % n == 0):
+            try:
+                layout = plan_layout(
+                    num_layers,
+                    kv_heads,
+                    head_dim,
+                    dtype,
+                    granularity,
+                    layers_per_group=layers_per_group,
+                    split_kv=split_kv,
+                    page_bytes=page_bytes,
+                    block_tokens=block_tokens,
+                    tensor_parallel=tensor_parallel,
+                    limit_bytes=limit_bytes,
+                    max_map_count=max_map_count,
+                )
+            except ConfigurationError as error:
+                refusals.append(error)
+            else:
+                layouts.append(layout)
+    if not layouts and refusals:
+        raise refusals[0]
+    return layouts
+
+
+def _alignment(token_bytes: int) -> int:
+    return math.gcd(_VECTOR_BYTES, token_bytes)
+
+
+def _stride(page_tokens: int, token_bytes: int, granularity: int) -> int:
+    """The least token stride with which ``page_tokens`` fill whole granules."""
+    step = math.lcm(_alignment(token_bytes), granularity // math.gcd(page_tokens, granularity))
+    return -(-token_bytes // step) * step
+
+
+def _choose_tokens(token_bytes: int, block_tokens: int, granularity: int) -> int:
+    """The tokens of a page that pad least, the fewest of them: 64 to 256 where that can be.
+
+    More where a granule alone holds more, or where fewer would pad above an eighth.
+    """
+
+    def stride(tokens: int) -> int:
+        return _stride(tokens, token_bytes, granularity)
+
+    first = -(-_MIN_PAGE_TOKENS // block_tokens) * block_tokens
+    last = max(_MAX_PAGE_TOKENS, -(-granularity // token_bytes), first)
+    while True:
+        best = min(range(first, last + 1, block_tokens), key=stride)
+        if 1 - token_bytes / stride(best) <= _MAX_PADDING:
+            return best
+        last *= 2
+
+
+def _most_tokens(page_bytes: int, token_bytes: int, block_tokens: int, granularity: int) -> int:
+    """The most tokens, in whole blocks, that divide a page of ``page_bytes`` evenly."""
+    alignment = _alignment(token_bytes)
+    most = page_bytes // token_bytes // block_tokens * block_tokens
+    for tokens in range(most, 0, -block_tokens):
+        if page_bytes % tokens == 0 and page_bytes // tokens % alignment == 0:
+            return tokens
+    block_bytes = block_tokens * token_bytes
+    least = -(-block_bytes // granularity) * granularity
+    raise ConfigurationError(
+        f"a page of {format_size(page_bytes)} holds {page_bytes // token_bytes} tokens of "
+        f"{format_size(token_bytes)}: not one block of {block_tokens} at an even distance; use "
+        f"pages of {format_size(least)} or more (--kv-page-size), fewer layers per group, or "
+        "smaller blocks (--block-size)"
+    )
+
+
+def _check_positive(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise ConfigurationError(f"{name} is {value}: it must be 1 or more")
+
+
+def _check_shape(
+    num_layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    layers_per_group: int,
+    tensor_parallel: int,
+) -> None:
+    _check_positive(
+        num_layers=num_layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        layers_per_group=layers_per_group,
+        tensor_parallel=tensor_parallel,
+    )
+    if dtype not in _ITEMSIZE:
+        raise ConfigurationError(f"dtype {dtype!r} is not one of {', '.join(_ITEMSIZE)}")
+    if num_layers % layers_per_group:
+        divisors = [str(n) for n in range(1, num_layers + 1) if num_layers % n == 0]
+        raise ConfigurationError(
+            f"{num_layers} layers cannot be put in equal groups of {layers_per_group}: use one of "
+            f"{', '.join(divisors)}"
+        )
+    if kv_heads % tensor_parallel:
+        raise ConfigurationError(
+            f"{kv_heads} KV heads cannot be shared by {tensor_parallel} tensor-parallel ranks: use "
+            f"a divisor of {kv_heads}"
+        )
+
+
+def _check_page_bytes(page_bytes: int, granularity: int) -> None:
+    if page_bytes < 1 or page_bytes % granularity:
+        up = max(1, -(-page_bytes // granularity)) * granularity
+        raise ConfigurationError(
+            f"a page of {page_bytes} bytes is not a multiple of the driver's granularity, "
+            f"{granularity}: use e.g. {format_size(up)}"
+        )
+
+
+def _check_page_tokens(page_tokens: int, block_tokens: int) -> None:
+    if page_tokens < 1 or page_tokens % block_tokens:
+        up = max(1, -(-page_tokens // block_tokens)) * block_tokens
+        raise ConfigurationError(
+            f"a page of {page_tokens} tokens is not whole blocks of {block_tokens}: use e.g. {up} "
+            "tokens a page, or smaller blocks (--block-size)"
+        )
+
+
+def _check_both(page_bytes: int, page_tokens: int, token_bytes: int) -> None:
+    needed = page_tokens * token_bytes
+    if needed > page_bytes:
+        raise ConfigurationError(
+            f"{page_tokens} tokens of {format_size(token_bytes)} need {format_size(needed)}, the "
+            f"page has {format_size(page_bytes)}: lower page_tokens to "
+            f"{page_bytes // token_bytes} or less"
+        )
+    if page_bytes % page_tokens or page_bytes // page_tokens % _alignment(token_bytes):
+        raise ConfigurationError(
+            f"a page of {page_bytes} bytes does not place {page_tokens} tokens at an even, aligned "
+            "distance: leave page_tokens open"
+        )

@@ -1,0 +1,303 @@
+"""``vmserve plan``: the layouts that a model's KV cache can have, and what fits in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
+
+from vmserve.config import format_size
+from vmserve.memory.layout import (
+    CUDA_GRANULARITY,
+    HOST_GRANULARITY,
+    KVLayout,
+    candidates,
+    plan_layout,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+__all__ = [
+    "PRESETS",
+    "BlockSizeRow",
+    "Candidate",
+    "ModelShape",
+    "PlanReport",
+    "block_size_report",
+    "block_size_table",
+    "plan_report",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What the KV cache needs to know of a model. ``max_len``: its context, in tokens."""
+
+    name: str
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    max_len: int | None = None
+
+
+#: Shapes as their authors published them (config.json of each model).
+PRESETS = {
+    shape.name: shape
+    for shape in (
+        ModelShape(name="llama-3-8b", num_layers=32, kv_heads=8, head_dim=128, max_len=8192),
+        ModelShape(name="yi-6b", num_layers=32, kv_heads=4, head_dim=128, max_len=4096),
+        ModelShape(name="yi-34b", num_layers=60, kv_heads=8, head_dim=128, max_len=4096),
+        ModelShape(name="qwen2.5-7b", num_layers=28, kv_heads=4, head_dim=128, max_len=131072),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout, and what a pool of ``limit_bytes`` holds with it."""
+
+    layout: KVLayout
+    #: The layout that the engine takes when it is told nothing.
+    is_default: bool
+    limit_bytes: int | None
+    max_len: int | None
+
+    @property
+    def num_pages(self) -> int | None:
+        return None if self.limit_bytes is None else self.layout.num_pages(self.limit_bytes)
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens that the pool holds when every page is full."""
+        return None if self.num_pages is None else self.num_pages * self.layout.page_tokens
+
+    @property
+    def max_len_requests(self) -> int | None:
+        """Requests of ``max_len`` tokens that the pool holds at once."""
+        if self.num_pages is None or self.max_len is None:
+            return None
+        return self.num_pages // self.layout.pages_for(self.max_len)
+
+    @property
+    def worst_case_mappings(self) -> int | None:
+        return (
+            None if self.limit_bytes is None else self.layout.worst_case_mappings(self.limit_bytes)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **self.layout.to_dict(),
+            "is_default": self.is_default,
+            "num_pages": self.num_pages,
+            "num_tokens": self.num_tokens,
+            "max_len_requests": self.max_len_requests,
+            "worst_case_mappings": self.worst_case_mappings,
+        }
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Candidates for one model and one granularity; prints itself as a table with rich."""
+
+    shape: ModelShape
+    granularity: int
+    tensor_parallel: int
+    limit_bytes: int | None
+    max_len: int | None
+    candidates: tuple[Candidate, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.shape.name,
+            "granularity": self.granularity,
+            "tensor_parallel": self.tensor_parallel,
+            "limit_bytes": self.limit_bytes,
+            "max_len": self.max_len,
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+        }
+
+    def __rich__(self) -> RenderableType:
+        shape = self.shape
+        ranks = f", {self.tensor_parallel} ranks" if self.tensor_parallel > 1 else ""
+        table = Table(
+            title=f"{shape.name}: {shape.num_layers} layers, {shape.kv_heads} KV heads of "
+            f"{shape.head_dim}, {shape.dtype}{ranks}; pages in multiples of "
+            f"{format_size(self.granularity)}",
+            caption=self._caption(),
+        )
+        table.add_column("layers/group")
+        table.add_column("K and V")
+        for heading in ("groups", "page", "tokens/page", "padding", "waste/request", "maps/1k tok"):
+            table.add_column(heading, justify="right")
+        if self.limit_bytes is not None:
+            table.add_column("tokens fit", justify="right")
+            table.add_column("max requests", justify="right")
+        for candidate in self.candidates:
+            table.add_row(*self._cells(candidate), style="bold" if candidate.is_default else None)
+        return table
+
+    def _caption(self) -> str:
+        lines = [
+            "page: of one group. waste/request: the most that one request can leave unused.",
+            "maps/1k tok: map calls for 1,000 tokens of one sequence. Bold: taken by default.",
+        ]
+        if self.limit_bytes is not None:
+            longest = "" if self.max_len is None else f" of {self.max_len:,} tokens"
+            lines.append(f"fit: in {format_size(self.limit_bytes)} per rank, requests{longest}.")
+        return "\n".join(lines)
+
+    def _cells(self, candidate: Candidate) -> list[str]:
+        layout = candidate.layout
+        cells = [
+            f"{layout.layers_per_group}",
+            "apart" if layout.split_kv else "together",
+            f"{layout.num_groups}",
+            format_size(layout.page_bytes),
+            f"{layout.page_tokens:,}",
+            f"{layout.padding_waste:.1%}",
+            format_size(layout.worst_case_waste_bytes),
+            f"{layout.map_calls_per_1k_tokens:,.1f}",
+        ]
+        if self.limit_bytes is not None:
+            cells += [_number(candidate.num_tokens), _number(candidate.max_len_requests)]
+        return cells
+
+
+def plan_report(
+    shape: ModelShape,
+    *,
+    granularity: int = HOST_GRANULARITY,
+    limit_bytes: int | None = None,
+    max_len: int | None = None,
+    tensor_parallel: int = 1,
+    block_tokens: int = 16,
+    max_map_count: int | None = None,
+    page_bytes: int | None = None,
+) -> PlanReport:
+    """The layout candidates of a model: one per way to group its layers.
+
+    ``limit_bytes`` is the cap of the pool of one rank; with it the report says how many
+    tokens and requests of ``max_len`` (default: the model's own) fit. ``max_map_count``
+    bounds the mappings on the host. ``page_bytes`` fixes the size of a group's page and
+    leaves out the groupings that do not fit into it.
+
+    Raises :class:`ConfigurationError` when no grouping fits, and for numbers that are wrong.
+    """
+    layouts = candidates(
+        shape.num_layers,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.dtype,
+        granularity,
+        page_bytes=page_bytes,
+        tensor_parallel=tensor_parallel,
+        block_tokens=block_tokens,
+        limit_bytes=limit_bytes,
+        max_map_count=max_map_count,
+    )
+    longest = max_len if max_len is not None else shape.max_len
+    return PlanReport(
+        shape=shape,
+        granularity=granularity,
+        tensor_parallel=tensor_parallel,
+        limit_bytes=limit_bytes,
+        max_len=longest,
+        candidates=tuple(
+            Candidate(
+                layout=layout,
+                is_default=layout.layers_per_group == 1 and not layout.split_kv,
+                limit_bytes=limit_bytes,
+                max_len=longest,
+            )
+            for layout in layouts
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class BlockSizeRow:
+    """One cell of the block-size table: a model, its ranks and a page size."""
+
+    model: str
+    tensor_parallel: int
+    page_bytes: int
+    tokens_per_page: int
+    worst_case_waste_bytes: int
+
+
+def block_size_table(
+    shapes: Sequence[ModelShape],
+    *,
+    page_sizes: Sequence[int] = (64 << 10, 128 << 10, 256 << 10, CUDA_GRANULARITY),
+    tensor_parallel: Sequence[int] = (1, 2),
+) -> list[BlockSizeRow]:
+    """Tokens per page and worst-case waste per request, by page size and ranks.
+
+    For the layout of vAttention (one layer per group, K and V apart) this is Table 8 of
+    arXiv 2405.04437.
+    """
+    rows = []
+    for shape in shapes:
+        for ranks in tensor_parallel:
+            for page_bytes in page_sizes:
+                layout = plan_layout(
+                    shape.num_layers,
+                    shape.kv_heads,
+                    shape.head_dim,
+                    shape.dtype,
+                    page_bytes,
+                    split_kv=True,
+                    page_bytes=page_bytes,
+                    tensor_parallel=ranks,
+                )
+                rows.append(
+                    BlockSizeRow(
+                        model=shape.name,
+                        tensor_parallel=ranks,
+                        page_bytes=page_bytes,
+                        tokens_per_page=layout.page_tokens,
+                        worst_case_waste_bytes=layout.worst_case_waste_bytes,
+                    )
+                )
+    return rows
+
+
+def block_size_report(rows: Sequence[BlockSizeRow]) -> RenderableType:
+    """The block-size table as two rich tables: tokens per page, and waste per request."""
+    return Group(
+        _by_page_size(
+            "tokens per page (K or V of one layer)",
+            rows,
+            [f"{row.tokens_per_page:,}" for row in rows],
+        ),
+        _by_page_size(
+            "worst-case waste per request",
+            rows,
+            [format_size(row.worst_case_waste_bytes) for row in rows],
+        ),
+    )
+
+
+def _by_page_size(title: str, rows: Sequence[BlockSizeRow], cells: Sequence[str]) -> Table:
+    """A line per model and ranks, a column per page size; ``cells[i]`` is that of ``rows[i]``."""
+    page_sizes = sorted({row.page_bytes for row in rows})
+    lines: dict[str, dict[int, str]] = {}
+    for row, cell in zip(rows, cells, strict=True):
+        lines.setdefault(f"{row.model} (TP-{row.tensor_parallel})", {})[row.page_bytes] = cell
+    table = Table(title=title)
+    table.add_column("model")
+    for size in page_sizes:
+        table.add_column(format_size(size), justify="right")
+    for name, line in lines.items():
+        table.add_row(name, *(line[size] for size in page_sizes))
+    return table
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
