@@ -1,0 +1,160 @@
+"""The SDPA backend against attention in float64, written out position by position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.attention.views import dense_view
+from vmserve.attention import BACKENDS, create_backend, sdpa
+from vmserve.attention.base import ContiguousView, LayerAttention, RaggedBatch
+from vmserve.attention.sdpa import SdpaBackend
+from vmserve.errors import ConfigurationError
+
+HEAD_DIM = 16
+
+
+def reference(
+    view: ContiguousView, batch: RaggedBatch, spec: LayerAttention, q: torch.Tensor
+) -> torch.Tensor:
+    """What each query row must get, from the cache's contents, in float64."""
+    keys, values = view.keys[spec.layer].double(), view.values[spec.layer].double()
+    group = q.shape[1] // keys.shape[2]
+    rows = []
+    for row in range(batch.num_tokens):
+        slot, position = int(batch.token_slots[row]), int(batch.token_positions[row])
+        first = 0 if spec.window is None else max(0, position + 1 - spec.window)
+        k = keys[slot, first : position + 1].repeat_interleave(group, dim=1)
+        v = values[slot, first : position + 1].repeat_interleave(group, dim=1)
+        scores = torch.einsum("hd,thd->ht", q[row].double(), k) * spec.scale
+        rows.append(torch.einsum("ht,thd->hd", scores.softmax(-1), v))
+    return torch.stack(rows)
+
+
+def random_qkv(
+    tokens: int, q_heads: int, kv_heads: int, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int) -> torch.Tensor:
+        return (2 * torch.randn(tokens, heads, HEAD_DIM, generator=generator)).to(dtype)
+
+    return draw(q_heads), draw(kv_heads), draw(kv_heads)
+
+
+def fill_past(view: ContiguousView, batch: RaggedBatch, seed: int) -> None:
+    """Give every position before the batch a random key and value; the rest stays NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in (*view.keys, *view.values):
+        for slot, past in zip(batch.slots, batch.num_past, strict=True):
+            past_shape = (past, *tensor.shape[2:])
+            tensor[slot, :past] = torch.randn(past_shape, generator=generator).to(tensor.dtype)
+
+
+def check(
+    batch: RaggedBatch,
+    kv_heads: int,
+    group: int,
+    windows: tuple[int | None, ...],
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 2e-5,
+) -> None:
+    max_len = max(p + n for p, n in zip(batch.num_past, batch.num_new, strict=True)) + 3
+    view = dense_view(len(windows), max(batch.slots) + 2, max_len, kv_heads, HEAD_DIM, dtype)
+    fill_past(view, batch, seed=1)
+    call = SdpaBackend().bind(view, batch)
+    for layer, window in enumerate(windows):
+        spec = LayerAttention(layer, scale=1 / math.sqrt(HEAD_DIM), window=window)
+        q, k, v = random_qkv(batch.num_tokens, kv_heads * group, kv_heads, seed=layer, dtype=dtype)
+        got = call(spec, q, k, v)
+        assert got.shape == q.shape
+        assert got.dtype == dtype
+        torch.testing.assert_close(
+            got.double(), reference(view, batch, spec, q), rtol=tolerance, atol=tolerance
+        )
+        written = view.keys[layer][batch.token_slots, batch.token_positions]
+        assert torch.equal(written, k)
+        assert torch.equal(view.values[layer][batch.token_slots, batch.token_positions], v)
+    for tensor in (*view.keys, *view.values):
+        expected = torch.zeros(tensor.shape[:2], dtype=torch.bool)
+        for slot, past, new in zip(batch.slots, batch.num_past, batch.num_new, strict=True):
+            expected[slot, : past + new] = True
+        assert torch.equal(~tensor.isnan().all(-1).all(-1), expected)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> RaggedBatch:
+    count = draw(st.integers(1, 5))
+    slots = draw(st.permutations(range(count + 2)))[:count]
+    past = draw(st.lists(st.integers(0, 40), min_size=count, max_size=count))
+    new = draw(st.lists(st.integers(1, 20) | st.just(1), min_size=count, max_size=count))
+    return RaggedBatch.build(list(slots), past, new)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=batches(),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 2, 4]),
+    windows=st.lists(st.none() | st.integers(1, 30), min_size=1, max_size=3).map(tuple),
+)
+def test_ragged_batches_match_float64(
+    batch: RaggedBatch, kv_heads: int, group: int, windows: tuple[int | None, ...]
+) -> None:
+    check(batch, kv_heads, group, windows)
+
+
+def test_a_batch_of_64_decodes() -> None:
+    lengths = [3 + 5 * i % 97 for i in range(64)]
+    check(RaggedBatch.build(list(range(64)), lengths, [1] * 64), 2, 3, (None, 16))
+
+
+@pytest.mark.parametrize("past", [0, 7, 300])
+def test_chunks_longer_than_a_tile(past: int) -> None:
+    rows = 2 * sdpa.TILE_ROWS + 5
+    check(RaggedBatch.build([1, 0], [past, 4], [rows, 1]), 1, 2, (None, 50, 10_000))
+
+
+def test_bfloat16_is_as_exact_as_its_mantissa() -> None:
+    batch = RaggedBatch.build([2, 0, 1], [17, 0, 5], [1, 9, 4])
+    check(batch, 2, 2, (None, 6), torch.bfloat16, tolerance=2**-6)
+
+
+def test_masks_are_shared_by_layers_and_by_equal_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = []
+    make: Callable[..., torch.Tensor] = sdpa._mask
+
+    def counting(rows: int, length: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
+        built.append((rows, length, window))
+        return make(rows, length, window, like)
+
+    monkeypatch.setattr(sdpa, "_mask", counting)
+    batch = RaggedBatch.build([0, 1, 2, 3], [8, 8, 0, 30], [4, 4, 6, 1])
+    check(batch, 1, 1, (None, None, 5, 5))
+    # Neither the decode row nor the prompt without a past needs one, except for its window.
+    assert sorted(built, key=str) == [(4, 12, None), (4, 8, 5), (6, 6, 5)]
+
+
+def test_a_new_view_is_noticed() -> None:
+    backend = SdpaBackend()
+    batch = RaggedBatch.build([0], [0], [2])
+    spec = LayerAttention(0, scale=1.0)
+    q, k, v = random_qkv(2, 2, 1, seed=0)
+    outputs = [
+        backend.bind(dense_view(1, 1, 4, 1, HEAD_DIM), batch)(spec, q, k, v) for _ in range(2)
+    ]
+    assert torch.equal(outputs[0], outputs[1])
+
+
+def test_registry_knows_its_names() -> None:
+    assert {name: create_backend(name).name for name in BACKENDS} == {n: n for n in BACKENDS}
+    assert create_backend("auto").read_slack_tokens == 0
+    with pytest.raises(ConfigurationError, match=r"attention_backend: 'fa9' is not one of auto"):
+        create_backend("fa9")

@@ -1,0 +1,106 @@
+"""Small random checkpoints of every family, written by ``transformers``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 101
+CONTEXT = 256
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_type": rope_type, "rope_theta": 5000.0, **parameters}
+
+
+def llama(**changes: Any) -> PreTrainedConfig:
+    return LlamaConfig(**{**_SMALL, **changes})
+
+
+LLAMA3_ROPE = _rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+YARN_ROPE = _rope("yarn", factor=4.0, original_max_position_embeddings=CONTEXT // 4)
+LONG_ROPE = _rope(
+    "longrope",
+    factor=CONTEXT / 24,
+    original_max_position_embeddings=24,
+    short_factor=[1.0 + 0.1 * i for i in range(6)],
+    long_factor=[1.5 + 0.7 * i for i in range(6)],
+)
+
+#: name -> configuration. 48 / 4 heads = head_dim 12 where none is given.
+VARIANTS: dict[str, PreTrainedConfig] = {
+    "llama-gqa-llama3": llama(rope_parameters=LLAMA3_ROPE),
+    "llama-mha-tied": llama(num_key_value_heads=4, tie_word_embeddings=True),
+    "llama-mqa-biases": llama(num_key_value_heads=1, attention_bias=True, mlp_bias=True),
+    "llama-linear": llama(rope_parameters=_rope("linear", factor=4.0)),
+    "llama-yarn": llama(rope_parameters=YARN_ROPE),
+    "llama-dynamic": llama(rope_parameters=_rope("dynamic", factor=2.0)),
+    "mistral-window": MistralConfig(**_SMALL, sliding_window=7),
+    "mistral-no-window": MistralConfig(**_SMALL, sliding_window=None, head_dim=20),
+    "qwen2-full": Qwen2Config(**_SMALL, tie_word_embeddings=True),
+    "qwen2-windows": Qwen2Config(
+        **_SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "qwen3-full": Qwen3Config(**_SMALL, head_dim=20),
+    "qwen3-windows": Qwen3Config(
+        **_SMALL,
+        head_dim=32,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}
+
+
+def save(config: PreTrainedConfig, directory: Path, **options: Any) -> Path:
+    """Write a checkpoint whose every parameter, norms and biases too, is random."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Large enough that attention is far from uniform and a wrong angle shows.
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.25)
+    model.save_pretrained(directory, **options)
+    return directory
+
+
+def transformers_logits(
+    directory: Path, prompts: list[list[int]], dtype: torch.dtype, compute_float32: bool = False
+) -> list[torch.Tensor]:
+    """Per prompt ``[tokens, vocab]`` in float32, each prompt in one full forward pass.
+
+    ``compute_float32``: with the weights rounded to ``dtype``, but nothing else.
+    """
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    if compute_float32:
+        model = model.float()
+    with torch.inference_mode():
+        return [model(torch.tensor([prompt])).logits[0].float() for prompt in prompts]

@@ -1,0 +1,217 @@
+"""What is read from config.json and generation_config.json, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.checkpoints import VARIANTS
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models import SUPPORTED_ARCHITECTURES, ModelConfig
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(
+    directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None
+) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+def test_every_field_of_an_older_llama(tmp_path: Path) -> None:
+    scaling = {"type": "linear", "factor": 2.0}
+    raw = {**LLAMA, "rope_theta": 1234.0, "rope_scaling": scaling, "rms_norm_eps": 1e-5}
+    config = ModelConfig.from_directory(write(tmp_path, raw))
+    assert config.architecture == "LlamaForCausalLM"
+    assert (config.vocab_size, config.hidden_size, config.mlp_size) == (32, 16, 24)
+    assert (config.num_layers, config.q_heads, config.kv_heads, config.head_dim) == (2, 4, 4, 4)
+    assert (config.max_position_embeddings, config.rms_norm_eps) == (64, 1e-5)
+    assert (config.rope.rope_type, config.rope.parameters["rope_theta"]) == ("linear", 1234.0)
+    assert config.rope.parameters["factor"] == 2.0
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (False, False, False)
+    assert (config.qk_norm, config.tied_embeddings) == (False, False)
+    assert config.windows == (None, None)
+    assert (config.eos_token_ids, config.bos_token_id) == ((2,), 1)
+    assert config.dtype == torch.bfloat16
+    assert config.default_sampling == {}
+
+
+def test_generation_config_wins(tmp_path: Path) -> None:
+    generation = {
+        "eos_token_id": [7, 9],
+        "bos_token_id": 5,
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": None,
+        "max_new_tokens": 99,
+    }
+    config = ModelConfig.from_directory(write(tmp_path, {**LLAMA, "eos_token_id": 3}, generation))
+    assert (config.eos_token_ids, config.bos_token_id) == ((7, 9), 5)
+    assert config.default_sampling == {"temperature": 0.6, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("variant", "windows", "biases", "qk_norm", "head_dim"),
+    [
+        ("llama-mqa-biases", (None, None, None), (True, True, True), False, 12),
+        ("mistral-window", (7, 7, 7), (False, False, False), False, 12),
+        ("mistral-no-window", (None, None, None), (False, False, False), False, 20),
+        ("qwen2-full", (None, None, None), (True, False, False), False, 12),
+        ("qwen2-windows", (None, 9, 9), (True, False, False), False, 12),
+        ("qwen3-full", (None, None, None), (False, False, False), True, 20),
+        ("qwen3-windows", (5, None, 5), (True, True, False), True, 32),
+    ],
+)
+def test_what_distinguishes_the_families(
+    variant: str,
+    windows: tuple[int | None, ...],
+    biases: tuple[bool, bool, bool],
+    qk_norm: bool,
+    head_dim: int,
+    checkpoint: Callable[[str], Path],
+) -> None:
+    config = ModelConfig.from_directory(checkpoint(variant))
+    assert config.windows == windows
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == biases
+    assert config.qk_norm == qk_norm
+    assert config.head_dim == head_dim
+    assert config.tied_embeddings == VARIANTS[variant].tie_word_embeddings
+
+
+def test_model_type_stands_in_for_architectures(tmp_path: Path) -> None:
+    raw = {name: value for name, value in LLAMA.items() if name != "architectures"}
+    assert ModelConfig.from_directory(write(tmp_path, raw)).architecture == "LlamaForCausalLM"
+
+
+def test_own_code_of_a_known_architecture_is_ignored(tmp_path: Path) -> None:
+    raw = {**LLAMA, "auto_map": {"AutoConfig": "configuration_evil.EvilConfig"}}
+    (tmp_path / "configuration_evil.py").write_text("raise SystemExit('code of a model ran')")
+    assert ModelConfig.from_directory(write(tmp_path, raw)).q_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            r"'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, MistralFor.*Qwen3",
+        ),
+        (
+            {"architectures": ["EvilForCausalLM"], "auto_map": {"AutoConfig": "evil.Evil"}},
+            r"'EvilForCausalLM' is not supported \(it brings its own code, which is never run\)",
+        ),
+        ({"architectures": None, "model_type": "mamba"}, r"architecture 'mamba' is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized checkpoints .* float32"),
+        ({"hidden_act": "gelu"}, r"activation 'gelu' is not supported; supported: silu"),
+        (
+            {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}},
+            r"type 'mrope' is not supported; supported: default, dynamic, linear, llama3",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            r"partial_rotary_factor=0\.5 is not supported",
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "model_type": "qwen3",
+                "num_key_value_heads": 2,
+                "layer_types": ["full_attention", "chunked_attention"],
+            },
+            r"layer type chunked_attention is not supported; supported: full_attention, sliding",
+        ),
+    ],
+)
+def test_unsupported(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        ModelConfig.from_directory(write(tmp_path, {**LLAMA, **changes}))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 3}, r"config\.json: 4 query heads cannot share 3 key-value heads"),
+        ({"num_hidden_layers": 0}, r"config\.json: num_layers is 0; it must be 1 or more"),
+        ({"max_position_embeddings": -1}, r"max_position_embeddings is -1; it must be 1 or more"),
+        ({"head_dim": 3}, r"config\.json: head_dim is 3; rotary embedding needs an even one"),
+        ({"hidden_size": "many"}, r"config\.json: Field 'hidden_size' expected int, got str"),
+        ({"hidden_size": 18}, r"config\.json: The hidden size \(18\) is not a multiple"),
+        ({"num_attention_heads": 0}, r"config\.json: integer division or modulo by zero"),
+        ({"torch_dtype": "float99"}, r"config\.json: .*float99"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, r"config\.json: Missing .*'factor'"),
+        ({"rope_theta": "high"}, r"config\.json: rope parameter rope_theta is 'high', no number"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [2.0],
+                              "original_max_position_embeddings": 8}},
+            r"rope parameter (long|short)_factor has 1 factors; head_dim 4 needs 2",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 0,
+             "num_key_value_heads": 2},
+            r"config\.json: sliding_window is 0; it must be 1 or more",
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+             "num_key_value_heads": 2, "layer_types": ["full_attention"]},
+            r"config\.json: `num_hidden_layers` \(2\) must be equal .* \(1\)",
+        ),
+    ],
+)  # fmt: skip
+def test_inconsistent_values(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        ModelConfig.from_directory(write(tmp_path, {**LLAMA, **changes}))
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_generation_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"generation_config\.json: top_k is 'all', not"):
+        ModelConfig.from_directory(write(tmp_path, LLAMA, {"top_k": "all"}))
+
+
+def test_missing_directory_and_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"directory .*/nothing does not exist: check"):
+        ModelConfig.from_directory(tmp_path / "nothing")
+    with pytest.raises(ConfigurationError, match=r"has no config\.json: --model needs"):
+        ModelConfig.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"config\.json is not valid JSON \(.*\): fetch"),
+        ("[]", r"is not a JSON object: fetch"),
+    ],
+)
+def test_damaged_config(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_supported_architectures_are_the_four() -> None:
+    assert SUPPORTED_ARCHITECTURES == (
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    )

@@ -1,0 +1,95 @@
+"""Model names to directories: paths, the local cache, and no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from vmserve.errors import ConfigurationError
+from vmserve.models import ModelConfig, resolve_model
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def cached_model(home: Path, name: str, files: tuple[str, ...]) -> Path:
+    """Lay out a repository in the cache as the hub client does."""
+    repository = home / "hub" / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    for file in files:
+        (snapshot / file).write_text("{}")
+    return snapshot
+
+
+@pytest.fixture
+def hub_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a hub that refuses connections: port 9 (discard) of this machine."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("offline", "reason"), [(True, "HF_HUB_OFFLINE is set"), (False, "the hub did not answer")]
+)
+def test_hub_ids_without_a_network(
+    hub_home: Path, monkeypatch: pytest.MonkeyPatch, offline: bool, reason: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    complete = cached_model(hub_home, "some/model", ("config.json", "model.safetensors"))
+    assert resolve_model("some/model") == complete
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_model("never/seen")
+    assert str(caught.value) == (
+        "model never/seen is neither a directory here nor in the local Hugging Face cache, and "
+        f"{reason}: give a directory, or fetch it where there is a network with "
+        "`hf download never/seen`"
+    )
+
+
+def test_half_of_a_model_in_the_cache(hub_home: Path) -> None:
+    cached_model(hub_home, "half/fetched", ("config.json",))
+    with pytest.raises(
+        ConfigurationError, match=r"has no config\.json with \*\.safetensors beside"
+    ):
+        resolve_model("half/fetched")
+
+
+def test_neither_a_path_nor_an_id(hub_home: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"'no such:name' is neither a directory .* hub id"
+    ):
+        resolve_model("no such:name")
+
+
+def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+    (tmp_path / "relative").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("relative") == Path("relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model("~/relative") == tmp_path / "relative"
+
+
+@pytest.mark.parametrize("name", ["/no/such/dir", "./none", "../none", "a/b/c", "~/none"])
+def test_paths_that_do_not_exist(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"does not exist: check --model") as caught:
+        resolve_model(name)
+    assert name in str(caught.value)
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.touch()
+    with pytest.raises(ConfigurationError, match=r"is a file: --model needs the directory"):
+        resolve_model(str(path))
+
+
+def test_the_embedded_model_is_complete() -> None:
+    directory = resolve_model(None)
+    assert ModelConfig.from_directory(directory).architecture == "LlamaForCausalLM"
+    assert (directory / "model.safetensors").is_file()

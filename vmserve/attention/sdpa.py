@@ -1,0 +1,158 @@
+"""Stock ``scaled_dot_product_attention`` over the slots of the virtual view.
+
+Every sequence is one contiguous range of its slot, so an ordinary kernel reads it in place:
+no gather, no copy, no padding to the longest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from vmserve.attention.base import ContiguousView, LayerAttention, RaggedBatch
+
+__all__ = ["SdpaBackend"]
+
+#: Queries behind a past are attended in tiles of this many rows: a mask is never larger than
+#: one tile, and a tile does not read the keys that lie after it.
+TILE_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Rows ``start : start + rows`` of the batch attend ``length`` positions from ``first``."""
+
+    slot: int
+    start: int
+    rows: int
+    first: int
+    length: int
+    #: ``[rows, length]``, added to the scores; None where all positions are seen, or
+    #: (``causal``) where row i sees positions up to i.
+    mask: torch.Tensor | None
+    causal: bool
+
+
+class SdpaBackend:
+    """Reads no position that is not written: ``read_slack_tokens`` is 0."""
+
+    name = "sdpa"
+    read_slack_tokens = 0
+
+    def __init__(self) -> None:
+        self._slots: _SlotViews | None = None
+
+    def bind(self, view: ContiguousView, batch: RaggedBatch) -> _SdpaCall:
+        if self._slots is None or self._slots.view is not view:
+            self._slots = _SlotViews(view)
+        return _SdpaCall(self._slots, batch)
+
+
+class _SlotViews:
+    """Every slot of every layer as ``[kv_heads, 1, max_len, head_dim]``, in place.
+
+    Made once: with 64 short sequences, making views would take as long as the attention.
+    """
+
+    def __init__(self, view: ContiguousView) -> None:
+        self.view = view
+        self.keys = [tensor.transpose(1, 2).unsqueeze(2).unbind(0) for tensor in view.keys]
+        self.values = [tensor.transpose(1, 2).unsqueeze(2).unbind(0) for tensor in view.values]
+
+
+class _SdpaCall:
+    def __init__(self, slots: _SlotViews, batch: RaggedBatch) -> None:
+        self._slots = slots
+        self._batch = batch
+        device = slots.view.keys[0].device
+        self._index = (batch.token_slots.to(device), batch.token_positions.to(device))
+        #: Per window, as the layers ask for them; layers with the same window share one.
+        self._tiles: dict[int | None, list[_Tile]] = {}
+
+    def __call__(
+        self, spec: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        self._slots.view.keys[spec.layer].index_put_(self._index, k)
+        self._slots.view.values[spec.layer].index_put_(self._index, v)
+        tiles = self._tiles.get(spec.window)
+        if tiles is None:
+            tiles = _plan(self._batch, spec.window, q)
+            self._tiles[spec.window] = tiles
+        tokens, q_heads, head_dim = q.shape
+        kv_heads = k.shape[1]
+        group = q_heads // kv_heads
+        # [tokens, kv_heads, 1, group, head_dim]: one row of it is a decode query, whose
+        # heads of a group are the rows of one product with that group's keys.
+        rows = q.view(tokens, kv_heads, 1, group, head_dim).unbind(0)
+        slot_keys, slot_values = self._slots.keys[spec.layer], self._slots.values[spec.layer]
+        outputs = []
+        for tile in tiles:
+            # [kv_heads, 1, length, head_dim], in place
+            tile_keys = slot_keys[tile.slot].narrow(2, tile.first, tile.length)
+            tile_values = slot_values[tile.slot].narrow(2, tile.first, tile.length)
+            if tile.rows == 1:
+                output = scaled_dot_product_attention(
+                    rows[tile.start], tile_keys, tile_values, scale=spec.scale
+                )
+            else:
+                output = _attend_rows(
+                    q[tile.start : tile.start + tile.rows], tile_keys, tile_values, tile, spec.scale
+                )
+            outputs.append(output)
+        return torch.cat(outputs).view(tokens, q_heads, head_dim)
+
+
+def _attend_rows(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: _Tile, scale: float
+) -> torch.Tensor:
+    """``[rows * kv_heads, 1, group, head_dim]``: laid out as the decode rows' outputs are."""
+    rows, q_heads, head_dim = q.shape
+    kv_heads = keys.shape[0]
+    group = q_heads // kv_heads
+    # [kv_heads, group, rows, head_dim]; the group shares its keys with stride 0.
+    output = scaled_dot_product_attention(
+        q.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3),
+        keys.expand(-1, group, -1, -1),
+        values.expand(-1, group, -1, -1),
+        attn_mask=tile.mask,
+        is_causal=tile.causal,
+        scale=scale,
+    )
+    return output.permute(2, 0, 1, 3).reshape(rows * kv_heads, 1, group, head_dim)
+
+
+def _plan(batch: RaggedBatch, window: int | None, like: torch.Tensor) -> list[_Tile]:
+    """Cut the batch into tiles, in the order of their rows; equal masks are built once."""
+    tiles: list[_Tile] = []
+    masks: dict[tuple[int, int], torch.Tensor] = {}
+    for slot, past, new, start in zip(
+        batch.slots, batch.num_past, batch.num_new, batch.starts, strict=True
+    ):
+        # torch's is_causal aligns the first query with the first key: right only without past.
+        if new > 1 and past == 0 and (window is None or new <= window):
+            tiles.append(_Tile(slot, start, new, 0, new, None, causal=True))
+            continue
+        for row in range(0, new, TILE_ROWS):
+            rows = min(TILE_ROWS, new - row)
+            end = past + row + rows
+            first = 0 if window is None else max(0, end - rows + 1 - window)
+            mask = None
+            if rows > 1:
+                shape = (rows, end - first)
+                if shape not in masks:
+                    masks[shape] = _mask(rows, end - first, window, like)
+                mask = masks[shape]
+            tiles.append(_Tile(slot, start + row, rows, first, end - first, mask, causal=False))
+    return tiles
+
+
+def _mask(rows: int, length: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
+    """``[rows, length]`` of 0 and -inf: the rows are the last ``rows`` positions of ``length``."""
+    query = torch.arange(length - rows, length, device=like.device).unsqueeze(1)
+    key = torch.arange(length, device=like.device)
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    return like.new_zeros(rows, length).masked_fill_(hidden, float("-inf"))

@@ -1,0 +1,83 @@
+"""Models: a Hugging Face directory in, a forward pass over a ragged batch out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vmserve.attention.base import AttentionCall
+from vmserve.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from vmserve.models.decoder import Decoder
+from vmserve.models.dtype import DTYPES, resolve_dtype
+from vmserve.models.hub import resolve_model
+from vmserve.models.loader import Progress, load_tensors
+from vmserve.models.weights import assemble, is_ignorable, tensor_shapes
+
+__all__ = [
+    "DTYPES",
+    "SUPPORTED_ARCHITECTURES",
+    "LoadedModel",
+    "ModelConfig",
+    "load_model",
+    "resolve_dtype",
+    "resolve_model",
+]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to run; it holds no state between two calls."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    #: Bytes of all weights in ``dtype``, tied ones once.
+    parameter_bytes: int
+    decoder: Decoder
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionCall,
+        logits_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits ``[rows, vocab]`` in float32 of one ragged batch; see :class:`Decoder`."""
+        return self.decoder.forward(token_ids, positions, attention, logits_rows)
+
+
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    *,
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load the weights of a model directory.
+
+    ``dtype`` is the type to compute in, as it comes out of :func:`resolve_dtype`.
+    ``max_model_len`` is the longest sequence that will be asked for (default: the model's
+    own context); it selects the factors of longrope models and nothing else.
+    ``progress(phase, done_bytes, total_bytes)`` is called as tensors arrive.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` naming what is wrong with the files.
+    """
+    directory = Path(path)
+    config = ModelConfig.from_directory(directory)
+    where = torch.device(device)
+    tensors = load_tensors(
+        directory,
+        tensor_shapes(config),
+        dtype,
+        where,
+        ignore=lambda name: is_ignorable(config, name),
+        progress=progress,
+    )
+    decoder = Decoder(
+        config, assemble(config, tensors), max_model_len or config.max_position_embeddings
+    )
+    parameter_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    return LoadedModel(config, dtype, where, parameter_bytes, decoder)

@@ -1,0 +1,143 @@
+"""Reads the weights of a model directory; nothing is ever in memory twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from vmserve.errors import ConfigurationError
+from vmserve.models.config import read_json
+from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
+
+__all__ = ["Progress", "load_tensors"]
+
+#: ``progress(phase, done_bytes, total_bytes)``, called after each tensor.
+Progress = Callable[[str, int, int], None]
+
+_INDEX = "model.safetensors.index.json"
+#: Converted at a time: this much of a tensor is in memory in both types.
+_BLOCK_BYTES = 8 << 20
+_NAMED_IN_ERRORS = 4
+
+
+def load_tensors(
+    directory: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    ignore: Callable[[str], bool] = lambda name: False,
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """Exactly the tensors of ``shapes``, in ``dtype`` on ``device``.
+
+    A tensor that is stored in ``dtype`` stays in its file, memory-mapped (on a CPU);
+    another one is converted block by block, and the file's pages dropped behind it.
+    ``ignore`` tells which surplus tensors of the checkpoint are of no concern.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for missing or damaged files and for
+    tensors that are missing, surplus or of the wrong shape, and names them.
+    """
+    stored: dict[str, tuple[SafetensorsFile, StoredTensor]] = {}
+    for path in _weight_files(directory):
+        file = SafetensorsFile(path)
+        stored.update({name: (file, tensor) for name, tensor in file.tensors.items()})
+    _check_names(stored, shapes, ignore)
+    total = sum(stored[name][1].num_bytes for name in shapes)
+    done = 0
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        file, tensor = stored[name]
+        if tensor.shape != shape:
+            raise ConfigurationError(
+                f"{file.path.name}: tensor {name} has shape {list(tensor.shape)}, but config.json "
+                f"implies {list(shape)}: the files do not belong together, fetch the model again"
+            )
+        tensors[name] = _load(file, tensor, dtype, device)
+        done += tensor.num_bytes
+        if progress is not None:
+            progress("loading weights", done, total)
+    return tensors
+
+
+def _load(
+    file: SafetensorsFile, stored: StoredTensor, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    mapped = file.view(stored)
+    aligned = stored.start % stored.dtype.itemsize == 0
+    if device.type == "cpu" and stored.dtype == dtype and aligned:
+        file.load_pages(stored.start, stored.num_bytes)
+        return mapped
+    loaded = torch.empty(stored.shape, dtype=dtype, device=device)
+    source, target = mapped.view(-1), loaded.view(-1)
+    block = _BLOCK_BYTES // stored.dtype.itemsize
+    for first in range(0, stored.num_elements, block):
+        last = min(first + block, stored.num_elements)
+        target[first:last].copy_(source[first:last])
+        itemsize = stored.dtype.itemsize
+        file.drop_pages(stored.start + first * itemsize, (last - first) * itemsize)
+    return loaded
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / _INDEX).is_file():
+        return _indexed_files(directory)
+    single = directory / "model.safetensors"
+    candidates = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if len(candidates) == 1:
+        return candidates
+    if candidates:
+        raise ConfigurationError(
+            f"{directory} has {len(candidates)} *.safetensors files but no {_INDEX} that says "
+            "which to use: fetch the model again"
+        )
+    if any(directory.glob("*.bin")):
+        raise ConfigurationError(
+            f"{directory} has its weights in *.bin files, which are never read (they can run "
+            "code): convert them with save_pretrained(..., safe_serialization=True)"
+        )
+    raise ConfigurationError(
+        f"{directory} has no *.safetensors files: --model needs the weights beside config.json"
+    )
+
+
+def _indexed_files(directory: Path) -> list[Path]:
+    weight_map = read_json(directory / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigurationError(f"{_INDEX} has no weight_map: fetch the model again")
+    names = sorted({str(name) for name in weight_map.values()})
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ConfigurationError(f"{_INDEX} names files outside its directory: {_listed(outside)}")
+    absent = [name for name in names if not (directory / name).is_file()]
+    if absent:
+        raise ConfigurationError(
+            f"{len(absent)} of the {len(names)} files in {_INDEX} are missing: {_listed(absent)}; "
+            "fetch the model again"
+        )
+    return [directory / name for name in names]
+
+
+def _check_names(
+    stored: Iterable[str], expected: Iterable[str], ignore: Callable[[str], bool]
+) -> None:
+    present, wanted = set(stored), set(expected)
+    missing = sorted(wanted - present)
+    if missing:
+        raise ConfigurationError(
+            f"the checkpoint lacks {len(missing)} tensors that config.json implies: "
+            f"{_listed(missing)}; fetch the model again"
+        )
+    surplus = sorted(name for name in present - wanted if not ignore(name))
+    if surplus:
+        raise ConfigurationError(
+            f"the checkpoint has {len(surplus)} tensors that config.json does not imply: "
+            f"{_listed(surplus)}; config.json and the weights do not belong together"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMED_IN_ERRORS
+    return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {more} more" if more > 0 else "")

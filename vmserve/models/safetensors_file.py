@@ -1,0 +1,118 @@
+"""A safetensors file as memory-mapped tensors whose pages can be dropped again."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from vmserve.errors import ConfigurationError, UnsupportedError
+
+__all__ = ["SafetensorsFile", "StoredTensor"]
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_HEADER_LENGTH_BYTES = 8
+_PAGE = mmap.PAGESIZE
+#: madvise(MADV_POPULATE_READ) of Linux 5.14; Python has no name for it before 3.13.
+_MADV_POPULATE_READ = 22
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in its file, in bytes from the file's start."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+
+class SafetensorsFile:
+    """Maps one file; the mapping lives as long as this object or a tensor over it.
+
+    The file must not be changed while it is mapped (replacing it by renaming is fine).
+
+    Raises :class:`~vmserve.errors.ConfigurationError` if the header is damaged or does not
+    agree with the file's size, :class:`~vmserve.errors.UnsupportedError` for element types
+    that are no plain weights.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _validate(path)
+        with path.open("rb") as file:
+            header_length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
+            header = json.loads(file.read(header_length))
+            # Private and writable: torch knows no read-only tensors, and a stray write must
+            # never reach the file.
+            self._map = mmap.mmap(
+                file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+            )
+        data_start = _HEADER_LENGTH_BYTES + header_length
+        self.tensors = {
+            name: _stored(path, name, entry, data_start)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+
+    def view(self, stored: StoredTensor) -> torch.Tensor:
+        """The tensor, without a copy, over the file's own pages."""
+        if stored.num_elements == 0:
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        flat = torch.frombuffer(
+            self._map, dtype=stored.dtype, count=stored.num_elements, offset=stored.start
+        )
+        return flat.view(stored.shape)
+
+    def load_pages(self, start: int, num_bytes: int) -> None:
+        """Read the pages of a byte range now rather than at their first use."""
+        try:
+            self._advise(_MADV_POPULATE_READ, start, num_bytes)
+        except OSError:  # an older kernel: a hint must do
+            self._advise(mmap.MADV_WILLNEED, start, num_bytes)
+
+    def drop_pages(self, start: int, num_bytes: int) -> None:
+        """Take the pages of a byte range out of memory; a later access reads them again."""
+        self._advise(mmap.MADV_DONTNEED, start, num_bytes)
+
+    def _advise(self, advice: int, start: int, num_bytes: int) -> None:
+        if num_bytes:
+            first = start // _PAGE * _PAGE
+            self._map.madvise(advice, first, start + num_bytes - first)
+
+
+def _validate(path: Path) -> None:
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(
+            f"{path.name} ({path.stat().st_size:,} bytes) is truncated or damaged ({reason}): "
+            "fetch the model again"
+        ) from error
+
+
+def _stored(path: Path, name: str, entry: dict[str, object], data_start: int) -> StoredTensor:
+    dtype = _DTYPES.get(str(entry["dtype"]))
+    if dtype is None:
+        raise UnsupportedError(
+            f"{path.name}: tensor {name} has element type {entry['dtype']}; "
+            f"supported: {', '.join(_DTYPES)}"
+        )
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    assert isinstance(shape, list)
+    assert isinstance(offsets, list)
+    return StoredTensor(dtype, tuple(shape), data_start + offsets[0])
