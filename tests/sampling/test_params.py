@@ -1,0 +1,278 @@
+"""Every bound of the sampling parameters, from both sides."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError, replace
+
+import numpy as np
+import pytest
+
+from vmserve.errors import InvalidRequestError, UnsupportedError
+from vmserve.sampling import BeamSearchParams, SamplingParams
+
+GOOD = [
+    ("n", 1),
+    ("n", 128),
+    ("temperature", 0),
+    ("temperature", 2),
+    ("temperature", 1e-9),
+    ("top_p", 1e-6),
+    ("top_p", 1),
+    ("top_k", -1),
+    ("top_k", 0),
+    ("top_k", 2**40),
+    ("min_p", 0.0),
+    ("min_p", 1),
+    ("presence_penalty", -2),
+    ("presence_penalty", 2.0),
+    ("frequency_penalty", -2.0),
+    ("frequency_penalty", 2),
+    ("repetition_penalty", 0.01),
+    ("repetition_penalty", 2.0),
+    ("seed", -(2**63)),
+    ("seed", 2**63 - 1),
+    ("seed", None),
+    ("max_tokens", 1),
+    ("max_tokens", None),
+    ("min_tokens", 16),
+    ("logprobs", -1),
+    ("logprobs", 0),
+    ("prompt_logprobs", None),
+    ("prompt_logprobs", 5),
+    ("stop", None),
+    ("stop", []),
+    ("stop", ["x"] * 16),
+    ("stop", "x" * 4096),
+    ("stop_token_ids", None),
+    ("stop_token_ids", [0, 5]),
+    ("allowed_token_ids", [3]),
+    ("bad_words", ["a b"]),
+    ("logit_bias", {5: 100, 6: -100.0}),
+    ("logit_bias", {}),
+]
+
+BAD = [
+    ("n", 0, "n must be at least 1, got 0 (greater_than_equal)"),
+    ("n", 129, "n must be at most 128, got 129 (less_than_equal)"),
+    ("n", 1.0, "n must be an integer, not float"),
+    ("n", True, "n must be an integer, not bool"),
+    ("n", "2", "n must be an integer, not str"),
+    ("n", None, "n must be an integer, not NoneType"),
+    ("best_of", 0, "best_of must be at least 1"),
+    ("best_of", 129, "best_of must be at most 128"),
+    ("temperature", -0.01, "temperature must be at least 0.0, got -0.01 (greater_than_equal)"),
+    ("temperature", 2.01, "temperature must be at most 2.0, got 2.01 (less_than_equal)"),
+    ("temperature", math.nan, "temperature must be a finite number, got nan"),
+    ("temperature", math.inf, "temperature must be a finite number, got inf"),
+    ("temperature", 10**400, "temperature must be a finite number, got inf"),
+    ("temperature", False, "temperature must be a number, not bool"),
+    ("top_p", 0, "top_p must be greater than 0.0, got 0.0 (greater_than)"),
+    ("top_p", 1.0001, "top_p must be at most 1.0"),
+    ("top_k", -2, "top_k must be at least -1"),
+    ("top_k", 1.5, "top_k must be an integer"),
+    ("top_k", 2**63, "top_k must be at most"),
+    ("min_p", -0.1, "min_p must be at least 0.0"),
+    ("min_p", 1.1, "min_p must be at most 1.0"),
+    ("presence_penalty", -2.1, "presence_penalty must be at least -2.0"),
+    ("presence_penalty", 2.1, "presence_penalty must be at most 2.0"),
+    ("frequency_penalty", -2.1, "frequency_penalty must be at least -2.0"),
+    ("frequency_penalty", 2.1, "frequency_penalty must be at most 2.0"),
+    ("repetition_penalty", 0, "repetition_penalty must be greater than 0.0"),
+    ("repetition_penalty", 2.1, "repetition_penalty must be at most 2.0"),
+    ("seed", 2**63, "seed must be at most"),
+    ("seed", -(2**63) - 1, "seed must be at least"),
+    ("seed", 0.5, "seed must be an integer"),
+    ("max_tokens", 0, "max_tokens must be at least 1, got 0 (greater_than_equal)"),
+    ("max_tokens", -1, "max_tokens must be at least 0"),
+    ("max_tokens", "many", "max_tokens must be an integer"),
+    ("min_tokens", -1, "min_tokens must be at least 0"),
+    ("min_tokens", 17, "min_tokens must be at most max_tokens=16, got 17 (less_than_equal)"),
+    ("logprobs", -2, "logprobs must be at least -1"),
+    ("logprobs", True, "logprobs must be an integer"),
+    ("prompt_logprobs", -2, "prompt_logprobs must be at least -1"),
+    ("stop", "", "stop must not contain an empty string"),
+    ("stop", ["a", ""], "stop must not contain an empty string"),
+    ("stop", [1], "stop must be a string or a list of strings"),
+    ("stop", 1, "stop must be a string or a list of strings"),
+    ("stop", [str(i) for i in range(17)], "stop must have at most 16 strings, got 17"),
+    ("stop", "x" * 4097, "strings of at most 4096 characters, got 4097"),
+    ("stop_token_ids", [-1], "stop_token_ids: token id -1 is out of vocabulary"),
+    ("stop_token_ids", [1.0], "stop_token_ids must contain integers only, not float"),
+    ("stop_token_ids", [True], "stop_token_ids must contain integers only, not bool"),
+    ("stop_token_ids", "12", "stop_token_ids must be a list of token ids"),
+    ("stop_token_ids", 12, "stop_token_ids must be a list of token ids"),
+    ("allowed_token_ids", [], "allowed_token_ids is empty"),
+    ("allowed_token_ids", [-5], "allowed_token_ids: token id -5 is out of vocabulary"),
+    ("bad_words", [""], "bad_words must not contain an empty string"),
+    ("bad_words", ["a"] * 1025, "bad_words must have at most 1024 strings"),
+    ("bad_words", ["a" * 1025], "bad_words must have strings of at most 1024 characters"),
+    ("logit_bias", [1], "logit_bias must map token ids to numbers"),
+    ("logit_bias", {1: 100.5}, "logit_bias of key 1 must be at most 100, got 100.5"),
+    ("logit_bias", {1: -101}, "logit_bias of key 1 must be at least -100, got -101.0"),
+    ("logit_bias", {7: "x"}, "logit_bias of key 7 must be a number, not str"),
+    ("logit_bias", {7: True}, "logit_bias of key 7 must be a number, not bool"),
+    ("logit_bias", {7: math.nan}, "logit_bias must be a finite number"),
+    ("logit_bias", {"a": 1, "2": 1, "b1": 1}, "keys that are no integers: a, b1"),
+    ("logit_bias", {"1.5": 1, True: 1, "--1": 2}, "keys that are no integers: 1.5, True, --1"),
+    ("logit_bias", dict.fromkeys(range(1025), 1), "logit_bias must have at most 1024 entries"),
+    ("detokenize", 1, "detokenize must be true or false"),
+    ("ignore_eos", None, "ignore_eos must be true or false"),
+    ("skip_special_tokens", "yes", "skip_special_tokens must be true or false"),
+    ("include_stop_str_in_output", 0, "include_stop_str_in_output must be true or false"),
+    ("logprob_token_ids", [1], "logprob_token_ids needs logprobs"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), GOOD)
+def test_values_inside_the_bounds(name, value):
+    SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD)
+def test_values_outside_the_bounds(name, value, message):
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{name: value})
+    assert message in str(caught.value)
+    assert caught.value.param == name
+
+
+def test_defaults():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k) == (1, 1.0, 1.0, 0)
+    assert (params.max_tokens, params.min_tokens, params.logprobs) == (16, 0, None)
+    assert params.skip_special_tokens
+    assert params.detokenize
+    assert not params.is_greedy
+
+
+def test_values_are_normalised():
+    params = SamplingParams(
+        stop="end",
+        stop_token_ids=[5, np.int64(3), 5],
+        logit_bias={"7": 1, 8: np.float32(0.5)},
+        temperature=1,
+        seed=np.int64(4),
+        bad_words="word",
+    )
+    assert params.stop == ("end",)
+    assert params.stop_token_ids == (5, 3)
+    assert params.logit_bias == {7: 1.0, 8: 0.5}
+    assert params.bad_words == ("word",)
+    assert type(params.temperature) is float
+    assert type(params.seed) is int
+    assert SamplingParams(stop=["b", "a", "b"]).stop == ("b", "a")
+
+
+def test_replace_checks_again():
+    params = SamplingParams(stop=["a"], n=3)
+    assert replace(params, n=2).stop == ("a",)
+    with pytest.raises(InvalidRequestError, match="n must be at most 128"):
+        replace(params, n=200)
+
+
+def test_parameters_cannot_be_changed_and_unknown_ones_are_errors():
+    params = SamplingParams()
+    with pytest.raises(FrozenInstanceError):
+        params.n = 2
+    with pytest.raises(TypeError, match="use_beam_search"):
+        SamplingParams(use_beam_search=True)
+    with pytest.raises(TypeError):
+        SamplingParams(1)
+
+
+def test_best_of():
+    assert SamplingParams(n=2, best_of=3).best_of == 3
+    with pytest.raises(InvalidRequestError, match="best_of must be at least n: best_of=2, n=3"):
+        SamplingParams(n=3, best_of=2)
+
+
+def test_scoring_a_prompt_alone():
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(InvalidRequestError, match="stop strings need the text"):
+        SamplingParams(detokenize=False, stop="a")
+    SamplingParams(detokenize=False, stop_token_ids=[1])
+
+
+def test_structured_outputs_are_refused():
+    with pytest.raises(UnsupportedError, match="structured_outputs is not available"):
+        SamplingParams(structured_outputs={"regex": "a+"})
+
+
+def test_greedy_is_a_temperature_of_nearly_zero():
+    assert SamplingParams(temperature=0).is_greedy
+    assert SamplingParams(temperature=1e-6).is_greedy
+    assert not SamplingParams(temperature=1e-4).is_greedy
+
+
+@pytest.mark.parametrize(
+    "name", ["stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"]
+)
+def test_ids_out_of_vocabulary(name):
+    ids = {3: 1.0, 100: 1.0, 250: -1.0} if name == "logit_bias" else [3, 100, 250]
+    params = SamplingParams(**{name: ids}, logprobs=0)
+    params.validate_for(251, 20)
+    with pytest.raises(InvalidRequestError) as caught:
+        params.validate_for(100, 20)
+    assert f"{name} has token ids that are out of vocabulary: 100, 250;" in str(caught.value)
+    assert "the vocabulary size is 100" in str(caught.value)
+    assert caught.value.param == name
+
+
+def test_negative_bias_ids_are_out_of_vocabulary():
+    params = SamplingParams(logit_bias={-1: 1.0})
+    with pytest.raises(InvalidRequestError, match="out of vocabulary: -1;"):
+        params.validate_for(100, 20)
+
+
+def test_an_error_names_some_ids_and_counts_the_rest():
+    params = SamplingParams(stop_token_ids=range(1000, 1100))
+    with pytest.raises(InvalidRequestError, match="1063 and 36 more; the vocabulary") as caught:
+        params.validate_for(100, 20)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "told"),
+    [
+        (20, 20, None),
+        (21, 20, "Requested sample logprobs of 21, which is greater than max allowed: 20"),
+        (-1, 20, "Requested sample logprobs of 100, which is greater than max allowed: 20"),
+        (-1, -1, None),
+        (-1, 100, None),
+        (-1, 5000, None),
+        (101, -1, "greater than max allowed: 100"),
+        (0, 0, None),
+        (1, 0, "greater than max allowed: 0"),
+    ],
+)
+def test_limits_of_log_probabilities(asked, limit, told):
+    for name in ("logprobs", "prompt_logprobs"):
+        params = SamplingParams(**{name: asked})
+        if told is None:
+            params.validate_for(100, limit)
+            continue
+        with pytest.raises(InvalidRequestError) as caught:
+            params.validate_for(100, limit)
+        kind = "sample" if name == "logprobs" else "prompt"
+        assert told.replace("sample", kind) in str(caught.value)
+        assert caught.value.param == name
+
+
+def test_beam_search_parameters():
+    params = BeamSearchParams(beam_width=4, max_tokens=8, length_penalty=0.5)
+    assert (params.beam_width, params.max_tokens, params.temperature) == (4, 8, 0.0)
+    for changes, message in [
+        ({"beam_width": 0}, "beam_width must be at least 1"),
+        ({"beam_width": 129}, "beam_width must be at most 128"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"length_penalty": math.nan}, "length_penalty must be a finite number"),
+        ({"temperature": 3}, "temperature must be at most 2.0"),
+        ({"ignore_eos": 1}, "ignore_eos must be true or false"),
+    ]:
+        with pytest.raises(InvalidRequestError) as caught:
+            BeamSearchParams(**{"beam_width": 2, **changes})
+        assert message in str(caught.value)

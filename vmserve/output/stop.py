@@ -1,0 +1,90 @@
+"""Finding stop strings in a text that comes in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["StopChecker"]
+
+
+class StopChecker:
+    """Passes text through until a stop string is complete.
+
+    Text that may be the beginning of a stop string is held back: at most as many characters
+    as the longest has, less one. The string that is complete first wins; of those that are
+    complete with the same character the longest. What is released does not depend on how
+    the text was cut into pieces.
+
+    One matching automaton per string (Knuth, Morris and Pratt, 1977): each character costs
+    a constant time on average, whatever the strings and the text are.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop_str: bool = False) -> None:
+        if "" in stops:
+            raise ValueError("a stop string must not be empty")
+        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._include = include_stop_str
+        self._first = frozenset(stop[0] for stop in self._stops)
+        self._failures = [_failures(stop) for stop in self._stops]
+        #: How many characters of each string the text ends with.
+        self._matched = [0] * len(self._stops)
+        self._held = ""
+        self.stopped = False
+
+    @property
+    def num_held(self) -> int:
+        """Characters held back."""
+        return len(self._held)
+
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """Text that is released by ``piece``, and the stop string that is now complete.
+
+        The text then ends before the string, or with it (``include_stop_str``); nothing
+        can be pushed after that.
+        """
+        if self.stopped:
+            raise ValueError("the text has ended with a stop string")
+        if not self._held and self._first.isdisjoint(piece):
+            return piece, None
+        text = self._held + piece
+        for place, char in enumerate(piece, start=len(self._held) + 1):
+            stop = self._advance(char)
+            if stop is not None:
+                self.stopped = True
+                self._held = ""
+                return text[: place if self._include else place - len(stop)], stop
+        cut = len(text) - max(self._matched)
+        self._held = text[cut:]
+        return text[:cut], None
+
+    def flush(self) -> str:
+        """The text held back, which no stop string can claim any more."""
+        held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
+        return held
+
+    def _advance(self, char: str) -> str | None:
+        """Take one character; returns the longest stop string that it completes."""
+        for i, stop in enumerate(self._stops):
+            length = self._matched[i]
+            while length and stop[length] != char:
+                length = self._failures[i][length - 1]
+            if stop[length] == char:
+                length += 1
+            self._matched[i] = length
+            if length == len(stop):
+                return stop  # the strings are sorted by length
+        return None
+
+
+def _failures(stop: str) -> list[int]:
+    """For each prefix the length of its longest proper suffix that begins ``stop``."""
+    lengths = [0]
+    length = 0
+    for char in stop[1:]:
+        while length and stop[length] != char:
+            length = lengths[length - 1]
+        if stop[length] == char:
+            length += 1
+        lengths.append(length)
+    return lengths

@@ -1,0 +1,20 @@
+"""From logits to tokens: what a caller may ask for, and the sampler that does it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vmserve.sampling.params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from vmserve.sampling.sampler import SampledToken, Sampler, SamplingRow
+
+__all__ = ["BeamSearchParams", "SampledToken", "Sampler", "SamplingParams", "SamplingRow"]
+
+
+def __getattr__(name: str) -> Any:
+    # The sampler needs torch; whoever only builds parameters must not wait for it.
+    if name not in __all__:
+        raise AttributeError(f"module 'vmserve.sampling' has no attribute {name!r}")
+    return getattr(importlib.import_module("vmserve.sampling.sampler"), name)

@@ -1,0 +1,170 @@
+"""What a request may change in the model's logits before a token is chosen.
+
+In this order: logit_bias, allowed ids, bad words, the end-of-text ids that min_tokens
+holds back, then the penalties. Entries of all rows are gathered and written together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from vmserve.sampling.sampler import SamplingRow
+
+__all__ = ["adjust", "is_adjusted"]
+
+Ids = NDArray[np.int64]
+_NO_IDS: Ids = np.empty(0, dtype=np.int64)
+
+
+def is_adjusted(row: SamplingRow) -> bool:
+    """Whether anything but temperature and truncation stands between logits and token."""
+    params = row.params
+    return bool(
+        params.logit_bias
+        or params.allowed_token_ids
+        or row.bad_words
+        or len(row.output_token_ids) < params.min_tokens
+        or _is_penalised(row)
+    )
+
+
+def _is_penalised(row: SamplingRow) -> bool:
+    params = row.params
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def adjust(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """``x`` [len(rows), vocab] float32 with every row's changes; written in place."""
+    vocab = x.shape[1]
+    _add(x, [_bias(row) for row in rows])
+    allowed = [_array(row.params.allowed_token_ids or ()) for row in rows]
+    banned = [_banned(row, vocab) for row in rows]
+    _mask(x, allowed, banned)
+    penalised = [i for i, row in enumerate(rows) if _is_penalised(row)]
+    if penalised:
+        _repetition(x, rows, penalised)
+        _presence_and_frequency(x, rows, penalised)
+    return x
+
+
+def _array(ids: Iterable[int]) -> Ids:
+    return np.array(list(ids), dtype=np.int64)
+
+
+def _flat(ids: Sequence[Ids], x: Tensor) -> Tensor:
+    """Positions in ``x.view(-1)`` of the ids of each row."""
+    vocab = x.shape[1]
+    parts = [row_ids + row * vocab for row, row_ids in enumerate(ids)]
+    return torch.from_numpy(np.concatenate(parts)).to(x.device)
+
+
+def _values(values: Sequence[NDArray[np.float32]], x: Tensor) -> Tensor:
+    return torch.from_numpy(np.concatenate(values)).to(x.device)
+
+
+# -- bias and masks ---------------------------------------------------------------------
+
+
+def _bias(row: SamplingRow) -> tuple[Ids, NDArray[np.float32]]:
+    bias = row.params.logit_bias or {}
+    return _array(bias), np.array(list(bias.values()), dtype=np.float32)
+
+
+def _add(x: Tensor, entries: Sequence[tuple[Ids, NDArray[np.float32]]]) -> None:
+    """Add to entries that are distinct within a row."""
+    flat = _flat([ids for ids, _ in entries], x)
+    if flat.numel():
+        x.view(-1)[flat] += _values([values for _, values in entries], x)
+
+
+def _banned(row: SamplingRow, vocab: int) -> Ids:
+    output = row.output_token_ids
+    banned = [word[-1] for word in row.bad_words if word and _ends_with(output, word[:-1])]
+    if len(output) < row.params.min_tokens:
+        banned.extend(row.stop_ids)
+    # Ids from the tokenizer, not from the request: it may have more than the model.
+    return _array(token_id for token_id in banned if token_id < vocab)
+
+
+def _ends_with(output: Sequence[int], start: tuple[int, ...]) -> bool:
+    return not start or tuple(output[-len(start) :]) == start
+
+
+def _mask(x: Tensor, allowed: Sequence[Ids], banned: Sequence[Ids]) -> None:
+    """Ban what is not allowed and what is banned, as long as a token remains.
+
+    Where none does, the allowed ids are given up first, then the bans: a request may
+    contradict itself, and an answer is better than none.
+    """
+    masked = [i for i in range(len(allowed)) if allowed[i].size or banned[i].size]
+    if not masked:
+        return
+    bans = torch.zeros(len(masked), x.shape[1], dtype=torch.bool, device=x.device)
+    bans.view(-1)[_flat([banned[i] for i in masked], bans)] = True
+    limits = torch.zeros_like(bans)
+    for place, i in enumerate(masked):
+        if allowed[i].size:
+            limits[place] = True
+            limits[place, torch.from_numpy(allowed[i]).to(x.device)] = False
+    part = x[masked]
+    result = part.masked_fill(bans | limits, -torch.inf)
+    for fallback in (bans, torch.zeros_like(bans)):
+        lost = result.amax(dim=-1) == -torch.inf
+        if not bool(lost.any()):
+            break
+        result[lost] = part[lost].masked_fill(fallback[lost], -torch.inf)
+    x[masked] = result
+
+
+# -- penalties --------------------------------------------------------------------------
+
+
+def _repetition(x: Tensor, rows: Sequence[SamplingRow], penalised: Sequence[int]) -> None:
+    """Divide positive logits of tokens seen in prompt or output, multiply negative ones.
+
+    Keskar et al., "CTRL" (2019), section 4.1, with the sign handled as in ``transformers``.
+    """
+    seen = [_NO_IDS] * len(rows)
+    factors = []
+    for i in penalised:
+        factor = rows[i].params.repetition_penalty
+        if factor != 1.0:
+            seen[i] = _seen(rows[i], x.shape[1])
+            factors.append(np.full(seen[i].size, factor, dtype=np.float32))
+    if not factors:
+        return
+    flat, factor_of = _flat(seen, x), _values(factors, x)
+    before = x.view(-1)[flat]
+    x.view(-1)[flat] = torch.where(before > 0, before / factor_of, before * factor_of)
+
+
+def _seen(row: SamplingRow, vocab: int) -> Ids:
+    mask = np.zeros(vocab, dtype=bool)
+    mask[_array(row.prompt_token_ids)] = True
+    mask[_array(row.output_token_ids)] = True
+    return np.flatnonzero(mask)
+
+
+def _presence_and_frequency(
+    x: Tensor, rows: Sequence[SamplingRow], penalised: Sequence[int]
+) -> None:
+    """Subtract presence + frequency * count for each token of the output."""
+    entries = [(_NO_IDS, np.empty(0, dtype=np.float32))] * len(rows)
+    for i in penalised:
+        params = rows[i].params
+        if rows[i].output_token_ids and (params.presence_penalty or params.frequency_penalty):
+            ids, counts = np.unique(_array(rows[i].output_token_ids), return_counts=True)
+            amount = -params.presence_penalty - params.frequency_penalty * counts
+            entries[i] = (ids, amount.astype(np.float32))
+    _add(x, entries)

@@ -1,0 +1,229 @@
+"""One token for each sequence of a step, with log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vmserve.sampling.adjust import adjust, is_adjusted
+from vmserve.sampling.draw import draw
+from vmserve.sampling.params import SamplingParams
+from vmserve.sampling.rng import uniforms
+from vmserve.sampling.rows import argmax, at_least, kth_largest, num_before
+
+__all__ = ["SampledToken", "Sampler", "SamplingRow"]
+
+#: Logits of a prompt that are worked on at a time.
+_PART_ELEMENTS = 2**22
+#: Token id -> (log-probability, rank); the token itself first.
+TopTokens = dict[int, tuple[float, int]]
+#: Likeliest tokens of a row, best first: (id, log-probability).
+Likeliest = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One sequence that samples in this step.
+
+    ``seed`` is the request's (any 64-bit number), ``index`` the choice. ``stop_ids`` are
+    the ids that ``min_tokens`` holds back; ``bad_words`` token sequences. The lists are
+    only read.
+    """
+
+    params: SamplingParams
+    seed: int
+    index: int
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    stop_ids: frozenset[int]
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """``logprob`` is natural, under the model's own distribution; ``top`` as was asked for."""
+
+    token_id: int
+    logprob: float
+    top: TopTokens | None = None
+
+
+class Sampler:
+    """Stateless: a token depends on its row's logits and request alone, not on the batch.
+
+    Log-probabilities are those of the logits as the model gave them. The token is then
+    chosen after bias, masks and penalties: the likeliest (lowest id of equals) where the
+    temperature is 0, else drawn with the number that (seed, choice, position) gives.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        #: Rows whose logits were not numbers (NaN, infinite) and had to be repaired.
+        self.num_repaired_rows = 0
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        """``logits`` [len(rows), vocab] float32, the row of each sequence's last token."""
+        self._check(logits, len(rows))
+        if not rows:
+            return []
+        logits, logprobs = self._log_softmax(logits)
+        chosen = self._choose(logits, rows)
+        own = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+        tokens = chosen.tolist()
+        tops = self._tops(logits, logprobs, chosen, rows)
+        return [SampledToken(*token) for token in zip(tokens, own, tops, strict=False)]
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, logits: Tensor, targets: Sequence[int], k: int) -> list[TopTokens]:
+        """For each row of ``logits`` [m, vocab]: the target, then the ``k`` likeliest tokens.
+
+        ``targets[i]`` is the prompt token that follows row i; ``k`` -1 is the vocabulary.
+        """
+        self._check(logits, len(targets))
+        tops = []
+        # In parts, so that a long prompt costs little memory besides its logits.
+        num_rows = max(1, _PART_ELEMENTS // self.vocab_size)
+        for start in range(0, len(targets), num_rows):
+            part, logprobs = self._log_softmax(logits[start : start + num_rows])
+            chosen = torch.tensor(targets[start : start + num_rows], device=logits.device)
+            tops += self._with_ranks(part, logprobs, chosen, [k] * len(part))
+        return tops
+
+    def _check(self, logits: Tensor, num_rows: int) -> None:
+        if logits.shape != (num_rows, self.vocab_size):
+            raise ValueError(
+                f"logits are {tuple(logits.shape)}, expected ({num_rows}, {self.vocab_size})"
+            )
+
+    def _log_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits without NaN, contiguous float32, and their log-probabilities."""
+        logits = logits.float().contiguous()
+        logprobs = logits.log_softmax(dim=-1)
+        broken = logprobs[:, 0].isnan()  # one NaN or +inf makes the whole row NaN
+        if not bool(broken.any()):
+            return logits, logprobs
+        self.num_repaired_rows += int(broken.sum())
+        largest = torch.finfo(torch.float32).max
+        repaired = logits[broken].nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
+        repaired[repaired.amax(dim=-1) == -torch.inf] = 0.0
+        logits = logits.clone()
+        logits[broken] = repaired
+        return logits, logits.log_softmax(dim=-1)
+
+    # -- choosing -----------------------------------------------------------------------
+
+    def _choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """The token of each row: [rows] int64. Leaves ``logits`` as they are."""
+        adjusted = [i for i, row in enumerate(rows) if is_adjusted(row)]
+        drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        x = logits
+        if len(adjusted) == len(rows):
+            x = adjust(logits.clone(), rows)
+        elif adjusted:
+            x = logits.clone()
+            x[adjusted] = adjust(logits[adjusted], [rows[i] for i in adjusted])
+        if not drawn:
+            return argmax(x)
+        if len(drawn) == len(rows):
+            return self._draw(x, rows)
+        chosen = torch.empty(len(rows), dtype=torch.int64, device=x.device)
+        chosen[drawn] = self._draw(x[drawn], [rows[i] for i in drawn])
+        greedy = sorted(set(range(len(rows))).difference(drawn))
+        chosen[greedy] = argmax(x[greedy])
+        return chosen
+
+    @staticmethod
+    def _draw(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        numbers = uniforms(
+            [row.seed for row in rows],
+            [row.index for row in rows],
+            [len(row.output_token_ids) for row in rows],
+        )
+        return draw(x, [row.params for row in rows], numbers)
+
+    # -- log-probabilities --------------------------------------------------------------
+
+    def _tops(
+        self, logits: Tensor, logprobs: Tensor, chosen: Tensor, rows: Sequence[SamplingRow]
+    ) -> Sequence[TopTokens | None] | repeat[None]:
+        asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        if not asked:
+            return repeat(None)
+        tops: list[TopTokens | None] = [None] * len(rows)
+        listed = [i for i in asked if rows[i].params.logprob_token_ids is None]
+        if listed:
+            counts = [rows[i].params.logprobs or 0 for i in listed]
+            found = self._with_ranks(
+                _pick(logits, listed), _pick(logprobs, listed), chosen[listed], counts
+            )
+            for i, top in zip(listed, found, strict=True):
+                tops[i] = top
+        for i in set(asked).difference(listed):
+            ids = rows[i].params.logprob_token_ids or ()
+            tops[i] = self._of_ids(logits[i], logprobs[i], int(chosen[i]), ids)
+        return tops
+
+    def _with_ranks(
+        self, logits: Tensor, logprobs: Tensor, chosen: Tensor, counts: Sequence[int]
+    ) -> list[TopTokens]:
+        """Per row the chosen token, then the ``counts[i]`` likeliest; equals by id."""
+        limits = [self.vocab_size if k < 0 else min(k, self.vocab_size) for k in counts]
+        likeliest = self._likeliest(logits, logprobs, limits)
+        own = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+        tops = []
+        unranked = []
+        for row, token_id in enumerate(chosen.tolist()):
+            top: TopTokens = {token_id: (own[row], 0)}
+            for rank, (other, logprob) in enumerate(likeliest[row], start=1):
+                top[other] = (logprob, rank)
+            if top[token_id][1] == 0:
+                unranked.append(row)
+            tops.append(top)
+        if unranked:
+            ids = chosen[unranked]
+            before = num_before(_pick(logits, unranked), ids).tolist()
+            for row, token_id, num in zip(unranked, ids.tolist(), before, strict=True):
+                tops[row][token_id] = (own[row], num + 1)
+        return tops
+
+    @staticmethod
+    def _likeliest(logits: Tensor, logprobs: Tensor, limits: Sequence[int]) -> list[Likeliest]:
+        """The ``limits[i]`` likeliest tokens of row i, by logit downwards, then by id."""
+        found: list[Likeliest] = [[] for _ in limits]
+        some = [row for row, k in enumerate(limits) if k > 0]
+        if not some:
+            return found
+        logits, logprobs = _pick(logits, some), _pick(logprobs, some)
+        entries = at_least(logits, kth_largest(logits, [limits[row] for row in some]))
+        ordered = [
+            ids[np.argsort(-values, kind="stable")[: limits[row]]]
+            for row, (ids, values) in zip(some, entries, strict=True)
+        ]
+        owner = np.repeat(np.arange(len(some)), [len(ids) for ids in ordered])
+        index = torch.from_numpy(np.concatenate(ordered)).to(logits.device)
+        values = iter(logprobs[torch.from_numpy(owner).to(logits.device), index].tolist())
+        for row, ids in zip(some, ordered, strict=True):
+            found[row] = list(zip(ids.tolist(), values, strict=False))
+        return found
+
+    @staticmethod
+    def _of_ids(logits: Tensor, logprobs: Tensor, chosen: int, ids: Sequence[int]) -> TopTokens:
+        """The chosen token, then exactly ``ids``."""
+        order = torch.sort(logits, descending=True, stable=True).indices
+        ranks = torch.empty_like(order)
+        ranks[order] = torch.arange(1, len(order) + 1, device=order.device)
+        wanted = list(dict.fromkeys([chosen, *ids]))
+        index = torch.tensor(wanted, device=logits.device)
+        entries = zip(logprobs[index].tolist(), ranks[index].tolist(), strict=True)
+        return dict(zip(wanted, entries, strict=True))
+
+
+def _pick(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """The rows named, which are in order and distinct; no copy where that is all of them."""
+    return x if len(rows) == x.shape[0] else x[rows]

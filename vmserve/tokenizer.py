@@ -1,0 +1,243 @@
+"""Text to token ids and back.
+
+A thin layer over the tokenizer that ``transformers`` loads (never with remote code): what
+it returns is what transformers returns, except that special tokens which a chat message
+merely spells stay text.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from vmserve.chat_template import RenderedChat, render_chat
+from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.output.detokenizer import IncrementalDetokenizer, TokenTable
+
+__all__ = ["Tokenizer", "load_tokenizer"]
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a model directory in Hugging Face layout.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+    directory = Path(path)
+    try:
+        hf = AutoTokenizer.from_pretrained(
+            str(directory), trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigurationError(f"no tokenizer could be loaded from {path}: {error}") from error
+    return Tokenizer(hf, eos_ids=_eos_ids(directory))
+
+
+def _eos_ids(directory: Path) -> list[int]:
+    """End-of-text ids named in generation_config.json, else in config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        if file.is_file():
+            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if found is not None:
+                return [found] if isinstance(found, int) else list(found)
+    return []
+
+
+class Tokenizer:
+    """``hf``: a transformers tokenizer backed by the ``tokenizers`` library.
+
+    ``eos_ids``: ids that end a text besides the tokenizer's own. Safe to call from several
+    threads. Raises :class:`~vmserve.errors.ConfigurationError` for other tokenizers.
+    """
+
+    def __init__(self, hf: Any, eos_ids: Iterable[int] = ()) -> None:
+        backend = getattr(hf, "backend_tokenizer", None)
+        if backend is None or not hasattr(backend, "id_to_token"):
+            raise ConfigurationError(
+                f"{type(hf).__name__} is not backed by the tokenizers library: "
+                "convert the model's tokenizer to a tokenizer.json"
+            )
+        backend.no_truncation()
+        backend.no_padding()
+        self._hf = hf
+        self._backend = backend
+        special = {
+            token_id: str(token.content)
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self.special_ids = frozenset(special)
+        self._special_tokens = special
+        own_eos = [] if hf.eos_token_id is None else [hf.eos_token_id]
+        self.eos_ids = frozenset([*own_eos, *eos_ids])
+        self.bos_id: int | None = hf.bos_token_id
+        self.vocab_size: int = len(hf)
+        self.table = TokenTable(backend, self.special_ids)
+        self._markers = self.special_ids.difference(self._unknown_ids())
+        self._strings: dict[int, str] = {}
+
+    def _unknown_ids(self) -> list[int]:
+        """The id of unknown text, which is no marker although it may count as special.
+
+        Byte-level tokenizers know all text; many name their end token as the unknown one.
+        """
+        hf = self._hf
+        if self.table.is_byte_level or hf.unk_token_id is None:
+            return []
+        others = (hf.bos_token_id, hf.eos_token_id, hf.pad_token_id)
+        return [] if hf.unk_token_id in others else [hf.unk_token_id]
+
+    @cached_property
+    def hf(self) -> Any:
+        """The transformers tokenizer, for users: a copy, since its calls change its state."""
+        return deepcopy(self._hf)
+
+    # -- text to ids --------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """As transformers does: special tokens spelled in ``text`` become special tokens."""
+        return list(self._encode(text, add_special_tokens).ids)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Any:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:  # lone surrogates, which JSON can carry and UTF-8 cannot
+            raise InvalidRequestError(
+                "the prompt is not valid Unicode text: it has lone surrogates", "prompt"
+            ) from None
+
+    def encode_plain(self, text: str) -> list[int]:
+        """``text`` as from the middle of a longer one, with no special or added token in it."""
+        ids = self._plain_inside(text)
+        if self._markers.isdisjoint(ids):
+            return ids
+        # The model has the whole spelling as a piece: take it apart.
+        parts = [token_id for char in text for token_id in self._plain_inside(char)]
+        return [token_id for token_id in parts if token_id not in self._markers]
+
+    def _plain_inside(self, text: str) -> list[int]:
+        # After a line end no tokenizer adds the space that some put before a text.
+        line_end, both = self._plain("\n"), self._plain("\n" + text)
+        if both[: len(line_end)] == line_end:
+            return both[len(line_end) :]
+        return self._plain(text)
+
+    def _plain(self, text: str) -> list[int]:
+        backend = self._backend
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        words = [text]
+        if backend.pre_tokenizer is not None:
+            words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for word in words for token in backend.model.tokenize(word)]
+
+    def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of each word: at the start of a text, after a space, inside."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip(" ") or word
+            for ids in (
+                self.encode(bare, add_special_tokens=False),
+                self.encode(" " + bare, add_special_tokens=False),
+                self.encode_plain(bare),
+            ):
+                if ids:
+                    found[tuple(ids)] = None
+        return tuple(found)
+
+    # -- chats --------------------------------------------------------------------------
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+    ) -> tuple[str, list[int]]:
+        """The prompt of a conversation: its text and its ids.
+
+        The ids are those of encoding the whole text, except that the spelling of a special
+        token that a message brings is encoded as text. ``add_generation_prompt`` is True
+        unless the final message is continued; ``add_special_tokens`` adds what the
+        tokenizer puts around a text, but never a second BOS.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError` for messages that the template
+        refuses and for a model without a template.
+        """
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "add_generation_prompt and continue_final_message exclude each other: "
+                "set only one of them",
+                "continue_final_message",
+            )
+        rendered = render_chat(
+            self._hf,
+            messages,
+            special_tokens=self._special_tokens.values(),
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_kwargs=chat_template_kwargs,
+        )
+        ids = self._encode_chat(rendered, add_special_tokens)
+        if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
+            del ids[0]
+        return rendered.text, ids
+
+    def _encode_chat(self, rendered: RenderedChat, add_special_tokens: bool) -> list[int]:
+        encoding = self._encode(rendered.text, add_special_tokens)
+        if not rendered.marks:
+            return list(encoding.ids)
+        ids: list[int] = []
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id in self._markers and _any_between(rendered.marks, start, end):
+                ids.extend(self.encode_plain(rendered.text[start:end]))
+            else:
+                ids.append(token_id)
+        return ids
+
+    # -- ids to text --------------------------------------------------------------------
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``; incomplete characters become U+FFFD, unknown ids nothing.
+
+        As transformers decodes, without cleaning up spaces. Only where a tokenizer with
+        byte tokens meets bytes that are no UTF-8 this differs: characters completed before
+        them are kept, so that text once streamed stays right.
+        """
+        known = [token_id for token_id in ids if 0 <= token_id < 2**32]
+        text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        if "\ufffd" in text and self.table.has_byte_tokens:
+            detokenizer = IncrementalDetokenizer(self, skip_special_tokens)
+            return "".join(map(detokenizer.push, known)) + detokenizer.flush()
+        return text
+
+    def token_str(self, token_id: int) -> str:
+        """The vocabulary's own string of an id (``Ġthe``); empty for an id it does not have."""
+        return (self._backend.id_to_token(token_id) or "") if token_id >= 0 else ""
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one id by itself, special tokens spelled out."""
+        text = self._strings.get(token_id)
+        if text is None:
+            text = self._strings[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
+
+def _any_between(marks: Sequence[int], start: int, end: int) -> bool:
+    place = bisect_left(marks, start)
+    return place < len(marks) and marks[place] < end
