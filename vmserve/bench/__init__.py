@@ -1,0 +1,24 @@
+"""Measuring: workloads with published shapes, a paired A/B timer, machine facts."""
+
+from vmserve.bench.abtimer import ManyResult, PairedResult, compare, compare_many
+from vmserve.bench.machine import machine_info
+from vmserve.bench.workloads import (
+    WORKLOADS,
+    RequestShape,
+    get_workload,
+    prompt_token_ids,
+    prompts,
+)
+
+__all__ = [
+    "WORKLOADS",
+    "ManyResult",
+    "PairedResult",
+    "RequestShape",
+    "compare",
+    "compare_many",
+    "get_workload",
+    "machine_info",
+    "prompt_token_ids",
+    "prompts",
+]
