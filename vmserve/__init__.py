@@ -10,6 +10,7 @@ with LLM() as llm:
 from __future__ import annotations
 
 import importlib
+import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,11 @@ __all__ = [
     "__version__",
     "plan_layout",
 ]
+
+# Torch's threads would otherwise spin at every barrier, and where cores are shared with the
+# server or with another process a step then waits for threads that burn their time slice.
+# Read by the OpenMP runtime when torch is loaded, which is later than this.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 try:
     __version__ = version("vmserve")

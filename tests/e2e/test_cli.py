@@ -1,0 +1,146 @@
+"""The command line as a user meets it: real processes, their output and exit status."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+Reference = Callable[[list[int], int], list[int]]
+
+
+def vmserve(*args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from vmserve.cli import main; main()", *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_generate_json_has_the_tokens_of_transformers(
+    model_dir: Path, reference: Reference
+) -> None:
+    prompt = "Once upon a time there was a little girl"
+    done = vmserve(
+        *("generate", "--prompt", prompt, "--max-tokens", "64", "--temperature", "0"),
+        *("--dtype", "float32", "--ignore-eos", "--format", "json"),
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    ids = tokenizer(prompt)["input_ids"]
+    [output] = document["outputs"]
+    assert document["prompt"] == prompt
+    assert document["prompt_token_ids"] == ids
+    assert output["token_ids"] == reference(ids, 64)
+    assert output["text"] == tokenizer.decode(output["token_ids"], skip_special_tokens=True)
+    assert output["finish_reason"] == "length"
+    assert output["cumulative_logprob"] < 0
+    assert document["metrics"]["first_token_time"] is not None
+
+
+def test_generate_reads_a_file_and_writes_a_line_for_each(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        '"Tom had a red ball."\n{"prompt": "One day", "max_tokens": 3}\n\n'
+        '{"prompt_token_ids": [5, 6, 7], "n": 2}\n'
+    )
+    done = vmserve("generate", "--file", str(file), "--format", "jsonl", "--ignore-eos")
+    assert done.returncode == 0, done.stderr
+    documents = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [len(d["outputs"]) for d in documents] == [1, 1, 2]
+    assert [len(d["outputs"][0]["token_ids"]) for d in documents] == [16, 3, 16]
+
+
+def test_generate_reads_standard_input() -> None:
+    done = vmserve("generate", "--max-tokens", "4", "--temperature", "0", stdin="Once upon")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Once upon")
+
+
+def one_line(done: subprocess.CompletedProcess[str], status: int) -> str:
+    """A user's mistake: one line on standard error, nothing on standard output."""
+    assert done.returncode == status, done.stderr
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return lines[0]
+
+
+def test_missing_model(tmp_path: Path) -> None:
+    line = one_line(vmserve("generate", "-p", "x", "--model", str(tmp_path / "none")), 2)
+    assert "none" in line
+
+
+def test_directory_without_config(tmp_path: Path) -> None:
+    line = one_line(vmserve("generate", "-p", "x", "--model", str(tmp_path)), 2)
+    assert "config.json" in line
+
+
+def test_truncated_weights(tmp_path: Path, model_dir: Path) -> None:
+    copy = shutil.copytree(model_dir, tmp_path / "model")
+    weights = copy / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.truncate(weights.stat().st_size // 2)
+    line = one_line(vmserve("generate", "-p", "x", "--model", str(copy)), 2)
+    assert "model.safetensors" in line
+
+
+def test_prompt_too_long() -> None:
+    line = one_line(vmserve("generate", "--max-model-len", "32", stdin="word " * 100), 2)
+    assert "maximum context length is 32 tokens" in line
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "plan", "chat"])
+def test_unknown_argument(command: str) -> None:
+    done = vmserve(command, "--no-such-option")
+    assert done.returncode == 2
+    assert "--no-such-option" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_not_enough_memory_names_both_numbers() -> None:
+    line = one_line(vmserve("generate", "-p", "x", "--kv-cache-memory", "64KiB"), 2)
+    assert "--kv-cache-memory" in line
+    assert "64 KiB" in line
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        (["--kv-regime", "paged"], "virtual"),
+        (["--swap-space", "1GiB"], "leave it at 0"),
+        (["--tensor-parallel-size", "2"], "use 1"),
+        (["--beam-width", "4"], "use generate"),
+        (["--max-model-len", "9000"], "8192"),
+        (["--kv-cache-memory", "many"], "512MiB"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_the_remedy(option: list[str], remedy: str) -> None:
+    assert remedy in one_line(vmserve("generate", "-p", "x", *option), 2)
+
+
+def test_plan_prints_a_table_and_json() -> None:
+    done = vmserve("plan", "--model", "llama-3-8b", "--granularity", "64KiB")
+    assert done.returncode == 0, done.stderr
+    assert "64" in done.stdout
+    done = vmserve("plan", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+
+
+def test_version_and_help_name_every_command() -> None:
+    assert vmserve("--version").stdout.strip()
+    done = vmserve("--help")
+    for command in ("generate", "serve", "chat", "plan"):
+        assert command in done.stdout

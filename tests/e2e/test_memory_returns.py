@@ -1,0 +1,45 @@
+"""Memory follows use: the memfd's blocks and the process's PSS rise and fall with the pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vmserve import LLM, SamplingParams
+
+
+def pss_bytes() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel reports no PSS")
+
+
+def test_allocated_blocks_and_pss_follow_the_pages() -> None:
+    num_prompts, num_prompt = 8, 2_000
+    with LLM(dtype="float32", kv_cache_memory="512MiB", max_num_batched_tokens=1024) as llm:
+        prompts = [[1 + (i * 37 + j * 11) % 500 for j in range(num_prompt)] for i in range(8)]
+        # Long enough that the first still decodes when the last prompt has been read.
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        llm.generate(prompts[:1], params)  # warm: allocators and thread pools settle
+        idle_blocks = llm.stats()["memfd_allocated_bytes"]
+        idle_pss = pss_bytes()
+
+        engine = llm.engine
+        for i, prompt in enumerate(prompts):
+            engine.add_request(f"r{i}", prompt, params)
+        peak_blocks = peak_pss = 0
+        while engine.has_unfinished:
+            engine.step()
+            blocks = int(engine.stats()["memfd_allocated_bytes"])
+            if blocks > peak_blocks:
+                peak_blocks, peak_pss = blocks, pss_bytes()
+        stats = llm.stats()
+        kv_bytes = num_prompts * num_prompt * stats["page_bytes"] / stats["page_tokens"]
+        assert peak_blocks >= 0.9 * kv_bytes
+        # Arena and slot alias the same pages: PSS counts them once.
+        assert 0.8 * kv_bytes <= peak_pss - idle_pss <= 1.5 * kv_bytes
+
+        engine.memory.trim(0)
+        assert llm.stats()["memfd_allocated_bytes"] <= idle_blocks
+        assert pss_bytes() - idle_pss <= 0.25 * kv_bytes
+        assert stats["pages_mapped_total"] == stats["pages_unmapped_total"] > 0

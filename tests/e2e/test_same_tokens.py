@@ -1,0 +1,101 @@
+"""The same tokens as ``transformers``, with counters that prove which path was taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from vmserve import LLM, SamplingParams
+
+Prompts = Callable[[int, int, int], list[list[int]]]
+Reference = Callable[[list[int], int], list[int]]
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def test_one_prompt(llm: LLM, reference: Reference) -> None:
+    prompt = llm.encode("Once upon a time")
+    [result] = llm.generate([prompt], greedy(64))
+    assert result.outputs[0].token_ids == reference(prompt, 64)
+    assert result.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.timeout(600)
+def test_64_prompts_together_cut_into_chunks(
+    llm: LLM, prompts: Prompts, reference: Reference
+) -> None:
+    batch = prompts(64, 2_000, 1)
+    lengths = [8 + (i % 3) * 12 for i in range(64)]
+    before = llm.stats()
+    peak_running = 0
+    step = llm.engine.step
+
+    def watched_step() -> object:
+        nonlocal peak_running
+        result = step()
+        peak_running = max(peak_running, llm.engine.scheduler.num_running)
+        return result
+
+    llm.engine.step = watched_step  # type: ignore[method-assign, assignment]
+    try:
+        results = llm.generate(batch, [greedy(n) for n in lengths])
+    finally:
+        llm.engine.step = step  # type: ignore[method-assign]
+    after = llm.stats()
+    for prompt, length, result in zip(batch, lengths, results, strict=True):
+        assert result.outputs[0].token_ids == reference(prompt, length)
+
+    assert peak_running >= 16
+    assert results[0].metrics.num_prefill_chunks >= 2_000 // 256
+    assert after["num_preemptions_total"] == before["num_preemptions_total"]
+    # Every page that was mapped for these was unmapped again, and none is held now.
+    mapped = after["pages_mapped_total"] - before["pages_mapped_total"]
+    page_tokens = after["page_tokens"]
+    expected = sum(
+        -(-(len(prompt) + length - 1) // page_tokens)
+        for prompt, length in zip(batch, lengths, strict=True)
+    )
+    assert mapped == expected
+    assert after["pages_unmapped_total"] - before["pages_unmapped_total"] == expected
+    assert after["used_pages"] == 0
+    llm.engine.memory.check()
+
+
+def test_preempted_by_a_full_pool(prompts: Prompts, reference: Reference) -> None:
+    # The pool's 9 pages of 64 tokens hold three sequences of the middle length, not eight.
+    batch = prompts(8, 200, 2)
+    with LLM(dtype="float32", max_model_len=512, kv_cache_memory="2.25MiB") as llm:
+        results = llm.generate(batch, greedy(60))
+        preemptions = llm.stats()["num_preemptions_total"]
+        llm.engine.memory.check()
+    assert preemptions > 0
+    assert sum(result.metrics.num_preemptions for result in results) == preemptions
+    for prompt, result in zip(batch, results, strict=True):
+        assert result.outputs[0].token_ids == reference(prompt, 60)
+
+
+@pytest.mark.parametrize("budget", [64, 77, 1024])
+def test_any_chunk_size_gives_the_same_tokens(
+    budget: int, prompts: Prompts, reference: Reference
+) -> None:
+    batch = prompts(5, 400, 3)
+    with LLM(dtype="float32", max_num_batched_tokens=budget, kv_cache_memory="64MiB") as llm:
+        results = llm.generate(batch, greedy(16))
+    for prompt, result in zip(batch, results, strict=True):
+        assert result.outputs[0].token_ids == reference(prompt, 16)
+
+
+def test_seeded_samples_do_not_depend_on_the_batch(llm: LLM, prompts: Prompts) -> None:
+    batch = prompts(6, 120, 4)
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=12, ignore_eos=True, n=2)
+        for i in range(6)
+    ]
+    together = llm.generate(batch, params)
+    for prompt, one, result in zip(batch, params, together, strict=True):
+        [alone] = llm.generate([prompt], one)
+        assert [c.token_ids for c in alone.outputs] == [c.token_ids for c in result.outputs]
+        assert result.outputs[0].token_ids != result.outputs[1].token_ids

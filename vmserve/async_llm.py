@@ -1,0 +1,246 @@
+"""The engine for many callers at once: a thread that steps, and asyncio streams on top.
+
+One long-lived thread owns the engine; callers hand it commands through a queue and
+wait on asyncio queues of their own. The thread sleeps on a condition when there is
+nothing to run, so an idle server costs no CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vmserve.config import EngineConfig, ResolvedConfig
+from vmserve.engine import LLMEngine, Progress, StepResult
+from vmserve.errors import EngineDeadError, VmserveError
+from vmserve.models.config import ModelConfig
+from vmserve.sampling import SamplingParams
+from vmserve.tokenizer import Tokenizer
+from vmserve.types import RequestOutput
+
+__all__ = ["AsyncLLM"]
+
+logger = logging.getLogger(__name__)
+
+Item = RequestOutput | BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    """Where a request's outputs go: a queue that belongs to the caller's event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[Item]
+
+    def put(self, item: Item) -> None:
+        """From the engine's thread. A loop that is closed has no one left to tell."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Something for the engine's thread to do; ``fail`` tells the caller that it never will."""
+
+    run: Callable[[], None]
+    fail: Callable[[BaseException], None] = lambda error: None
+
+
+class AsyncLLM:
+    """Streams from one engine to any number of tasks, on any number of event loops.
+
+    Arguments and errors are those of :class:`vmserve.LLM`. Loading blocks.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, progress: Progress | None = None, **engine_options: Any
+    ) -> None:
+        config = EngineConfig.from_options({"model": model, **engine_options})
+        self._engine = LLMEngine(config, progress=progress)
+        self._listeners: dict[str, _Listener] = {}
+        self._commands: deque[_Command] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._error: BaseException | None = None
+        self._stats: dict[str, float | int] = self._engine.stats()
+        self._thread = threading.Thread(target=self._run, name="vmserve-engine", daemon=True)
+        self._thread.start()
+
+    # -- what callers see -------------------------------------------------------------
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._engine.config
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        return self._engine.resolved
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._engine.model_config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """Sampling fields of the model's generation_config.json."""
+        return dict(self._engine.model_config.default_sampling)
+
+    @property
+    def errored(self) -> bool:
+        return self._error is not None
+
+    def stats(self) -> dict[str, float | int]:
+        """The engine's metrics as of its last step."""
+        return self._stats
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        prompt: str | None = None,
+        priority: int = 0,
+        stream: bool = False,
+    ) -> AsyncIterator[RequestOutput]:
+        """The outputs of one request, until it has finished.
+
+        ``stream=False``: one final output. ``stream=True``: outputs with ``delta`` set, whose
+        choices hold what is new; the first has no choices and says that the request was
+        accepted. Leaving the iterator early aborts the request and frees its pages.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError` before the first output, and
+        :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
+        """
+        self._engine.prepare(prompt_token_ids, params)
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+
+        def add() -> None:
+            try:
+                self._engine.add_request(
+                    request_id,
+                    prompt_token_ids,
+                    params,
+                    prompt=prompt,
+                    priority=priority,
+                    stream=stream,
+                )
+            except VmserveError as error:
+                listener.put(error)
+                return
+            self._listeners[request_id] = listener
+            if stream:
+                listener.put(self._engine.accepted_output(request_id))
+
+        self._submit(_Command(add, listener.put))
+        finished = False
+        try:
+            while not finished:
+                item = await listener.queue.get()
+                if isinstance(item, BaseException):
+                    finished = True
+                    raise item
+                finished = item.finished
+                yield item
+        finally:
+            if not finished:
+                self._submit_quietly(_Command(lambda: self._abort(request_id, listener)))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a last output with finish_reason "abort"."""
+        self._submit(_Command(lambda: self._abort(request_id, None)))
+
+    async def shutdown(self, timeout: float = 0.0) -> None:
+        """Let running requests finish for ``timeout`` seconds, abort the rest, stop the thread."""
+        deadline = time.monotonic() + timeout
+        while self._listeners and self._thread.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # -- the engine's thread ----------------------------------------------------------
+
+    def _submit(self, command: _Command) -> None:
+        with self._wake:
+            if self._error is not None or self._stopping:
+                raise EngineDeadError("the engine has stopped")
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _submit_quietly(self, command: _Command) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                if self._engine.has_unfinished:
+                    self._publish(self._engine.step())
+            self._abort_all()
+        except BaseException as error:  # the thread's boundary: nobody above it can be told
+            logger.exception("the engine stopped")
+            self._die(error)
+        finally:
+            self._engine.close()
+
+    def _take_commands(self) -> bool:
+        """Run what callers asked for; sleep while there is nothing to do. False: stop."""
+        with self._wake:
+            while not (self._commands or self._stopping or self._engine.has_unfinished):
+                self._stats = self._engine.stats()
+                self._wake.wait()
+            stopping = self._stopping
+        while self._commands:
+            # One at a time: should one raise, those behind it are still here to be told.
+            self._commands.popleft().run()
+        return not stopping
+
+    def _publish(self, result: StepResult) -> None:
+        for output in result.outputs:
+            listener = self._listeners.get(output.request_id)
+            if output.finished:
+                self._listeners.pop(output.request_id, None)
+            if listener is not None:
+                listener.put(output)
+        for failure in result.failures:
+            listener = self._listeners.pop(failure.request_id, None)
+            if listener is not None:
+                listener.put(failure.error)
+        self._stats = self._engine.stats()
+
+    def _abort(self, request_id: str, only: _Listener | None) -> None:
+        """``only``: the caller that left; a later request may have taken the same id."""
+        listener = self._listeners.get(request_id)
+        if listener is None or (only is not None and listener is not only):
+            return
+        del self._listeners[request_id]
+        output = self._engine.abort(request_id)
+        if output is not None:
+            listener.put(output)
+
+    def _abort_all(self) -> None:
+        for request_id in list(self._listeners):
+            self._abort(request_id, None)
+
+    def _die(self, error: BaseException) -> None:
+        dead = EngineDeadError("the engine has stopped; restart the server")
+        with self._wake:
+            self._error = error
+            while self._commands:
+                self._commands.popleft().fail(dead)
+        for listener in self._listeners.values():
+            listener.put(dead)
+        self._listeners.clear()

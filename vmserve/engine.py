@@ -1,0 +1,333 @@
+"""The engine: requests in, tokens out. ``step`` is the data path and reads like it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vmserve import _core
+from vmserve.attention import create_backend
+from vmserve.config import EngineConfig, ResolvedConfig, format_size, resolve
+from vmserve.errors import (
+    ConfigurationError,
+    DriverError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    VmserveError,
+)
+from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
+from vmserve.memory.virtual import VirtualKVMemory
+from vmserve.models import load_model, resolve_dtype, resolve_model
+from vmserve.models.config import ModelConfig
+from vmserve.output.processor import OutputProcessor, sampling_row
+from vmserve.runner.model_runner import ModelRunner
+from vmserve.sampling import Sampler, SamplingParams
+from vmserve.scheduler.base import StepPlan
+from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
+from vmserve.scheduler.sequence import Request, Sequence
+from vmserve.telemetry.counters import EngineCounters
+from vmserve.tokenizer import Tokenizer, load_tokenizer
+from vmserve.types import RequestMetrics, RequestOutput
+
+__all__ = ["LLMEngine", "RequestFailure", "StepResult"]
+
+logger = logging.getLogger(__name__)
+
+#: Free pages that an idle engine keeps: the next short request then waits for no page fault.
+IDLE_BYTES = 16 << 20
+#: ``progress(phase, done, total)``: called while loading; units depend on the phase.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """A request that ended with an error instead of an output; the engine goes on."""
+
+    request_id: str
+    error: VmserveError
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    outputs: tuple[RequestOutput, ...] = ()
+    failures: tuple[RequestFailure, ...] = ()
+
+
+class LLMEngine:
+    """Continuous batching over a KV cache in virtual memory.
+
+    Single-threaded: whoever calls :meth:`step` owns it (:class:`vmserve.LLM` the caller's
+    thread, :class:`vmserve.AsyncLLM` a thread of its own). :meth:`prepare` alone may be
+    called from another thread: it only reads.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for options or model files that
+    cannot be used, and :class:`~vmserve.errors.OutOfMemoryError` when there is no room.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        self.config = config
+        path = resolve_model(config.model)
+        self.model_config = ModelConfig.from_directory(path)
+        self.tokenizer: Tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))
+        self.resolved: ResolvedConfig = resolve(config, self.model_config)
+        dtype = resolve_dtype(config.dtype, self.model_config, "cpu")
+        backend = create_backend(config.attention_backend)
+        self.memory = _create_memory(
+            self.resolved, self.model_config, dtype, backend.read_slack_tokens
+        )
+        self._model = load_model(path, dtype, progress=progress)
+        self.scheduler = FCFSScheduler(
+            self.memory,
+            SchedulerLimits(self.resolved.max_num_seqs, self.resolved.max_num_batched_tokens),
+        )
+        self._runner = ModelRunner(self._model, self.memory.view(), backend)
+        self._sampler = Sampler(self.model_config.vocab_size)
+        self.counters = EngineCounters()
+        self._output = OutputProcessor(
+            self.tokenizer, self.model_config.eos_token_ids, self.scheduler, self.counters
+        )
+        self._requests: dict[str, Request] = {}
+        self._num_arrived = 0
+
+    # -- requests ---------------------------------------------------------------------
+
+    def prepare(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Check a request against the model without touching any state.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError`.
+        """
+        context = self.resolved.max_model_len
+        vocab = self.model_config.vocab_size
+        if not prompt_token_ids:
+            raise InvalidRequestError("The decoder prompt cannot be empty", "prompt")
+        for token_id in prompt_token_ids:
+            if not 0 <= token_id < vocab:
+                raise InvalidRequestError(
+                    f"Token id {token_id} is out of vocabulary: the model has ids 0 to {vocab - 1}",
+                    "prompt",
+                )
+        room = 0 if params.max_tokens == 0 else 1
+        if len(prompt_token_ids) + room > context:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {context} tokens; the prompt of "
+                f"{len(prompt_token_ids)} tokens is longer than the model's context length "
+                f"less {room} for the answer: shorten it, or set truncate_prompt_tokens",
+                "prompt",
+            )
+        if params.max_tokens is not None and params.max_tokens > context:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {context} tokens; "
+                f"max_tokens={params.max_tokens} is above it",
+                "max_tokens",
+            )
+        params.validate_for(vocab, self.resolved.max_logprobs)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        stream: bool = False,
+    ) -> None:
+        """Queue a request; its outputs come from later steps.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError`; nothing is queued then.
+        """
+        self.prepare(prompt_token_ids, params)
+        if request_id in self._requests:
+            raise InvalidRequestError(f"request_id {request_id!r} is already in use", "request_id")
+        request = self._build_request(request_id, prompt_token_ids, params, prompt)
+        request.priority = priority
+        request.stream = stream
+        self._requests[request_id] = request
+        self._output.open(request)
+        self.scheduler.add(request)
+        self.counters.prompt_tokens += len(prompt_token_ids)
+
+    def accepted_output(self, request_id: str) -> RequestOutput:
+        """A delta without choices: tells a stream that its request is queued."""
+        return self._output.accepted(self._requests[request_id])
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now and free its pages. Unknown or finished ids are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        self.scheduler.abort(request)
+        return self._output.abort(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._requests)
+
+    # -- the step ---------------------------------------------------------------------
+
+    def step(self) -> StepResult:
+        """Compute once for every sequence that fits; returns what became known by it."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            self._idle()
+            return StepResult()
+        try:
+            self.memory.apply(plan.memory)
+        except (OutOfMemoryError, DriverError) as error:
+            return self._make_room_after(error, plan)
+        self._mark_scheduled(plan)
+        try:
+            logits = self._runner.execute(plan)
+            self.scheduler.computed(plan)
+            samples = self._sampler.sample(
+                logits.sampling_logits(), [sampling_row(item) for item in logits.samplers]
+            )
+            outputs = self._output.process(logits, samples, self._sampler)
+        except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
+            return self._fail_batch(error, plan)
+        self._retire(outputs)
+        self.counters.steps += 1
+        self.counters.tokens_computed += plan.num_tokens
+        return StepResult(outputs=tuple(outputs))
+
+    def _fail_batch(self, error: Exception, plan: StepPlan) -> StepResult:
+        logger.error("a step of %d sequences failed", len(plan.scheduled), exc_info=error)
+        request_ids = {item.sequence.request.request_id for item in plan.scheduled}
+        for request_id in request_ids:
+            self.abort(request_id)
+        told = VmserveError("the step that computed this request failed; send it again")
+        return StepResult(failures=tuple(RequestFailure(rid, told) for rid in sorted(request_ids)))
+
+    def _retire(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.finished:
+                del self._requests[output.request_id]
+        if not self._requests:
+            self._idle()
+
+    def _idle(self) -> None:
+        """Nothing runs: give the pool's pages back to the system."""
+        self.memory.trim(IDLE_BYTES // self.memory.layout.total_page_bytes)
+
+    def _make_room_after(self, error: VmserveError, plan: StepPlan) -> StepResult:
+        """The system refused memory that the plan counted on: the last arrival waits, or fails."""
+        victim = self.scheduler.make_room()
+        if victim is not None:
+            logger.warning("preempted %s: %s", victim.request.request_id, error)
+            return StepResult()
+        request = plan.scheduled[0].sequence.request
+        self.abort(request.request_id)
+        return StepResult(failures=(RequestFailure(request.request_id, error),))
+
+    def _mark_scheduled(self, plan: StepPlan) -> None:
+        now = time.monotonic()
+        for item in plan.scheduled:
+            metrics = item.sequence.request.metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+            if item.num_past < item.sequence.num_prompt:
+                metrics.num_prefill_chunks += 1
+
+    # -- building ---------------------------------------------------------------------
+
+    def _build_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        prompt: str | None,
+    ) -> Request:
+        left = self.resolved.max_model_len - len(prompt_token_ids)
+        max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
+        arrival = self._num_arrived
+        self._num_arrived += 1
+        stop_ids = frozenset(params.stop_token_ids)
+        request = Request(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            max_tokens=max_tokens,
+            seed=self._seed_for(params, arrival),
+            arrival=arrival,
+            metrics=RequestMetrics(arrival_time=time.monotonic()),
+            stop_ids=stop_ids | frozenset(self.model_config.eos_token_ids),
+            bad_words=self.tokenizer.encode_bad_words(params.bad_words or ()),
+        )
+        request.sequences = [
+            Sequence(request, index, list(prompt_token_ids), len(prompt_token_ids))
+            for index in range(params.best_of or params.n)
+        ]
+        return request
+
+    def _seed_for(self, params: SamplingParams, arrival: int) -> int:
+        if params.seed is not None:
+            return params.seed % 2**63
+        # Requests without a seed differ from each other, and repeat from run to run.
+        return (self.resolved.seed * 0x9E3779B97F4A7C15 + arrival * 0xD1B54A32D192ED03 + 1) % 2**63
+
+    # -- life -------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float | int]:
+        """Metric names without prefix; memory figures included."""
+        memory = self.memory.stats()
+        return {
+            "num_requests_running": self.scheduler.num_running,
+            "num_requests_waiting": self.scheduler.num_waiting,
+            "kv_cache_usage_perc": memory.used_pages / memory.limit_pages,
+            "num_preemptions_total": self.scheduler.num_preemptions_total,
+            **self.counters.as_dict(),
+            **memory.as_dict(),
+        }
+
+    def close(self) -> None:
+        """Abort what runs and give all memory back. Further calls are errors."""
+        for request_id in self.request_ids:
+            self.abort(request_id)
+        self.memory.close()
+
+
+def _create_memory(
+    resolved: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, read_slack_tokens: int
+) -> VirtualKVMemory:
+    """The KV memory for these options; refuses a pool that cannot hold the longest sequence."""
+    limit_bytes = resolved.kv_limit_bytes
+    layout = plan_layout(
+        model.num_layers,
+        model.kv_heads,
+        model.head_dim,
+        dtype,
+        HOST_GRANULARITY,
+        page_bytes=resolved.kv_page_bytes,
+        block_tokens=resolved.block_tokens,
+        limit_bytes=limit_bytes,
+        max_map_count=_core.SystemLimits().max_map_count(),
+    )
+    max_len = resolved.max_model_len
+    needed = layout.pages_for(max_len + read_slack_tokens)
+    available = layout.num_pages(limit_bytes)
+    if needed > available:
+        fitting = max(0, available * layout.page_tokens - read_slack_tokens)
+        raise ConfigurationError(
+            f"a sequence of {max_len} tokens needs {needed} pages of "
+            f"{format_size(layout.total_page_bytes)}, {available} fit in the KV cache of "
+            f"{format_size(limit_bytes)}: raise --kv-cache-memory to "
+            f"{format_size(needed * layout.total_page_bytes)}"
+            + (f" or lower --max-model-len to {fitting}" if fitting else "")
+        )
+    return VirtualKVMemory(
+        layout,
+        num_slots=resolved.max_num_seqs,
+        max_len=max_len,
+        limit_bytes=limit_bytes,
+        read_slack_tokens=read_slack_tokens,
+        zero_pages=resolved.kv_zero_pages,
+    )

@@ -1,0 +1,259 @@
+"""From sampled tokens to what users see: text, stops, deltas, final outputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+
+from vmserve.output.stream import ChoiceStream, Delta
+from vmserve.runner.model_runner import StepLogits
+from vmserve.sampling import SampledToken, Sampler, SamplingRow
+from vmserve.scheduler.base import ScheduledSequence, Scheduler
+from vmserve.scheduler.sequence import Request, Sequence
+from vmserve.telemetry.counters import EngineCounters
+from vmserve.tokenizer import Tokenizer
+from vmserve.types import CompletionOutput, FinishReason, Logprob, RequestOutput
+
+__all__ = ["OutputProcessor", "sampling_row"]
+
+PromptLogprobs = list[dict[int, Logprob] | None]
+
+
+@dataclass(eq=False, slots=True)
+class _Choice:
+    """Text and end of one sequence."""
+
+    sequence: Sequence
+    stream: ChoiceStream
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """A request whose output is not complete."""
+
+    request: Request
+    choices: list[_Choice]
+    prompt_logprobs: PromptLogprobs | None
+    #: Choices with news that a stream has not been told.
+    news: list[_Choice] = field(default_factory=list)
+
+
+def sampling_row(item: ScheduledSequence) -> SamplingRow:
+    """What the sampler needs to know of a sequence."""
+    sequence, request = item.sequence, item.sequence.request
+    return SamplingRow(
+        params=request.params,
+        seed=request.seed,
+        index=sequence.index,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=sequence.output_token_ids,
+        stop_ids=request.stop_ids,
+        bad_words=request.bad_words,
+    )
+
+
+class OutputProcessor:
+    """Appends tokens to their sequences, ends those that are complete, builds outputs."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        eos_token_ids: Several[int],
+        scheduler: Scheduler,
+        counters: EngineCounters,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._scheduler = scheduler
+        self._counters = counters
+        self._open: dict[str, _Open] = {}
+
+    def open(self, request: Request) -> None:
+        """Expect tokens of this request."""
+        choices = [
+            _Choice(sequence, ChoiceStream(self._tokenizer, request.params))
+            for sequence in request.sequences
+        ]
+        scored: PromptLogprobs | None = None
+        if request.params.prompt_logprobs is not None:
+            scored = [None]
+        self._open[request.request_id] = _Open(request, choices, scored)
+
+    def process(
+        self, logits: StepLogits, samples: list[SampledToken], sampler: Sampler
+    ) -> list[RequestOutput]:
+        """Take in one step; returns an output for each request with something to tell."""
+        now = time.monotonic()
+        self._score_prompts(logits, sampler)
+        touched: dict[str, _Open] = {}
+        for item, sample in zip(logits.samplers, samples, strict=True):
+            entry = self._open[item.sequence.request.request_id]
+            self._take_token(entry, item.sequence, sample, now)
+            touched[entry.request.request_id] = entry
+        outputs = [self._output(entry, now) for entry in touched.values()]
+        return [output for output in outputs if output is not None]
+
+    def accepted(self, request: Request) -> RequestOutput:
+        """A delta without choices, to tell a stream that its request is queued."""
+        return self._build(self._open[request.request_id], [], finished=False, delta=True)
+
+    def abort(self, request: Request) -> RequestOutput:
+        """The last output of a request that is cut off: what there is, reason "abort"."""
+        entry = self._open.pop(request.request_id)
+        for choice in entry.choices:
+            if choice.finish_reason is None:
+                self._end(entry, choice, "abort", None)
+        request.metrics.finished_time = time.monotonic()
+        self._counters.requests_aborted += 1
+        return self._final(entry)
+
+    # -- one token --------------------------------------------------------------------
+
+    def _take_token(
+        self, entry: _Open, sequence: Sequence, sample: SampledToken, now: float
+    ) -> None:
+        choice = entry.choices[sequence.index]
+        request = entry.request
+        if request.max_tokens == 0:  # the prompt was to be scored, nothing else
+            self._end(entry, choice, "length", None)
+            self._scheduler.finish(sequence)
+            return
+        sequence.tokens.append(sample.token_id)
+        self._counters.generation_tokens += 1
+        metrics = request.metrics
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        metrics.last_token_time = now
+        reason, stop = self._push(choice, sequence, sample)
+        if reason is None:
+            if choice not in entry.news:
+                entry.news.append(choice)
+            return
+        self._end(entry, choice, reason, stop)
+        self._scheduler.finish(sequence)
+
+    def _push(
+        self, choice: _Choice, sequence: Sequence, sample: SampledToken
+    ) -> tuple[FinishReason | None, int | str | None]:
+        """Add the token to the text; says whether and why the choice ends with it."""
+        request = sequence.request
+        params = request.params
+        may_stop = sequence.num_output > params.min_tokens
+        token_id = sample.token_id
+        is_eos = token_id in self._eos_token_ids and not params.ignore_eos
+        if may_stop and (is_eos or token_id in params.stop_token_ids):
+            choice.stream.push(sample, hidden=True)
+            # An id that was asked for is the reason, also when it is the end token.
+            return "stop", token_id if token_id in params.stop_token_ids else None
+        matched = choice.stream.push(sample, may_stop=may_stop)
+        if matched is not None:
+            return "stop", matched
+        if sequence.num_output >= request.max_tokens:
+            return "length", None
+        return None, None
+
+    def _end(
+        self, entry: _Open, choice: _Choice, reason: FinishReason, stop: int | str | None
+    ) -> None:
+        choice.stream.finish()
+        choice.finish_reason = reason
+        choice.stop_reason = stop
+        if choice not in entry.news:
+            entry.news.append(choice)
+
+    # -- prompts ----------------------------------------------------------------------
+
+    def _score_prompts(self, logits: StepLogits, sampler: Sampler) -> None:
+        for rows in logits.prompt_rows:
+            sequence = rows.item.sequence
+            request = sequence.request
+            k = request.params.prompt_logprobs
+            scored = self._open[request.request_id].prompt_logprobs
+            assert k is not None
+            assert scored is not None
+            last = rows.first_row + len(rows.targets)
+            tops = sampler.prompt_logprobs(logits.logits[rows.first_row : last], rows.targets, k)
+            scored.extend(self._as_logprobs(top, request) for top in tops)
+            sequence.num_prompt_scored += len(rows.targets)
+
+    def _as_logprobs(
+        self, top: dict[int, tuple[float, int]], request: Request
+    ) -> dict[int, Logprob]:
+        detokenize = request.params.detokenize
+        return {
+            token_id: Logprob(
+                logprob, rank, self._tokenizer.token_text(token_id) if detokenize else None
+            )
+            for token_id, (logprob, rank) in top.items()
+        }
+
+    # -- outputs ----------------------------------------------------------------------
+
+    def _output(self, entry: _Open, now: float) -> RequestOutput | None:
+        finished = all(choice.finish_reason is not None for choice in entry.choices)
+        if finished:
+            del self._open[entry.request.request_id]
+            entry.request.metrics.finished_time = now
+            self._counters.requests_finished += 1
+            return self._final(entry)
+        if not entry.request.stream:
+            return None
+        outputs = self._deltas(entry)
+        return self._build(entry, outputs, finished=False, delta=True) if outputs else None
+
+    def _final(self, entry: _Open) -> RequestOutput:
+        if entry.request.stream:
+            return self._build(entry, self._deltas(entry), finished=True, delta=True)
+        return self._build(entry, self._best(entry), finished=True, delta=False)
+
+    def _deltas(self, entry: _Open) -> list[CompletionOutput]:
+        news, entry.news = entry.news, []
+        outputs = []
+        for choice in news:
+            delta = choice.stream.take_delta()
+            if delta.token_ids or choice.finish_reason is not None:
+                outputs.append(_completion(choice, delta))
+        return outputs
+
+    @staticmethod
+    def _best(entry: _Open) -> list[CompletionOutput]:
+        """All choices in order; of ``best_of``, the n of highest log-probability, best first."""
+        outputs = [_completion(choice, choice.stream.whole()) for choice in entry.choices]
+        n = entry.request.params.n
+        if n < len(outputs):
+            outputs.sort(key=lambda output: -output.cumulative_logprob)
+            outputs = outputs[:n]
+            for index, output in enumerate(outputs):
+                output.index = index
+        return outputs
+
+    @staticmethod
+    def _build(
+        entry: _Open, outputs: list[CompletionOutput], *, finished: bool, delta: bool
+    ) -> RequestOutput:
+        request = entry.request
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=outputs,
+            finished=finished,
+            metrics=request.metrics,
+            prompt_logprobs=entry.prompt_logprobs,
+            delta=delta,
+        )
+
+
+def _completion(choice: _Choice, part: Delta) -> CompletionOutput:
+    return CompletionOutput(
+        index=choice.sequence.index,
+        text=part.text,
+        token_ids=part.token_ids,
+        cumulative_logprob=choice.stream.cumulative_logprob,
+        logprobs=part.logprobs,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+    )

@@ -1,0 +1,36 @@
+"""Progress on standard error for whoever watches; nothing where nobody does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+__all__ = ["generation_progress"]
+
+
+@contextmanager
+def generation_progress(num_requests: int, show: bool) -> Iterator[Callable[[int], None]]:
+    """Yields ``report(num_generated_tokens)``, to be called once for each finished request."""
+    if not show:
+        yield lambda num_tokens: None
+        return
+    columns = (
+        TextColumn("generating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=num_requests, tokens=0)
+        tokens = 0
+
+        def report(num_tokens: int) -> None:
+            nonlocal tokens
+            tokens += num_tokens
+            bar.update(task, advance=1, tokens=tokens)
+
+        yield report
