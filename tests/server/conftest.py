@@ -1,0 +1,150 @@
+"""A real server on a loopback port, over the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.fake_engine import FakeAsyncLLM
+from vmserve.server.config import ServerConfig
+from vmserve.server.engine_client import EngineClient
+from vmserve.server.run import bind, serve, url_of
+
+Body = dict[str, Any]
+
+
+class Running:
+    """A server in a thread of its own, and ways to talk to it."""
+
+    def __init__(self, engine: EngineClient, **options: Any) -> None:
+        options.setdefault("served_model_names", ("fake",))
+        self.config = ServerConfig(port=0, **options)
+        self.engine = engine
+        self._listener = bind(self.config)
+        self.url = url_of(self._listener)
+        self.port = self._listener.getsockname()[1] if self.config.uds is None else 0
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        while not self._ready.wait(0.05):
+            assert self._thread.is_alive(), "the server ended before it was ready"
+        transport = httpx.HTTPTransport(uds=self.config.uds) if self.config.uds else None
+        base = "http://unix" if self.config.uds else self.url
+        self.http = httpx.Client(base_url=base, transport=transport, timeout=30)
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.stop_event = asyncio.Event()
+        await serve(self.engine, self.config, self._listener, self.stop_event, self._ready.set)
+
+    def begin_stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.stop_event.set)
+
+    def join(self) -> None:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def close(self) -> None:
+        self.http.close()
+        if self._thread.is_alive():
+            self.begin_stop()
+        self.join()
+
+    def on_loop(self, work: Callable[[], Any]) -> Any:
+        """Run ``work`` on the server's event loop and return what it returns."""
+
+        async def run() -> Any:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
+
+    def post(self, path: str, body: Body, **kwargs: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **kwargs)
+
+    def ok(self, path: str, body: Body) -> Body:
+        response = self.post(path, body)
+        assert response.status_code == 200, response.text
+        reply: Body = response.json()
+        return reply
+
+    def complete(self, **body: Any) -> Body:
+        return self.ok("/v1/completions", {"prompt": "Hi", **body})
+
+    def chat(self, **body: Any) -> Body:
+        body.setdefault("messages", [{"role": "user", "content": "Hi"}])
+        return self.ok("/v1/chat/completions", body)
+
+    def error(self, path: str, body: Body, status: int = 400) -> Body:
+        """The error of a request that must fail with ``status``, in the one shape there is."""
+        response = self.post(path, body)
+        assert response.status_code == status, response.text
+        return error_of(response)
+
+    def stream(self, path: str, body: Body) -> list[Body]:
+        """The chunks of a stream that must end with [DONE]."""
+        events = list(self.events(path, body))
+        assert events[-1] == "[DONE]"
+        return [json.loads(event) for event in events[:-1]]
+
+    def events(self, path: str, body: Body) -> Iterator[str]:
+        with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            for line in response.iter_lines():
+                if line:
+                    assert line.startswith("data: ")
+                    yield line.removeprefix("data: ")
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        options.setdefault("api_key", "none")
+        return openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, **options)
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait for what another thread brings about."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.01)
+
+
+def error_of(response: httpx.Response) -> Body:
+    assert response.headers["content-type"].startswith("application/json")
+    assert len(response.content) <= 2048
+    body: Body = response.json()
+    assert set(body) == {"error"}
+    error: Body = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == response.status_code
+    return error
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Running]]:
+    """Starts servers that are stopped at the end of the test."""
+    started: list[Running] = []
+
+    def begin(engine: FakeAsyncLLM | None = None, **options: Any) -> Running:
+        running = Running(engine or FakeAsyncLLM(), **options)
+        started.append(running)
+        return running
+
+    yield begin
+    for running in started:
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Running]:
+    """One server for all tests that change nothing of it: it answers "hello"."""
+    running = Running(FakeAsyncLLM())
+    yield running
+    running.close()

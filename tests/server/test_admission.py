@@ -1,0 +1,94 @@
+"""How much may wait before requests are turned away."""
+
+import asyncio
+from collections.abc import Callable
+
+import openai
+import pytest
+
+from tests.server.conftest import Running, error_of, until
+from tests.server.fake_engine import FakeAsyncLLM
+from vmserve.errors import InvalidRequestError
+from vmserve.server.admission import Admission
+from vmserve.server.errors import ApiError
+
+Start = Callable[..., Running]
+
+
+def make(max_requests: int = 4, max_tokens: int = 100, running: int = 0) -> Admission:
+    return Admission(max_requests, max_tokens, lambda: running)
+
+
+def test_requests_and_tokens_are_bounded() -> None:
+    admission = make()
+    tickets = [admission.admit(1, 10) for _ in range(4)]
+    with pytest.raises(ApiError, match="overloaded: 4 requests of 40 tokens"):
+        admission.admit(1, 10)
+    assert admission.num_rejected == 1
+    admission.release(tickets[0])
+    with pytest.raises(ApiError, match="at most 4 of 100 may"):
+        admission.admit(1, 71)
+    admission.admit(1, 70)
+    assert admission.waiting() == (4, 100)
+
+
+def test_what_runs_does_not_wait() -> None:
+    admission = make(max_requests=2, running=3)
+    for tokens in (90, 80, 70):
+        admission.admit(1, tokens)
+    assert admission.waiting() == (0, 0)
+    admission.admit(1, 20)
+    admission.admit(1, 30)
+    # The youngest are those that wait.
+    assert admission.waiting() == (2, 50)
+    with pytest.raises(ApiError) as refused:
+        admission.admit(1, 1)
+    assert refused.value.status == 429
+    assert refused.value.headers == {"retry-after": "1"}
+
+
+def test_a_ticket_of_several_prompts_can_run_in_part() -> None:
+    admission = make(running=1)
+    admission.admit(4, 80)
+    assert admission.waiting() == (3, 60)
+
+
+def test_what_never_fits_is_a_client_error() -> None:
+    with pytest.raises(InvalidRequestError, match="5 prompts"):
+        make().admit(5, 10)
+    with pytest.raises(InvalidRequestError, match="101 tokens"):
+        make().admit(1, 101)
+
+
+def test_429_with_retry_after(start: Start) -> None:
+    engine = FakeAsyncLLM()
+    server = start(engine, max_queued_requests=2)
+    engine.pause = server.on_loop(asyncio.Event)
+    body = {"prompt": "x", "stream": True}
+    with (
+        server.http.stream("POST", "/v1/completions", json=body),
+        server.http.stream("POST", "/v1/completions", json=body),
+    ):
+        # Both run: a third would be taken. Both wait: it is not.
+        engine.num_waiting = 2
+        response = server.post("/v1/completions", {"prompt": "x"})
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        assert error_of(response)["type"] == "RateLimitError"
+        with pytest.raises(openai.RateLimitError):
+            server.openai().completions.create(model="fake", prompt="x")
+        # Operators still see what is going on.
+        metrics = server.http.get("/metrics").text
+        assert 'vmserve:admission_rejections_total{engine="0",model_name="fake"} 2.0' in metrics
+        assert server.http.get("/load").json() == {"server_load": 2}
+        engine.num_waiting = 0
+        server.on_loop(engine.pause.set)
+        assert server.complete()["choices"][0]["text"] == "hello"
+    until(lambda: server.http.get("/load").json() == {"server_load": 0})
+
+
+def test_a_request_larger_than_the_queue(start: Start) -> None:
+    server = start(max_queued_requests=2, max_queued_tokens=100)
+    assert "3 prompts" in server.error("/v1/completions", {"prompt": ["a", "b", "c"]})["message"]
+    message = server.error("/v1/completions", {"prompt": "a", "max_tokens": 50, "n": 2})["message"]
+    assert "104 tokens" in message

@@ -1,0 +1,130 @@
+"""``vmserve chat``: the conversation, and its two ways to an engine."""
+
+import asyncio
+import io
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Running
+from tests.server.fake_engine import FakeAsyncLLM, FakeTokenizer
+from vmserve.cli_chat import Message, RemoteBackend, chat_command, converse
+from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
+
+Start = Callable[..., Running]
+
+
+class Parrot:
+    """Answers with the number of messages it was given and the last one's text."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[Message]] = []
+        self.error: BaseException | None = None
+        self.num_ended = 0
+
+    def reply(self, messages: list[Message]) -> Generator[str, None, None]:
+        self.seen.append(messages)
+        try:
+            yield f"{len(messages)} "
+            if self.error is not None:
+                raise self.error
+            yield messages[-1]["content"]
+        finally:
+            self.num_ended += 1
+
+    def close(self) -> None:
+        pass
+
+
+def talk(backend: Any, *lines: str, system: str | None = None) -> tuple[str, str]:
+    out, notes = io.StringIO(), io.StringIO()
+    converse(backend, iter(lines), system, out, notes)
+    return out.getvalue(), notes.getvalue()
+
+
+def test_the_conversation_grows() -> None:
+    parrot = Parrot()
+    out, notes = talk(parrot, "a\n", "  \n", "b\n", "/exit", "c\n", system="be kind")
+    assert (out, notes) == ("2 a\n4 b\n", "")
+    assert parrot.seen[1] == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "2 a"},
+        {"role": "user", "content": "b"},
+    ]
+
+
+def test_commands() -> None:
+    out, notes = talk(Parrot(), "a", "/new", "b", "/system be brief", "c", "/system", "d", "/what")
+    assert out == "1 a\n1 b\n2 c\n1 d\n"
+    assert "/exit" in notes
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (VmserveError("broken"), "error: broken\n"),
+        (InvalidRequestError("too long"), "error: too long\n/new starts over"),
+    ],
+)
+def test_a_failed_question_is_forgotten(error: Exception, told: str) -> None:
+    parrot = Parrot()
+    parrot.error = error
+    _, notes = talk(parrot, "a", "b")
+    assert notes.startswith(told)
+    assert [len(messages) for messages in parrot.seen] == [1, 1]
+    assert parrot.num_ended == 2
+
+
+def test_an_answer_can_be_stopped() -> None:
+    parrot = Parrot()
+    parrot.error = KeyboardInterrupt()
+    out, notes = talk(parrot, "a", "b")
+    assert out == "1 \n3 \n"
+    assert notes == " [stopped]\n" * 2
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_with_a_server(shared: Running, suffix: str) -> None:
+    backend = RemoteBackend(shared.url + suffix, None, None, {"temperature": 0, "max_tokens": 4})
+    assert talk(backend, "a", "b") == ("hell\nhell\n", "")
+    ids, params, _ = shared.engine.requests[-1]  # type: ignore[attr-defined]
+    assert FakeTokenizer().decode(ids) == "[user]a|[assistant]hell|[user]b|[assistant]"
+    assert (params.temperature, params.max_tokens) == (0.0, 4)
+
+
+def test_errors_of_a_server(start: Start) -> None:
+    engine = FakeAsyncLLM()
+    server = start(engine, api_keys=("k",))
+    _, notes = talk(RemoteBackend(server.url, None, None, {}), "a")
+    assert notes.startswith("error: This server needs an API key")
+    _, notes = talk(RemoteBackend(server.url, "k", "other", {}), "a")
+    assert notes == "error: The model `other` does not exist.\n"
+    engine.fail = RuntimeError("x")
+    out, notes = talk(RemoteBackend(server.url, "k", None, {}), "a")
+    assert (out, notes[:24]) == ("h", "error: The server failed")
+    server.close()
+    _, notes = talk(RemoteBackend(server.url, "k", None, {}), "a")
+    assert notes.startswith(f"error: no answer from {server.url}")
+
+
+def test_stopping_an_answer_ends_the_request(start: Start) -> None:
+    engine = FakeAsyncLLM()
+    server = start(engine)
+    engine.pause = server.on_loop(asyncio.Event)
+    reply = RemoteBackend(server.url, None, None, {}).reply([{"role": "user", "content": "x"}])
+    while next(reply) != "h":
+        pass
+    reply.close()
+    server.close()
+    assert len(engine.aborted) == 1
+
+
+def test_wrong_urls_and_options() -> None:
+    with pytest.raises(ConfigurationError, match="not a URL"):
+        RemoteBackend("localhost:8000", None, None, {})
+    with pytest.raises(ConfigurationError, match="block_size"):
+        chat_command("http://127.0.0.1:1", block_size=16)
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        chat_command("http://127.0.0.1:1", temperature=9.0)

@@ -1,0 +1,193 @@
+"""``vmserve serve``: options to configuration, errors in one line."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from vmserve import cli_serve
+from vmserve.cli_serve import EMBEDDED_NAME, ServeCommand, repeat_option, serve_command
+from vmserve.errors import ConfigurationError
+from vmserve.server.config import ServerConfig
+
+Parse = Callable[..., tuple[ServerConfig, dict[str, Any]]]
+app = typer.Typer()
+app.command("serve", cls=ServeCommand)(serve_command)
+app.command("other")(lambda: None)
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
+    """Runs the command line, and returns what would be served."""
+    seen: list[Any] = []
+    monkeypatch.delenv("VMSERVE_API_KEY", raising=False)
+    monkeypatch.setattr(
+        cli_serve, "_run", lambda config, options, show_tokenizer: seen.append((config, options))
+    )
+
+    def run(*args: str) -> tuple[ServerConfig, dict[str, Any]]:
+        app(["serve", *args], standalone_mode=False)
+        config, options = seen.pop()
+        return config, options
+
+    return run
+
+
+def test_defaults(parse: Parse) -> None:
+    config, options = parse()
+    assert config == ServerConfig(served_model_names=(EMBEDDED_NAME,))
+    assert (config.host, config.port, config.uds) == ("127.0.0.1", 8000, None)
+    assert options == {"model": None}
+
+
+@pytest.mark.parametrize("args", [["m"], ["--model", "m"], ["m", "--model", "m"]])
+def test_the_model(parse: Parse, args: list[str]) -> None:
+    config, options = parse(*args)
+    assert options["model"] == "m"
+    assert config.served_model_names == ("m",)
+    assert config.model_root == "m"
+    with pytest.raises(ConfigurationError, match="two models"):
+        parse("a", "--model", "b")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["m", "--served-model-name", "a", "b", "c", "--port", "1"],
+        ["--served-model-name", "a", "b", "c", "--port", "1", "m"],
+        ["--port", "1", "m", "--served-model-name", "a", "b", "--served-model-name", "c"],
+        ["--served-model-name=a", "--served-model-name", "b", "c", "--model=m", "--port=1"],
+    ],
+)
+def test_several_names(parse: Parse, args: list[str]) -> None:
+    config, options = parse(*args)
+    assert config.served_model_names == ("a", "b", "c")
+    assert config.port == 1
+    assert options["model"] == "m"
+
+
+def test_repeat_option() -> None:
+    assert repeat_option(["x", "--n", "a", "b", "--o", "c"], "--n") == [
+        *("x", "--n", "a", "--n", "b", "--o", "c")
+    ]
+    assert repeat_option(["--n"], "--n") == ["--n"]
+    assert repeat_option(["--n", "--o", "c"], "--n") == ["--n", "--o", "c"]
+    assert repeat_option(["--n", "a", "--", "--n", "b"], "--n") == ["--n", "a", "--", "--n", "b"]
+
+
+def test_every_option(parse: Parse, tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    config, options = parse(
+        *("--host", "::1", "--port", "0", "--api-key", "a", "--api-key", "b"),
+        *("--root-path", "/llm/", "--chat-template", str(template), "--shutdown-timeout", "0"),
+        *("--max-queued-requests", "5", "--max-queued-tokens", "6", "--no-vllm-metrics"),
+        *("--allowed-origins", "http://a", "--open-status-routes", "--enable-force-include-usage"),
+        *("--return-tokens-as-token-ids", "--enable-per-request-metrics"),
+        *("--enable-server-load-tracking", "--enable-prompt-tokens-details"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--kv-regime", "virtual", "--kv-cache-memory", "1GiB", "--kv-page-size", "64KiB"),
+        *("--kv-zero-pages", "tenant", "--max-model-len", "128", "--max-num-seqs", "4"),
+        *("--max-num-batched-tokens", "64", "--swap-space", "0", "--preemption", "recompute"),
+        *("--scheduling-policy", "fcfs", "--no-enable-prefix-caching", "--dtype", "half"),
+        *("--device", "cpu", "--attention-backend", "auto", "--block-size", "32"),
+        *("--tokenizer", "t", "--seed", "7", "--tensor-parallel-size", "1", "--enforce-eager"),
+        *("--gpu-memory-utilization", "0.5", "--max-logprobs", "-1"),
+    )
+    assert config == ServerConfig(
+        served_model_names=(EMBEDDED_NAME,),
+        host="::1",
+        port=0,
+        api_keys=("a", "b"),
+        root_path="/llm",
+        chat_template="{{ messages }}",
+        shutdown_timeout=0.0,
+        max_queued_requests=5,
+        max_queued_tokens=6,
+        vllm_metrics=False,
+        allowed_origins=("http://a",),
+        open_status_routes=True,
+        force_include_usage=True,
+        return_tokens_as_token_ids=True,
+        per_request_metrics=True,
+    )
+    assert options == {
+        "model": None,
+        "kv_regime": "virtual",
+        "kv_cache_memory": "1GiB",
+        "kv_page_size": "64KiB",
+        "kv_zero_pages": "tenant",
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "swap_space": "0",
+        "preemption": "recompute",
+        "scheduling_policy": "fcfs",
+        "enable_prefix_caching": False,
+        "dtype": "half",
+        "device": "cpu",
+        "attention_backend": "auto",
+        "block_size": 32,
+        "tokenizer": "t",
+        "seed": 7,
+        "tensor_parallel_size": 1,
+        "enforce_eager": True,
+        "gpu_memory_utilization": 0.5,
+        "max_logprobs": -1,
+    }
+
+
+def test_the_key_can_come_from_the_environment(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VMSERVE_API_KEY", "secret")
+    assert parse()[0].api_keys == ("secret",)
+    assert parse("--api-key", "other")[0].api_keys == ("other",)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--port", "70000"], "port: 70000"),
+        (["--root-path", "llm"], "root_path"),
+        (["--api-key", ""], "api_key"),
+        (["--served-model-name", ""], "served_model_name"),
+        (["--shutdown-timeout", "-1"], "shutdown_timeout"),
+        (["--max-queued-requests", "0"], "max_queued_requests"),
+        (["--chat-template", "/nowhere/at.all"], "chat_template: cannot read"),
+    ],
+)
+def test_wrong_values(parse: Parse, args: list[str], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        parse(*args)
+
+
+@pytest.mark.parametrize(
+    "args", [["--no-such"], ["--port", "x"], ["--kv-regime", "x"], ["--served-model-name"]]
+)
+def test_wrong_options_end_with_status_2(args: list[str]) -> None:
+    result = CliRunner().invoke(app, ["serve", *args])
+    assert result.exit_code == 2
+
+
+def test_help_lists_every_option() -> None:
+    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    for option in (
+        *("--model", "--served-model-name", "--host", "--port", "--uds", "--api-key"),
+        *("--root-path", "--chat-template", "--max-logprobs", "--return-tokens-as-token-ids"),
+        *("--enable-force-include-usage", "--enable-per-request-metrics"),
+        *("--enable-server-load-tracking", "--enable-tokenizer-info-endpoint"),
+        *("--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser"),
+        *("--shutdown-timeout", "--max-queued-requests", "--max-queued-tokens"),
+        *("--kv-regime", "--kv-cache-memory", "--kv-page-size", "--kv-zero-pages"),
+        *("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--swap-space"),
+        *("--preemption", "--scheduling-policy", "--enable-prefix-caching"),
+        *("--no-enable-prefix-caching", "--dtype", "--device", "--attention-backend"),
+        *("--block-size", "--tokenizer", "--seed", "--tensor-parallel-size"),
+        *("--gpu-memory-utilization", "--enforce-eager"),
+    ):
+        assert option in result.output, option

@@ -1,0 +1,122 @@
+"""``/metrics``: families, names and what they count."""
+
+from collections.abc import Callable
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.conftest import Running
+from tests.server.fake_engine import FakeAsyncLLM
+from vmserve.server.telemetry import Histogram
+
+Start = Callable[..., Running]
+LABELS = {"model_name": "fake", "engine": "0"}
+
+#: API.md and API-DETAILS.md; each is there before anything was served.
+FAMILIES = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "num_requests_waiting_by_reason",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "generation_tokens",
+    "request_success",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "request_num_preemptions",
+    "cache_config_info",
+]
+
+
+def scrape(server: Running) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Values by sample name and labels other than the model's."""
+    response = server.http.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain")
+    values: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            assert {name: sample.labels.pop(name) for name in LABELS} == LABELS
+            values.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return values
+
+
+def test_families_are_there_from_the_start_under_both_names(start: Start) -> None:
+    server = start()
+    response = server.http.get("/metrics")
+    names = {family.name for family in text_string_to_metric_families(response.text)}
+    for prefix in ("vmserve", "vllm"):
+        assert {f"{prefix}:{name}" for name in FAMILIES} <= names
+    assert "vmserve:server_load" in names
+    assert "vllm:server_load" not in names
+    values = scrape(server)
+    for reason in ("stop", "length", "abort"):
+        assert values["vmserve:request_success_total"][(("finished_reason", reason),)] == 0
+    assert values["vmserve:time_to_first_token_seconds_count"][()] == 0
+
+
+def test_vllm_names_can_be_left_out(start: Start) -> None:
+    values = scrape(start(vllm_metrics=False))
+    assert not any(name.startswith("vllm:") for name in values)
+    assert "vmserve:num_requests_running" in values
+
+
+def test_what_a_request_adds(start: Start) -> None:
+    server = start()
+    server.complete()
+    server.stream("/v1/completions", {"prompt": "Hi", "max_tokens": 2, "n": 3})
+    values = scrape(server)
+    finished = values["vmserve:request_success_total"]
+    assert finished[(("finished_reason", "stop"),)] == 1
+    assert finished[(("finished_reason", "length"),)] == 1
+
+    def total(name: str) -> tuple[float, float]:
+        return values[f"vllm:{name}_count"][()], values[f"vllm:{name}_sum"][()]
+
+    assert total("request_prompt_tokens") == (2, 6)
+    assert total("request_generation_tokens") == (2, 6 + 3 * 2)
+    assert total("request_params_n") == (2, 4)
+    assert total("request_params_max_tokens") == (2, 18)
+    # The fake's times: arrival 10, scheduled 10.5, first token 11, last 13.
+    assert total("request_queue_time_seconds") == (2, 1.0)
+    assert total("time_to_first_token_seconds") == (2, 2.0)
+    assert total("request_prefill_time_seconds") == (2, 1.0)
+    assert total("request_decode_time_seconds") == (2, 4.0)
+    assert total("request_inference_time_seconds") == (2, 5.0)
+    assert total("e2e_request_latency_seconds") == (2, 6.0)
+    # Five gaps of 0.4 s, and one of 2 s (two tokens a choice).
+    assert total("inter_token_latency_seconds") == (6, pytest.approx(4.0))
+    # From the engine.
+    assert values["vmserve:prompt_tokens_total"][()] == 7
+    assert values["vmserve:generation_tokens_total"][()] == 9
+
+
+def test_the_cache_in_labels(start: Start) -> None:
+    engine = FakeAsyncLLM()
+    stats = engine.stats
+    engine.stats = lambda: {**stats(), "limit_pages": 100, "page_tokens": 64}  # type: ignore[method-assign]
+    values = scrape(start(engine))
+    key = (("kv_cache_max_concurrency", "25.00"), ("kv_cache_size_tokens", "6400"))
+    assert values["vmserve:cache_config_info"] == {key: 1.0}
+    assert values["vmserve:limit_pages"] == {(): 100.0}
+
+
+def test_histogram_buckets_are_cumulative() -> None:
+    histogram = Histogram((1, 2, 5))
+    for value, times in ((0.5, 1), (1, 1), (1.5, 3), (100, 2)):
+        histogram.observe(value, times)
+    assert histogram.buckets() == [("1.0", 2), ("2.0", 5), ("5.0", 5), ("+Inf", 7)]
+    assert histogram.count == 7
+    assert histogram.total == 206.0

@@ -1,0 +1,273 @@
+"""Routes other than generation, and what all routes share: keys, prefixes, errors."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi.routing import APIRoute
+
+from tests.server.conftest import Running, error_of
+from tests.server.fake_engine import FakeAsyncLLM, FakeTokenizer
+from vmserve import __version__
+from vmserve.errors import ConfigurationError
+from vmserve.server.app import create_app
+from vmserve.server.config import ServerConfig
+
+Start = Callable[..., Running]
+
+
+def every_route() -> list[tuple[str, str]]:
+    app = create_app(FakeAsyncLLM(), ServerConfig(served_model_names=("fake",)))
+    routes = []
+    for route in app.routes:
+        path = getattr(route, "path").replace("{model:path}", "fake")  # noqa: B009
+        methods = route.methods if isinstance(route, APIRoute) else {"GET"}
+        routes += [(method, path) for method in methods]
+    return sorted(set(routes))
+
+
+ROUTES = every_route()
+
+
+def test_the_routes_of_the_contract_are_there() -> None:
+    assert {path for _, path in ROUTES} == {
+        "/docs",
+        "/detokenize",
+        "/health",
+        "/invocations",
+        "/load",
+        "/metrics",
+        "/openapi.json",
+        "/ping",
+        "/ready",
+        "/tokenize",
+        "/tokenizer_info",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/kv",
+        "/v1/models",
+        "/v1/models/fake",
+        "/version",
+    }
+
+
+# -- keys -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Any:
+    running = Running(FakeAsyncLLM(), api_keys=("first", "second"), root_path="/llm")
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_route_but_health_needs_a_key(
+    keyed: Running, method: str, path: str, prefix: str
+) -> None:
+    wrong = [{}, {"authorization": "Bearer third"}, {"authorization": "Basic first"}]
+    for headers in [*wrong, {"authorization": "first"}, {"authorization": "Bearer"}]:
+        response = keyed.http.request(method, prefix + path, headers=headers)
+        if path == "/health":
+            assert response.status_code == 200
+            continue
+        assert response.status_code == 401
+        assert error_of(response)["type"] == "authentication_error"
+        assert response.headers["www-authenticate"] == "Bearer"
+    for key in ("first", "second"):
+        headers = {"authorization": f"Bearer {key}"}
+        assert keyed.http.request(method, prefix + path, headers=headers).status_code != 401
+
+
+@pytest.mark.parametrize("path", ["/nope", "/health/", "//health", "/llm/llm/version", "/llmx"])
+def test_what_is_no_route_needs_a_key_too(keyed: Running, path: str) -> None:
+    assert keyed.http.get(path).status_code == 401
+
+
+def test_the_official_client_has_its_key_checked(keyed: Running) -> None:
+    assert keyed.openai(api_key="second").models.list().data[0].id == "fake"
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        keyed.openai(api_key="third").models.list()
+
+
+def test_without_keys_any_header_is_fine(shared: Running) -> None:
+    for value in ("", "Bearer x", "nonsense"):
+        response = shared.http.get("/v1/models", headers={"authorization": value})
+        assert response.status_code == 200
+
+
+def test_status_routes_can_be_opened(start: Start) -> None:
+    server = start(api_keys=("k",), open_status_routes=True)
+    for path in ("/health", "/ping", "/ready", "/version"):
+        assert server.http.get(path).status_code == 200
+    for path in ("/metrics", "/v1/models", "/load", "/docs"):
+        assert server.http.get(path).status_code == 401
+
+
+def test_preflight_needs_no_key(keyed: Running) -> None:
+    headers = {
+        "origin": "http://page.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    response = keyed.http.options("/v1/chat/completions", headers=headers)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "*"
+    assert "POST" in response.headers["access-control-allow-methods"]
+    # Errors can be read by the page too.
+    response = keyed.http.get("/v1/models", headers={"origin": "http://page.example"})
+    assert response.status_code == 401
+    assert response.headers["access-control-allow-origin"] == "*"
+
+
+def test_an_empty_key_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="empty key"):
+        ServerConfig(served_model_names=("m",), api_keys=("",))
+
+
+# -- prefix and socket --------------------------------------------------------------------
+
+
+def test_root_path(start: Start) -> None:
+    server = start(root_path="/llm")
+    for prefix in ("", "/llm"):
+        assert server.http.get(f"{prefix}/v1/models").status_code == 200
+        assert server.ok(f"{prefix}/v1/completions", {"prompt": "x"})["model"] == "fake"
+        assert server.http.get(f"{prefix}/openapi.json").status_code == 200
+        assert server.http.get(f"{prefix}/nope").status_code == 404
+    assert server.http.get("/llmv1/models").status_code == 404
+    for path in ("llm", "/llm/"):
+        with pytest.raises(ConfigurationError, match="root_path"):
+            ServerConfig(served_model_names=("m",), root_path=path)
+
+
+def test_unix_socket(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    server = start(uds=str(path))
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert server.url == f"unix:{path}"
+    assert server.complete()["choices"][0]["text"] == "hello"
+    server.close()
+    assert not path.exists()
+
+
+# -- status -------------------------------------------------------------------------------
+
+
+def test_status_routes(shared: Running) -> None:
+    for method, path in (
+        ("GET", "/health"),
+        ("GET", "/ping"),
+        ("POST", "/ping"),
+        ("GET", "/ready"),
+    ):
+        response = shared.http.request(method, path)
+        assert (response.status_code, response.content) == (200, b"")
+    assert shared.http.get("/version").json() == {"version": __version__}
+    assert shared.http.get("/load").json() == {"server_load": 0}
+    assert shared.http.get("/v1/kv").json()["num_requests_running"] == 0
+
+
+def test_a_dead_engine(start: Start) -> None:
+    engine = FakeAsyncLLM()
+    server = start(engine)
+    engine.errored = True
+    for path in ("/health", "/ready", "/ping"):
+        response = server.http.get(path)
+        assert response.status_code == 503
+        assert "stopped" in error_of(response)["message"]
+    server.error("/v1/completions", {"prompt": "x"}, 503)
+    assert server.http.get("/metrics").status_code == 200
+
+
+def test_wrong_routes_and_methods(shared: Running) -> None:
+    response = shared.http.get("/v1/nope")
+    assert response.status_code == 404
+    assert error_of(response)["type"] == "NotFoundError"
+    response = shared.http.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    error_of(response)
+
+
+def test_what_is_not_http(shared: Running) -> None:
+    import socket
+
+    with socket.create_connection(("127.0.0.1", shared.port), 10) as raw:
+        raw.sendall(b"nonsense\r\n\r\n")
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert error_of(httpx.Response(400, content=body, headers={"content-type": "application/json"}))
+
+
+def test_openapi(shared: Running, keyed: Running) -> None:
+    document = shared.http.get("/openapi.json").json()
+    assert document["info"]["version"] == __version__
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]
+    schema = {"$ref": "#/components/schemas/CompletionRequest"}
+    assert body["content"]["application/json"]["schema"] == schema
+    n = document["components"]["schemas"]["CompletionRequest"]["properties"]["n"]
+    assert n["anyOf"][0] == {"maximum": 128, "minimum": 1, "type": "integer"}
+    operations = [
+        operation["operationId"]
+        for methods in document["paths"].values()
+        for operation in methods.values()
+    ]
+    assert len(operations) == len(set(operations))
+    assert "text/html" in shared.http.get("/docs").headers["content-type"]
+    headers = {"authorization": "Bearer first"}
+    assert keyed.http.get("/openapi.json", headers=headers).json()["security"] == [{"key": []}]
+
+
+# -- tokens -------------------------------------------------------------------------------
+
+
+def test_tokenize(shared: Running) -> None:
+    reply = shared.ok("/tokenize", {"prompt": "Hi"})
+    expected = {"count": 3, "max_model_len": 256, "tokens": [1, 75, 108], "token_strs": None}
+    assert reply == expected
+    reply = shared.ok(
+        "/tokenize", {"prompt": "Hi", "add_special_tokens": False, "return_token_strs": True}
+    )
+    assert reply["token_strs"] == ["<0x48>", "<0x69>"]
+    assert shared.ok("/tokenize", {"prompt": ""})["tokens"] == [1]
+
+
+def test_tokenize_messages(shared: Running) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+
+    def text(**body: Any) -> str:
+        ids = shared.ok("/tokenize", {"messages": messages, **body})["tokens"]
+        return FakeTokenizer().decode(ids, skip_special_tokens=False)
+
+    assert text() == "[user]Hi|[assistant]"
+    assert text(add_generation_prompt=False) == "[user]Hi|"
+    assert text(continue_final_message=True) == "[user]Hi"
+    assert text(add_special_tokens=True) == "<s>[user]Hi|[assistant]"
+    assert text(tools=[{"function": {"name": "f"}}]) == "T[user]Hi|[assistant]"
+
+
+def test_tokenize_errors(shared: Running) -> None:
+    assert "either prompt or messages" in shared.error("/tokenize", {})["message"]
+    shared.error("/tokenize", {"prompt": "x", "messages": [{"role": "a"}]})
+    shared.error("/tokenize", {"prompt": ["x"]})
+    shared.error("/tokenize", {"prompt": "x", "model": "y"}, 404)
+
+
+def test_detokenize(shared: Running) -> None:
+    assert shared.ok("/detokenize", {"tokens": [1, 75, 108, 2]}) == {"prompt": "<s>Hi</s>"}
+    assert shared.ok("/detokenize", {"tokens": []}) == {"prompt": ""}
+    assert "out of vocabulary" in shared.error("/detokenize", {"tokens": [259]})["message"]
+    for tokens in ([-1], ["1"], [1.0], None, "x"):
+        shared.error("/detokenize", {"tokens": tokens})
+
+
+def test_tokenizer_info(shared: Running, start: Start) -> None:
+    assert shared.http.get("/tokenizer_info").status_code == 404
+    server = start(tokenizer_info={"tokenizer_class": "T"})
+    assert server.http.get("/tokenizer_info").json() == {"tokenizer_class": "T"}

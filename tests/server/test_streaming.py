@@ -1,0 +1,221 @@
+"""Streams: the rules that chunks obey, on both routes."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Body, Running, error_of
+from tests.server.fake_engine import EOS, FakeAsyncLLM, FakeTokenizer
+from vmserve.errors import EngineDeadError, OutOfMemoryError
+
+Start = Callable[..., Running]
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+CHAT_BODY: Body = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def of_choice(chunks: list[Body], index: int) -> list[Body]:
+    return [c for c in chunks if c["choices"] and c["choices"][0]["index"] == index]
+
+
+def text_of(chunks: list[Body]) -> str:
+    choices = [chunk["choices"][0] for chunk in chunks]
+    return "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
+
+
+def test_completion_chunks(shared: Running) -> None:
+    chunks = shared.stream(COMPLETIONS, {"prompt": "Hi", "request_id": "r", "max_tokens": 2})
+    created = chunks[0]["created"]
+    head = {"id": "cmpl-r", "object": "text_completion", "created": created, "model": "fake"}
+    choice = {"index": 0, "logprobs": None, "stop_reason": None}
+    assert chunks == [
+        {**head, "choices": [{**choice, "text": "h", "finish_reason": None}]},
+        {**head, "choices": [{**choice, "text": "e", "finish_reason": "length"}]},
+    ]
+
+
+def test_chat_chunks(shared: Running) -> None:
+    chunks = shared.stream(CHAT, {**CHAT_BODY, "request_id": "r", "max_tokens": 2})
+    created = chunks[0]["created"]
+    head = {"id": "chatcmpl-r", "created": created, "model": "fake"}
+    head["object"] = "chat.completion.chunk"
+    role = {"role": "assistant", "content": None}
+    choice = {"index": 0, "logprobs": None, "finish_reason": None}
+    assert chunks == [
+        {**head, "choices": [{**choice, "delta": role}]},
+        {**head, "choices": [{**choice, "delta": {"content": "h"}, "stop_reason": None}]},
+        {
+            **head,
+            "choices": [
+                {
+                    **choice,
+                    "delta": {"content": "e"},
+                    "finish_reason": "length",
+                    "stop_reason": None,
+                }
+            ],
+        },
+    ]
+
+
+@pytest.mark.parametrize("text", ["hello", "héllo wörld", "\U0001f600\U0001f601", "", "x"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stop", [None, ["wör", "lo w", "zz"]])
+def test_rules_of_chunks(start: Start, path: str, text: str, stop: list[str] | None) -> None:
+    """Joined chunks are the reply, and each carries its tokens with their text."""
+    server = start(FakeAsyncLLM(text))
+    body: Body = {
+        "n": 2,
+        "stop": stop,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        **({"prompt": ["a", "b"]} if path == COMPLETIONS else CHAT_BODY),
+    }
+    whole = server.ok(path, {**body, "stream_options": None})
+    chunks = server.stream(path, body)
+    total = chunks.pop()
+    assert total["choices"] == []
+    assert total["usage"] == whole["usage"]
+    num_completion = 0
+    for choice in whole["choices"]:
+        mine = of_choice(chunks, choice["index"])
+        expected = choice["message"]["content"] if path == CHAT else choice["text"]
+        assert text_of(mine) == expected
+        if path == CHAT:
+            role = mine.pop(0)
+            assert role["usage"]["completion_tokens"] == 0
+        ids = [token_id for chunk in mine for token_id in chunk["choices"][0]["token_ids"]]
+        assert ids == choice["token_ids"]
+        assert len(mine) <= len(ids)
+        assert [c["choices"][0]["finish_reason"] for c in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+        assert all(text_of([chunk]) for chunk in mine[:-1])
+        counts = [chunk["usage"]["completion_tokens"] for chunk in mine]
+        assert counts == sorted(set(counts))
+        num_completion += counts[-1]
+        prompt_tokens = {chunk["usage"]["prompt_tokens"] for chunk in mine}
+        assert prompt_tokens == {2 if path == COMPLETIONS else 20}
+    assert num_completion == whole["usage"]["completion_tokens"]
+    assert len({(c["id"], c["created"], c["model"]) for c in [*chunks, total]}) == 1
+
+
+def test_a_stop_string_cuts_the_text_but_not_the_ids(shared: Running) -> None:
+    chunks = shared.stream(COMPLETIONS, {"prompt": "x", "stop": "ll", "return_token_ids": True})
+    assert text_of(chunks) == "he"
+    last = chunks[-1]["choices"][0]
+    hello = FakeTokenizer().encode("hello", False)
+    assert (last["text"], last["stop_reason"], last["token_ids"]) == ("", "ll", hello[2:4])
+
+
+def test_echo_comes_with_the_first_text(shared: Running) -> None:
+    chunks = shared.stream(COMPLETIONS, {"prompt": ["a", "b"], "echo": True, "max_tokens": 2})
+    assert [c["choices"][0]["text"] for c in of_choice(chunks, 0)] == ["ah", "e"]
+    assert [c["choices"][0]["text"] for c in of_choice(chunks, 1)] == ["bh", "e"]
+    [only] = shared.stream(COMPLETIONS, {"prompt": "ab", "echo": True, "max_tokens": 0})
+    assert only["choices"][0]["text"] == "ab"
+    assert only["choices"][0]["finish_reason"] == "length"
+    body = {"messages": [{"role": "assistant", "content": "a"}], "echo": True, "max_tokens": 1}
+    role, text = shared.stream(CHAT, body)
+    assert role["choices"][0]["delta"] == {"role": "assistant", "content": None}
+    assert text["choices"][0]["delta"] == {"content": "ah"}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_usage_options(shared: Running, start: Start, path: str) -> None:
+    body: Body = {"prompt": "Hi", "messages": CHAT_BODY["messages"]}
+    plain = shared.stream(path, body)
+    for options in ({}, {"continuous_usage_stats": True}, {"include_usage": False}, {"x": None}):
+        assert len(shared.stream(path, {**body, "stream_options": options})) == len(plain)
+    assert all("usage" not in chunk for chunk in plain)
+    chunks = shared.stream(path, {**body, "stream_options": {"include_usage": True}})
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * len(plain)
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 6
+    assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    forced = start(force_include_usage=True)
+    chunks = forced.stream(path, body)
+    assert all(chunk["usage"]["prompt_tokens"] for chunk in chunks)
+    assert chunks[-1]["choices"] == []
+    assert "usage" in forced.ok(path, body)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_token_ids_only_when_asked_for(shared: Running, path: str) -> None:
+    body: Body = {"prompt": "Hi", "messages": CHAT_BODY["messages"]}
+    for chunk in shared.stream(path, body):
+        assert "token_ids" not in chunk["choices"][0]
+        assert "prompt_token_ids" not in {**chunk, **chunk["choices"][0]}
+    first, *rest = shared.stream(path, {**body, "return_token_ids": True})
+    if path == CHAT:
+        assert "token_ids" not in first["choices"][0]
+        assert len(first["prompt_token_ids"]) == 20
+    else:
+        assert first["choices"][0]["prompt_token_ids"] == [1, 75, 108]
+        assert "token_ids" in first["choices"][0]
+    for chunk in rest:
+        assert "prompt_token_ids" not in {**chunk, **chunk["choices"][0]}
+        assert chunk["choices"][0]["token_ids"]
+    assert rest[-1]["choices"][0]["token_ids"] == [EOS]
+
+
+def test_metrics_only_in_the_usage_chunk(start: Start) -> None:
+    server = start(per_request_metrics=True)
+    for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, CHAT_BODY)):
+        chunks = server.stream(path, {**body, "stream_options": {"include_usage": True}})
+        assert [("metrics" in chunk) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert chunks[-1]["metrics"]["tokens_per_second"] == 2.4
+        chunks = server.stream(path, {**body, "n": 2, "stream_options": {"include_usage": True}})
+        assert not any("metrics" in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_errors_before_the_first_byte_are_http_errors(shared: Running, path: str) -> None:
+    for extra in ({"n": 0}, {"model": "x"}, {"logit_bias": {"999": 1}}, {"max_tokens": 500}):
+        body = {"prompt": "x", "messages": CHAT_BODY["messages"], "stream": True, **extra}
+        response = shared.post(path, body)
+        assert response.status_code in (400, 404)
+        error_of(response)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (EngineDeadError("dead"), 503),
+        (RuntimeError("secret /path"), 500),
+        (OutOfMemoryError("needs 5 pages, 3 are free"), 503),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_errors_after_the_first_byte_are_events(
+    start: Start, path: str, fault: Exception, code: int
+) -> None:
+    engine = FakeAsyncLLM()
+    engine.fail = fault
+    engine.pause_after = 2
+    body = {"prompt": ["x", "y"], "messages": CHAT_BODY["messages"]}
+    events = list(start(engine).events(path, body))
+    assert "[DONE]" not in events
+    error = json.loads(events[-1])["error"]
+    assert error["code"] == code
+    assert "secret" not in error["message"]
+    assert text_of([json.loads(event) for event in events[:-1]]) != ""
+    assert engine.running == {}
+
+
+def test_the_official_client_reads_streams(shared: Running) -> None:
+    client = shared.openai()
+    extra: dict[str, Any] = {"stream_options": {"include_usage": True}}
+    text, usage = "", None
+    for chunk in client.completions.create(model="fake", prompt="x", stream=True, **extra):
+        text += chunk.choices[0].text if chunk.choices else ""
+        usage = chunk.usage or usage
+    assert text == "hello"
+    assert usage is not None
+    assert usage.completion_tokens == 6
+    text = ""
+    messages: Any = CHAT_BODY["messages"]
+    for piece in client.chat.completions.create(model="fake", messages=messages, stream=True):
+        text += piece.choices[0].delta.content or ""
+    assert text == "hello"

@@ -1,0 +1,55 @@
+"""JSON as it comes in: what parsers disagree on is refused."""
+
+import json
+
+import pytest
+
+from vmserve.errors import InvalidRequestError
+from vmserve.server.limits import MAX_DEPTH
+from vmserve.server.wire import dump_json, parse_json
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"", "empty"),
+        (b" \n", "empty"),
+        (b"{", "not JSON"),
+        (b"{'a': 1}", "not JSON"),
+        (b'{"a": 1} x', "not JSON"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": Infinity}', "Infinity"),
+        (b'{"a": -Infinity}', "-Infinity"),
+        (b'{"a": 1e999}', "range of a double"),
+        (b'{"a": 1, "a": 1}', "'a' twice"),
+        (b'{"b": [{"a": 1, "c": 2, "a": 3}]}', "'a' twice"),
+        (b'"\\ud800"', "surrogate"),
+        (b'{"\\udfff": 1}', "surrogate"),
+        (b'{"\\ud800": 1, "\\ud800": 2}', "twice"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"1" * 5000, "too many digits"),
+        (nested(MAX_DEPTH + 1), "deeper than 64"),
+        (nested(100_000), "deeper than 64"),
+        (b'{"a":' * 65 + b"1" + b"}" * 65, "deeper than 64"),
+    ],
+)
+def test_refused(body: bytes, told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        parse_json(body)
+
+
+@pytest.mark.parametrize(
+    "body", [nested(MAX_DEPTH), b'{"a": [1, 2.5, "\\ud83d\\ude00", null, true]}', b"16.0", b"-0"]
+)
+def test_taken(body: bytes) -> None:
+    assert parse_json(body) == json.loads(body)
+
+
+def test_dump_is_compact_utf8_and_has_no_nan() -> None:
+    assert dump_json({"a": ["é", 1.5]}) == '{"a":["é",1.5]}'.encode()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        dump_json([float("nan")])

@@ -1,0 +1,91 @@
+"""The command line: ``vmserve generate | serve | chat | plan``.
+
+Whatever a user can get wrong ends in one line on standard error with the remedy:
+exit status 2 for bad options, files or requests, 1 for what failed while running.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from vmserve import __version__
+from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
+
+__all__ = ["app", "main"]
+
+
+class _Home(NamedTuple):
+    """Where a command is written; imported when it is asked for, since most need torch."""
+
+    module: str
+    function: str
+    #: A class of the command's own, in the same module.
+    command_class: str | None = None
+
+
+_COMMANDS = {
+    "generate": _Home("vmserve.cli_generate", "generate_command"),
+    "serve": _Home("vmserve.cli_serve", "serve_command", "ServeCommand"),
+    "chat": _Home("vmserve.cli_chat", "chat_command"),
+    "plan": _Home("vmserve.cli_plan", "plan_command"),
+}
+
+
+class _LazyCommands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        home = _COMMANDS.get(cmd_name)
+        if home is None:
+            return None
+        module = importlib.import_module(home.module)
+        command_class = getattr(module, home.command_class) if home.command_class else TyperCommand
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        alone.command(cmd_name, cls=command_class)(getattr(module, home.function))
+        return typer.main.get_command(alone)
+
+
+app = typer.Typer(
+    name="vmserve",
+    cls=_LazyCommands,
+    help="Serve large language models from a KV cache in contiguous virtual memory.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False,
+        "--version",
+        help="Print the version and exit.",
+        callback=_print_version,
+        is_eager=True,
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; one line per error, never a traceback for a user's mistake."""
+    try:
+        app()
+    except VmserveError as error:
+        print("vmserve:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigurationError | InvalidRequestError) else 1)
+    except BrokenPipeError:
+        sys.exit(141)

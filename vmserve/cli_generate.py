@@ -1,0 +1,193 @@
+"""``vmserve generate``: prompts from an option, a file or standard input; text or JSON out."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import vmserve  # its names load when used: `vmserve --help` must not wait for torch
+from vmserve.cli_options import with_engine_options
+from vmserve.errors import ConfigurationError, InvalidRequestError
+
+__all__ = ["generate_command"]
+
+_SAMPLING = "Sampling"
+
+
+class OutputFormat(enum.StrEnum):
+    text = "text"
+    json = "json"
+    jsonl = "jsonl"
+
+
+def _sampling(help: str | None = None, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=_SAMPLING)
+
+
+@with_engine_options
+def generate_command(
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="A prompt; repeatable. Else --file, else stdin."),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON Lines: each a string, or an object with prompt or prompt_token_ids and "
+            "any sampling field."
+        ),
+    ] = None,
+    output_format: Annotated[
+        OutputFormat, typer.Option("--format", help="text, one JSON document, or JSON Lines.")
+    ] = OutputFormat.text,
+    max_tokens: Annotated[int | None, _sampling("Most tokens to generate. Default: 16.")] = None,
+    temperature: Annotated[float | None, _sampling("0 is greedy.")] = None,
+    top_p: Annotated[float | None, _sampling("Keep the likeliest tokens of this mass.")] = None,
+    top_k: Annotated[int | None, _sampling("Keep the k likeliest; 0 or -1: all.")] = None,
+    min_p: Annotated[float | None, _sampling("Least share of the likeliest's mass.")] = None,
+    n: Annotated[int | None, _sampling("Outputs per prompt.", "-n", "--n")] = None,
+    beam_width: Annotated[int | None, _sampling("Beam search of this width.")] = None,
+    stop: Annotated[list[str] | None, _sampling("A stop string; repeatable.")] = None,
+    ignore_eos: Annotated[bool | None, _sampling("Go on past the end token.")] = None,
+    presence_penalty: Annotated[float | None, _sampling()] = None,
+    frequency_penalty: Annotated[float | None, _sampling()] = None,
+    repetition_penalty: Annotated[float | None, _sampling()] = None,
+    logprobs: Annotated[int | None, _sampling("Log-probabilities of the k likeliest.")] = None,
+    **engine_options: Any,
+) -> None:
+    """Generate text offline and print it.
+
+    The engine's --seed feeds the samples, so that a run can be repeated.
+    """
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "n": n,
+        "stop": stop,
+        "ignore_eos": ignore_eos,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "logprobs": logprobs,
+    }
+    fields = {name: value for name, value in given.items() if value is not None}
+    requests = _read_requests(prompt, file)
+    with vmserve.LLM(**engine_options) as llm:
+        if beam_width is not None:
+            beam = vmserve.BeamSearchParams(beam_width=beam_width)
+            results = llm.beam_search([p for p, _ in requests], beam)
+        else:
+            params = [_sampling_params(llm, {**fields, **own}) for _, own in requests]
+            results = llm.generate(
+                [p for p, _ in requests], params, use_tqdm=len(requests) > 1 and _is_watched()
+            )
+        _print(results, output_format)
+
+
+def _sampling_params(llm: Any, fields: dict[str, Any]) -> Any:
+    try:
+        return llm.default_sampling_params(**fields)
+    except TypeError as error:  # an unknown field in a line of --file
+        raise InvalidRequestError(str(error).replace("SamplingParams.__init__() ", "")) from None
+
+
+def _read_requests(
+    prompts: list[str] | None, file: Path | None
+) -> list[tuple[Any, dict[str, Any]]]:
+    """Each prompt (in a form that ``LLM.generate`` takes) with its own sampling fields."""
+    if prompts and file is not None:
+        raise ConfigurationError("--prompt and --file exclude each other: give one of them")
+    if prompts:
+        return [(text, {}) for text in prompts]
+    if file is not None:
+        return _read_lines(file)
+    text = sys.stdin.read()
+    if not text:
+        raise ConfigurationError("no prompt: give --prompt, --file, or text on standard input")
+    return [(text, {})]
+
+
+def _read_lines(file: Path) -> list[tuple[Any, dict[str, Any]]]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigurationError(f"--file {file}: {reason}") from None
+    requests = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            requests.append(_parse_line(line, f"{file}:{number}"))
+    if not requests:
+        raise ConfigurationError(f"--file {file}: no prompt in it; write one JSON value per line")
+    return requests
+
+
+def _parse_line(line: str, where: str) -> tuple[Any, dict[str, Any]]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError(
+            f"{where}: not JSON: {error.msg} at column {error.colno}"
+        ) from None
+    if isinstance(value, dict):
+        keys = {"prompt", "prompt_token_ids"} & set(value)
+        if not keys:
+            raise InvalidRequestError(f"{where}: needs prompt or prompt_token_ids")
+        own = {name: item for name, item in value.items() if name not in keys}
+        return {name: value[name] for name in keys}, own
+    if isinstance(value, str | list):
+        return value, {}
+    raise InvalidRequestError(f"{where}: a string, a list of ids or an object, not {value!r}")
+
+
+def _print(results: list[Any], output_format: OutputFormat) -> None:
+    if output_format is OutputFormat.text:
+        for result in results:
+            for choice in result.outputs:
+                print((result.prompt or "") + choice.text)
+        return
+    documents = [_document(result) for result in results]
+    if output_format is OutputFormat.jsonl:
+        for document in documents:
+            print(json.dumps(document, ensure_ascii=False))
+    else:
+        whole = documents[0] if len(documents) == 1 else documents
+        print(json.dumps(whole, ensure_ascii=False, indent=2))
+
+
+def _document(result: Any) -> dict[str, Any]:
+    outputs = []
+    for choice in result.outputs:
+        document = {
+            "index": choice.index,
+            "text": choice.text,
+            "token_ids": choice.token_ids,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "cumulative_logprob": choice.cumulative_logprob,
+        }
+        if choice.logprobs is not None:
+            document["logprobs"] = [
+                {str(token): dataclasses.asdict(item) for token, item in position.items()}
+                for position in choice.logprobs
+            ]
+        outputs.append(document)
+    return {
+        "prompt": result.prompt,
+        "prompt_token_ids": result.prompt_token_ids,
+        "outputs": outputs,
+        "metrics": dataclasses.asdict(result.metrics),
+    }
+
+
+def _is_watched() -> bool:
+    return sys.stderr.isatty()

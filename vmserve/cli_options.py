@@ -1,0 +1,231 @@
+"""Engine options as the command line spells them, declared once for all commands.
+
+A command that takes all of them is written with ``**engine_options`` and decorated with
+:func:`with_engine_options`; one that takes some annotates its parameters with the aliases
+(``seed: opt.Seed = 0``). An option that is not given is left to
+:class:`vmserve.config.EngineConfig`, which knows the defaults.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Final
+
+import typer
+
+from vmserve.config import KVRegime as _KVRegime
+from vmserve.config import Preemption as _Preemption
+from vmserve.config import SchedulingPolicy as _SchedulingPolicy
+from vmserve.config import ZeroPolicy
+
+__all__ = ["ENGINE_OPTIONS", "with_engine_options"]
+
+_MODEL = "Model and tokenizer"
+_KV = "KV cache"
+_SCHEDULING = "Scheduling"
+_DEVICE = "Device"
+
+
+def _option(*names: str, help: str, panel: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar)
+
+
+Model = Annotated[
+    str | None,
+    _option(
+        "--model",
+        help="A directory in Hugging Face layout or a hub id. Default: the embedded model.",
+        panel=_MODEL,
+        metavar="PATH",
+    ),
+]
+Tokenizer = Annotated[
+    str | None,
+    _option("--tokenizer", help="Where it is not the model's own.", panel=_MODEL, metavar="PATH"),
+]
+DType = Annotated[
+    str | None,
+    _option(
+        "--dtype",
+        help="auto, float32 (float), bfloat16 or float16 (half). Default: auto, the model's own.",
+        panel=_MODEL,
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    _option(
+        "--max-model-len",
+        help="Most tokens of a request, prompt and answer. Default: the model's context.",
+        panel=_MODEL,
+    ),
+]
+MaxLogprobs = Annotated[
+    int | None,
+    _option(
+        "--max-logprobs",
+        help="Most log-probabilities per token that a request may ask for; -1: the whole "
+        "vocabulary. Default: 20.",
+        panel=_MODEL,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    _option("--seed", help="Feeds requests without a seed of their own. Default: 0.", panel=_MODEL),
+]
+Device = Annotated[
+    str | None, _option("--device", help="auto, cpu or cuda. Default: auto.", panel=_DEVICE)
+]
+AttentionBackend = Annotated[
+    str | None,
+    _option("--attention-backend", help="auto or a backend's name. Default: auto.", panel=_DEVICE),
+]
+TensorParallelSize = Annotated[
+    int | None,
+    _option("--tensor-parallel-size", "-tp", help="Devices per layer. Default: 1.", panel=_DEVICE),
+]
+EnforceEager = Annotated[
+    bool | None,
+    _option("--enforce-eager", help="Never capture graphs of a step.", panel=_DEVICE),
+]
+GPUMemoryUtilization = Annotated[
+    float | None,
+    _option(
+        "--gpu-memory-utilization",
+        help="Sets the cap of the KV cache as a share of the device's memory.",
+        panel=_KV,
+    ),
+]
+KVRegime = Annotated[
+    _KVRegime | None,
+    _option(
+        "--kv-regime",
+        help="How a request's KV cache is laid out and read. Default: auto, chosen per request.",
+        panel=_KV,
+    ),
+]
+KVCacheMemory = Annotated[
+    str | None,
+    _option(
+        "--kv-cache-memory",
+        help="The most that the KV cache may grow to, e.g. 512MiB or 4GiB.",
+        panel=_KV,
+        metavar="SIZE",
+    ),
+]
+KVPageSize = Annotated[
+    str | None,
+    _option(
+        "--kv-page-size",
+        help="Bytes of a page. Default: planned from the model and the device.",
+        panel=_KV,
+        metavar="SIZE",
+    ),
+]
+KVZeroPages = Annotated[
+    ZeroPolicy | None,
+    _option(
+        "--kv-zero-pages",
+        help="When pages are zeroed before they are used again. Default: always.",
+        panel=_KV,
+    ),
+]
+BlockSize = Annotated[
+    int | None,
+    _option("--block-size", help="Tokens of a KV block. Default: 16.", panel=_KV),
+]
+SwapSpace = Annotated[
+    str | None,
+    _option(
+        "--swap-space",
+        help="Host memory for preempted requests, e.g. 1GiB. Default: 0, none.",
+        panel=_KV,
+        metavar="SIZE",
+    ),
+]
+EnablePrefixCaching = Annotated[
+    bool | None,
+    _option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Keep the KV cache of finished requests for those with the same start.",
+        panel=_KV,
+    ),
+]
+MaxNumSeqs = Annotated[
+    int | None,
+    _option("--max-num-seqs", help="Most sequences that run at once.", panel=_SCHEDULING),
+]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    _option(
+        "--max-num-batched-tokens",
+        help="Most tokens computed in a step; longer prompts are cut into chunks.",
+        panel=_SCHEDULING,
+    ),
+]
+Preemption = Annotated[
+    _Preemption | None,
+    _option(
+        "--preemption",
+        help="What becomes of a request that makes room for another. Default: auto.",
+        panel=_SCHEDULING,
+    ),
+]
+SchedulingPolicy = Annotated[
+    _SchedulingPolicy | None,
+    _option("--scheduling-policy", help="Who runs first. Default: fcfs.", panel=_SCHEDULING),
+]
+
+#: Parameter name (that of the field of EngineConfig) and its annotation.
+ENGINE_OPTIONS: Final[dict[str, Any]] = {
+    "model": Model,
+    "tokenizer": Tokenizer,
+    "dtype": DType,
+    "max_model_len": MaxModelLen,
+    "max_logprobs": MaxLogprobs,
+    "seed": Seed,
+    "device": Device,
+    "attention_backend": AttentionBackend,
+    "tensor_parallel_size": TensorParallelSize,
+    "enforce_eager": EnforceEager,
+    "kv_regime": KVRegime,
+    "kv_cache_memory": KVCacheMemory,
+    "kv_page_size": KVPageSize,
+    "kv_zero_pages": KVZeroPages,
+    "block_size": BlockSize,
+    "swap_space": SwapSpace,
+    "enable_prefix_caching": EnablePrefixCaching,
+    "gpu_memory_utilization": GPUMemoryUtilization,
+    "max_num_seqs": MaxNumSeqs,
+    "max_num_batched_tokens": MaxNumBatchedTokens,
+    "preemption": Preemption,
+    "scheduling_policy": SchedulingPolicy,
+}
+
+
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give ``command`` a parameter for each engine option in place of its ``**`` parameter.
+
+    The command is called with those that the user gave, and only those.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in ENGINE_OPTIONS.items()
+    ]
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        given = {
+            name: value
+            for name, value in kwargs.items()
+            if name not in ENGINE_OPTIONS or value is not None
+        }
+        command(*args, **given)
+
+    parameters = [*own, *added]
+    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapper

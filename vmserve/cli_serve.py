@@ -1,0 +1,351 @@
+"""``vmserve serve``: options in, a running server out."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperCommand
+
+from vmserve.async_llm import AsyncLLM
+from vmserve.cli_options import with_engine_options
+from vmserve.config import format_size
+from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.server.config import ServerConfig
+from vmserve.server.run import bind, serve, stop_on_signals, url_of
+from vmserve.server.tokenization import tokenizer_info
+
+__all__ = ["EMBEDDED_NAME", "ServeCommand", "serve_command"]
+
+logger = logging.getLogger(__name__)
+
+#: What the embedded model is called where no name is given for it.
+EMBEDDED_NAME: Final = "vmserve-embedded"
+
+_API = "HTTP API"
+_NETWORK = "Network"
+_LIMITS = "Limits"
+
+
+class ServeCommand(TyperCommand):
+    """Lets ``--served-model-name`` take several names, up to the next option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, repeat_option(args, "--served-model-name"))
+
+
+def repeat_option(args: list[str], name: str) -> list[str]:
+    """``[name, a, b]`` as ``[name, a, name, b]``, wherever it stands in ``args``."""
+    spread: list[str] = []
+    rest = collections.deque(args)
+    while rest and rest[0] != "--":
+        arg = rest.popleft()
+        spread.append(arg)
+        num_values = 0
+        while arg == name and rest and not rest[0].startswith("-"):
+            # The first value follows the name that is there already.
+            spread += [name] if num_values else []
+            spread.append(rest.popleft())
+            num_values += 1
+    return [*spread, *rest]
+
+
+@with_engine_options
+def serve_command(
+    model_argument: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on.", rich_help_panel=_NETWORK)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 picks a free one.", rich_help_panel=_NETWORK)
+    ] = 8000,
+    uds: Annotated[
+        str | None,
+        typer.Option(
+            help="Path of a Unix socket to listen on instead.",
+            rich_help_panel=_NETWORK,
+            metavar="PATH",
+        ),
+    ] = None,
+    root_path: Annotated[
+        str,
+        typer.Option(
+            help="Prefix under which every route answers too, e.g. /llm.", rich_help_panel=_NETWORK
+        ),
+    ] = "",
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin whose pages may call the server; repeatable. Default: all.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key that requests must carry; repeatable. Also VMSERVE_API_KEY.",
+            rich_help_panel=_NETWORK,
+            show_default=False,
+        ),
+    ] = None,
+    open_status_routes: Annotated[
+        bool,
+        typer.Option(
+            "--open-status-routes",
+            help="/ping, /ready and /version need no key, as /health.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = False,
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that running requests have after SIGTERM or SIGINT.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = 5.0,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Names that requests may give; replies lead with the first. Takes several, and "
+            "is repeatable. Default: the model as given.",
+            rich_help_panel=_API,
+            metavar="NAME...",
+        ),
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with a Jinja template to use instead of the model's.", rich_help_panel=_API
+        ),
+    ] = None,
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        typer.Option(
+            "--return-tokens-as-token-ids",
+            help="Write tokens of log-probabilities as token_id:N.",
+            rich_help_panel=_API,
+        ),
+    ] = False,
+    enable_force_include_usage: Annotated[
+        bool,
+        typer.Option(
+            "--enable-force-include-usage",
+            help="Every stream reports usage, in each chunk and at its end.",
+            rich_help_panel=_API,
+        ),
+    ] = False,
+    enable_per_request_metrics: Annotated[
+        bool,
+        typer.Option(
+            "--enable-per-request-metrics",
+            help="Replies of one prompt and one choice carry their times.",
+            rich_help_panel=_API,
+        ),
+    ] = False,
+    enable_tokenizer_info_endpoint: Annotated[
+        bool,
+        typer.Option(
+            "--enable-tokenizer-info-endpoint",
+            help="/tokenizer_info answers.",
+            rich_help_panel=_API,
+        ),
+    ] = False,
+    vllm_metrics: Annotated[
+        bool,
+        typer.Option(
+            "--vllm-metrics/--no-vllm-metrics",
+            help="Expose metrics under vllm: as well as vmserve:.",
+            rich_help_panel=_API,
+        ),
+    ] = True,
+    enable_server_load_tracking: Annotated[
+        bool,
+        typer.Option(
+            "--enable-server-load-tracking",
+            help="Accepted; /load always counts.",
+            rich_help_panel=_API,
+        ),
+    ] = False,
+    enable_prompt_tokens_details: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prompt-tokens-details",
+            help="Accepted; usage always has them.",
+            rich_help_panel=_API,
+        ),
+    ] = False,
+    enable_auto_tool_choice: Annotated[
+        bool,
+        typer.Option(
+            "--enable-auto-tool-choice",
+            help="Accepted; it would always be on. This version calls no tools yet.",
+            rich_help_panel=_API,
+        ),
+    ] = False,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Accepted; this version calls no tools yet.", rich_help_panel=_API, metavar="NAME"
+        ),
+    ] = None,
+    max_queued_requests: Annotated[
+        int,
+        typer.Option(
+            help="Requests that may wait before others get a 429.", rich_help_panel=_LIMITS
+        ),
+    ] = 1024,
+    max_queued_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Tokens that waiting requests may ask for before others get a 429.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 8_000_000,
+    **engine_options: Any,
+) -> None:
+    """Serve a model over HTTP, with the OpenAI API."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    for noisy in ("uvicorn.error", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    options = dict(engine_options)
+    options["model"] = _one_model(model_argument, options.get("model"))
+    config = ServerConfig(
+        served_model_names=tuple(served_model_name or [options["model"] or EMBEDDED_NAME]),
+        model_root=options["model"],
+        host=host,
+        port=port,
+        uds=uds,
+        api_keys=_api_keys(api_key),
+        root_path=root_path.rstrip("/"),
+        open_status_routes=open_status_routes,
+        allowed_origins=tuple(allowed_origins or ["*"]),
+        chat_template=_read_template(chat_template),
+        return_tokens_as_token_ids=return_tokens_as_token_ids,
+        force_include_usage=enable_force_include_usage,
+        per_request_metrics=enable_per_request_metrics,
+        vllm_metrics=vllm_metrics,
+        shutdown_timeout=shutdown_timeout,
+        max_queued_requests=max_queued_requests,
+        max_queued_tokens=max_queued_tokens,
+    )
+    _run(config, options, show_tokenizer=enable_tokenizer_info_endpoint)
+
+
+def _run(config: ServerConfig, engine_options: dict[str, Any], show_tokenizer: bool) -> None:
+    """Raises :class:`~vmserve.errors.VmserveError` for what keeps the server from starting."""
+    with _stoppable_start(), bind(config) as listener:
+        logger.info("loading %s", engine_options["model"] or "the embedded model")
+        began = time.monotonic()
+        engine = AsyncLLM(**engine_options, progress=_report_phases())
+        resolved = engine.resolved
+        logger.info(
+            "loaded in %.1f s; reserved: KV cache of up to %s, context of %d tokens, "
+            "%d sequences at once",
+            time.monotonic() - began,
+            format_size(resolved.kv_limit_bytes),
+            resolved.max_model_len,
+            resolved.max_num_seqs,
+        )
+        _check_template(engine, config.chat_template)
+        if show_tokenizer:
+            info = tokenizer_info(engine.tokenizer.hf)
+            config = dataclasses.replace(config, tokenizer_info=info)
+        # What is loaded stays: left to the collector, it would be walked through again and
+        # again while serving, and once more at exit.
+        gc.collect()
+        gc.freeze()
+        asyncio.run(_serve(engine, config, listener))
+    logger.info("stopped")
+
+
+async def _serve(engine: AsyncLLM, config: ServerConfig, listener: socket.socket) -> None:
+    stop = asyncio.Event()
+    names = ", ".join(config.served_model_names)
+    url = url_of(listener)
+    with stop_on_signals(stop):
+        await serve(
+            engine,
+            config,
+            listener,
+            stop,
+            lambda: logger.info("ready: serving %s at %s (Ctrl-C stops)", names, url),
+        )
+
+
+def _check_template(engine: AsyncLLM, chat_template: str | None) -> None:
+    """Raises :class:`~vmserve.errors.ConfigurationError` for a text that is no template."""
+    if chat_template is None:
+        return
+    with contextlib.suppress(InvalidRequestError):  # it may have reasons to refuse this message
+        engine.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "?"}], chat_template=chat_template
+        )
+
+
+@contextlib.contextmanager
+def _stoppable_start() -> Iterator[None]:
+    """A signal while the model is loading ends the process without a traceback."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        logger.info("stopped while starting (%s)", signal.Signals(number).name)
+        raise SystemExit(0)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _report_phases() -> Callable[[str, int, int], None]:
+    """A progress function that logs each phase once, when it begins."""
+    seen: set[str] = set()
+
+    def report(phase: str, done: int, total: int) -> None:
+        if phase not in seen:
+            seen.add(phase)
+            logger.info("%s", phase)
+
+    return report
+
+
+def _one_model(argument: str | None, option: str | None) -> str | None:
+    if argument is not None and option is not None and argument != option:
+        raise ConfigurationError(f"two models are given, {argument} and --model {option}")
+    return argument if argument is not None else option
+
+
+def _api_keys(given: list[str] | None) -> tuple[str, ...]:
+    variable = os.environ.get("VMSERVE_API_KEY")
+    return tuple(given or ([variable] if variable else []))
+
+
+def _read_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"chat_template: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"chat_template: {path} is not UTF-8 text") from error

@@ -1,0 +1,88 @@
+"""How much may wait for the engine before requests are turned away with 429."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vmserve.errors import InvalidRequestError
+from vmserve.server.errors import ApiError
+
+__all__ = ["Admission", "Ticket"]
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """One HTTP request's share: ``num_requests`` prompts, ``num_tokens`` asked for in all."""
+
+    num_requests: int
+    num_tokens: int
+
+
+class Admission:
+    """Counts what was admitted and has not ended.
+
+    What waits is what was admitted less what the engine says is running; it is
+    first-come first-served, so the youngest tickets are taken to be the waiting ones. The
+    tokens of a request are n · (prompt + max_tokens).
+    """
+
+    def __init__(self, max_requests: int, max_tokens: int, num_running: Callable[[], int]) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._num_running = num_running
+        #: A dict for its order of insertion and its removal in constant time.
+        self._tickets: dict[Ticket, None] = {}
+        self._num_requests = 0
+        self.num_rejected = 0
+
+    def admit(self, num_requests: int, num_tokens: int) -> Ticket:
+        """Raises :class:`ApiError` 429 while the queue is full, and
+        :class:`InvalidRequestError` for what would not fit an empty queue either.
+        """
+        if num_requests > self._max_requests:
+            raise InvalidRequestError(
+                f"{num_requests} prompts in one request are more than the queue may ever hold, "
+                f"{self._max_requests}: send fewer prompts per request",
+                "prompt",
+            )
+        if num_tokens > self._max_tokens:
+            raise InvalidRequestError(
+                f"{num_tokens} tokens, n times prompt and max_tokens, are more than the queue may "
+                f"ever hold, {self._max_tokens}: lower n or max_tokens, or send fewer prompts",
+                "max_tokens",
+            )
+        waiting_requests, waiting_tokens = self.waiting()
+        if (
+            waiting_requests + num_requests > self._max_requests
+            or waiting_tokens + num_tokens > self._max_tokens
+        ):
+            self.num_rejected += 1
+            raise ApiError(
+                429,
+                f"The server is overloaded: {waiting_requests} requests of {waiting_tokens} tokens "
+                f"are waiting, and at most {self._max_requests} of {self._max_tokens} may. "
+                "Try again later.",
+                headers={"retry-after": "1"},
+            )
+        ticket = Ticket(num_requests, num_tokens)
+        self._tickets[ticket] = None
+        self._num_requests += num_requests
+        return ticket
+
+    def release(self, ticket: Ticket) -> None:
+        del self._tickets[ticket]
+        self._num_requests -= ticket.num_requests
+
+    def waiting(self) -> tuple[int, int]:
+        """Requests admitted that do not run yet, and the tokens they ask for."""
+        left = waiting = max(0, self._num_requests - self._num_running())
+        tokens = 0
+        for ticket in reversed(self._tickets):
+            if left <= 0:
+                break
+            # Of a ticket that runs in part, only its share that waits.
+            share = min(left, ticket.num_requests)
+            tokens += ticket.num_tokens * share // ticket.num_requests
+            left -= share
+        return waiting, tokens

@@ -1,0 +1,113 @@
+"""The application: routes, and what every request passes before one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vmserve import __version__
+from vmserve.server.auth import KeyRing
+from vmserve.server.chat import ChatService
+from vmserve.server.completions import CompletionService
+from vmserve.server.config import ServerConfig
+from vmserve.server.context import ServerContext
+from vmserve.server.engine_client import EngineClient
+from vmserve.server.errors import error_response
+from vmserve.server.info import InfoService, InvocationService
+from vmserve.server.middleware import Boundary, Gate, RequestScope
+from vmserve.server.openapi import body_of, install_openapi
+from vmserve.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    RequestModel,
+    TokenizeRequest,
+)
+from vmserve.server.tokenization import TokenizationService
+
+__all__ = ["create_app"]
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
+    """The application that serves ``engine``, which it neither starts nor stops.
+
+    ``app.state.context`` is its :class:`ServerContext`.
+    """
+    context = ServerContext(engine, config)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        context.close()
+
+    app = FastAPI(
+        title="vmserve",
+        version=__version__,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    app.state.context = context
+    _add_routes(app, context)
+    install_openapi(app, needs_key=bool(config.api_keys))
+    app.add_exception_handler(StarletteHTTPException, _routing_error)
+    # The last one added is the outermost.
+    app.add_middleware(RequestScope, lifecycle=context.lifecycle)
+    app.add_middleware(
+        Gate,
+        keys=KeyRing(config.api_keys),
+        lifecycle=context.lifecycle,
+        open_status_routes=config.open_status_routes,
+    )
+    app.add_middleware(Boundary, root_path=config.root_path)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=list(config.allowed_origins),
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id"],
+    )
+    return app
+
+
+def _add_routes(app: FastAPI, context: ServerContext) -> None:
+    completions, chat = CompletionService(context), ChatService(context)
+    invocations = InvocationService(completions, chat)
+    tokenization, info = TokenizationService(context), InfoService(context)
+
+    def get(path: str, handler: Handler) -> None:
+        app.add_api_route(path, handler, response_model=None)
+
+    def post(path: str, handler: Handler, *models: type[RequestModel]) -> None:
+        extra = body_of(*models) if models else None
+        app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=extra)
+
+    post("/v1/completions", completions.create, CompletionRequest)
+    post("/v1/chat/completions", chat.create, ChatCompletionRequest)
+    post("/invocations", invocations.create, ChatCompletionRequest, CompletionRequest)
+    post("/tokenize", tokenization.tokenize, TokenizeRequest)
+    post("/detokenize", tokenization.detokenize, DetokenizeRequest)
+    get("/tokenizer_info", tokenization.info)
+    get("/v1/models", info.models)
+    get("/v1/models/{model:path}", info.model)
+    get("/v1/kv", info.kv)
+    get("/health", info.health)
+    get("/ready", info.health)
+    get("/ping", info.health)
+    post("/ping", info.health)
+    get("/version", info.version)
+    get("/load", info.load)
+    get("/metrics", info.metrics)
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    return error_response(error)

@@ -1,0 +1,63 @@
+"""Reading a request's body: media type, size, time, JSON, and then its model."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from vmserve.errors import InvalidRequestError
+from vmserve.server.errors import ApiError, ClientDisconnectedError
+from vmserve.server.limits import BODY_TIMEOUT_SECONDS, MAX_BODY_BYTES
+from vmserve.server.protocol import RequestModel
+from vmserve.server.wire import JSON_TYPE, parse_json
+
+__all__ = ["read_json", "read_model"]
+
+Model = TypeVar("Model", bound=RequestModel)
+
+
+async def read_model(request: Request, model: type[Model]) -> Model:
+    """The body as ``model``.
+
+    Raises :class:`ApiError` (408, 413, 415), :class:`InvalidRequestError` and pydantic's
+    ``ValidationError``.
+    """
+    return model.model_validate(await read_json(request))
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body, which must be a JSON object. Errors: those of :func:`read_model`."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != JSON_TYPE:
+        raise ApiError(415, f"Send the request body as {JSON_TYPE}: no other type is read.")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
+            body = await _read(request)
+    except TimeoutError as error:
+        raise ApiError(
+            408, f"The request body did not arrive within {BODY_TIMEOUT_SECONDS:g} seconds."
+        ) from error
+    except ClientDisconnect as error:
+        raise ClientDisconnectedError from error
+    value = parse_json(body)
+    if not isinstance(value, dict):
+        raise InvalidRequestError("The request body must be a JSON object")
+    return value
+
+
+async def _read(request: Request) -> bytes:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+        raise _too_large()
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise _too_large()
+    return bytes(body)
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"The request body is larger than {MAX_BODY_BYTES} bytes.")

@@ -1,0 +1,291 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vmserve.errors import InvalidRequestError
+from vmserve.server.body import read_model
+from vmserve.server.context import ServerContext
+from vmserve.server.errors import below_minimum, not_implemented
+from vmserve.server.generation import ChoiceBuffer, Generation, Job, Piece
+from vmserve.server.logprobs import LogprobShape, Position, chat_logprobs, prompt_logprobs
+from vmserve.server.messages import check_tools, content_text, conversation
+from vmserve.server.params import (
+    StreamOptions,
+    check_context,
+    refuse_unserved,
+    sampling_params,
+    stream_options,
+    truncate,
+)
+from vmserve.server.protocol import ChatCompletionRequest, TokenizeRequest
+from vmserve.server.scope import unless_disconnected
+from vmserve.server.streaming import EventStream
+from vmserve.server.usage import Usage, per_request_metrics
+from vmserve.server.wire import JSON_TYPE, dump_json
+from vmserve.types import CompletionOutput, RequestOutput
+
+__all__ = ["ChatService", "RenderedChat", "render_chat"]
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as the model sees it. ``role`` is the answer's."""
+
+    text: str
+    token_ids: list[int]
+    role: str
+    #: The last message's content, where the answer has the same role.
+    echo: str
+
+
+async def render_chat(
+    body: ChatCompletionRequest | TokenizeRequest,
+    context: ServerContext,
+    tools: list[Mapping[str, Any]] | None,
+) -> RenderedChat:
+    """Raises :class:`InvalidRequestError` for messages that are wrong, or that the template
+    refuses."""
+    if body.chat_template is not None:
+        raise InvalidRequestError(
+            "chat_template: templates from requests are not run; start the server with "
+            "--chat-template",
+            "chat_template",
+        )
+    messages = conversation(body.messages)
+    continued = bool(body.continue_final_message)
+    if continued and body.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message goes without a generation prompt: leave out "
+            "add_generation_prompt",
+            "continue_final_message",
+        )
+    text, token_ids = await context.tokenize(
+        lambda: context.engine.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=not continued and body.add_generation_prompt is not False,
+            continue_final_message=continued,
+            chat_template=context.config.chat_template,
+            chat_template_kwargs=body.chat_template_kwargs,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+    )
+    last = messages[-1]
+    role = last["role"] if continued else "assistant"
+    echo = content_text(last) if last["role"] == role else ""
+    return RenderedChat(text, token_ids, role, echo)
+
+
+class ChatService:
+    """Messages in, a message out."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    async def create(self, request: Request) -> Response:
+        """The route."""
+        return await self.serve(request, await read_model(request, ChatCompletionRequest))
+
+    async def serve(self, request: Request, body: ChatCompletionRequest) -> Response:
+        return await unless_disconnected(request.receive, self._serve(request, body))
+
+    async def _serve(self, request: Request, body: ChatCompletionRequest) -> Response:
+        context = self._context
+        model = context.served_name(body.model)
+        options = stream_options(body, context.config.force_include_usage)
+        _check(body)
+        tools = check_tools(body.tools, body.tool_choice)
+        chat = await render_chat(body, context, tools)
+        job = self._job(body, chat)
+        request_id = body.request_id or request.state.request_id
+        reply = _Reply(context, body, options, job, chat, model, request_id)
+        generation = Generation(
+            context, request.state.exit_stack, reply.id, [job], body.priority or 0
+        )
+        if body.stream:
+            return EventStream(reply.chunks(await generation.stream()))
+        [result] = await generation.run()
+        return Response(dump_json(reply.full(result)), media_type=JSON_TYPE)
+
+    def _job(self, body: ChatCompletionRequest, chat: RenderedChat) -> Job:
+        context = self._context
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        try:
+            params = sampling_params(
+                body,
+                context.engine,
+                max_tokens=max_tokens,
+                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+                prompt_logprobs=body.prompt_logprobs,
+            )
+        except InvalidRequestError as error:
+            if error.param == "logprobs":  # the name it has here
+                raise InvalidRequestError(str(error), "top_logprobs") from error
+            raise
+        token_ids = truncate(chat.token_ids, body, context.max_model_len)
+        if not token_ids:
+            raise InvalidRequestError(
+                "messages: the chat template makes an empty prompt of them", "messages"
+            )
+        check_context(len(token_ids), max_tokens, context.max_model_len)
+        return Job(chat.text, token_ids, params)
+
+
+def _check(body: ChatCompletionRequest) -> None:
+    refuse_unserved(body)
+    if body.max_tokens == 0:
+        raise below_minimum("max_tokens", 1, 0)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    modalities = body.modalities
+    if body.audio is not None or (modalities is not None and modalities != ["text"]):
+        raise not_implemented("output other than text", "modalities", 'use ["text"]')
+
+
+class _Reply:
+    """One request's reply, whole or in chunks."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        body: ChatCompletionRequest,
+        options: StreamOptions,
+        job: Job,
+        chat: RenderedChat,
+        model: str,
+        request_id: str,
+    ) -> None:
+        self.id = f"chatcmpl-{request_id}"
+        self._body = body
+        self._options = options
+        self._job = job
+        self._role = chat.role
+        self._echo = chat.echo if body.echo else ""
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._has_metrics = context.config.per_request_metrics and (body.n or 1) == 1
+        as_ids = body.return_tokens_as_token_ids
+        if as_ids is None:
+            as_ids = context.config.return_tokens_as_token_ids
+        exact = body.logprob_token_ids is not None or body.top_logprobs == -1
+        self._shape = LogprobShape(None if exact else body.top_logprobs or 0, as_ids)
+        every = body.prompt_logprobs == -1
+        self._prompt_shape = LogprobShape(None if every else body.prompt_logprobs, as_ids)
+
+    # -- in one piece -----------------------------------------------------------------
+
+    def full(self, result: RequestOutput) -> dict[str, Any]:
+        body = self._body
+        reply: dict[str, Any] = {
+            **self._head,
+            "object": "chat.completion",
+            "system_fingerprint": None,
+            "choices": [self._choice(choice) for choice in result.outputs],
+            "usage": Usage.of([result]).as_dict(),
+            "prompt_logprobs": None
+            if body.prompt_logprobs is None
+            else prompt_logprobs(result.prompt_logprobs, self._prompt_shape),
+            "prompt_token_ids": result.prompt_token_ids if body.return_token_ids else None,
+        }
+        if self._has_metrics and result.outputs:
+            num_tokens = len(result.outputs[0].token_ids)
+            reply["metrics"] = per_request_metrics(result.metrics, num_tokens)
+        return reply
+
+    def _choice(self, choice: CompletionOutput) -> dict[str, Any]:
+        content = self._echo + choice.text
+        return {
+            "index": choice.index,
+            "message": {"role": self._role, "content": content, "refusal": None},
+            "logprobs": self._logprobs(choice.logprobs or []),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if self._body.return_token_ids else None,
+        }
+
+    # -- in chunks --------------------------------------------------------------------
+
+    async def chunks(
+        self, outputs: AsyncIterator[tuple[int, RequestOutput]]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Per choice the role and then each new piece; the usage at the end if asked for.
+
+        The role waits for the first piece, so that the first event of a choice tells when
+        its first token came.
+        """
+        buffers: dict[int, ChoiceBuffer] = {}
+        last: RequestOutput | None = None
+        num_prompt = len(self._job.token_ids)
+        usage = Usage(num_prompt)
+        async for _, output in outputs:
+            for choice in output.outputs:
+                buffer = buffers.get(choice.index)
+                started = buffer is not None and buffer.num_pieces > 0
+                if buffer is None:
+                    buffer = buffers[choice.index] = ChoiceBuffer()
+                piece = buffer.add(choice)
+                if piece is None:
+                    continue
+                if not started:
+                    first = sum(other.num_pieces for other in buffers.values()) == 1
+                    yield self._role_chunk(choice.index, first)
+                usage.num_completion += len(piece.token_ids)
+                text = piece.text if started else self._echo + piece.text
+                yield self._chunk(choice.index, piece, text, buffer.num_tokens)
+            if output.finished:
+                usage.num_cached = output.metrics.num_cached_tokens
+                last = output
+        if self._options.include:
+            chunk = self._in_chunk([], {"usage": usage.as_dict()})
+            if self._has_metrics and last is not None:
+                chunk["metrics"] = per_request_metrics(last.metrics, usage.num_completion)
+            yield chunk
+
+    def _role_chunk(self, index: int, first: bool) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": {"role": self._role, "content": None},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        chunk = self._in_chunk([choice], self._usage_so_far(0))
+        if first and self._body.return_token_ids:
+            chunk["prompt_token_ids"] = self._job.token_ids
+        return chunk
+
+    def _chunk(self, index: int, piece: Piece, text: str, num_tokens: int) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": {"content": text},
+            "logprobs": self._logprobs(piece.logprobs),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return self._in_chunk([choice], self._usage_so_far(num_tokens))
+
+    def _in_chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk", "choices": choices, **usage}
+
+    def _usage_so_far(self, num_tokens: int) -> dict[str, Any]:
+        if not self._options.include:
+            return {}
+        if not self._options.continuous:
+            return {"usage": None}
+        return {"usage": Usage(len(self._job.token_ids), num_tokens).as_dict()}
+
+    # -- parts ------------------------------------------------------------------------
+
+    def _logprobs(self, positions: list[dict[int, Any]]) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        kept: list[Position] = list(positions)
+        return chat_logprobs(kept, self._shape)

@@ -1,0 +1,292 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vmserve.errors import InvalidRequestError
+from vmserve.server.body import read_model
+from vmserve.server.context import ServerContext
+from vmserve.server.errors import below_minimum, not_implemented
+from vmserve.server.generation import ChoiceBuffer, Generation, Job, Piece
+from vmserve.server.logprobs import LogprobShape, Position, completion_logprobs, prompt_logprobs
+from vmserve.server.params import (
+    StreamOptions,
+    check_context,
+    refuse_unserved,
+    sampling_params,
+    stream_options,
+    truncate,
+)
+from vmserve.server.prompts import Prompt, check_vocabulary, split_prompts
+from vmserve.server.protocol import CompletionRequest
+from vmserve.server.scope import unless_disconnected
+from vmserve.server.streaming import EventStream
+from vmserve.server.usage import Usage, per_request_metrics
+from vmserve.server.wire import JSON_TYPE, dump_json
+from vmserve.types import CompletionOutput, RequestOutput
+
+__all__ = ["CompletionService"]
+
+_DEFAULT_MAX_TOKENS: Final = 16
+
+
+class CompletionService:
+    """Text in, text out."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    async def create(self, request: Request) -> Response:
+        """The route."""
+        return await self.serve(request, await read_model(request, CompletionRequest))
+
+    async def serve(self, request: Request, body: CompletionRequest) -> Response:
+        return await unless_disconnected(request.receive, self._serve(request, body))
+
+    async def _serve(self, request: Request, body: CompletionRequest) -> Response:
+        context = self._context
+        model = context.served_name(body.model)
+        options = stream_options(body, context.config.force_include_usage)
+        _check(body)
+        prompts = split_prompts(body.prompt)
+        jobs = [await self._job(prompt, body) for prompt in prompts]
+        reply = _Reply(
+            context, body, options, jobs, model, body.request_id or request.state.request_id
+        )
+        generation = Generation(
+            context, request.state.exit_stack, reply.id, jobs, body.priority or 0
+        )
+        if body.stream:
+            return EventStream(reply.chunks(await generation.stream()))
+        return Response(dump_json(reply.full(await generation.run())), media_type=JSON_TYPE)
+
+    async def _job(self, prompt: Prompt, body: CompletionRequest) -> Job:
+        context = self._context
+        max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        params = sampling_params(
+            body,
+            context.engine,
+            max_tokens=max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=_num_prompt_logprobs(body),
+            best_of=body.best_of,
+        )
+        if isinstance(prompt, str):
+            special = body.add_special_tokens is not False
+            tokenizer = context.engine.tokenizer
+            given = await context.tokenize(lambda: tokenizer.encode(prompt, special))
+            text: str | None = prompt
+        else:
+            check_vocabulary("prompt", prompt, context.engine.model_config.vocab_size)
+            given, text = prompt, None
+        token_ids = truncate(given, body, context.max_model_len)
+        check_context(len(token_ids), max_tokens, context.max_model_len)
+        # What was cut off is not part of the prompt that an echo repeats.
+        return Job(text if len(token_ids) == len(given) else None, token_ids, params)
+
+
+def _check(body: CompletionRequest) -> None:
+    refuse_unserved(body)
+    if body.suffix not in (None, ""):
+        raise not_implemented("suffix", "suffix", "put all text before the completion in prompt")
+    if body.max_tokens == 0 and not body.echo:
+        raise below_minimum("max_tokens", 1, 0)
+    if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
+        raise InvalidRequestError(
+            f"best_of {body.best_of} above n cannot be streamed: which choices are best is known "
+            "only at the end",
+            "best_of",
+        )
+
+
+def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
+    """What the engine computes for the prompt: the most of what echo and the client want."""
+    wanted = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
+    if body.echo and body.logprobs is not None:
+        wanted.append(body.logprobs)
+    if body.max_tokens == 0:
+        wanted.append(0)
+    return (-1 if -1 in wanted else max(wanted)) if wanted else None
+
+
+class _Reply:
+    """One request's reply, whole or in chunks."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        body: CompletionRequest,
+        options: StreamOptions,
+        jobs: list[Job],
+        model: str,
+        request_id: str,
+    ) -> None:
+        self._context = context
+        self._body = body
+        self._options = options
+        self._jobs = jobs
+        self._n = body.n or 1
+        self.id = f"cmpl-{request_id}"
+        self._head = {
+            "id": self.id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        as_ids = body.return_tokens_as_token_ids
+        if as_ids is None:
+            as_ids = context.config.return_tokens_as_token_ids
+        exact = body.logprob_token_ids is not None or body.logprobs == -1
+        self._shape = LogprobShape(None if exact else body.logprobs, as_ids)
+        self._echo_shape = LogprobShape(None if body.logprobs == -1 else body.logprobs, as_ids)
+        every = body.prompt_logprobs == -1
+        self._prompt_shape = LogprobShape(None if every else body.prompt_logprobs, as_ids)
+
+    # -- in one piece -----------------------------------------------------------------
+
+    def full(self, results: list[RequestOutput]) -> dict[str, Any]:
+        choices = [
+            self._choice(index, choice, result)
+            for index, result in enumerate(results)
+            for choice in result.outputs
+        ]
+        reply = {**self._head, "system_fingerprint": None, "choices": choices}
+        reply["usage"] = Usage.of(results).as_dict()
+        if self._has_metrics and results[0].outputs:
+            num_tokens = len(results[0].outputs[0].token_ids)
+            reply["metrics"] = per_request_metrics(results[0].metrics, num_tokens)
+        return reply
+
+    def _choice(self, job: int, choice: CompletionOutput, result: RequestOutput) -> dict[str, Any]:
+        body = self._body
+        wanted = body.prompt_logprobs is not None
+        echoed = self._echoed_positions(job, result.prompt_logprobs or [])
+        return {
+            "index": job * self._n + choice.index,
+            "text": self._echoed_text(job) + choice.text,
+            "logprobs": None
+            if body.logprobs is None
+            else self._logprobs(echoed, choice.logprobs or [], 0)[0],
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if body.return_token_ids else None,
+            "prompt_logprobs": prompt_logprobs(result.prompt_logprobs, self._prompt_shape)
+            if wanted
+            else None,
+            "prompt_token_ids": result.prompt_token_ids if body.return_token_ids else None,
+        }
+
+    # -- in chunks --------------------------------------------------------------------
+
+    async def chunks(
+        self, outputs: AsyncIterator[tuple[int, RequestOutput]]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """One chunk for each new piece of a choice, and the usage at the end if asked for."""
+        streams: dict[int, _ChoiceStream] = {}
+        last: RequestOutput | None = None
+        usage = Usage(sum(len(job.token_ids) for job in self._jobs))
+        scores: dict[int, Sequence[Position | None]] = {}
+        async for job, output in outputs:
+            if output.prompt_logprobs is not None:
+                scores[job] = output.prompt_logprobs
+            for choice in output.outputs:
+                index = job * self._n + choice.index
+                stream = streams.setdefault(index, _ChoiceStream(index, job))
+                piece = stream.buffer.add(choice)
+                if piece is not None:
+                    usage.num_completion += len(piece.token_ids)
+                    yield self._chunk(stream, piece, scores.get(job, []))
+            if output.finished:
+                usage.num_cached += output.metrics.num_cached_tokens
+                last = output
+        if self._options.include:
+            chunk = {**self._head, "choices": [], "usage": usage.as_dict()}
+            if self._has_metrics and last is not None:
+                chunk["metrics"] = per_request_metrics(last.metrics, usage.num_completion)
+            yield chunk
+
+    def _chunk(
+        self, stream: _ChoiceStream, piece: Piece, scores: Sequence[Position | None]
+    ) -> dict[str, Any]:
+        body = self._body
+        choice: dict[str, Any] = {
+            "index": stream.index,
+            "text": piece.text,
+            "logprobs": None,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        echoed: list[Position | str] = []
+        if not stream.started:
+            choice["text"] = self._echoed_text(stream.job) + piece.text
+            echoed = self._echoed_positions(stream.job, scores)
+            if body.return_token_ids:
+                choice["prompt_token_ids"] = self._jobs[stream.job].token_ids
+        stream.started = True
+        if body.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        if body.logprobs is not None:
+            choice["logprobs"], stream.text_offset = self._logprobs(
+                echoed, piece.logprobs, stream.text_offset
+            )
+        return {**self._head, "choices": [choice], **self._usage_so_far(stream)}
+
+    def _usage_so_far(self, stream: _ChoiceStream) -> dict[str, Any]:
+        if not self._options.include:
+            return {}
+        if not self._options.continuous:
+            return {"usage": None}
+        num_prompt = len(self._jobs[stream.job].token_ids)
+        return {"usage": Usage(num_prompt, stream.buffer.num_tokens).as_dict()}
+
+    # -- parts ------------------------------------------------------------------------
+
+    @property
+    def _has_metrics(self) -> bool:
+        single = len(self._jobs) == 1 and self._n == 1
+        return self._context.config.per_request_metrics and single
+
+    def _echoed_text(self, job: int) -> str:
+        if not self._body.echo:
+            return ""
+        text = self._jobs[job].text
+        return self._decode(self._jobs[job].token_ids) if text is None else text
+
+    def _echoed_positions(
+        self, job: int, scores: Sequence[Position | None]
+    ) -> list[Position | str]:
+        if not self._body.echo or self._body.logprobs is None or not scores:
+            return []
+        first = self._jobs[job].token_ids[0]
+        name = f"token_id:{first}" if self._shape.as_ids else self._decode([first])
+        return [name, *(position for position in scores[1:] if position is not None)]
+
+    def _logprobs(
+        self, echoed: Sequence[Position | str], positions: Sequence[Position], offset: int
+    ) -> tuple[dict[str, Any], int]:
+        """The prompt's part has the likeliest k also where ids were asked for by name."""
+        before, offset = completion_logprobs(echoed, self._echo_shape, offset)
+        after, offset = completion_logprobs(positions, self._shape, offset)
+        return {key: before[key] + after[key] for key in before}, offset
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._context.engine.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+class _ChoiceStream:
+    """What a stream remembers of one choice."""
+
+    __slots__ = ("buffer", "index", "job", "started", "text_offset")
+
+    def __init__(self, index: int, job: int) -> None:
+        self.buffer = ChoiceBuffer()
+        self.index = index
+        self.job = job
+        self.started = False
+        self.text_offset = 0

@@ -1,0 +1,68 @@
+"""Options of the HTTP server, as opposed to those of the engine behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vmserve.errors import ConfigurationError
+
+__all__ = ["ServerConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What ``vmserve serve`` was asked for; names are those of the command line.
+
+    ``served_model_names`` are the names that requests may give; replies lead with the first.
+    ``max_queued_requests`` and ``max_queued_tokens`` bound what waits for the engine, before
+    requests are answered with 429. ``shutdown_timeout`` is in seconds. ``model_root`` is what
+    model cards give as ``root``; ``tokenizer_info`` what ``/tokenizer_info`` answers, if anything.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+
+    served_model_names: tuple[str, ...]
+    model_root: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    api_keys: tuple[str, ...] = ()
+    root_path: str = ""
+    open_status_routes: bool = False
+    allowed_origins: tuple[str, ...] = ("*",)
+    chat_template: str | None = None
+    return_tokens_as_token_ids: bool = False
+    force_include_usage: bool = False
+    per_request_metrics: bool = False
+    tokenizer_info: Mapping[str, Any] | None = None
+    vllm_metrics: bool = True
+    shutdown_timeout: float = 5.0
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 8_000_000
+
+    def __post_init__(self) -> None:
+        if not self.served_model_names or not all(self.served_model_names):
+            raise ConfigurationError(
+                "served_model_name: give at least one name, none of them empty"
+            )
+        if not all(self.api_keys):
+            raise ConfigurationError("api_key: an empty key would protect nothing; give a text")
+        if not 0 <= self.port <= 65535:
+            raise ConfigurationError(f"port: {self.port} is not between 0 and 65535")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigurationError(
+                f"root_path: {self.root_path!r} must start with a slash and not end with one"
+            )
+        if not 0 <= self.shutdown_timeout <= 86_400:
+            raise ConfigurationError(
+                f"shutdown_timeout: {self.shutdown_timeout} is not between 0 and 86400 seconds"
+            )
+        for name in ("max_queued_requests", "max_queued_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}: {getattr(self, name)} is below the least, 1")
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_names[0]

@@ -1,0 +1,77 @@
+"""What the routes share: the engine, the options, and the counts of what is going on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from vmserve.server.admission import Admission
+from vmserve.server.config import ServerConfig
+from vmserve.server.engine_client import EngineClient
+from vmserve.server.errors import ApiError
+from vmserve.server.lifecycle import Lifecycle
+from vmserve.server.telemetry import Telemetry
+
+__all__ = ["ServerContext"]
+
+T = TypeVar("T")
+
+
+class ServerContext:
+    """One per application. :meth:`close` joins the thread that tokenizes."""
+
+    def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
+        self.engine = engine
+        self.config = config
+        self.lifecycle = Lifecycle()
+        self.admission = Admission(
+            config.max_queued_requests,
+            config.max_queued_tokens,
+            lambda: int(engine.stats().get("num_requests_running", 0)),
+        )
+        self.telemetry = Telemetry()
+        self.created = int(time.time())
+        # One thread: tokenizers are not safe to share, and megabytes of text must not stop
+        # the event loop.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="vmserve-tokenizer")
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.resolved.max_model_len
+
+    # What telemetry reads at each scrape.
+
+    def engine_stats(self) -> dict[str, float | int]:
+        return self.engine.stats()
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model_name
+
+    @property
+    def num_rejected(self) -> int:
+        return self.admission.num_rejected
+
+    @property
+    def num_active(self) -> int:
+        return self.lifecycle.num_active
+
+    @property
+    def vllm_metrics(self) -> bool:
+        return self.config.vllm_metrics
+
+    def served_name(self, name: str | None) -> str:
+        """The name that a reply leads with. Raises :class:`ApiError` 404 for one unknown."""
+        if name is not None and name not in self.config.served_model_names:
+            raise ApiError(404, f"The model `{name[:200]}` does not exist.", "model")
+        return self.config.model_name
+
+    async def tokenize(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on the thread that may call the tokenizer."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
+    def close(self) -> None:
+        self._tokenizing.shutdown(wait=True, cancel_futures=True)

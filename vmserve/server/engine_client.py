@@ -1,0 +1,84 @@
+"""What the server needs of an engine: the seam at which tests put a fake."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from vmserve.sampling import SamplingParams
+from vmserve.types import RequestOutput
+
+__all__ = ["EngineClient", "TokenizerLike"]
+
+
+class TokenizerLike(Protocol):
+    """The part of :class:`vmserve.tokenizer.Tokenizer` that serving takes."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, /, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], /, skip_special_tokens: bool = True) -> str: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+    ) -> tuple[str, list[int]]: ...
+
+    def token_str(self, token_id: int, /) -> str: ...
+
+
+class _ModelShape(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class _Resolved(Protocol):
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def max_logprobs(self) -> int: ...
+
+
+class EngineClient(Protocol):
+    """The part of :class:`vmserve.AsyncLLM` that the server calls; see there."""
+
+    @property
+    def resolved(self) -> _Resolved: ...
+
+    @property
+    def model_config(self) -> _ModelShape: ...
+
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
+
+    @property
+    def default_sampling(self) -> dict[str, Any]: ...
+
+    @property
+    def errored(self) -> bool: ...
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        prompt: str | None = None,
+        priority: int = 0,
+        stream: bool = False,
+    ) -> AsyncIterator[RequestOutput]: ...
+
+    def stats(self) -> dict[str, float | int]: ...
+
+    async def shutdown(self, timeout: float = 0.0) -> None: ...

@@ -1,0 +1,173 @@
+"""The one place that turns exceptions into ``{"error": {message, type, param, code}}``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.responses import Response
+
+from vmserve.errors import EngineDeadError, InvalidRequestError, OutOfMemoryError, UnsupportedError
+from vmserve.server.limits import MAX_MESSAGE_BYTES
+from vmserve.server.wire import JSON_TYPE, dump_json
+
+__all__ = [
+    "ApiError",
+    "ClientDisconnectedError",
+    "below_minimum",
+    "error_body",
+    "error_response",
+    "not_implemented",
+    "to_api_error",
+]
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "authentication_error",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "PayloadTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    431: "RequestHeadersTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+
+
+class ApiError(Exception):
+    """An answer other than success. ``status`` is the HTTP status and the error's code."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+
+
+class ClientDisconnectedError(Exception):
+    """The client left: there is no one to answer."""
+
+
+def not_implemented(what: str, param: str, remedy: str) -> InvalidRequestError:
+    """The refusal of a field that the contract knows and this version does not serve."""
+    return InvalidRequestError(f"{what} is not implemented yet: {remedy}", param)
+
+
+def below_minimum(name: str, least: int, value: int) -> InvalidRequestError:
+    """As pydantic would say it, for a bound that depends on other fields."""
+    return InvalidRequestError(
+        f"{name} must be at least {least}: Input should be greater than or equal to {least} "
+        f"(greater_than_equal), got {value}",
+        name,
+    )
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """What the client is told. What it may not know (a defect of ours) goes to the log."""
+    match error:
+        case ApiError():
+            return error
+        case ValidationError():
+            return _from_validation(error)
+        case InvalidRequestError():
+            return ApiError(400, str(error), error.param)
+        case UnsupportedError():
+            return ApiError(400, str(error))
+        case StarletteHTTPException():
+            return _from_routing(error)
+        case EngineDeadError():
+            return ApiError(503, "The engine has stopped and cannot serve requests.")
+        case OutOfMemoryError():
+            return ApiError(503, str(error), headers={"retry-after": "1"})
+        case _:
+            logger.error("a request failed", exc_info=error)
+            return ApiError(500, "The server failed to handle this request; its log says why.")
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": _shorten(error.message),
+            "type": _TYPES.get(error.status) or HTTPStatus(error.status).phrase.replace(" ", ""),
+            "param": error.param,
+            "code": error.status,
+        }
+    }
+
+
+def error_response(error: BaseException) -> Response:
+    told = to_api_error(error)
+    return Response(
+        dump_json(error_body(told)), told.status, headers=told.headers, media_type=JSON_TYPE
+    )
+
+
+def _shorten(text: str) -> str:
+    shortened = text
+    while len(dump_json(shortened)) > MAX_MESSAGE_BYTES:
+        shortened = shortened[: len(shortened) * 3 // 4]
+    return shortened if shortened == text else f"{shortened}…"
+
+
+def _from_routing(error: StarletteHTTPException) -> ApiError:
+    messages = {
+        404: "There is no such route; /openapi.json lists those that exist.",
+        405: "This route does not have this method.",
+    }
+    message = messages.get(error.status_code, HTTPStatus(error.status_code).phrase)
+    return ApiError(error.status_code, message, headers=error.headers)
+
+
+def _from_validation(error: ValidationError) -> ApiError:
+    details = error.errors(include_url=False)
+    names = [_field_name(detail["loc"]) for detail in details]
+    texts = [
+        _describe(name, dict(detail)) for name, detail in zip(names[:3], details[:3], strict=True)
+    ]
+    if len(details) > len(texts):
+        texts.append(f"and {len(details) - len(texts)} more")
+    return ApiError(400, "; ".join(texts), names[0] or None)
+
+
+def _field_name(loc: tuple[int | str, ...]) -> str:
+    name = ""
+    for part in loc:
+        name += f"[{part}]" if isinstance(part, int) else f"{'.' if name else ''}{part}"
+    return name[:80]
+
+
+def _describe(name: str, detail: dict[str, Any]) -> str:
+    """Field, bound and pydantic's name of the constraint; the value only if it is a number."""
+    context = detail.get("ctx", {})
+    message = detail["msg"]
+    match detail["type"]:
+        case "greater_than_equal":
+            lead = f"{name} must be at least {_plain(context['ge'])}"
+        case "less_than_equal":
+            lead = f"{name} must be at most {_plain(context['le'])}"
+        case _:
+            lead = name
+    value = detail.get("input")
+    got = f", got {value}" if isinstance(value, int | float) and len(str(value)) < 40 else ""
+    text = f"{message} ({detail['type']}){got}"
+    return f"{lead}: {text}" if lead else text
+
+
+def _plain(bound: float) -> str:
+    return str(int(bound)) if bound == int(bound) else str(bound)

@@ -1,0 +1,189 @@
+"""Running a request's prompts on the engine, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from vmserve.errors import EngineDeadError
+from vmserve.sampling import SamplingParams
+from vmserve.server.context import ServerContext
+from vmserve.server.scope import closing, gather
+from vmserve.types import CompletionOutput, LogprobsList, RequestOutput
+
+__all__ = ["ChoiceBuffer", "Generation", "Job", "Piece"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt. ``text`` is what the client wrote, or None for token ids."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+
+
+class Generation:
+    """The engine requests of one HTTP request; what they hold is given back with ``stack``."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        stack: AsyncExitStack,
+        request_id: str,
+        jobs: list[Job],
+        priority: int = 0,
+    ) -> None:
+        self._context = context
+        self._stack = stack
+        self._jobs = jobs
+        self._priority = priority
+        # Two clients may choose the same id; the engine's must be unique.
+        self._engine_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
+        ticket = context.admission.admit(len(jobs), sum(self._cost(job) for job in jobs))
+        stack.callback(context.admission.release, ticket)
+
+    async def run(self) -> list[RequestOutput]:
+        """The finished output of every job, in order."""
+        return await gather([self._run_one(index) for index in range(len(self._jobs))])
+
+    async def stream(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """What is new, with the index of its job.
+
+        Returns once the engine has accepted every job, so that a refusal is raised here and
+        not by the iterator.
+        """
+        streams = [self._open(index, stream=True) for index in range(len(self._jobs))]
+        for stream in streams:
+            await self._stack.enter_async_context(closing(stream))
+        firsts = await gather([_next(stream) for stream in streams])
+        observed = self._observed(firsts, streams)
+        # Closed before the streams: its tasks must have let go of them.
+        return await self._stack.enter_async_context(closing(observed))
+
+    async def _observed(
+        self, firsts: list[RequestOutput], streams: list[AsyncIterator[RequestOutput]]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        num_tokens = [0] * len(streams)
+        async with closing(_merge(firsts, streams)) as merged:
+            async for index, output in merged:
+                num_tokens[index] += sum(len(choice.token_ids) for choice in output.outputs)
+                if output.finished:
+                    self._finished(index, output, num_tokens[index])
+                yield index, output
+
+    async def _run_one(self, index: int) -> RequestOutput:
+        async with closing(self._open(index, stream=False)) as outputs:
+            output = await _next(outputs)
+        output.outputs.sort(key=lambda choice: choice.index)
+        num_tokens = sum(len(choice.token_ids) for choice in output.outputs)
+        self._finished(index, output, num_tokens)
+        return output
+
+    def _open(self, index: int, *, stream: bool) -> AsyncIterator[RequestOutput]:
+        job = self._jobs[index]
+        return self._context.engine.generate(
+            job.token_ids,
+            job.params,
+            request_id=f"{self._engine_id}-{index}",
+            prompt=job.text,
+            priority=self._priority,
+            stream=stream,
+        )
+
+    def _finished(self, index: int, output: RequestOutput, num_tokens: int) -> None:
+        self._context.telemetry.observe(self._jobs[index].params, output, num_tokens)
+
+    def _cost(self, job: Job) -> int:
+        left = max(0, self._context.max_model_len - len(job.token_ids))
+        asked = left if job.params.max_tokens is None else min(job.params.max_tokens, left)
+        return (job.params.best_of or job.params.n) * (len(job.token_ids) + asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one chunk says of one choice."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: LogprobsList
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class ChoiceBuffer:
+    """Holds a choice's tokens back until their text is known, or the choice has ended."""
+
+    __slots__ = ("_logprobs", "_token_ids", "num_pieces", "num_tokens")
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._logprobs: LogprobsList = []
+        #: Handed out so far.
+        self.num_tokens = 0
+        self.num_pieces = 0
+
+    def add(self, output: CompletionOutput) -> Piece | None:
+        self._token_ids += output.token_ids
+        self._logprobs += output.logprobs or []
+        if not output.text and output.finish_reason is None:
+            return None
+        piece = Piece(
+            output.text,
+            self._token_ids,
+            self._logprobs,
+            output.finish_reason,
+            output.stop_reason,
+        )
+        self.num_tokens += len(piece.token_ids)
+        self.num_pieces += 1
+        self._token_ids, self._logprobs = [], []
+        return piece
+
+
+async def _next(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    try:
+        return await anext(outputs)
+    except StopAsyncIteration:
+        raise EngineDeadError("the engine ended a request without an output") from None
+
+
+async def _merge(
+    firsts: list[RequestOutput], streams: list[AsyncIterator[RequestOutput]]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Whatever comes, in order of arrival. The first error ends all."""
+    for index, output in enumerate(firsts):
+        yield index, output
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue()
+
+    async def pump(index: int) -> None:
+        try:
+            async for output in streams[index]:
+                queue.put_nowait((index, output))
+        except Exception as error:  # noqa: BLE001 - handed over to the reader, not swallowed
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(streams))]
+    try:
+        num_open = len(streams)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

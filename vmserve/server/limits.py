@@ -1,0 +1,98 @@
+"""Every bound on what a request may hold, in one table.
+
+A number, a string or a list without an entry here cannot be declared in a request
+model (:func:`bounded`, :func:`sized` raise ``KeyError``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import Field
+
+from vmserve.sampling.params import (
+    INT64_MAX,
+    LIMITS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    Bounds,
+)
+
+__all__ = [
+    "BODY_TIMEOUT_SECONDS",
+    "MAX_BODY_BYTES",
+    "MAX_DEPTH",
+    "MAX_HEADER_BYTES",
+    "MAX_MESSAGE_BYTES",
+    "NUMBERS",
+    "SIZES",
+    "WRITE_STALL_SECONDS",
+    "bounded",
+    "sized",
+]
+
+MAX_BODY_BYTES: Final = 4 * 1024**2
+#: Nesting of arrays and objects in a body.
+MAX_DEPTH: Final = 64
+MAX_HEADER_BYTES: Final = 32 * 1024
+#: A whole body has to arrive within this time.
+BODY_TIMEOUT_SECONDS: Final = 30.0
+#: A connection whose write buffer stays full for so long is cut.
+WRITE_STALL_SECONDS: Final = 30.0
+#: Of an error's message as JSON; with its envelope an error body stays under 2 KiB.
+MAX_MESSAGE_BYTES: Final = 1600
+
+_INT32 = 2**31 - 1
+
+#: Ranges of what only HTTP requests have; those of sampling fields are in
+#: :data:`vmserve.sampling.params.LIMITS`.
+NUMBERS: Final[dict[str, Bounds]] = {
+    **LIMITS,
+    "max_completion_tokens": Bounds(1, INT64_MAX, integer=True),
+    "priority": Bounds(-_INT32, _INT32, integer=True),
+    "token_id": Bounds(0, INT64_MAX, integer=True),
+    "top_logprobs": Bounds(-1, INT64_MAX, integer=True),
+    "truncate_prompt_tokens": Bounds(-1, INT64_MAX, integer=True),
+}
+
+#: Fewest and most characters of a string, entries of a list or keys of an object.
+#: What has a body's worth of room is bounded by MAX_BODY_BYTES, and later by the context.
+SIZES: Final[dict[str, tuple[int, int]]] = {
+    "allowed_token_ids": (1, 1_000_000),
+    "bad_words": (0, MAX_BAD_WORDS),
+    "bad_words.item": (1, MAX_BAD_WORD_CHARS),
+    "cache_salt": (1, 1024),
+    "chat_template_kwargs": (0, 64),
+    "logit_bias": (0, MAX_LOGIT_BIAS_ENTRIES),
+    "logprob_token_ids": (1, 1024),
+    "messages": (1, 65_536),
+    "messages.role": (1, 256),
+    "model": (0, 1024),
+    "prompt": (1, 1024),
+    "prompt.text": (1, MAX_BODY_BYTES),
+    "prompt.token_ids": (1, MAX_BODY_BYTES),
+    "request_id": (1, 256),
+    "stop": (0, MAX_STOP_STRINGS),
+    "stop.item": (1, MAX_STOP_CHARS),
+    "stop_token_ids": (0, 1024),
+    "stream_options": (0, 64),
+    "tokens": (0, MAX_BODY_BYTES),
+    "tools": (1, 1024),
+}
+
+
+def bounded(name: str) -> Any:
+    """Pydantic metadata: the number lies within ``NUMBERS[name]``."""
+    bounds = NUMBERS[name]
+    if bounds.open_low:
+        return Field(gt=bounds.low, le=bounds.high)
+    return Field(ge=bounds.low, le=bounds.high)
+
+
+def sized(name: str) -> Any:
+    """Pydantic metadata: length lies within ``SIZES[name]``."""
+    least, most = SIZES[name]
+    return Field(min_length=least, max_length=most)

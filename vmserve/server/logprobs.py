@@ -1,0 +1,121 @@
+"""Log-probabilities in the shapes that the routes reply with.
+
+A position is a mapping of token id to :class:`Logprob` whose first key is the token that
+stands there; the first position of a prompt has none. k of None keeps all entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vmserve.types import Logprob
+
+__all__ = ["LogprobShape", "Position", "chat_logprobs", "completion_logprobs", "prompt_logprobs"]
+
+Position = Mapping[int, Logprob]
+
+#: What JSON cannot say: minus infinity.
+_LEAST: Final = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobShape:
+    """``k`` likeliest per position, with tokens written as text or as ``token_id:N``."""
+
+    k: int | None
+    as_ids: bool
+
+    def name(self, token_id: int, entry: Logprob) -> str:
+        return f"token_id:{token_id}" if self.as_ids else entry.decoded_token or ""
+
+    def likeliest(self, position: Position) -> list[tuple[int, Logprob]]:
+        """At most ``k`` entries in order; ties keep the position's order."""
+        entries = sorted(position.items(), key=lambda item: item[1].rank)
+        return entries if self.k is None else entries[: self.k]
+
+
+def completion_logprobs(
+    positions: Iterable[Position | str], shape: LogprobShape, offset: int = 0
+) -> tuple[dict[str, Any], int]:
+    """``{tokens, token_logprobs, top_logprobs, text_offset}`` and the offset after them.
+
+    A prompt's first token, which has no probability, is given as its string. ``offset`` is
+    the length of the token strings before these.
+    """
+    tokens: list[str] = []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for position in positions:
+        offsets.append(offset)
+        if isinstance(position, str):
+            tokens.append(position)
+            values.append(None)
+            tops.append(None)
+        else:
+            token_id, entry = next(iter(position.items()))
+            # The token itself leads, whether or not it is among the likeliest.
+            top = {shape.name(token_id, entry): _finite(entry.logprob)}
+            for other_id, other in shape.likeliest(position):
+                top.setdefault(shape.name(other_id, other), _finite(other.logprob))
+            tokens.append(shape.name(token_id, entry))
+            values.append(_finite(entry.logprob))
+            tops.append(top)
+        offset += len(tokens[-1])
+    shaped = {
+        "tokens": tokens,
+        "token_logprobs": values,
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+    return shaped, offset
+
+
+def chat_logprobs(positions: Sequence[Position], shape: LogprobShape) -> dict[str, Any]:
+    """``{content: [{token, logprob, bytes, top_logprobs}], refusal: null}``."""
+    content = []
+    for position in positions:
+        token_id, entry = next(iter(position.items()))
+        top = [_chat_entry(shape, *item) for item in shape.likeliest(position)]
+        content.append({**_chat_entry(shape, token_id, entry), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(
+    positions: Sequence[Position | None] | None, shape: LogprobShape
+) -> list[dict[str, Any] | None] | None:
+    """``{id: {logprob, rank, decoded_token}}`` per position: the token, then the likeliest."""
+    if positions is None:
+        return None
+    shaped: list[dict[str, Any] | None] = []
+    for position in positions:
+        if position is None:
+            shaped.append(None)
+            continue
+        kept = dict([next(iter(position.items())), *shape.likeliest(position)])
+        shaped.append(
+            {
+                str(token_id): {
+                    "logprob": _finite(entry.logprob),
+                    "rank": entry.rank,
+                    "decoded_token": shape.name(token_id, entry),
+                }
+                for token_id, entry in kept.items()
+            }
+        )
+    return shaped
+
+
+def _chat_entry(shape: LogprobShape, token_id: int, entry: Logprob) -> dict[str, Any]:
+    return {
+        "token": shape.name(token_id, entry),
+        "logprob": _finite(entry.logprob),
+        "bytes": list((entry.decoded_token or "").encode()),
+    }
+
+
+def _finite(logprob: float) -> float:
+    # NaN compares false, and so becomes the least value too.
+    return logprob if logprob > _LEAST else _LEAST

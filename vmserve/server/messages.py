@@ -1,0 +1,65 @@
+"""Conversations and tools as clients send them, on their way to the chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vmserve.chat_template import check_messages
+from vmserve.errors import InvalidRequestError
+from vmserve.server.errors import not_implemented
+from vmserve.server.limits import SIZES
+
+__all__ = ["check_tools", "content_text", "conversation"]
+
+
+def conversation(messages: Any) -> list[Mapping[str, Any]]:
+    """The messages, checked. One without content, such as a tool call, gets an empty one.
+
+    Raises :class:`InvalidRequestError` for what is no list of objects with a role, and for
+    content other than text.
+    """
+    most = SIZES["messages"][1]
+    if isinstance(messages, list) and len(messages) > most:
+        raise InvalidRequestError(f"messages must be at most {most}", "messages")
+    checked = check_messages(messages)
+    for place, message in enumerate(checked):
+        if len(message["role"]) > SIZES["messages.role"][1]:
+            raise InvalidRequestError(f"messages[{place}].role is too long", "messages")
+        if message.get("content") is None:
+            # Templates would write None as a word.
+            message["content"] = ""
+    return list(checked)
+
+
+def content_text(message: Mapping[str, Any]) -> str:
+    """The content of a checked message as one text, its parts on lines of their own."""
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def check_tools(tools: Any, tool_choice: Any) -> list[Mapping[str, Any]] | None:
+    """The tools exactly as sent. This version shows them to the template and calls none.
+
+    Raises :class:`InvalidRequestError`.
+    """
+    if tools is None:
+        if tool_choice not in (None, "none"):
+            raise InvalidRequestError("tool_choice needs tools", "tool_choice")
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequestError("tools must be a list of objects", "tools")
+    least, most = SIZES["tools"]
+    if not least <= len(tools) <= most:
+        raise InvalidRequestError(
+            f"tools must have from {least} to {most} entries, got {len(tools)}: leave it out for "
+            "none",
+            "tools",
+        )
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequestError(f"tools[{index}] must have a function with a name", "tools")
+    if tool_choice != "none":
+        raise not_implemented("calling tools", "tool_choice", 'set tool_choice to "none"')
+    return tools

@@ -1,0 +1,139 @@
+"""What every HTTP request passes on its way to a route, outermost first.
+
+All three are plain ASGI: a streaming response runs inside them until its last byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vmserve.server.auth import KeyRing
+from vmserve.server.errors import ApiError, ClientDisconnectedError, error_response
+from vmserve.server.lifecycle import Lifecycle
+from vmserve.server.limits import MAX_HEADER_BYTES, SIZES
+from vmserve.server.scope import route_path
+
+__all__ = ["GENERATION_PATHS", "Boundary", "Gate", "RequestScope"]
+
+GENERATION_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/invocations"})
+#: What operators look at must answer while requests drain.
+_ANSWERED_WHILE_DRAINING: Final = frozenset({"/metrics", "/load", "/v1/kv", "/version"})
+_ALWAYS_OPEN: Final = frozenset({"/health"})
+_STATUS_PATHS: Final = frozenset({"/ping", "/ready", "/version"})
+
+
+class Boundary:
+    """Names the request (``x-request-id``), and turns whatever escapes into a JSON error.
+
+    Routes are found with ``root_path`` before them and without.
+    """
+
+    def __init__(self, app: ASGIApp, *, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = _header(scope, b"x-request-id")
+        usable = given is not None and _usable_id(given)
+        request_id = given if given is not None and usable else uuid.uuid4().hex
+        scope["root_path"] = self._root_path
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            if given is not None and not usable:
+                raise ApiError(
+                    400,
+                    f"x-request-id must have 1 to {SIZES['request_id'][1]} "
+                    "printable ASCII characters.",
+                    "x-request-id",
+                )
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnectedError:
+            return
+        except Exception as error:  # the server's boundary: nothing above it can answer
+            if started:
+                raise
+            await error_response(error)(scope, receive, send_with_id)
+
+
+class Gate:
+    """Lets in whoever has a key, while the server takes requests."""
+
+    def __init__(
+        self, app: ASGIApp, *, keys: KeyRing, lifecycle: Lifecycle, open_status_routes: bool
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._lifecycle = lifecycle
+        self._open_paths = _ALWAYS_OPEN | (_STATUS_PATHS if open_status_routes else frozenset())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            self._check(scope)
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        path = route_path(scope)
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            raise ApiError(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
+        # A preflight carries no key; an OPTIONS request to a route gets a 405 like any other.
+        if scope["method"] != "OPTIONS" and path not in self._open_paths:
+            authorization = dict(scope["headers"]).get(b"authorization")
+            if not self._keys.accepts(authorization):
+                raise ApiError(
+                    401,
+                    "This server needs an API key: send it as 'Authorization: Bearer <key>'.",
+                    headers={"www-authenticate": "Bearer"},
+                )
+        if self._lifecycle.draining and path not in _ANSWERED_WHILE_DRAINING:
+            raise ApiError(
+                503,
+                "The server is shutting down and takes no new requests.",
+                headers={"retry-after": "5", "connection": "close"},
+            )
+
+
+class RequestScope:
+    """Counts generation requests, and closes at their end what they opened.
+
+    Handlers put what must end with the request on ``request.state.exit_stack``.
+    """
+
+    def __init__(self, app: ASGIApp, *, lifecycle: Lifecycle) -> None:
+        self._app = app
+        self._lifecycle = lifecycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or route_path(scope) not in GENERATION_PATHS:
+            await self._app(scope, receive, send)
+            return
+        with self._lifecycle.serving():
+            async with contextlib.AsyncExitStack() as stack:
+                scope["state"]["exit_stack"] = stack
+                await self._app(scope, receive, send)
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    value: bytes | None = dict(scope["headers"]).get(name)
+    return None if value is None else value.decode("latin-1")
+
+
+def _usable_id(text: str) -> bool:
+    least, most = SIZES["request_id"]
+    return least <= len(text) <= most and text.isascii() and text.isprintable()

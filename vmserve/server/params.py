@@ -1,0 +1,161 @@
+"""From a request's fields to :class:`SamplingParams`, and the rules between fields."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from vmserve.errors import InvalidRequestError
+from vmserve.sampling import SamplingParams
+from vmserve.server.engine_client import EngineClient
+from vmserve.server.errors import not_implemented
+from vmserve.server.protocol import GenerationRequest
+
+__all__ = [
+    "StreamOptions",
+    "check_context",
+    "refuse_unserved",
+    "sampling_params",
+    "stream_options",
+    "truncate",
+]
+
+#: What the request leaves open is taken from generation_config.json, else from here.
+_OPENAI_DEFAULTS: Final[dict[str, Any]] = {"temperature": 1.0, "top_p": 1.0}
+_FIELDS: Final = (
+    "allowed_token_ids",
+    "bad_words",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "logprob_token_ids",
+    "min_p",
+    "min_tokens",
+    "n",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "temperature",
+    "top_k",
+    "top_p",
+)
+
+
+def sampling_params(
+    request: GenerationRequest,
+    engine: EngineClient,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    best_of: int | None = None,
+) -> SamplingParams:
+    """Raises :class:`InvalidRequestError` for values that cannot be sampled with, and for
+    token ids or numbers of log-probabilities that the model or the server does not allow.
+    """
+    given = {name: getattr(request, name) for name in _FIELDS}
+    options = {**_OPENAI_DEFAULTS, **engine.default_sampling}
+    options |= {name: value for name, value in given.items() if value is not None}
+    options["max_tokens"] = max_tokens
+    if best_of is not None:
+        options["best_of"] = best_of
+    params = SamplingParams(**options, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    params.validate_for(engine.model_config.vocab_size, engine.resolved.max_logprobs)
+    return params
+
+
+def check_context(num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
+    """Raises :class:`InvalidRequestError` for what can never fit the model's context.
+
+    Prompt and ``max_tokens`` together may exceed it: generation then ends early.
+    """
+    limit = f"This model's maximum context length is {max_model_len} tokens"
+    if max_tokens is not None and max_tokens > max_model_len:
+        raise InvalidRequestError(
+            f"max_tokens or max_completion_tokens is too large: {max_tokens}. {limit}: ask for "
+            "less",
+            "max_tokens",
+        )
+    if num_prompt >= max_model_len:
+        raise InvalidRequestError(
+            f"{limit}, but the prompt has {num_prompt}: it is longer than the model's context "
+            "length less one token for the answer. Shorten it, or set truncate_prompt_tokens",
+            "prompt",
+        )
+
+
+def truncate(token_ids: list[int], request: GenerationRequest, max_model_len: int) -> list[int]:
+    """The tokens of the prompt that are kept: the last ones, or the first for side "right"."""
+    keep = request.truncate_prompt_tokens
+    if keep is None:
+        return token_ids
+    if keep == -1:
+        keep = max_model_len - 1
+    if not 1 <= keep <= max_model_len:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be -1 or from 1 to {max_model_len}, the model's context "
+            f"length; got {keep}",
+            "truncate_prompt_tokens",
+        )
+    return token_ids[:keep] if request.truncation_side == "right" else token_ids[-keep:]
+
+
+class StreamOptions:
+    """``include``: a last chunk with the usage; ``continuous``: usage in every chunk."""
+
+    __slots__ = ("continuous", "include")
+
+    def __init__(self, include: bool, continuous: bool) -> None:
+        self.include = include
+        self.continuous = include and continuous
+
+
+def stream_options(request: GenerationRequest, force_usage: bool) -> StreamOptions:
+    """Raises :class:`InvalidRequestError` for options without a stream, or of wrong types."""
+    options = request.stream_options or {}
+    if options and not request.stream:
+        raise InvalidRequestError(
+            "stream_options is only for requests with stream", "stream_options"
+        )
+    for name in ("include_usage", "continuous_usage_stats"):
+        if not isinstance(options.get(name), bool | None):
+            raise InvalidRequestError(
+                f"stream_options.{name} must be true or false", "stream_options"
+            )
+    return StreamOptions(
+        include=force_usage or bool(options.get("include_usage")),
+        continuous=force_usage or bool(options.get("continuous_usage_stats")),
+    )
+
+
+def refuse_unserved(request: GenerationRequest) -> None:
+    """Raises :class:`InvalidRequestError` for what the contract has and this version has not."""
+    if request.use_beam_search:
+        raise not_implemented("use_beam_search", "use_beam_search", "use n and temperature")
+    if request.structured_outputs is not None:
+        raise not_implemented("structured_outputs", "structured_outputs", "leave it out")
+    _check_response_format(request.response_format)
+    if request.prompt_embeds:
+        raise not_implemented("prompt_embeds", "prompt_embeds", "send the prompt as text or ids")
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs cannot be streamed: leave out prompt_logprobs or stream",
+            "prompt_logprobs",
+        )
+
+
+def _check_response_format(wanted: Any) -> None:
+    if wanted is None:
+        return
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if kind in ("json_object", "json_schema", "structural_tag"):
+        raise not_implemented(f"response_format {kind}", "response_format", 'use {"type": "text"}')
+    if kind != "text":
+        raise InvalidRequestError(
+            'response_format must be an object whose type is "text", "json_object" or '
+            '"json_schema"',
+            "response_format",
+        )

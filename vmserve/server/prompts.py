@@ -1,0 +1,70 @@
+"""The ``prompt`` field of completions: one or several, as text or as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vmserve.errors import InvalidRequestError
+from vmserve.server.limits import SIZES
+
+__all__ = ["check_vocabulary", "split_prompts"]
+
+Prompt = str | list[int]
+
+
+def split_prompts(value: Any) -> list[Prompt]:
+    """The prompts in order.
+
+    Raises :class:`InvalidRequestError` for what is empty, has entries of other types, or
+    token ids that are no integers. That ids are in the vocabulary is not checked here.
+    """
+    if value is None or value == "" or value == []:
+        raise _empty()
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise _wrong("a string, a list of token ids, or a list of either")
+    if all(_is_id(item) for item in value):
+        return [value]
+    most = SIZES["prompt"][1]
+    if len(value) > most:
+        raise InvalidRequestError(
+            f"prompt: {len(value)} prompts, at most {most} are taken", "prompt"
+        )
+    return [_one(item) for item in value]
+
+
+def _one(item: Any) -> Prompt:
+    if item == "" or item == []:
+        raise _empty()
+    if isinstance(item, str):
+        return item
+    if isinstance(item, list) and all(_is_id(token_id) for token_id in item):
+        return item
+    raise _wrong("strings and lists of integer token ids, not mixed in one list")
+
+
+def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises :class:`InvalidRequestError` for ids that the model does not have."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"{name}: token id {token_id} is out of vocabulary: the model has ids 0 to "
+                f"{vocab_size - 1}",
+                name,
+            )
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _empty() -> InvalidRequestError:
+    return InvalidRequestError(
+        "Either prompt or prompt_embeds must be provided and non-empty.", "prompt"
+    )
+
+
+def _wrong(expected: str) -> InvalidRequestError:
+    return InvalidRequestError(f"prompt must be {expected}", "prompt")

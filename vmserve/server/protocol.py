@@ -1,0 +1,198 @@
+"""Requests as clients send them: types and bounds. What fields mean together is checked later.
+
+Types are strict (``"16"``, ``16.0`` and ``true`` are no integers); fields that are not
+declared here are ignored, as are their values.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from vmserve.server.limits import SIZES, bounded, sized
+
+__all__ = [
+    "ChatCompletionRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "GenerationRequest",
+    "RequestModel",
+    "TokenizeRequest",
+]
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+_TEXT_OR_TEXTS: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1},
+            "maxItems": SIZES["stop"][1],
+        },
+        {"type": "null"},
+    ]
+}
+_PROMPT: dict[str, Any] = {
+    "description": "A text, token ids, or a list of either.",
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        },
+    ],
+}
+_MESSAGES: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"type": "string", "minLength": 1},
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "required": ["type", "text"],
+                            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        },
+                    },
+                    {"type": "null"},
+                ]
+            },
+            "name": {"type": "string"},
+        },
+    },
+}
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str) and not value.isprintable():
+        raise PydanticCustomError("printable", "Input should have printable characters only")
+    return value
+
+
+Ids = list[Annotated[int, bounded("token_id")]]
+StopStrings = Annotated[
+    list[Annotated[str, sized("stop.item")]] | None,
+    sized("stop"),
+    BeforeValidator(_one_or_many),
+    WithJsonSchema(_TEXT_OR_TEXTS),
+]
+#: Checked by hand, for clearer errors than those of a union; None where absent.
+Anything = Annotated[Any, WithJsonSchema({})]
+#: Understood, but served later: present in the schema so that the refusal is no surprise.
+NotServed = Annotated[Any, WithJsonSchema({"type": "null"})]
+
+
+class RequestModel(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=(), frozen=True)
+
+
+class GenerationRequest(RequestModel):
+    """Fields that both generation routes have."""
+
+    model: Annotated[str | None, sized("model")] = None
+    stream: bool | None = None
+    stream_options: Annotated[dict[str, Any] | None, sized("stream_options")] = None
+
+    n: Annotated[int | None, bounded("n")] = None
+    max_tokens: Annotated[int | None, bounded("max_tokens")] = None
+    min_tokens: Annotated[int | None, bounded("min_tokens")] = None
+    temperature: Annotated[float | None, bounded("temperature")] = None
+    top_p: Annotated[float | None, bounded("top_p")] = None
+    top_k: Annotated[int | None, bounded("top_k")] = None
+    min_p: Annotated[float | None, bounded("min_p")] = None
+    presence_penalty: Annotated[float | None, bounded("presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, bounded("frequency_penalty")] = None
+    repetition_penalty: Annotated[float | None, bounded("repetition_penalty")] = None
+    seed: Annotated[int | None, bounded("seed")] = None
+    stop: StopStrings = None
+    stop_token_ids: Annotated[Ids | None, sized("stop_token_ids")] = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: Annotated[dict[str, Any] | None, sized("logit_bias")] = None
+    allowed_token_ids: Annotated[Ids | None, sized("allowed_token_ids")] = None
+    bad_words: Annotated[
+        list[Annotated[str, sized("bad_words.item")]] | None, sized("bad_words")
+    ] = None
+    prompt_logprobs: Annotated[int | None, bounded("prompt_logprobs")] = None
+    logprob_token_ids: Annotated[Ids | None, sized("logprob_token_ids")] = None
+    truncate_prompt_tokens: Annotated[int | None, bounded("truncate_prompt_tokens")] = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: Annotated[int | None, bounded("priority")] = None
+    request_id: Annotated[str | None, sized("request_id"), BeforeValidator(_printable)] = None
+    cache_salt: Annotated[str | None, sized("cache_salt")] = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    use_beam_search: bool | None = None
+    response_format: Anything = None
+    structured_outputs: NotServed = None
+    prompt_embeds: NotServed = None
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of ``POST /v1/completions``."""
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)] = None
+    add_special_tokens: bool | None = None
+    best_of: Annotated[int | None, bounded("best_of")] = None
+    logprobs: Annotated[int | None, bounded("logprobs")] = None
+    suffix: NotServed = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[Any, WithJsonSchema(_MESSAGES)] = None
+    max_completion_tokens: Annotated[int | None, bounded("max_completion_tokens")] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, bounded("top_logprobs")] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, sized("chat_template_kwargs")] = None
+    tools: Anything = None
+    tool_choice: Anything = None
+
+    chat_template: NotServed = None
+    audio: NotServed = None
+    modalities: Anything = None
+
+
+class TokenizeRequest(RequestModel):
+    """The body of ``POST /tokenize``: ``prompt`` or ``messages``."""
+
+    model: Annotated[str | None, sized("model")] = None
+    prompt: Annotated[str | None, Field(max_length=SIZES["prompt.text"][1])] = None
+    messages: Annotated[Any, WithJsonSchema(_MESSAGES)] = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, sized("chat_template_kwargs")] = None
+    tools: Anything = None
+    chat_template: NotServed = None
+
+
+class DetokenizeRequest(RequestModel):
+    """The body of ``POST /detokenize``."""
+
+    model: Annotated[str | None, sized("model")] = None
+    tokens: Annotated[Ids, sized("tokens")]

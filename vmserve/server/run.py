@@ -1,0 +1,193 @@
+"""Serving: a socket, the application on it, and the drain at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+from fastapi import FastAPI
+
+from vmserve.errors import ConfigurationError, VmserveError
+from vmserve.server.app import create_app
+from vmserve.server.config import ServerConfig
+from vmserve.server.connection import GuardedProtocol
+from vmserve.server.engine_client import EngineClient
+from vmserve.server.limits import MAX_HEADER_BYTES
+
+__all__ = ["bind", "serve", "stop_on_signals", "url_of"]
+
+logger = logging.getLogger(__name__)
+
+#: After the drain: for last bytes to leave, and for idle connections to close.
+FLUSH_SECONDS: Final = 3.0
+_BACKLOG: Final = 2048
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A bound socket, so that a port in use is known before a model is loaded.
+
+    It does not listen yet: until the server is ready, connections are refused.
+
+    Raises :class:`~vmserve.errors.VmserveError`.
+    """
+    if config.uds is not None:
+        return _bind_unix(Path(config.uds))
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        raise _cannot_bind(f"{config.host}:{config.port}", error) from error
+    return listener
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        previous = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(previous)
+    except OSError as error:
+        listener.close()
+        raise _cannot_bind(str(path), error) from error
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket that no one listens on any more; anything else is left alone."""
+    try:
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+
+
+def _cannot_bind(where: str, error: OSError | UnicodeError) -> VmserveError:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return VmserveError(f"{where} is in use by another process: choose another --port or --uds")
+    reason = error.strerror if isinstance(error, OSError) else "not a host name"
+    return ConfigurationError(f"cannot listen on {where}: {reason}")
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where clients reach ``listener``."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return (
+        f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
+    )
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+async def serve(
+    engine: EngineClient,
+    config: ServerConfig,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until ``stop`` is set, then drain: new requests are refused at once, admitted
+    ones have ``config.shutdown_timeout`` seconds, and the engine is shut down.
+
+    ``ready`` is called when requests are taken. ``listener`` is closed at the end.
+    """
+    with contextlib.closing(listener):
+        await _serve(create_app(engine, config), engine, config, listener, stop, ready)
+
+
+async def _serve(
+    app: FastAPI,
+    engine: EngineClient,
+    config: ServerConfig,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    ready: Callable[[], None],
+) -> None:
+    lifecycle = app.state.context.lifecycle
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http=GuardedProtocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=int(FLUSH_SECONDS),
+        )
+    )
+    running = asyncio.create_task(server.serve([listener]))
+    try:
+        while not (server.started or running.done()):
+            await asyncio.sleep(0.01)
+        ready()
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        lifecycle.draining = True
+        if lifecycle.num_active:
+            logger.info("draining: %d requests are being served", lifecycle.num_active)
+        await lifecycle.until_idle(config.shutdown_timeout)
+        await engine.shutdown(0.0)
+        await lifecycle.until_idle(FLUSH_SECONDS)
+    finally:
+        server.should_exit = True
+        try:
+            await running
+        except OSError as error:  # another server took the port while this one was loading
+            raise _cannot_bind(url_of(listener), error) from error
+        finally:
+            if config.uds is not None:
+                Path(config.uds).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def stop_on_signals(stop: asyncio.Event) -> Generator[None, None, None]:
+    """SIGTERM or SIGINT sets ``stop``; a second one ends the process at once."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        logger.info("stopping (%s)", number.name)
+        stop.set()
+
+    for number in signals:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,72 @@
+"""What belongs to one HTTP request from its arrival until its last byte has left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Scope
+
+from vmserve.server.errors import ClientDisconnectedError
+
+__all__ = ["closing", "gather", "route_path", "unless_disconnected"]
+
+T = TypeVar("T")
+
+
+def route_path(scope: Scope) -> str:
+    """The path without the root path, which requests may give or leave out."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    if root and (path == root or path.startswith(root + "/")):
+        return path[len(root) :] or "/"
+    return path
+
+
+@contextlib.asynccontextmanager
+async def closing(iterator: AsyncIterator[T]) -> AsyncIterator[AsyncIterator[T]]:
+    """Like ``contextlib.aclosing``, for iterators that may have nothing to close."""
+    try:
+        yield iterator
+    finally:
+        close = getattr(iterator, "aclose", None)
+        if close is not None:
+            await close()
+
+
+async def gather(works: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. The first error, or a cancellation, ends the others first."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await _end(*tasks)
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled as soon as the client has left.
+
+    The request's body must have been read. Raises :class:`ClientDisconnectedError`.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_until_disconnected(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnectedError
+    finally:
+        await _end(task, watch)
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,254 @@
+"""``/metrics``: the engine's figures, and what the server saw of each finished request.
+
+Every family is named ``vmserve:…``; those that vLLM has too are repeated as ``vllm:…``,
+so that dashboards made for it keep working.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Protocol
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from vmserve.sampling import SamplingParams
+from vmserve.types import RequestMetrics, RequestOutput
+
+__all__ = ["Histogram", "Telemetry"]
+
+_SHORT: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5,
+                 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip
+_LONG: Final = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240,
+                480, 960, 1920, 7680)  # fmt: skip
+_TOKENS: Final = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+_FEW: Final = (0, 1, 2, 5, 10, 20, 50, 100)
+
+_HISTOGRAMS: Final[dict[str, tuple[str, Sequence[float]]]] = {
+    "time_to_first_token_seconds": ("From arrival to the first token.", _SHORT),
+    "inter_token_latency_seconds": ("Between tokens; a request's mean, once per gap.", _SHORT),
+    "request_time_per_output_token_seconds": ("A request's mean time between tokens.", _SHORT),
+    "e2e_request_latency_seconds": ("From arrival to the end.", _LONG),
+    "request_queue_time_seconds": ("From arrival to the first step.", _LONG),
+    "request_inference_time_seconds": ("From the first step to the last token.", _LONG),
+    "request_prefill_time_seconds": ("From the first step to the first token.", _LONG),
+    "request_decode_time_seconds": ("From the first token to the last.", _LONG),
+    "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "request_generation_tokens": ("Tokens generated for a request, all choices.", _TOKENS),
+    "request_params_n": ("The n of a request.", _FEW),
+    "request_params_max_tokens": ("The max_tokens of a request that has one.", _TOKENS),
+    "request_num_preemptions": ("How often a request was preempted.", _FEW),
+}
+
+#: Counters that must be there even while the engine has nothing to say of them.
+_COUNTERS: Final = {
+    "num_preemptions": "Requests that had to make room for others.",
+    "prompt_tokens": "Prompt tokens taken in.",
+    "generation_tokens": "Tokens generated.",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+}
+_GAUGES: Final = {
+    "num_requests_running": "Requests that the engine is computing.",
+    "num_requests_waiting": "Requests that wait for the engine.",
+    "kv_cache_usage_perc": "Share of the KV cache that live requests hold, 0 to 1.",
+}
+_OWN_COUNTERS: Final = ("request_success_total",)
+_VLLM_FAMILIES: Final = frozenset(
+    [
+        *_HISTOGRAMS,
+        *_COUNTERS,
+        *_GAUGES,
+        "cache_config_info",
+        "num_requests_waiting_by_reason",
+        "request_success",
+    ]
+)
+_FINISH_REASONS: Final = ("stop", "length", "abort")
+
+
+class Histogram:
+    """Counts of observations up to each of ``bounds``; not for several threads."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus has them, the last one without a bound."""
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        return list(zip(names, itertools.accumulate(self._counts), strict=True))
+
+
+class MetricsSource(Protocol):
+    """What :meth:`Telemetry.render` reads besides its own counts."""
+
+    def engine_stats(self) -> Mapping[str, float | int]: ...
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def num_rejected(self) -> int: ...
+
+    @property
+    def num_active(self) -> int: ...
+
+    @property
+    def vllm_metrics(self) -> bool: ...
+
+
+class Telemetry:
+    """Observations of one server."""
+
+    def __init__(self) -> None:
+        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._finished: Counter[str] = Counter(dict.fromkeys(_FINISH_REASONS, 0))
+
+    def observe(self, params: SamplingParams, output: RequestOutput, num_tokens: int) -> None:
+        """A request that finished with ``output``, after ``num_tokens`` in all its choices."""
+        reasons = [choice.finish_reason for choice in output.outputs if choice.finish_reason]
+        self._finished[reasons[-1] if reasons else "stop"] += 1
+        self._add("request_prompt_tokens", len(output.prompt_token_ids))
+        self._add("request_generation_tokens", num_tokens)
+        self._add("request_params_n", params.n)
+        self._add("request_params_max_tokens", params.max_tokens)
+        self._add("request_num_preemptions", output.metrics.num_preemptions)
+        self._observe_times(output.metrics, num_tokens // params.n)
+
+    def _observe_times(self, times: RequestMetrics, num_tokens: int) -> None:
+        arrival, scheduled = times.arrival_time, times.first_scheduled_time
+        first, last = times.first_token_time, times.last_token_time
+        self._add("request_queue_time_seconds", _span(arrival, scheduled))
+        self._add("time_to_first_token_seconds", _span(arrival, first))
+        self._add("e2e_request_latency_seconds", _span(arrival, times.finished_time or last))
+        self._add("request_inference_time_seconds", _span(scheduled, last))
+        self._add("request_prefill_time_seconds", _span(scheduled, first))
+        decode = _span(first, last)
+        self._add("request_decode_time_seconds", decode)
+        if decode is not None and num_tokens > 1:
+            gap = decode / (num_tokens - 1)
+            self._add("request_time_per_output_token_seconds", gap)
+            self._add("inter_token_latency_seconds", gap, num_tokens - 1)
+
+    def _add(self, name: str, value: float | None, times: int = 1) -> None:
+        if value is not None:
+            self._histograms[name].observe(value, times)
+
+    def render(self, source: MetricsSource) -> tuple[bytes, str]:
+        """The text format, and its media type."""
+        return generate_latest(_Families(self._families(source), source.vllm_metrics)), (
+            CONTENT_TYPE_LATEST
+        )
+
+    def _families(self, source: MetricsSource) -> Iterator[Metric]:
+        labels = {"model_name": source.model_name, "engine": "0"}
+        names, values = list(labels), list(labels.values())
+        for name, (text, _) in _HISTOGRAMS.items():
+            histogram = self._histograms[name]
+            family = HistogramMetricFamily(name, text, labels=names)
+            family.add_metric(values, histogram.buckets(), histogram.total)
+            yield family
+        finished = CounterMetricFamily(
+            "request_success", "Requests that ended.", labels=[*names, "finished_reason"]
+        )
+        for reason, count in self._finished.items():
+            finished.add_metric([*values, reason], count)
+        yield finished
+        yield from _engine_families(source.engine_stats(), names, values)
+        yield from _server_families(source, names, values)
+
+
+class _Families(Collector):
+    """The families under one prefix or two."""
+
+    def __init__(self, families: Iterator[Metric], both: bool) -> None:
+        self._families = list(families)
+        self._both = both
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._families:
+            yield _prefixed(family, "vmserve")
+            if self._both and family.name in _VLLM_FAMILIES:
+                yield _prefixed(family, "vllm")
+
+
+def _prefixed(family: Metric, prefix: str) -> Metric:
+    renamed = Metric(f"{prefix}:{family.name}", family.documentation, family.type)
+    renamed.samples = [sample._replace(name=f"{prefix}:{sample.name}") for sample in family.samples]
+    return renamed
+
+
+def _engine_families(
+    stats: Mapping[str, float | int], names: list[str], values: list[str]
+) -> Iterator[Metric]:
+    """A family per figure: a counter where the name ends with ``_total``, else a gauge."""
+    figures = {
+        **dict.fromkeys(_GAUGES, 0),
+        **{f"{name}_total": 0 for name in _COUNTERS},
+        **stats,
+    }
+    for name, value in figures.items():
+        if name in _OWN_COUNTERS:
+            continue
+        counted = name.removesuffix("_total")
+        kind = CounterMetricFamily if name != counted else GaugeMetricFamily
+        text = _COUNTERS.get(counted) or _GAUGES.get(name) or f"The engine's {name}."
+        family = kind(counted, text, labels=names)
+        family.add_metric(values, value)
+        yield family
+    waiting = GaugeMetricFamily(
+        "num_requests_waiting_by_reason",
+        "Requests that wait for the engine, and for what.",
+        labels=[*names, "reason"],
+    )
+    waiting.add_metric([*values, "capacity"], figures["num_requests_waiting"])
+    waiting.add_metric([*values, "deferred"], 0)
+    yield waiting
+
+
+def _server_families(
+    source: MetricsSource, names: list[str], values: list[str]
+) -> Iterator[Metric]:
+    rejections = CounterMetricFamily(
+        "admission_rejections", "Requests answered with 429.", labels=names
+    )
+    rejections.add_metric(values, source.num_rejected)
+    yield rejections
+    load = GaugeMetricFamily("server_load", "Generation requests being served.", labels=names)
+    load.add_metric(values, source.num_active)
+    yield load
+    stats = source.engine_stats()
+    tokens = int(stats.get("limit_pages", 0) * stats.get("page_tokens", 0))
+    config = GaugeMetricFamily(
+        "cache_config_info",
+        "The KV cache's size, in labels.",
+        labels=[*names, "kv_cache_size_tokens", "kv_cache_max_concurrency"],
+    )
+    config.add_metric([*values, str(tokens), f"{tokens / source.max_model_len:.2f}"], 1)
+    yield config
+
+
+def _span(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else end - begin

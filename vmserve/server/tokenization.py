@@ -1,0 +1,99 @@
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vmserve.errors import InvalidRequestError
+from vmserve.server.body import read_model
+from vmserve.server.chat import render_chat
+from vmserve.server.context import ServerContext
+from vmserve.server.errors import ApiError
+from vmserve.server.messages import check_tools
+from vmserve.server.prompts import check_vocabulary
+from vmserve.server.protocol import DetokenizeRequest, TokenizeRequest
+from vmserve.server.wire import JSON_TYPE, dump_json
+
+__all__ = ["TokenizationService", "tokenizer_info"]
+
+
+class TokenizationService:
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    async def tokenize(self, request: Request) -> Response:
+        """``{count, max_model_len, tokens, token_strs}`` of a prompt or a conversation."""
+        body = await read_model(request, TokenizeRequest)
+        self._context.served_name(body.model)
+        token_ids = await self._encode(body)
+        tokenizer = self._context.engine.tokenizer
+        strings = [tokenizer.token_str(token_id) for token_id in token_ids]
+        reply = {
+            "count": len(token_ids),
+            "max_model_len": self._context.max_model_len,
+            "tokens": token_ids,
+            "token_strs": strings if body.return_token_strs else None,
+        }
+        return Response(dump_json(reply), media_type=JSON_TYPE)
+
+    async def _encode(self, body: TokenizeRequest) -> list[int]:
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("give either prompt or messages", "prompt")
+        text = body.prompt
+        if text is None:
+            # Tools are only shown to the template here: nothing would call them.
+            tools = check_tools(body.tools, "none")
+            return (await render_chat(body, self._context, tools)).token_ids
+        tokenizer, special = self._context.engine.tokenizer, body.add_special_tokens is not False
+        return await self._context.tokenize(lambda: tokenizer.encode(text, special))
+
+    async def detokenize(self, request: Request) -> Response:
+        """``{prompt}``: the text of the ids, special tokens kept."""
+        body = await read_model(request, DetokenizeRequest)
+        context = self._context
+        context.served_name(body.model)
+        check_vocabulary("tokens", body.tokens, context.engine.model_config.vocab_size)
+        tokenizer = context.engine.tokenizer
+        text = await context.tokenize(lambda: tokenizer.decode(body.tokens, False))
+        return Response(dump_json({"prompt": text}), media_type=JSON_TYPE)
+
+    async def info(self, request: Request) -> Response:
+        """The tokenizer's own configuration, where the server was asked to show it."""
+        info = self._context.config.tokenizer_info
+        if info is None:
+            raise ApiError(404, "Start the server with --enable-tokenizer-info-endpoint for this.")
+        return Response(dump_json(info), media_type=JSON_TYPE)
+
+
+def tokenizer_info(tokenizer: Any) -> dict[str, Any]:
+    """What ``transformers`` read from tokenizer_config.json for ``tokenizer``: tokens as
+    strings, and nothing that names a place on this machine."""
+    info = {
+        name: _plain(value)
+        for name, value in tokenizer.init_kwargs.items()
+        if not _names_a_place(name, value)
+    }
+    info["tokenizer_class"] = type(tokenizer).__name__
+    info["chat_template"] = tokenizer.chat_template
+    return info
+
+
+def _names_a_place(name: str, value: Any) -> bool:
+    if name == "name_or_path" or name.endswith(("_file", "_path", "_dir")):
+        return True
+    return isinstance(value, str) and Path(value).is_absolute()
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | bool | int | float):
+        return value if not isinstance(value, float) or math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)

@@ -1,0 +1,63 @@
+"""Token counts and times, as replies report them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vmserve.types import RequestMetrics, RequestOutput
+
+__all__ = ["Usage", "per_request_metrics"]
+
+
+class Usage:
+    """Counts of one reply. A prompt counts once, however many choices it has."""
+
+    __slots__ = ("num_cached", "num_completion", "num_prompt")
+
+    def __init__(self, num_prompt: int = 0, num_completion: int = 0, num_cached: int = 0) -> None:
+        self.num_prompt = num_prompt
+        self.num_completion = num_completion
+        self.num_cached = num_cached
+
+    @classmethod
+    def of(cls, results: Sequence[RequestOutput]) -> Usage:
+        """The usage of finished requests."""
+        return cls(
+            sum(len(result.prompt_token_ids) for result in results),
+            sum(len(choice.token_ids) for result in results for choice in result.outputs),
+            sum(result.metrics.num_cached_tokens for result in results),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_completion,
+            "total_tokens": self.num_prompt + self.num_completion,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+        }
+
+
+def per_request_metrics(metrics: RequestMetrics, num_tokens: int) -> dict[str, float]:
+    """Times in milliseconds of a request with one choice; what has no value is absent.
+
+    ``tokens_per_second`` counts from the first scheduling to the last token, so that it
+    includes the prompt's computation.
+    """
+    scheduled, first, last = (
+        metrics.first_scheduled_time,
+        metrics.first_token_time,
+        metrics.last_token_time,
+    )
+    values: dict[str, float] = {}
+    if scheduled is not None:
+        values["queue_time_ms"] = 1000 * (scheduled - metrics.arrival_time)
+    if scheduled is not None and first is not None:
+        values["time_to_first_token_ms"] = 1000 * (first - scheduled)
+    if first is not None and last is not None:
+        values["generation_time_ms"] = 1000 * (last - first)
+        if num_tokens > 1:
+            values["mean_itl_ms"] = 1000 * (last - first) / (num_tokens - 1)
+    if scheduled is not None and last is not None and last > scheduled and num_tokens:
+        values["tokens_per_second"] = num_tokens / (last - scheduled)
+    return values

@@ -1,0 +1,112 @@
+"""JSON as it goes over the wire: strict on the way in, compact on the way out."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, Final
+
+from vmserve.errors import InvalidRequestError
+from vmserve.server.limits import MAX_DEPTH
+
+__all__ = ["JSON_TYPE", "dump_json", "parse_json"]
+
+JSON_TYPE: Final = "application/json"
+
+#: An escape that may be half of a surrogate pair; text with a lone half has no UTF-8 form.
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def dump_json(value: Any) -> bytes:
+    """Raises ``ValueError`` for NaN and infinities, which JSON cannot say."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode()
+
+
+def parse_json(body: bytes) -> Any:
+    """The value of ``body``.
+
+    Raises :class:`~vmserve.errors.InvalidRequestError` for what is not UTF-8 JSON, and for
+    what parsers disagree on: NaN, infinities (also 1e999), repeated keys, lone surrogates,
+    and nesting deeper than 64.
+    """
+    if not body.strip():
+        raise InvalidRequestError("The request body is empty: send a JSON object")
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"The request body is not UTF-8 (at byte {error.start})"
+        ) from error
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+        )
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError(
+            f"The request body is not JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+        ) from error
+    except RecursionError as error:
+        raise _too_deep() from error
+    except ValueError as error:
+        if isinstance(error, InvalidRequestError):
+            raise
+        # CPython refuses integers of thousands of digits: converting them is quadratic.
+        raise InvalidRequestError("The request body holds a number of too many digits") from error
+    _check_depth(value)
+    if _SURROGATE_ESCAPE.search(text):
+        _check_surrogates(value)
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        shown = repeated.encode("utf-8", "replace").decode()[:80]
+        raise InvalidRequestError(f"The request body has the key {shown!r} twice in one object")
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise InvalidRequestError(f"The request body holds {name}, which is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise InvalidRequestError("The request body holds a number beyond the range of a double")
+    return number
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for parent in level
+            if isinstance(parent, dict | list)
+            for item in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> InvalidRequestError:
+    return InvalidRequestError(f"The request body is nested deeper than {MAX_DEPTH} levels")
+
+
+def _check_surrogates(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            "The request body holds half of a surrogate pair: such text has no UTF-8 form"
+        ) from error
