@@ -209,6 +209,7 @@ class AsyncLLM:
         return not stopping
 
     def _publish(self, result: StepResult) -> None:
+        self._stats = self._engine.stats()
         for output in result.outputs:
             listener = self._listeners.get(output.request_id)
             if output.finished:
@@ -219,7 +220,6 @@ class AsyncLLM:
             listener = self._listeners.pop(failure.request_id, None)
             if listener is not None:
                 listener.put(failure.error)
-        self._stats = self._engine.stats()
 
     def _abort(self, request_id: str, only: _Listener | None) -> None:
         """``only``: the caller that left; a later request may have taken the same id."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
+import itertools
 import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from typing import IO, Annotated, Any, Protocol
 
 import typer
 
+from vmserve.async_llm import AsyncLLM
 from vmserve.cli_options import with_engine_options
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
-from vmserve.llm import LLM
 from vmserve.sampling import SamplingParams
+from vmserve.server.scope import closing
+from vmserve.types import RequestOutput
 
 __all__ = ["ChatBackend", "LocalBackend", "RemoteBackend", "chat_command", "converse"]
 
@@ -39,28 +43,43 @@ class ChatBackend(Protocol):
 
 
 class LocalBackend:
-    """An engine in this process."""
+    """An engine in this process. It steps in a thread of its own, where an interrupt of the
+    answer cannot tear a step apart."""
 
     def __init__(self, sampling: dict[str, Any], engine_options: dict[str, Any]) -> None:
-        self._llm = LLM(**engine_options)
-        self._params = self._llm.default_sampling_params(**{"max_tokens": None, **sampling})
+        self.engine = AsyncLLM(**engine_options)
+        defaults = {**self.engine.default_sampling, "max_tokens": None}
+        self._params = SamplingParams(**{**defaults, **sampling})
+        self._runner = asyncio.Runner()
+        self._ids = itertools.count()
 
     def reply(self, messages: list[Message]) -> Generator[str, None, None]:
-        engine = self._llm.engine
-        text, token_ids = engine.tokenizer.apply_chat_template(messages)
-        engine.add_request("chat", token_ids, self._params, prompt=text, stream=True)
+        text, token_ids = self.engine.tokenizer.apply_chat_template(messages)
+        outputs = self.engine.generate(
+            token_ids,
+            self._params,
+            request_id=f"chat-{next(self._ids)}",
+            prompt=text,
+            stream=True,
+        )
         try:
-            while engine.has_unfinished:
-                result = engine.step()
-                for failure in result.failures:
-                    raise failure.error
-                for output in result.outputs:
-                    yield "".join(choice.text for choice in output.outputs)
+            while (output := self._runner.run(_next(outputs))) is not None:
+                yield "".join(choice.text for choice in output.outputs)
         finally:
-            engine.abort("chat")
+            self._runner.run(_close(outputs))
 
     def close(self) -> None:
-        self._llm.close()
+        self._runner.run(self.engine.shutdown())
+        self._runner.close()
+
+
+async def _next(outputs: AsyncIterator[RequestOutput]) -> RequestOutput | None:
+    return await anext(outputs, None)
+
+
+async def _close(outputs: AsyncIterator[RequestOutput]) -> None:
+    async with closing(outputs):
+        pass
 
 
 class RemoteBackend:

@@ -58,7 +58,8 @@ def plan_command(
     ] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16,
     tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "-tp", min=1, help="Ranks that share the heads.")
+        int,
+        typer.Option("--tensor-parallel-size", "-tp", min=1, help="Ranks that share the heads."),
     ] = 1,
     dtype: Annotated[
         str | None, typer.Option(help="Type of the cache. Default: the model's own.")

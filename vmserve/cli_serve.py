@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import ipaddress
 import logging
 import os
 import signal
@@ -253,6 +254,11 @@ def serve_command(
 def _run(config: ServerConfig, engine_options: dict[str, Any], show_tokenizer: bool) -> None:
     """Raises :class:`~vmserve.errors.VmserveError` for what keeps the server from starting."""
     with _stoppable_start(), bind(config) as listener:
+        if config.uds is None and not (config.api_keys or _is_loopback(config.host)):
+            logger.warning(
+                "listening on %s without an API key: whoever reaches it can use it (--api-key)",
+                config.host,
+            )
         logger.info("loading %s", engine_options["model"] or "the embedded model")
         began = time.monotonic()
         engine = AsyncLLM(**engine_options, progress=_report_phases())
@@ -327,6 +333,13 @@ def _report_phases() -> Callable[[str, int, int], None]:
             logger.info("%s", phase)
 
     return report
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _one_model(argument: str | None, option: str | None) -> str | None:

@@ -79,11 +79,14 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several, through the chat template."""
+        """Answer one conversation (a list of messages) or several, through the chat template.
+
+        ``add_generation_prompt`` None: yes, unless the final message is to be continued.
+        """
         if not messages:
             raise InvalidRequestError("messages is empty: give at least one message", "messages")
         several = not isinstance(messages[0], Mapping)

@@ -43,13 +43,15 @@ def encode_prompt(prompt: PromptLike, tokenizer: Tokenizer) -> Prompt:
         if not prompt:
             raise InvalidRequestError("The decoder prompt cannot be empty", "prompt")
         return Prompt(prompt, tokenizer.encode(prompt))
-    if not isinstance(prompt, Sequence) or not all(_is_id(item) for item in prompt):
+    other: Any = prompt  # callers without a type checker pass anything
+    token_ids: list[Any] = list(other) if isinstance(other, Sequence) else [None]
+    if not all(_is_id(item) for item in token_ids):
         raise InvalidRequestError(
             f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", "prompt"
         )
-    if not prompt:
+    if not token_ids:
         raise InvalidRequestError("The decoder prompt cannot be empty", "prompt")
-    return Prompt(None, list(prompt))
+    return Prompt(None, token_ids)
 
 
 def _encode_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> Prompt:

@@ -1,0 +1,179 @@
+"""Many callers on one engine: streams, aborts, failures, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+import pytest
+
+from vmserve import AsyncLLM, EngineDeadError, InvalidRequestError, SamplingParams, VmserveError
+from vmserve.scheduler.base import StepPlan
+from vmserve.types import RequestOutput
+
+T = TypeVar("T")
+OPTIONS = {"dtype": "float32", "kv_cache_memory": "64MiB"}
+
+
+def greedy(num_tokens: int, n: int = 1) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, n=n)
+
+
+def on_engine(test: Callable[[AsyncLLM], Awaitable[T]]) -> T:
+    """Run ``test`` on a fresh engine and shut it down."""
+
+    async def run() -> T:
+        engine = AsyncLLM(**OPTIONS)
+        try:
+            return await asyncio.wait_for(test(engine), 60)
+        finally:
+            await engine.shutdown()
+
+    return asyncio.run(run())
+
+
+async def final(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    [output] = [output async for output in outputs]
+    return output
+
+
+async def until_idle(engine: AsyncLLM) -> None:
+    while engine.stats()["num_requests_running"] or engine.stats()["used_pages"]:
+        await asyncio.sleep(0.01)
+
+
+def test_a_stream_joins_to_the_whole() -> None:
+    async def test(engine: AsyncLLM) -> None:
+        prompt = engine.tokenizer.encode("Once upon a time")
+        whole = await final(engine.generate(prompt, greedy(20, n=2), request_id="whole"))
+        texts, ids, ends = ["", ""], [[], []], [0, 0]
+        stream = engine.generate(prompt, greedy(20, n=2), request_id="s", stream=True)
+        first = await anext(stream)
+        assert (first.delta, first.outputs, first.finished) == (True, [], False)
+        async for output in stream:
+            assert output.delta
+            for choice in output.outputs:
+                texts[choice.index] += choice.text
+                ids[choice.index] += choice.token_ids
+                ends[choice.index] += choice.finish_reason == "length"
+        assert texts == [choice.text for choice in whole.outputs]
+        assert ids == [choice.token_ids for choice in whole.outputs]
+        assert ends == [1, 1]
+
+    on_engine(test)
+
+
+def test_requests_of_many_tasks_share_the_steps() -> None:
+    async def test(engine: AsyncLLM) -> None:
+        prompt = engine.tokenizer.encode("One day")
+        before = engine.stats()["engine_steps_total"]
+        outputs = await asyncio.gather(
+            *(final(engine.generate(prompt, greedy(30), request_id=f"r{i}")) for i in range(16))
+        )
+        assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 1
+        steps = engine.stats()["engine_steps_total"] - before
+        assert steps < 16 * 30 / 4
+
+    on_engine(test)
+
+
+def test_leaving_a_stream_frees_its_pages() -> None:
+    async def test(engine: AsyncLLM) -> None:
+        prompt = [5] * 300
+        stream = engine.generate(prompt, greedy(4000), request_id="long", stream=True)
+        async for output in stream:
+            if output.outputs:
+                break
+        assert engine.stats()["used_pages"] > 0
+        await stream.aclose()  # type: ignore[attr-defined]
+        await until_idle(engine)
+        assert engine.stats()["requests_aborted_total"] == 1
+
+    on_engine(test)
+
+
+def test_abort_ends_the_stream_with_what_there_is() -> None:
+    async def test(engine: AsyncLLM) -> None:
+        stream = engine.generate([5] * 10, greedy(4000), request_id="x", stream=True)
+        seen = 0
+        async for output in stream:
+            seen += sum(len(choice.token_ids) for choice in output.outputs)
+            if seen >= 3:
+                await engine.abort("x")
+            last = output
+        assert last.finished
+        assert last.outputs[-1].finish_reason == "abort"
+        await until_idle(engine)
+
+    on_engine(test)
+
+
+def test_bad_requests_are_told_before_anything_is_queued() -> None:
+    async def test(engine: AsyncLLM) -> None:
+        with pytest.raises(InvalidRequestError, match="out of vocabulary"):
+            await final(engine.generate([10**6], greedy(1), request_id="a"))
+        ok = engine.generate([5], greedy(500), request_id="same", stream=True)
+        await anext(ok)
+        with pytest.raises(InvalidRequestError, match="already in use"):
+            await final(engine.generate([5], greedy(1), request_id="same"))
+        await ok.aclose()  # type: ignore[attr-defined]
+        await until_idle(engine)
+
+    on_engine(test)
+
+
+def test_a_batch_that_raises_fails_its_requests_and_not_the_engine() -> None:
+    async def test(engine: AsyncLLM) -> None:
+        runner = engine._engine._runner
+        execute = runner.execute
+
+        def poisoned(plan: StepPlan) -> object:
+            if any(item.sequence.tokens[0] == 13 for item in plan.scheduled):
+                raise RuntimeError("poison")
+            return execute(plan)
+
+        runner.execute = poisoned  # type: ignore[method-assign, assignment]
+        with pytest.raises(VmserveError, match="step that computed this request failed"):
+            await final(engine.generate([13], greedy(4), request_id="bad"))
+        good = await final(engine.generate([5], greedy(4), request_id="good"))
+        assert len(good.outputs[0].token_ids) == 4
+        assert not engine.errored
+        await until_idle(engine)
+        engine._engine.memory.check()
+
+    on_engine(test)
+
+
+def test_a_dead_engine_tells_everybody() -> None:
+    async def test(engine: AsyncLLM) -> None:
+        stream = engine.generate([5], greedy(4000), request_id="x", stream=True)
+        await anext(stream)
+
+        def broken() -> None:
+            raise RuntimeError("the scheduler is broken")
+
+        engine._engine.scheduler.schedule = broken  # type: ignore[method-assign, assignment]
+        with pytest.raises(EngineDeadError):
+            async for _ in stream:
+                pass
+        assert engine.errored
+        with pytest.raises(EngineDeadError):
+            await final(engine.generate([5], greedy(1), request_id="y"))
+
+    on_engine(test)
+
+
+def test_shutdown_drains_for_its_time_and_then_aborts() -> None:
+    async def run() -> tuple[RequestOutput, RequestOutput]:
+        engine = AsyncLLM(**OPTIONS)
+        short = asyncio.create_task(final(engine.generate([5], greedy(3), request_id="short")))
+        long = asyncio.create_task(final(engine.generate([5], greedy(8000), request_id="long")))
+        await asyncio.sleep(0.05)
+        await engine.shutdown(timeout=2.0)
+        return await short, await long
+
+    short, long = asyncio.run(run())
+    assert short.outputs[0].finish_reason == "length"
+    assert long.outputs[0].finish_reason == "abort"
+    assert len(long.outputs[0].token_ids) < 8000
