@@ -261,7 +261,7 @@ std::optional<SlotId> KVMemory::fork_slot(SlotId src, std::int64_t num_tokens) {
   forked.used = true;
   forked.length = num_tokens;
   forked.num_readonly = num_shared;
-  forked.pages = prefix.pages;
+  forked.pages.assign(prefix.pages.begin(), prefix.pages.end());
   for (const PageId page : prefix.pages) pool_.share(page);
   attach(tail);
   slots_[src].num_readonly = std::max(source.num_readonly, num_shared);

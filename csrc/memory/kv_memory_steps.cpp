@@ -92,6 +92,8 @@ KVMemory::Extension KVMemory::extend(Change& change, SlotId slot, std::int64_t f
                                      std::int64_t count) {
   Extension extension{slot, slots_[slot].tenant, first_index, {}};
   extension.pages.reserve(static_cast<std::size_t>(count));
+  // attach() runs when everything is mapped: it must not need memory.
+  slots_[slot].pages.reserve(static_cast<std::size_t>(space_->shape().slot_pages));
   change.taken.reserve(change.taken.size() + static_cast<std::size_t>(count));
   PageId previous = slots_[slot].pages.empty() ? kNoPage : slots_[slot].pages.back();
   for (std::int64_t i = 0; i < count; ++i) {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vmserve import _core
 
@@ -77,14 +78,15 @@ class Memory:
     def table(self, slot: int) -> list[int]:
         return [int(page) for page in self.core.block_table(slot)]
 
-    def tokens(self, slot: int, group: int, start: int, stop: int) -> np.ndarray[Any, Any]:
+    def tokens(self, slot: int, group: int, start: int, stop: int) -> NDArray[np.uint8]:
         """uint8 ``[tokens, TOKEN_BYTES]`` of the slot; only what is mapped may be touched."""
-        row = self.core.slots_buffer(group)[slot]
+        row: NDArray[np.uint8] = self.core.slots_buffer(group)[slot]
         return row[start * TOKEN_BYTES : stop * TOKEN_BYTES].reshape(-1, TOKEN_BYTES)
 
-    def page(self, page: int, group: int) -> np.ndarray[Any, Any]:
+    def page(self, page: int, group: int) -> NDArray[np.uint8]:
         """uint8 ``[PAGE]``: the page in the arena."""
-        return self.core.arena_buffer(group)[page]
+        content: NDArray[np.uint8] = self.core.arena_buffer(group)[page]
+        return content
 
     def stat(self, name: str) -> int:
         return int(getattr(self.core.stats(), name))

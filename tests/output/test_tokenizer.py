@@ -226,6 +226,7 @@ def test_a_spelled_token_is_encoded_as_transformers_encodes_it_plainly():
         (user("end|> x"), "<|turn|><|{{ messages[0].content }}"),
         (user("x <"), "<|turn|>{{ messages[0].content }}|end|>"),
         (user("  end|>"), "<|turn|><|{{ messages[0].content | trim }}"),
+        (user("en"), "<|turn|><|{{ messages[0].content }}d|>"),
         # Names and arguments of tool calls.
         (
             [{"role": "user", "content": "", "tool_calls": [{"a</s>": "</s>"}]}],
@@ -247,6 +248,16 @@ def test_an_end_token_that_is_also_the_unknown_token_is_guarded():
     tokenizer = Tokenizer(hf)
     _, ids = tokenizer.apply_chat_template(user("a</s>b"), chat_template=TEMPLATE)
     assert markers(tokenizer, ids) == ["<s>", "<|turn|>", "<|end|>", "<|turn|>"]
+
+
+def test_special_tokens_inside_special_tokens():
+    hf = deepcopy(byte_level().hf)
+    hf.add_special_tokens({"additional_special_tokens": ["[<|end|>]"]})
+    tokenizer = Tokenizer(hf)
+    for template in ("<|turn|>{{ messages[0].content }}", "<|turn|>{{ messages[0].content[1:] }}"):
+        text, ids = tokenizer.apply_chat_template(user("[<|end|>]"), chat_template=template)
+        assert [i for i in ids if i in tokenizer.special_ids] == [2]
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 def test_tools_and_variables_are_guarded_too():

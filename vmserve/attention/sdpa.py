@@ -85,7 +85,7 @@ class _SdpaCall:
         group = q_heads // kv_heads
         # [tokens, kv_heads, 1, group, head_dim]: one row of it is a decode query, whose
         # heads of a group are the rows of one product with that group's keys.
-        rows = q.view(tokens, kv_heads, 1, group, head_dim).unbind(0)
+        rows = q.reshape(tokens, kv_heads, 1, group, head_dim).unbind(0)
         slot_keys, slot_values = self._slots.keys[spec.layer], self._slots.values[spec.layer]
         outputs = []
         for tile in tiles:
@@ -113,7 +113,7 @@ def _attend_rows(
     group = q_heads // kv_heads
     # [kv_heads, group, rows, head_dim]; the group shares its keys with stride 0.
     output = scaled_dot_product_attention(
-        q.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3),
+        q.reshape(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3),
         keys.expand(-1, group, -1, -1),
         values.expand(-1, group, -1, -1),
         attn_mask=tile.mask,

@@ -137,9 +137,9 @@ class KVCache:
     def fork(self, slot: int, length: int) -> int | None:
         """A new slot that starts with the first ``length`` positions of ``slot``.
 
-        Whole pages are shared and read-only in both from here on; the last partial page is
-        copied. None when all slots are taken; raises :class:`OutOfMemoryError` when there
-        is no page for the copy.
+        They must be written: whole pages are shared and read-only in both from here on, the
+        last partial page is copied. None when all slots are taken; raises
+        :class:`OutOfMemoryError` when there is no page for the copy.
         """
         forked = self._memory.fork(slot, length)
         if forked is not None:

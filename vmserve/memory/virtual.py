@@ -117,7 +117,8 @@ class VirtualKVMemory:
     def fork(self, slot: int, num_tokens: int) -> int | None:
         """A new slot with the first ``num_tokens`` of ``slot``, or None when all are taken.
 
-        Whole pages are shared, read-only in both slots; the last partial page is copied.
+        Those tokens must be written: whole pages are shared and read-only in both slots from
+        here on, the last partial page is copied.
         Raises :class:`OutOfMemoryError` when the copy finds no page.
         """
         return self._core.fork_slot(slot, num_tokens)

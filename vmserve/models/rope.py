@@ -61,9 +61,8 @@ class RopeConfig:
 class RotaryEmbedding:
     """Cosines and sines for the positions of one step.
 
-    They are computed once per step, not looked up: for a step's few positions that costs
-    less than one layer's smallest matrix product, and a table of a 128k context would take
-    64 MiB.
+    They are computed for each step (once, not per layer) and not looked up: a step has few
+    positions, while a table for a context of 128k tokens would take 64 MiB.
 
     ``max_len`` chooses between longrope's two sets of factors: it is fixed for all requests,
     because keys rotated with one set cannot be used with the other.

@@ -54,17 +54,20 @@ class SampledToken:
 
 
 class Sampler:
-    """Stateless: a token depends on its row's logits and request alone, not on the batch.
+    """A token depends on its row's logits and request alone, whatever else is in the batch.
 
     Log-probabilities are those of the logits as the model gave them. The token is then
     chosen after bias, masks and penalties: the likeliest (lowest id of equals) where the
-    temperature is 0, else drawn with the number that (seed, choice, position) gives.
+    temperature is 0, else drawn with the number that (seed, choice, position) gives. One
+    thread at a time.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         #: Rows whose logits were not numbers (NaN, infinite) and had to be repaired.
         self.num_repaired_rows = 0
+        # Kept from call to call: a fresh array of this size is page faults all over.
+        self._scratch = torch.empty(0)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
@@ -102,9 +105,13 @@ class Sampler:
             )
 
     def _log_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits without NaN, contiguous float32, and their log-probabilities."""
+        """Logits without NaN, contiguous float32, and their log-probabilities.
+
+        These are valid until the next call.
+        """
         logits = logits.float().contiguous()
-        logprobs = logits.log_softmax(dim=-1)
+        logprobs = self._room_like(logits)
+        torch.log_softmax(logits, -1, out=logprobs)
         broken = logprobs[:, 0].isnan()  # one NaN or +inf makes the whole row NaN
         if not bool(broken.any()):
             return logits, logprobs
@@ -114,7 +121,12 @@ class Sampler:
         repaired[repaired.amax(dim=-1) == -torch.inf] = 0.0
         logits = logits.clone()
         logits[broken] = repaired
-        return logits, logits.log_softmax(dim=-1)
+        return logits, torch.log_softmax(logits, -1, out=logprobs)
+
+    def _room_like(self, x: Tensor) -> Tensor:
+        if self._scratch.numel() < x.numel() or self._scratch.device != x.device:
+            self._scratch = torch.empty_like(x).view(-1)
+        return self._scratch[: x.numel()].view(x.shape)
 
     # -- choosing -----------------------------------------------------------------------
 

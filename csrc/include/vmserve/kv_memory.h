@@ -94,12 +94,14 @@ class KVMemory {
 
   // A new slot with the first `num_tokens` of `src`: whole pages are shared, read-only in both,
   // and the last partial page is copied. Nothing when all slots are taken.
+  // Pre: those tokens are written; writing one of a shared page is a fault from here on.
   std::optional<SlotId> fork_slot(SlotId src, std::int64_t num_tokens);
 
   // Gives free pages above `keep_pages` back to the system, highest ids first; returns how many.
   std::int64_t trim(std::int64_t keep_pages);
 
-  // A lower limit gives back what is free above it at once, the rest as slots are released.
+  // A lower limit gives back what is free above it at once, the rest as slots are released. The
+  // limit holds even when giving back throws DriverError; trim() then tries again.
   void set_limit(std::int64_t limit_pages);
 
   std::vector<PageId> block_table(SlotId slot) const;

@@ -1,0 +1,10 @@
+"""A million random steps, one command:
+
+pytest tests/memory/test_properties.py --hypothesis-profile=thorough --timeout=0
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+settings.register_profile("thorough", max_examples=20_000, stateful_step_count=50, deadline=None)
