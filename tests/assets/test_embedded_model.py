@@ -1,0 +1,181 @@
+"""The embedded model loads as it is, fits into the repository, and does what its card says."""
+
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "vmserve" / "assets" / "embedded"
+BOS, EOS, TURN, END = 0, 1, 2, 3
+TOOL = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+def greedy(
+    model: Any, ids: list[int], tokens: int, stop: int | None = None
+) -> tuple[list[int], float]:
+    """`tokens` greedy tokens, or fewer up to `stop`, and the smallest margin among them."""
+    past, step, chosen, smallest = None, torch.tensor([ids]), [], float("inf")
+    with torch.inference_mode():
+        for _ in range(tokens):
+            output = model(step, past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            best = output.logits[0, -1].topk(2)
+            smallest = min(smallest, (best.values[0] - best.values[1]).item())
+            chosen.append(int(best.indices[0]))
+            if chosen[-1] == stop:
+                break
+            step = best.indices[:1].view(1, 1)
+    return chosen, smallest
+
+
+def test_directory_is_small() -> None:
+    assert sum(file.stat().st_size for file in MODEL.iterdir()) < 8_000_000
+
+
+def test_architecture_is_llama_with_grouped_queries_and_a_context_of_8192() -> None:
+    config = AutoConfig.from_pretrained(MODEL)
+    assert config.model_type == "llama"
+    assert config.head_dim == 64
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
+    assert config.max_position_embeddings == 8192
+    assert (config.bos_token_id, config.eos_token_id) == (BOS, EOS)
+
+
+def test_generation_ends_at_both_end_tokens(model: Any) -> None:
+    assert model.generation_config.eos_token_id == [EOS, END]
+    assert not model.generation_config.do_sample
+
+
+def test_weights_are_stored_in_bf16_and_loaded_in_fp32() -> None:
+    with safe_open(MODEL / "model.safetensors", framework="pt") as weights:
+        stored = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+    assert stored == {"BF16"}
+    assert AutoModelForCausalLM.from_pretrained(MODEL).dtype == torch.float32
+
+
+def test_plain_text_gets_one_bos(tokenizer: Any) -> None:
+    ids = tokenizer.encode("Once upon a time")
+    assert ids[0] == BOS
+    assert ids.count(BOS) == 1
+    assert BOS not in tokenizer.encode("Once upon a time", add_special_tokens=False)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=60))
+def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer", "tool", "Zork", "名前"])
+def test_template_renders_any_role(tokenizer: Any, role: str) -> None:
+    messages = [{"role": role, "content": "Hi <b> & 'you'"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (f"<|bos|><|im_start|>{role}\nHi <b> & 'you'<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_text_parts_render_as_the_joined_string(tokenizer: Any) -> None:
+    parts = [{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]
+    assert tokenizer.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False
+    ) == tokenizer.apply_chat_template([{"role": "user", "content": "a b c"}], tokenize=False)
+
+
+def test_chat_prompt_gets_one_bos(tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert ids[:2] == [BOS, TURN]
+    assert ids.count(BOS) == 1
+
+
+def test_template_renders_tools_and_calls(tokenizer: Any) -> None:
+    call = {"type": "function", "function": {"name": "get_time", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Time?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    text = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False)
+    assert text.startswith("<|bos|><|im_start|>system\nBe brief.\n\nYou can call these tools:\n{")
+    assert text.count("<|im_start|>system") == 1
+    assert text.endswith(
+        "<|im_start|>assistant\n<tool_call>\n"
+        '{"name": "get_time", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>\n'
+    )
+
+
+def test_training_chats_are_rendered_as_the_template_renders_them(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    chat = importlib.import_module("embedded_chat")
+    rng = random.Random(5)
+    messages = chat.system(rng) + chat.reading_turns(rng) + chat.json_turns(rng)
+    tools = [chat.tool_schema("get_weather")]
+    for given_tools in (None, tools):
+        expected = tokenizer.apply_chat_template(messages, tools=given_tools, tokenize=False)
+        assert "<|bos|>" + chat.render(messages, given_tools) == expected
+    for name in ("embedded_chat", "embedded_text", "embedded_words"):
+        sys.modules.pop(name)
+
+
+@pytest.mark.parametrize("prompt", ["Notes:\n", "1, 2, 3,"])
+def test_greedy_choices_are_confident(tokenizer: Any, model: Any, prompt: str) -> None:
+    _, smallest = greedy(model, tokenizer.encode(prompt), 64)
+    assert smallest > 1e-3
+
+
+@pytest.mark.parametrize("prompt", ["Once upon a time", "Notes:\n"])
+def test_recorded_margins_are_those_of_these_weights(
+    tokenizer: Any, model: Any, prompt: str
+) -> None:
+    recorded = json.loads((MODEL / "evaluation.json").read_text(encoding="utf-8"))["margins"]
+    _, smallest = greedy(model, tokenizer.encode(prompt), 64)
+    assert smallest > recorded["minimum_by_prompt"][prompt] - 1e-4
+
+
+def test_card_states_confident_choices_on_nearly_all_positions() -> None:
+    measured = json.loads((MODEL / "evaluation.json").read_text(encoding="utf-8"))["margins"]
+    assert measured["tokens_each"] == 2000
+    assert measured["share_above_1e-3"] > 0.998
+    share = f"{measured['share_above_1e-3']:.4%}"
+    assert share in (MODEL / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "question", ["Hello!", "What is the capital of France?", "Tell me a story."]
+)
+def test_chat_answers_end_by_themselves(tokenizer: Any, model: Any, question: str) -> None:
+    messages = [{"role": "user", "content": question}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert greedy(model, ids, 300, stop=END)[0][-1] == END
+
+
+def test_answer_uses_what_the_chat_said(tokenizer: Any, model: Any) -> None:
+    messages = [
+        {"role": "user", "content": "My name is Clara."},
+        {"role": "assistant", "content": "Nice to meet you, Clara!"},
+        {"role": "user", "content": "What is my name?"},
+    ]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    answer = greedy(model, ids, 20, stop=END)[0]
+    assert tokenizer.decode(answer[: answer.index(END)]) == "Your name is Clara."
