@@ -104,12 +104,13 @@ class LLMEngine:
         vocab = self.model_config.vocab_size
         if not prompt_token_ids:
             raise InvalidRequestError("The decoder prompt cannot be empty", "prompt")
-        for token_id in prompt_token_ids:
-            if not 0 <= token_id < vocab:
-                raise InvalidRequestError(
-                    f"Token id {token_id} is out of vocabulary: the model has ids 0 to {vocab - 1}",
-                    "prompt",
-                )
+        lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
+        if lowest < 0 or highest >= vocab:
+            wrong = lowest if lowest < 0 else highest
+            raise InvalidRequestError(
+                f"Token id {wrong} is out of vocabulary: the model has ids 0 to {vocab - 1}",
+                "prompt",
+            )
         room = 0 if params.max_tokens == 0 else 1
         if len(prompt_token_ids) + room > context:
             raise InvalidRequestError(

@@ -60,6 +60,8 @@ class MemoryStats:
     """Committed and owned by nobody."""
     used_pages: int
     shared_pages: int
+    quarantined_pages: int
+    """Held back after a refusal of the system that could not be undone yet; 0 when healthy."""
     num_slots: int
     used_slots: int
     used_tokens: int

@@ -52,7 +52,8 @@ def resolve_dtype(
         )
     if force or torch.device(device).type != "cpu" or _is_fast_on_cpu(dtype):
         return dtype
-    logger.info("this CPU has no instructions for %s: computing in float32", dtype)
+    level = logging.INFO if requested == "auto" else logging.WARNING
+    logger.log(level, "this CPU has no instructions for %s: computing in float32", dtype)
     return torch.float32
 
 

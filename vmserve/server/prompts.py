@@ -47,6 +47,8 @@ def _one(item: Any) -> Prompt:
 
 def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises :class:`InvalidRequestError` for ids that the model does not have."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(
