@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Running
+from tests.server.conftest import Running, until
 from tests.server.fake_engine import FakeAsyncLLM, FakeTokenizer
-from vmserve.cli_chat import Message, RemoteBackend, chat_command, converse
+from vmserve.cli_chat import LocalBackend, Message, RemoteBackend, chat_command, converse
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
 
 Start = Callable[..., Running]
@@ -119,6 +119,26 @@ def test_stopping_an_answer_ends_the_request(start: Start) -> None:
     reply.close()
     server.close()
     assert len(engine.aborted) == 1
+
+
+def test_with_an_own_engine() -> None:
+    options = {"kv_cache_memory": "64MiB", "max_model_len": 256}
+    backend = LocalBackend({"temperature": 0, "max_tokens": 8}, options)
+    try:
+        first, notes = talk(backend, "Hello.")
+        assert notes == ""
+        assert first.strip()
+        assert talk(backend, "Hello.") == (first, "")
+        reply = backend.reply([{"role": "user", "content": "Hello."}])
+        while not next(reply):
+            pass
+        reply.close()
+        until(lambda: backend.engine.stats()["requests_aborted_total"] == 1)
+        assert talk(backend, "Hello.") == (first, "")
+        _, notes = talk(backend, "word " * 500)
+        assert "maximum context length is 256 tokens" in notes
+    finally:
+        backend.close()
 
 
 def test_wrong_urls_and_options() -> None:

@@ -79,6 +79,11 @@ def test_max_tokens(shared: Running) -> None:
     assert reply["choices"][0]["finish_reason"] == "length"
 
 
+def test_a_context_shorter_than_the_default(start: Start) -> None:
+    server = start(FakeAsyncLLM("x" * 50, shape=Shape(max_model_len=8)))
+    assert server.complete()["usage"]["total_tokens"] == 8
+
+
 def test_stop(shared: Running) -> None:
     [choice] = shared.complete(stop="ll", return_token_ids=True)["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("he", "stop", "ll")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Body, Running, error_of
-from tests.server.fake_engine import EOS, FakeAsyncLLM, FakeTokenizer
+from tests.server.fake_engine import EOS, FakeAsyncLLM, FakeTokenizer, scripted
 from vmserve.errors import EngineDeadError, OutOfMemoryError
 
 Start = Callable[..., Running]
@@ -63,9 +63,16 @@ def test_chat_chunks(shared: Running) -> None:
 @pytest.mark.parametrize("text", ["hello", "héllo wörld", "\U0001f600\U0001f601", "", "x"])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stop", [None, ["wör", "lo w", "zz"]])
-def test_rules_of_chunks(start: Start, path: str, text: str, stop: list[str] | None) -> None:
+def test_rules_of_chunks(
+    shared: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    text: str,
+    stop: list[str] | None,
+) -> None:
     """Joined chunks are the reply, and each carries its tokens with their text."""
-    server = start(FakeAsyncLLM(text))
+    monkeypatch.setattr(shared.engine, "reply", scripted(text))
+    server = shared
     body: Body = {
         "n": 2,
         "stop": stop,

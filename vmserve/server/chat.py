@@ -19,7 +19,8 @@ from vmserve.server.logprobs import LogprobShape, Position, chat_logprobs, promp
 from vmserve.server.messages import check_tools, content_text, conversation
 from vmserve.server.params import (
     StreamOptions,
-    check_context,
+    check_max_tokens,
+    check_prompt,
     refuse_unserved,
     sampling_params,
     stream_options,
@@ -117,7 +118,9 @@ class ChatService:
 
     def _job(self, body: ChatCompletionRequest, chat: RenderedChat) -> Job:
         context = self._context
+        name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         max_tokens = body.max_completion_tokens or body.max_tokens
+        check_max_tokens(max_tokens, context.max_model_len, name)
         try:
             params = sampling_params(
                 body,
@@ -135,7 +138,7 @@ class ChatService:
             raise InvalidRequestError(
                 "messages: the chat template makes an empty prompt of them", "messages"
             )
-        check_context(len(token_ids), max_tokens, context.max_model_len)
+        check_prompt(len(token_ids), context.max_model_len)
         return Job(chat.text, token_ids, params)
 
 

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vmserve.errors import InvalidRequestError
+from vmserve.sampling import SamplingParams
 from vmserve.server.body import read_model
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import below_minimum, not_implemented
@@ -17,7 +18,8 @@ from vmserve.server.generation import ChoiceBuffer, Generation, Job, Piece
 from vmserve.server.logprobs import LogprobShape, Position, completion_logprobs, prompt_logprobs
 from vmserve.server.params import (
     StreamOptions,
-    check_context,
+    check_max_tokens,
+    check_prompt,
     refuse_unserved,
     sampling_params,
     stream_options,
@@ -55,7 +57,8 @@ class CompletionService:
         options = stream_options(body, context.config.force_include_usage)
         _check(body)
         prompts = split_prompts(body.prompt)
-        jobs = [await self._job(prompt, body) for prompt in prompts]
+        params = self._params(body)
+        jobs = [await self._job(prompt, body, params) for prompt in prompts]
         reply = _Reply(
             context, body, options, jobs, model, body.request_id or request.state.request_id
         )
@@ -66,17 +69,22 @@ class CompletionService:
             return EventStream(reply.chunks(await generation.stream()))
         return Response(dump_json(reply.full(await generation.run())), media_type=JSON_TYPE)
 
-    async def _job(self, prompt: Prompt, body: CompletionRequest) -> Job:
-        context = self._context
-        max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        params = sampling_params(
+    def _params(self, body: CompletionRequest) -> SamplingParams:
+        max_tokens = body.max_tokens
+        if max_tokens is None:
+            max_tokens = min(_DEFAULT_MAX_TOKENS, self._context.max_model_len)
+        check_max_tokens(max_tokens, self._context.max_model_len)
+        return sampling_params(
             body,
-            context.engine,
+            self._context.engine,
             max_tokens=max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=_num_prompt_logprobs(body),
             best_of=body.best_of,
         )
+
+    async def _job(self, prompt: Prompt, body: CompletionRequest, params: SamplingParams) -> Job:
+        context = self._context
         if isinstance(prompt, str):
             special = body.add_special_tokens is not False
             tokenizer = context.engine.tokenizer
@@ -86,7 +94,7 @@ class CompletionService:
             check_vocabulary("prompt", prompt, context.engine.model_config.vocab_size)
             given, text = prompt, None
         token_ids = truncate(given, body, context.max_model_len)
-        check_context(len(token_ids), max_tokens, context.max_model_len)
+        check_prompt(len(token_ids), context.max_model_len)
         # What was cut off is not part of the prompt that an echo repeats.
         return Job(text if len(token_ids) == len(given) else None, token_ids, params)
 

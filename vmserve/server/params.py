@@ -12,7 +12,8 @@ from vmserve.server.protocol import GenerationRequest
 
 __all__ = [
     "StreamOptions",
-    "check_context",
+    "check_max_tokens",
+    "check_prompt",
     "refuse_unserved",
     "sampling_params",
     "stream_options",
@@ -67,22 +68,27 @@ def sampling_params(
     return params
 
 
-def check_context(num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
-    """Raises :class:`InvalidRequestError` for what can never fit the model's context.
+def check_max_tokens(max_tokens: int | None, max_model_len: int, name: str = "max_tokens") -> None:
+    """Raises :class:`InvalidRequestError` for more than the context could ever hold.
 
-    Prompt and ``max_tokens`` together may exceed it: generation then ends early.
+    Prompt and ``max_tokens`` (given as ``name``) together may exceed it: generation then
+    ends early.
     """
-    limit = f"This model's maximum context length is {max_model_len} tokens"
     if max_tokens is not None and max_tokens > max_model_len:
         raise InvalidRequestError(
-            f"max_tokens or max_completion_tokens is too large: {max_tokens}. {limit}: ask for "
-            "less",
-            "max_tokens",
+            f"max_tokens or max_completion_tokens is too large: {max_tokens}. This model's maximum "
+            f"context length is {max_model_len} tokens: ask for less",
+            name,
         )
+
+
+def check_prompt(num_prompt: int, max_model_len: int) -> None:
+    """Raises :class:`InvalidRequestError` for a prompt that leaves no room for one token."""
     if num_prompt >= max_model_len:
         raise InvalidRequestError(
-            f"{limit}, but the prompt has {num_prompt}: it is longer than the model's context "
-            "length less one token for the answer. Shorten it, or set truncate_prompt_tokens",
+            f"This model's maximum context length is {max_model_len} tokens, but the prompt has "
+            f"{num_prompt}: it is longer than the model's context length less one token for the "
+            "answer. Shorten it, or set truncate_prompt_tokens",
             "prompt",
         )
 

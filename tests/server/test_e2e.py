@@ -1,0 +1,218 @@
+"""The real engine on the embedded model, through the official client."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import vmserve
+from tests.server.conftest import Body, Running, error_of, until
+from tests.server.test_lifecycle import raw_request
+from vmserve import AsyncLLM
+from vmserve.server.tokenization import tokenizer_info
+
+PROMPT = "Once upon a time there was"
+MESSAGES: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Running]:
+    running = Running(
+        AsyncLLM(kv_cache_memory="128MiB", max_model_len=1024, max_num_seqs=16),
+        served_model_names=("embedded",),
+    )
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def client(real: Running) -> Iterator[openai.OpenAI]:
+    with real.openai() as opened:
+        yield opened
+
+
+def kv(server: Running) -> Body:
+    figures: Body = server.http.get("/v1/kv").json()
+    return figures
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["embedded"]
+    assert client.models.retrieve("embedded").id == "embedded"
+    with pytest.raises(openai.NotFoundError, match="The model `x` does not exist"):
+        client.models.retrieve("x")
+
+
+def test_a_completion(client: openai.OpenAI, real: Running) -> None:
+    reply = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=24, temperature=0)
+    [choice] = reply.choices
+    assert choice.text
+    assert choice.finish_reason in ("stop", "length")
+    assert reply.usage is not None
+    num_prompt = real.ok("/tokenize", {"prompt": PROMPT})["count"]
+    assert reply.usage.prompt_tokens == num_prompt
+    assert 1 <= reply.usage.completion_tokens <= 24
+    again = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=24, temperature=0)
+    assert again.choices[0].text == choice.text
+
+
+def test_a_chat(client: openai.OpenAI, real: Running) -> None:
+    reply = client.chat.completions.create(
+        model="embedded", messages=MESSAGES, max_tokens=24, temperature=0
+    )
+    [choice] = reply.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == real.ok("/tokenize", {"messages": MESSAGES})["count"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 7, "n": 3},
+        {"temperature": 0.8, "seed": 11, "n": 2, "logprobs": True, "stop": [".", " fox"]},
+    ],
+    ids=["greedy", "sampled", "stopped"],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_streams_join_to_the_whole_reply(real: Running, path: str, options: dict[str, Any]) -> None:
+    body: Body = {"max_tokens": 20, "return_token_ids": True, **options}
+    if path == COMPLETIONS:
+        logprobs = 2 if body.pop("logprobs", False) else None
+        body = {**body, "prompt": [PROMPT, "The sea"], "logprobs": logprobs}
+    else:
+        body = {**body, "messages": MESSAGES, "top_logprobs": 2 if "logprobs" in body else None}
+    whole = real.ok(path, body)
+    usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *chunks, total = real.stream(path, {**body, **usage})
+    assert total["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        if path == CHAT:
+            assert mine.pop(0)["delta"] == {"role": "assistant", "content": None}
+            assert "".join(c["delta"]["content"] for c in mine) == choice["message"]["content"]
+            key = "content"
+        else:
+            assert "".join(c["text"] for c in mine) == choice["text"]
+            key = "token_logprobs"
+        ids = [token_id for c in mine for token_id in c["token_ids"]]
+        assert ids == choice["token_ids"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+        assert mine[-1]["stop_reason"] == choice["stop_reason"]
+        if choice["logprobs"] is not None:
+            joined = [value for c in mine for value in c["logprobs"][key]]
+            assert joined == choice["logprobs"][key]
+            assert len(joined) == len(ids)
+
+
+def test_stop(client: openai.OpenAI, real: Running) -> None:
+    text = real.complete(prompt=PROMPT, temperature=0, max_tokens=24)["choices"][0]["text"]
+    stop = text[5:8]
+    reply = client.completions.create(
+        model="embedded", prompt=PROMPT, max_tokens=24, temperature=0, stop=stop
+    )
+    assert reply.choices[0].text == text[: text.index(stop)]
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.choices[0].model_extra is not None
+    assert reply.choices[0].model_extra["stop_reason"] == stop
+
+
+def test_scoring_a_prompt_is_what_echo_shows(real: Running) -> None:
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 3}
+    scored = real.complete(**body, max_tokens=0)
+    [choice] = scored["choices"]
+    assert choice["text"] == PROMPT
+    assert scored["usage"]["completion_tokens"] == 0
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == scored["usage"]["prompt_tokens"]
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+    longer = real.complete(**body, max_tokens=4, temperature=0)["choices"][0]["logprobs"]
+    num_prompt = len(logprobs["tokens"])
+    assert longer["tokens"][:num_prompt] == logprobs["tokens"]
+    assert longer["token_logprobs"][1:num_prompt] == pytest.approx(
+        logprobs["token_logprobs"][1:], abs=1e-4
+    )
+    # A greedy token is the likeliest.
+    for token, top in zip(
+        longer["tokens"][num_prompt:], longer["top_logprobs"][num_prompt:], strict=True
+    ):
+        assert max(top, key=lambda name: top[name]) == token
+
+
+def test_errors(client: openai.OpenAI, real: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens"):
+        client.completions.create(model="embedded", prompt=[5] * 2000)
+    with pytest.raises(openai.BadRequestError, match="out of vocabulary"):
+        client.completions.create(model="embedded", prompt=[10**6])
+    with pytest.raises(openai.BadRequestError, match="greater than max allowed: 20"):
+        client.completions.create(model="embedded", prompt="x", logprobs=21)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+    assert real.complete(max_tokens=1)["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_gives_its_pages_back(real: Running, stream: bool) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True, "stream": stream, "n": 4}
+    aborted = kv(real)["requests_aborted_total"]
+    raw = raw_request(real, COMPLETIONS, body)
+    until(lambda: kv(real)["used_pages"] > 0)
+    raw.close()
+    until(lambda: kv(real)["requests_aborted_total"] == aborted + 1)
+    until(lambda: kv(real)["num_requests_running"] == 0)
+    assert kv(real)["kv_cache_usage_perc"] == 0.0
+    assert kv(real)["used_pages"] == 0
+
+
+def test_tokenizer_info_names_no_place(real: Running) -> None:
+    hf = real.engine.tokenizer.hf  # type: ignore[attr-defined]
+    info = tokenizer_info(hf)
+    assert info["tokenizer_class"] == type(hf).__name__
+    assert info["chat_template"] == hf.chat_template
+    assert isinstance(info["eos_token"], str)
+    text = json.dumps(info)
+    assert str(Path(vmserve.__file__).parent) not in text
+    assert "name_or_path" not in text
+
+
+def test_metrics(real: Running) -> None:
+    real.complete(max_tokens=2)
+    text = real.http.get("/metrics").text
+    for line in (
+        'vllm:num_requests_running{engine="0",model_name="embedded"} 0.0',
+        'vllm:kv_cache_usage_perc{engine="0",model_name="embedded"} 0.0',
+    ):
+        assert line in text
+    [info] = [line for line in text.splitlines() if line.startswith("vmserve:cache_config_info")]
+    assert 'kv_cache_size_tokens="0"' not in info
+
+
+def test_drain_ends_what_runs(real: Running) -> None:
+    """The last test of this module: it stops the server."""
+    events = real.events(
+        COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True, "seed": 1}
+    )
+    next(events)
+    object.__setattr__(real.config, "shutdown_timeout", 0.1)
+    real.begin_stop()
+    *rest, last, done = list(events)
+    assert done == "[DONE]"
+    assert json.loads(last)["choices"][0]["finish_reason"] == "abort"
+    assert rest
+    real.join()
+    with pytest.raises(openai.APIConnectionError):
+        real.openai().models.list()
+
+
+def test_refusals_carry_the_shape_of_all_errors(start: Any) -> None:
+    server = start()
+    response = server.post(CHAT, {"messages": MESSAGES, "tools": [{"function": {"name": "f"}}]})
+    assert error_of(response)["type"] == "BadRequestError"

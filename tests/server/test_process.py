@@ -1,0 +1,142 @@
+"""``vmserve serve`` as a process: what it says, and how it ends."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.conftest import Running, until
+from vmserve.cli import main
+
+# A process imports torch, which takes its time on a busy machine.
+pytestmark = pytest.mark.timeout(400)
+
+Launch = Callable[..., "Process"]
+COMMAND = [sys.executable, "-c", "from vmserve.cli import main; main()", "serve"]
+BASE = ["--kv-cache-memory", "64MiB", "--max-model-len", "1024"]
+
+
+class Process:
+    """A server whose standard error goes to a file, so that it can never block."""
+
+    def __init__(self, log: Path, *args: str) -> None:
+        self._log = log
+        with log.open("w") as file:
+            self.popen = subprocess.Popen([*COMMAND, *args], stderr=file, text=True)
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def wait_ready(self) -> str:
+        """The URL that it serves at."""
+        until(lambda: "ready:" in self.said or self.popen.poll() is not None, 180)
+        match = re.search(r"ready: serving .* at (\S+)", self.said)
+        assert match is not None, self.said
+        return match.group(1)
+
+    def wait(self) -> int:
+        return self.popen.wait(180)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    started: list[Process] = []
+
+    def begin(*args: str) -> Process:
+        started.append(Process(tmp_path / f"log{len(started)}", *args))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.popen.kill()
+        process.popen.wait(60)
+
+
+def test_serve_drain_and_end(launch: Launch) -> None:
+    process = launch(*BASE, "--port", "0", "--shutdown-timeout", "0.5")
+    url = process.wait_ready()
+    phases = [process.said.index(word) for word in ("loading", "loaded", "reserved", "ready:")]
+    assert phases == sorted(phases)
+    body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 8}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        process.popen.send_signal(signal.SIGTERM)
+        events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] in ("abort", "length")
+    assert process.wait() == 0
+    assert "stopped" in process.said
+    assert "Traceback" not in process.said
+
+
+def test_a_second_signal_ends_it_at_once(launch: Launch) -> None:
+    process = launch(*BASE, "--port", "0", "--shutdown-timeout", "600")
+    url = process.wait_ready()
+    body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 64}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        next(response.iter_lines())
+        process.popen.send_signal(signal.SIGINT)
+        until(lambda: "draining" in process.said)
+        process.popen.send_signal(signal.SIGINT)
+        assert process.wait() == -signal.SIGINT
+
+
+def test_a_signal_while_loading(launch: Launch) -> None:
+    process = launch(*BASE, "--port", "0")
+    until(lambda: "loading" in process.said, 180)
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
+    assert "Traceback" not in process.said
+
+
+# -- what cannot start: in this process, since that loads nothing ---------------------------
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Runs the command; returns its status and the only line that it says."""
+    monkeypatch.setattr(sys, "argv", ["vmserve", "serve", *args])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    [line] = capsys.readouterr().err.splitlines()
+    return f"{ended.value.code} {line}"
+
+
+def test_a_port_in_use(
+    shared: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = run(monkeypatch, capsys, "--port", str(shared.port))
+    assert re.fullmatch(r"1 vmserve: \S+ is in use .*--port.*", said)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--max-model-len", "10000000"], "10000000.*8192.*--max-model-len"),
+        (["--model", "no/such/directory"], "no/such/directory"),
+        (["--kv-page-size", "7"], "page"),
+        (["--chat-template", "{broken}"], "chat template is broken"),
+        (["--shutdown-timeout", "-1"], "shutdown_timeout"),
+        (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
+    ],
+)
+def test_what_cannot_start_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    args: list[str],
+    told: str,
+) -> None:
+    if "{broken}" in args:
+        broken = tmp_path / "t"
+        broken.write_text("{% if %}")
+        args = ["--chat-template", str(broken), *BASE]
+    said = run(monkeypatch, capsys, "--port", "0", *args)
+    assert re.match(rf"2 vmserve: .*({told})", said), said
