@@ -112,6 +112,16 @@ def test_streams_join_to_the_whole_reply(real: Running, path: str, options: dict
             assert len(joined) == len(ids)
 
 
+def test_chat_token_strings_join_to_the_content(real: Running) -> None:
+    body: Body = {"messages": MESSAGES, "temperature": 0, "logprobs": True, "max_tokens": 300}
+    [choice] = real.ok(CHAT, {**body, "return_token_ids": True})["choices"]
+    assert choice["finish_reason"] == "stop"
+    entries = choice["logprobs"]["content"]
+    assert len(entries) == len(choice["token_ids"])
+    assert "".join(entry["token"] for entry in entries) == choice["message"]["content"]
+    assert (entries[-1]["token"], entries[-1]["bytes"]) == ("", [])
+
+
 def test_stop(client: openai.OpenAI, real: Running) -> None:
     text = real.complete(prompt=PROMPT, temperature=0, max_tokens=24)["choices"][0]["text"]
     stop = text[5:8]

@@ -207,7 +207,7 @@ class _Reply:
         return {
             "index": choice.index,
             "message": {"role": self._role, "content": content, "refusal": None},
-            "logprobs": self._logprobs(choice.logprobs or []),
+            "logprobs": self._logprobs(choice),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self._body.return_token_ids else None,
@@ -267,7 +267,7 @@ class _Reply:
         choice = {
             "index": index,
             "delta": {"content": text},
-            "logprobs": self._logprobs(piece.logprobs),
+            "logprobs": self._logprobs(piece),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
@@ -287,8 +287,14 @@ class _Reply:
 
     # -- parts ------------------------------------------------------------------------
 
-    def _logprobs(self, positions: list[dict[int, Any]]) -> dict[str, Any] | None:
+    def _logprobs(self, part: CompletionOutput | Piece) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        kept: list[Position] = list(positions)
-        return chat_logprobs(kept, self._shape)
+        # A stop token is generated, but its text is not part of the content.
+        ends_unseen = (
+            part.finish_reason == "stop"
+            and not isinstance(part.stop_reason, str)
+            and not self._job.params.include_stop_str_in_output
+        )
+        kept: list[Position] = list(part.logprobs or [])
+        return chat_logprobs(kept, self._shape, ends_unseen=ends_unseen)

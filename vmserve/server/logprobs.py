@@ -73,13 +73,23 @@ def completion_logprobs(
     return shaped, offset
 
 
-def chat_logprobs(positions: Sequence[Position], shape: LogprobShape) -> dict[str, Any]:
-    """``{content: [{token, logprob, bytes, top_logprobs}], refusal: null}``."""
+def chat_logprobs(
+    positions: Sequence[Position], shape: LogprobShape, *, ends_unseen: bool = False
+) -> dict[str, Any]:
+    """``{content: [{token, logprob, bytes, top_logprobs}], refusal: null}``.
+
+    ``ends_unseen``: the last token is not in the text, so its own string is empty here and
+    the strings join to the content.
+    """
     content = []
     for position in positions:
         token_id, entry = next(iter(position.items()))
         top = [_chat_entry(shape, *item) for item in shape.likeliest(position)]
         content.append({**_chat_entry(shape, token_id, entry), "top_logprobs": top})
+    if content and ends_unseen:
+        content[-1]["bytes"] = []
+        if not shape.as_ids:
+            content[-1]["token"] = ""
     return {"content": content, "refusal": None}
 
 
