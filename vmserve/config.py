@@ -206,7 +206,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
         max_num_batched_tokens=batched,
         max_logprobs=vocabulary if max_logprobs == -1 else min(max_logprobs, vocabulary),
         kv_regime=config.kv_regime,
-        kv_limit_bytes=_kv_limit_bytes(config),
+        kv_limit_bytes=_kv_limit_bytes(config, model, max_num_seqs * max_model_len),
         kv_page_bytes=None if page is None else parse_size(page, "kv_page_size"),
         kv_zero_pages=config.kv_zero_pages,
         block_tokens=config.block_size,
@@ -214,10 +214,15 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
     )
 
 
-def _kv_limit_bytes(config: EngineConfig) -> int:
+def _kv_limit_bytes(config: EngineConfig, model: ModelConfig, most_tokens: int) -> int:
+    """``most_tokens``: what all slots together can hold."""
     if config.kv_cache_memory is not None:
         return parse_size(config.kv_cache_memory, "kv_cache_memory")
     page_bytes, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     if config.gpu_memory_utilization is not None:
         return int(config.gpu_memory_utilization * page_bytes * pages)
-    return int(CPU_KV_SHARE * page_bytes * os.sysconf("SC_AVPHYS_PAGES"))
+    # A cap that no set of sequences could reach would only force larger pages: the planner
+    # keeps the mappings of a full pool under the system's limit. In float32, the widest type.
+    token_bytes = model.num_layers * 2 * model.kv_heads * model.head_dim * 4
+    available = page_bytes * os.sysconf("SC_AVPHYS_PAGES")
+    return min(int(CPU_KV_SHARE * available), most_tokens * token_bytes)

@@ -1,0 +1,111 @@
+"""Engine options: parsing, refusals, and what is chosen for the user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vmserve.config import EngineConfig, format_size, parse_size, resolve
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models import ModelConfig, resolve_model
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelConfig:
+    return ModelConfig.from_directory(resolve_model(None))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("64KiB", 64 << 10),
+        ("512MiB", 512 * MIB),
+        ("1.5 GiB", 1536 * MIB),
+        ("2tib", 2 << 40),
+        ("4K", 4 << 10),
+        ("3MB", 3_000_000),
+        ("10B", 10),
+    ],
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "4 QiB", "-1", "1e3", "MiB", -1, True])
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(ConfigurationError, match="kv_cache_memory"):
+        parse_size(text, "kv_cache_memory")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536 * MIB, "1.5 GiB"), (3 << 40, "3 TiB")],
+)
+def test_sizes_are_written_in_the_unit_that_fits(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kv_regime": "both"}, "kv_regime: 'both' is not one of auto, virtual, paged"),
+        ({"dtype": "int4"}, "dtype: 'int4' is not one of"),
+        ({"max_num_seqs": 0}, "max_num_seqs: 0 is below the least value, 1"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs: 1.5 is not an integer"),
+        ({"gpu_memory_utilization": 1.5}, r"1.5 is not in \(0, 1\]"),
+        ({"seed": 2**63}, "does not fit 64 bits"),
+    ],
+)
+def test_wrong_values(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        EngineConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_regime": "paged"},
+        {"device": "cuda"},
+        {"swap_space": "1GiB"},
+        {"preemption": "swap"},
+        {"scheduling_policy": "priority"},
+        {"enable_prefix_caching": True},
+        {"tensor_parallel_size": 2},
+    ],
+)
+def test_what_is_not_there_yet_is_refused_by_name(options: dict[str, Any]) -> None:
+    [name] = options
+    with pytest.raises(UnsupportedError, match=name):
+        EngineConfig(**options)
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(ConfigurationError, match="unknown engine options colour, speed"):
+        EngineConfig.from_options({"speed": 1, "colour": 2, "seed": 3})
+
+
+def test_defaults(model: ModelConfig) -> None:
+    resolved = resolve(EngineConfig(), model)
+    assert resolved.max_model_len == model.max_position_embeddings == 8192
+    assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == (64, 512)
+    # Never more than all slots can hold: 4 layers x K and V x 2 heads x 64 x 4 bytes a token.
+    assert 0 < resolved.kv_limit_bytes <= 64 * 8192 * 4096
+
+
+def test_limits_that_contradict_each_other(model: ModelConfig) -> None:
+    with pytest.raises(ConfigurationError, match="9000 is above the model's own context of 8192"):
+        resolve(EngineConfig(max_model_len=9000), model)
+    with pytest.raises(ConfigurationError, match="32 is below max_num_seqs, 64"):
+        resolve(EngineConfig(max_num_batched_tokens=32), model)
+
+
+def test_the_whole_vocabulary_as_logprobs(model: ModelConfig) -> None:
+    assert resolve(EngineConfig(max_logprobs=-1), model).max_logprobs == model.vocab_size
+    assert resolve(EngineConfig(max_logprobs=10**6), model).max_logprobs == model.vocab_size
+    assert resolve(EngineConfig(max_logprobs=5), model).max_logprobs == 5
