@@ -168,6 +168,7 @@ def test_statistics_after_each_step() -> None:
         "free_pages": 0,
         "used_pages": 2,
         "shared_pages": 0,
+        "quarantined_pages": 0,
         "num_slots": 4,
         "used_slots": 1,
         "used_tokens": 5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,7 @@ def test_resident_once(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     for parameter_bytes, peak, pss in json.loads(result.stdout):
         assert 95e6 < parameter_bytes < 110e6

@@ -67,7 +67,7 @@ def run_schedule(model: LoadedModel, prompts: list[list[int]]) -> list[torch.Ten
         )
         assert logits.shape == (batch.num_tokens, VOCAB)
         assert logits.dtype == torch.float32
-        for i, part in zip(active, logits.split([step[i] for i in active]), strict=True):
+        for i, part in zip(active, torch.split(logits, [step[i] for i in active]), strict=True):
             rows[i].append(part)
             done[i] += step[i]
     assert done == LENGTHS
