@@ -46,7 +46,10 @@ class _LazyCommands(TyperGroup):
             return None
         module = importlib.import_module(home.module)
         command_class = getattr(module, home.command_class) if home.command_class else TyperCommand
-        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        # Plain help: the tables of rich cut long option names short in narrow terminals.
+        alone = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+        )
         alone.command(cmd_name, cls=command_class)(getattr(module, home.function))
         return typer.main.get_command(alone)
 

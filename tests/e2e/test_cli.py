@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -144,3 +145,22 @@ def test_version_and_help_name_every_command() -> None:
     done = vmserve("--help")
     for command in ("generate", "serve", "chat", "plan"):
         assert command in done.stdout
+
+
+def test_help_of_serve_spells_every_option_out() -> None:
+    done = vmserve("serve", "--help")
+    assert done.returncode == 0, done.stderr
+    for option in (
+        *("--served-model-name", "--max-logprobs", "--api-key", "--root-path", "--uds"),
+        *("--chat-template", "--tool-call-parser", "--enable-auto-tool-choice", "--seed"),
+        *("--return-tokens-as-token-ids", "--enable-force-include-usage"),
+        *("--enable-per-request-metrics", "--enable-server-load-tracking"),
+        *("--enable-tokenizer-info-endpoint", "--enable-prompt-tokens-details"),
+        *("--enable-prefix-caching", "--no-enable-prefix-caching", "--shutdown-timeout"),
+        *("--max-queued-requests", "--max-queued-tokens", "--kv-regime", "--kv-cache-memory"),
+        *("--kv-page-size", "--kv-zero-pages", "--max-model-len", "--max-num-seqs"),
+        *("--max-num-batched-tokens", "--swap-space", "--preemption", "--scheduling-policy"),
+        *("--dtype", "--device", "--attention-backend", "--block-size", "--tokenizer"),
+        *("--tensor-parallel-size", "--gpu-memory-utilization", "--enforce-eager", "--model"),
+    ):
+        assert re.search(rf"(?<![\w-]){option}(?![\w-])", done.stdout), option
