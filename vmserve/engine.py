@@ -79,7 +79,9 @@ class LLMEngine:
         self.memory = _create_memory(
             self.resolved, self.model_config, dtype, backend.read_slack_tokens
         )
-        self._model = load_model(path, dtype, progress=progress)
+        self._model = load_model(
+            path, dtype, max_model_len=self.resolved.max_model_len, progress=progress
+        )
         self.scheduler = FCFSScheduler(
             self.memory,
             SchedulerLimits(self.resolved.max_num_seqs, self.resolved.max_num_batched_tokens),
