@@ -10,7 +10,7 @@ from vmserve.memory.base import Growth, MemoryPlan, Shortfall
 
 class CountingMemory:
     def __init__(self, limit_pages: int, page_tokens: int = 4, num_slots: int = 8) -> None:
-        self.layout = SimpleNamespace(page_tokens=page_tokens)
+        self.layout = SimpleNamespace(page_tokens=page_tokens, pages_for=self._pages_for)
         self.num_slots = num_slots
         self.max_len = limit_pages * page_tokens
         self.limit_pages = limit_pages
@@ -25,7 +25,7 @@ class CountingMemory:
         return None
 
     def plan(self, growths: Sequence[Growth]) -> MemoryPlan | Shortfall:
-        needed = sum(max(0, self._pages(g) - self.pages[g.slot]) for g in growths)
+        needed = sum(max(0, self._pages_for(g.num_tokens) - self.pages[g.slot]) for g in growths)
         available = self.limit_pages - sum(self.pages.values())
         if needed > available:
             return Shortfall(needed, available)
@@ -34,7 +34,9 @@ class CountingMemory:
     def apply(self, plan: MemoryPlan) -> None:
         assert plan.version == self.version
         for growth in plan.growths:
-            self.pages[growth.slot] = max(self.pages[growth.slot], self._pages(growth))
+            self.pages[growth.slot] = max(
+                self.pages[growth.slot], self._pages_for(growth.num_tokens)
+            )
         assert sum(self.pages.values()) <= self.limit_pages
         self.version += 1
 
@@ -45,5 +47,5 @@ class CountingMemory:
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(limit_pages=self.limit_pages, used_pages=sum(self.pages.values()))
 
-    def _pages(self, growth: Growth) -> int:
-        return -(-growth.num_tokens // self.layout.page_tokens)
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.layout.page_tokens)

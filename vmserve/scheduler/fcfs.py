@@ -74,12 +74,11 @@ class FCFSScheduler:
 
     def schedule(self) -> StepPlan | None:
         preempted_before = self.num_preemptions_total
-        plan = self._schedule_running()
-        if self.num_preemptions_total == preempted_before:
-            plan = self._admit(plan)
+        plan, memory_plan = self._schedule_running()
+        if self.num_preemptions_total == preempted_before and self._admit(plan):
+            memory_plan = self._memory.plan(_growths(plan))
         if not plan:
             return None
-        memory_plan = self._memory.plan(_growths(plan))
         assert isinstance(memory_plan, MemoryPlan), "admission let in more than fits"
         return StepPlan(tuple(plan), memory_plan)
 
@@ -95,18 +94,20 @@ class FCFSScheduler:
         self._preempt(victim)
         return victim
 
-    def _schedule_running(self) -> list[ScheduledSequence]:
+    def _schedule_running(
+        self,
+    ) -> tuple[list[ScheduledSequence], MemoryPlan | Shortfall | None]:
         """Decodes, then prompt chunks; preempts from the back until it fits."""
         while self._running:
             plan = self._share_budget()
             fits = self._memory.plan(_growths(plan))
             if not isinstance(fits, Shortfall):
-                return plan
+                return plan, fits
             if self._preempt_last() is None:
                 # One sequence alone always fits: the engine checks at start that the pool
                 # holds the longest sequence, and set_limit keeps it so.
                 raise AssertionError(f"one sequence alone does not fit: {fits}")
-        return []
+        return [], None
 
     def _share_budget(self) -> list[ScheduledSequence]:
         budget = self._limits.max_num_batched_tokens
@@ -121,18 +122,25 @@ class FCFSScheduler:
             budget -= item.num_new
         return plan
 
-    def _admit(self, plan: list[ScheduledSequence]) -> list[ScheduledSequence]:
+    def _admit(self, plan: list[ScheduledSequence]) -> bool:
+        """Add newcomers to ``plan`` while budget, slots and memory last; says whether any came."""
         budget = self._limits.max_num_batched_tokens - sum(item.num_new for item in plan)
         if budget == 0 or not self._waiting or self._is_short:
-            return plan
-        limit = self._memory.stats().limit_pages
-        room = self._room_beside_promises()
+            return False
+        num_before = len(plan)
+        pages_for = self._memory.layout.pages_for
+        stats = self._memory.stats()
+        # What a newcomer may take, once every running sequence has what it is owed.
+        room = stats.limit_pages - stats.used_pages
+        room -= sum(
+            pages_for(seq.num_tokens + 1) - pages_for(seq.num_computed) for seq in self._running
+        )
+        watermark = int(self._limits.watermark * stats.limit_pages)
         while self._waiting and budget > 0 and len(self._running) < self._limits.max_num_seqs:
             sequence = self._waiting[0]
             # One more than is known: the token that this sequence will sample.
-            pages = self._pages_for(sequence.num_tokens + 1)
-            spare = int(self._limits.watermark * limit) if self._running else 0
-            if pages + spare > room:
+            pages = pages_for(sequence.num_tokens + 1)
+            if pages + (watermark if self._running else 0) > room:
                 break
             slot = self._memory.alloc_slot()
             if slot is None:
@@ -145,19 +153,7 @@ class FCFSScheduler:
             item = _take(sequence, budget)
             plan.append(item)
             budget -= item.num_new
-        return plan
-
-    def _room_beside_promises(self) -> int:
-        """Pages that a newcomer may take, once every running sequence has what it is owed."""
-        stats = self._memory.stats()
-        owed = sum(
-            self._pages_for(seq.num_tokens + 1) - self._pages_for(seq.num_computed)
-            for seq in self._running
-        )
-        return stats.limit_pages - stats.used_pages - owed
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._memory.layout.page_tokens)
+        return len(plan) > num_before
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
