@@ -54,7 +54,12 @@ class OutOfMemoryError(VmserveError, MemoryError):
 
 
 class DriverError(VmserveError, OSError):
-    """A page driver call failed; the message names the call and the limit behind it."""
+    """A page driver call failed; the message names the call and the limit behind it.
+
+    ``sticky``: the device is lost, and every later call may fail.
+    """
+
+    sticky: bool = False
 
 
 class EngineDeadError(VmserveError):

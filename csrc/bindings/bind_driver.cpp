@@ -62,6 +62,12 @@ void bind_values(py::module_& m) {
       .value("TRAP", Backing::kTrap)
       .value("ZEROS", Backing::kZeros)
       .finalize();
+  py::class_<Capabilities>(m, "Capabilities")
+      .def_readonly("unmap", &Capabilities::unmap)
+      .def_readonly("read_only", &Capabilities::read_only)
+      .def_readonly("zeros_backing", &Capabilities::zeros_backing)
+      .def_readonly("host_memory", &Capabilities::host_memory)
+      .def_readonly("asynchronous", &Capabilities::asynchronous);
   py::class_<DriverStats>(m, "DriverStats")
       .def_readonly("created_frames", &DriverStats::created_frames)
       .def_readonly("mapped_frames", &DriverStats::mapped_frames)
@@ -83,6 +89,7 @@ void bind_driver(py::module_& m) {
   bind_values(m);
   using unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<PageDriver, std::shared_ptr<PageDriver>>(m, "PageDriver")
+      .def_property_readonly("capabilities", &PageDriver::capabilities)
       .def_property_readonly("granularity", &PageDriver::granularity)
       .def_property_readonly("frame_bytes", &PageDriver::frame_bytes)
       .def_property_readonly("num_frames", &PageDriver::num_frames)
@@ -96,6 +103,10 @@ void bind_driver(py::module_& m) {
       .def("zero", batched<AddressRun, AddressTuple>(&PageDriver::zero), py::arg("runs"))
       .def("copy", batched<CopyRun, CopyTuple>(&PageDriver::copy), py::arg("runs"))
       .def("fence", &PageDriver::fence, unlocked())
+      .def("mark", &PageDriver::mark, unlocked())
+      .def("reached", &PageDriver::reached, py::arg("mark"), unlocked())
+      .def("alloc_host", &PageDriver::alloc_host, py::arg("num_bytes"), unlocked())
+      .def("free_host", &PageDriver::free_host, py::arg("address"), unlocked())
       .def(
           "query",
           [](const PageDriver& driver, Address address) {
@@ -122,7 +133,7 @@ void bind_driver(py::module_& m) {
       m, "FaultInjectingDriver")
       .def(py::init<std::shared_ptr<PageDriver>>(), py::arg("inner"))
       .def("arm", &FaultInjectingDriver::arm, py::arg("call"), py::kw_only(),
-           py::arg("forever") = false, py::arg("code") = ENOMEM)
+           py::arg("forever") = false, py::arg("code") = ENOMEM, py::arg("sticky") = false)
       .def("disarm", &FaultInjectingDriver::disarm)
       .def_property_readonly("num_calls", &FaultInjectingDriver::num_calls);
 }

@@ -16,7 +16,10 @@ void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const DriverError& error) {
-    py::set_error(error_class("DriverError"), py::make_tuple(error.code, error.what()));
+    const py::object type = error_class("DriverError");
+    const py::object raised = type(error.code, error.what());
+    raised.attr("sticky") = error.sticky;
+    PyErr_SetObject(type.ptr(), raised.ptr());
   } catch (const OutOfMemoryError& error) {
     py::set_error(error_class("OutOfMemoryError"), error.what());
   } catch (const MisuseError& error) {

@@ -7,12 +7,13 @@
 
 namespace vmserve {
 
-void FaultInjectingDriver::arm(std::int64_t call, bool forever, int code) {
+void FaultInjectingDriver::arm(std::int64_t call, bool forever, int code, bool sticky) {
   if (call < 1) throw MisuseError("the call to fail is counted from 1");
   num_calls_ = 0;
   fail_at_ = call;
   forever_ = forever;
   code_ = code;
+  sticky_ = sticky;
 }
 
 void FaultInjectingDriver::count_call(const char* name, std::size_t completed) {
@@ -21,8 +22,11 @@ void FaultInjectingDriver::count_call(const char* name, std::size_t completed) {
   if (!fails) return;
   const std::string what =
       std::string("injected fault: ") + name + " is call " + std::to_string(num_calls_);
-  if (code_ == ENOMEM && std::string(name) == "create") throw OutOfMemoryError(what, completed);
-  throw DriverError(name, code_, what, completed);
+  const std::string call(name);
+  if (code_ == ENOMEM && !sticky_ && (call == "create" || call == "alloc_host")) {
+    throw OutOfMemoryError(what, completed);
+  }
+  throw DriverError(call, code_, what, completed, sticky_);
 }
 
 template <typename Run>
@@ -42,6 +46,21 @@ void FaultInjectingDriver::one_by_one(const char* name, const std::vector<Run>& 
 Address FaultInjectingDriver::reserve(std::size_t bytes, Backing backing) {
   count_call("reserve", 0);
   return inner_->reserve(bytes, backing);
+}
+
+void FaultInjectingDriver::fence() {
+  count_call("fence", 0);
+  inner_->fence();
+}
+
+Mark FaultInjectingDriver::mark() {
+  count_call("mark", 0);
+  return inner_->mark();
+}
+
+Address FaultInjectingDriver::alloc_host(std::size_t bytes) {
+  count_call("alloc_host", 0);
+  return inner_->alloc_host(bytes);
 }
 
 void FaultInjectingDriver::create(const std::vector<FrameRun>& runs) {

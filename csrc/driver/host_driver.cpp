@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <string>
 
 #include "vmserve/errors.h"
@@ -89,6 +90,7 @@ HostDriver::~HostDriver() {
   for (const auto& [addr, reservation] : reservations_) {
     ::munmap(pointer(addr), reservation.segments.bytes());
   }
+  for (const auto& [addr, bytes] : host_memory_) ::munmap(pointer(addr), bytes);
 }
 
 void HostDriver::check_process() const {
@@ -347,17 +349,48 @@ void HostDriver::zero(const std::vector<AddressRun>& runs) {
   }
 }
 
+void HostDriver::check_copyable(Address addr, std::size_t bytes, bool write,
+                                std::size_t completed) {
+  const auto host = host_memory_.upper_bound(addr);
+  if (host != host_memory_.begin()) {
+    const auto& [start, size] = *std::prev(host);
+    if (addr < start + size && bytes <= start + size - addr) return;
+  }
+  const SegmentMap& segments = reservation_of(addr, bytes, false, completed).segments;
+  if (write ? !segments.all_writable(addr, bytes) : !segments.all_mapped(addr, bytes)) {
+    throw MisuseError("cannot copy between what is not mapped", completed);
+  }
+}
+
 void HostDriver::copy(const std::vector<CopyRun>& runs) {
   check_process();
   for (std::size_t i = 0; i < runs.size(); ++i) {
-    const CopyRun& run = runs[i];
-    const SegmentMap& dst = reservation_of(run.dst, run.bytes, false, i).segments;
-    const SegmentMap& src = reservation_of(run.src, run.bytes, false, i).segments;
-    if (!dst.all_writable(run.dst, run.bytes) || !src.all_mapped(run.src, run.bytes)) {
-      throw MisuseError("cannot copy between what is not mapped", i);
-    }
-    std::memcpy(pointer(run.dst), pointer(run.src), run.bytes);
+    check_copyable(runs[i].dst, runs[i].bytes, /*write=*/true, i);
+    check_copyable(runs[i].src, runs[i].bytes, /*write=*/false, i);
+    std::memcpy(pointer(runs[i].dst), pointer(runs[i].src), runs[i].bytes);
   }
+}
+
+Address HostDriver::alloc_host(std::size_t bytes) {
+  check_process();
+  if (bytes == 0) throw MisuseError("cannot allocate 0 bytes of host memory");
+  check_memory(bytes);
+  void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) {
+    throw OutOfMemoryError("the system has no " + human_bytes(bytes) + " to swap to (" +
+                           errno_text(errno) + "): lower --swap-space");
+  }
+  const auto addr = reinterpret_cast<Address>(p);
+  host_memory_.emplace(addr, bytes);
+  return addr;
+}
+
+void HostDriver::free_host(Address addr) {
+  check_process();
+  const auto it = host_memory_.find(addr);
+  if (it == host_memory_.end()) throw MisuseError("no host memory starts at this address");
+  ::munmap(pointer(addr), it->second);
+  host_memory_.erase(it);
 }
 
 Mapping HostDriver::query(Address addr) const {

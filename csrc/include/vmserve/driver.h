@@ -6,13 +6,19 @@
 //   reservation  a range of addresses without memory behind it.
 //   mapping      a frame made visible at an address. One frame may be mapped many times (aliases).
 //   run          adjacent frames at adjacent addresses; one system call where the system allows.
+//   mark         a point in the device's order of work; reached when all work before it is done.
 //
 // Laws for every implementation
 //   * A batched call executes its runs in order. If it throws, `Error::completed` runs are done
 //     and the others, the failing one included, had no effect: the caller can undo exactly.
 //   * A broken precondition throws MisuseError and a refusal of the system DriverError or
 //     OutOfMemoryError; nothing ever aborts the process or is dropped in silence.
-//   * Calls are not thread-safe; one owner serialises them.
+//   * Calls are not thread-safe; one owner serialises them. They may come from several threads.
+//   * map, unmap, set_access, create and destroy take effect at once and wait for nobody: that no
+//     work in flight uses the addresses is the caller's to know (see mark). zero and copy are
+//     work: they happen in the order of the calls, after the kernels started before them and
+//     before those started after.
+//   * After a DriverError that is `sticky` the device is lost: every later call may fail.
 //   * A driver belongs to the process that made it: calls in a fork of it throw MisuseError.
 #pragma once
 
@@ -72,6 +78,17 @@ struct Mapping {
   Access access = Access::kNone;
 };
 
+// What an implementation can do beyond the mandatory core.
+struct Capabilities {
+  bool unmap = true;          // without it, frames stay where they were mapped: never multi-tenant
+  bool read_only = true;      // Access::kRead traps writes; without it, kRead maps writable
+  bool zeros_backing = true;  // Backing::kZeros
+  bool host_memory = true;    // alloc_host(), a target and a source of copy()
+  bool asynchronous = false;  // zero and copy may still be running when the call returns
+};
+
+using Mark = std::uint64_t;
+
 struct DriverStats {
   std::int64_t created_frames = 0;
   std::int64_t mapped_frames = 0;    // a frame mapped twice counts twice
@@ -83,6 +100,8 @@ struct DriverStats {
 class PageDriver {
  public:
   virtual ~PageDriver() = default;
+
+  virtual Capabilities capabilities() const { return {}; }
 
   // Sizes and addresses of frames are multiples of this.
   virtual std::size_t granularity() const = 0;
@@ -122,11 +141,22 @@ class PageDriver {
   // Pre:  the addresses are mapped writable. Post: they read as zero.
   virtual void zero(const std::vector<AddressRun>& runs) = 0;
 
-  // Pre:  dst is mapped writable, src is mapped, they do not overlap.
+  // Pre:  dst is mapped writable, src is mapped, or they lie in host memory; no overlap.
   virtual void copy(const std::vector<CopyRun>& runs) = 0;
 
-  // Waits until everything that was asked for before is visible to kernels started after.
+  // Waits until all work asked for before is done.
   virtual void fence() = 0;
+
+  // A mark behind all work that was given to the device so far: marks are reached in their order.
+  virtual Mark mark() = 0;
+  // Whether everything before the mark is done. Never waits.
+  virtual bool reached(Mark mark) = 0;
+
+  // Memory of the host, page-locked where the device wants it so, to swap to; its content is
+  // undefined. Pre: bytes > 0.
+  virtual Address alloc_host(std::size_t bytes) = 0;
+  // Pre: addr came from alloc_host(), no copy on it is running.
+  virtual void free_host(Address addr) = 0;
 
   // What is mapped at `addr`; frame == kNoFrame when nothing is.
   // Pre: addr lies in a reservation.

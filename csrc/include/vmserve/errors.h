@@ -24,13 +24,16 @@ class MisuseError : public Error {
   using Error::Error;
 };
 
-// The memory system refused `call` with `code` (an errno). Python: vmserve.errors.DriverError.
+// The memory system refused `call` with `code` (an errno). `sticky`: the device is lost and
+// every later call may fail. Python: vmserve.errors.DriverError.
 class DriverError : public Error {
  public:
-  DriverError(std::string call, int code, const std::string& what, std::size_t completed = 0)
-      : Error(what, completed), call(std::move(call)), code(code) {}
+  DriverError(std::string call, int code, const std::string& what, std::size_t completed = 0,
+              bool sticky = false)
+      : Error(what, completed), call(std::move(call)), code(code), sticky(sticky) {}
   std::string call;
   int code;
+  bool sticky;
 };
 
 // Not enough memory; nothing changed. Python: vmserve.errors.OutOfMemoryError.

@@ -13,12 +13,13 @@ class FaultInjectingDriver final : public PageDriver {
   explicit FaultInjectingDriver(std::shared_ptr<PageDriver> inner) : inner_(std::move(inner)) {}
 
   // The call-th call from now on fails (1 is the next one) with `code`: once, or that call and
-  // every later one.
-  void arm(std::int64_t call, bool forever, int code);
+  // every later one. `sticky`: the error says that the device is lost.
+  void arm(std::int64_t call, bool forever, int code, bool sticky = false);
   void disarm() { fail_at_ = 0; }
   // Calls since construction or the last arm().
   std::int64_t num_calls() const { return num_calls_; }
 
+  Capabilities capabilities() const override { return inner_->capabilities(); }
   std::size_t granularity() const override { return inner_->granularity(); }
   std::size_t frame_bytes() const override { return inner_->frame_bytes(); }
   std::int64_t num_frames() const override { return inner_->num_frames(); }
@@ -32,7 +33,11 @@ class FaultInjectingDriver final : public PageDriver {
   void set_access(const std::vector<AccessRun>& runs) override;
   void zero(const std::vector<AddressRun>& runs) override;
   void copy(const std::vector<CopyRun>& runs) override;
-  void fence() override { inner_->fence(); }
+  void fence() override;
+  Mark mark() override;
+  bool reached(Mark mark) override { return inner_->reached(mark); }
+  Address alloc_host(std::size_t bytes) override;
+  void free_host(Address addr) override { inner_->free_host(addr); }
   Mapping query(Address addr) const override { return inner_->query(addr); }
   DriverStats stats() const override { return inner_->stats(); }
 
@@ -47,6 +52,7 @@ class FaultInjectingDriver final : public PageDriver {
   std::int64_t fail_at_ = 0;
   bool forever_ = false;
   int code_ = 0;
+  bool sticky_ = false;
 };
 
 }  // namespace vmserve

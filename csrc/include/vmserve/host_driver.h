@@ -50,6 +50,10 @@ class HostDriver final : public PageDriver {
   void zero(const std::vector<AddressRun>& runs) override;
   void copy(const std::vector<CopyRun>& runs) override;
   void fence() override { check_process(); }
+  Mark mark() override { return ++last_mark_; }
+  bool reached(Mark mark) override { return mark <= last_mark_; }
+  Address alloc_host(std::size_t bytes) override;
+  void free_host(Address addr) override;
   Mapping query(Address addr) const override;
   DriverStats stats() const override;
 
@@ -67,6 +71,8 @@ class HostDriver final : public PageDriver {
   Reservation& reservation_of(Address addr, std::size_t bytes, bool whole_frames,
                               std::size_t completed);
   const Reservation* find(Address addr) const;
+  // Throws unless [addr, addr + bytes) is mapped (writable if `write`) or lies in host memory.
+  void check_copyable(Address addr, std::size_t bytes, bool write, std::size_t completed);
   // 0, or the errno of the refusal.
   int fallocate_frames(const FrameRun& run, int mode);
   void map_one(const MapRun& run, std::size_t completed);
@@ -80,10 +86,12 @@ class HostDriver final : public PageDriver {
   pid_t pid_;
   FileDescriptor fd_;
   std::map<Address, Reservation> reservations_;
+  std::map<Address, std::size_t> host_memory_;
   PageSet created_;
   LazyArray<std::uint32_t> map_counts_;  // aliases per frame
   std::int64_t mapped_frames_ = 0;
   std::int64_t num_mappings_ = 0;
+  Mark last_mark_ = 0;
 };
 
 }  // namespace vmserve
