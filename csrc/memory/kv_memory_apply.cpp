@@ -210,6 +210,7 @@ void KVMemory::stage_fork(Change& change, const Op& op) {
   if (op.num_tokens > 0) bind(change, op.seq, blocks, op.num_tokens, /*own=*/false);
   child.has.length = op.num_tokens;
   child.has.sealed = std::min(parent.has.sealed, op.num_tokens);
+  child.has.seal_limit = parent.has.seal_limit;
   child.has.num_trimmed = std::min(parent.has.num_trimmed, blocks_for(op.num_tokens));
   child.has.num_published =
       std::min(parent.has.num_published, op.num_tokens / config_.block_tokens);
@@ -331,6 +332,10 @@ void KVMemory::stage_swap_in(Change& change, const Op& op) {
 void KVMemory::stage_grow(Change& change, const Op& op) {
   Sequence& seq = seqs_[op.seq];
   change.grows.push_back(op);
+  if (op.num_tokens == 0 && seq.has.view == View::kVirtual && seq.has.slot == kNoSlot) {
+    save(change, op.seq);
+    take_slot(change, op.seq, {}, 0);
+  }
   if (op.num_tokens <= seq.has.length) return;
   if (seq.has.view == View::kVirtual) {
     grow_virtual(change, op.seq, op.num_tokens);
@@ -369,7 +374,7 @@ bool KVMemory::claim_spare(Change& change, SeqId id, std::int64_t index) {
   Slot& slot = slots_[slot_id];
   if (index >= slot.size()) return false;
   const PageId page = slot.entries[index].page;
-  if (page == kNoPage || pool_.used(page) > 0 || pool_.held(page) > 0) {
+  if (page == kNoPage || pool_.state(page) != PageState::kIdle) {
     Change::SavedSlot& before = saved(change, slot_id);
     before.size = std::min(before.size, index);
     if (!truncate(slot_id, index)) throw DriverError("unmap", EIO, last_error_);
@@ -394,8 +399,9 @@ void KVMemory::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
   Change::Grown grown{id, seq.has.blocks.size(), -1, kNoBlock};
   const std::int64_t tail = seq.has.length / config_.block_tokens;
   const std::int64_t written = seq.has.length % config_.block_tokens;
-  if (written > 0 && seq.has.blocks[tail] != kNoBlock && pool_.refs(seq.has.blocks[tail]) > 1) {
-    // Copy on write: others read this block, and the rest of it is about to be written.
+  if (written > 0 && seq.has.blocks[tail] != kNoBlock &&
+      (pool_.refs(seq.has.blocks[tail]) > 1 || pool_.is_published(seq.has.blocks[tail]))) {
+    // Copy on write: others read this block, or may find it, and its rest is about to be written.
     grown.cow_index = tail;
     grown.cow_block = seq.has.blocks[tail];
     change.copies.push_back({id, tail, grown.cow_block, written});
@@ -463,7 +469,9 @@ void KVMemory::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks
     const PageId page = bound[i].page;
     for (std::int32_t j = 0; j < width; ++j) {
       const BlockId block = pool_.first_block(page) + j;
-      if (j >= bound[i].num_blocks && pool_.is_published(block)) {
+      // What lies behind the tokens will be written.
+      const bool is_whole = (first + j + 1) * config_.block_tokens <= num_tokens;
+      if (!is_whole && pool_.is_published(block)) {
         pool_.unpublish(block);
         ++totals_.evicted;
       }
@@ -618,8 +626,8 @@ void KVMemory::assign_fresh(Change& change) {
       change.owners.emplace_back(page, pool_.owner(page));
       pool_.set_owner(page, fresh.seq);
     } else if (before != kNoBlock && pool_.owner(previous) == fresh.seq &&
-               (before + 1) % width != 0 && pool_.refs(before + 1) == 0 &&
-               !pool_.is_published(before + 1)) {
+               pool_.retire(previous) <= completed_ && (before + 1) % width != 0 &&
+               pool_.refs(before + 1) == 0 && !pool_.is_published(before + 1)) {
       block = before + 1;
       add_ref(change, block);
     } else {

@@ -172,7 +172,8 @@ void KVMemory::demand_paged(Demand& demand, SeqId id, std::int64_t have, std::in
   std::int64_t own_left = 0;
   if (have > 0 && have == static_cast<std::int64_t>(seq.has.blocks.size())) {
     const BlockId last = seq.has.blocks.back();
-    if (last != kNoBlock && pool_.owner(pool_.page_of(last)) == id && !dense) {
+    if (last != kNoBlock && pool_.owner(pool_.page_of(last)) == id && !dense &&
+        pool_.retire(pool_.page_of(last)) <= completed_) {
       own_left = width - 1 - last % width;
     }
   }
@@ -222,6 +223,7 @@ KVMemory::Demand KVMemory::demand(const std::vector<Op>& ops, bool dense) const 
       const bool is_changed = changed != tentative.end();
       const View view = is_changed ? changed->second.view : seq.has.view;
       const std::int64_t length = is_changed ? changed->second.length : seq.has.length;
+      if (op.num_tokens == 0 && view == View::kVirtual && seq.has.slot == kNoSlot) ++demand.slots;
       if (op.num_tokens <= length) continue;
       if (view == View::kVirtual) {
         const std::int64_t have = is_changed ? pages_for(length) : num_pages(seq);
@@ -235,10 +237,7 @@ KVMemory::Demand KVMemory::demand(const std::vector<Op>& ops, bool dense) const 
           const Slot& slot = slots_[seq.has.slot];
           for (std::int64_t i = have; i < std::min(want, slot.size()); ++i) {
             const PageId page = slot.entries[i].page;
-            if (page != kNoPage && (pool_.state(page) == PageState::kHeld ||
-                                    pool_.state(page) == PageState::kWaiting)) {
-              --pages;
-            }
+            if (page != kNoPage && pool_.state(page) == PageState::kHeld) --pages;
           }
         }
         demand.pages += pages;
@@ -254,7 +253,8 @@ KVMemory::Demand KVMemory::demand(const std::vector<Op>& ops, bool dense) const 
                                 ? kNoBlock
                                 : seq.has.blocks[tail];
       const bool parent = std::find(parents.begin(), parents.end(), op.seq) != parents.end();
-      if (forked || parent || (block != kNoBlock && pool_.refs(block) > 1)) {
+      if (forked || parent ||
+          (block != kNoBlock && (pool_.refs(block) > 1 || pool_.is_published(block)))) {
         ++demand.blocks[seq.tenant];
       }
       continue;
