@@ -41,7 +41,7 @@
 
 #include <cstdint>
 #include <deque>
-#include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -103,10 +103,13 @@ enum class OpKind : std::uint8_t { kAttach, kFork, kConvert, kSwapOut, kSwapIn, 
 //             the prefix cache. Length and sealed become num_tokens
 //   kFork     `seq` is empty, of `other`'s tenant: it gets other's first `num_tokens` (<= length).
 //             Whole pages (virtual) or blocks (paged) are shared, the rest is copied at once
-//             (virtual) or when one of the two writes (paged)
+//             (virtual) or when one of the two writes (paged). Its known tokens become other's
+//             first `num_tokens`; later ones come by append_tokens()
 //   kConvert  `seq` is in the view `view` afterwards
 //   kSwapOut  `seq`'s blocks go to host memory and its pages are given up
 //   kSwapIn   and back, into the view it had
+//             NOTE: copies are made when apply() is called; kernels of epochs that have begun and
+//             are not launched yet must not write what is copied
 //   kGrow     positions up to `num_tokens` can be used; those from the length on are written in the
 //             epoch that this apply begins. Never shrinks. Positions before `first_token` are not
 //             needed any more (sliding window): what lies wholly before it is given up
@@ -226,6 +229,7 @@ class KVMemory {
   View view(SeqId seq) const;
   bool swapped(SeqId seq) const;
   std::optional<SlotId> slot(SeqId seq) const;
+  std::vector<SlotId> slots(const std::vector<SeqId>& seqs) const;  // kNoSlot where there is none
   std::int32_t block_refs(BlockId block) const;
 
   // Block tables of all sequences, `[max_seqs, blocks_per_row()]`, kept current: block 0 beyond the
@@ -255,7 +259,8 @@ class KVMemory {
     SlotId slot = kNoSlot;
     std::int64_t length = 0;
     std::int64_t sealed = 0;
-    std::int64_t num_trimmed = 0;    // leading blocks given up
+    std::int64_t seal_limit = std::numeric_limits<std::int64_t>::max();  // worthless from here on
+    std::int64_t num_trimmed = 0;                                        // leading blocks given up
     std::int64_t num_published = 0;  // leading blocks offered to the prefix cache
     std::vector<BlockId> blocks;
     bool swapped = false;
@@ -521,6 +526,7 @@ class KVMemory {
   std::vector<Sequence> seqs_;
   std::vector<Slot> slots_;
   LazyArray<BlockId> tables_;
+  std::vector<std::size_t> row_sizes_;
   std::int64_t blocks_per_row_;
   std::vector<Repair> repairs_;
   std::string last_error_;
