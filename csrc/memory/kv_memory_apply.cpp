@@ -494,11 +494,17 @@ void KVMemory::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks
   }
 }
 
+bool KVMemory::shows_foreign(PageId page, Tenant tenant) const {
+  return page != kNoPage && config_.zero_policy != ZeroPolicy::kNever &&
+         pool_.tenant(page) != tenant && !pool_.known_zero(page);
+}
+
 // A slot for a sequence that starts with `bound` and needs `want` pages. Best first: one that shows
 // the bound pages already; one whose pages nobody would miss; an empty one; the one that was parked
 // longest ago, in place if memory is short.
-SlotId KVMemory::choose_slot(const Change& change, const std::vector<BoundPage>& bound,
-                             std::int64_t want, bool pressed) const {
+SlotId KVMemory::choose_slot(const Change& change, Tenant tenant,
+                             const std::vector<BoundPage>& bound, std::int64_t want,
+                             bool pressed) const {
   SlotId best = kNoSlot;
   std::int64_t best_rank = -1;
   std::int64_t best_score = 0;
@@ -519,7 +525,8 @@ SlotId KVMemory::choose_slot(const Change& change, const std::vector<BoundPage>&
     bool is_missed = false;  // a spare that holds cached blocks or is somebody's
     for (std::int64_t i = matched; i < slot.size() && !is_missed; ++i) {
       const PageId page = slot.entries[i].page;
-      is_missed = page == kNoPage || pool_.used(page) > 0 || pool_.cached(page) > 0;
+      is_missed = page == kNoPage || pool_.used(page) > 0 || pool_.cached(page) > 0 ||
+                  shows_foreign(page, tenant);
     }
     const bool fits = matched == static_cast<std::int64_t>(bound.size()) || slot.size() == matched;
     std::int64_t rank = 0;
@@ -549,7 +556,7 @@ void KVMemory::take_slot(Change& change, SeqId id, const std::vector<BoundPage>&
                          std::int64_t want) {
   const std::int64_t at_hand = pool_.num_free() + pool_.limit() - pool_.num_committed();
   const bool pressed = at_hand < want - static_cast<std::int64_t>(bound.size());
-  const SlotId slot_id = choose_slot(change, bound, want, pressed);
+  const SlotId slot_id = choose_slot(change, seqs_[id].tenant, bound, want, pressed);
   if (slot_id == kNoSlot) {
     throw OutOfMemoryError("all " + std::to_string(config_.num_slots) +
                            " slots are taken: raise --max-num-seqs");
@@ -562,7 +569,12 @@ void KVMemory::take_slot(Change& change, SeqId id, const std::vector<BoundPage>&
     ++matched;
   }
   const bool conflicts = matched < most || (!bound.empty() && matched == 0 && !slot.empty());
-  if (conflicts && !truncate(slot_id, matched)) throw DriverError("unmap", EIO, last_error_);
+  std::int64_t keep = conflicts ? matched : slot.size();
+  // Nobody's addresses show what another tenant left, not even beyond the length.
+  for (std::int64_t i = matched; i < keep; ++i) {
+    if (shows_foreign(slot.entries[i].page, seqs_[id].tenant)) keep = i;
+  }
+  if (!truncate(slot_id, keep)) throw DriverError("unmap", EIO, last_error_);
   saved(change, slot_id);
   slot.seq = id;
   seqs_[id].has.slot = slot_id;

@@ -223,14 +223,14 @@ KVMemory::Demand KVMemory::demand(const std::vector<Op>& ops, bool dense) const 
       const bool is_changed = changed != tentative.end();
       const View view = is_changed ? changed->second.view : seq.has.view;
       const std::int64_t length = is_changed ? changed->second.length : seq.has.length;
-      if (op.num_tokens == 0 && view == View::kVirtual && seq.has.slot == kNoSlot) ++demand.slots;
+      const bool is_slotless =
+          view == View::kVirtual && seq.has.slot == kNoSlot && (!is_changed || length == 0);
+      if (is_slotless && (op.num_tokens == 0 || op.num_tokens > length)) ++demand.slots;
       if (op.num_tokens <= length) continue;
       if (view == View::kVirtual) {
         const std::int64_t have = is_changed ? pages_for(length) : num_pages(seq);
         const std::int64_t want = pages_for(op.num_tokens);
         if (want <= have) continue;
-        if (seq.has.slot == kNoSlot && !is_changed) ++demand.slots;
-        if (is_changed && length == 0 && seq.has.slot == kNoSlot) ++demand.slots;
         // Spares of its own slot are there already; those that are idle leave the pool's reserve.
         std::int64_t pages = want - have;
         if (!is_changed && seq.has.slot != kNoSlot) {

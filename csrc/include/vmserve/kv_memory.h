@@ -449,8 +449,9 @@ class KVMemory {
   void grow_paged(Change& change, SeqId id, std::int64_t num_tokens);
   void bind(Change& change, SeqId id, const std::vector<BlockId>& blocks, std::int64_t num_tokens,
             bool own);
-  SlotId choose_slot(const Change& change, const std::vector<BoundPage>& bound, std::int64_t want,
-                     bool pressed) const;
+  SlotId choose_slot(const Change& change, Tenant tenant, const std::vector<BoundPage>& bound,
+                     std::int64_t want, bool pressed) const;
+  bool shows_foreign(PageId page, Tenant tenant) const;
   void hold_matches(Change& change, const std::vector<Op>& ops);
   void take_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound, std::int64_t want);
   Change::SavedSlot& saved(Change& change, SlotId slot);
