@@ -118,13 +118,15 @@ class Rig:
         seqs = {seq: self._see(seq) for seq in self.model.seqs}
         listed = {b for seen in seqs.values() for b in seen.blocks if b != NO_BLOCK}
         slots = range(self.options.shape.num_slots)
+        stats = core.stats()
         return Observation(
             seqs=seqs,
             slots={slot: tuple(int(p) for p in core.slot_pages(slot)) for slot in slots},
             refs={block: int(core.block_refs(block)) for block in sorted(listed)},
             begun=core.begun_epoch,
             completed=core.completed_epoch,
-            evictions=core.stats().evicted_blocks_total,
+            evictions=stats.evicted_blocks_total,
+            packings=stats.compactions_total,
         )
 
     def _see(self, seq: int) -> Seen:
@@ -339,6 +341,21 @@ class Rig:
                 if seen.slot is not None:
                     found = self.slot(seen.slot, group)[positions]
                     assert (found == values).all(), self._difference(seq, "slot", found, values)
+        if self.options.shadow:
+            self._check_shadow()
+
+    def _check_shadow(self) -> None:
+        """It shows what the slots show, and zeros where they show nothing."""
+        for group in range(GROUPS):
+            shadow = self.core.shadow_buffer(group)
+            slots = self.core.slots_buffer(group)
+            for slot in range(self.options.shape.num_slots):
+                for start in range(0, slots.shape[1], PAGE):
+                    page, shown = slots[slot, start : start + PAGE], shadow[slot, start:][:PAGE]
+                    if self.is_mapped(page.ctypes.data):
+                        assert (shown == page).all(), f"the shadow of slot {slot} is not its own"
+                    else:
+                        assert not shown.any(), f"the shadow of slot {slot} shows what is gone"
 
     def _difference(
         self, seq: int, where: str, found: NDArray[np.uint8], values: NDArray[np.uint8]
@@ -352,6 +369,7 @@ class Rig:
     def check_handed_out(self, before: Observation, lengths: dict[int, int]) -> None:
         """What is new in the tables and not written yet: no other tenant's bytes."""
         shape, policy = self.options.shape, self.options.zero_policy
+        model_begun = self.model.begun
         if policy is ZeroPolicy.NEVER:
             return
         used = {block // shape.blocks_per_page for block in before.refs}
@@ -362,7 +380,8 @@ class Rig:
                     continue
                 model = self.model.seqs[seq]
                 inherited = max(
-                    length, model.sealed, *(w.stop for w in model.writes if w.epoch < self.epoch), 0
+                    [length, model.sealed]
+                    + [w.stop for w in model.writes if not w.own or w.epoch < model_begun]
                 )
                 fresh = (
                     policy is ZeroPolicy.ALWAYS
@@ -371,10 +390,6 @@ class Rig:
                 )
                 allowed = {0} if fresh else set(readable_values(model.tenant))
                 self._check_block(block, allowed, f"block {block}, new to sequence {seq}")
-
-    @property
-    def epoch(self) -> int:
-        return self.model.begun
 
     def _check_block(self, block: int, allowed: Iterable[int], what: str) -> None:
         ok = np.zeros(256, bool)

@@ -108,8 +108,9 @@ class Observation:
     refs: Mapping[int, int] = field(default_factory=dict)
     begun: int = 0
     completed: int = 0
-    #: Cached blocks evicted since the start.
+    #: Cached blocks evicted, and times that split pages were packed, since the start.
     evictions: int = 0
+    packings: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Write:
     epoch: int
     start: int
     stop: int
+    own: bool = True  # not inherited by a fork
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,9 @@ class ModelSequence:
     writes: list[Write] = field(default_factory=list)
     #: From here on an abandoned epoch left nothing of worth.
     worthless_from: int | None = None
-    #: The epoch of its fork: until then the memory may seal what it inherited early or late.
-    forked_in: int = 0
+    #: At least so much must show as sealed. What a fork inherits before its parent's epoch is
+    #: complete, and what is complete while it is swapped out, may be sealed with its next growth.
+    surely_sealed: int = 0
     #: Blocks that were sealed with known tokens: the prefix cache was told of them.
     published: int = 0
 
@@ -185,15 +188,17 @@ class Model:
         self.completed = 0
         self.weights = 0
         self.num_opened = 0
-        #: Blocks and slot entries given up -> the last epoch that can read them.
+        #: Blocks, slot entries and slots given up -> the last epoch that can read them.
         self.waiting: dict[int, int] = {}
         self.pins: list[Pin] = []
+        self.left_slots: dict[int, int] = {}
         #: Contents that may be found: what completed epochs wrote under the present weights.
         self.may_match: set[Key] = set()
         #: Contents that must be found as long as no more than so many blocks were evicted.
         self.must_match: dict[Key, int] = {}
         self.named: dict[int, Key] = {}
         self._forked: set[int] = set()  # blocks of the parents of forks in this plan
+        self._sliding: set[int] = set()  # sequences that give up their past in this plan
 
     # -- sequences
 
@@ -243,7 +248,9 @@ class Model:
                 model.writes.remove(write)
                 worth = write.stop if model.worthless_from is None else model.worthless_from
                 model.sealed = max(model.sealed, min(write.stop, worth))
-                sealing.append(seq)
+                if write.own and not model.swapped:
+                    model.surely_sealed = model.sealed
+                    sealing.append(seq)
         self._over(epoch, after)
         for seq in sealing:
             self._must_publish(seq)
@@ -260,6 +267,7 @@ class Model:
         self.completed = max(self.completed, epoch)
         self.waiting = {b: e for b, e in self.waiting.items() if e > self.completed}
         self.pins = [pin for pin in self.pins if pin.epoch > self.completed]
+        self.left_slots = {s: e for s, e in self.left_slots.items() if e > self.completed}
         self._accept(after, concerned=set(), last_reader=self.begun)
         for seq in self.seqs:
             self._may_publish(seq)
@@ -325,8 +333,12 @@ class Model:
         swaps = sum(self._swap_blocks(op.seq) for op in ops if op.kind is Kind.SWAP_OUT)
         swapped = sum(self._swap_blocks(seq) for seq, m in self.seqs.items() if m.swapped)
         if not any(op.kind in (Kind.SWAP_OUT, Kind.CONVERT) for op in ops):  # they may make room
-            expect(plan.available <= max(room, 0), f"{plan.available} available, {room} not in use")
             expect(plan.missing_slots >= least, f"{plan.missing_slots} slots missing, not {least}")
+            if self.shape.blocks_per_page == 1:  # nothing can be packed
+                expect(
+                    plan.available <= max(room, 0),
+                    f"{plan.available} pages available, {room} are not in use",
+                )
         expect(plan.missing_slots <= highest, f"{plan.missing_slots} slots missing, not {highest}")
         enough = most <= sure and swaps + swapped <= self.shape.swap_blocks and highest == 0
         expect(
@@ -341,7 +353,7 @@ class Model:
         """At least and at most so many slots are missing."""
         wanted = len([op for op in self._final(ops) if self._takes_slot(op, ops)])
         used = {seen.slot for seen in self.seen.seqs.values() if seen.slot is not None}
-        pinned = {pin.slot for pin in self.pins} - used
+        pinned = self.left_slots.keys() - used
         unused = self.shape.num_slots - len(used)
         return max(0, wanted - unused), max(0, wanted - unused + len(pinned))
 
@@ -370,12 +382,14 @@ class Model:
         length = max([model.length, *(o.num_tokens for o in ops if o.seq == op.seq)])
         paged = op.paged if op.kind is Kind.CONVERT else model.paged
         rebuilt = op.kind is not Kind.GROW
+        # Each block found in the cache may keep a page from being evicted.
+        found = self.shape.blocks_for(op.num_tokens) if op.kind is Kind.ATTACH else 0
         if not paged:
             whole = self.shape.pages_for(length + self.shape.read_slack)
             have = 0 if rebuilt else len(blocks) // self.shape.blocks_per_page
-            return max(0, whole - have) + 1  # and one to copy on a write
+            return found + max(0, whole - have) + 1  # and one to copy on a write
         fresh = self.shape.blocks_for(length) - (0 if rebuilt else len(blocks))
-        return min(max(fresh, 0) + 1, max(fresh, 0) // self.shape.blocks_per_page + 3)
+        return found + min(max(fresh, 0) + 1, max(fresh, 0) // self.shape.blocks_per_page + 3)
 
     # -- apply
 
@@ -385,11 +399,14 @@ class Model:
         earlier, self.begun = self.begun, epoch
         others = {op.seq: op for op in ops if op.kind is not Kind.GROW}
         for op in others.values():
-            self._do(op, epoch)
+            self._do(op)
         for op in ops:
             if op.kind is Kind.GROW:
                 self._grow(op, epoch)
-        self._accept(after, {op.seq for op in ops}, last_reader=earlier, ops=others)
+        self._sliding = {op.seq for op in ops if op.first_token > 0}
+        concerned = {op.seq for op in ops}
+        self._accept(after, concerned, last_reader=earlier, ops=others, may_pack=True)
+        self._sliding = set()
         writes = [w for model in self.seqs.values() for w in model.writes if w.epoch == epoch]
         for write in writes:
             self._forget(after.seqs[write.seq].blocks[write.start // self.shape.block_tokens])
@@ -402,27 +419,28 @@ class Model:
             model.writes.append(Write(op.seq, epoch, model.length, op.num_tokens))
             model.length = op.num_tokens
 
-    def _do(self, op: Op, epoch: int) -> None:
+    def _do(self, op: Op) -> None:
         model = self.seqs[op.seq]
         if op.kind is Kind.ATTACH:
-            model.length = model.sealed = op.num_tokens
+            model.length = model.sealed = model.surely_sealed = op.num_tokens
             model.published = op.num_tokens // self.shape.block_tokens
         elif op.kind is Kind.FORK:
-            self._fork(op, self.seqs[op.other], epoch)
+            self._fork(op, self.seqs[op.other])
         elif op.kind is Kind.CONVERT:
             model.paged = op.paged
         elif op.kind in (Kind.SWAP_OUT, Kind.SWAP_IN):
             model.swapped = op.kind is Kind.SWAP_OUT
 
-    def _fork(self, op: Op, parent: ModelSequence, epoch: int) -> None:
+    def _fork(self, op: Op, parent: ModelSequence) -> None:
         child, end = self.seqs[op.seq], op.num_tokens
         child.salt, child.weights = parent.salt, parent.weights
         child.stream[:end] = parent.stream[:end]
+        child.known = min(parent.known, end) if parent.known >= end else 0
         child.length, child.sealed = end, min(end, parent.sealed)
+        child.surely_sealed = min(end, parent.surely_sealed)
         child.published = min(parent.published, end // self.shape.block_tokens)
-        child.forked_in = epoch
         child.writes = [
-            Write(op.seq, write.epoch, write.start, min(write.stop, end))
+            Write(op.seq, write.epoch, write.start, min(write.stop, end), own=False)
             for write in parent.writes
             if write.start < end
         ]
@@ -430,26 +448,28 @@ class Model:
             child.worthless_from = parent.worthless_from
 
     def failed(self, after: Observation) -> None:
-        """An apply (or any mutation) threw: no sequence may have changed."""
-        self._accept(after, concerned=set(), last_reader=self.begun)
+        """A mutation threw: no sequence may have changed."""
+        self._accept(after, concerned=set(), last_reader=self.begun, may_pack=True)
 
     def quiet(self, after: Observation) -> None:
         """Something happened that concerns no sequence: trim, limit, mapper, plan, cache."""
         self._accept(after, concerned=set(), last_reader=self.begun)
 
     def compact(self, after: Observation) -> None:
-        """Sealed blocks of paged sequences may have moved, for all their sequences alike."""
-        moved: dict[int, int] = {}
         for seq, seen in self.seen.seqs.items():
             for index, (old, new) in enumerate(
                 zip(seen.blocks, after.seqs[seq].blocks, strict=True)
             ):
-                end = min((index + 1) * self.shape.block_tokens, self.seqs[seq].length)
-                if old != new:
-                    expect(seen.paged, f"compaction moved a block of virtual sequence {seq}")
-                    expect(end <= self.seqs[seq].sealed, f"sequence {seq}: unsealed block moved")
-                expect(moved.setdefault(old, new) == new or old == NO_BLOCK, f"{old} moved apart")
-        self._accept(after, set(self.seqs), last_reader=self.begun, moved=True)
+                start = index * self.shape.block_tokens
+                expect(
+                    old == new
+                    or all(
+                        write.stop <= start or self._end(index) <= write.start
+                        for write in self.seqs[seq].writes
+                    ),
+                    f"sequence {seq}: block {old} moved, which epochs that run write",
+                )
+        self._accept(after, set(), last_reader=self.begun, may_pack=True)
 
     # -- what every observation must satisfy
 
@@ -467,10 +487,13 @@ class Model:
         last_reader: int,
         ops: Mapping[int, Op] | None = None,
         *,
-        moved: bool = False,
+        may_pack: bool = False,
     ) -> None:
-        """`last_reader`: the last epoch that may read what was given up."""
+        """`last_reader`: the last epoch that may read what was given up. `may_pack`: blocks of
+        paged sequences may move, so that fewer pages hold them."""
         before = self.seen
+        packs = may_pack and after.packings > before.packings
+        moved: dict[int, int] = {}
         parents = [op.other for op in (ops or {}).values() if op.kind is Kind.FORK]
         self._forked = {block for seq in parents for block in before.seqs[seq].blocks}
         self._check_predictions(after)
@@ -479,11 +502,15 @@ class Model:
         self._check_slots(after)
         for seq in sorted(self.seqs):
             old, new = before.seqs.get(seq, Seen()), after.seqs[seq]
-            if seq in concerned:
+            moves = packs and old.paged
+            if seq in concerned or moves:
                 op = (ops or {}).get(seq)
-                self._check_changes(seq, old, new, after, op, last_reader, moved=moved)
-            else:
-                expect(old.blocks == new.blocks, f"sequence {seq} changed, which no op concerned")
+                self._check_changes(seq, old, new, op, last_reader, moves=moves)
+            if seq not in concerned:
+                same = len(old.blocks) == len(new.blocks) if moves else old.blocks == new.blocks
+                expect(same, f"sequence {seq} changed, which no op concerned")
+                for a, b in zip(old.blocks, new.blocks, strict=True):
+                    expect(moved.setdefault(a, b) == b, f"block {a} moved apart")
                 expect(old.slot == new.slot, f"sequence {seq} changed its slot")
         self._give_up(before, after, last_reader)
         self._check_pins(after)
@@ -498,9 +525,8 @@ class Model:
             expect(seen.length == model.length, f"sequence {seq}: length {seen.length}")
             expect(seen.paged == model.paged, f"sequence {seq} is in the other view")
             expect(seen.swapped == model.swapped, f"sequence {seq}: swapped {seen.swapped}")
-            least = model.sealed if model.forked_in <= self.completed else 0
             expect(
-                least <= seen.sealed <= model.sealed,
+                model.surely_sealed <= seen.sealed <= model.sealed,
                 f"sequence {seq}: {seen.sealed} tokens sealed, not {model.sealed}",
             )
 
@@ -535,7 +561,7 @@ class Model:
             end = (index * self.shape.block_tokens // unit + 1) * unit
             if block == NO_BLOCK:
                 expect(end <= model.first, f"sequence {seq} lost block {index}, which it needs")
-            elif model.paged:
+            elif model.paged and seq in self._sliding:
                 expect(end > model.first, f"sequence {seq} keeps block {index}, not needed")
 
     def _check_shares(self, after: Observation) -> None:
@@ -551,7 +577,7 @@ class Model:
                     if write.stop > index * self.shape.block_tokens
                 )
                 expect(
-                    after.refs[block] == 1 or not written,
+                    after.refs[block] == 1 or not (written and model.paged),
                     f"sequence {seq} writes block {block}, which another one has too",
                 )
                 other, place = holders.setdefault(block, (seq, index))
@@ -606,11 +632,10 @@ class Model:
         seq: int,
         old: Seen,
         new: Seen,
-        after: Observation,
         op: Op | None,
         last_reader: int,
         *,
-        moved: bool,
+        moves: bool,
     ) -> None:
         if new.swapped:
             return
@@ -619,7 +644,7 @@ class Model:
             was = kept[index] if index < len(kept) else NO_BLOCK
             if block in (was, NO_BLOCK):
                 continue
-            if was != NO_BLOCK and not moved:
+            if was != NO_BLOCK and not moves:
                 self._check_replaced(seq, index, was, op)
             self._check_handed_out(seq, index, block, op, last_reader)
         if new.paged == old.paged and not old.swapped and old.slot is not None:
@@ -682,6 +707,8 @@ class Model:
             if seen.slot is None:
                 continue
             now = after.seqs.get(seq, Seen())
+            if now.slot != seen.slot:
+                self.left_slots[seen.slot] = last_reader
             for index, first in enumerate(seen.blocks[::bpp]):
                 same = now.slot == seen.slot and now.blocks[index * bpp : index * bpp + 1] == (
                     first,
