@@ -4,6 +4,8 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -16,13 +18,29 @@ namespace py = pybind11;
 namespace vmserve {
 namespace {
 
-using GrowthTuple = std::pair<SlotId, std::int64_t>;
+// (kind, sequence, tokens, first token, other sequence, view)
+using OpTuple = std::tuple<OpKind, SeqId, std::int64_t, std::int64_t, SeqId, View>;
+using Ints = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
 
-std::vector<Growth> as_growths(const std::vector<GrowthTuple>& tuples) {
-  std::vector<Growth> growths;
-  growths.reserve(tuples.size());
-  for (const auto& [slot, num_tokens] : tuples) growths.push_back({slot, num_tokens});
-  return growths;
+std::vector<Op> as_ops(const std::vector<OpTuple>& tuples) {
+  std::vector<Op> ops;
+  ops.reserve(tuples.size());
+  for (const auto& [kind, seq, num_tokens, first_token, other, view] : tuples) {
+    ops.push_back({kind, seq, num_tokens, first_token, other, view});
+  }
+  return ops;
+}
+
+// `grows`: int64 [n, 3] of (sequence, tokens, first token), the hot part of every step.
+void append_grows(std::vector<Op>& ops, const Ints& grows) {
+  if (grows.ndim() != 2 || grows.shape(1) != 3) {
+    throw MisuseError("growths are an array of shape [n, 3]");
+  }
+  const auto rows = grows.unchecked<2>();
+  ops.reserve(ops.size() + static_cast<std::size_t>(rows.shape(0)));
+  for (py::ssize_t i = 0; i < rows.shape(0); ++i) {
+    ops.push_back({OpKind::kGrow, static_cast<SeqId>(rows(i, 0)), rows(i, 1), rows(i, 2)});
+  }
 }
 
 // `rows` x `row_bytes` of the reservation at `addr`; the array keeps the reservation alive.
@@ -67,104 +85,287 @@ py::array_t<std::uint8_t> shadow_buffer(KVMemory& memory, std::int32_t group) {
   return array;
 }
 
-void bind_stats(py::module_& m) {
-  py::class_<MemoryStats>(m, "MemoryStats")
-      .def_readonly("page_bytes", &MemoryStats::page_bytes)
-      .def_readonly("page_tokens", &MemoryStats::page_tokens)
-      .def_readonly("limit_pages", &MemoryStats::limit_pages)
-      .def_readonly("committed_pages", &MemoryStats::committed_pages)
-      .def_readonly("free_pages", &MemoryStats::free_pages)
-      .def_readonly("used_pages", &MemoryStats::used_pages)
-      .def_readonly("quarantined_pages", &MemoryStats::quarantined_pages)
-      .def_readonly("shared_pages", &MemoryStats::shared_pages)
-      .def_readonly("num_slots", &MemoryStats::num_slots)
-      .def_readonly("used_slots", &MemoryStats::used_slots)
-      .def_readonly("used_tokens", &MemoryStats::used_tokens)
-      .def_readonly("tail_waste_bytes", &MemoryStats::tail_waste_bytes)
-      .def_readonly("pages_mapped_total", &MemoryStats::pages_mapped_total)
-      .def_readonly("pages_unmapped_total", &MemoryStats::pages_unmapped_total)
-      .def_readonly("pages_committed_total", &MemoryStats::pages_committed_total)
-      .def_readonly("pages_given_back_total", &MemoryStats::pages_given_back_total)
-      .def_readonly("pages_zeroed_total", &MemoryStats::pages_zeroed_total)
-      .def_readonly("map_calls_total", &MemoryStats::map_calls_total)
-      .def_readonly("unmap_calls_total", &MemoryStats::unmap_calls_total)
-      .def_readonly("arena_map_calls_total", &MemoryStats::arena_map_calls_total)
-      .def_readonly("map_seconds_total", &MemoryStats::map_seconds_total)
-      .def_readonly("memfd_allocated_bytes", &MemoryStats::memfd_allocated_bytes)
-      .def_readonly("num_mappings", &MemoryStats::num_mappings)
-      .def_readonly("pending_repairs", &MemoryStats::pending_repairs);
+template <typename T>
+py::array_t<T> as_array(const std::vector<T>& values) {
+  return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-}  // namespace
-
-void bind_memory(py::module_& m) {
+void bind_enums(py::module_& m) {
   py::native_enum<ZeroPolicy>(m, "ZeroPolicy", "enum.Enum", "When pages are cleared.")
       .value("ALWAYS", ZeroPolicy::kAlways)
       .value("TENANT", ZeroPolicy::kTenant)
       .value("NEVER", ZeroPolicy::kNever)
       .finalize();
-  bind_stats(m);
+  py::native_enum<View>(m, "View", "enum.Enum", "How kernels see a sequence.")
+      .value("VIRTUAL", View::kVirtual)
+      .value("PAGED", View::kPaged)
+      .finalize();
+  py::native_enum<OpKind>(m, "OpKind", "enum.Enum", "What is to be done to a sequence.")
+      .value("ATTACH", OpKind::kAttach)
+      .value("FORK", OpKind::kFork)
+      .value("CONVERT", OpKind::kConvert)
+      .value("SWAP_OUT", OpKind::kSwapOut)
+      .value("SWAP_IN", OpKind::kSwapIn)
+      .value("GROW", OpKind::kGrow)
+      .finalize();
+  py::native_enum<MapperMode>(m, "MapperMode", "enum.Enum", "Who executes background commands.")
+      .value("OFF", MapperMode::kOff)
+      .value("MANUAL", MapperMode::kManual)
+      .value("THREAD", MapperMode::kThread)
+      .finalize();
+  py::native_enum<Health>(m, "Health", "enum.Enum", "Whether the pool can be relied on.")
+      .value("HEALTHY", Health::kHealthy)
+      .value("DEGRADED", Health::kDegraded)
+      .value("FAILED", Health::kFailed)
+      .finalize();
+}
+
+void bind_stats(py::module_& m) {
+  py::class_<Plan>(m, "Plan")
+      .def_readonly("needed_pages", &Plan::needed_pages)
+      .def_readonly("available_pages", &Plan::available_pages)
+      .def_readonly("waiting_pages", &Plan::waiting_pages)
+      .def_readonly("missing_slots", &Plan::missing_slots)
+      .def_readonly("missing_swap_blocks", &Plan::missing_swap_blocks)
+      .def_readonly("version", &Plan::version)
+      .def_property_readonly("fits", &Plan::fits);
+  py::class_<MemoryStats> stats(m, "MemoryStats");
+#define VMSERVE_STAT(name) stats.def_readonly(#name, &MemoryStats::name)
+  VMSERVE_STAT(page_bytes);
+  VMSERVE_STAT(page_tokens);
+  VMSERVE_STAT(block_tokens);
+  VMSERVE_STAT(blocks_per_page);
+  VMSERVE_STAT(limit_pages);
+  VMSERVE_STAT(committed_pages);
+  VMSERVE_STAT(free_pages);
+  VMSERVE_STAT(used_pages);
+  VMSERVE_STAT(idle_pages);
+  VMSERVE_STAT(waiting_pages);
+  VMSERVE_STAT(held_pages);
+  VMSERVE_STAT(quarantined_pages);
+  VMSERVE_STAT(shared_pages);
+  VMSERVE_STAT(split_pages);
+  VMSERVE_STAT(used_blocks);
+  VMSERVE_STAT(shared_blocks);
+  VMSERVE_STAT(cached_blocks);
+  VMSERVE_STAT(num_slots);
+  VMSERVE_STAT(used_slots);
+  VMSERVE_STAT(parked_slots);
+  VMSERVE_STAT(parked_pages);
+  VMSERVE_STAT(spare_pages);
+  VMSERVE_STAT(num_seqs);
+  VMSERVE_STAT(virtual_seqs);
+  VMSERVE_STAT(paged_seqs);
+  VMSERVE_STAT(swapped_seqs);
+  VMSERVE_STAT(used_tokens);
+  VMSERVE_STAT(tail_waste_bytes);
+  VMSERVE_STAT(swap_blocks);
+  VMSERVE_STAT(swap_capacity_blocks);
+  VMSERVE_STAT(memfd_allocated_bytes);
+  VMSERVE_STAT(num_mappings);
+  VMSERVE_STAT(pending_repairs);
+  VMSERVE_STAT(pages_mapped_total);
+  VMSERVE_STAT(pages_unmapped_total);
+  VMSERVE_STAT(pages_committed_total);
+  VMSERVE_STAT(pages_given_back_total);
+  VMSERVE_STAT(pages_zeroed_total);
+  VMSERVE_STAT(map_calls_total);
+  VMSERVE_STAT(unmap_calls_total);
+  VMSERVE_STAT(access_calls_total);
+  VMSERVE_STAT(arena_map_calls_total);
+  VMSERVE_STAT(unhidden_calls_total);
+  VMSERVE_STAT(hidden_calls_total);
+  VMSERVE_STAT(mapper_waits_total);
+  VMSERVE_STAT(adopted_pages_total);
+  VMSERVE_STAT(adopted_slots_total);
+  VMSERVE_STAT(forks_total);
+  VMSERVE_STAT(cow_blocks_total);
+  VMSERVE_STAT(copied_blocks_total);
+  VMSERVE_STAT(converted_to_virtual_total);
+  VMSERVE_STAT(converted_to_paged_total);
+  VMSERVE_STAT(converted_zero_copy_total);
+  VMSERVE_STAT(prefix_query_blocks_total);
+  VMSERVE_STAT(prefix_hit_blocks_total);
+  VMSERVE_STAT(evicted_blocks_total);
+  VMSERVE_STAT(published_blocks_total);
+  VMSERVE_STAT(compactions_total);
+  VMSERVE_STAT(compacted_blocks_total);
+  VMSERVE_STAT(swapped_out_blocks_total);
+  VMSERVE_STAT(swapped_in_blocks_total);
+  VMSERVE_STAT(swap_copy_runs_total);
+  VMSERVE_STAT(map_seconds_total);
+  VMSERVE_STAT(mapper_seconds_total);
+  VMSERVE_STAT(mapper_wait_seconds_total);
+#undef VMSERVE_STAT
+  stats.def_property_readonly("health",
+                              [](const MemoryStats& s) { return static_cast<Health>(s.health); });
+}
+
+MemoryConfig as_config(const py::kwargs& kwargs) {
+  MemoryConfig config;
+  py::dict left(kwargs);
+  const auto take = [&](const char* name, auto& value, bool is_required = false) {
+    if (!left.contains(name)) {
+      if (is_required) throw py::type_error(std::string("missing argument: ") + name);
+      return;
+    }
+    value = py::cast<std::decay_t<decltype(value)>>(left[name]);
+    left.attr("pop")(name);
+  };
+  take("num_groups", config.num_groups, true);
+  take("block_tokens", config.block_tokens, true);
+  take("blocks_per_page", config.blocks_per_page, true);
+  take("token_bytes", config.token_bytes, true);
+  take("max_seqs", config.max_seqs, true);
+  take("num_slots", config.num_slots, true);
+  take("max_len", config.max_len, true);
+  take("limit_pages", config.limit_pages, true);
+  take("max_pages", config.max_pages, true);
+  take("read_slack", config.read_slack);
+  take("grow_pages", config.grow_pages);
+  take("zero_policy", config.zero_policy);
+  take("prefix_caching", config.prefix_caching);
+  take("null_page", config.null_page);
+  take("deferred_reclamation", config.deferred_reclamation);
+  take("seal_read_only", config.seal_read_only);
+  take("swap_blocks", config.swap_blocks);
+  take("mapper", config.mapper);
+  take("lookahead_tokens", config.lookahead_tokens);
+  take("eager_slots", config.eager_slots);
+  take("eager_pages", config.eager_pages);
+  take("reclaim_share", config.reclaim_share);
+  if (!left.empty()) {
+    throw py::type_error("unknown argument: " + py::cast<std::string>(*left.begin()->first));
+  }
+  return config;
+}
+
+void bind_sequences(py::class_<KVMemory>& memory) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
-  py::class_<KVMemory>(m, "KVMemory")
-      .def(py::init([](std::shared_ptr<PageDriver> driver, std::int32_t num_groups,
-                       std::int64_t page_tokens, std::int64_t token_bytes, std::int32_t num_slots,
-                       std::int64_t max_len, std::int64_t read_slack, std::int64_t limit_pages,
-                       std::int64_t max_pages, std::int64_t grow_pages, ZeroPolicy zero_policy) {
-             MemoryConfig config;
-             config.num_groups = num_groups;
-             config.page_tokens = page_tokens;
-             config.token_bytes = token_bytes;
-             config.num_slots = num_slots;
-             config.max_len = max_len;
-             config.read_slack = read_slack;
-             config.limit_pages = limit_pages;
-             config.max_pages = max_pages;
-             config.grow_pages = grow_pages;
-             config.zero_policy = zero_policy;
-             return std::make_unique<KVMemory>(std::move(driver), config);
-           }),
-           py::arg("driver"), py::kw_only(), py::arg("num_groups"), py::arg("page_tokens"),
-           py::arg("token_bytes"), py::arg("num_slots"), py::arg("max_len"),
-           py::arg("read_slack") = 0, py::arg("limit_pages"), py::arg("max_pages"),
-           py::arg("grow_pages") = 1, py::arg("zero_policy") = ZeroPolicy::kTenant)
-      .def("alloc_slot", &KVMemory::alloc_slot, py::arg("tenant") = 0, unlocked())
+  memory
+      .def(
+          "open",
+          [](KVMemory& self, Tenant tenant, View view, const py::bytes& salt,
+             const std::vector<std::int32_t>& tokens) {
+            const std::string salt_bytes = salt;
+            const py::gil_scoped_release no_gil;
+            return self.open(tenant, view, salt_bytes, tokens);
+          },
+          py::arg("tenant") = 0, py::arg("view") = View::kVirtual, py::arg("salt") = py::bytes(),
+          py::arg("tokens") = std::vector<std::int32_t>())
+      .def("match", &KVMemory::match, py::arg("seq"), unlocked())
       .def(
           "plan",
-          [](const KVMemory& memory, const std::vector<GrowthTuple>& growths) {
-            Plan plan{};
-            {
-              const py::gil_scoped_release no_gil;
-              plan = memory.plan(as_growths(growths));
-            }
-            return py::make_tuple(plan.needed_pages, plan.available_pages, plan.version);
-          },
-          py::arg("growths"))
+          [](KVMemory& self, const std::vector<OpTuple>& ops) { return self.plan(as_ops(ops)); },
+          py::arg("ops"), unlocked())
       .def(
           "apply",
-          [](KVMemory& memory, const std::vector<GrowthTuple>& growths, std::uint64_t version) {
-            memory.apply(as_growths(growths), version);
+          [](KVMemory& self, const std::vector<OpTuple>& ops, std::uint64_t version) {
+            return self.apply(as_ops(ops), version);
           },
-          py::arg("growths"), py::arg("version"), unlocked())
-      .def("release", &KVMemory::release, py::arg("slot"), unlocked())
-      .def("fork_slot", &KVMemory::fork_slot, py::arg("src"), py::arg("num_tokens"), unlocked())
-      .def("trim", &KVMemory::trim, py::arg("keep_pages") = 0, unlocked())
-      .def("set_limit", &KVMemory::set_limit, py::arg("limit_pages"), unlocked())
+          py::arg("ops"), py::arg("version"), unlocked())
       .def(
-          "block_table",
-          [](const KVMemory& memory, SlotId slot) {
-            const std::vector<PageId> pages = memory.block_table(slot);
-            return py::array_t<PageId>(static_cast<py::ssize_t>(pages.size()), pages.data());
+          "plan_step",
+          [](KVMemory& self, const Ints& grows, const std::vector<OpTuple>& tuples) {
+            std::vector<Op> ops = as_ops(tuples);
+            append_grows(ops, grows);
+            const py::gil_scoped_release no_gil;
+            return self.plan(ops);
           },
+          py::arg("grows"), py::arg("ops") = std::vector<OpTuple>())
+      .def(
+          "apply_step",
+          [](KVMemory& self, const Ints& grows, std::uint64_t version,
+             const std::vector<OpTuple>& tuples) {
+            std::vector<Op> ops = as_ops(tuples);
+            append_grows(ops, grows);
+            const py::gil_scoped_release no_gil;
+            return self.apply(ops, version);
+          },
+          py::arg("grows"), py::arg("version"), py::arg("ops") = std::vector<OpTuple>())
+      .def("append_tokens", &KVMemory::append_tokens, py::arg("seqs"), py::arg("tokens"),
+           unlocked())
+      .def("release", &KVMemory::release, py::arg("seq"), unlocked())
+      .def("complete", &KVMemory::complete, py::arg("epoch"), unlocked())
+      .def("abandon_epoch", &KVMemory::abandon_epoch, py::arg("epoch"), unlocked())
+      .def("launched", &KVMemory::launched, py::arg("epoch"), unlocked())
+      .def_property_readonly("begun_epoch", &KVMemory::begun_epoch)
+      .def_property_readonly("completed_epoch", &KVMemory::completed_epoch);
+}
+
+void bind_reading(py::class_<KVMemory>& memory) {
+  using unlocked = py::call_guard<py::gil_scoped_release>;
+  memory
+      .def(
+          "blocks", [](const KVMemory& self, SeqId seq) { return as_array(self.blocks(seq)); },
+          py::arg("seq"))
+      .def(
+          "slot_pages",
+          [](const KVMemory& self, SlotId slot) { return as_array(self.slot_pages(slot)); },
           py::arg("slot"))
-      .def("slot_length", &KVMemory::slot_length, py::arg("slot"), unlocked())
+      .def("length", &KVMemory::length, py::arg("seq"), unlocked())
+      .def("sealed", &KVMemory::sealed, py::arg("seq"), unlocked())
+      .def("view", &KVMemory::view, py::arg("seq"), unlocked())
+      .def("swapped", &KVMemory::swapped, py::arg("seq"), unlocked())
+      .def("slot", &KVMemory::slot, py::arg("seq"), unlocked())
+      .def(
+          "slots",
+          [](const KVMemory& self, const std::vector<SeqId>& seqs) {
+            return as_array(self.slots(seqs));
+          },
+          py::arg("seqs"))
+      .def("block_refs", &KVMemory::block_refs, py::arg("block"), unlocked())
+      .def_property_readonly("block_tables",
+                             [](const py::object& self) {
+                               const auto& memory = py::cast<const KVMemory&>(self);
+                               py::array_t<BlockId> tables(
+                                   {static_cast<py::ssize_t>(memory.config().max_seqs),
+                                    static_cast<py::ssize_t>(memory.blocks_per_row())},
+                                   memory.block_tables(), self);
+                               tables.attr("setflags")(py::arg("write") = false);
+                               return tables;
+                             })
       .def("slots_buffer", &slots_buffer, py::arg("group"))
       .def("arena_buffer", &arena_buffer, py::arg("group"))
       .def("shadow_buffer", &shadow_buffer, py::arg("group"))
       .def("stats", &KVMemory::stats, unlocked())
       .def("last_error", &KVMemory::last_error, unlocked())
-      .def("check", &KVMemory::check, unlocked())
+      .def("check", &KVMemory::check, unlocked());
+}
+
+}  // namespace
+
+void bind_memory(py::module_& m) {
+  bind_enums(m);
+  bind_stats(m);
+  m.def(
+      "sha256",
+      [](const py::bytes& data) {
+        const std::string message = data;
+        const Digest digest = sha256(message.data(), message.size());
+        return py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
+      },
+      py::arg("data"));
+  using unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<KVMemory> memory(m, "KVMemory");
+  memory
+      .def(py::init([](std::shared_ptr<PageDriver> driver, const py::kwargs& kwargs) {
+             const MemoryConfig config = as_config(kwargs);
+             const py::gil_scoped_release no_gil;
+             return std::make_unique<KVMemory>(std::move(driver), config);
+           }),
+           py::arg("driver"))
+      .def("clear_cache", &KVMemory::clear_cache, unlocked())
+      .def("trim", &KVMemory::trim, py::arg("keep_pages") = 0, py::arg("drop_idle") = false,
+           unlocked())
+      .def("set_limit", &KVMemory::set_limit, py::arg("limit_pages"), unlocked())
+      .def("compact", &KVMemory::compact, unlocked())
+      .def("run_mapper", &KVMemory::run_mapper, py::arg("max_commands"), unlocked())
+      .def("settle_mapper", &KVMemory::settle_mapper, unlocked())
       .def("close", &KVMemory::close, unlocked())
       .def_property_readonly("closed", &KVMemory::closed);
+  bind_sequences(memory);
+  bind_reading(memory);
 }
 
 }  // namespace vmserve

@@ -1,24 +1,16 @@
-// Slots, plans and the public mutations. The steps they are made of are in kv_memory_steps.cpp,
-// the laws and the statistics in kv_memory_check.cpp.
+// Sequences, epochs and the public face. Plans are made in kv_memory_plan.cpp and carried out in
+// kv_memory_apply.cpp; kv_memory_room.cpp finds pages, kv_memory_ahead.cpp keeps the mapper busy.
 #include "vmserve/kv_memory.h"
 
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <chrono>
 
 #include "vmserve/errors.h"
 #include "vmserve/text.h"
 
 namespace vmserve {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 std::int64_t round_up_div(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
@@ -28,19 +20,31 @@ void require(bool holds, const std::string& what) {
   if (!holds) throw MisuseError(what);
 }
 
-std::int64_t slot_pages(const MemoryConfig& config) {
-  return round_up_div(config.max_len + config.read_slack, config.page_tokens);
+std::int64_t row_pages(const MemoryConfig& config) {
+  return round_up_div(config.max_len + config.read_slack, config.page_tokens());
+}
+
+void check_sizes(const MemoryConfig& config) {
+  require(config.num_groups > 0 && config.num_slots > 0 && config.max_seqs > 0 &&
+              config.block_tokens > 0 && config.blocks_per_page > 0 && config.token_bytes > 0 &&
+              config.max_len > 0 && config.grow_pages > 0,
+          "groups, slots, sequences, block_tokens, blocks_per_page, token_bytes, max_len and "
+          "grow_pages must be positive");
+  require(config.read_slack >= 0 && config.lookahead_tokens >= 0 && config.eager_slots >= 0 &&
+              config.eager_pages >= 0 && config.swap_blocks >= 0,
+          "read_slack, lookahead_tokens, eager_slots, eager_pages and swap_blocks must not be "
+          "negative");
+  require(config.reclaim_share >= 0 && config.reclaim_share < 1,
+          "reclaim_share must lie between 0 and 1");
 }
 
 MemoryConfig validated(const PageDriver& driver, const MemoryConfig& config) {
-  require(config.num_groups > 0 && config.num_slots > 0 && config.page_tokens > 0 &&
-              config.token_bytes > 0 && config.max_len > 0 && config.grow_pages > 0,
-          "groups, slots, page_tokens, token_bytes, max_len and grow_pages must be positive");
-  require(config.read_slack >= 0, "read_slack must not be negative");
-  require(static_cast<std::size_t>(config.page_tokens * config.token_bytes) == driver.frame_bytes(),
-          "a page of " + with_commas(config.page_tokens) + " tokens of " +
-              with_commas(config.token_bytes) + " bytes is not the driver's frame of " +
-              with_commas(static_cast<std::int64_t>(driver.frame_bytes())) + " bytes");
+  check_sizes(config);
+  require(
+      static_cast<std::size_t>(config.page_tokens() * config.token_bytes) == driver.frame_bytes(),
+      "a page of " + with_commas(config.page_tokens()) + " tokens of " +
+          with_commas(config.token_bytes) + " bytes is not the driver's frame of " +
+          with_commas(static_cast<std::int64_t>(driver.frame_bytes())) + " bytes");
   require(config.limit_pages > 0 && config.limit_pages <= config.max_pages,
           "limit_pages is " + with_commas(config.limit_pages) + ": it must lie between 1 and " +
               with_commas(config.max_pages));
@@ -48,6 +52,8 @@ MemoryConfig validated(const PageDriver& driver, const MemoryConfig& config) {
           "the driver has " + with_commas(driver.num_frames()) + " frames, " +
               with_commas(config.num_groups) + " groups of " + with_commas(config.max_pages) +
               " pages need more");
+  require(driver.capabilities().host_memory || config.swap_blocks == 0,
+          "this driver has no host memory to swap to: leave the swap space at 0");
   return config;
 }
 
@@ -56,12 +62,30 @@ MemoryConfig validated(const PageDriver& driver, const MemoryConfig& config) {
 KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& config)
     : config_(validated(*driver, config)),
       pid_(::getpid()),
-      pool_(config.max_pages, config.limit_pages, config.zero_policy),
+      driver_(std::move(driver)),
+      pool_(config.max_pages, config.blocks_per_page, config.limit_pages, config.zero_policy),
+      seqs_(static_cast<std::size_t>(config.max_seqs)),
       slots_(static_cast<std::size_t>(config.num_slots)) {
+  config_.seal_read_only = config_.seal_read_only && driver_->capabilities().read_only;
+  const std::int64_t pages_per_slot = row_pages(config_);
   space_ = std::make_shared<AddressSpace>(
-      std::move(driver), AddressSpace::Shape{config_.num_groups, config_.num_slots,
-                                             slot_pages(config_), config_.max_pages});
+      driver_, AddressSpace::Shape{config_.num_groups, config_.num_slots, pages_per_slot,
+                                   config_.max_pages});
+  blocks_per_row_ = pages_per_slot * config_.blocks_per_page;
+  tables_ = LazyArray<BlockId>(config_.max_seqs * blocks_per_row_);
+  row_sizes_.resize(static_cast<std::size_t>(config_.max_seqs));
+  const std::size_t block_bytes = static_cast<std::size_t>(config_.block_tokens) *
+                                  static_cast<std::size_t>(config_.token_bytes);
+  swap_ =
+      std::make_unique<SwapSpace>(driver_, config_.num_groups, block_bytes, config_.swap_blocks);
+  mapper_ = std::make_unique<Mapper>(driver_, config_.mapper);
+  if (config_.null_page) {
+    commit_pages(1);
+    pool_.hold(0);  // for ever
+  }
 }
+
+KVMemory::~KVMemory() = default;
 
 std::unique_lock<std::mutex> KVMemory::enter() const {
   // NOTE: before the lock: in a fork, another thread of the parent may have held it for ever.
@@ -73,206 +97,247 @@ std::unique_lock<std::mutex> KVMemory::enter() const {
   return lock;
 }
 
-const KVMemory::Slot& KVMemory::used_slot(SlotId slot) const {
-  require(
-      slot >= 0 && slot < config_.num_slots,
-      "slot " + std::to_string(slot) + " is outside 0 .. " + std::to_string(config_.num_slots - 1));
-  require(slots_[slot].used, "slot " + std::to_string(slot) + " is not allocated");
-  return slots_[slot];
+void KVMemory::require_alive() const {
+  if (failure_.empty()) return;
+  throw DriverError("kv memory", EIO, "the KV memory has failed and serves no more: " + failure_, 0,
+                    /*sticky=*/true);
 }
 
-KVMemory::Slot& KVMemory::healthy_slot(SlotId slot) {
-  if (used_slot(slot).in_repair) {
-    throw DriverError(
-        "repair", EBUSY,
-        "slot " + std::to_string(slot) + " has mappings that could not be undone: " + last_error_);
-  }
-  return slots_[slot];
+void KVMemory::fail_if_sticky(const Error& error) {
+  const auto* refusal = dynamic_cast<const DriverError*>(&error);
+  if (refusal != nullptr && refusal->sticky && failure_.empty()) failure_ = error.what();
 }
 
-std::optional<SlotId> KVMemory::lowest_unused_slot() const {
-  for (SlotId slot = 0; slot < config_.num_slots; ++slot) {
-    if (!slots_[slot].used && !slots_[slot].in_repair) return slot;
-  }
-  return std::nullopt;
+const KVMemory::Sequence& KVMemory::open_seq(SeqId seq) const {
+  require(seq >= 0 && seq < config_.max_seqs, "sequence " + std::to_string(seq) +
+                                                  " is outside 0 .. " +
+                                                  std::to_string(config_.max_seqs - 1));
+  require(seqs_[seq].open, "sequence " + std::to_string(seq) + " is not open");
+  return seqs_[seq];
+}
+
+KVMemory::Sequence& KVMemory::open_seq(SeqId seq) {
+  return const_cast<Sequence&>(std::as_const(*this).open_seq(seq));
 }
 
 std::int64_t KVMemory::pages_for(std::int64_t num_tokens) const {
   if (num_tokens == 0) return 0;
-  return round_up_div(num_tokens + config_.read_slack, config_.page_tokens);
+  return round_up_div(num_tokens + config_.read_slack, config_.page_tokens());
 }
 
-std::vector<Growth> KVMemory::merged(const std::vector<Growth>& growths) const {
-  std::vector<Growth> result;
-  std::vector<std::int32_t> position(slots_.size(), -1);
-  for (const Growth& growth : growths) {
-    used_slot(growth.slot);
-    require(growth.num_tokens >= 0 && growth.num_tokens <= config_.max_len,
-            "slot " + std::to_string(growth.slot) + " cannot hold " +
-                with_commas(growth.num_tokens) + " tokens: max_len is " +
-                with_commas(config_.max_len));
-    std::int32_t& at = position[growth.slot];
-    if (at < 0) {
-      at = static_cast<std::int32_t>(result.size());
-      result.push_back(growth);
-    } else {
-      result[at].num_tokens = std::max(result[at].num_tokens, growth.num_tokens);
-    }
-  }
-  return result;
+std::int64_t KVMemory::blocks_for(std::int64_t num_tokens) const {
+  return round_up_div(num_tokens, config_.block_tokens);
 }
 
-std::int64_t KVMemory::missing_pages(const std::vector<Growth>& growths) const {
-  std::int64_t missing = 0;
-  for (const Growth& growth : growths) {
-    const auto have = static_cast<std::int64_t>(slots_[growth.slot].pages.size());
-    missing += std::max<std::int64_t>(0, pages_for(growth.num_tokens) - have);
-  }
-  return missing;
+std::int64_t KVMemory::num_pages(const Sequence& seq) const {
+  return static_cast<std::int64_t>(seq.has.blocks.size()) / config_.blocks_per_page;
 }
 
-std::optional<SlotId> KVMemory::alloc_slot(Tenant tenant) {
+// -- sequences
+
+std::optional<SeqId> KVMemory::open(Tenant tenant, View view, const std::string& salt,
+                                    const std::vector<std::int32_t>& tokens) {
   const auto lock = enter();
-  retry_repairs();
-  const auto slot = lowest_unused_slot();
-  if (slot) {
-    slots_[*slot].used = true;
-    slots_[*slot].tenant = tenant;
-  }
-  return slot;
+  require_alive();
+  if (num_open_ == config_.max_seqs) return std::nullopt;
+  SeqId id = 0;
+  while (seqs_[id].open) ++id;
+  Sequence fresh;
+  fresh.open = true;
+  fresh.generation = seqs_[id].generation + 1;
+  fresh.tenant = tenant;
+  fresh.has.view = view;
+  fresh.tokens = tokens;
+  fresh.nameless = tokens.empty();
+  fresh.root = prefix_root(tenant, weights_epoch_, salt);
+  extend_digests(fresh);
+  seqs_[id] = std::move(fresh);
+  ++num_open_;
+  return id;
 }
 
-Plan KVMemory::plan(const std::vector<Growth>& growths) const {
-  const auto lock = enter();
-  return Plan{missing_pages(merged(growths)), pool_.num_available(), version_};
+void KVMemory::extend_digests(Sequence& seq) {
+  if (!config_.prefix_caching || seq.nameless) return;
+  const std::int32_t width = config_.block_tokens;
+  const std::size_t full = seq.tokens.size() / static_cast<std::size_t>(width);
+  while (seq.digests.size() < full) {
+    const Digest& parent = seq.digests.empty() ? seq.root : seq.digests.back();
+    seq.digests.push_back(
+        prefix_next(parent, seq.tokens.data() + seq.digests.size() * width, width));
+  }
 }
 
-void KVMemory::apply(const std::vector<Growth>& growths, std::uint64_t version) {
+void KVMemory::append_tokens(const std::vector<SeqId>& seqs,
+                             const std::vector<std::int32_t>& tokens) {
   const auto lock = enter();
-  require(version == version_,
-          "the plan is stale: something was mapped or released since; plan again");
-  retry_repairs();
-  const std::vector<Growth> wanted = merged(growths);
-  for (const Growth& growth : wanted) healthy_slot(growth.slot);
-
-  const auto start = Clock::now();
-  Change change(space_->driver());
-  std::vector<Extension> extensions;
-  std::vector<SlotId> touched;
-  try {
-    ensure_free(change, missing_pages(wanted));
-    for (const Growth& growth : wanted) {
-      const auto have = static_cast<std::int64_t>(slots_[growth.slot].pages.size());
-      const std::int64_t count = pages_for(growth.num_tokens) - have;
-      if (count <= 0) continue;
-      touched.push_back(growth.slot);
-      extensions.push_back(extend(change, growth.slot, have, count));
-    }
-    zero_pages(change, extensions);
-    map_pages(change, extensions, Access::kReadWrite);
-    space_->driver().fence();
-  } catch (...) {
-    abandon(change, touched);
-    throw;
+  require(seqs.size() == tokens.size(), "one token for each sequence");
+  for (const SeqId seq : seqs) open_seq(seq);
+  for (std::size_t i = 0; i < seqs.size(); ++i) {
+    Sequence& seq = seqs_[seqs[i]];
+    if (seq.nameless) continue;
+    seq.tokens.push_back(tokens[i]);
+    extend_digests(seq);
   }
-  for (const Extension& extension : extensions) attach(extension);
-  for (const Growth& growth : wanted) {
-    Slot& slot = slots_[growth.slot];
-    slot.length = std::max(slot.length, growth.num_tokens);
-  }
-  finish(change, seconds_since(start));
 }
 
-void KVMemory::release(SlotId slot_id) {
+std::int64_t KVMemory::num_matched(const Sequence& seq) const {
+  if (seq.tokens.empty()) return 0;
+  // One token at least is computed: its logits are what the caller wants.
+  const auto most = (static_cast<std::int64_t>(seq.tokens.size()) - 1) / config_.block_tokens;
+  const std::int64_t end = std::min(most, static_cast<std::int64_t>(seq.digests.size()));
+  std::int64_t matched = 0;
+  while (matched < end && pool_.find(seq.digests[matched]) != kNoBlock) ++matched;
+  return matched;
+}
+
+std::int64_t KVMemory::match(SeqId id) const {
   const auto lock = enter();
-  used_slot(slot_id);
-  retry_repairs();
-  Slot& slot = slots_[slot_id];
-  const auto num_pages = static_cast<std::int64_t>(slot.pages.size());
-  const std::vector<AddressRun> ranges = slot_ranges(slot_id, num_pages);
-  Repair repair;
-  try {
-    space_->driver().unmap(ranges);
-  } catch (const DriverError& error) {
-    repair.steps.assign(ranges.begin() + static_cast<std::ptrdiff_t>(error.completed),
-                        ranges.end());
-    last_error_ = error.what();
+  return num_matched(open_seq(id)) * config_.block_tokens;
+}
+
+void KVMemory::park(SlotId id, Epoch retire) {
+  Slot& slot = slots_[id];
+  slot.seq = kNoSeq;
+  slot.retire = std::max(slot.retire, retire);
+  slot.parked_at = ++parkings_;
+}
+
+void KVMemory::release(SeqId id) {
+  const auto lock = enter();
+  Sequence& seq = open_seq(id);
+  if (!config_.deferred_reclamation && seq.has.slot != kNoSlot) settle_locked();
+  // Tail first: it is the tail of a prefix that is evicted first.
+  for (auto block = seq.has.blocks.rbegin(); block != seq.has.blocks.rend(); ++block) {
+    if (*block == kNoBlock) continue;
+    const PageId page = pool_.page_of(*block);
+    pool_.drop_ref(*block, begun_);
+    if (pool_.owner(page) == id) pool_.set_owner(page, kNoSeq);
   }
-  forget_access_repairs(ranges);
-  totals_.unmapped += num_pages;
-  totals_.unmap_calls += static_cast<std::int64_t>(ranges.size() - repair.steps.size());
-  std::vector<PageId> pages = std::move(slot.pages);
-  const bool was_in_repair = slot.in_repair;
-  slot = Slot{};
-  slot.in_repair = was_in_repair;
+  for (const SwapId swap : seq.has.swap) {
+    if (swap != kNoSwap) swap_->drop(swap);
+  }
+  const SlotId slot = seq.has.slot;
+  const std::uint32_t generation = seq.generation;
+  seq = Sequence{};
+  seq.generation = generation;
+  --num_open_;
   ++version_;
-  if (!repair.steps.empty()) {
-    slot.in_repair = true;
-    repair.held = std::move(pages);
-    repair.slots = {slot_id};
-    repairs_.push_back(std::move(repair));
-    return;
-  }
-  for (const PageId page : pages) pool_.drop(page);
-  const std::int64_t excess = std::min(pool_.num_free(), pool_.num_committed() - pool_.limit());
-  if (excess <= 0) return;
-  try {
-    give_back(excess);
-  } catch (const DriverError& error) {
-    last_error_ = error.what();  // the next release or trim tries again
-  }
+  write_table(id, 0);
+  if (slot == kNoSlot) return;
+  park(slot, begun_);
+  if (!config_.deferred_reclamation && slots_[slot].retire <= completed_) truncate(slot, 0);
 }
 
-std::optional<SlotId> KVMemory::fork_slot(SlotId src, std::int64_t num_tokens) {
+void KVMemory::write_table(SeqId id, std::size_t from) {
+  const std::vector<BlockId>& blocks = seqs_[id].has.blocks;
+  BlockId* row = &tables_[id * blocks_per_row_];
+  for (std::size_t i = from; i < blocks.size(); ++i) row[i] = std::max(blocks[i], BlockId{0});
+  for (std::size_t i = blocks.size(); i < row_sizes_[id]; ++i) row[i] = 0;
+  row_sizes_[id] = blocks.size();
+}
+
+// -- epochs
+
+Epoch KVMemory::begun_epoch() const {
   const auto lock = enter();
-  used_slot(src);
-  retry_repairs();
-  const Slot& source = healthy_slot(src);
-  require(num_tokens >= 0 && num_tokens <= source.length,
-          "cannot fork slot " + std::to_string(src) + " at " + with_commas(num_tokens) +
-              " tokens: it holds " + with_commas(source.length));
-  const auto dst = lowest_unused_slot();
-  if (!dst) return std::nullopt;
-  const std::int64_t num_shared = num_tokens / config_.page_tokens;
-  const std::int64_t partial = num_tokens % config_.page_tokens;
-
-  const auto start = Clock::now();
-  Change change(space_->driver());
-  slots_[*dst].tenant = source.tenant;
-  Extension prefix{
-      *dst, source.tenant, 0, {source.pages.begin(), source.pages.begin() + num_shared}};
-  Extension tail;
-  try {
-    const std::int64_t num_fresh = pages_for(num_tokens) - num_shared;
-    ensure_free(change, num_fresh);
-    tail = extend(change, *dst, num_shared, num_fresh);
-    zero_pages(change, {tail});
-    if (partial > 0) copy_partial_page(tail.pages[0], source.pages[num_shared], partial);
-    make_readonly(change, src, num_shared);
-    map_pages(change, {prefix}, Access::kRead);
-    map_pages(change, {tail}, Access::kReadWrite);
-    space_->driver().fence();
-  } catch (...) {
-    slots_[*dst].tenant = 0;
-    abandon(change, {src, *dst});
-    throw;
-  }
-  Slot& forked = slots_[*dst];
-  forked.used = true;
-  forked.length = num_tokens;
-  forked.num_readonly = num_shared;
-  forked.pages.assign(prefix.pages.begin(), prefix.pages.end());
-  for (const PageId page : prefix.pages) pool_.share(page);
-  attach(tail);
-  slots_[src].num_readonly = std::max(source.num_readonly, num_shared);
-  finish(change, seconds_since(start));
-  return dst;
+  return begun_;
 }
 
-std::int64_t KVMemory::trim(std::int64_t keep_pages) {
+Epoch KVMemory::completed_epoch() const {
+  const auto lock = enter();
+  return completed_;
+}
+
+void KVMemory::complete(Epoch epoch) {
+  const auto lock = enter();
+  require(epoch <= begun_, "epoch " + std::to_string(epoch) + " has not begun");
+  complete_locked(epoch, /*sealed=*/true);
+  absorb();
+}
+
+void KVMemory::abandon_epoch(Epoch epoch) {
+  const auto lock = enter();
+  require(epoch <= begun_, "epoch " + std::to_string(epoch) + " has not begun");
+  complete_locked(epoch, /*sealed=*/false);
+}
+
+void KVMemory::launched(Epoch epoch) {
+  const auto lock = enter();
+  require(epoch <= begun_, "epoch " + std::to_string(epoch) + " has not begun");
+  require_alive();
+  const auto driving = mapper_->lock_driver();
+  marks_.emplace_back(epoch, driver_->mark());
+}
+
+void KVMemory::complete_locked(Epoch epoch, bool sealed) {
+  if (epoch <= completed_) return;
+  completed_ = epoch;
+  pool_.complete(epoch);
+  ++version_;
+  std::vector<SeqId> grown;
+  while (!records_.empty() && records_.front().epoch <= epoch) {
+    const Record record = std::move(records_.front());
+    records_.pop_front();
+    for (std::size_t i = 0; i < record.seqs.size(); ++i) {
+      const auto [id, generation] = record.seqs[i];
+      if (!seqs_[id].open || seqs_[id].generation != generation) continue;
+      if (!sealed) {
+        // What lies behind is worthless, and so is what is computed from it.
+        Holding& has = seqs_[id].has;
+        has.seal_limit = std::min(has.seal_limit, has.sealed);
+        continue;
+      }
+      seal(id, record.lengths[i]);
+      grown.push_back(id);
+    }
+  }
+  if (config_.seal_read_only && failure_.empty()) seal_slots(grown);
+}
+
+void KVMemory::seal(SeqId id, std::int64_t length) {
+  Sequence& seq = seqs_[id];
+  length = std::min(length, seq.has.seal_limit);
+  if (seq.has.swapped || length <= seq.has.sealed) return;
+  seq.has.sealed = length;
+  publish(seq);
+}
+
+void KVMemory::publish(Sequence& seq) {
+  const std::int64_t full = std::min(seq.has.sealed / config_.block_tokens,
+                                     static_cast<std::int64_t>(seq.digests.size()));
+  for (; seq.has.num_published < full; ++seq.has.num_published) {
+    const BlockId block = seq.has.blocks[seq.has.num_published];
+    if (block == kNoBlock || pool_.is_published(block)) continue;
+    totals_.published += pool_.publish(block, seq.digests[seq.has.num_published]) ? 1 : 0;
+  }
+}
+
+void KVMemory::clear_cache() {
+  const auto lock = enter();
+  ++weights_epoch_;
+  pool_.clear_index();
+  for (Sequence& seq : seqs_) {
+    // What was computed with the old weights is not offered under any name.
+    seq.digests.clear();
+    seq.nameless = true;
+  }
+  ++version_;
+}
+
+// -- the pool
+
+std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle_too) {
   const auto lock = enter();
   require(keep_pages >= 0, "keep_pages must not be negative");
+  require_alive();
+  settle_locked();
   retry_repairs();
+  if (drop_idle_too) drop_idle(keep_pages);
+  if (swap_->num_used() == 0) {
+    const auto driving = mapper_->lock_driver();
+    driver_->fence();
+    swap_->release_memory();
+  }
   return give_back(std::max<std::int64_t>(0, pool_.num_free() - keep_pages));
 }
 
@@ -281,21 +346,96 @@ void KVMemory::set_limit(std::int64_t limit_pages) {
   require(limit_pages > 0 && limit_pages <= config_.max_pages,
           "the limit of " + with_commas(limit_pages) + " pages must lie between 1 and " +
               with_commas(config_.max_pages));
+  require_alive();
+  settle_locked();
   retry_repairs();
   pool_.set_limit(limit_pages);
   ++version_;
-  give_back(
-      std::max<std::int64_t>(0, std::min(pool_.num_free(), pool_.num_committed() - limit_pages)));
+  const std::int64_t excess = pool_.num_committed() - limit_pages;
+  if (excess <= 0) return;
+  if (excess > pool_.num_free()) drop_idle(excess - pool_.num_free());
+  give_back(std::min(pool_.num_free(), excess));
 }
 
-std::vector<PageId> KVMemory::block_table(SlotId slot) const {
+std::int64_t KVMemory::compact() {
   const auto lock = enter();
-  return used_slot(slot).pages;
+  require_alive();
+  settle_locked();
+  retry_repairs();
+  std::int64_t emptied = 0;
+  if (completed_ != begun_) return 0;  // an epoch may still write what would be moved
+  for (const Tenant tenant : pool_.split_tenants()) emptied += compact_tenant(tenant);
+  return emptied;
 }
 
-std::int64_t KVMemory::slot_length(SlotId slot) const {
+std::int64_t KVMemory::run_mapper(std::int64_t max_commands) {
   const auto lock = enter();
-  return used_slot(slot).length;
+  const std::int64_t count = mapper_->run(max_commands);
+  absorb();
+  return count;
+}
+
+void KVMemory::settle_mapper() {
+  const auto lock = enter();
+  settle_locked();
+}
+
+// -- reading
+
+std::vector<BlockId> KVMemory::blocks(SeqId seq) const {
+  const auto lock = enter();
+  return open_seq(seq).has.blocks;
+}
+
+std::vector<PageId> KVMemory::slot_pages(SlotId slot) const {
+  const auto lock = enter();
+  require(
+      slot >= 0 && slot < config_.num_slots,
+      "slot " + std::to_string(slot) + " is outside 0 .. " + std::to_string(config_.num_slots - 1));
+  std::vector<PageId> pages;
+  for (const SlotEntry& entry : slots_[slot].entries) pages.push_back(entry.page);
+  return pages;
+}
+
+std::int64_t KVMemory::length(SeqId seq) const {
+  const auto lock = enter();
+  return open_seq(seq).has.length;
+}
+
+std::int64_t KVMemory::sealed(SeqId seq) const {
+  const auto lock = enter();
+  return open_seq(seq).has.sealed;
+}
+
+View KVMemory::view(SeqId seq) const {
+  const auto lock = enter();
+  return open_seq(seq).has.view;
+}
+
+bool KVMemory::swapped(SeqId seq) const {
+  const auto lock = enter();
+  return open_seq(seq).has.swapped;
+}
+
+std::optional<SlotId> KVMemory::slot(SeqId seq) const {
+  const auto lock = enter();
+  const SlotId slot = open_seq(seq).has.slot;
+  return slot == kNoSlot ? std::nullopt : std::optional<SlotId>(slot);
+}
+
+std::vector<SlotId> KVMemory::slots(const std::vector<SeqId>& seqs) const {
+  const auto lock = enter();
+  std::vector<SlotId> slots;
+  slots.reserve(seqs.size());
+  for (const SeqId seq : seqs) slots.push_back(open_seq(seq).has.slot);
+  return slots;
+}
+
+std::int32_t KVMemory::block_refs(BlockId block) const {
+  const auto lock = enter();
+  require(block >= 0 && block < pool_.max_pages() * config_.blocks_per_page,
+          "block " + std::to_string(block) + " does not exist");
+  return pool_.refs(block);
 }
 
 std::string KVMemory::last_error() const {
@@ -305,6 +445,8 @@ std::string KVMemory::last_error() const {
 
 void KVMemory::close() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  mapper_.reset();
+  swap_.reset();
   space_.reset();
 }
 

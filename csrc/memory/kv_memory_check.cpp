@@ -18,118 +18,207 @@ std::string page_text(PageId page) {
 
 }  // namespace
 
-std::vector<PageId> KVMemory::held_pages() const {
+std::int64_t KVMemory::num_quarantined() const {
   std::vector<PageId> held;
   for (const Repair& repair : repairs_) {
     held.insert(held.end(), repair.held.begin(), repair.held.end());
+    for (const PageRun& run : repair.created) {
+      for (PageId page = run.first; page < run.first + run.count; ++page) held.push_back(page);
+    }
   }
   std::sort(held.begin(), held.end());
-  return held;
+  held.erase(std::unique(held.begin(), held.end()), held.end());
+  return std::count_if(held.begin(), held.end(),
+                       [&](PageId page) { return pool_.used(page) == 0; });
 }
 
-std::int64_t KVMemory::num_quarantined() const {
-  const std::vector<PageId> held = held_pages();
-  std::int64_t quarantined = 0;
-  for (auto it = held.begin(); it != held.end();) {
-    const auto next = std::upper_bound(it, held.end(), *it);
-    quarantined += pool_.refs(*it) == next - it ? 1 : 0;
-    it = next;
-  }
-  return quarantined;
-}
-
-MemoryStats KVMemory::stats() const {
+MemoryStats KVMemory::stats() {
   const auto lock = enter();
-  const DriverStats driver = space_->driver().stats();
-  MemoryStats stats{};
-  stats.page_bytes = config_.num_groups * static_cast<std::int64_t>(space_->page_bytes());
-  stats.page_tokens = config_.page_tokens;
-  stats.limit_pages = pool_.limit();
-  stats.committed_pages = pool_.num_committed();
-  stats.free_pages = pool_.num_free();
-  stats.quarantined_pages = num_quarantined();
-  stats.used_pages = pool_.num_taken() - stats.quarantined_pages;
-  stats.shared_pages = pool_.num_shared();
-  stats.num_slots = config_.num_slots;
+  absorb();
+  MemoryStats s{};
+  DriverStats driver;
+  {
+    const auto driving = mapper_->lock_driver();
+    driver = driver_->stats();
+  }
+  s.page_bytes = config_.num_groups * static_cast<std::int64_t>(space_->page_bytes());
+  s.page_tokens = config_.page_tokens();
+  s.block_tokens = config_.block_tokens;
+  s.blocks_per_page = config_.blocks_per_page;
+  s.limit_pages = pool_.limit();
+  s.committed_pages = pool_.num_committed();
+  s.free_pages = pool_.num_free();
+  s.split_pages = pool_.count(PageState::kSplit);
+  s.used_pages = pool_.count(PageState::kInUse) + s.split_pages;
+  s.idle_pages = pool_.count(PageState::kIdle);
+  s.waiting_pages = pool_.count(PageState::kWaiting);
+  s.held_pages = pool_.count(PageState::kHeld);
+  s.quarantined_pages = num_quarantined();
+  s.shared_pages = pool_.num_shared_pages();
+  s.used_blocks = pool_.num_used_blocks();
+  s.shared_blocks = pool_.num_shared_blocks();
+  s.cached_blocks = pool_.num_cached_blocks();
+  s.num_slots = config_.num_slots;
+  s.num_seqs = num_open_;
   for (const Slot& slot : slots_) {
-    if (!slot.used) continue;
-    ++stats.used_slots;
-    stats.used_tokens += slot.length;
-    const auto room = static_cast<std::int64_t>(slot.pages.size()) * config_.page_tokens;
-    stats.tail_waste_bytes += (room - slot.length) * config_.token_bytes * config_.num_groups;
+    const std::int64_t own = slot.active() ? num_pages(seqs_[slot.seq]) : 0;
+    s.used_slots += slot.active() ? 1 : 0;
+    s.parked_slots += !slot.active() && !slot.empty() ? 1 : 0;
+    s.parked_pages += slot.active() ? 0 : slot.size();
+    s.spare_pages += slot.active() ? slot.size() - own : 0;
   }
-  stats.pages_mapped_total = totals_.mapped;
-  stats.pages_unmapped_total = totals_.unmapped;
-  stats.pages_committed_total = totals_.committed;
-  stats.pages_given_back_total = totals_.given_back;
-  stats.pages_zeroed_total = totals_.zeroed;
-  stats.map_calls_total = totals_.map_calls;
-  stats.unmap_calls_total = totals_.unmap_calls;
-  stats.arena_map_calls_total = totals_.arena_map_calls;
-  stats.map_seconds_total = totals_.map_seconds;
-  stats.memfd_allocated_bytes = driver.allocated_bytes;
-  stats.num_mappings = driver.num_mappings;
-  stats.pending_repairs = static_cast<std::int64_t>(repairs_.size());
-  return stats;
+  const std::int64_t block_bytes = config_.num_groups * config_.block_tokens * config_.token_bytes;
+  for (const Sequence& seq : seqs_) {
+    if (!seq.open) continue;
+    (seq.has.view == View::kVirtual ? s.virtual_seqs : s.paged_seqs) += 1;
+    s.swapped_seqs += seq.has.swapped ? 1 : 0;
+    if (seq.has.swapped) continue;
+    const auto there = static_cast<std::int64_t>(seq.has.blocks.size());
+    s.used_tokens += seq.has.length;
+    s.tail_waste_bytes +=
+        there * block_bytes - seq.has.length * config_.token_bytes * config_.num_groups;
+  }
+  s.swap_blocks = swap_->num_used();
+  s.swap_capacity_blocks = swap_->capacity();
+  s.memfd_allocated_bytes = driver.allocated_bytes;
+  s.num_mappings = driver.num_mappings;
+  s.pending_repairs = static_cast<std::int64_t>(repairs_.size());
+  const Health health = !failure_.empty()   ? Health::kFailed
+                        : !repairs_.empty() ? Health::kDegraded
+                                            : Health::kHealthy;
+  s.health = static_cast<std::int64_t>(health);
+  s.pages_mapped_total = totals_.mapped;
+  s.pages_unmapped_total = totals_.unmapped;
+  s.pages_committed_total = totals_.committed;
+  s.pages_given_back_total = totals_.given_back;
+  s.pages_zeroed_total = totals_.zeroed;
+  s.map_calls_total = totals_.map_calls;
+  s.unmap_calls_total = totals_.unmap_calls;
+  s.access_calls_total = totals_.access_calls;
+  s.arena_map_calls_total = totals_.arena_map_calls;
+  s.unhidden_calls_total = totals_.unhidden;
+  s.hidden_calls_total = totals_.hidden;
+  s.mapper_waits_total = totals_.waits;
+  s.adopted_pages_total = totals_.adopted_pages;
+  s.adopted_slots_total = totals_.adopted_slots;
+  s.forks_total = totals_.forks;
+  s.cow_blocks_total = totals_.cow;
+  s.copied_blocks_total = totals_.copied;
+  s.converted_to_virtual_total = totals_.to_virtual;
+  s.converted_to_paged_total = totals_.to_paged;
+  s.converted_zero_copy_total = totals_.zero_copy;
+  s.prefix_query_blocks_total = totals_.queries;
+  s.prefix_hit_blocks_total = totals_.hits;
+  s.evicted_blocks_total = totals_.evicted;
+  s.published_blocks_total = totals_.published;
+  s.compactions_total = totals_.compactions;
+  s.compacted_blocks_total = totals_.compacted;
+  s.swapped_out_blocks_total = totals_.swapped_out;
+  s.swapped_in_blocks_total = totals_.swapped_in;
+  s.swap_copy_runs_total = totals_.swap_runs;
+  s.map_seconds_total = totals_.map_seconds;
+  s.mapper_seconds_total = mapper_->cpu_seconds();
+  s.mapper_wait_seconds_total = totals_.wait_seconds;
+  return s;
 }
 
-void KVMemory::check() const {
+void KVMemory::check() {
   const auto lock = enter();
+  settle_locked();
   pool_.check();
-  check_slots();
   check_references();
+  check_slots();
   check_mappings();
 }
 
+// Every reference is a sequence's, and every sequence has what its length needs.
+void KVMemory::check_references() const {
+  std::unordered_map<BlockId, std::int32_t> counted;
+  for (SeqId id = 0; id < config_.max_seqs; ++id) {
+    const Sequence& seq = seqs_[id];
+    const std::string name = "sequence " + std::to_string(id);
+    if (!seq.open || seq.has.swapped) {
+      law(seq.has.blocks.empty() && seq.has.slot == kNoSlot, name + " has blocks and is away");
+      continue;
+    }
+    const auto there = static_cast<std::int64_t>(seq.has.blocks.size());
+    const bool is_virtual = seq.has.view == View::kVirtual;
+    const std::int64_t least = is_virtual ? pages_for(seq.has.length) * config_.blocks_per_page
+                                          : blocks_for(seq.has.length);
+    law(there >= least, name + " has " + std::to_string(there) + " blocks for " +
+                            std::to_string(seq.has.length) + " tokens");
+    law(seq.has.sealed <= seq.has.length, name + " is sealed beyond its length");
+    law(is_virtual ? there == 0 || seq.has.slot != kNoSlot : seq.has.slot == kNoSlot,
+        name + " has a slot and should not, or the reverse");
+    for (std::int64_t i = 0; i < there; ++i) {
+      const BlockId block = seq.has.blocks[i];
+      law(block != kNoBlock || i < seq.has.num_trimmed, name + " has a hole");
+      const BlockId shown = tables_[id * blocks_per_row_ + i];
+      law(shown == std::max(block, BlockId{0}), name + " has another block table than blocks");
+      if (block == kNoBlock) continue;
+      ++counted[block];
+      law(pool_.tenant(pool_.page_of(block)) == seq.tenant,
+          page_text(pool_.page_of(block)) + " holds two tenants' blocks");
+    }
+  }
+  std::int64_t distinct = 0;
+  for (const auto& [block, count] : counted) {
+    law(pool_.refs(block) == count,
+        "block " + std::to_string(block) + " has " + std::to_string(pool_.refs(block)) +
+            " references recorded and " + std::to_string(count) + " counted");
+    ++distinct;
+  }
+  law(distinct == pool_.num_used_blocks(), std::to_string(pool_.num_used_blocks()) +
+                                               " blocks are used, " + std::to_string(distinct) +
+                                               " are referenced");
+}
+
 void KVMemory::check_slots() const {
+  std::unordered_map<PageId, std::int32_t> shown;
   for (SlotId id = 0; id < config_.num_slots; ++id) {
     const Slot& slot = slots_[id];
     const std::string name = "slot " + std::to_string(id);
-    const auto num_pages = static_cast<std::int64_t>(slot.pages.size());
-    law(slot.used || (num_pages == 0 && slot.length == 0), name + " is unused but not empty");
-    law(num_pages <= space_->shape().slot_pages, name + " lists more pages than it has room for");
-    law(slot.length <= num_pages * config_.page_tokens, name + " is longer than its pages");
-    law(slot.num_readonly * config_.page_tokens <= slot.length,
-        name + " shares pages beyond its length");
-    std::vector<PageId> pages = slot.pages;
-    std::sort(pages.begin(), pages.end());
-    law(std::adjacent_find(pages.begin(), pages.end()) == pages.end(),
-        name + " lists a page twice");
-  }
-}
-
-void KVMemory::check_references() const {
-  std::vector<PageId> references = held_pages();
-  for (const Slot& slot : slots_) {
-    references.insert(references.end(), slot.pages.begin(), slot.pages.end());
-    for (std::size_t i = 0; i < slot.pages.size(); ++i) {
-      law(pool_.refs(slot.pages[i]) < 2 || static_cast<std::int64_t>(i) < slot.num_readonly ||
-              slot.in_repair,
-          page_text(slot.pages[i]) + " is shared but writable in a slot");
+    law(slot.size() <= space_->shape().slot_pages, name + " shows more pages than it has room for");
+    law(slot.num_pending == 0, name + " is still being mapped");
+    for (const SlotEntry& entry : slot.entries) {
+      if (entry.page != kNoPage) ++shown[entry.page];
+    }
+    if (!slot.active()) continue;
+    const Sequence& seq = seqs_[slot.seq];
+    law(seq.open && seq.has.slot == id && seq.has.view == View::kVirtual,
+        name + " is not its sequence's");
+    law(num_pages(seq) <= slot.size(), name + " shows less than its sequence has");
+    for (std::int64_t i = 0; i < num_pages(seq); ++i) {
+      const SlotEntry& entry = slot.entries[i];
+      const std::int32_t width = config_.blocks_per_page;
+      for (std::int32_t j = 0; j < width; ++j) {
+        const BlockId block = seq.has.blocks[i * width + j];
+        law(block == kNoBlock || block == pool_.first_block(entry.page) + j,
+            name + " shows other pages than its sequence has");
+        law(block == kNoBlock || pool_.refs(block) < 2 || entry.read_only ||
+                (i + 1) * config_.page_tokens() > seq.has.sealed || !config_.seal_read_only ||
+                !last_error_.empty(),
+            page_text(entry.page) + " is sealed and shared but writable in a slot");
+      }
+      law(!entry.read_only || (i + 1) * config_.page_tokens() <= seq.has.length,
+          name + " is read-only where its sequence writes");
     }
   }
-  std::sort(references.begin(), references.end());
-  std::int64_t distinct = 0;
-  for (auto it = references.begin(); it != references.end();) {
-    const auto next = std::upper_bound(it, references.end(), *it);
-    law(pool_.is_committed(*it), page_text(*it) + " is referenced but not committed");
-    law(pool_.refs(*it) == next - it, page_text(*it) + " has " + std::to_string(pool_.refs(*it)) +
-                                          " references recorded and " + std::to_string(next - it) +
-                                          " counted");
-    ++distinct;
-    it = next;
+  for (std::int64_t id = pool_.next_committed(0); id >= 0; id = pool_.next_committed(id + 1)) {
+    const auto page = static_cast<PageId>(id);
+    const auto it = shown.find(page);
+    law(pool_.maps(page) == (it == shown.end() ? 0 : it->second),
+        page_text(page) + " counts its slots wrongly");
   }
-  law(distinct == pool_.num_taken(), std::to_string(pool_.num_taken()) + " pages are taken, " +
-                                         std::to_string(distinct) + " are referenced");
 }
 
 void KVMemory::check_mappings() const {
-  const PageDriver& driver = space_->driver();
-  const std::vector<PageId> held = held_pages();
-  const auto expect = [&](Address addr, std::int32_t group, PageId page, Access access,
+  const bool read_only = driver_->capabilities().read_only;
+  const auto driving = mapper_->lock_driver();
+  const auto expect = [&](Address addr, std::int32_t group, PageId page, bool is_read_only,
                           const char* where) {
-    if (std::binary_search(held.begin(), held.end(), page)) return;
-    const Mapping found = driver.query(addr);
+    const Mapping found = driver_->query(addr);
+    const Access access = is_read_only && read_only ? Access::kRead : Access::kReadWrite;
     law(found.frame == space_->frame(group, page) && found.access == access,
         page_text(page) + " of group " + std::to_string(group) + " is not mapped as recorded in " +
             where);
@@ -138,26 +227,29 @@ void KVMemory::check_mappings() const {
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
     for (std::int64_t id = pool_.next_committed(0); id >= 0; id = pool_.next_committed(id + 1)) {
       const auto page = static_cast<PageId>(id);
-      expect(space_->arena(group, page), group, page, Access::kReadWrite, "the arena");
+      if (repairs_.empty()) expect(space_->arena(group, page), group, page, false, "the arena");
       ++num_mapped;
     }
     for (SlotId id = 0; id < config_.num_slots; ++id) {
       const Slot& slot = slots_[id];
-      for (std::int64_t i = 0; i < static_cast<std::int64_t>(slot.pages.size()); ++i) {
-        const Access access = i < slot.num_readonly ? Access::kRead : Access::kReadWrite;
+      for (std::int64_t i = 0; i < slot.size(); ++i) {
+        const SlotEntry& entry = slot.entries[i];
+        if (entry.page == kNoPage) continue;
         if (!slot.in_repair) {
-          expect(space_->slot(group, id, i), group, slot.pages[i], access, "its slot");
+          expect(space_->slot(group, id, i), group, entry.page, entry.read_only, "its slot");
         }
         ++num_mapped;
         if (!space_->has_shadow()) continue;
-        expect(space_->shadow(group, id, i), group, slot.pages[i], Access::kRead, "the shadow");
+        if (!slot.in_repair) {
+          expect(space_->shadow(group, id, i), group, entry.page, true, "the shadow");
+        }
         ++num_mapped;
       }
     }
   }
-  law(!repairs_.empty() || driver.stats().mapped_frames == num_mapped,
-      std::to_string(driver.stats().mapped_frames) + " frames are mapped, " +
-          std::to_string(num_mapped) + " are recorded");
+  const std::int64_t mapped = driver_->stats().mapped_frames;
+  law(!repairs_.empty() || mapped == num_mapped, std::to_string(mapped) + " frames are mapped, " +
+                                                     std::to_string(num_mapped) + " are recorded");
 }
 
 }  // namespace vmserve

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "vmserve/driver.h"
-#include "vmserve/page_pool.h"
+#include "vmserve/types.h"
 
 namespace vmserve {
 

@@ -1,118 +1,249 @@
-// KV memory: one pool of pages, seen through slots (one contiguous range per sequence) and
-// through an arena (every page at its own place).
+// KV memory: one pool of pages under two views.
 //
 // Glossary
-//   page        page_tokens tokens of every layer; one frame per layer group, mapped together
-//   arena       where each committed page is mapped, at page id x page bytes, while committed
-//   slot        a sequence's contiguous range: its pages are mapped there a second time, in order
-//   shadow      a second, read-only view of the slots that reads as zero where nothing is mapped
-//   repair      driver calls that could not be undone; the pages concerned are held (quarantined)
-//               until the calls succeed, which every later mutation tries first
+//   block      block_tokens tokens of every layer; what the paged view and the prefix cache share
+//   page       blocks_per_page blocks; one frame per layer group, mapped together.
+//              block id = page id x blocks_per_page + its place in the page
+//   arena      where each committed page is mapped, at page id x page bytes, while committed
+//   slot       a contiguous range of addresses; pages are mapped there a second time, in order
+//   sequence   an ordered list of blocks. In the virtual view they fill whole pages, which its slot
+//              shows in order; in the paged view they lie anywhere and a block table names them
+//   spare      a page that a slot shows beyond its sequence: mapped ahead of need (look-ahead,
+//              eager), or left by an earlier sequence (a *parked* slot). Whoever grows into it
+//              needs no map call
+//   epoch      one step: begun by apply(), over with complete(). Kernels of a begun epoch may
+//              touch what its sequences own, launched or not
+//   sealed     positions that a completed epoch has written; they never change again
+//   published  a sealed block that the prefix cache names by the digest of all tokens up to its end
+//
+// What a page is (see block_pool.h for the ledger)
+//   absent  -> free -> in use -> waiting(epoch) -> idle -> free -> absent
+//   free     committed and nobody's
+//   in use   a sequence references one of its blocks
+//   waiting  given up, but an epoch that could read it is not complete
+//   idle     evictable: cached blocks, or spare in a slot; in order of last use
+//   held     a mapper's command or a repair has it
+//
 // Laws, executed by check()
-//   * refs(page) = the slots that list it + the repairs that hold it
-//   * free + used + quarantined = committed
-//   * a slot lists a page at most once; unused slots list none
-//   * every listed page is mapped at its slot address in every group, read-only exactly within
-//     the slot's shared prefix, and every committed page writable in the arena; nothing else is
-//     mapped
-//   * length <= pages x page_tokens
+//   * refs(block) = the sequences that list it
+//   * a digest names one published block; a published block without references is cached
+//   * blocks of one page belong to one tenant
+//   * the pages of a virtual sequence are those that its slot shows first, in order; every slot
+//     entry is mapped in every group with the recorded access; committed pages are mapped writable
+//     in the arena; nothing else is mapped
+//   * a page in a slot is not read-only where its sequence may still write: every read-only entry
+//     of a live sequence lies wholly below its sealed length
+//   * committed = free + in use + waiting + idle + held, and committed <= max_pages
+//   * blocks_for(length) blocks, or pages_for(length) pages, at least, belong to each sequence
 #pragma once
 
 #include <sys/types.h>
 
 #include <cstdint>
+#include <deque>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "vmserve/address_space.h"
+#include "vmserve/block_pool.h"
 #include "vmserve/driver.h"
-#include "vmserve/page_pool.h"
+#include "vmserve/errors.h"
+#include "vmserve/lazy_array.h"
+#include "vmserve/mapper.h"
+#include "vmserve/prefix_digest.h"
+#include "vmserve/slot_table.h"
+#include "vmserve/swap_space.h"
 #include "vmserve/transaction.h"
 
 namespace vmserve {
 
-using SlotId = std::int32_t;
+enum class View : std::uint8_t { kVirtual, kPaged };
+enum class Health : std::uint8_t { kHealthy, kDegraded, kFailed };
 
 struct MemoryConfig {
   std::int32_t num_groups = 1;
-  std::int64_t page_tokens = 0;
+  std::int32_t block_tokens = 16;
+  std::int32_t blocks_per_page = 1;
   std::int64_t token_bytes = 0;  // from one token to the next, in one group
+  std::int32_t max_seqs = 0;     // sequences that can be open
   std::int32_t num_slots = 0;
   std::int64_t max_len = 0;      // tokens
-  std::int64_t read_slack = 0;   // tokens past the length that kernels may read
+  std::int64_t read_slack = 0;   // tokens past the length that kernels may read, virtual view
   std::int64_t limit_pages = 0;  // cap of the pool
   std::int64_t max_pages = 0;    // cap of the cap: sizes the arena's reservation
   std::int64_t grow_pages = 1;   // the pool commits at least this many at a time
   ZeroPolicy zero_policy = ZeroPolicy::kTenant;
+  bool prefix_caching = true;
+  // Page 0 is kept, zero for ever: block 0 stands in block tables where nothing is needed.
+  bool null_page = false;
+  bool deferred_reclamation = true;  // else release() unmaps at once
+  bool seal_read_only = true;        // slots map pages read-only once they are sealed
+  std::int64_t swap_blocks = 0;      // most blocks in host memory
+
+  MapperMode mapper = MapperMode::kOff;
+  std::int64_t lookahead_tokens = 0;  // mapped ahead of a virtual sequence; 0: nothing is
+  std::int32_t eager_slots = 0;       // unused slots kept with eager_pages pages mapped
+  std::int64_t eager_pages = 0;
+  double reclaim_share = 0.10;  // parked slots are unmapped while less of the pool is at hand
+
+  std::int64_t page_tokens() const { return std::int64_t{block_tokens} * blocks_per_page; }
 };
 
-// The first `num_tokens` positions of `slot` become usable; never shrinks.
-struct Growth {
-  SlotId slot;
-  std::int64_t num_tokens;
+enum class OpKind : std::uint8_t { kAttach, kFork, kConvert, kSwapOut, kSwapIn, kGrow };
+
+// One thing to be done to one sequence. In one plan a sequence has at most one op other than
+// kGrow, and at most one kGrow (repeated growths: the largest counts); a parent of forks may grow.
+//   kAttach   `seq` is empty: its first `num_tokens` (whole blocks, at most match(seq)) come from
+//             the prefix cache. Length and sealed become num_tokens
+//   kFork     `seq` is empty, of `other`'s tenant: it gets other's first `num_tokens` (<= length).
+//             Whole pages (virtual) or blocks (paged) are shared, the rest is copied at once
+//             (virtual) or when one of the two writes (paged). Its known tokens become other's
+//             first `num_tokens`; later ones come by append_tokens()
+//   kConvert  `seq` is in the view `view` afterwards
+//   kSwapOut  `seq`'s blocks go to host memory and its pages are given up
+//   kSwapIn   and back, into the view it had
+//             NOTE: copies are made when apply() is called; kernels of epochs that have begun and
+//             are not launched yet must not write what is copied
+//   kGrow     positions up to `num_tokens` can be used; those from the length on are written in the
+//             epoch that this apply begins. Never shrinks. Positions before `first_token` are not
+//             needed any more (sliding window): what lies wholly before it is given up
+struct Op {
+  OpKind kind;
+  SeqId seq;
+  std::int64_t num_tokens = 0;
+  std::int64_t first_token = 0;
+  SeqId other = kNoSeq;
+  View view = View::kVirtual;
 };
 
+// The ops fit if nothing is missing: needed_pages <= available_pages and neither slots nor swap
+// blocks are short. `waiting_pages` become available when the epochs that run are complete.
 struct Plan {
-  std::int64_t needed_pages;
-  std::int64_t available_pages;
-  std::uint64_t version;
+  std::int64_t needed_pages = 0;
+  std::int64_t available_pages = 0;
+  std::int64_t waiting_pages = 0;
+  std::int64_t missing_slots = 0;
+  std::int64_t missing_swap_blocks = 0;
+  std::uint64_t version = 0;
+  bool fits() const {
+    return needed_pages <= available_pages && missing_slots == 0 && missing_swap_blocks == 0;
+  }
 };
 
 struct MemoryStats {
-  std::int64_t page_bytes, page_tokens, limit_pages, committed_pages, free_pages, used_pages,
-      quarantined_pages, shared_pages, num_slots, used_slots, used_tokens, tail_waste_bytes,
-      pages_mapped_total, pages_unmapped_total, pages_committed_total, pages_given_back_total,
-      pages_zeroed_total, map_calls_total, unmap_calls_total, arena_map_calls_total,
-      memfd_allocated_bytes, num_mappings, pending_repairs;
-  double map_seconds_total;
+  std::int64_t page_bytes, page_tokens, block_tokens, blocks_per_page, limit_pages, committed_pages,
+      free_pages, used_pages, idle_pages, waiting_pages, held_pages, quarantined_pages,
+      shared_pages, split_pages, used_blocks, shared_blocks, cached_blocks, num_slots, used_slots,
+      parked_slots, parked_pages, spare_pages, num_seqs, virtual_seqs, paged_seqs, swapped_seqs,
+      used_tokens, tail_waste_bytes, swap_blocks, swap_capacity_blocks, memfd_allocated_bytes,
+      num_mappings, pending_repairs, health;
+  // Counters since the start.
+  std::int64_t pages_mapped_total, pages_unmapped_total, pages_committed_total,
+      pages_given_back_total, pages_zeroed_total, map_calls_total, unmap_calls_total,
+      access_calls_total, arena_map_calls_total, unhidden_calls_total, hidden_calls_total,
+      mapper_waits_total, adopted_pages_total, adopted_slots_total, forks_total, cow_blocks_total,
+      copied_blocks_total, converted_to_virtual_total, converted_to_paged_total,
+      converted_zero_copy_total, prefix_query_blocks_total, prefix_hit_blocks_total,
+      evicted_blocks_total, published_blocks_total, compactions_total, compacted_blocks_total,
+      swapped_out_blocks_total, swapped_in_blocks_total, swap_copy_runs_total;
+  double map_seconds_total, mapper_seconds_total, mapper_wait_seconds_total;
 };
 
-// Thread-safe: one lock around every call. Every mutation happens as a whole or not at all.
+// Thread-safe: one lock around every call. Every mutation happens as a whole or not at all; what a
+// failed one may cost is cached prefixes, never a sequence's state.
 class KVMemory {
  public:
   KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& config);
+  ~KVMemory();
+  KVMemory(const KVMemory&) = delete;
+  KVMemory& operator=(const KVMemory&) = delete;
 
   const MemoryConfig& config() const { return config_; }
 
-  // The lowest unused slot; nothing when all are taken.
-  std::optional<SlotId> alloc_slot(Tenant tenant);
+  // An empty sequence, without memory or slot; nothing when max_seqs are open. `tokens` are those
+  // known so far (the prompt): the prefix cache shares between sequences of equal tenant, salt and
+  // tokens. Without tokens nothing is matched or published.
+  std::optional<SeqId> open(Tenant tenant, View view, const std::string& salt,
+                            const std::vector<std::int32_t>& tokens);
 
-  // Read-only. The growths fit if needed_pages <= available_pages.
-  Plan plan(const std::vector<Growth>& growths) const;
+  // How many tokens of the (empty) sequence are in the prefix cache: whole blocks, at most one
+  // token less than the sequence has. Read-only.
+  std::int64_t match(SeqId seq) const;
 
-  // Pre: `version` is that of the last plan() and nothing was mutated since.
-  // Throws OutOfMemoryError (the limit, or the system has less) or DriverError; then nothing
-  // changed.
-  void apply(const std::vector<Growth>& growths, std::uint64_t version);
+  // Read-only. What the ops need and what there is.
+  Plan plan(const std::vector<Op>& ops);
 
-  // The slot is empty and its references are dropped. Never fails for the driver's sake: what
-  // cannot be unmapped is quarantined with the slot until a repair succeeds.
-  void release(SlotId slot);
+  // Pre: `version` is that of the last plan(), which fitted, and nothing was mutated since.
+  // Begins an epoch and returns it. Throws OutOfMemoryError (the system has less than the limit
+  // promises) or DriverError; then no sequence changed and no epoch was begun.
+  Epoch apply(const std::vector<Op>& ops, std::uint64_t version);
 
-  // A new slot with the first `num_tokens` of `src`: whole pages are shared, read-only in both,
-  // and the last partial page is copied. Nothing when all slots are taken.
-  // Pre: those tokens are written; writing one of a shared page is a fault from here on.
-  std::optional<SlotId> fork_slot(SlotId src, std::int64_t num_tokens);
+  // The epochs up to `epoch` are over: what they wrote is sealed and published.
+  void complete(Epoch epoch);
+  // They are over, but what they wrote is worthless (the kernels failed): nothing is sealed.
+  void abandon_epoch(Epoch epoch);
+  // The epoch's work has been given to the device: it is complete when the device has done it,
+  // which every later call looks for (an asynchronous driver's events).
+  void launched(Epoch epoch);
+  Epoch begun_epoch() const;
+  Epoch completed_epoch() const;
 
-  // Gives free pages above `keep_pages` back to the system, highest ids first; returns how many.
-  std::int64_t trim(std::int64_t keep_pages);
+  // Tokens that became known (sampled), one for each sequence.
+  void append_tokens(const std::vector<SeqId>& seqs, const std::vector<std::int32_t>& tokens);
 
-  // A lower limit gives back what is free above it at once, the rest as slots are released. The
-  // limit holds even when giving back throws DriverError; trim() then tries again.
+  // The sequence is gone; its blocks stay cached where they are published, its slot is parked.
+  // Never fails for the driver's sake and, with deferred reclamation, calls it not at all.
+  void release(SeqId seq);
+
+  // Cached blocks are forgotten and none that is published so far is found again (new weights).
+  void clear_cache();
+
+  // Gives free pages above `keep_pages` back to the system, highest ids first; with `drop_idle`
+  // idle ones are evicted for it, oldest first. Returns how many pages went back.
+  std::int64_t trim(std::int64_t keep_pages, bool drop_idle);
+
+  // A lower limit gives back what is free or idle above it at once, the rest as sequences end.
+  // The limit holds even when giving back throws DriverError; trim() then tries again.
   void set_limit(std::int64_t limit_pages);
 
-  std::vector<PageId> block_table(SlotId slot) const;
-  std::int64_t slot_length(SlotId slot) const;
+  // Moves blocks between split pages so that fewer pages hold them; returns the pages emptied.
+  std::int64_t compact();
 
-  // Makes the shadow (see above), which is kept in step from then on.
+  // Runs up to `max_commands` of the mapper's commands here and now; how many there were.
+  // With MapperMode::kManual nobody else does.
+  std::int64_t run_mapper(std::int64_t max_commands);
+  // Waits until the mapper has nothing to do.
+  void settle_mapper();
+
+  // -- reading
+  std::vector<BlockId> blocks(SeqId seq) const;  // kNoBlock where given up
+  std::vector<PageId> slot_pages(SlotId slot) const;
+  std::int64_t length(SeqId seq) const;
+  std::int64_t sealed(SeqId seq) const;
+  View view(SeqId seq) const;
+  bool swapped(SeqId seq) const;
+  std::optional<SlotId> slot(SeqId seq) const;
+  std::vector<SlotId> slots(const std::vector<SeqId>& seqs) const;  // kNoSlot where there is none
+  std::int32_t block_refs(BlockId block) const;
+
+  // Block tables of all sequences, `[max_seqs, blocks_per_row()]`, kept current: block 0 beyond the
+  // end. It stays valid until this object goes.
+  const BlockId* block_tables() const { return &tables_[0]; }
+  std::int64_t blocks_per_row() const { return blocks_per_row_; }
+
+  // Makes the shadow (a read-only view of the slots that reads as zero where nothing is mapped),
+  // which is kept in step from then on.
   void enable_shadow();
 
-  MemoryStats stats() const;
+  MemoryStats stats();
   std::string last_error() const;  // why the newest repair was needed; empty if none was
-  void check() const;
+  void check();
 
   // Post: every other call throws MisuseError. The memory itself goes with its last tensor.
   void close();
@@ -122,94 +253,293 @@ class KVMemory {
   std::shared_ptr<AddressSpace> address_space() const;
 
  private:
-  struct Slot {
-    bool used = false;
-    bool in_repair = false;
-    Tenant tenant = 0;
+  // What a sequence has in memory.
+  struct Holding {
+    View view = View::kVirtual;
+    SlotId slot = kNoSlot;
     std::int64_t length = 0;
-    std::int64_t num_readonly = 0;  // the shared prefix, in pages
-    std::vector<PageId> pages;
+    std::int64_t sealed = 0;
+    std::int64_t seal_limit = std::numeric_limits<std::int64_t>::max();  // worthless from here on
+    std::int64_t num_trimmed = 0;                                        // leading blocks given up
+    std::int64_t num_published = 0;  // leading blocks offered to the prefix cache
+    std::vector<BlockId> blocks;
+    bool swapped = false;
+    std::vector<SwapId> swap;
   };
 
-  // Pages to be appended to one slot.
-  struct Extension {
+  struct Sequence {
+    bool open = false;
+    std::uint32_t generation = 0;  // tells apart those that had the same id
+    Tenant tenant = 0;
+    Holding has;
+    std::vector<std::int32_t> tokens;
+    bool nameless = false;  // its tokens are not (or not all) known: nothing is published
+    Digest root{};
+    std::vector<Digest> digests;  // of the first full blocks
+  };
+
+  // How one page of a virtual sequence comes about from blocks that exist.
+  struct BoundPage {
+    enum class Kind { kHole, kShare, kClaim, kCopy } kind;
+    PageId page;
+    std::int32_t num_blocks;  // that hold its tokens
+  };
+
+  // Memory that a change still has to find.
+  struct Fresh {
+    enum class Kind { kSlotPage, kWholePage, kBlock } kind;
+    SeqId seq;
+    std::int64_t index;  // kSlotPage: of the page; else of the block
+  };
+
+  struct BlockCopy {
+    SeqId seq;
+    std::int64_t index;  // of the block
+    BlockId source;
+    std::int64_t num_tokens;
+  };
+
+  struct SlotMap {
     SlotId slot;
-    Tenant tenant;
-    std::int64_t first_index;
-    std::vector<PageId> pages;
+    std::int64_t index;
+    bool read_only;
   };
 
-  // A mutation under way: what it did so far, and so what to undo.
+  struct SwapCopy {
+    SeqId seq;
+    std::int64_t index;  // of the block, which swapping in finds last
+    BlockId block;
+    SwapId swap;
+  };
+
+  struct Attached {
+    SeqId seq;
+    std::vector<BlockId> blocks;
+  };
+
+  struct Forked {
+    SeqId child;
+    SeqId parent;
+    std::int64_t num_tokens;
+  };
+
+  // A mutation under way: what was done to the books, and so what to undo; and what the driver is
+  // to do before it is true.
   struct Change {
+    struct Grown {
+      SeqId seq;
+      std::size_t num_blocks;
+      std::int64_t cow_index;
+      BlockId cow_block;
+    };
+    struct SavedSlot {
+      SlotId slot;
+      SeqId seq;
+      std::int64_t size;
+      std::vector<std::int64_t> made_writable;
+    };
     explicit Change(PageDriver& driver) : tx(driver) {}
     Transaction tx;
-    std::vector<PageRun> created;
-    std::vector<PageId> taken;
-    std::int64_t zeroed = 0;
-    std::int64_t map_calls = 0;
-    std::int64_t arena_map_calls = 0;
-    std::int64_t pages_mapped = 0;
+    bool dense = false;
+    std::vector<std::pair<SeqId, Holding>> holdings;
+    std::vector<Grown> grown;
+    std::vector<SavedSlot> slots;
+    std::vector<BlockId> refs;
+    std::vector<PageId> held;
+    std::vector<std::pair<PageId, SeqId>> owners;
+    std::vector<SwapId> swap_taken;
+    std::vector<Fresh> fresh;
+    std::vector<BlockCopy> copies;
+    std::vector<SwapCopy> swap_out, swap_in;
+    std::vector<Attached> attached;
+    std::vector<std::pair<PageId, Tenant>> zero_pages;  // whose data the page holds
+    std::vector<BlockId> zero_blocks;
+    std::vector<SlotMap> maps;
+    // At the commit.
+    std::vector<BlockId> drops;
+    std::vector<SwapId> swap_drops;
+    std::vector<Op> grows;
+    std::vector<Forked> forked;
+    std::vector<SeqId> touched;
+    std::int64_t num_maps = 0, num_access = 0, adopted_pages = 0, adopted_slots = 0, cow = 0,
+                 to_virtual = 0, to_paged = 0, zero_copy = 0, hit_blocks = 0, query_blocks = 0,
+                 copied_blocks = 0;
   };
 
+  // Driver calls that could not be undone: the pages concerned are held, and the slots unusable,
+  // until the calls succeed, which every later mutation tries first.
   struct Repair {
     std::vector<UndoStep> steps;
-    std::vector<PageId> held;      // one reference each
-    std::vector<PageRun> created;  // of those held, the ones that shall not exist afterwards
-    std::vector<SlotId> slots;     // unusable until repaired
+    std::vector<PageId> held;
+    std::vector<PageRun> created;  // shall not exist afterwards; held too
+    std::vector<SlotId> slots;
+  };
+
+  struct Demand {
+    std::int64_t pages = 0;  // fresh ones, and idle ones that are claimed
+    std::int64_t slots = 0;
+    std::int64_t swap_blocks = 0;
+    std::unordered_map<Tenant, std::int64_t> blocks;
+    std::vector<PageId> contested;
+  };
+
+  struct Record {
+    Epoch epoch;
+    std::vector<std::pair<SeqId, std::uint32_t>> seqs;
+    std::vector<std::int64_t> lengths;
   };
 
   struct Totals {
     std::int64_t mapped = 0, unmapped = 0, committed = 0, given_back = 0, zeroed = 0, map_calls = 0,
-                 unmap_calls = 0, arena_map_calls = 0;
-    double map_seconds = 0;
+                 unmap_calls = 0, access_calls = 0, arena_map_calls = 0, unhidden = 0, hidden = 0,
+                 waits = 0, adopted_pages = 0, adopted_slots = 0, forks = 0, cow = 0, copied = 0,
+                 to_virtual = 0, to_paged = 0, zero_copy = 0, queries = 0, hits = 0, evicted = 0,
+                 published = 0, compactions = 0, compacted = 0, swapped_out = 0, swapped_in = 0,
+                 swap_runs = 0;
+    double map_seconds = 0, wait_seconds = 0;
   };
 
-  // Refuses a fork and a closed memory, then locks.
-  std::unique_lock<std::mutex> enter() const;
-
-  const Slot& used_slot(SlotId slot) const;
-  Slot& healthy_slot(SlotId slot);
-  std::optional<SlotId> lowest_unused_slot() const;
+  // -- kv_memory.cpp
+  std::unique_lock<std::mutex> enter() const;  // refuses a fork and a closed memory, then locks
+  void require_alive() const;                  // throws once the pool has failed
+  const Sequence& open_seq(SeqId seq) const;
+  Sequence& open_seq(SeqId seq);
   std::int64_t pages_for(std::int64_t num_tokens) const;
-  // Growths per slot, each slot once with its largest, in the order of first mention.
-  std::vector<Growth> merged(const std::vector<Growth>& growths) const;
-  std::int64_t missing_pages(const std::vector<Growth>& growths) const;
-  std::vector<AddressRun> slot_ranges(SlotId slot, std::int64_t num_pages) const;
+  std::int64_t blocks_for(std::int64_t num_tokens) const;
+  std::int64_t num_pages(const Sequence& seq) const;
+  std::int64_t num_matched(const Sequence& seq) const;  // blocks
+  void extend_digests(Sequence& seq);
+  void complete_locked(Epoch epoch, bool sealed);
+  void seal(SeqId id, std::int64_t length);
+  void publish(Sequence& seq);
+  void park(SlotId slot, Epoch retire);
+  void write_table(SeqId seq, std::size_t from);
+  void fail_if_sticky(const Error& error);
 
-  // The steps of a mutation; each throws, and abandon() takes back what was done.
-  void ensure_free(Change& change, std::int64_t count);
-  void commit_pages(Change& change, std::int64_t count);
-  Extension extend(Change& change, SlotId slot, std::int64_t first_index, std::int64_t count);
-  void zero_pages(Change& change, const std::vector<Extension>& extensions);
-  void map_pages(Change& change, const std::vector<Extension>& extensions, Access access);
-  void append_pages(std::vector<MapRun>& runs, Address start, std::int32_t group,
-                    const std::vector<PageId>& pages, Access access, bool prefault) const;
-  void make_readonly(Change& change, SlotId slot, std::int64_t num_pages);
-  void copy_partial_page(PageId dst, PageId src, std::int64_t num_tokens);
-  void attach(const Extension& extension);
-  void finish(const Change& change, double seconds);
-  void abandon(Change& change, const std::vector<SlotId>& slots);
+  // -- kv_memory_plan.cpp
+  void validate(const std::vector<Op>& ops) const;
+  std::vector<Op> merged(const std::vector<Op>& ops) const;
+  Plan assess(const std::vector<Op>& ops, bool& dense) const;
+  Demand demand(const std::vector<Op>& ops, bool dense) const;
+  void demand_bind(Demand& demand, const Sequence& seq, const std::vector<BlockId>& blocks,
+                   std::int64_t num_tokens, bool own, std::vector<PageId>& claimed) const;
+  // Pages that more than one kAttach of the plan would like to have for itself.
+  std::vector<PageId> contested_pages(const std::vector<Op>& ops) const;
+  void demand_paged(Demand& demand, SeqId id, std::int64_t have, std::int64_t want,
+                    bool dense) const;
+  // `own`: the sequence has these blocks already. `held`: how often a page may be held and still
+  // be had as a whole.
+  std::vector<BoundPage> bind_pages(const std::vector<BlockId>& blocks, std::int64_t num_tokens,
+                                    bool own, std::int32_t held) const;
+  std::vector<BlockId> matched_blocks(const Sequence& seq, std::int64_t num_tokens) const;
+  bool takes_whole_page(std::int64_t block_index, bool dense) const;
+  std::int64_t pages_missing(const Demand& demand, bool squeezed) const;
+  std::int64_t squeezable_pages(std::unordered_map<Tenant, std::int64_t>& left) const;
+  std::int64_t num_usable_slots() const;
+
+  // -- kv_memory_apply.cpp
+  void stage(Change& change, const Op& op);
+  void stage_attach(Change& change, const Op& op);
+  void stage_fork(Change& change, const Op& op);
+  void stage_convert(Change& change, const Op& op);
+  void stage_swap_out(Change& change, const Op& op, std::unordered_map<BlockId, SwapId>& copied);
+  void stage_swap_in(Change& change, const Op& op);
+  void stage_grow(Change& change, const Op& op);
+  void grow_virtual(Change& change, SeqId id, std::int64_t num_tokens);
+  void grow_paged(Change& change, SeqId id, std::int64_t num_tokens);
+  void bind(Change& change, SeqId id, const std::vector<BlockId>& blocks, std::int64_t num_tokens,
+            bool own);
+  SlotId choose_slot(const Change& change, const std::vector<BoundPage>& bound, std::int64_t want,
+                     bool pressed) const;
+  void hold_matches(Change& change, const std::vector<Op>& ops);
+  void take_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound, std::int64_t want);
+  Change::SavedSlot& saved(Change& change, SlotId slot);
+  bool claim_spare(Change& change, SeqId id, std::int64_t index);
+  void make_writable(Change& change, SlotId slot, std::int64_t index);
+  void add_ref(Change& change, BlockId block);
+  void save(Change& change, SeqId id);
+  void assign_fresh(Change& change);
+  void prepare_page(Change& change, PageId page, Tenant tenant);
+  void execute(Change& change);
+  std::vector<CopyRun> copy_runs(const Change& change) const;
+  std::vector<CopyRun> swap_runs(const std::vector<SwapCopy>& copies, bool out) const;
+  void map_runs(const Change& change, std::vector<MapRun>& runs) const;
+  void commit(Change& change);
+  void inherit(const Forked& fork);
+  void trim_front(SeqId id, std::int64_t first_token);
+  void rollback(Change& change);
+  void wait_for_mapper(const std::vector<Op>& ops, const Plan& plan);
+
+  // -- kv_memory_room.cpp
+  void make_room(std::int64_t num_pages);
+  void commit_pages(std::int64_t count);
+  void create_pages(std::int64_t count);
+  bool evict(PageId page, std::int64_t wanted);
+  // Post: the entries are the slot's no more; false if the driver refused (a repair is left).
+  bool truncate(SlotId slot, std::int64_t index);
+  bool punch(SlotId slot, std::int64_t index);
+  bool unmap_entries(SlotId slot, std::int64_t first, std::int64_t count);
+  std::vector<AddressRun> entry_ranges(SlotId slot, std::int64_t first, std::int64_t count) const;
+  void forget_entries(SlotId slot, std::int64_t first, std::int64_t count);
   std::int64_t give_back(std::int64_t count);
-
+  std::int64_t drop_idle(std::int64_t keep);
+  void squeeze();
+  std::int64_t compact_tenant(Tenant tenant);
+  void move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves);
   void retry_repairs();
   bool retry(Repair& repair);
-  // The access of addresses that are being unmapped needs no repair any more.
-  void forget_access_repairs(const std::vector<AddressRun>& ranges);
-  std::vector<PageId> held_pages() const;
-  std::int64_t num_quarantined() const;
+  void add_repair(Repair repair, const std::string& error);
+
+  // -- kv_memory_ahead.cpp
+  void absorb();  // the mapper's outcomes, and marks that were reached
+  void absorb(Outcome outcome);
+  void settle_locked();                     // waits for the mapper, then absorbs
+  void tend(const std::vector<Op>& grows);  // gives the mapper what the next steps will need
+  void look_ahead(SeqId id, std::int64_t target);
+  void premap(SlotId slot, std::int64_t count, Tenant tenant);
+  void premapped(const Outcome& outcome);
+  void unmapped(Outcome& outcome);
+  void grew(Outcome& outcome);
+  void unseal(const Command& command);
+  std::vector<PageId> reclaim_slot(SlotId slot, std::int64_t first);
+  void keep_eager_slots();
+  void grow_ahead();
+  void reclaim_ahead();
+  void seal_slots(const std::vector<SeqId>& seqs);
+  void seal_now(const Command& command);
+  bool works_ahead() const { return mapper_->mode() != MapperMode::kOff; }
+
+  // -- kv_memory_check.cpp
   void check_references() const;
   void check_slots() const;
   void check_mappings() const;
+  std::int64_t num_quarantined() const;
 
   MemoryConfig config_;
   pid_t pid_;
   mutable std::mutex mutex_;
+  std::shared_ptr<PageDriver> driver_;
   std::shared_ptr<AddressSpace> space_;  // null once closed
-  PagePool pool_;
+  std::unique_ptr<Mapper> mapper_;
+  std::unique_ptr<SwapSpace> swap_;
+  BlockPool pool_;
+  std::vector<Sequence> seqs_;
   std::vector<Slot> slots_;
+  LazyArray<BlockId> tables_;
+  std::vector<std::size_t> row_sizes_;
+  std::int64_t blocks_per_row_;
   std::vector<Repair> repairs_;
   std::string last_error_;
+  std::string failure_;  // why the pool has failed; empty if it has not
   std::uint64_t version_ = 0;
+  std::uint64_t parkings_ = 0;
+  std::uint64_t weights_epoch_ = 0;
+  Epoch begun_ = 0;
+  Epoch completed_ = 0;
+  std::deque<Record> records_;
+  std::deque<std::pair<Epoch, Mark>> marks_;
+  std::int64_t num_open_ = 0;
+  bool is_growing_ = false;  // the mapper commits pages
   Totals totals_;
 };
 

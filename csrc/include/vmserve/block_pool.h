@@ -1,0 +1,195 @@
+// The ledger of pages and blocks: which exist, who references them, what they hold, and in which
+// order they may be given to somebody else. It talks to no driver.
+//
+// A page is one of
+//   absent   no memory behind it
+//   free     committed, nobody's; its content is of no use
+//   in use   a block of it has references; *split* if its other blocks can be handed out one by one
+//   waiting  given up, but an epoch that could read it is not complete
+//   idle     evictable: it has cached blocks or a slot shows it; oldest use first
+//   held     without references, but a repair or a command of the mapper has it
+// Laws
+//   * the state is a function of the counters (state_for), and the page is in that state's list
+//   * used, cached and shared of a page count its blocks with references, the published ones
+//     without, and those with two or more
+//   * a digest names one block, and a block at most one digest
+//   * known_zero(p) only if every byte of the page is zero
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "vmserve/lazy_array.h"
+#include "vmserve/page_set.h"
+#include "vmserve/prefix_digest.h"
+#include "vmserve/types.h"
+
+namespace vmserve {
+
+enum class ZeroPolicy : std::uint8_t {
+  kAlways,  // a page is zero whenever it is handed out
+  kTenant,  // zero when it last belonged to another tenant
+  kNever,
+};
+
+enum class PageState : std::uint8_t { kAbsent, kFree, kInUse, kSplit, kWaiting, kIdle, kHeld };
+
+class BlockPool {
+ public:
+  // Pre: 0 < limit <= max_pages, max_pages x blocks_per_page < 2^31.
+  BlockPool(std::int64_t max_pages, std::int32_t blocks_per_page, std::int64_t limit,
+            ZeroPolicy policy);
+
+  std::int64_t max_pages() const { return committed_.capacity(); }
+  std::int32_t blocks_per_page() const { return blocks_per_page_; }
+  std::int64_t limit() const { return limit_; }
+  // Pre: 0 < limit <= max_pages. Pages above a lower limit are the caller's to trim.
+  void set_limit(std::int64_t limit) { limit_ = limit; }
+
+  PageId page_of(BlockId block) const { return block / blocks_per_page_; }
+  BlockId first_block(PageId page) const { return page * blocks_per_page_; }
+
+  std::int64_t num_committed() const { return committed_.size(); }
+  std::int64_t num_free() const { return free_.size(); }
+  std::int64_t count(PageState state) const { return counts_[static_cast<int>(state)]; }
+  std::int64_t num_idle_mapped() const { return num_idle_mapped_; }
+  std::int64_t num_shared_pages() const { return num_shared_pages_; }
+  std::int64_t num_used_blocks() const { return num_used_blocks_; }
+  std::int64_t num_shared_blocks() const { return num_shared_blocks_; }
+  std::int64_t num_cached_blocks() const { return num_cached_blocks_; }
+  // How many pages can be had: free, idle, and absent ones within the limit.
+  std::int64_t num_available() const;
+
+  PageState state(PageId page) const { return pages_[page].state; }
+  bool is_committed(PageId page) const { return committed_.contains(page); }
+  std::int64_t next_committed(std::int64_t from) const { return committed_.lowest(from); }
+  std::int32_t refs(BlockId block) const { return blocks_[block].refs; }
+  std::int32_t used(PageId page) const { return pages_[page].used; }
+  std::int32_t cached(PageId page) const { return pages_[page].cached; }
+  std::int32_t maps(PageId page) const { return pages_[page].maps; }
+  std::int32_t held(PageId page) const { return pages_[page].held; }
+  SeqId owner(PageId page) const { return pages_[page].owner; }
+  std::int32_t index(PageId page) const { return pages_[page].index; }
+  Tenant tenant(PageId page) const { return pages_[page].tenant; }
+  Epoch retire(PageId page) const { return pages_[page].retire; }
+  // References to all blocks of the page together.
+  std::int64_t total_refs(PageId page) const;
+
+  // -- commitment. The lowest `count` absent pages, the highest `count` free ones.
+  std::vector<PageRun> lowest_absent(std::int64_t count) const;
+  std::vector<PageRun> highest_free(std::int64_t count) const;
+  // Absent -> held; what is absent no more has memory (and is zero) once it is unheld.
+  void commit_held(const PageRun& run) noexcept;
+  // Held (by nobody else) or free -> absent.
+  void uncommit(const PageRun& run) noexcept;
+
+  // -- taking. Free -> held: the page after `previous` if it is free, so that the two map as one
+  // run, else the lowest. Pre: num_free() > 0.
+  PageId take_page(PageId previous) noexcept;
+  // A block of one of the tenant's split pages, with its first reference; kNoBlock if none is left.
+  BlockId take_block(Tenant tenant) noexcept;
+  // The same from this page. Pre: it has an unreferenced, unpublished block.
+  BlockId take_block_in(PageId page) noexcept;
+  // Unreferenced, unpublished blocks of the tenant's split pages.
+  std::int64_t num_split_blocks(Tenant tenant) const;
+  // The tenant's split pages, in no particular order; and every tenant that has some.
+  std::vector<PageId> split_pages(Tenant tenant) const;
+  std::vector<Tenant> split_tenants() const;
+
+  void hold(PageId page) noexcept;
+  void unhold(PageId page) noexcept;
+  void add_ref(BlockId block) noexcept;
+  // `epoch`: the last one whose kernels may still read the block.
+  void drop_ref(BlockId block, Epoch epoch) noexcept;
+  void add_map(PageId page, std::int32_t index) noexcept;
+  void drop_map(PageId page) noexcept;
+  void set_owner(PageId page, SeqId owner) noexcept;
+  // Epochs up to this one are complete: what waited for them is idle or free.
+  void complete(Epoch epoch) noexcept;
+
+  // -- idle pages, oldest first.
+  PageId oldest_idle() const { return idle_.head; }
+  PageId next_idle(PageId page) const { return pages_[page].next; }
+
+  // -- prefix cache. The block of this digest, or kNoBlock.
+  BlockId find(const Digest& digest) const;
+  bool is_published(BlockId block) const { return blocks_[block].published; }
+  const Digest& digest(BlockId block) const { return digests_[block]; }
+  // False (and nothing happens) if another block has this digest already.
+  bool publish(BlockId block, const Digest& digest);
+  void unpublish(BlockId block) noexcept;
+  // Forgets the page's published blocks that nobody references; returns how many.
+  std::int32_t drop_cached(PageId page) noexcept;
+  void clear_index() noexcept;
+  // A published block's name and content move to another. Pre: `to` is not published.
+  void move_published(BlockId from, BlockId to) noexcept;
+  std::int64_t num_digests() const { return static_cast<std::int64_t>(index_.size()); }
+
+  // -- content
+  bool needs_zero(PageId page, Tenant tenant) const;
+  ZeroPolicy zero_policy() const { return policy_; }
+  void mark_zero(PageId page) noexcept { pages_[page].known_zero = true; }
+  // The page holds, or is about to hold, the tenant's data.
+  void mark_written(PageId page, Tenant tenant) noexcept;
+  bool known_zero(PageId page) const { return pages_[page].known_zero; }
+
+  // Throws InvariantError naming the law that does not hold.
+  void check() const;
+
+ private:
+  struct Page {
+    std::int32_t used, cached, shared, held, maps;
+    std::int32_t index;    // where slots show it
+    SeqId owner;           // the paged sequence that takes its blocks in order
+    std::int32_t offered;  // blocks counted in its tenant's split list
+    PageState state;
+    bool known_zero;
+    bool counted_mapped;  // counted in num_idle_mapped_
+    Tenant tenant;        // whose data it holds, or held last
+    Epoch retire;         // the last epoch that may read it
+    PageId prev, next;    // in the idle list or its tenant's split list
+  };
+  struct Block {
+    std::int32_t refs;
+    bool published;
+  };
+  struct List {
+    PageId head = kNoPage;
+    PageId tail = kNoPage;
+    std::int64_t free_blocks = 0;  // split lists only
+  };
+
+  PageState state_for(PageId page) const;
+  // After any change of a page's counters: it goes to where it now belongs.
+  void settle(PageId page) noexcept;
+  void enter(PageId page) noexcept;
+  void leave(PageId page) noexcept;
+  void link(List& list, PageId page) noexcept;
+  void unlink(List& list, PageId page) noexcept;
+  std::int32_t spare_blocks(const Page& page) const {
+    return blocks_per_page_ - page.used - page.cached;
+  }
+  void check_page(PageId page) const;
+
+  std::int32_t blocks_per_page_;
+  std::int64_t limit_;
+  ZeroPolicy policy_;
+  Epoch completed_ = 0;
+  PageSet committed_;
+  PageSet free_;
+  LazyArray<Page> pages_;
+  LazyArray<Block> blocks_;
+  LazyArray<Digest> digests_;
+  std::unordered_map<Digest, BlockId, DigestHash> index_;
+  List idle_;
+  std::unordered_map<Tenant, List> split_;
+  std::deque<std::pair<Epoch, PageId>> waiting_;
+  std::int64_t counts_[7] = {};
+  std::int64_t num_idle_mapped_ = 0, num_shared_pages_ = 0, num_used_blocks_ = 0,
+               num_shared_blocks_ = 0, num_cached_blocks_ = 0;
+};
+
+}  // namespace vmserve

@@ -1,0 +1,65 @@
+// Blocks in host memory, for sequences that wait their turn.
+//
+// Memory is taken from the driver (page-locked where the device wants it so) in chunks when it is
+// first needed, and goes back when nothing is swapped. Adjacent ids are handed out where possible,
+// so that a sequence is copied in few runs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "vmserve/driver.h"
+#include "vmserve/page_set.h"
+
+namespace vmserve {
+
+using SwapId = std::int32_t;
+
+constexpr SwapId kNoSwap = -1;
+
+class SwapSpace {
+ public:
+  SwapSpace(std::shared_ptr<PageDriver> driver, std::int32_t num_groups, std::size_t block_bytes,
+            std::int64_t capacity);
+  ~SwapSpace();
+  SwapSpace(const SwapSpace&) = delete;
+  SwapSpace& operator=(const SwapSpace&) = delete;
+
+  std::int64_t capacity() const { return capacity_; }
+  std::int64_t num_used() const { return used_.size(); }
+  std::int64_t num_free() const { return capacity_ - num_used(); }
+
+  // Memory behind at least `count` free blocks, or OutOfMemoryError and nothing changed.
+  // Pre: count <= num_free().
+  void reserve(std::int64_t count);
+  // No more blocks than those that are used now, ever.
+  void disable() noexcept { capacity_ = num_used(); }
+  // Pre: reserve() has seen to it.
+  SwapId take() noexcept;
+  void share(SwapId id) noexcept { ++refs_[id]; }
+  void drop(SwapId id) noexcept;
+  std::int32_t refs(SwapId id) const { return refs_[id]; }
+
+  Address address(std::int32_t group, SwapId id) const;
+  // Whether the two lie one after the other in every group.
+  bool adjacent(SwapId id, SwapId next) const {
+    return next == id + 1 && id / kChunkBlocks == next / kChunkBlocks;
+  }
+  // Gives the host memory back. Pre: nothing is used.
+  void release_memory();
+
+  static constexpr SwapId kChunkBlocks = 256;
+
+ private:
+  std::shared_ptr<PageDriver> driver_;
+  std::int32_t num_groups_;
+  std::size_t block_bytes_;
+  std::int64_t capacity_;
+  PageSet used_;
+  std::vector<std::int32_t> refs_;
+  std::vector<std::vector<Address>> chunks_;  // [chunk][group]
+};
+
+}  // namespace vmserve

@@ -1,0 +1,25 @@
+// The identifiers of the memory core. All are small integers that are used again.
+#pragma once
+
+#include <cstdint>
+
+namespace vmserve {
+
+using PageId = std::int32_t;
+using BlockId = std::int32_t;
+using SlotId = std::int32_t;
+using SeqId = std::int32_t;
+using Tenant = std::int64_t;
+using Epoch = std::uint64_t;
+
+constexpr PageId kNoPage = -1;
+constexpr BlockId kNoBlock = -1;
+constexpr SlotId kNoSlot = -1;
+constexpr SeqId kNoSeq = -1;
+
+struct PageRun {
+  PageId first;
+  PageId count;
+};
+
+}  // namespace vmserve

@@ -1,0 +1,373 @@
+// What is done while steps compute: the mapper is told what to do, and its outcomes are entered in
+// the books. Pages and addresses in a command belong to nobody else until its outcome is in.
+#include <algorithm>
+
+#include "vmserve/errors.h"
+#include "vmserve/kv_memory.h"
+
+namespace vmserve {
+namespace {
+
+// Most pages that one command unmaps: a newcomer waits for one command, not for all.
+constexpr std::int64_t kReclaimBatch = 64;
+
+}  // namespace
+
+void KVMemory::absorb() {
+  while (!marks_.empty()) {
+    bool reached = false;
+    try {
+      const auto driving = mapper_->lock_driver();
+      reached = driver_->reached(marks_.front().second);
+    } catch (const Error& error) {
+      fail_if_sticky(error);
+      break;
+    }
+    if (!reached) break;
+    const Epoch epoch = marks_.front().first;
+    marks_.pop_front();
+    complete_locked(epoch, /*sealed=*/true);
+  }
+  for (Outcome& outcome : mapper_->take_outcomes()) absorb(std::move(outcome));
+}
+
+void KVMemory::absorb(Outcome outcome) {
+  if (!outcome.done) {
+    last_error_ = outcome.error;
+    if (outcome.sticky && failure_.empty()) failure_ = outcome.error;
+  }
+  totals_.hidden += outcome.num_calls;
+  switch (outcome.command.kind) {
+    case Command::Kind::kMap:
+      premapped(outcome);
+      break;
+    case Command::Kind::kUnmap:
+      unmapped(outcome);
+      break;
+    case Command::Kind::kGrow:
+      grew(outcome);
+      break;
+    case Command::Kind::kSeal:
+      totals_.access_calls += outcome.num_calls;
+      if (!outcome.done) unseal(outcome.command);
+      break;
+  }
+  ++version_;
+}
+
+void KVMemory::settle_locked() {
+  mapper_->wait(mapper_->last_id());
+  absorb();
+}
+
+void KVMemory::tend(const std::vector<Op>& grows) {
+  if (!works_ahead() || !failure_.empty()) return;
+  if (config_.lookahead_tokens > 0) {
+    const Record& record = records_.back();
+    for (std::size_t i = 0; i < grows.size(); ++i) {
+      const SeqId id = record.seqs[i].first;
+      if (seqs_[id].has.view == View::kVirtual) look_ahead(id, grows[i].num_tokens);
+    }
+  }
+  grow_ahead();
+  reclaim_ahead();
+  keep_eager_slots();
+}
+
+// -- mapping
+
+void KVMemory::look_ahead(SeqId id, std::int64_t target) {
+  const Sequence& seq = seqs_[id];
+  if (seq.has.slot == kNoSlot) return;
+  const Slot& slot = slots_[seq.has.slot];
+  if (slot.num_pending > 0 || slot.in_repair) return;
+  // Decoding asks for a token a step; a prompt that is read in chunks for as much as this time.
+  const std::int64_t unread = static_cast<std::int64_t>(seq.tokens.size()) - seq.has.length;
+  const std::int64_t ahead =
+      std::max(config_.lookahead_tokens, std::min(target - seq.has.sealed, unread));
+  const std::int64_t want = pages_for(std::min(seq.has.length + ahead, config_.max_len));
+  const std::int64_t count = std::min(want - slot.size(), pool_.num_free());
+  if (count > 0) premap(seq.has.slot, count, seq.tenant);
+}
+
+void KVMemory::premap(SlotId slot_id, std::int64_t count, Tenant tenant) {
+  Slot& slot = slots_[slot_id];
+  Command command;
+  command.kind = Command::Kind::kMap;
+  command.slot = slot_id;
+  command.first_index = slot.size();
+  PageId previous = slot.empty() ? kNoPage : slot.entries.back().page;
+  std::vector<PageId> zeroed;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const PageId page = pool_.take_page(previous);  // held
+    previous = page;
+    command.pages.push_back(page);
+    if (pool_.needs_zero(page, tenant)) zeroed.push_back(page);
+    pool_.add_map(page, static_cast<std::int32_t>(slot.size()));
+    slot.entries.push_back({page, false});
+  }
+  const std::size_t bytes = space_->page_bytes();
+  const auto add = [&](Address start, std::int32_t group, Access access, bool prefault) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      const FrameId frame = space_->frame(group, command.pages[i]);
+      if (i > 0 && command.pages[i] == command.pages[i - 1] + 1) {
+        ++command.map.back().frames.count;
+        continue;
+      }
+      command.map.push_back(
+          {start + static_cast<std::size_t>(i) * bytes, {frame, 1}, access, prefault});
+    }
+  };
+  for (std::int32_t group = 0; group < config_.num_groups; ++group) {
+    for (const PageId page : zeroed) command.zero.push_back({space_->arena(group, page), bytes});
+    add(space_->slot(group, slot_id, command.first_index), group, Access::kReadWrite, true);
+    if (space_->has_shadow()) {
+      add(space_->shadow(group, slot_id, command.first_index), group, Access::kRead, false);
+    }
+  }
+  for (const PageId page : zeroed) command.runs.push_back({page, 1});
+  slot.num_pending = count;
+  slot.last_command = mapper_->submit(std::move(command));
+}
+
+void KVMemory::premapped(const Outcome& outcome) {
+  const Command& command = outcome.command;
+  Slot& slot = slots_[command.slot];
+  const auto count = static_cast<std::int64_t>(command.pages.size());
+  slot.num_pending = 0;
+  if (outcome.done) {
+    for (const PageRun& run : command.runs) {
+      pool_.mark_zero(run.first);
+      ++totals_.zeroed;
+    }
+    for (const PageId page : command.pages) pool_.unhold(page);
+    totals_.mapped += count;
+    totals_.map_calls += static_cast<std::int64_t>(command.map.size());
+    return;
+  }
+  forget_entries(command.slot, command.first_index, count);
+  if (outcome.unfinished.steps.empty()) {
+    for (const PageId page : command.pages) pool_.unhold(page);
+    return;
+  }
+  Repair repair;
+  repair.steps = outcome.unfinished.steps;
+  repair.held = command.pages;
+  repair.slots = {command.slot};
+  add_repair(std::move(repair), outcome.unfinished.error);
+}
+
+void KVMemory::keep_eager_slots() {
+  if (config_.eager_slots == 0 || config_.eager_pages == 0) return;
+  std::int32_t ready = 0;
+  SlotId empty = kNoSlot;
+  for (SlotId id = 0; id < config_.num_slots; ++id) {
+    const Slot& slot = slots_[id];
+    if (slot.active() || slot.in_repair) continue;
+    if (slot.empty()) {
+      if (empty == kNoSlot && slot.retire <= completed_) empty = id;
+      continue;
+    }
+    const bool serves =
+        std::all_of(slot.entries.begin(), slot.entries.end(), [&](const SlotEntry& entry) {
+          return entry.page != kNoPage && pool_.used(entry.page) == 0 &&
+                 pool_.cached(entry.page) == 0;
+        });
+    ready += serves && slot.size() >= config_.eager_pages ? 1 : 0;
+  }
+  const std::int64_t reserve =
+      static_cast<std::int64_t>(config_.reclaim_share * static_cast<double>(pool_.limit()));
+  if (ready >= config_.eager_slots || empty == kNoSlot) return;
+  if (pool_.num_free() - config_.eager_pages < std::min(reserve, config_.eager_pages)) return;
+  const std::int64_t most = space_->shape().slot_pages;
+  premap(empty, std::min(config_.eager_pages, most), 0);
+}
+
+// -- growing
+
+void KVMemory::grow_ahead() {
+  const std::int64_t growable = pool_.limit() - pool_.num_committed();
+  if (is_growing_ || growable <= 0 || 2 * pool_.num_free() >= config_.grow_pages) return;
+  Command command;
+  command.kind = Command::Kind::kGrow;
+  command.runs = pool_.lowest_absent(std::min(growable, config_.grow_pages));
+  for (std::int32_t group = 0; group < config_.num_groups; ++group) {
+    for (const PageRun& run : command.runs) {
+      const FrameRun in_group{space_->frame(group, run.first), run.count};
+      command.create.push_back(in_group);
+      command.map.push_back({space_->arena(group, run.first), in_group, Access::kReadWrite});
+    }
+  }
+  for (const PageRun& run : command.runs) pool_.commit_held(run);
+  is_growing_ = true;
+  mapper_->submit(std::move(command));
+}
+
+void KVMemory::grew(Outcome& outcome) {
+  is_growing_ = false;
+  const std::vector<PageRun>& runs = outcome.command.runs;
+  if (outcome.done) {
+    for (const PageRun& run : runs) {
+      for (PageId page = run.first; page < run.first + run.count; ++page) pool_.unhold(page);
+      totals_.committed += run.count;
+    }
+    totals_.arena_map_calls += static_cast<std::int64_t>(outcome.command.map.size());
+    return;
+  }
+  if (outcome.unfinished.steps.empty()) {
+    for (const PageRun& run : runs) pool_.uncommit(run);
+    return;
+  }
+  Repair repair;
+  repair.steps = std::move(outcome.unfinished.steps);
+  repair.created = runs;
+  add_repair(std::move(repair), outcome.unfinished.error);
+}
+
+// -- reclaiming
+
+// Parked slots let go of their oldest pages before anybody has to wait for it. What is cached stays
+// so, in the arena.
+void KVMemory::reclaim_ahead() {
+  const auto threshold =
+      static_cast<std::int64_t>(config_.reclaim_share * static_cast<double>(pool_.limit()));
+  const std::int64_t unmapped = pool_.count(PageState::kIdle) - pool_.num_idle_mapped();
+  const std::int64_t at_hand = pool_.num_free() + unmapped + pool_.limit() - pool_.num_committed();
+  std::int64_t wanted = std::min(threshold - at_hand, kReclaimBatch);
+  if (wanted <= 0 || pool_.num_idle_mapped() == 0) return;
+  SlotId oldest = kNoSlot;
+  for (SlotId id = 0; id < config_.num_slots; ++id) {
+    const Slot& slot = slots_[id];
+    if (slot.active() || slot.empty() || slot.in_repair || slot.num_pending > 0) continue;
+    if (slot.retire > completed_) continue;
+    if (oldest == kNoSlot || slot.parked_at < slots_[oldest].parked_at) oldest = id;
+  }
+  if (oldest == kNoSlot) return;
+  const std::int64_t first = std::max<std::int64_t>(0, slots_[oldest].size() - wanted);
+  Command command;
+  command.kind = Command::Kind::kUnmap;
+  command.slot = oldest;
+  command.unmap = entry_ranges(oldest, first, slots_[oldest].size() - first);
+  command.pages = reclaim_slot(oldest, first);
+  slots_[oldest].last_command = mapper_->submit(std::move(command));
+}
+
+std::vector<PageId> KVMemory::reclaim_slot(SlotId id, std::int64_t first) {
+  std::vector<PageId> pages;
+  const Slot& slot = slots_[id];
+  // Tail first, the order in which they would be evicted.
+  for (std::int64_t i = slot.size() - 1; i >= first; --i) {
+    if (slot.entries[i].page == kNoPage) continue;
+    pool_.hold(slot.entries[i].page);
+    pages.push_back(slot.entries[i].page);
+  }
+  forget_entries(id, first, slot.size() - first);
+  ++version_;
+  return pages;
+}
+
+void KVMemory::unmapped(Outcome& outcome) {
+  if (outcome.done) {
+    for (const PageId page : outcome.command.pages) pool_.unhold(page);
+    totals_.unmapped += static_cast<std::int64_t>(outcome.command.pages.size());
+    totals_.unmap_calls += static_cast<std::int64_t>(outcome.command.unmap.size());
+    return;
+  }
+  Repair repair;
+  repair.steps = std::move(outcome.unfinished.steps);
+  repair.held = outcome.command.pages;
+  repair.slots = {outcome.command.slot};
+  add_repair(std::move(repair), outcome.error);
+}
+
+// -- sealing
+
+// Pages whose every position is written for good become read-only in the slot: a stray write is a
+// trap there, and not somebody's wrong answer.
+void KVMemory::seal_slots(const std::vector<SeqId>& seqs) {
+  Command command;
+  command.kind = Command::Kind::kSeal;
+  const std::size_t bytes = space_->page_bytes();
+  for (const SeqId id : seqs) {
+    const Sequence& seq = seqs_[id];
+    if (seq.has.view != View::kVirtual || seq.has.slot == kNoSlot) continue;
+    Slot& slot = slots_[seq.has.slot];
+    if (slot.in_repair) continue;
+    std::int64_t stop =
+        std::min(seq.has.sealed / config_.page_tokens(), slot.size() - slot.num_pending);
+    std::int64_t first = stop;
+    while (first > 0 && slot.entries[first - 1].page != kNoPage &&
+           !slot.entries[first - 1].read_only) {
+      --first;
+    }
+    if (first == stop) continue;
+    for (std::int64_t i = first; i < stop; ++i) {
+      slot.entries[i].read_only = true;
+      command.sealed.emplace_back(seq.has.slot, i);
+      command.pages.push_back(slot.entries[i].page);
+    }
+    for (std::int32_t group = 0; group < config_.num_groups; ++group) {
+      command.access.push_back({space_->slot(group, seq.has.slot, first),
+                                static_cast<std::size_t>(stop - first) * bytes, Access::kRead});
+    }
+  }
+  if (command.sealed.empty()) return;
+  if (!works_ahead()) return seal_now(command);
+  std::vector<SlotId> touched;
+  for (const auto& entry : command.sealed) touched.push_back(entry.first);
+  const std::uint64_t id = mapper_->submit(std::move(command));
+  for (const SlotId slot : touched) slots_[slot].last_command = id;
+}
+
+void KVMemory::seal_now(const Command& command) {
+  Transaction tx(*driver_);
+  const auto driving = mapper_->lock_driver();
+  try {
+    tx.set_access(command.access, Access::kReadWrite);
+    totals_.access_calls += static_cast<std::int64_t>(command.access.size());
+    totals_.unhidden += static_cast<std::int64_t>(command.access.size());
+  } catch (const Error& error) {
+    // A safeguard less, and nothing lost: the pages stay writable.
+    last_error_ = error.what();
+    fail_if_sticky(error);
+    tx.rollback();
+    unseal(command);
+  }
+}
+
+void KVMemory::unseal(const Command& command) {
+  for (std::size_t i = 0; i < command.sealed.size(); ++i) {
+    const auto& [slot, index] = command.sealed[i];
+    if (index < slots_[slot].size() && slots_[slot].entries[index].page == command.pages[i]) {
+      slots_[slot].entries[index].read_only = false;
+    }
+  }
+}
+
+void KVMemory::enable_shadow() {
+  const auto lock = enter();
+  if (space_->has_shadow()) return;
+  require_alive();
+  settle_locked();
+  retry_repairs();
+  space_->reserve_shadow();
+  std::vector<MapRun> runs;
+  for (SlotId slot = 0; slot < config_.num_slots; ++slot) {
+    for (std::int64_t i = 0; i < slots_[slot].size(); ++i) {
+      const PageId page = slots_[slot].entries[i].page;
+      for (std::int32_t group = 0; page != kNoPage && group < config_.num_groups; ++group) {
+        runs.push_back(
+            {space_->shadow(group, slot, i), {space_->frame(group, page), 1}, Access::kRead});
+      }
+    }
+  }
+  const auto driving = mapper_->lock_driver();
+  try {
+    driver_->map(runs);
+  } catch (...) {
+    space_->free_shadow();
+    throw;
+  }
+}
+
+}  // namespace vmserve

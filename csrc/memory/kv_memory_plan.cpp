@@ -1,0 +1,411 @@
+// What ops need and what there is: reads only.
+//
+// The counts are exact for what apply() will do, with two exceptions on the safe side: a page of a
+// parked slot that nobody has to wait for, and a copy that a second fork of the same step would
+// spare, are counted as needed.
+#include <algorithm>
+
+#include "vmserve/errors.h"
+#include "vmserve/kv_memory.h"
+#include "vmserve/text.h"
+
+namespace vmserve {
+namespace {
+
+void require(bool holds, const std::string& what) {
+  if (!holds) throw MisuseError(what);
+}
+
+std::string name(SeqId seq) {
+  return "sequence " + std::to_string(seq);
+}
+
+}  // namespace
+
+void KVMemory::validate(const std::vector<Op>& ops) const {
+  std::vector<std::uint8_t> seen(seqs_.size());  // 1: an op other than kGrow; 2: kSwapOut
+  for (const Op& op : ops) {
+    const Sequence& seq = open_seq(op.seq);
+    require(op.num_tokens >= 0 && op.num_tokens <= config_.max_len,
+            name(op.seq) + " cannot hold " + with_commas(op.num_tokens) + " tokens: max_len is " +
+                with_commas(config_.max_len));
+    if (op.kind == OpKind::kGrow) {
+      require(seen[op.seq] != 2 && (!seq.has.swapped || seen[op.seq] == 1),
+              name(op.seq) + " is swapped out");
+      require(op.first_token >= 0 && op.first_token <= std::max(op.num_tokens, seq.has.length),
+              name(op.seq) + " cannot give up tokens that it does not have");
+      continue;
+    }
+    require(seen[op.seq] == 0, name(op.seq) + " has two ops in one plan");
+    seen[op.seq] = op.kind == OpKind::kSwapOut ? 2 : 1;
+    const bool is_empty = seq.has.length == 0 && seq.has.blocks.empty() && !seq.has.swapped;
+    switch (op.kind) {
+      case OpKind::kAttach:
+        require(is_empty, name(op.seq) + " is not empty");
+        require(op.num_tokens % config_.block_tokens == 0,
+                "cached prefixes are whole blocks of " + std::to_string(config_.block_tokens) +
+                    " tokens, not " + with_commas(op.num_tokens));
+        require(op.num_tokens <= num_matched(seq) * config_.block_tokens,
+                name(op.seq) + " asks for " + with_commas(op.num_tokens) + " cached tokens: " +
+                    with_commas(num_matched(seq) * config_.block_tokens) + " are there");
+        break;
+      case OpKind::kFork: {
+        const Sequence& parent = open_seq(op.other);
+        require(op.other != op.seq && is_empty, name(op.seq) + " is not empty");
+        require(parent.tenant == seq.tenant, "a fork stays with its parent's tenant");
+        require(!parent.has.swapped && seen[op.other] == 0,
+                name(op.other) + " is swapped out, or changes in the same plan");
+        require(op.num_tokens <= parent.has.length,
+                "cannot fork " + name(op.other) + " at " + with_commas(op.num_tokens) +
+                    " tokens: it holds " + with_commas(parent.has.length));
+        break;
+      }
+      case OpKind::kSwapIn:
+        require(seq.has.swapped, name(op.seq) + " is not swapped out");
+        break;
+      default:
+        require(!seq.has.swapped, name(op.seq) + " is swapped out");
+    }
+  }
+}
+
+std::vector<Op> KVMemory::merged(const std::vector<Op>& ops) const {
+  std::vector<Op> result;
+  result.reserve(ops.size());
+  std::vector<std::int32_t> grows(seqs_.size(), -1);
+  for (const Op& op : ops) {
+    open_seq(op.seq);
+    if (op.kind != OpKind::kGrow) result.push_back(op);
+  }
+  for (const Op& op : ops) {
+    if (op.kind != OpKind::kGrow) continue;
+    std::int32_t& at = grows[op.seq];
+    if (at < 0) {
+      at = static_cast<std::int32_t>(result.size());
+      result.push_back(op);
+    } else {
+      result[at].num_tokens = std::max(result[at].num_tokens, op.num_tokens);
+      result[at].first_token = std::max(result[at].first_token, op.first_token);
+    }
+  }
+  return result;
+}
+
+std::vector<BlockId> KVMemory::matched_blocks(const Sequence& seq, std::int64_t num_tokens) const {
+  std::vector<BlockId> blocks;
+  for (std::int64_t i = 0; i < num_tokens / config_.block_tokens; ++i) {
+    blocks.push_back(pool_.find(seq.digests[i]));
+  }
+  return blocks;
+}
+
+bool KVMemory::takes_whole_page(std::int64_t block_index, bool dense) const {
+  // Short sequences share split pages; a longer one takes whole pages where they start, so that
+  // its blocks fill them in order and the virtual view costs no copy.
+  return !dense && config_.blocks_per_page > 1 && block_index >= config_.blocks_per_page &&
+         block_index % config_.blocks_per_page == 0;
+}
+
+std::vector<KVMemory::BoundPage> KVMemory::bind_pages(const std::vector<BlockId>& blocks,
+                                                      std::int64_t num_tokens, bool own,
+                                                      std::int32_t held) const {
+  const std::int32_t width = config_.blocks_per_page;
+  const std::int64_t total = blocks_for(num_tokens);
+  std::vector<BoundPage> bound;
+  for (std::int64_t first = 0; first < total; first += width) {
+    const auto count = static_cast<std::int32_t>(std::min<std::int64_t>(width, total - first));
+    std::int32_t present = 0;
+    bool in_order = true;
+    const PageId page = blocks[first] == kNoBlock ? kNoPage : pool_.page_of(blocks[first]);
+    for (std::int32_t j = 0; j < count; ++j) {
+      present += blocks[first + j] != kNoBlock ? 1 : 0;
+      in_order = in_order && page != kNoPage && blocks[first + j] == pool_.first_block(page) + j;
+    }
+    using Kind = BoundPage::Kind;
+    if (present == 0) {
+      bound.push_back({Kind::kHole, kNoPage, 0});
+    } else if (in_order && (first + width) * config_.block_tokens <= num_tokens) {
+      bound.push_back({Kind::kShare, page, count});
+    } else if (in_order && pool_.total_refs(page) == (own ? count : 0) &&
+               pool_.held(page) <= held) {
+      bound.push_back({Kind::kClaim, page, count});
+    } else {
+      bound.push_back({Kind::kCopy, kNoPage, count});
+    }
+  }
+  return bound;
+}
+
+// `claimed`: idle pages that the plan's earlier ops already count.
+void KVMemory::demand_bind(Demand& demand, const Sequence& seq, const std::vector<BlockId>& blocks,
+                           std::int64_t num_tokens, bool own, std::vector<PageId>& claimed) const {
+  const auto claim = [&](PageId page) {
+    if (pool_.state(page) != PageState::kIdle) return;
+    if (std::find(claimed.begin(), claimed.end(), page) != claimed.end()) return;
+    claimed.push_back(page);
+    ++demand.pages;
+  };
+  if (seq.has.view == View::kPaged && !own) {
+    for (const BlockId block : blocks) {
+      if (block != kNoBlock) claim(pool_.page_of(block));
+    }
+    return;
+  }
+  ++demand.slots;
+  for (const BoundPage& page : bind_pages(blocks, num_tokens, own, 0)) {
+    const bool is_contested = page.kind == BoundPage::Kind::kClaim && !own &&
+                              std::find(demand.contested.begin(), demand.contested.end(),
+                                        page.page) != demand.contested.end();
+    if (page.kind == BoundPage::Kind::kCopy || is_contested) ++demand.pages;
+  }
+  // Idle pages leave the pool's reserve, also those that are only copied from.
+  for (const BlockId block : blocks) {
+    if (block != kNoBlock) claim(pool_.page_of(block));
+  }
+}
+
+void KVMemory::demand_paged(Demand& demand, SeqId id, std::int64_t have, std::int64_t want,
+                            bool dense) const {
+  const Sequence& seq = seqs_[id];
+  const std::int32_t width = config_.blocks_per_page;
+  // Blocks of the page that the sequence fills in order cost nothing more.
+  std::int64_t own_left = 0;
+  if (have > 0 && have == static_cast<std::int64_t>(seq.has.blocks.size())) {
+    const BlockId last = seq.has.blocks.back();
+    if (last != kNoBlock && pool_.owner(pool_.page_of(last)) == id && !dense &&
+        pool_.retire(pool_.page_of(last)) <= completed_) {
+      own_left = width - 1 - last % width;
+    }
+  }
+  for (std::int64_t index = have; index < want; ++index) {
+    if (takes_whole_page(index, dense)) {
+      ++demand.pages;
+      own_left = width - 1;
+    } else if (own_left > 0) {
+      --own_left;
+    } else {
+      ++demand.blocks[seq.tenant];
+    }
+  }
+}
+
+std::vector<PageId> KVMemory::contested_pages(const std::vector<Op>& ops) const {
+  std::vector<PageId> seen;
+  std::vector<PageId> contested;
+  for (const Op& op : ops) {
+    if (op.kind != OpKind::kAttach || op.num_tokens == 0) continue;
+    PageId last = kNoPage;
+    for (const BlockId block : matched_blocks(seqs_[op.seq], op.num_tokens)) {
+      const PageId page = pool_.page_of(block);
+      if (page == last) continue;
+      last = page;
+      const bool again = std::find(seen.begin(), seen.end(), page) != seen.end();
+      (again ? contested : seen).push_back(page);
+    }
+  }
+  return contested;
+}
+
+KVMemory::Demand KVMemory::demand(const std::vector<Op>& ops, bool dense) const {
+  Demand demand;
+  demand.contested = contested_pages(ops);
+  std::vector<PageId> claimed;
+  std::unordered_map<SeqId, Holding> tentative;  // of sequences that another op changes first
+  std::unordered_map<BlockId, bool> swapped;
+  std::vector<SeqId> parents;
+  for (const Op& op : ops) {
+    if (op.kind == OpKind::kFork) parents.push_back(op.other);
+  }
+  for (const Op& op : ops) {
+    const Sequence& seq = seqs_[op.seq];
+    if (op.kind == OpKind::kGrow) {
+      const auto changed = tentative.find(op.seq);
+      const bool is_changed = changed != tentative.end();
+      const View view = is_changed ? changed->second.view : seq.has.view;
+      const std::int64_t length = is_changed ? changed->second.length : seq.has.length;
+      if (op.num_tokens == 0 && view == View::kVirtual && seq.has.slot == kNoSlot) ++demand.slots;
+      if (op.num_tokens <= length) continue;
+      if (view == View::kVirtual) {
+        const std::int64_t have = is_changed ? pages_for(length) : num_pages(seq);
+        const std::int64_t want = pages_for(op.num_tokens);
+        if (want <= have) continue;
+        if (seq.has.slot == kNoSlot && !is_changed) ++demand.slots;
+        if (is_changed && length == 0 && seq.has.slot == kNoSlot) ++demand.slots;
+        // Spares of its own slot are there already; those that are idle leave the pool's reserve.
+        std::int64_t pages = want - have;
+        if (!is_changed && seq.has.slot != kNoSlot) {
+          const Slot& slot = slots_[seq.has.slot];
+          for (std::int64_t i = have; i < std::min(want, slot.size()); ++i) {
+            const PageId page = slot.entries[i].page;
+            if (page != kNoPage && pool_.state(page) == PageState::kHeld) --pages;
+          }
+        }
+        demand.pages += pages;
+        continue;
+      }
+      const std::int64_t have =
+          is_changed ? blocks_for(length) : static_cast<std::int64_t>(seq.has.blocks.size());
+      demand_paged(demand, op.seq, have, blocks_for(op.num_tokens), dense);
+      const std::int64_t tail = length / config_.block_tokens;
+      if (length % config_.block_tokens == 0) continue;
+      const bool forked = is_changed;
+      const BlockId block = forked || tail >= static_cast<std::int64_t>(seq.has.blocks.size())
+                                ? kNoBlock
+                                : seq.has.blocks[tail];
+      const bool parent = std::find(parents.begin(), parents.end(), op.seq) != parents.end();
+      if (forked || parent ||
+          (block != kNoBlock && (pool_.refs(block) > 1 || pool_.is_published(block)))) {
+        ++demand.blocks[seq.tenant];
+      }
+      continue;
+    }
+    Holding after = seq.has;
+    switch (op.kind) {
+      case OpKind::kAttach:
+        after.length = op.num_tokens;
+        if (op.num_tokens > 0) {
+          demand_bind(demand, seq, matched_blocks(seq, op.num_tokens), op.num_tokens, false,
+                      claimed);
+        }
+        break;
+      case OpKind::kFork: {
+        after.length = op.num_tokens;
+        std::vector<BlockId> blocks = seqs_[op.other].has.blocks;
+        blocks.resize(static_cast<std::size_t>(blocks_for(op.num_tokens)));
+        if (op.num_tokens > 0) {
+          demand_bind(demand, seq, blocks, op.num_tokens, false, claimed);
+        }
+        break;
+      }
+      case OpKind::kConvert:
+        after.view = op.view;
+        if (op.view == View::kVirtual && seq.has.view == View::kPaged && seq.has.length > 0) {
+          demand_bind(demand, seq, seq.has.blocks, seq.has.length, true, claimed);
+        }
+        break;
+      case OpKind::kSwapOut:
+        for (const BlockId block : seq.has.blocks) {
+          if (block != kNoBlock && swapped.emplace(block, true).second) ++demand.swap_blocks;
+        }
+        break;
+      case OpKind::kSwapIn: {
+        const auto total = static_cast<std::int64_t>(seq.has.swap.size());
+        std::int64_t holes = 0;
+        while (holes < total && seq.has.swap[holes] == kNoSwap) ++holes;
+        if (seq.has.view == View::kVirtual) {
+          if (total == 0) break;
+          ++demand.slots;
+          demand.pages += pages_for(seq.has.length) - holes / config_.blocks_per_page;
+        } else {
+          demand_paged(demand, op.seq, holes, total, dense);
+        }
+        break;
+      }
+      case OpKind::kGrow:
+        break;
+    }
+    // What a virtual sequence gets beyond its tokens' pages: the slack.
+    tentative[op.seq] = after;
+    if (after.view == View::kVirtual && after.length > 0 && op.kind != OpKind::kSwapIn &&
+        op.kind != OpKind::kSwapOut && !(op.kind == OpKind::kConvert && seq.has.view == op.view)) {
+      const std::int64_t width = config_.page_tokens();
+      demand.pages += pages_for(after.length) - (after.length + width - 1) / width;
+    }
+  }
+  return demand;
+}
+
+std::int64_t KVMemory::pages_missing(const Demand& demand, bool squeezed) const {
+  std::unordered_map<Tenant, std::int64_t> left;
+  if (squeezed) squeezable_pages(left);
+  std::int64_t pages = demand.pages;
+  for (const auto& [tenant, blocks] : demand.blocks) {
+    const auto it = left.find(tenant);
+    const std::int64_t there =
+        squeezed ? (it == left.end() ? 0 : it->second) : pool_.num_split_blocks(tenant);
+    const std::int64_t width = config_.blocks_per_page;
+    pages += (std::max<std::int64_t>(0, blocks - there) + width - 1) / width;
+  }
+  return pages;
+}
+
+// How many pages squeeze() would empty; `left`: the blocks that each tenant's split pages offer
+// afterwards.
+std::int64_t KVMemory::squeezable_pages(std::unordered_map<Tenant, std::int64_t>& left) const {
+  struct Split {
+    std::int64_t pages = 0, used = 0;
+  };
+  std::unordered_map<Tenant, Split> splits;
+  const auto add = [&](PageId page) {
+    Split& split = splits[pool_.tenant(page)];
+    ++split.pages;
+    split.used += pool_.used(page);
+  };
+  for (const Tenant tenant : pool_.split_tenants()) {
+    for (const PageId page : pool_.split_pages(tenant)) add(page);
+  }
+  for (SeqId id = 0; id < config_.max_seqs; ++id) {
+    const Sequence& seq = seqs_[id];
+    if (!seq.open || seq.has.view == View::kVirtual || seq.has.blocks.empty()) continue;
+    if (seq.has.blocks.back() == kNoBlock) continue;
+    const PageId page = pool_.page_of(seq.has.blocks.back());
+    const bool offers = pool_.used(page) < config_.blocks_per_page && pool_.maps(page) == 0 &&
+                        pool_.held(page) == 0;
+    if (pool_.owner(page) == id && offers) add(page);
+  }
+  std::int64_t emptied = 0;
+  const std::int64_t width = config_.blocks_per_page;
+  for (const auto& [tenant, split] : splits) {
+    const std::int64_t packed =
+        completed_ == begun_ ? (split.used + width - 1) / width : split.pages;
+    emptied += split.pages - packed;
+    left[tenant] = packed * width - split.used;
+  }
+  return emptied;
+}
+
+std::int64_t KVMemory::num_usable_slots() const {
+  return std::count_if(slots_.begin(), slots_.end(), [&](const Slot& slot) {
+    return !slot.active() && !slot.in_repair && slot.retire <= completed_;
+  });
+}
+
+Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {
+  Plan plan;
+  Demand wanted = demand(ops, /*dense=*/false);
+  plan.needed_pages = pages_missing(wanted, /*squeezed=*/false);
+  plan.available_pages = pool_.num_available();
+  dense = false;
+  if (plan.needed_pages > plan.available_pages && config_.blocks_per_page > 1) {
+    wanted = demand(ops, /*dense=*/true);
+    std::unordered_map<Tenant, std::int64_t> left;
+    const std::int64_t emptied = squeezable_pages(left);
+    const std::int64_t needed = pages_missing(wanted, /*squeezed=*/true);
+    if (needed - emptied < plan.needed_pages) {
+      plan.needed_pages = needed;
+      plan.available_pages += emptied;
+      dense = true;
+    }
+  }
+  plan.waiting_pages = pool_.count(PageState::kWaiting);
+  plan.missing_slots = std::max<std::int64_t>(0, wanted.slots - num_usable_slots());
+  plan.missing_swap_blocks = std::max<std::int64_t>(0, wanted.swap_blocks - swap_->num_free());
+  plan.version = version_;
+  return plan;
+}
+
+Plan KVMemory::plan(const std::vector<Op>& ops) {
+  const auto lock = enter();
+  absorb();
+  const std::vector<Op> wanted = merged(ops);
+  validate(wanted);
+  bool dense = false;
+  Plan plan = assess(wanted, dense);
+  if (!plan.fits() && works_ahead()) {
+    settle_locked();  // pages that the mapper has in hand are nobody's yet
+    plan = assess(wanted, dense);
+  }
+  return plan;
+}
+
+}  // namespace vmserve

@@ -1,0 +1,400 @@
+// Finding pages: commit more, evict what is idle, pack what is split; and giving them back. Each is
+// a mutation of its own that stands even if what it was done for fails: no sequence notices.
+#include <algorithm>
+#include <chrono>
+
+#include "vmserve/errors.h"
+#include "vmserve/kv_memory.h"
+#include "vmserve/text.h"
+
+namespace vmserve {
+
+void KVMemory::make_room(std::int64_t num_pages) {
+  const std::int64_t deficit = num_pages - pool_.num_free();
+  const std::int64_t growable = std::max<std::int64_t>(0, pool_.limit() - pool_.num_committed());
+  if (deficit > 0 && growable > 0) {
+    try {
+      commit_pages(std::min(deficit, growable));
+    } catch (const OutOfMemoryError&) {
+      // The system has less than the limit promises; what is idle may still do.
+      if (pool_.num_free() + pool_.count(PageState::kIdle) < num_pages) throw;
+    }
+  }
+  PageId page = pool_.oldest_idle();
+  while (pool_.num_free() < num_pages && page != kNoPage) {
+    const PageId next = pool_.next_idle(page);
+    // Evicting the tail of a parked slot may have taken the next one along.
+    if (!evict(page, num_pages - pool_.num_free()) || pool_.state(page) == PageState::kIdle) {
+      page = next != kNoPage && pool_.state(next) == PageState::kIdle ? next : kNoPage;
+      continue;
+    }
+    page = pool_.oldest_idle();
+  }
+  if (pool_.num_free() >= num_pages) return;
+  throw OutOfMemoryError("needs " + with_commas(num_pages) + " pages, " +
+                         with_commas(pool_.num_free()) + " can be had" +
+                         (last_error_.empty() ? "" : " (" + last_error_ + ")"));
+}
+
+// `count` pages more, or as many more as come in one chunk.
+void KVMemory::commit_pages(std::int64_t count) {
+  const std::int64_t growable = pool_.limit() - pool_.num_committed();
+  const std::int64_t chunk = std::min(growable, std::max(count, config_.grow_pages));
+  try {
+    create_pages(chunk);
+  } catch (const OutOfMemoryError&) {
+    if (chunk == count) throw;
+    create_pages(count);
+  }
+}
+
+void KVMemory::create_pages(std::int64_t count) {
+  const std::vector<PageRun> runs = pool_.lowest_absent(count);
+  std::vector<FrameRun> frames;
+  std::vector<MapRun> maps;
+  for (std::int32_t group = 0; group < config_.num_groups; ++group) {
+    for (const PageRun& run : runs) {
+      const FrameRun in_group{space_->frame(group, run.first), run.count};
+      frames.push_back(in_group);
+      maps.push_back({space_->arena(group, run.first), in_group, Access::kReadWrite});
+    }
+  }
+  Transaction tx(*driver_);
+  Unfinished unfinished;
+  {
+    const auto driving = mapper_->lock_driver();
+    try {
+      tx.create(frames);
+      tx.map(maps);
+    } catch (const Error& error) {
+      unfinished = tx.rollback();
+      if (!unfinished.steps.empty()) {
+        Repair repair;
+        repair.steps = std::move(unfinished.steps);
+        repair.created = runs;
+        for (const PageRun& run : runs) pool_.commit_held(run);
+        add_repair(std::move(repair), unfinished.error);
+      }
+      throw;
+    }
+  }
+  for (const PageRun& run : runs) {
+    pool_.commit_held(run);
+    for (PageId page = run.first; page < run.first + run.count; ++page) pool_.unhold(page);
+    totals_.committed += run.count;
+  }
+  totals_.arena_map_calls += static_cast<std::int64_t>(maps.size());
+  totals_.unhidden += static_cast<std::int64_t>(maps.size());
+}
+
+// -- slots let go of pages
+
+std::vector<AddressRun> KVMemory::entry_ranges(SlotId slot, std::int64_t first,
+                                               std::int64_t count) const {
+  std::vector<AddressRun> ranges;
+  const std::vector<SlotEntry>& entries = slots_[slot].entries;
+  for (std::int64_t i = first; i < first + count; ++i) {
+    if (entries[i].page == kNoPage) continue;
+    const std::int64_t start = i;
+    while (i + 1 < first + count && entries[i + 1].page != kNoPage) ++i;
+    const std::size_t bytes = static_cast<std::size_t>(i + 1 - start) * space_->page_bytes();
+    for (std::int32_t group = 0; group < config_.num_groups; ++group) {
+      ranges.push_back({space_->slot(group, slot, start), bytes});
+      if (space_->has_shadow()) ranges.push_back({space_->shadow(group, slot, start), bytes});
+    }
+  }
+  return ranges;
+}
+
+// The books' side of unmapping entries: the tail is cut off, a hole stays inside.
+void KVMemory::forget_entries(SlotId id, std::int64_t first, std::int64_t count) {
+  Slot& slot = slots_[id];
+  const bool is_tail = first + count == slot.size();
+  for (std::int64_t i = first + count - 1; i >= first; --i) {
+    const PageId page = slot.entries[i].page;
+    slot.entries[i] = {kNoPage, false};
+    if (page != kNoPage) pool_.drop_map(page);
+  }
+  if (is_tail) slot.entries.resize(static_cast<std::size_t>(first));
+}
+
+bool KVMemory::unmap_entries(SlotId id, std::int64_t first, std::int64_t count) {
+  if (count <= 0) return true;
+  Slot& slot = slots_[id];
+  const std::vector<AddressRun> ranges = entry_ranges(id, first, count);
+  Repair repair;
+  std::string error_text;
+  if (!ranges.empty()) {
+    mapper_->wait(slot.last_command);  // it may be changing the access of these very pages
+    const auto driving = mapper_->lock_driver();
+    try {
+      driver_->unmap(ranges);
+    } catch (const Error& error) {
+      fail_if_sticky(error);
+      repair.steps.assign(ranges.begin() + static_cast<std::ptrdiff_t>(error.completed),
+                          ranges.end());
+      error_text = error.what();
+    }
+  }
+  std::int64_t num_pages = 0;
+  for (std::int64_t i = first; i < first + count; ++i) {
+    const PageId page = slot.entries[i].page;
+    if (page == kNoPage) continue;
+    ++num_pages;
+    if (repair.steps.empty()) continue;
+    pool_.hold(page);
+    repair.held.push_back(page);
+  }
+  forget_entries(id, first, count);
+  ++version_;
+  totals_.unmapped += num_pages;
+  totals_.unmap_calls += static_cast<std::int64_t>(ranges.size() - repair.steps.size());
+  totals_.unhidden += static_cast<std::int64_t>(ranges.size() - repair.steps.size());
+  if (repair.steps.empty()) return true;
+  repair.slots = {id};
+  add_repair(std::move(repair), error_text);
+  return false;
+}
+
+bool KVMemory::truncate(SlotId slot, std::int64_t index) {
+  return unmap_entries(slot, index, slots_[slot].size() - index);
+}
+
+bool KVMemory::punch(SlotId slot, std::int64_t index) {
+  return unmap_entries(slot, index, 1);
+}
+
+// The idle page becomes free; with it up to `wanted` pages that a parked slot shows before it and
+// that would be next. False if the driver refused.
+bool KVMemory::evict(PageId page, std::int64_t wanted) {
+  totals_.evicted += pool_.drop_cached(page);
+  const std::int32_t index = pool_.index(page);
+  for (SlotId id = 0; id < config_.num_slots && pool_.maps(page) > 0; ++id) {
+    Slot& slot = slots_[id];
+    if (index >= slot.size() || slot.entries[index].page != page) continue;
+    if (slot.in_repair || slot.num_pending > 0) return false;
+    const bool is_past = slot.active() && index < num_pages(seqs_[slot.seq]);
+    if (is_past) {
+      if (!punch(id, index)) return false;
+      continue;
+    }
+    // One call for the run of this slot's pages that would be evicted next anyway.
+    std::int64_t first = index;
+    const bool is_tail = index + 1 == slot.size() && !slot.active();
+    PageId last = page;
+    while (is_tail && first > 0 && index - first + 1 < wanted) {
+      const PageId next = slot.entries[first - 1].page;
+      if (next == kNoPage || pool_.next_idle(last) != next || pool_.maps(next) != 1) break;
+      totals_.evicted += pool_.cached(next);
+      last = next;
+      --first;
+    }
+    for (std::int64_t i = first; i < index; ++i) pool_.drop_cached(slot.entries[i].page);
+    if (!truncate(id, first)) return false;
+  }
+  return true;
+}
+
+// Idle pages are evicted, oldest first, until free and idle ones are no more than `keep`.
+std::int64_t KVMemory::drop_idle(std::int64_t keep) {
+  const std::int64_t at_hand = pool_.num_free() + pool_.count(PageState::kIdle);
+  std::int64_t wanted = std::min(at_hand - keep, pool_.count(PageState::kIdle));
+  std::int64_t dropped = 0;
+  PageId page = pool_.oldest_idle();
+  while (dropped < wanted && page != kNoPage) {
+    const PageId next = pool_.next_idle(page);
+    const std::int64_t before = pool_.count(PageState::kIdle);
+    const bool done = evict(page, 1);
+    dropped += before - pool_.count(PageState::kIdle);
+    page = done ? pool_.oldest_idle() : next;
+  }
+  return dropped;
+}
+
+std::int64_t KVMemory::give_back(std::int64_t count) {
+  if (count <= 0) return 0;
+  const std::vector<PageRun> runs = pool_.highest_free(count);
+  std::vector<FrameRun> frames;
+  std::vector<MapRun> maps;
+  std::int64_t num_pages = 0;
+  for (const PageRun& run : runs) {
+    for (std::int32_t group = 0; group < config_.num_groups; ++group) {
+      const FrameRun in_group{space_->frame(group, run.first), run.count};
+      frames.push_back(in_group);
+      maps.push_back({space_->arena(group, run.first), in_group, Access::kReadWrite});
+    }
+    num_pages += run.count;
+  }
+  Transaction tx(*driver_);
+  {
+    const auto driving = mapper_->lock_driver();
+    try {
+      driver_->fence();  // copies may still read or write what is about to go
+      tx.unmap(maps);
+      tx.destroy(frames);
+    } catch (const Error& error) {
+      Unfinished unfinished = tx.rollback();
+      fail_if_sticky(error);
+      // Frames that were made again are empty.
+      for (const PageRun& run : runs) {
+        for (PageId page = run.first; page < run.first + run.count; ++page) {
+          if (!unfinished.steps.empty()) pool_.hold(page);
+        }
+      }
+      if (!unfinished.steps.empty()) {
+        Repair repair;
+        repair.steps = std::move(unfinished.steps);
+        for (const PageRun& run : runs) {
+          for (PageId page = run.first; page < run.first + run.count; ++page) {
+            repair.held.push_back(page);
+          }
+        }
+        add_repair(std::move(repair), unfinished.error);
+      }
+      throw;
+    }
+  }
+  for (const PageRun& run : runs) pool_.uncommit(run);
+  totals_.given_back += num_pages;
+  ++version_;
+  return num_pages;
+}
+
+// -- split pages are packed
+
+void KVMemory::squeeze() {
+  for (SeqId id = 0; id < config_.max_seqs; ++id) {
+    const Sequence& seq = seqs_[id];
+    if (!seq.open || seq.has.view == View::kVirtual || seq.has.blocks.empty()) continue;
+    if (seq.has.blocks.back() == kNoBlock) continue;
+    const PageId page = pool_.page_of(seq.has.blocks.back());
+    if (pool_.owner(page) == id) pool_.set_owner(page, kNoSeq);
+  }
+  if (completed_ != begun_) return;
+  for (const Tenant tenant : pool_.split_tenants()) compact_tenant(tenant);
+}
+
+std::int64_t KVMemory::compact_tenant(Tenant tenant) {
+  std::vector<PageId> pages = pool_.split_pages(tenant);
+  std::int64_t used = 0;
+  for (const PageId page : pages) used += pool_.used(page);
+  const std::int64_t capacity = config_.blocks_per_page;
+  if (static_cast<std::int64_t>(pages.size()) == (used + capacity - 1) / capacity) return 0;
+  for (const PageId page : pages) totals_.evicted += pool_.drop_cached(page);
+  std::stable_sort(pages.begin(), pages.end(),
+                   [&](PageId a, PageId b) { return pool_.used(a) > pool_.used(b); });
+  // From the emptiest page's blocks to the fullest page's gaps, until the two meet.
+  std::vector<std::pair<BlockId, BlockId>> moves;
+  std::int64_t emptied = 0;
+  std::size_t to = 0;
+  std::size_t from = pages.size();
+  const std::int32_t width = config_.blocks_per_page;
+  std::int32_t gap = 0;
+  const auto next_gap = [&](std::size_t stop) {
+    for (; to < stop; ++to, gap = 0) {
+      for (; gap < width; ++gap) {
+        const BlockId block = pool_.first_block(pages[to]) + gap;
+        if (pool_.refs(block) == 0) return block;
+      }
+    }
+    return kNoBlock;
+  };
+  std::int64_t gaps = 0;
+  for (const PageId page : pages) gaps += width - pool_.used(page);
+  while (from > 0) {
+    const PageId source = pages[from - 1];
+    gaps -= width - pool_.used(source);  // its own gaps take nothing
+    if (gaps < pool_.used(source)) break;
+    for (std::int32_t j = 0; j < width; ++j) {
+      const BlockId block = pool_.first_block(source) + j;
+      if (pool_.refs(block) == 0) continue;
+      moves.emplace_back(block, next_gap(from - 1));
+      ++gap;
+    }
+    gaps -= pool_.used(source);
+    --from;
+    ++emptied;
+  }
+  if (moves.empty()) return 0;
+  move_blocks(moves);
+  ++totals_.compactions;
+  totals_.compacted += static_cast<std::int64_t>(moves.size());
+  return emptied;
+}
+
+void KVMemory::move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves) {
+  const auto bytes = static_cast<std::size_t>(config_.block_tokens * config_.token_bytes);
+  std::vector<CopyRun> copies;
+  for (std::int32_t group = 0; group < config_.num_groups; ++group) {
+    for (const auto& [from, to] : moves) {
+      copies.push_back({space_->arena(group) + static_cast<std::size_t>(to) * bytes,
+                        space_->arena(group) + static_cast<std::size_t>(from) * bytes, bytes});
+    }
+  }
+  {
+    const auto driving = mapper_->lock_driver();
+    driver_->copy(copies);
+    driver_->fence();
+  }
+  const std::unordered_map<BlockId, BlockId> places(moves.begin(), moves.end());
+  for (SeqId id = 0; id < config_.max_seqs; ++id) {
+    Sequence& seq = seqs_[id];
+    if (!seq.open) continue;
+    bool is_touched = false;
+    for (BlockId& block : seq.has.blocks) {
+      const auto place = places.find(block);
+      if (place == places.end()) continue;
+      pool_.add_ref(place->second);
+      pool_.drop_ref(block, begun_);
+      block = place->second;
+      is_touched = true;
+    }
+    if (is_touched) write_table(id, 0);
+  }
+  for (const auto& [from, to] : moves) {
+    if (pool_.is_published(from)) pool_.move_published(from, to);
+  }
+  ++version_;
+}
+
+// -- what could not be undone
+
+void KVMemory::add_repair(Repair repair, const std::string& error) {
+  last_error_ = error;
+  for (const SlotId slot : repair.slots) slots_[slot].in_repair = true;
+  repairs_.push_back(std::move(repair));
+  ++version_;
+}
+
+bool KVMemory::retry(Repair& repair) {
+  Unfinished unfinished;
+  {
+    const auto driving = mapper_->lock_driver();
+    unfinished = run_steps(*driver_, repair.steps);
+  }
+  repair.steps = std::move(unfinished.steps);
+  if (!repair.steps.empty()) {
+    last_error_ = unfinished.error;
+    return false;
+  }
+  for (const PageId page : repair.held) pool_.unhold(page);
+  for (const PageRun& run : repair.created) pool_.uncommit(run);
+  for (const SlotId slot : repair.slots) slots_[slot].in_repair = false;
+  ++version_;
+  return true;
+}
+
+void KVMemory::retry_repairs() {
+  if (repairs_.empty()) return;
+  const std::uint64_t version = version_;
+  const auto repaired = std::remove_if(repairs_.begin(), repairs_.end(),
+                                       [&](Repair& repair) { return retry(repair); });
+  repairs_.erase(repaired, repairs_.end());
+  // A slot can be part of several repairs.
+  for (const Repair& repair : repairs_) {
+    for (const SlotId slot : repair.slots) slots_[slot].in_repair = true;
+  }
+  version_ = version;  // more is there than a plan counted on, never less
+}
+
+}  // namespace vmserve

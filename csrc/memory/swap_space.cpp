@@ -1,0 +1,70 @@
+#include "vmserve/swap_space.h"
+
+#include <algorithm>
+
+#include "vmserve/errors.h"
+
+namespace vmserve {
+
+SwapSpace::SwapSpace(std::shared_ptr<PageDriver> driver, std::int32_t num_groups,
+                     std::size_t block_bytes, std::int64_t capacity)
+    : driver_(std::move(driver)),
+      num_groups_(num_groups),
+      block_bytes_(block_bytes),
+      capacity_(capacity),
+      used_(capacity),
+      refs_(static_cast<std::size_t>(capacity)) {}
+
+SwapSpace::~SwapSpace() {
+  try {
+    release_memory();
+  } catch (const Error&) {
+    // In a fork, or with the device lost: the driver frees it when it goes.
+  }
+}
+
+void SwapSpace::reserve(std::int64_t count) {
+  const auto backed = [&] { return static_cast<std::int64_t>(chunks_.size()) * kChunkBlocks; };
+  while (std::min(backed(), capacity_) - num_used() < count) {
+    std::vector<Address> chunk;
+    chunk.reserve(static_cast<std::size_t>(num_groups_));
+    chunks_.reserve(chunks_.size() + 1);
+    try {
+      for (std::int32_t group = 0; group < num_groups_; ++group) {
+        chunk.push_back(driver_->alloc_host(block_bytes_ * kChunkBlocks));
+      }
+    } catch (const Error&) {
+      for (const Address addr : chunk) driver_->free_host(addr);
+      throw;
+    }
+    chunks_.push_back(std::move(chunk));
+  }
+}
+
+SwapId SwapSpace::take() noexcept {
+  const auto id = static_cast<SwapId>(used_.lowest_absent());
+  used_.insert(id);
+  refs_[id] = 1;
+  return id;
+}
+
+void SwapSpace::drop(SwapId id) noexcept {
+  if (--refs_[id] == 0) used_.erase(id);
+}
+
+Address SwapSpace::address(std::int32_t group, SwapId id) const {
+  return chunks_[id / kChunkBlocks][group] +
+         static_cast<std::size_t>(id % kChunkBlocks) * block_bytes_;
+}
+
+void SwapSpace::release_memory() {
+  while (!chunks_.empty()) {
+    while (!chunks_.back().empty()) {
+      driver_->free_host(chunks_.back().back());
+      chunks_.back().pop_back();
+    }
+    chunks_.pop_back();
+  }
+}
+
+}  // namespace vmserve
