@@ -802,6 +802,16 @@ void KVMemory::inherit(const Forked& fork) {
   child.root = parent.root;
   child.tokens.assign(parent.tokens.begin(),
                       parent.tokens.begin() + static_cast<std::ptrdiff_t>(known));
+  // What epochs that run still write of it is sealed, or worthless, with them.
+  for (Record& record : records_) {
+    if (record.epoch == begun_) break;
+    for (std::size_t i = 0; i < record.seqs.size(); ++i) {
+      if (record.seqs[i] != std::make_pair(fork.parent, parent.generation)) continue;
+      record.lengths.push_back(std::min(record.lengths[i], fork.num_tokens));
+      record.seqs.emplace_back(fork.child, child.generation);
+      break;
+    }
+  }
   const auto full = std::min(parent.digests.size(), known / config_.block_tokens);
   child.digests.assign(parent.digests.begin(),
                        parent.digests.begin() + static_cast<std::ptrdiff_t>(full));

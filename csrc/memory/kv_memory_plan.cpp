@@ -284,7 +284,8 @@ KVMemory::Demand KVMemory::demand(const std::vector<Op>& ops, bool dense) const 
         }
         break;
       case OpKind::kSwapOut:
-        for (const BlockId block : seq.has.blocks) {
+        for (std::int64_t i = 0; i < blocks_for(seq.has.length); ++i) {
+          const BlockId block = seq.has.blocks[i];
           if (block != kNoBlock && swapped.emplace(block, true).second) ++demand.swap_blocks;
         }
         break;

@@ -141,6 +141,8 @@ class ModelSequence:
     #: The tokens it has or will have; the memory has been told the first `known` of them.
     stream: list[int]
     known: int
+    #: A fork beyond its parent's known tokens: no more can become known.
+    nameless: bool = False
     length: int = 0
     sealed: int = 0
     #: First position that is still needed.
@@ -188,9 +190,11 @@ class Model:
         self.completed = 0
         self.weights = 0
         self.num_opened = 0
-        #: Blocks, slot entries and slots given up -> the last epoch that can read them.
+        #: Blocks and slot entries given up -> the last epoch that can read them.
         self.waiting: dict[int, int] = {}
         self.pins: list[Pin] = []
+        #: Pages and slots that the memory may keep to itself until the epoch is complete.
+        self.resting: dict[int, int] = {}
         self.left_slots: dict[int, int] = {}
         #: Contents that may be found: what completed epochs wrote under the present weights.
         self.may_match: set[Key] = set()
@@ -267,6 +271,7 @@ class Model:
         self.completed = max(self.completed, epoch)
         self.waiting = {b: e for b, e in self.waiting.items() if e > self.completed}
         self.pins = [pin for pin in self.pins if pin.epoch > self.completed]
+        self.resting = {p: e for p, e in self.resting.items() if e > self.completed}
         self.left_slots = {s: e for s, e in self.left_slots.items() if e > self.completed}
         self._accept(after, concerned=set(), last_reader=self.begun)
         for seq in self.seqs:
@@ -328,7 +333,7 @@ class Model:
         most = self.most_pages(ops)
         expect(0 <= plan.needed <= most, f"plan needs {plan.needed} pages, {most} do for anything")
         room = self.limit_pages - len(self.used_pages()) - self.shape.null_page
-        sure = room - len(self.waiting_pages()) - held
+        sure = room - len(self.waiting_pages() | self.resting.keys()) - held
         least, highest = self.missing_slots(ops)
         swaps = sum(self._swap_blocks(op.seq) for op in ops if op.kind is Kind.SWAP_OUT)
         swapped = sum(self._swap_blocks(seq) for seq, m in self.seqs.items() if m.swapped)
@@ -435,7 +440,8 @@ class Model:
         child, end = self.seqs[op.seq], op.num_tokens
         child.salt, child.weights = parent.salt, parent.weights
         child.stream[:end] = parent.stream[:end]
-        child.known = min(parent.known, end) if parent.known >= end else 0
+        child.known = min(parent.known, end)
+        child.nameless = parent.nameless or parent.known < end
         child.length, child.sealed = end, min(end, parent.sealed)
         child.surely_sealed = min(end, parent.surely_sealed)
         child.published = min(parent.published, end // self.shape.block_tokens)
@@ -673,6 +679,13 @@ class Model:
             return
         if kind in SHARING and self._end(index) <= model.sealed and (had or same):
             return
+        page = range(block // bpp * bpp, (block // bpp + 1) * bpp)
+        old = self.seen.seqs[seq]
+        if index * self.shape.block_tokens >= old.length and set(page) & set(old.blocks):
+            # The rest of a page that it has a part of, where only its kernels will write: those
+            # that run come before them.
+            expect(not had, f"block {block} was handed to sequence {seq}, but someone has it")
+            return self._forget(block)
         since = self.waiting.get(block, 0)
         expect(
             since <= self.completed,
@@ -682,7 +695,6 @@ class Model:
             not had or last_reader <= self.completed,
             f"block {block} was handed to sequence {seq}, but someone has it",
         )
-        page = range(block // bpp * bpp, (block // bpp + 1) * bpp)
         if not model.paged:
             late = [b for b in page if self.waiting.get(b, 0) > self.completed]
             expect(not late, f"page of block {block} was handed out, but blocks {late} wait")
@@ -697,18 +709,22 @@ class Model:
     # -- what was given up
 
     def _give_up(self, before: Observation, after: Observation, last_reader: int) -> None:
+        given_up = before.refs.keys() - after.refs.keys()
+        if self.begun > self.completed:
+            for block in given_up:
+                self.resting[block // self.shape.blocks_per_page] = self.begun
+            for seq, seen in before.seqs.items():
+                if seen.slot is not None and after.seqs.get(seq, Seen()).slot != seen.slot:
+                    self.left_slots[seen.slot] = self.begun
         if last_reader <= self.completed:
             return
-        for block in before.refs:
-            if block not in after.refs:
-                self.waiting[block] = max(last_reader, self.waiting.get(block, 0))
+        for block in given_up:
+            self.waiting[block] = max(last_reader, self.waiting.get(block, 0))
         bpp = self.shape.blocks_per_page
         for seq, seen in before.seqs.items():
             if seen.slot is None:
                 continue
             now = after.seqs.get(seq, Seen())
-            if now.slot != seen.slot:
-                self.left_slots[seen.slot] = last_reader
             for index, first in enumerate(seen.blocks[::bpp]):
                 same = now.slot == seen.slot and now.blocks[index * bpp : index * bpp + 1] == (
                     first,

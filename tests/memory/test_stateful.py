@@ -96,7 +96,8 @@ class MemoryMachine(RuleBasedStateMachine):
     def draw_growth(self, data: st.DataObject, seq: int, length: int) -> list[Op]:
         model, shape = self.rig.model.seqs[seq], self.rig.options.shape
         # The token after the last known one may be computed ahead of being known.
-        most = shape.max_len if model.known == 0 else min(model.known + 1, shape.max_len)
+        is_named = model.known > 0 and not model.nameless
+        most = min(model.known + 1, shape.max_len) if is_named else shape.max_len
         if most <= length and model.first >= length:
             return []
         to = data.draw(st.integers(max(length, 1), max(length, most, 1)), label="tokens")
@@ -179,7 +180,11 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def append_where(self, which: Callable[[int], bool]) -> None:
         model, max_len = self.rig.model, self.rig.options.shape.max_len
-        seqs = [seq for seq in self.seqs if which(seq) and 0 < model.seqs[seq].known < max_len]
+        seqs = [
+            seq
+            for seq in self.seqs
+            if which(seq) and not model.seqs[seq].nameless and 0 < model.seqs[seq].known < max_len
+        ]
         if seqs:
             self.rig.append(seqs)
 
