@@ -285,8 +285,11 @@ class Model:
 
     def _may_publish(self, seq: int) -> None:
         model = self.seqs[seq]
+        blocks = () if model.swapped else self.seen.seqs[seq].blocks
         for index in range(model.published, self._sealed_blocks(model)):
             self.may_match.add(model.key(self._end(index)))
+            if index < len(blocks):
+                self.named[blocks[index]] = model.key(self._end(index))
 
     def _must_publish(self, seq: int) -> None:
         model, blocks = self.seqs[seq], self.seen.seqs[seq].blocks
@@ -295,7 +298,6 @@ class Model:
             block = NO_BLOCK if model.swapped else blocks[index]
             if block != NO_BLOCK:
                 self.must_match[model.key(self._end(index))] = self.seen.evictions
-                self.named[block] = model.key(self._end(index))
         model.published = max(model.published, sealed)
 
     def clear_cache(self) -> None:
@@ -652,7 +654,7 @@ class Model:
                 continue
             if was != NO_BLOCK and not moves:
                 self._check_replaced(seq, index, was, op)
-            self._check_handed_out(seq, index, block, op, last_reader)
+            self._check_handed_out(seq, index, old, new, op, last_reader)
         if new.paged == old.paged and not old.swapped and old.slot is not None:
             expect(new.slot == old.slot, f"sequence {seq} moved to another slot")
 
@@ -667,11 +669,11 @@ class Model:
         expect(converted or shared, f"sequence {seq}: block {was} at {index} replaced without need")
 
     def _check_handed_out(
-        self, seq: int, index: int, block: int, op: Op | None, last_reader: int
+        self, seq: int, index: int, old: Seen, new: Seen, op: Op | None, last_reader: int
     ) -> None:
         """A block that the sequence did not have: shared (the tables' laws see to it), found in the
-        cache, or nobody's."""
-        model, bpp = self.seqs[seq], self.shape.blocks_per_page
+        cache, the rest of a page that it has a part of, or nobody's."""
+        model, bpp, block = self.seqs[seq], self.shape.blocks_per_page, new.blocks[index]
         kind = None if op is None else op.kind
         had = self.seen.refs.get(block, 0) > 0
         same = self.named.get(block) == model.key(self._end(index))
@@ -680,10 +682,9 @@ class Model:
         if kind in SHARING and self._end(index) <= model.sealed and (had or same):
             return
         page = range(block // bpp * bpp, (block // bpp + 1) * bpp)
-        old = self.seen.seqs[seq]
-        if index * self.shape.block_tokens >= old.length and set(page) & set(old.blocks):
-            # The rest of a page that it has a part of, where only its kernels will write: those
-            # that run come before them.
+        copied = max(old.length, 0 if op is None else op.num_tokens)
+        if index * self.shape.block_tokens >= copied and self._has_part(seq, page, old, new):
+            # Nothing is copied there, and its kernels will write after those that run.
             expect(not had, f"block {block} was handed to sequence {seq}, but someone has it")
             return self._forget(block)
         since = self.waiting.get(block, 0)
@@ -699,6 +700,13 @@ class Model:
             late = [b for b in page if self.waiting.get(b, 0) > self.completed]
             expect(not late, f"page of block {block} was handed out, but blocks {late} wait")
         self._forget(block)
+
+    def _has_part(self, seq: int, page: range, old: Seen, new: Seen) -> bool:
+        return any(
+            block in page and (block in old.blocks or self.named.get(block) == key)
+            for index, block in enumerate(new.blocks)
+            for key in [self.seqs[seq].key(self._end(index))]
+        )
 
     def _forget(self, block: int) -> None:
         """It is written anew: what it held is cached no more (or under another block's name)."""
