@@ -284,7 +284,7 @@ void KVMemory::complete_locked(Epoch epoch, bool sealed) {
       if (!sealed) {
         // What lies behind is worthless, and so is what is computed from it.
         Holding& has = seqs_[id].has;
-        has.seal_limit = std::min(has.seal_limit, has.sealed);
+        if (record.lengths[i] > has.sealed) has.seal_limit = std::min(has.seal_limit, has.sealed);
         continue;
       }
       seal(id, record.lengths[i]);

@@ -74,7 +74,8 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
                            with_commas(plan.missing_swap_blocks) + " swap blocks");
   }
   try {
-    if (change.dense) squeeze();
+    // Packing forgets what split pages have cached, which an attach relies on.
+    if (change.dense && !attaches(wanted)) squeeze();
     hold_matches(change, wanted);
     std::unordered_map<BlockId, SwapId> copied;
     for (const Op& op : wanted) {
@@ -177,6 +178,13 @@ void KVMemory::hold_matches(Change& change, const std::vector<Op>& ops) {
     change.attached.push_back({op.seq, matched_blocks(seqs_[op.seq], op.num_tokens)});
     PageId last = kNoPage;
     for (const BlockId block : change.attached.back().blocks) {
+      // A page in use is not evicted, and the plan counts on its other blocks: only this one is
+      // kept.
+      if (pool_.used(pool_.page_of(block)) > 0) {
+        add_ref(change, block);
+        change.matched.push_back(block);
+        continue;
+      }
       if (pool_.page_of(block) == last) continue;
       last = pool_.page_of(block);
       change.held.push_back(last);
@@ -764,6 +772,7 @@ void KVMemory::commit(Change& change) {
   ++version_;
   totals_.zeroed += static_cast<std::int64_t>(change.zero_pages.size());
   for (const PageId page : change.held) pool_.unhold(page);
+  for (const BlockId block : change.matched) pool_.drop_ref(block, 0);
   for (auto block = change.drops.rbegin(); block != change.drops.rend(); ++block) {
     pool_.drop_ref(*block, begun_);
   }
@@ -814,6 +823,16 @@ void KVMemory::inherit(const Forked& fork) {
   child.root = parent.root;
   child.tokens.assign(parent.tokens.begin(),
                       parent.tokens.begin() + static_cast<std::ptrdiff_t>(known));
+  // What epochs that run still write of it is sealed, or worthless, with them.
+  for (Record& record : records_) {
+    if (record.epoch == begun_) break;
+    for (std::size_t i = 0; i < record.seqs.size(); ++i) {
+      if (record.seqs[i] != std::make_pair(fork.parent, parent.generation)) continue;
+      record.lengths.push_back(std::min(record.lengths[i], fork.num_tokens));
+      record.seqs.emplace_back(fork.child, child.generation);
+      break;
+    }
+  }
   const auto full = std::min(parent.digests.size(), known / config_.block_tokens);
   child.digests.assign(parent.digests.begin(),
                        parent.digests.begin() + static_cast<std::ptrdiff_t>(full));

@@ -284,7 +284,8 @@ KVMemory::Demand KVMemory::demand(const std::vector<Op>& ops, bool dense) const 
         }
         break;
       case OpKind::kSwapOut:
-        for (const BlockId block : seq.has.blocks) {
+        for (std::int64_t i = 0; i < blocks_for(seq.has.length); ++i) {
+          const BlockId block = seq.has.blocks[i];
           if (block != kNoBlock && swapped.emplace(block, true).second) ++demand.swap_blocks;
         }
         break;
@@ -370,6 +371,12 @@ std::int64_t KVMemory::num_usable_slots() const {
   });
 }
 
+bool KVMemory::attaches(const std::vector<Op>& ops) {
+  return std::any_of(ops.begin(), ops.end(), [](const Op& op) {
+    return op.kind == OpKind::kAttach && op.num_tokens > 0;
+  });
+}
+
 Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {
   Plan plan;
   Demand wanted = demand(ops, /*dense=*/false);
@@ -379,8 +386,9 @@ Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {
   if (plan.needed_pages > plan.available_pages && config_.blocks_per_page > 1) {
     wanted = demand(ops, /*dense=*/true);
     std::unordered_map<Tenant, std::int64_t> left;
-    const std::int64_t emptied = squeezable_pages(left);
-    const std::int64_t needed = pages_missing(wanted, /*squeezed=*/true);
+    const bool squeezes = !attaches(ops);
+    const std::int64_t emptied = squeezes ? squeezable_pages(left) : 0;
+    const std::int64_t needed = pages_missing(wanted, squeezes);
     if (needed - emptied < plan.needed_pages) {
       plan.needed_pages = needed;
       plan.available_pages += emptied;

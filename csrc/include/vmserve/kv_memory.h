@@ -345,6 +345,7 @@ class KVMemory {
     std::vector<Grown> grown;
     std::vector<SavedSlot> slots;
     std::vector<BlockId> refs;
+    std::vector<BlockId> matched;  // kept while memory is sought
     std::vector<PageId> held;
     std::vector<std::pair<PageId, SeqId>> owners;
     std::vector<SwapId> swap_taken;
@@ -419,6 +420,7 @@ class KVMemory {
   // -- kv_memory_plan.cpp
   void validate(const std::vector<Op>& ops) const;
   std::vector<Op> merged(const std::vector<Op>& ops) const;
+  static bool attaches(const std::vector<Op>& ops);
   Plan assess(const std::vector<Op>& ops, bool& dense) const;
   Demand demand(const std::vector<Op>& ops, bool dense) const;
   void demand_bind(Demand& demand, const Sequence& seq, const std::vector<BlockId>& blocks,
