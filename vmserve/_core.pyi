@@ -7,7 +7,7 @@ Misuse raises ``ValueError``, a refusal of the system ``vmserve.errors.DriverErr
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,10 +93,24 @@ class HostDriver(PageDriver):
 
 class FaultInjectingDriver(PageDriver):
     def __init__(self, inner: PageDriver) -> None: ...
-    def arm(self, call: int, *, forever: bool = False, code: int = ..., sticky: bool = False) -> None: ...
+    def arm(
+        self, call: int, *, forever: bool = False, code: int = ..., sticky: bool = False
+    ) -> None: ...
     def disarm(self) -> None: ...
     @property
     def num_calls(self) -> int: ...
+
+class PluginDriver(PageDriver):
+    """A driver from a shared library: see drivers_ext/README.md.
+
+    Raises ``ValueError`` when the library cannot be loaded or does not keep to the ABI.
+    """
+
+    def __init__(
+        self, path: str, frame_bytes: int, num_frames: int, *, options: Mapping[str, str] = ...
+    ) -> None: ...
+    @property
+    def name(self) -> str: ...
 
 class MemoryStats:
     @property
