@@ -21,7 +21,7 @@ void bind_plugin(py::module_& m) {
            }),
            py::arg("path"), py::arg("frame_bytes"), py::arg("num_frames"), py::kw_only(),
            py::arg("options") = std::map<std::string, std::string>())
-      .def_property_readonly("name", &PluginDriver::name);
+      .def_property_readonly("plugin_name", &PluginDriver::name);
 }
 
 }  // namespace vmserve

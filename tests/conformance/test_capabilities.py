@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 
@@ -178,7 +179,7 @@ def test_pieces_of_host_memory_are_disjoint(bench: Bench) -> None:
     sizes = [1, 100, bench.size, 3 * bench.size]
     hosts = [bench.driver.alloc_host(n) for n in sizes]
     ranges = sorted((host, host + n) for host, n in zip(hosts, sizes, strict=True))
-    assert all(left[1] <= right[0] for left, right in zip(ranges, ranges[1:], strict=False))
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(ranges))
     for host in hosts:
         bench.driver.free_host(host)
 

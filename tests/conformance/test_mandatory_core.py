@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_reservations_are_disjoint_and_take_no_memory(bench: Bench) -> None:
     bases = [bench.reserve(n) for n in sizes]
     ranges = sorted((base, base + n * bench.size) for base, n in zip(bases, sizes, strict=True))
     assert all(base % bench.driver.granularity == 0 for base in bases)
-    assert all(left[1] <= right[0] for left, right in zip(ranges, ranges[1:], strict=False))
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(ranges))
     assert bench.frames(bases[2], 8) == [-1] * 8
     assert bench.driver.query(bases[2] + 8 * bench.size - 1) == (-1, NONE)
     assert bench.driver.stats().allocated_bytes == 0
@@ -322,9 +322,9 @@ def test_a_dropped_driver_gives_everything_back(subject: Subject) -> None:
         return base
 
     use()
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
         base = use()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     starts = {line.split("-")[0] for line in Path("/proc/self/maps").read_text().splitlines()}
     assert f"{base:x}" not in starts
