@@ -22,7 +22,7 @@ namespace vmserve_plugin {
 struct Failure {
   std::int32_t status;
   std::string message;
-  const char* call = "";
+  std::string call = {};
   std::int32_t code = 0;
 };
 
@@ -33,7 +33,7 @@ struct Failure {
 inline std::int32_t report(vmserve_error* error, const Failure& failure, std::uint64_t completed) {
   error->code = failure.code;
   error->completed = completed;
-  std::snprintf(error->call, sizeof(error->call), "%s", failure.call);
+  std::snprintf(error->call, sizeof(error->call), "%s", failure.call.c_str());
   std::snprintf(error->message, sizeof(error->message), "%s", failure.message.c_str());
   return failure.status;
 }
@@ -228,6 +228,29 @@ class FrameTable {
   std::int64_t created_frames_ = 0;
   std::map<std::uint64_t, std::uint64_t> reservations_;
   std::map<std::uint64_t, vmserve_mapping> mappings_;  // by the address of the frame
+};
+
+// Which ranges alloc_host() gave out.
+class HostRanges {
+ public:
+  const std::map<std::uint64_t, std::uint64_t>& all() const { return ranges_; }
+  void add(std::uint64_t address, std::uint64_t bytes) { ranges_.emplace(address, bytes); }
+  // The bytes of the range that starts at the address.
+  std::uint64_t bytes(std::uint64_t address) const {
+    const auto it = ranges_.find(address);
+    if (it == ranges_.end()) misuse("no host memory starts at this address");
+    return it->second;
+  }
+  void remove(std::uint64_t address) { ranges_.erase(address); }
+  bool contains(std::uint64_t address, std::uint64_t bytes) const {
+    const auto next = ranges_.upper_bound(address);
+    if (next == ranges_.begin()) return false;
+    const auto& [start, size] = *std::prev(next);
+    return address - start < size && bytes <= size - (address - start);
+  }
+
+ private:
+  std::map<std::uint64_t, std::uint64_t> ranges_;
 };
 
 }  // namespace vmserve_plugin

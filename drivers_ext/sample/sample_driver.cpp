@@ -24,7 +24,7 @@ struct vmserve_driver_context {
   int fd;
   FrameTable frames;
   std::map<std::uint64_t, std::uint32_t> backings;  // of each reservation
-  std::map<std::uint64_t, std::uint64_t> host;      // address and bytes
+  vmserve_plugin::HostRanges host;
 };
 
 namespace {
@@ -91,7 +91,7 @@ std::int32_t open_driver(const vmserve_driver_config* config, vmserve_driver_con
 
 void close_driver(vmserve_driver_context* c) {
   for (const auto& [address, bytes] : c->frames.reservations()) ::munmap(pointer(address), bytes);
-  for (const auto& [address, bytes] : c->host) ::munmap(pointer(address), bytes);
+  for (const auto& [address, bytes] : c->host.all()) ::munmap(pointer(address), bytes);
   ::close(c->fd);
   delete c;
 }
@@ -199,19 +199,12 @@ std::int32_t zero(vmserve_driver_context* c, const vmserve_address_run* runs, st
   });
 }
 
-bool in_host_memory(const vmserve_driver_context* c, std::uint64_t address, std::uint64_t bytes) {
-  const auto next = c->host.upper_bound(address);
-  if (next == c->host.begin()) return false;
-  const auto& [start, size] = *std::prev(next);
-  return address - start < size && bytes <= size - (address - start);
-}
-
 std::int32_t copy(vmserve_driver_context* c, const vmserve_copy_run* runs, std::uint64_t count,
                   vmserve_error* error) {
   return each_run(count, error, [&](std::uint64_t i) {
     const auto [dst, src, bytes] = runs[i];
-    if (!in_host_memory(c, dst, bytes)) c->frames.check_usable(dst, bytes, /*writable=*/true);
-    if (!in_host_memory(c, src, bytes)) c->frames.check_usable(src, bytes, /*writable=*/false);
+    if (!c->host.contains(dst, bytes)) c->frames.check_usable(dst, bytes, /*writable=*/true);
+    if (!c->host.contains(src, bytes)) c->frames.check_usable(src, bytes, /*writable=*/false);
     std::memcpy(pointer(dst), pointer(src), bytes);
   });
 }
@@ -223,16 +216,14 @@ std::int32_t alloc_host(vmserve_driver_context* c, std::uint64_t bytes, std::uin
     void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) refused("mmap");
     *address = reinterpret_cast<std::uintptr_t>(p);
-    c->host[*address] = bytes;
+    c->host.add(*address, bytes);
   });
 }
 
 std::int32_t free_host(vmserve_driver_context* c, std::uint64_t address, vmserve_error* error) {
   return guarded(error, [&] {
-    const auto it = c->host.find(address);
-    if (it == c->host.end()) misuse("no host memory starts at this address");
-    ::munmap(pointer(address), it->second);
-    c->host.erase(it);
+    ::munmap(pointer(address), c->host.bytes(address));
+    c->host.remove(address);
   });
 }
 

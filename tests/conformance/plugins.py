@@ -26,7 +26,8 @@ def build(*sources: Path, defines: Sequence[str] = (), pedantic_c: bool = False)
         f"-I{_INCLUDE}",
     ]
     digest = hashlib.sha256(" ".join(command).encode())
-    headers = [*_INCLUDE.glob("*.h"), *(h for s in sources for h in s.parent.glob("*.h"))]
+    beside = (path for s in sources for path in s.parent.glob("*.[ch]"))
+    headers = [*_INCLUDE.glob("*.h"), *beside]
     for path in sorted({*sources, *headers}):
         digest.update(path.read_bytes())
     library = _BUILD / f"{sources[0].stem}-{digest.hexdigest()[:16]}.so"
@@ -38,6 +39,18 @@ def build(*sources: Path, defines: Sequence[str] = (), pedantic_c: bool = False)
         )
         partial.replace(library)
     return library
+
+
+_UVM = EXT / "uvm_small_pages"
+
+
+def uvm_small_pages() -> Path:
+    return build(_UVM / "uvm_driver.cpp", _UVM / "uvm_memory.cpp", _UVM / "cuda_device.cpp")
+
+
+def simulated_uvm() -> Path:
+    """A device that stands in for the modified nvidia-uvm module."""
+    return build(_UVM / "simulation" / "simulated_device.cpp")
 
 
 def sample() -> Path:

@@ -66,12 +66,18 @@ class Subject:
         return self.capabilities | ({"traps"} if self.traps else set())
 
 
+def _uvm(frame_bytes: int, num_frames: int) -> PageDriver:
+    options = {"ioctl_library": str(plugins.simulated_uvm())}
+    return PluginDriver(str(plugins.uvm_small_pages()), frame_bytes, num_frames, options=options)
+
+
 _ON_HOST = frozenset({"unmap", "read_only", "zeros_backing", "host_memory"})
 
 _REGISTERED = (
     Subject("host", HostDriver, _ON_HOST),
     Subject("faults", lambda size, n: FaultInjectingDriver(HostDriver(size, n)), _ON_HOST),
     Subject("sample", lambda size, n: PluginDriver(str(plugins.sample()), size, n), _ON_HOST),
+    Subject("uvm", _uvm, frozenset({"host_memory", "asynchronous"}), frame_bytes=1 << 16),
 )
 
 
