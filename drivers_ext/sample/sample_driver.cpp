@@ -61,12 +61,23 @@ std::int64_t num_mappings(const FrameTable& frames) {
   return frames.num_reservations() + 2 * frames.mapped_frames();
 }
 
+// The one option, host_memory=on|off. What a driver does not know it refuses.
+bool wants_host_memory(const vmserve_driver_config& config) {
+  bool wanted = true;
+  for (std::uint64_t i = 0; i < config.num_options; ++i) {
+    const std::string key = config.options[i].key;
+    const std::string value = config.options[i].value;
+    if (key != "host_memory") misuse("unknown option " + key + ": there is host_memory");
+    if (value != "on" && value != "off") misuse("host_memory is '" + value + "': say on or off");
+    wanted = value == "on";
+  }
+  return wanted;
+}
+
 std::int32_t open_driver(const vmserve_driver_config* config, vmserve_driver_context** context,
                          vmserve_driver_info* info, vmserve_error* error) {
   return guarded(error, [&] {
-    if (config->num_options != 0) {
-      misuse(std::string("unknown option ") + config->options[0].key + ": there are none");
-    }
+    const bool host_memory = wants_host_memory(*config);
     const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
     if (config->frame_bytes == 0 || config->frame_bytes % page != 0 || config->num_frames <= 0) {
       misuse("frames must be a positive number of positive multiples of " + std::to_string(page) +
@@ -82,7 +93,7 @@ std::int32_t open_driver(const vmserve_driver_config* config, vmserve_driver_con
     }
     *context = new vmserve_driver_context{fd, std::move(frames), {}, {}};
     info->capabilities = VMSERVE_CAN_UNMAP | VMSERVE_CAN_READ_ONLY | VMSERVE_CAN_ZEROS_BACKING |
-                         VMSERVE_CAN_HOST_MEMORY;
+                         (host_memory ? VMSERVE_CAN_HOST_MEMORY : 0);
     info->granularity = page;
     info->frame_bytes = config->frame_bytes;
     info->num_frames = config->num_frames;

@@ -66,6 +66,14 @@ class Subject:
         return self.capabilities | ({"traps"} if self.traps else set())
 
 
+def _sample(frame_bytes: int, num_frames: int, **options: str) -> PageDriver:
+    return PluginDriver(str(plugins.sample()), frame_bytes, num_frames, options=options)
+
+
+def _lean(frame_bytes: int, num_frames: int) -> PageDriver:
+    return _sample(frame_bytes, num_frames, host_memory="off")
+
+
 def _uvm(frame_bytes: int, num_frames: int) -> PageDriver:
     options = {"ioctl_library": str(plugins.simulated_uvm())}
     return PluginDriver(str(plugins.uvm_small_pages()), frame_bytes, num_frames, options=options)
@@ -76,7 +84,8 @@ _ON_HOST = frozenset({"unmap", "read_only", "zeros_backing", "host_memory"})
 _REGISTERED = (
     Subject("host", HostDriver, _ON_HOST),
     Subject("faults", lambda size, n: FaultInjectingDriver(HostDriver(size, n)), _ON_HOST),
-    Subject("sample", lambda size, n: PluginDriver(str(plugins.sample()), size, n), _ON_HOST),
+    Subject("sample", _sample, _ON_HOST),
+    Subject("lean", _lean, _ON_HOST - {"host_memory"}, frame_bytes=8192),
     Subject("uvm", _uvm, frozenset({"host_memory", "asynchronous"}), frame_bytes=1 << 16),
 )
 

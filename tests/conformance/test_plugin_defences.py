@@ -192,7 +192,7 @@ def test_what_a_driver_cannot_do_is_not_asked_of_it() -> None:
         driver.unmap([(1 << 40, PAGE)])
     with pytest.raises(ValueError, match=r"zeros_backing is not among .* reserve with"):
         driver.reserve(PAGE, Backing.ZEROS)
-    with pytest.raises(ValueError, match="unknown option size: there are none"):
+    with pytest.raises(ValueError, match="open: unknown option size: there is host_memory"):
         PluginDriver(str(plugins.sample()), PAGE, 64, options={"size": "large"})
 
 
