@@ -52,6 +52,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("subject", chosen, ids=lambda subject: subject.name)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--driver-plugin``, only what the plugin's capabilities leave of the suite."""
+    if config.getoption("--driver-plugin", default=None) is None:
+        return
+    chosen, others = [], []
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        is_of_suite = callspec is not None and isinstance(callspec.params.get("subject"), Subject)
+        (chosen if is_of_suite else others).append(item)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=others)
+
+
 @dataclass
 class Bench:
     """A fresh driver with short names for what every test does; ``size`` is its frame's."""

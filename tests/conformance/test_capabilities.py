@@ -164,8 +164,9 @@ def test_host_memory_ends_where_it_ends(bench: Bench) -> None:
     base, size, driver = bench.mapped(2), bench.size, bench.driver
     host = driver.alloc_host(size)
     far = host + size - 4
-    bench.refuses(lambda: driver.copy([(far, base, 1 << 40)]))
-    bench.refuses(lambda: driver.copy([(base, host, 4), (base, far, 1 << 40)]), completed=1)
+    bench.refuses(lambda: driver.copy([(far, base, 8)]))
+    bench.refuses(lambda: driver.copy([(base, host, 4), (base, far, 8)]), completed=1)
+    bench.refuses(lambda: driver.copy([(base, host - 4, 8)]))
     driver.fence()
     driver.free_host(host)
     bench.refuses(lambda: driver.copy([(base, host, 4)]))
