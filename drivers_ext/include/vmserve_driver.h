@@ -67,14 +67,17 @@ enum {
   VMSERVE_STICKY = 4         /* the device is lost */
 };
 
-/* Bits of vmserve_driver_info.capabilities. */
-#define VMSERVE_CAN_UNMAP (UINT64_C(1) << 0)         /* without: never multi-tenant */
-#define VMSERVE_CAN_READ_ONLY (UINT64_C(1) << 1)     /* VMSERVE_READ traps writes; without, it maps
-                                                        writable */
-#define VMSERVE_CAN_ZEROS_BACKING (UINT64_C(1) << 2) /* VMSERVE_BACKING_ZEROS */
-#define VMSERVE_CAN_HOST_MEMORY (UINT64_C(1) << 3)   /* alloc_host, copies to and from it */
-#define VMSERVE_IS_ASYNCHRONOUS (UINT64_C(1) << 4)   /* zero and copy may still be running when the
-                                                        call returns */
+/* Bits of vmserve_driver_info.capabilities. What an absent one excludes is misuse.
+ *   CAN_UNMAP          without it, frames stay where they were mapped: never multi-tenant
+ *   CAN_READ_ONLY      VMSERVE_READ traps writes; without it, it maps writable
+ *   CAN_ZEROS_BACKING  VMSERVE_BACKING_ZEROS
+ *   CAN_HOST_MEMORY    alloc_host, and copies to and from it
+ *   IS_ASYNCHRONOUS    zero and copy may still be running when the call returns */
+#define VMSERVE_CAN_UNMAP (UINT64_C(1) << 0)
+#define VMSERVE_CAN_READ_ONLY (UINT64_C(1) << 1)
+#define VMSERVE_CAN_ZEROS_BACKING (UINT64_C(1) << 2)
+#define VMSERVE_CAN_HOST_MEMORY (UINT64_C(1) << 3)
+#define VMSERVE_IS_ASYNCHRONOUS (UINT64_C(1) << 4)
 
 enum { VMSERVE_ACCESS_NONE = 0, VMSERVE_READ = 1, VMSERVE_READ_WRITE = 2 };
 
@@ -98,8 +101,8 @@ typedef struct vmserve_error {
 } vmserve_error;
 
 typedef struct vmserve_option {
-  const char *key;
-  const char *value;
+  const char* key;
+  const char* value;
 } vmserve_option;
 
 /* What vmserve asks for. */
@@ -108,7 +111,7 @@ typedef struct vmserve_driver_config {
   uint32_t abi_version;
   uint64_t frame_bytes;
   int64_t num_frames;
-  const vmserve_option *options; /* the user's; refuse a key that you do not know */
+  const vmserve_option* options; /* the user's; refuse a key that you do not know */
   uint64_t num_options;
 } vmserve_driver_config;
 
@@ -175,76 +178,76 @@ typedef struct vmserve_driver_context vmserve_driver_context;
 typedef struct vmserve_driver {
   uint32_t abi_version; /* VMSERVE_DRIVER_ABI_VERSION */
   uint32_t struct_size; /* sizeof(vmserve_driver) of the plugin's build */
-  const char *name;     /* for messages: "sample 1.0" */
+  const char* name;     /* for messages: "sample 1.0" */
 
   /* Post: *context is a driver of config->num_frames frames, none of which exists, and *info
    * describes it. On failure nothing is left behind and *context is ignored. */
-  int32_t (*open)(const vmserve_driver_config *config, vmserve_driver_context **context,
-                  vmserve_driver_info *info, vmserve_error *error);
+  int32_t (*open)(const vmserve_driver_config* config, vmserve_driver_context** context,
+                  vmserve_driver_info* info, vmserve_error* error);
   /* Never fails. Work in flight is over: vmserve calls `fence` before, where there is one. */
-  void (*close)(vmserve_driver_context *context);
+  void (*close)(vmserve_driver_context* context);
 
   /* Pre:  bytes > 0, a multiple of frame_bytes; backing ZEROS only with CAN_ZEROS_BACKING.
    * Post: [*address, *address + bytes) is reserved, a multiple of the granularity; no memory is
    *       used. */
-  int32_t (*reserve)(vmserve_driver_context *context, uint64_t bytes, uint32_t backing,
-                     uint64_t *address, vmserve_error *error);
+  int32_t (*reserve)(vmserve_driver_context* context, uint64_t bytes, uint32_t backing,
+                     uint64_t* address, vmserve_error* error);
   /* Pre:  address came from reserve and was not freed.
    * Post: the range is gone, and every mapping in it. */
-  int32_t (*free_reservation)(vmserve_driver_context *context, uint64_t address,
-                              vmserve_error *error);
+  int32_t (*free_reservation)(vmserve_driver_context* context, uint64_t address,
+                              vmserve_error* error);
 
   /* Pre:  the frames do not exist, and none is twice in the batch.
    * Post: they exist, are mapped nowhere and read as zero; their memory is really there. All of
    *       the batch or nothing. */
-  int32_t (*create)(vmserve_driver_context *context, const vmserve_frame_run *runs, uint64_t count,
-                    vmserve_error *error);
+  int32_t (*create)(vmserve_driver_context* context, const vmserve_frame_run* runs, uint64_t count,
+                    vmserve_error* error);
   /* Pre:  the frames exist and are mapped nowhere.
    * Post: they do not exist; their memory is back with the system. */
-  int32_t (*destroy)(vmserve_driver_context *context, const vmserve_frame_run *runs,
-                     uint64_t count, vmserve_error *error);
+  int32_t (*destroy)(vmserve_driver_context* context, const vmserve_frame_run* runs, uint64_t count,
+                     vmserve_error* error);
 
   /* Pre:  the frames exist; the addresses lie in one reservation, frame-aligned from its start,
    *       and nothing is mapped there; access is READ or READ_WRITE.
    * Post: they show the frames. */
-  int32_t (*map)(vmserve_driver_context *context, const vmserve_map_run *runs, uint64_t count,
-                 vmserve_error *error);
+  int32_t (*map)(vmserve_driver_context* context, const vmserve_map_run* runs, uint64_t count,
+                 vmserve_error* error);
   /* CAN_UNMAP. Pre: whole frames, all mapped.
    * Post: the addresses show their reservation's backing again and stay reserved. */
-  int32_t (*unmap)(vmserve_driver_context *context, const vmserve_address_run *runs,
-                   uint64_t count, vmserve_error *error);
+  int32_t (*unmap)(vmserve_driver_context* context, const vmserve_address_run* runs, uint64_t count,
+                   vmserve_error* error);
   /* Pre: whole frames, all mapped; access is READ or READ_WRITE. Without CAN_READ_ONLY: checks
    * the preconditions, remembers the access for `query`, changes nothing else. */
-  int32_t (*set_access)(vmserve_driver_context *context, const vmserve_access_run *runs,
-                        uint64_t count, vmserve_error *error);
+  int32_t (*set_access)(vmserve_driver_context* context, const vmserve_access_run* runs,
+                        uint64_t count, vmserve_error* error);
 
   /* Pre: the addresses are mapped READ_WRITE, bytes > 0. Post: they read as zero. */
-  int32_t (*zero)(vmserve_driver_context *context, const vmserve_address_run *runs, uint64_t count,
-                  vmserve_error *error);
+  int32_t (*zero)(vmserve_driver_context* context, const vmserve_address_run* runs, uint64_t count,
+                  vmserve_error* error);
   /* Pre: dst is mapped READ_WRITE, src is mapped, or they lie in host memory; no overlap. */
-  int32_t (*copy)(vmserve_driver_context *context, const vmserve_copy_run *runs, uint64_t count,
-                  vmserve_error *error);
+  int32_t (*copy)(vmserve_driver_context* context, const vmserve_copy_run* runs, uint64_t count,
+                  vmserve_error* error);
 
   /* IS_ASYNCHRONOUS. Waits until all work asked for before is done. */
-  int32_t (*fence)(vmserve_driver_context *context, vmserve_error *error);
+  int32_t (*fence)(vmserve_driver_context* context, vmserve_error* error);
   /* IS_ASYNCHRONOUS. *mark is behind all work given to the device so far. Marks never decrease
    * and are reached in their order. */
-  int32_t (*mark)(vmserve_driver_context *context, uint64_t *mark, vmserve_error *error);
+  int32_t (*mark)(vmserve_driver_context* context, uint64_t* mark, vmserve_error* error);
   /* IS_ASYNCHRONOUS. *reached is 1 if everything before the mark is done, else 0. Never waits. */
-  int32_t (*reached)(vmserve_driver_context *context, uint64_t mark, uint32_t *reached,
-                     vmserve_error *error);
+  int32_t (*reached)(vmserve_driver_context* context, uint64_t mark, uint32_t* reached,
+                     vmserve_error* error);
 
   /* CAN_HOST_MEMORY. Memory of the host to swap to; its content is undefined. Pre: bytes > 0. */
-  int32_t (*alloc_host)(vmserve_driver_context *context, uint64_t bytes, uint64_t *address,
-                        vmserve_error *error);
+  int32_t (*alloc_host)(vmserve_driver_context* context, uint64_t bytes, uint64_t* address,
+                        vmserve_error* error);
   /* CAN_HOST_MEMORY. Pre: address came from alloc_host, no copy on it is running. */
-  int32_t (*free_host)(vmserve_driver_context *context, uint64_t address, vmserve_error *error);
+  int32_t (*free_host)(vmserve_driver_context* context, uint64_t address, vmserve_error* error);
 
   /* What is mapped at the address. Pre: it lies in a reservation. */
-  int32_t (*query)(vmserve_driver_context *context, uint64_t address, vmserve_mapping *mapping,
-                   vmserve_error *error);
-  int32_t (*stats)(vmserve_driver_context *context, vmserve_driver_stats *stats,
-                   vmserve_error *error);
+  int32_t (*query)(vmserve_driver_context* context, uint64_t address, vmserve_mapping* mapping,
+                   vmserve_error* error);
+  int32_t (*stats)(vmserve_driver_context* context, vmserve_driver_stats* stats,
+                   vmserve_error* error);
 } vmserve_driver;
 
 #if defined(__GNUC__)
@@ -256,7 +259,7 @@ typedef struct vmserve_driver {
 /* The one exported symbol. `host_abi_version` is what the loading vmserve speaks; return a table
  * of that version if you have one, else your newest (vmserve then says what it found), or NULL if
  * the plugin cannot serve at all. */
-VMSERVE_EXPORT const vmserve_driver *vmserve_driver_entry(uint32_t host_abi_version);
+VMSERVE_EXPORT const vmserve_driver* vmserve_driver_entry(uint32_t host_abi_version);
 
 #ifdef __cplusplus
 }
