@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tests.conformance import plugins
 from vmserve._core import Capabilities, FaultInjectingDriver, HostDriver, PageDriver, PluginDriver
@@ -59,7 +59,6 @@ class Subject:
     write: Callable[[PageDriver, int, bytes], None] = write_on_host
     traps: bool = True
     rebuild: str = ""
-    options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def features(self) -> frozenset[str]:
