@@ -341,7 +341,7 @@ class Rig:
                 if seen.slot is not None:
                     found = self.slot(seen.slot, group)[positions]
                     assert (found == values).all(), self._difference(seq, "slot", found, values)
-        if self.options.shadow:
+        if self.options.shadow and self.core.stats().pending_repairs == 0:
             self._check_shadow()
 
     def _check_shadow(self) -> None:
