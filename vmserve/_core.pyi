@@ -7,7 +7,7 @@ Misuse raises ``ValueError``, a refusal of the system ``vmserve.errors.DriverErr
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,6 +99,18 @@ class FaultInjectingDriver(PageDriver):
     def disarm(self) -> None: ...
     @property
     def num_calls(self) -> int: ...
+
+class PluginDriver(PageDriver):
+    """A driver from a shared library: see drivers_ext/README.md.
+
+    Raises ``ValueError`` when the library cannot be loaded or does not keep to the ABI.
+    """
+
+    def __init__(
+        self, path: str, frame_bytes: int, num_frames: int, *, options: Mapping[str, str] = ...
+    ) -> None: ...
+    @property
+    def plugin_name(self) -> str: ...
 
 class View(enum.Enum):
     VIRTUAL = ...

@@ -338,7 +338,9 @@ std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle_too) {
     driver_->fence();
     swap_->release_memory();
   }
-  return give_back(std::max<std::int64_t>(0, pool_.num_free() - keep_pages));
+  const std::int64_t idle = drop_idle_too ? pool_.count(PageState::kIdle) : 0;
+  return give_back(
+      std::min(pool_.num_free(), std::max<std::int64_t>(0, pool_.num_free() + idle - keep_pages)));
 }
 
 void KVMemory::set_limit(std::int64_t limit_pages) {
@@ -353,7 +355,9 @@ void KVMemory::set_limit(std::int64_t limit_pages) {
   ++version_;
   const std::int64_t excess = pool_.num_committed() - limit_pages;
   if (excess <= 0) return;
-  if (excess > pool_.num_free()) drop_idle(excess - pool_.num_free());
+  if (excess > pool_.num_free()) {
+    drop_idle(std::max<std::int64_t>(0, pool_.num_free() + pool_.count(PageState::kIdle) - excess));
+  }
   give_back(std::min(pool_.num_free(), excess));
 }
 

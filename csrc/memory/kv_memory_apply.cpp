@@ -141,7 +141,7 @@ KVMemory::Change::SavedSlot& KVMemory::saved(Change& change, SlotId id) {
   for (Change::SavedSlot& slot : change.slots) {
     if (slot.slot == id) return slot;
   }
-  change.slots.push_back({id, slots_[id].seq, slots_[id].size(), {}});
+  change.slots.push_back({id, slots_[id].seq, slots_[id].size(), {}, {}});
   return change.slots.back();
 }
 
@@ -222,7 +222,21 @@ void KVMemory::stage_fork(Change& change, const Op& op) {
   child.has.num_trimmed = std::min(parent.has.num_trimmed, blocks_for(op.num_tokens));
   child.has.num_published =
       std::min(parent.has.num_published, op.num_tokens / config_.block_tokens);
+  seal_shared(change, parent, op.num_tokens);
   change.forked.push_back({op.seq, op.other, op.num_tokens});
+}
+
+// What a fork shares is read-only for the parent, too: a write that was not copied first is a trap.
+// Positions that an epoch is still to write stay writable until they are sealed.
+void KVMemory::seal_shared(Change& change, const Sequence& parent, std::int64_t num_tokens) {
+  if (parent.has.slot == kNoSlot || !driver_->capabilities().read_only) return;
+  Slot& slot = slots_[parent.has.slot];
+  const std::int64_t stop = std::min(parent.has.sealed, num_tokens) / config_.page_tokens();
+  for (std::int64_t i = stop - 1; i >= 0 && !slot.entries[i].read_only; --i) {
+    if (slot.entries[i].page == kNoPage) break;
+    saved(change, parent.has.slot).made_read_only.push_back(i);
+    slot.entries[i].read_only = true;
+  }
 }
 
 void KVMemory::stage_convert(Change& change, const Op& op) {
@@ -722,6 +736,19 @@ std::vector<CopyRun> KVMemory::swap_runs(const std::vector<SwapCopy>& copies, bo
   return runs;
 }
 
+std::vector<AccessRun> KVMemory::access_runs(const Change& change, bool writable) const {
+  std::vector<AccessRun> runs;
+  const Access access = writable ? Access::kReadWrite : Access::kRead;
+  for (const Change::SavedSlot& slot : change.slots) {
+    for (const std::int64_t index : writable ? slot.made_writable : slot.made_read_only) {
+      for (std::int32_t group = 0; group < config_.num_groups; ++group) {
+        runs.push_back({space_->slot(group, slot.slot, index), space_->page_bytes(), access});
+      }
+    }
+  }
+  return runs;
+}
+
 void KVMemory::execute(Change& change) {
   for (SwapCopy& copy : change.swap_in) copy.block = seqs_[copy.seq].has.blocks[copy.index];
   std::vector<AddressRun> zeros;
@@ -736,22 +763,15 @@ void KVMemory::execute(Change& change) {
   }
   std::vector<MapRun> maps;
   map_runs(change, maps);
-  std::vector<AccessRun> access;
-  for (const Change::SavedSlot& slot : change.slots) {
-    for (const std::int64_t index : slot.made_writable) {
-      for (std::int32_t group = 0; group < config_.num_groups; ++group) {
-        access.push_back(
-            {space_->slot(group, slot.slot, index), space_->page_bytes(), Access::kReadWrite});
-      }
-    }
-  }
+  const std::vector<AccessRun> writable = access_runs(change, /*writable=*/true);
+  const std::vector<AccessRun> read_only = access_runs(change, /*writable=*/false);
   const std::vector<CopyRun> out = swap_runs(change.swap_out, /*out=*/true);
   const std::vector<CopyRun> in = swap_runs(change.swap_in, /*out=*/false);
   const std::vector<CopyRun> copies = copy_runs(change);
   change.num_maps = static_cast<std::int64_t>(maps.size());
-  change.num_access = static_cast<std::int64_t>(access.size());
+  change.num_access = static_cast<std::int64_t>(writable.size() + read_only.size());
   change.copied_blocks = static_cast<std::int64_t>(change.copies.size());
-  if (zeros.empty() && maps.empty() && access.empty() && out.empty() && in.empty() &&
+  if (zeros.empty() && maps.empty() && change.num_access == 0 && out.empty() && in.empty() &&
       copies.empty()) {
     return;
   }
@@ -761,7 +781,8 @@ void KVMemory::execute(Change& change) {
   driver_->copy(copies);
   driver_->copy(in);
   change.tx.map(maps);
-  change.tx.set_access(access, Access::kRead);
+  change.tx.set_access(writable, Access::kRead);
+  change.tx.set_access(read_only, Access::kReadWrite);
   totals_.swap_runs += static_cast<std::int64_t>(out.size() + in.size());
 }
 
@@ -873,6 +894,7 @@ void KVMemory::rollback(Change& change) {
     for (const std::int64_t index : saved->made_writable) {
       if (index < saved->size) slot.entries[index].read_only = true;
     }
+    for (const std::int64_t index : saved->made_read_only) slot.entries[index].read_only = false;
     while (slot.size() > saved->size) {
       const PageId page = slot.entries.back().page;
       slot.entries.pop_back();

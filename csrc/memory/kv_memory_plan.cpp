@@ -372,9 +372,8 @@ std::int64_t KVMemory::num_usable_slots() const {
 }
 
 bool KVMemory::attaches(const std::vector<Op>& ops) {
-  return std::any_of(ops.begin(), ops.end(), [](const Op& op) {
-    return op.kind == OpKind::kAttach && op.num_tokens > 0;
-  });
+  return std::any_of(ops.begin(), ops.end(),
+                     [](const Op& op) { return op.kind == OpKind::kAttach && op.num_tokens > 0; });
 }
 
 Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {

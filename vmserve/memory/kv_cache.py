@@ -76,7 +76,12 @@ class KVCache:
             num_slots=num_slots,
             max_len=max_len,
             limit_bytes=limit_bytes,
-            options=MemoryOptions(read_slack_tokens=read_slack_tokens, zero_pages=zero_pages),
+            options=MemoryOptions(
+                read_slack_tokens=read_slack_tokens,
+                zero_pages=zero_pages,
+                # Other frameworks write positions again (rejected drafts, say).
+                seal_read_only=False,
+            ),
         )
 
     def tensors(
@@ -175,8 +180,8 @@ class KVCache:
     def fork(self, slot: int, length: int) -> int | None:
         """A new slot that starts with the first ``length`` positions of ``slot``.
 
-        They must be written: whole pages are shared (and read-only in the fork) from here on,
-        the last partial page is copied. None when all slots are taken; raises
+        They must be written: whole pages are shared and read-only in both from here on, the
+        last partial page is copied. None when all slots are taken; raises
         :class:`OutOfMemoryError` when there is no page for the copy.
         """
         return self._start(self._tenants.get(slot, 0), [(self._seq(slot), length)])

@@ -205,7 +205,7 @@ class KVMemory {
   void clear_cache();
 
   // Gives free pages above `keep_pages` back to the system, highest ids first; with `drop_idle`
-  // idle ones are evicted for it, oldest first. Returns how many pages went back.
+  // free and idle ones, which are evicted for it, oldest first. Returns how many pages went back.
   std::int64_t trim(std::int64_t keep_pages, bool drop_idle);
 
   // A lower limit gives back what is free or idle above it at once, the rest as sequences end.
@@ -337,6 +337,7 @@ class KVMemory {
       SeqId seq;
       std::int64_t size;
       std::vector<std::int64_t> made_writable;
+      std::vector<std::int64_t> made_read_only;
     };
     explicit Change(PageDriver& driver) : tx(driver) {}
     Transaction tx;
@@ -459,6 +460,8 @@ class KVMemory {
   Change::SavedSlot& saved(Change& change, SlotId slot);
   bool claim_spare(Change& change, SeqId id, std::int64_t index);
   void make_writable(Change& change, SlotId slot, std::int64_t index);
+  void seal_shared(Change& change, const Sequence& parent, std::int64_t num_tokens);
+  std::vector<AccessRun> access_runs(const Change& change, bool writable) const;
   void add_ref(Change& change, BlockId block);
   void save(Change& change, SeqId id);
   void assign_fresh(Change& change);
