@@ -216,11 +216,11 @@ void KVMemory::stage_fork(Change& change, const Op& op) {
   save(change, op.seq);
   std::vector<BlockId> blocks(parent.has.blocks.begin(),
                               parent.has.blocks.begin() + blocks_for(op.num_tokens));
+  child.has.num_trimmed = std::min(parent.has.num_trimmed, blocks_for(op.num_tokens));
   if (op.num_tokens > 0) bind(change, op.seq, blocks, op.num_tokens, /*own=*/false);
   child.has.length = op.num_tokens;
   child.has.sealed = std::min(parent.has.sealed, op.num_tokens);
   child.has.seal_limit = parent.has.seal_limit;
-  child.has.num_trimmed = std::min(parent.has.num_trimmed, blocks_for(op.num_tokens));
   child.has.num_published =
       std::min(parent.has.num_published, op.num_tokens / config_.block_tokens);
   seal_shared(change, parent, op.num_tokens);
@@ -467,6 +467,8 @@ void KVMemory::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks
   }
   const std::int32_t width = config_.blocks_per_page;
   const std::vector<BoundPage> bound = bind_pages(blocks, num_tokens, own, own ? 0 : 1);
+  // Whole pages from here on: one that is needed in part has all its blocks again.
+  seq.has.num_trimmed = seq.has.num_trimmed / width * width;
   take_slot(change, id, bound, pages_for(num_tokens));
   const SlotId slot_id = seq.has.slot;
   Slot& slot = slots_[slot_id];
