@@ -22,6 +22,7 @@ from vmserve import _core
 
 __all__ = [
     "GRANULE",
+    "NOTHING",
     "Counts",
     "SimCuda",
     "SimConfig",
@@ -162,6 +163,7 @@ class SimCuda:
         lib.simcuda_num_calls.argtypes = (ctypes.c_char_p,)
         lib.simcuda_pump.argtypes = (c_int64,)
         lib.simcuda_violations.argtypes = (ctypes.c_char_p, c_uint64)
+        lib.simcuda_access.argtypes = (c_uint64,)
         lib.simcuda_launch_write.argtypes = (c_void_p, c_uint64, c_uint64, c_uint8)
         lib.simcuda_launch_read.argtypes = (c_void_p, c_uint64, c_uint64, c_uint8)
         lib.simcuda_launch_failure.argtypes = (c_void_p, c_int32)
@@ -205,6 +207,10 @@ class SimCuda:
         buffer = ctypes.create_string_buffer(size)
         self.library.simcuda_violations(buffer, size)
         return buffer.raw[:size].decode().splitlines()
+
+    def access(self, address: int) -> int:
+        """The access flags of what the device shows at an address; -1 for nothing."""
+        return int(self.library.simcuda_access(address))
 
     def launch_write(self, address: int, num_bytes: int, value: int, stream: int = 0) -> None:
         """Queue a kernel that writes a byte value everywhere in the range."""

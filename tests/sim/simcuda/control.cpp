@@ -117,6 +117,13 @@ SIMCUDA_EXPORT std::uint64_t simcuda_violations(char* text, std::uint64_t bytes)
   return all.size();
 }
 
+// The CUmemAccess_flags of what is mapped at `addr`; -1 when nothing is.
+SIMCUDA_EXPORT std::int32_t simcuda_access(DevicePointer addr) {
+  Simulator& sim = Simulator::instance();
+  const Lock lock(sim.mutex);
+  return sim.access_at(addr);
+}
+
 // A kernel that writes `value` to [addr, addr + bytes).
 SIMCUDA_EXPORT std::int32_t simcuda_launch_write(void* stream, DevicePointer addr,
                                                  std::uint64_t bytes, std::uint8_t value) {

@@ -261,6 +261,12 @@ Result Simulator::host_free(void* addr) {
   return kSuccess;
 }
 
+int Simulator::access_at(DevicePointer addr) const {
+  DevicePointer start = 0;
+  const Mapped* mapped = mapping_at(addr, &start);
+  return mapped == nullptr ? -1 : mapped->access;
+}
+
 Touch Simulator::touch(DevicePointer addr, std::uint64_t bytes, Use use) const {
   Touch touch{addr, bytes, use, {}};
   const auto host = host_blocks_.upper_bound(addr);

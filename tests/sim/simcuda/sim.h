@@ -126,6 +126,8 @@ class Simulator {
   Result set_access(DevicePointer addr, std::size_t bytes, const AccessDescriptor& descriptor);
   Result host_alloc(void** addr, std::size_t bytes);
   Result host_free(void* addr);
+  // -1: nothing is mapped there.
+  int access_at(DevicePointer addr) const;
   // The mappings or host blocks in the range now; no ids when there is a hole in it.
   Touch touch(DevicePointer addr, std::uint64_t bytes, Use use) const;
   // "" or why work may not do this now.
