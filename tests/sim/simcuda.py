@@ -36,7 +36,7 @@ GRANULE = 4096
 SOURCES = Path(__file__).parent / "simcuda"
 ABI = Path(__file__).parents[2] / "csrc" / "driver"
 FLAGS = (
-    "-std=c++17 -O1 -g -fPIC -shared -pthread -fvisibility=hidden -Wall -Wextra -Werror".split()
+    "-std=c++17 -O1 -fPIC -shared -pthread -fvisibility=hidden -Wall -Wextra -Werror".split()
 )
 
 

@@ -100,7 +100,7 @@ def run_case(config: SimConfig, call: int, error: int, *, forever: bool) -> tupl
         closing_fails = forever and sim.num_failed == 0
         failures = checked.failures
         del checked, driver
-        if sim.counts().contexts > 0:
+        if error != ILLEGAL_ADDRESS and sim.counts().contexts > 0:
             gc.collect()  # a traceback may hold the driver still
     met = sim.num_failed > 0 or failures > 0
     # A lost device keeps what it has; a driver that may not close leaves it to the process.

@@ -90,7 +90,10 @@ SIMCUDA_EXPORT Result cuDevicePrimaryCtxRetain(void** context, Device device) {
 
 SIMCUDA_EXPORT Result cuDevicePrimaryCtxRelease_v2(Device) {
   return call("cuDevicePrimaryCtxRelease_v2", kNotNeeded, [&](Simulator& sim, Lock&) {
-    if (sim.context_references == 0) return kInvalidContext;
+    // A driver of an earlier configuration that closes late must not release this one's context.
+    if (sim.context_references == 0 || current_context() != context_of(sim)) {
+      return kInvalidContext;
+    }
     --sim.context_references;
     return kSuccess;
   });
@@ -99,11 +102,9 @@ SIMCUDA_EXPORT Result cuDevicePrimaryCtxRelease_v2(Device) {
 SIMCUDA_EXPORT Result cuCtxSetCurrent(void* context) {
   return call("cuCtxSetCurrent", kNotNeeded, [&](Simulator& sim, Lock&) {
     const auto wanted = reinterpret_cast<std::uint64_t>(context);
-    if (wanted != 0 && (wanted != context_of(sim) || sim.context_references == 0)) {
-      return kInvalidContext;
-    }
-    current_context() = wanted;
-    return kSuccess;
+    const bool valid = wanted == 0 || (wanted == context_of(sim) && sim.context_references > 0);
+    current_context() = valid ? wanted : 0;
+    return valid ? kSuccess : kInvalidContext;
   });
 }
 
