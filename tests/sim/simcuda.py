@@ -24,8 +24,8 @@ __all__ = [
     "GRANULE",
     "NOTHING",
     "Counts",
-    "SimCuda",
     "SimConfig",
+    "SimCuda",
     "build_library",
     "make_sim_cuda_driver",
 ]
@@ -35,9 +35,17 @@ GRANULE = 4096
 
 SOURCES = Path(__file__).parent / "simcuda"
 ABI = Path(__file__).parents[2] / "csrc" / "driver"
-FLAGS = (
-    "-std=c++17 -O1 -fPIC -shared -pthread -fvisibility=hidden -Wall -Wextra -Werror".split()
-)
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+]
 
 
 def compiler() -> str:
@@ -142,7 +150,8 @@ NOTHING = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 class SimCuda:
     """The simulated machine: configuration, failures, counts and kernels.
 
-    With a ``config`` it is a new machine, without one what the process has already. ``library`` gives the driver API itself (``sim.library.cuMemMap``); each call returns a
+    With a ``config`` it is a new machine, without one the machine that the process has.
+    ``library`` gives the driver API itself (``sim.library.cuMemMap``); each call returns a
     CUresult.
     """
 

@@ -393,7 +393,7 @@ def test_devices_that_cannot_serve_are_named(sim: SimCuda) -> None:
     with pytest.raises(DriverError, match="CUDA device 0 has no virtual memory management"):
         make(sim)
     sim.configure(SimConfig(num_devices=0))
-    with pytest.raises(DriverError, match="CUDA_ERROR_NO_DEVICE.*nvidia-smi"):
+    with pytest.raises(DriverError, match=r"CUDA_ERROR_NO_DEVICE .*nvidia-smi"):
         make(sim)
     assert sim.counts() == NOTHING
 

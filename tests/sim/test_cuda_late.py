@@ -130,9 +130,7 @@ def test_freeing_host_memory_under_a_copy_is_a_violation(sim: SimCuda) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_waiting_for_a_mark_before_unmapping_is_safe_in_any_order(
-    sim: SimCuda, seed: int
-) -> None:
+def test_waiting_for_a_mark_before_unmapping_is_safe_in_any_order(sim: SimCuda, seed: int) -> None:
     """Frames move from one address to the next; each move waits for the mark of the last use."""
     sim.configure(SimConfig(seed=seed, pump_per_mille=300))
     driver, base = make(sim)

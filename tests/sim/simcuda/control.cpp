@@ -1,4 +1,6 @@
 // The tests' side: configuration, the plan of failures, counts, and kernels to launch.
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -52,6 +54,21 @@ SIMCUDA_EXPORT Result cuGetErrorName(Result error, const char** text) {
   }
   *text = nullptr;
   return kInvalidValue;
+}
+
+// How other clients find functions, NVIDIA's own Python bindings among them: the newest version of
+// a name that the simulator has.
+SIMCUDA_EXPORT Result cuGetProcAddress_v2(const char* symbol, void** function, int, std::uint64_t,
+                                          int* status) {
+  Dl_info self{};
+  ::dladdr(reinterpret_cast<void*>(&cuGetErrorName), &self);
+  void* const library = ::dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+  *function = ::dlsym(library, (std::string(symbol) + "_v2").c_str());
+  if (*function == nullptr) *function = ::dlsym(library, symbol);
+  ::dlclose(library);
+  const bool found = *function != nullptr;
+  if (status != nullptr) *status = found ? 0 : 1;
+  return found ? kSuccess : static_cast<Result>(500);  // CUDA_ERROR_NOT_FOUND
 }
 
 // Forgets everything of before, whatever is still alive.
