@@ -19,6 +19,7 @@ void translate(std::exception_ptr pointer) {
     const py::object type = error_class("DriverError");
     const py::object raised = type(error.code, error.what());
     raised.attr("sticky") = error.sticky;
+    raised.attr("completed") = error.completed;
     PyErr_SetObject(type.ptr(), raised.ptr());
   } catch (const OutOfMemoryError& error) {
     py::set_error(error_class("OutOfMemoryError"), error.what());

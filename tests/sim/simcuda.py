@@ -91,6 +91,7 @@ class _Config(ctypes.Structure):
         ("virtual_memory", c_uint32),
         ("num_devices", c_uint32),
         ("sticky_violations", c_uint32),
+        ("partial_access", c_uint32),
     )
 
 
@@ -114,7 +115,11 @@ class _Counts(ctypes.Structure):
 
 @dataclass(frozen=True)
 class SimConfig:
-    """The simulated machine. ``pump_per_mille``: how often a call lets queued work run."""
+    """The simulated machine.
+
+    ``pump_per_mille``: how often a call lets queued work run. ``partial_access``: a
+    ``cuMemSetAccess`` that fails has done its first mapping.
+    """
 
     seed: int = 0
     granularity: int = GRANULE
@@ -126,6 +131,7 @@ class SimConfig:
     virtual_memory: bool = True
     num_devices: int = 1
     sticky_violations: bool = True
+    partial_access: bool = False
 
 
 @dataclass(frozen=True)

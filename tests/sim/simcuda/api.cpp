@@ -173,9 +173,15 @@ SIMCUDA_EXPORT Result cuMemUnmap(DevicePointer addr, std::size_t bytes) {
 
 SIMCUDA_EXPORT Result cuMemSetAccess(DevicePointer addr, std::size_t bytes,
                                      const AccessDescriptor* descriptors, std::size_t count) {
-  return call("cuMemSetAccess", kNeeded, [&](Simulator& sim, Lock&) {
+  const Result result = call("cuMemSetAccess", kNeeded, [&](Simulator& sim, Lock&) {
     return count != 1 ? kInvalidValue : sim.set_access(addr, bytes, descriptors[0]);
   });
+  Simulator& sim = Simulator::instance();
+  const Lock lock(sim.mutex);
+  if (result != kSuccess && sim.config.partial_access != 0) {
+    sim.set_first_access(addr, descriptors[0]);
+  }
+  return result;
 }
 
 SIMCUDA_EXPORT Result cuMemHostAlloc(void** addr, std::size_t bytes, unsigned flags) {

@@ -243,6 +243,11 @@ Result Simulator::set_access(DevicePointer addr, std::size_t bytes,
   return kSuccess;
 }
 
+void Simulator::set_first_access(DevicePointer addr, const AccessDescriptor& descriptor) {
+  const auto it = mappings_.find(addr);
+  if (it != mappings_.end()) set_access(addr, it->second.bytes, descriptor);
+}
+
 Result Simulator::host_alloc(void** addr, std::size_t bytes) {
   if (bytes == 0) return kInvalidValue;
   void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -42,6 +42,7 @@ struct Config {
   std::uint32_t virtual_memory;  // whether the device claims virtual memory management
   std::uint32_t num_devices;
   std::uint32_t sticky_violations;  // a violation is CUDA_ERROR_ILLEGAL_ADDRESS from then on
+  std::uint32_t partial_access;     // a cuMemSetAccess that fails has changed its first mapping
 };
 
 // Mirrored by tests/sim/simcuda.py.
@@ -124,6 +125,8 @@ class Simulator {
   Result map(DevicePointer addr, std::size_t bytes, std::size_t offset, Handle handle);
   Result unmap(DevicePointer addr, std::size_t bytes);
   Result set_access(DevicePointer addr, std::size_t bytes, const AccessDescriptor& descriptor);
+  // What set_access() does to the first mapping of the range alone.
+  void set_first_access(DevicePointer addr, const AccessDescriptor& descriptor);
   Result host_alloc(void** addr, std::size_t bytes);
   Result host_free(void* addr);
   // -1: nothing is mapped there.
