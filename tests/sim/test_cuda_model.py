@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 
 import pytest
@@ -222,6 +223,7 @@ class DriverMachine(RuleBasedStateMachine):
             with pytest.raises(DriverError) as caught:
                 call()
             assert caught.value.sticky
+            del caught  # its traceback holds the driver
 
     @invariant()
     def the_account_is_exact(self) -> None:
@@ -240,6 +242,8 @@ class DriverMachine(RuleBasedStateMachine):
         if not self.lost:
             self.checked.check()
         del self.checked
+        if self.sim.counts().contexts > 0:
+            gc.collect()  # a traceback may hold the driver still
         assert self.sim.counts() == NOTHING
         assert self.sim.violations() == []
 
