@@ -128,6 +128,16 @@ def test_adjacent_maps_get_one_set_access(sim: SimCuda, driver: CudaDriver) -> N
     assert sim.num_calls("cuMemUnmap") - calls == 1
 
 
+def test_a_group_ends_where_its_reservation_does(sim: SimCuda, driver: CudaDriver) -> None:
+    bases = [driver.reserve(GRANULE, Backing.TRAP) for _ in range(64)]
+    low = next(base for base in bases if base + GRANULE in bases)
+    driver.create([(0, 2)])
+    driver.map([(low, 0, 1, RW), (low + GRANULE, 1, 1, RW)])  # the device takes no range across
+    assert driver.stats().mapped_frames == sim.counts().mappings == 2
+    with pytest.raises(ValueError, match="not inside one reservation"):
+        driver.unmap([(low, 2 * GRANULE)])
+
+
 def test_access_reaches_the_device(sim: SimCuda, driver: CudaDriver) -> None:
     base = driver.reserve(4 * GRANULE, Backing.TRAP)
     driver.create([(0, 4)])
@@ -239,6 +249,19 @@ def test_memory_that_runs_out_in_the_middle_of_a_batch_creates_nothing(
     sim.fail(1, 2, name="cuMemHostAlloc")
     with pytest.raises(OutOfMemoryError, match="lower --swap-space"):
         driver.alloc_host(GRANULE)
+
+
+def test_memory_that_could_not_be_released_is_counted_and_tried_again(
+    sim: SimCuda, driver: CudaDriver
+) -> None:
+    sim.fail(4, 2, forever=True)  # context, free memory and one allocation: then nothing works
+    with pytest.raises(OutOfMemoryError):
+        driver.create([(0, 2)])
+    assert driver.stats().created_frames == 0
+    assert driver.stats().allocated_bytes == sim.counts().allocated_bytes == GRANULE
+    sim.no_faults()
+    driver.create([(5, 2)])
+    assert driver.stats().allocated_bytes == sim.counts().allocated_bytes == 2 * GRANULE
 
 
 def test_a_failed_set_access_takes_back_the_maps(sim: SimCuda, driver: CudaDriver) -> None:

@@ -50,7 +50,8 @@ def test_marks_are_reached_in_order_and_only_after_their_work(sim: SimCuda) -> N
     assert marks == sorted(marks)
     assert not driver.reached(marks[-1] + 1)
     for steps in range(11):
-        done = [driver.reached(mark) for mark in marks]
+        # The last first: a mark must not be taken for reached because an earlier one is.
+        done = [driver.reached(mark) for mark in reversed(marks)][::-1]
         # Work and record take a step each: after 2 n steps the first n marks are reached.
         assert done == [index < steps // 2 for index in range(5)]
         for index, reached in enumerate(done):

@@ -73,7 +73,10 @@ Result Simulator::reserve(DevicePointer* addr, std::size_t bytes, std::size_t al
     return kInvalidValue;
   }
   std::uint64_t padded = 0;
-  if (__builtin_add_overflow(bytes, align, &padded)) return kOutOfMemory;
+  const auto host_page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  if (__builtin_add_overflow(bytes, align - std::min(align, host_page), &padded)) {
+    return kOutOfMemory;
+  }
   void* p = ::mmap(nullptr, padded, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) return kOutOfMemory;
   const auto start = reinterpret_cast<DevicePointer>(p);
@@ -213,7 +216,7 @@ void Simulator::drop_mapping(DevicePointer addr) {
 
 // NOTE: like the real call it does not wait for queued work that uses the range.
 Result Simulator::unmap(DevicePointer addr, std::size_t bytes) {
-  if (!whole_mappings(addr, bytes)) return kInvalidValue;
+  if (!reserved(addr, bytes) || !whole_mappings(addr, bytes)) return kInvalidValue;
   if (::mmap(pointer(addr), bytes, PROT_NONE,
              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
     return kOutOfMemory;
@@ -235,7 +238,7 @@ Result Simulator::set_access(DevicePointer addr, std::size_t bytes,
   }
   if (flags != 0 && flags != kAccessRead && flags != kAccessReadWrite) return kInvalidValue;
   if (flags == kAccessRead && config.read_only == 0) return kNotSupported;
-  if (!whole_mappings(addr, bytes)) return kInvalidValue;
+  if (!reserved(addr, bytes) || !whole_mappings(addr, bytes)) return kInvalidValue;
   if (::mprotect(pointer(addr), bytes, protection(flags)) != 0) return kOutOfMemory;
   for (auto it = mappings_.find(addr); it != mappings_.end() && it->first < addr + bytes; ++it) {
     it->second.access = flags;
