@@ -575,8 +575,8 @@ SlotId KVMemory::choose_slot(const Change& change, Tenant tenant,
     } else if (slot.empty()) {
       rank = 1;
       score = -id;
-    } else if (pressed && bound.empty()) {
-      rank = 2;
+    } else if (pressed && bound.empty() && want >= slot.size()) {
+      rank = 2;  // all of it would be evicted anyway, tail first
     }
     if (rank > best_rank || (rank == best_rank && score > best_score)) {
       best = id;
@@ -589,6 +589,8 @@ SlotId KVMemory::choose_slot(const Change& change, Tenant tenant,
 
 void KVMemory::take_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound,
                          std::int64_t want) {
+  want = std::max(want, pages_for(std::min(config_.max_len,
+                                           static_cast<std::int64_t>(seqs_[id].tokens.size()))));
   const std::int64_t at_hand = pool_.num_free() + pool_.limit() - pool_.num_committed();
   const bool pressed = at_hand < want - static_cast<std::int64_t>(bound.size());
   const SlotId slot_id = choose_slot(change, seqs_[id].tenant, bound, want, pressed);
@@ -936,7 +938,6 @@ void KVMemory::rollback(Change& change) {
     seqs_[holding->first].has = std::move(holding->second);
   }
   for (const SwapId swap : change.swap_taken) swap_->drop(swap);
-  ++version_;
   if (!is_clean) add_repair(std::move(repair), unfinished.error);
 }
 
