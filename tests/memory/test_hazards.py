@@ -241,3 +241,17 @@ def test_a_window_moves_between_views_and_to_the_host_and_back(
     grow(core, seq, 17)
     release(core, seq)
     core.give_everything_back()
+
+
+def test_eviction_leaves_the_rest_of_a_slot_that_a_kernel_may_read() -> None:
+    core = rig(limit_pages=4, prefix_caching=False)
+    seq = grown(core, 16, paged=False)
+    complete(core)
+    grow(core, seq, 16, 8)  # two pages are given up; the slot still shows them
+    complete(core)
+    grow(core, seq, 16)
+    release(core, seq)
+    other = opened(core)
+    grow(core, other, 4)  # takes one of the two: the others wait
+    complete(core)
+    grow(core, other, 16)
