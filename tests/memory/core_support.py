@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.memory.model import (
+from tests.memory.model import Model
+from tests.memory.model_types import (
     NO_BLOCK,
     Kind,
-    Model,
     Observation,
     Op,
     PlanSeen,

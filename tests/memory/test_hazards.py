@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.memory.core_support import Options, Rig
-from tests.memory.model import Kind, Op, Shape
+from tests.memory.model_types import Kind, Op, Shape
 
 
 def rig(blocks_per_page: int = 1, *, limit_pages: int = 12, **shape: Any) -> Rig:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.memory.core_support import Fault, Options, Rig
-from tests.memory.model import Kind, Op, Shape
+from tests.memory.model_types import Kind, Op, Shape
 from vmserve._core import Health, MapperMode, ZeroPolicy
 
 FAULTS = st.one_of(
