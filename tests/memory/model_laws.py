@@ -83,6 +83,8 @@ class Laws:
                 for a, b in zip(old.blocks, new.blocks, strict=True):
                     expect(moved.setdefault(a, b) == b, f"block {a} moved apart")
                 expect(old.slot == new.slot, f"sequence {seq} changed its slot")
+        names = {b: self.named[a] for a, b in moved.items() if a != b and a in self.named}
+        self.named.update(names)  # a block's name moves with it
         self._give_up(before, after, last_reader)
         self._check_pins(after)
         self.seen = after

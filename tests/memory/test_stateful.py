@@ -266,6 +266,8 @@ class MemoryMachine(RuleBasedStateMachine):
         elif what == "set_limit":
             rig.set_limit(data.draw(st.integers(2, rig.options.shape.max_pages)), fault)
         elif what == "compact":
+            if data.draw(st.booleans(), label="nothing runs"):
+                rig.complete(rig.model.begun)
             rig.compact(fault)
         elif what == "clear_cache":
             rig.clear_cache()
