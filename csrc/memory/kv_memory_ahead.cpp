@@ -49,7 +49,7 @@ void KVMemory::absorb(Outcome outcome) {
       break;
     case Command::Kind::kSeal:
       totals_.access_calls += outcome.num_calls;
-      if (!outcome.done) unseal(outcome.command);
+      if (!outcome.done) unseal(outcome.command, std::move(outcome.unfinished));
       break;
   }
   ++version_;
@@ -127,7 +127,7 @@ void KVMemory::premap(SlotId slot_id, std::int64_t count, Tenant tenant) {
   }
   for (const PageId page : zeroed) command.runs.push_back({page, 1});
   slot.num_pending = count;
-  slot.last_command = mapper_->submit(std::move(command));
+  slot.last_command = slot.last_map = mapper_->submit(std::move(command));
 }
 
 void KVMemory::premapped(const Outcome& outcome) {
@@ -249,7 +249,8 @@ void KVMemory::reclaim_ahead() {
   command.slot = oldest;
   command.unmap = entry_ranges(oldest, first, slots_[oldest].size() - first);
   command.pages = reclaim_slot(oldest, first);
-  slots_[oldest].last_command = mapper_->submit(std::move(command));
+  slots_[oldest].last_map = mapper_->submit(std::move(command));
+  slots_[oldest].last_command = slots_[oldest].last_map;
 }
 
 std::vector<PageId> KVMemory::reclaim_slot(SlotId id, std::int64_t first) {
@@ -330,18 +331,22 @@ void KVMemory::seal_now(const Command& command) {
     // A safeguard less, and nothing lost: the pages stay writable.
     last_error_ = error.what();
     fail_if_sticky(error);
-    tx.rollback();
-    unseal(command);
+    unseal(command, tx.rollback());
   }
 }
 
-void KVMemory::unseal(const Command& command) {
+void KVMemory::unseal(const Command& command, Unfinished unfinished) {
+  Repair repair;
   for (std::size_t i = 0; i < command.sealed.size(); ++i) {
     const auto& [slot, index] = command.sealed[i];
     if (index < slots_[slot].size() && slots_[slot].entries[index].page == command.pages[i]) {
       slots_[slot].entries[index].read_only = false;
     }
+    repair.slots.push_back(slot);
   }
+  if (unfinished.steps.empty()) return;
+  repair.steps = std::move(unfinished.steps);
+  add_repair(std::move(repair), unfinished.error);
 }
 
 void KVMemory::enable_shadow() {

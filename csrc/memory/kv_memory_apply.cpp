@@ -2,6 +2,7 @@
 // what makes them true, as one transaction; then what can only be given up (blocks that nobody
 // needs any more) is given up, which cannot fail.
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <numeric>
 
@@ -113,7 +114,8 @@ void KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
       until = mapper_->last_id();
     } else if (seq.has.view == View::kVirtual && pages_for(op.num_tokens) > num_pages(seq)) {
       const bool has_slot = seq.has.slot != kNoSlot;
-      until = std::max(until, has_slot ? slots_[seq.has.slot].last_command : mapper_->last_id());
+      // Sealing what lies behind may take its time: growth goes on behind it.
+      until = std::max(until, has_slot ? slots_[seq.has.slot].last_map : mapper_->last_id());
     }
   }
   if (until == 0) return;
@@ -230,6 +232,7 @@ void KVMemory::stage_fork(Change& change, const Op& op) {
 // Positions that an epoch is still to write stay writable until they are sealed.
 void KVMemory::seal_shared(Change& change, const Sequence& parent, std::int64_t num_tokens) {
   if (parent.has.slot == kNoSlot || !driver_->capabilities().read_only) return;
+  require_whole(parent.has.slot);
   Slot& slot = slots_[parent.has.slot];
   const std::int64_t stop = std::min(parent.has.sealed, num_tokens) / config_.page_tokens();
   for (std::int64_t i = stop - 1; i >= 0 && !slot.entries[i].read_only; --i) {
@@ -366,6 +369,13 @@ void KVMemory::stage_grow(Change& change, const Op& op) {
   }
 }
 
+void KVMemory::require_whole(SlotId slot) const {
+  if (!slots_[slot].in_repair) return;
+  throw DriverError(
+      "repair", EBUSY,
+      "slot " + std::to_string(slot) + " has mappings that could not be undone: " + last_error_);
+}
+
 void KVMemory::grow_virtual(Change& change, SeqId id, std::int64_t num_tokens) {
   Sequence& seq = seqs_[id];
   const std::int64_t have = num_pages(seq);
@@ -375,6 +385,7 @@ void KVMemory::grow_virtual(Change& change, SeqId id, std::int64_t num_tokens) {
     save(change, id);
     take_slot(change, id, {}, want);
   } else {
+    require_whole(seq.has.slot);
     change.grown.push_back({id, seq.has.blocks.size(), -1, kNoBlock});
     change.touched.push_back(id);
   }
