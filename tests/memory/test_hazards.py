@@ -108,6 +108,18 @@ def test_a_child_does_not_seal_what_its_parents_abandoned_epoch_wrote() -> None:
     assert core.match(opened(core)) == 0
 
 
+def test_a_child_forked_before_the_worthless_part_is_sealed_like_any_other() -> None:
+    core = rig()
+    parent = grown(core, 4)
+    complete(core)
+    grow(core, parent, 8)
+    core.abandon(core.model.begun)
+    child = forked(core, parent, 4)
+    grow(core, child, 12)
+    complete(core)
+    assert core.model.seqs[child].sealed == 12
+
+
 @pytest.mark.parametrize("reuse", ["grow", "swap_in", "copy_on_write"])
 def test_a_block_of_a_split_page_waits_for_the_epoch_that_may_touch_it(reuse: str) -> None:
     """Copies happen at the call; the kernels of a begun epoch may be launched after it."""
