@@ -306,4 +306,4 @@ def slice_settings(max_examples: int, steps: int) -> Any:
 
 TestMemory = MemoryMachine.TestCase
 if settings.get_current_profile_name() != "thorough":
-    TestMemory.settings = slice_settings(max_examples=60, steps=40)
+    TestMemory.settings = slice_settings(max_examples=120, steps=40)
