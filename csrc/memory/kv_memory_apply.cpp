@@ -221,7 +221,8 @@ void KVMemory::stage_fork(Change& change, const Op& op) {
   if (op.num_tokens > 0) bind(change, op.seq, blocks, op.num_tokens, /*own=*/false);
   child.has.length = op.num_tokens;
   child.has.sealed = std::min(parent.has.sealed, op.num_tokens);
-  child.has.seal_limit = parent.has.seal_limit;
+  // What is worthless of the parent may lie behind the fork.
+  if (parent.has.seal_limit < op.num_tokens) child.has.seal_limit = parent.has.seal_limit;
   child.has.num_published =
       std::min(parent.has.num_published, op.num_tokens / config_.block_tokens);
   seal_shared(change, parent, op.num_tokens);

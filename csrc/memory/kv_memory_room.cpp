@@ -174,7 +174,9 @@ bool KVMemory::evict(PageId page, std::int64_t wanted) {
     if (index >= slot.size() || slot.entries[index].page != page) continue;
     if (slot.in_repair || slot.num_pending > 0) return false;
     const bool is_past = slot.active() && index < num_pages(seqs_[slot.seq]);
-    if (is_past) {
+    // An epoch that runs may still read the other pages of a slot that was parked in it.
+    const bool is_read = !slot.active() && slot.retire > completed_;
+    if (is_past || is_read) {
       if (!punch(id, index)) return false;
       continue;
     }
