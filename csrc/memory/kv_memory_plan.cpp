@@ -114,6 +114,14 @@ bool KVMemory::takes_whole_page(std::int64_t block_index, bool dense) const {
          block_index % config_.blocks_per_page == 0;
 }
 
+// Whether the prefix cache would lose something with the page's blocks from `count` on.
+bool KVMemory::offers_more(PageId page, std::int32_t count) const {
+  for (std::int32_t j = count; j < config_.blocks_per_page; ++j) {
+    if (pool_.is_published(pool_.first_block(page) + j)) return true;
+  }
+  return false;
+}
+
 std::vector<KVMemory::BoundPage> KVMemory::bind_pages(const std::vector<BlockId>& blocks,
                                                       std::int64_t num_tokens, bool own,
                                                       std::int32_t held) const {
@@ -135,7 +143,7 @@ std::vector<KVMemory::BoundPage> KVMemory::bind_pages(const std::vector<BlockId>
     } else if (in_order && (first + width) * config_.block_tokens <= num_tokens) {
       bound.push_back({Kind::kShare, page, count});
     } else if (in_order && pool_.total_refs(page) == (own ? count : 0) &&
-               pool_.held(page) <= held) {
+               !offers_more(page, count) && pool_.held(page) <= held) {
       bound.push_back({Kind::kClaim, page, count});
     } else {
       bound.push_back({Kind::kCopy, kNoPage, count});
