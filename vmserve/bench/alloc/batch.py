@@ -72,7 +72,7 @@ def largest_batch(
 
 def run(options: Options, report: Report) -> SectionResult:
     """Batches and waste by page size, and vAttention's block-size table by our planner."""
-    num_requests, shuffles = (60, 3) if options.quick else (400, SHUFFLES)
+    num_requests, shuffles = (30, 3) if options.quick else (300, SHUFFLES)
     pool_tokens = _QUICK_POOL_TOKENS if options.quick else POOL_TOKENS
     variants = VARIANTS[1::3] if options.quick else VARIANTS
     shapes = sharegpt(num_requests, options.seed)

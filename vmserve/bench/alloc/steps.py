@@ -14,9 +14,9 @@ server that never reuses a slot. Three cases: pages of 64 tokens (what the host'
 least) whose boundaries the sequences cross at different steps, or all in the same step, which is
 where a spike is tallest; and pages of 16 tokens, four times the calls.
 
-Blocks of as many steps as a page has tokens, in which every sequence crosses one boundary, are
-interleaved in drawn orders. What is compared is the time of whole blocks, since the median step
-would hide what happens in few steps.
+Blocks of steps, with equally many crossings in each (16 steps where they lie evenly apart, else as
+many as a page has tokens), are interleaved in drawn orders. What is compared is the time of whole
+blocks, since the median step would hide what happens in few steps.
 """
 
 from __future__ import annotations
@@ -66,6 +66,15 @@ class Case(NamedTuple):
     def name(self) -> str:
         crossing = "all in one step" if self.together else "evenly apart"
         return f"{self.page_tokens}-token pages, {crossing}"
+
+    @property
+    def steps_apart(self) -> int:
+        """From one sequence's crossing to the next one's."""
+        return 0 if self.together else max(1, self.page_tokens // self.num_seqs)
+
+    @property
+    def block_steps(self) -> int:
+        return self.page_tokens if self.together else max(16, self.steps_apart)
 
     @property
     def max_len(self) -> int:
@@ -133,8 +142,7 @@ class Stepper:
         self.way = way
         self._case = case
         self._model = model
-        apart = 0 if case.together else max(1, case.page_tokens // case.num_seqs)
-        offsets = np.arange(case.num_seqs, dtype=np.int64) * apart % case.page_tokens
+        offsets = np.arange(case.num_seqs, dtype=np.int64) * case.steps_apart % case.page_tokens
         self._start = PROMPT_PAGES * case.page_tokens + offsets
         self._slots = [self._memory.slots_buffer(group) for group in range(case.num_groups)]
         self._seqs: list[int] = []
@@ -160,17 +168,17 @@ class Stepper:
 
     def ready(self) -> None:
         """Starts again if the longest sequence has no block of steps left."""
-        if int(self._lengths.max()) + self._case.page_tokens > self._case.max_len:
+        if int(self._lengths.max()) + self._case.block_steps > self._case.max_len:
             self._account()
             self.restart()
 
     def run(self) -> None:
         """One block of steps, every one timed."""
-        for _ in range(self._case.page_tokens):
+        for _ in range(self._case.block_steps):
             start = perf_counter_ns()
             self.memory_ns.append(self._step())
             self.step_ns.append(perf_counter_ns() - start)
-        self.num_tokens += self._case.page_tokens * len(self._seqs)
+        self.num_tokens += self._case.block_steps * len(self._seqs)
 
     def forget(self) -> None:
         """What was measured so far was warm-up."""
@@ -242,8 +250,7 @@ def run(options: Options, report: Report) -> SectionResult:
         def report_case(done: float, index: int = index) -> None:
             report((index + done) / len(cases))
 
-        # As many steps in every case.
-        rounds = (2 if options.quick else 12) * CASES[0].page_tokens // case.page_tokens
+        rounds = (128 if options.quick else 640) // case.block_steps  # as many steps in every case
         results[case.name] = _measure(case, model, rounds, options.seed, report_case)
     model.close()
     data = {
@@ -281,6 +288,7 @@ def _measure(
         stepper.finish()
     return {
         "shape": case._asdict(),
+        "block_steps": case.block_steps,
         "rounds": rounds,
         "ways": {way: _describe(stepper) for way, stepper in steppers.items()},
         "against_pre_mapped": {way: _percent(paired) for way, paired in compared.against.items()},

@@ -57,9 +57,9 @@ CORES: tuple[tuple[Regime, int], ...] = (
 def run(options: Options, report: Report) -> SectionResult:
     """Both traces through every system."""
     if options.quick:
-        traces = {"sharegpt": sharegpt(60, options.seed), "alpaca": alpaca(200, options.seed)}
+        traces = {"sharegpt": sharegpt(30, options.seed), "alpaca": alpaca(120, options.seed)}
     else:
-        traces = {"sharegpt": sharegpt(400, options.seed), "alpaca": alpaca(3000, options.seed)}
+        traces = {"sharegpt": sharegpt(300, options.seed), "alpaca": alpaca(2000, options.seed)}
     pool_tokens = _QUICK_POOL_TOKENS if options.quick else POOL_TOKENS
     systems = len(BASELINES) + len(CORES)
     data: dict[str, Any] = {
