@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from vmserve.config import KVMapper as _KVMapper
 from vmserve.config import KVRegime as _KVRegime
 from vmserve.config import Preemption as _Preemption
 from vmserve.config import SchedulingPolicy as _SchedulingPolicy
@@ -127,7 +128,15 @@ KVZeroPages = Annotated[
     ZeroPolicy | None,
     _option(
         "--kv-zero-pages",
-        help="When pages are zeroed before they are used again. Default: always.",
+        help="When pages are zeroed before they are used again. Default: tenant, for another one.",
+        panel=_KV,
+    ),
+]
+KVMapper = Annotated[
+    _KVMapper | None,
+    _option(
+        "--kv-mapper",
+        help="Map pages ahead in a thread while steps compute. Default: auto, on.",
         panel=_KV,
     ),
 ]
@@ -193,6 +202,7 @@ ENGINE_OPTIONS: Final[dict[str, Any]] = {
     "kv_cache_memory": KVCacheMemory,
     "kv_page_size": KVPageSize,
     "kv_zero_pages": KVZeroPages,
+    "kv_mapper": KVMapper,
     "block_size": BlockSize,
     "swap_space": SwapSpace,
     "enable_prefix_caching": EnablePrefixCaching,

@@ -17,6 +17,7 @@ __all__ = ["EngineConfig", "KVRegime", "ResolvedConfig", "ZeroPolicy", "format_s
 
 KVRegime = Literal["auto", "virtual", "paged"]
 ZeroPolicy = Literal["always", "tenant", "never"]
+KVMapper = Literal["auto", "off", "thread"]
 Preemption = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -84,7 +85,8 @@ class EngineConfig:
     kv_regime: KVRegime = "auto"
     kv_cache_memory: int | str | None = None
     kv_page_size: int | str | None = None
-    kv_zero_pages: ZeroPolicy = "always"
+    kv_zero_pages: ZeroPolicy = "tenant"
+    kv_mapper: KVMapper = "auto"
     gpu_memory_utilization: float | None = None
     block_size: int = 16
     swap_space: int | str = 0
@@ -116,6 +118,7 @@ class EngineConfig:
         choices = {
             "kv_regime": get_args(KVRegime),
             "kv_zero_pages": get_args(ZeroPolicy),
+            "kv_mapper": get_args(KVMapper),
             "preemption": get_args(Preemption),
             "scheduling_policy": get_args(SchedulingPolicy),
             "dtype": ("auto", "float32", "float", "bfloat16", "float16", "half"),
@@ -157,7 +160,6 @@ class EngineConfig:
             (parse_size(self.swap_space, "swap_space") > 0, "swap_space above 0", "leave it at 0"),
             (self.preemption == "swap", "preemption=swap", "use recompute or auto"),
             (self.scheduling_policy != "fcfs", "scheduling_policy=priority", "use fcfs"),
-            (self.enable_prefix_caching is True, "enable_prefix_caching", "leave it off"),
             (self.tensor_parallel_size > 1, "tensor_parallel_size above 1", "use 1"),
         ]
         for refused, what, remedy in refusals:
@@ -177,6 +179,8 @@ class ResolvedConfig:
     kv_limit_bytes: int
     kv_page_bytes: int | None
     kv_zero_pages: ZeroPolicy
+    kv_mapper: Literal["off", "thread"]
+    prefix_caching: bool
     block_tokens: int
     seed: int
 
@@ -209,6 +213,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
         kv_limit_bytes=_kv_limit_bytes(config, model, max_num_seqs * max_model_len),
         kv_page_bytes=None if page is None else parse_size(page, "kv_page_size"),
         kv_zero_pages=config.kv_zero_pages,
+        kv_mapper="off" if config.kv_mapper == "off" else "thread",
+        prefix_caching=config.enable_prefix_caching is True,
         block_tokens=config.block_size,
         seed=config.seed,
     )

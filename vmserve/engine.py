@@ -20,11 +20,11 @@ from vmserve.errors import (
     VmserveError,
 )
 from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
-from vmserve.memory.virtual import VirtualKVMemory
+from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models import load_model, resolve_dtype, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
-from vmserve.runner.model_runner import ModelRunner
+from vmserve.runner.model_runner import ModelRunner, StepLogits
 from vmserve.sampling import Sampler, SamplingParams
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 #: Free pages that an idle engine keeps: the next short request then waits for no page fault.
 IDLE_BYTES = 16 << 20
+#: How far ahead of a sequence its pages are mapped while a step computes.
+LOOKAHEAD_TOKENS = 16
 #: ``progress(phase, done, total)``: called while loading; units depend on the phase.
 Progress = Callable[[str, int, int], None]
 
@@ -84,7 +86,11 @@ class LLMEngine:
         )
         self.scheduler = FCFSScheduler(
             self.memory,
-            SchedulerLimits(self.resolved.max_num_seqs, self.resolved.max_num_batched_tokens),
+            SchedulerLimits(
+                self.resolved.max_num_seqs,
+                self.resolved.max_num_batched_tokens,
+                window=_widest_window(self.model_config),
+            ),
         )
         self._runner = ModelRunner(self._model, self.memory.view(), backend)
         self._sampler = Sampler(self.model_config.vocab_size)
@@ -178,28 +184,54 @@ class LLMEngine:
 
     def step(self) -> StepResult:
         """Compute once for every sequence that fits; returns what became known by it."""
-        plan = self.scheduler.schedule()
+        try:
+            plan = self.scheduler.schedule()
+        except OutOfMemoryError as error:
+            return self._fail_alone(error)
         if plan is None:
             self._idle()
             return StepResult()
         try:
-            self.memory.apply(plan.memory)
+            epoch = self.memory.apply(plan.memory)
         except (OutOfMemoryError, DriverError) as error:
             return self._make_room_after(error, plan)
         self._mark_scheduled(plan)
         try:
-            logits = self._runner.execute(plan)
+            logits = self._runner.execute(plan, self._slots(plan))
+            self.memory.complete(epoch)
             self.scheduler.computed(plan)
             samples = self._sampler.sample(
                 logits.sampling_logits(), [sampling_row(item) for item in logits.samplers]
             )
             outputs = self._output.process(logits, samples, self._sampler)
         except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
+            self.memory.abandon(epoch)
             return self._fail_batch(error, plan)
+        self._name_tokens(logits)
         self._retire(outputs)
         self.counters.steps += 1
         self.counters.tokens_computed += plan.num_tokens
         return StepResult(outputs=tuple(outputs))
+
+    def _slots(self, plan: StepPlan) -> list[int]:
+        slots: list[int] = self.memory.slots([item.memory_id for item in plan.scheduled]).tolist()
+        return slots
+
+    def _name_tokens(self, logits: StepLogits) -> None:
+        """What was sampled names blocks for the prefix cache, once they are computed."""
+        if not self.resolved.prefix_caching:
+            return
+        going_on = [item for item in logits.samplers if item.sequence.memory_id == item.memory_id]
+        self.memory.append_tokens(
+            [item.memory_id for item in going_on],
+            [item.sequence.tokens[-1] for item in going_on],
+        )
+
+    def _fail_alone(self, error: OutOfMemoryError) -> StepResult:
+        """A sequence that runs alone finds no memory: its request ends, the engine goes on."""
+        request_id = self.scheduler.running_request_ids[0]
+        self.abort(request_id)
+        return StepResult(failures=(RequestFailure(request_id, error),))
 
     def _fail_batch(self, error: Exception, plan: StepPlan) -> StepResult:
         logger.error("a step of %d sequences failed", len(plan.scheduled), exc_info=error)
@@ -218,7 +250,9 @@ class LLMEngine:
 
     def _idle(self) -> None:
         """Nothing runs: give the pool's pages back to the system."""
-        self.memory.trim(IDLE_BYTES // self.memory.layout.total_page_bytes)
+        keep_pages = IDLE_BYTES // self.memory.layout.total_page_bytes
+        # Cached prefixes are worth their memory; parked slots without any are not.
+        self.memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
 
     def _make_room_after(self, error: VmserveError, plan: StepPlan) -> StepResult:
         """The system refused memory that the plan counted on: the last arrival waits, or fails."""
@@ -300,7 +334,7 @@ class LLMEngine:
 
 def _create_memory(
     resolved: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, read_slack_tokens: int
-) -> VirtualKVMemory:
+) -> MemoryManager:
     """The KV memory for these options; refuses a pool that cannot hold the longest sequence."""
     limit_bytes = resolved.kv_limit_bytes
     layout = plan_layout(
@@ -326,11 +360,25 @@ def _create_memory(
             f"{format_size(needed * layout.total_page_bytes)}"
             + (f" or lower --max-model-len to {fitting}" if fitting else "")
         )
-    return VirtualKVMemory(
+    return MemoryManager(
         layout,
         num_slots=resolved.max_num_seqs,
         max_len=max_len,
         limit_bytes=limit_bytes,
-        read_slack_tokens=read_slack_tokens,
-        zero_pages=resolved.kv_zero_pages,
+        options=MemoryOptions(
+            read_slack_tokens=read_slack_tokens,
+            zero_pages=resolved.kv_zero_pages,
+            prefix_caching=resolved.prefix_caching,
+            mapper=resolved.kv_mapper,
+            lookahead_tokens=LOOKAHEAD_TOKENS,
+        ),
     )
+
+
+def _widest_window(model: ModelConfig) -> int | None:
+    widest = 0
+    for window in model.windows:
+        if window is None:
+            return None
+        widest = max(widest, window)
+    return widest

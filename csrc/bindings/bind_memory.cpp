@@ -308,6 +308,12 @@ void bind_reading(py::class_<KVMemory>& memory) {
       .def("view", &KVMemory::view, py::arg("seq"), unlocked())
       .def("swapped", &KVMemory::swapped, py::arg("seq"), unlocked())
       .def("slot", &KVMemory::slot, py::arg("seq"), unlocked())
+      .def(
+          "slots",
+          [](const KVMemory& self, const std::vector<SeqId>& seqs) {
+            return as_array(self.slots(seqs));
+          },
+          py::arg("seqs"))
       .def("block_refs", &KVMemory::block_refs, py::arg("block"), unlocked())
       .def_property_readonly("block_tables",
                              [](const py::object& self) {

@@ -12,6 +12,12 @@ py::object error_class(const char* name) {
   return py::module_::import("vmserve.errors").attr(name);
 }
 
+// `completed`: how many runs of a batched driver call are done.
+void raise(const py::object& type, const py::object& raised, const Error& error) {
+  raised.attr("completed") = error.completed;
+  PyErr_SetObject(type.ptr(), raised.ptr());
+}
+
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
@@ -19,11 +25,13 @@ void translate(std::exception_ptr pointer) {
     const py::object type = error_class("DriverError");
     const py::object raised = type(error.code, error.what());
     raised.attr("sticky") = error.sticky;
-    PyErr_SetObject(type.ptr(), raised.ptr());
+    raise(type, raised, error);
   } catch (const OutOfMemoryError& error) {
-    py::set_error(error_class("OutOfMemoryError"), error.what());
+    const py::object type = error_class("OutOfMemoryError");
+    raise(type, type(error.what()), error);
   } catch (const MisuseError& error) {
-    py::set_error(PyExc_ValueError, error.what());
+    const auto type = py::reinterpret_borrow<py::object>(PyExc_ValueError);
+    raise(type, type(error.what()), error);
   } catch (const InvariantError& error) {
     py::set_error(PyExc_AssertionError, error.what());
   }
@@ -41,5 +49,6 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The C++ core of vmserve: page drivers and KV memory.";
   vmserve::bind_errors(m);
   vmserve::bind_driver(m);
+  vmserve::bind_plugin(m);
   vmserve::bind_memory(m);
 }

@@ -48,6 +48,16 @@ void* pointer(Address addr) {
   return reinterpret_cast<void*>(addr);
 }
 
+void check_disjoint(std::vector<FrameRun> runs) {
+  std::sort(runs.begin(), runs.end(),
+            [](const FrameRun& a, const FrameRun& b) { return a.first < b.first; });
+  for (std::size_t i = 1; i < runs.size(); ++i) {
+    if (runs[i].first < runs[i - 1].first + runs[i - 1].count) {
+      throw MisuseError("frame " + std::to_string(runs[i].first) + " is twice in the batch");
+    }
+  }
+}
+
 }  // namespace
 
 HostDriver::HostDriver(HostOptions options)
@@ -210,6 +220,7 @@ void HostDriver::create(const std::vector<FrameRun>& runs) {
     check_frames(run, /*exist=*/false, 0);
     frames += static_cast<std::uint64_t>(run.count);
   }
+  check_disjoint(runs);
   check_memory(frames * frame_bytes());
   for (std::size_t i = 0; i < runs.size(); ++i) {
     // Taken now and not at first touch: a refusal is an error here, a dead process there.

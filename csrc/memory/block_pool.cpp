@@ -42,7 +42,8 @@ PageState BlockPool::state_for(PageId id) const {
   if (!committed_.contains(id)) return PageState::kAbsent;
   if (page.used > 0) {
     const bool splits =
-        page.maps == 0 && page.owner == kNoSeq && page.held == 0 && spare_blocks(page) > 0;
+        page.maps == 0 && page.owner == kNoSeq && page.held == 0 && spare_blocks(page) > 0 &&
+        page.retire <= completed_;  // an epoch may still write the block that was given up
     return splits ? PageState::kSplit : PageState::kInUse;
   }
   if (page.held > 0) return PageState::kHeld;
@@ -91,7 +92,6 @@ void BlockPool::enter(PageId id) noexcept {
   }
   if (page.state == PageState::kIdle) link(idle_, id);
   if (page.state == PageState::kSplit) link(split_[page.tenant], id);
-  if (page.state == PageState::kWaiting) waiting_.emplace_back(page.retire, id);
 }
 
 void BlockPool::settle(PageId id) noexcept {
@@ -248,7 +248,10 @@ void BlockPool::drop_ref(BlockId id, Epoch epoch) noexcept {
   Block& block = blocks_[id];
   const PageId page_id = page_of(id);
   Page& page = pages_[page_id];
-  page.retire = std::max(page.retire, epoch);
+  if (epoch > page.retire) {
+    page.retire = epoch;
+    if (epoch > completed_) waiting_.emplace_back(epoch, page_id);
+  }
   --block.refs;
   if (block.refs == 1) {
     --num_shared_blocks_;

@@ -73,6 +73,7 @@ KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& confi
                                    config_.max_pages});
   blocks_per_row_ = pages_per_slot * config_.blocks_per_page;
   tables_ = LazyArray<BlockId>(config_.max_seqs * blocks_per_row_);
+  row_sizes_.resize(static_cast<std::size_t>(config_.max_seqs));
   const std::size_t block_bytes = static_cast<std::size_t>(config_.block_tokens) *
                                   static_cast<std::size_t>(config_.token_bytes);
   swap_ =
@@ -231,9 +232,8 @@ void KVMemory::write_table(SeqId id, std::size_t from) {
   const std::vector<BlockId>& blocks = seqs_[id].has.blocks;
   BlockId* row = &tables_[id * blocks_per_row_];
   for (std::size_t i = from; i < blocks.size(); ++i) row[i] = std::max(blocks[i], BlockId{0});
-  for (auto i = static_cast<std::int64_t>(blocks.size()); i < blocks_per_row_ && row[i] != 0; ++i) {
-    row[i] = 0;
-  }
+  for (std::size_t i = blocks.size(); i < row_sizes_[id]; ++i) row[i] = 0;
+  row_sizes_[id] = blocks.size();
 }
 
 // -- epochs
@@ -278,9 +278,15 @@ void KVMemory::complete_locked(Epoch epoch, bool sealed) {
   while (!records_.empty() && records_.front().epoch <= epoch) {
     const Record record = std::move(records_.front());
     records_.pop_front();
-    for (std::size_t i = 0; sealed && i < record.seqs.size(); ++i) {
+    for (std::size_t i = 0; i < record.seqs.size(); ++i) {
       const auto [id, generation] = record.seqs[i];
       if (!seqs_[id].open || seqs_[id].generation != generation) continue;
+      if (!sealed) {
+        // What lies behind is worthless, and so is what is computed from it.
+        Holding& has = seqs_[id].has;
+        if (record.lengths[i] > has.sealed) has.seal_limit = std::min(has.seal_limit, has.sealed);
+        continue;
+      }
       seal(id, record.lengths[i]);
       grown.push_back(id);
     }
@@ -290,6 +296,7 @@ void KVMemory::complete_locked(Epoch epoch, bool sealed) {
 
 void KVMemory::seal(SeqId id, std::int64_t length) {
   Sequence& seq = seqs_[id];
+  length = std::min(length, seq.has.seal_limit);
   if (seq.has.swapped || length <= seq.has.sealed) return;
   seq.has.sealed = length;
   publish(seq);
@@ -331,7 +338,9 @@ std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle_too) {
     driver_->fence();
     swap_->release_memory();
   }
-  return give_back(std::max<std::int64_t>(0, pool_.num_free() - keep_pages));
+  const std::int64_t idle = drop_idle_too ? pool_.count(PageState::kIdle) : 0;
+  return give_back(
+      std::min(pool_.num_free(), std::max<std::int64_t>(0, pool_.num_free() + idle - keep_pages)));
 }
 
 void KVMemory::set_limit(std::int64_t limit_pages) {
@@ -346,7 +355,9 @@ void KVMemory::set_limit(std::int64_t limit_pages) {
   ++version_;
   const std::int64_t excess = pool_.num_committed() - limit_pages;
   if (excess <= 0) return;
-  if (excess > pool_.num_free()) drop_idle(excess - pool_.num_free());
+  if (excess > pool_.num_free()) {
+    drop_idle(std::max<std::int64_t>(0, pool_.num_free() + pool_.count(PageState::kIdle) - excess));
+  }
   give_back(std::min(pool_.num_free(), excess));
 }
 
@@ -356,6 +367,7 @@ std::int64_t KVMemory::compact() {
   settle_locked();
   retry_repairs();
   std::int64_t emptied = 0;
+  if (completed_ != begun_) return 0;  // an epoch may still write what would be moved
   for (const Tenant tenant : pool_.split_tenants()) emptied += compact_tenant(tenant);
   return emptied;
 }
@@ -413,6 +425,14 @@ std::optional<SlotId> KVMemory::slot(SeqId seq) const {
   const auto lock = enter();
   const SlotId slot = open_seq(seq).has.slot;
   return slot == kNoSlot ? std::nullopt : std::optional<SlotId>(slot);
+}
+
+std::vector<SlotId> KVMemory::slots(const std::vector<SeqId>& seqs) const {
+  const auto lock = enter();
+  std::vector<SlotId> slots;
+  slots.reserve(seqs.size());
+  for (const SeqId seq : seqs) slots.push_back(open_seq(seq).has.slot);
+  return slots;
 }
 
 std::int32_t KVMemory::block_refs(BlockId block) const {

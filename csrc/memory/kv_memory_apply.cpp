@@ -74,7 +74,8 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
                            with_commas(plan.missing_swap_blocks) + " swap blocks");
   }
   try {
-    if (change.dense) squeeze();
+    // Packing forgets what split pages have cached, which an attach relies on.
+    if (change.dense && !attaches(wanted)) squeeze();
     hold_matches(change, wanted);
     std::unordered_map<BlockId, SwapId> copied;
     for (const Op& op : wanted) {
@@ -140,7 +141,7 @@ KVMemory::Change::SavedSlot& KVMemory::saved(Change& change, SlotId id) {
   for (Change::SavedSlot& slot : change.slots) {
     if (slot.slot == id) return slot;
   }
-  change.slots.push_back({id, slots_[id].seq, slots_[id].size(), {}});
+  change.slots.push_back({id, slots_[id].seq, slots_[id].size(), {}, {}});
   return change.slots.back();
 }
 
@@ -177,6 +178,13 @@ void KVMemory::hold_matches(Change& change, const std::vector<Op>& ops) {
     change.attached.push_back({op.seq, matched_blocks(seqs_[op.seq], op.num_tokens)});
     PageId last = kNoPage;
     for (const BlockId block : change.attached.back().blocks) {
+      // A page in use is not evicted, and the plan counts on its other blocks: only this one is
+      // kept.
+      if (pool_.used(pool_.page_of(block)) > 0) {
+        add_ref(change, block);
+        change.matched.push_back(block);
+        continue;
+      }
       if (pool_.page_of(block) == last) continue;
       last = pool_.page_of(block);
       change.held.push_back(last);
@@ -210,10 +218,25 @@ void KVMemory::stage_fork(Change& change, const Op& op) {
   if (op.num_tokens > 0) bind(change, op.seq, blocks, op.num_tokens, /*own=*/false);
   child.has.length = op.num_tokens;
   child.has.sealed = std::min(parent.has.sealed, op.num_tokens);
+  child.has.seal_limit = parent.has.seal_limit;
   child.has.num_trimmed = std::min(parent.has.num_trimmed, blocks_for(op.num_tokens));
   child.has.num_published =
       std::min(parent.has.num_published, op.num_tokens / config_.block_tokens);
+  seal_shared(change, parent, op.num_tokens);
   change.forked.push_back({op.seq, op.other, op.num_tokens});
+}
+
+// What a fork shares is read-only for the parent, too: a write that was not copied first is a trap.
+// Positions that an epoch is still to write stay writable until they are sealed.
+void KVMemory::seal_shared(Change& change, const Sequence& parent, std::int64_t num_tokens) {
+  if (parent.has.slot == kNoSlot || !driver_->capabilities().read_only) return;
+  Slot& slot = slots_[parent.has.slot];
+  const std::int64_t stop = std::min(parent.has.sealed, num_tokens) / config_.page_tokens();
+  for (std::int64_t i = stop - 1; i >= 0 && !slot.entries[i].read_only; --i) {
+    if (slot.entries[i].page == kNoPage) break;
+    saved(change, parent.has.slot).made_read_only.push_back(i);
+    slot.entries[i].read_only = true;
+  }
 }
 
 void KVMemory::stage_convert(Change& change, const Op& op) {
@@ -331,6 +354,10 @@ void KVMemory::stage_swap_in(Change& change, const Op& op) {
 void KVMemory::stage_grow(Change& change, const Op& op) {
   Sequence& seq = seqs_[op.seq];
   change.grows.push_back(op);
+  if (op.num_tokens == 0 && seq.has.view == View::kVirtual && seq.has.slot == kNoSlot) {
+    save(change, op.seq);
+    take_slot(change, op.seq, {}, 0);
+  }
   if (op.num_tokens <= seq.has.length) return;
   if (seq.has.view == View::kVirtual) {
     grow_virtual(change, op.seq, op.num_tokens);
@@ -369,7 +396,7 @@ bool KVMemory::claim_spare(Change& change, SeqId id, std::int64_t index) {
   Slot& slot = slots_[slot_id];
   if (index >= slot.size()) return false;
   const PageId page = slot.entries[index].page;
-  if (page == kNoPage || pool_.used(page) > 0 || pool_.held(page) > 0) {
+  if (page == kNoPage || pool_.state(page) != PageState::kIdle) {
     Change::SavedSlot& before = saved(change, slot_id);
     before.size = std::min(before.size, index);
     if (!truncate(slot_id, index)) throw DriverError("unmap", EIO, last_error_);
@@ -394,8 +421,9 @@ void KVMemory::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
   Change::Grown grown{id, seq.has.blocks.size(), -1, kNoBlock};
   const std::int64_t tail = seq.has.length / config_.block_tokens;
   const std::int64_t written = seq.has.length % config_.block_tokens;
-  if (written > 0 && seq.has.blocks[tail] != kNoBlock && pool_.refs(seq.has.blocks[tail]) > 1) {
-    // Copy on write: others read this block, and the rest of it is about to be written.
+  if (written > 0 && seq.has.blocks[tail] != kNoBlock &&
+      (pool_.refs(seq.has.blocks[tail]) > 1 || pool_.is_published(seq.has.blocks[tail]))) {
+    // Copy on write: others read this block, or may find it, and its rest is about to be written.
     grown.cow_index = tail;
     grown.cow_block = seq.has.blocks[tail];
     change.copies.push_back({id, tail, grown.cow_block, written});
@@ -463,7 +491,9 @@ void KVMemory::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks
     const PageId page = bound[i].page;
     for (std::int32_t j = 0; j < width; ++j) {
       const BlockId block = pool_.first_block(page) + j;
-      if (j >= bound[i].num_blocks && pool_.is_published(block)) {
+      // What lies behind the tokens will be written.
+      const bool is_whole = (first + j + 1) * config_.block_tokens <= num_tokens;
+      if (!is_whole && pool_.is_published(block)) {
         pool_.unpublish(block);
         ++totals_.evicted;
       }
@@ -486,11 +516,17 @@ void KVMemory::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks
   }
 }
 
+bool KVMemory::shows_foreign(PageId page, Tenant tenant) const {
+  return page != kNoPage && config_.zero_policy != ZeroPolicy::kNever &&
+         pool_.tenant(page) != tenant && !pool_.known_zero(page);
+}
+
 // A slot for a sequence that starts with `bound` and needs `want` pages. Best first: one that shows
 // the bound pages already; one whose pages nobody would miss; an empty one; the one that was parked
 // longest ago, in place if memory is short.
-SlotId KVMemory::choose_slot(const Change& change, const std::vector<BoundPage>& bound,
-                             std::int64_t want, bool pressed) const {
+SlotId KVMemory::choose_slot(const Change& change, Tenant tenant,
+                             const std::vector<BoundPage>& bound, std::int64_t want,
+                             bool pressed) const {
   SlotId best = kNoSlot;
   std::int64_t best_rank = -1;
   std::int64_t best_score = 0;
@@ -511,7 +547,8 @@ SlotId KVMemory::choose_slot(const Change& change, const std::vector<BoundPage>&
     bool is_missed = false;  // a spare that holds cached blocks or is somebody's
     for (std::int64_t i = matched; i < slot.size() && !is_missed; ++i) {
       const PageId page = slot.entries[i].page;
-      is_missed = page == kNoPage || pool_.used(page) > 0 || pool_.cached(page) > 0;
+      is_missed = page == kNoPage || pool_.used(page) > 0 || pool_.cached(page) > 0 ||
+                  shows_foreign(page, tenant);
     }
     const bool fits = matched == static_cast<std::int64_t>(bound.size()) || slot.size() == matched;
     std::int64_t rank = 0;
@@ -541,7 +578,7 @@ void KVMemory::take_slot(Change& change, SeqId id, const std::vector<BoundPage>&
                          std::int64_t want) {
   const std::int64_t at_hand = pool_.num_free() + pool_.limit() - pool_.num_committed();
   const bool pressed = at_hand < want - static_cast<std::int64_t>(bound.size());
-  const SlotId slot_id = choose_slot(change, bound, want, pressed);
+  const SlotId slot_id = choose_slot(change, seqs_[id].tenant, bound, want, pressed);
   if (slot_id == kNoSlot) {
     throw OutOfMemoryError("all " + std::to_string(config_.num_slots) +
                            " slots are taken: raise --max-num-seqs");
@@ -554,7 +591,12 @@ void KVMemory::take_slot(Change& change, SeqId id, const std::vector<BoundPage>&
     ++matched;
   }
   const bool conflicts = matched < most || (!bound.empty() && matched == 0 && !slot.empty());
-  if (conflicts && !truncate(slot_id, matched)) throw DriverError("unmap", EIO, last_error_);
+  std::int64_t keep = conflicts ? matched : slot.size();
+  // Nobody's addresses show what another tenant left, not even beyond the length.
+  for (std::int64_t i = matched; i < keep; ++i) {
+    if (shows_foreign(slot.entries[i].page, seqs_[id].tenant)) keep = i;
+  }
+  if (!truncate(slot_id, keep)) throw DriverError("unmap", EIO, last_error_);
   saved(change, slot_id);
   slot.seq = id;
   seqs_[id].has.slot = slot_id;
@@ -618,8 +660,8 @@ void KVMemory::assign_fresh(Change& change) {
       change.owners.emplace_back(page, pool_.owner(page));
       pool_.set_owner(page, fresh.seq);
     } else if (before != kNoBlock && pool_.owner(previous) == fresh.seq &&
-               (before + 1) % width != 0 && pool_.refs(before + 1) == 0 &&
-               !pool_.is_published(before + 1)) {
+               pool_.retire(previous) <= completed_ && (before + 1) % width != 0 &&
+               pool_.refs(before + 1) == 0 && !pool_.is_published(before + 1)) {
       block = before + 1;
       add_ref(change, block);
     } else {
@@ -694,6 +736,19 @@ std::vector<CopyRun> KVMemory::swap_runs(const std::vector<SwapCopy>& copies, bo
   return runs;
 }
 
+std::vector<AccessRun> KVMemory::access_runs(const Change& change, bool writable) const {
+  std::vector<AccessRun> runs;
+  const Access access = writable ? Access::kReadWrite : Access::kRead;
+  for (const Change::SavedSlot& slot : change.slots) {
+    for (const std::int64_t index : writable ? slot.made_writable : slot.made_read_only) {
+      for (std::int32_t group = 0; group < config_.num_groups; ++group) {
+        runs.push_back({space_->slot(group, slot.slot, index), space_->page_bytes(), access});
+      }
+    }
+  }
+  return runs;
+}
+
 void KVMemory::execute(Change& change) {
   for (SwapCopy& copy : change.swap_in) copy.block = seqs_[copy.seq].has.blocks[copy.index];
   std::vector<AddressRun> zeros;
@@ -708,22 +763,15 @@ void KVMemory::execute(Change& change) {
   }
   std::vector<MapRun> maps;
   map_runs(change, maps);
-  std::vector<AccessRun> access;
-  for (const Change::SavedSlot& slot : change.slots) {
-    for (const std::int64_t index : slot.made_writable) {
-      for (std::int32_t group = 0; group < config_.num_groups; ++group) {
-        access.push_back(
-            {space_->slot(group, slot.slot, index), space_->page_bytes(), Access::kReadWrite});
-      }
-    }
-  }
+  const std::vector<AccessRun> writable = access_runs(change, /*writable=*/true);
+  const std::vector<AccessRun> read_only = access_runs(change, /*writable=*/false);
   const std::vector<CopyRun> out = swap_runs(change.swap_out, /*out=*/true);
   const std::vector<CopyRun> in = swap_runs(change.swap_in, /*out=*/false);
   const std::vector<CopyRun> copies = copy_runs(change);
   change.num_maps = static_cast<std::int64_t>(maps.size());
-  change.num_access = static_cast<std::int64_t>(access.size());
+  change.num_access = static_cast<std::int64_t>(writable.size() + read_only.size());
   change.copied_blocks = static_cast<std::int64_t>(change.copies.size());
-  if (zeros.empty() && maps.empty() && access.empty() && out.empty() && in.empty() &&
+  if (zeros.empty() && maps.empty() && change.num_access == 0 && out.empty() && in.empty() &&
       copies.empty()) {
     return;
   }
@@ -733,7 +781,8 @@ void KVMemory::execute(Change& change) {
   driver_->copy(copies);
   driver_->copy(in);
   change.tx.map(maps);
-  change.tx.set_access(access, Access::kRead);
+  change.tx.set_access(writable, Access::kRead);
+  change.tx.set_access(read_only, Access::kReadWrite);
   totals_.swap_runs += static_cast<std::int64_t>(out.size() + in.size());
 }
 
@@ -744,6 +793,7 @@ void KVMemory::commit(Change& change) {
   ++version_;
   totals_.zeroed += static_cast<std::int64_t>(change.zero_pages.size());
   for (const PageId page : change.held) pool_.unhold(page);
+  for (const BlockId block : change.matched) pool_.drop_ref(block, 0);
   for (auto block = change.drops.rbegin(); block != change.drops.rend(); ++block) {
     pool_.drop_ref(*block, begun_);
   }
@@ -794,6 +844,16 @@ void KVMemory::inherit(const Forked& fork) {
   child.root = parent.root;
   child.tokens.assign(parent.tokens.begin(),
                       parent.tokens.begin() + static_cast<std::ptrdiff_t>(known));
+  // What epochs that run still write of it is sealed, or worthless, with them.
+  for (Record& record : records_) {
+    if (record.epoch == begun_) break;
+    for (std::size_t i = 0; i < record.seqs.size(); ++i) {
+      if (record.seqs[i] != std::make_pair(fork.parent, parent.generation)) continue;
+      record.lengths.push_back(std::min(record.lengths[i], fork.num_tokens));
+      record.seqs.emplace_back(fork.child, child.generation);
+      break;
+    }
+  }
   const auto full = std::min(parent.digests.size(), known / config_.block_tokens);
   child.digests.assign(parent.digests.begin(),
                        parent.digests.begin() + static_cast<std::ptrdiff_t>(full));
@@ -834,6 +894,7 @@ void KVMemory::rollback(Change& change) {
     for (const std::int64_t index : saved->made_writable) {
       if (index < saved->size) slot.entries[index].read_only = true;
     }
+    for (const std::int64_t index : saved->made_read_only) slot.entries[index].read_only = false;
     while (slot.size() > saved->size) {
       const PageId page = slot.entries.back().page;
       slot.entries.pop_back();

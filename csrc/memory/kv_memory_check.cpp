@@ -148,7 +148,7 @@ void KVMemory::check_references() const {
     law(there >= least, name + " has " + std::to_string(there) + " blocks for " +
                             std::to_string(seq.has.length) + " tokens");
     law(seq.has.sealed <= seq.has.length, name + " is sealed beyond its length");
-    law(is_virtual ? (there == 0) == (seq.has.slot == kNoSlot) : seq.has.slot == kNoSlot,
+    law(is_virtual ? there == 0 || seq.has.slot != kNoSlot : seq.has.slot == kNoSlot,
         name + " has a slot and should not, or the reverse");
     for (std::int64_t i = 0; i < there; ++i) {
       const BlockId block = seq.has.blocks[i];

@@ -172,7 +172,8 @@ void KVMemory::demand_paged(Demand& demand, SeqId id, std::int64_t have, std::in
   std::int64_t own_left = 0;
   if (have > 0 && have == static_cast<std::int64_t>(seq.has.blocks.size())) {
     const BlockId last = seq.has.blocks.back();
-    if (last != kNoBlock && pool_.owner(pool_.page_of(last)) == id && !dense) {
+    if (last != kNoBlock && pool_.owner(pool_.page_of(last)) == id && !dense &&
+        pool_.retire(pool_.page_of(last)) <= completed_) {
       own_left = width - 1 - last % width;
     }
   }
@@ -222,23 +223,21 @@ KVMemory::Demand KVMemory::demand(const std::vector<Op>& ops, bool dense) const 
       const bool is_changed = changed != tentative.end();
       const View view = is_changed ? changed->second.view : seq.has.view;
       const std::int64_t length = is_changed ? changed->second.length : seq.has.length;
+      const bool is_slotless =
+          view == View::kVirtual && seq.has.slot == kNoSlot && (!is_changed || length == 0);
+      if (is_slotless && (op.num_tokens == 0 || op.num_tokens > length)) ++demand.slots;
       if (op.num_tokens <= length) continue;
       if (view == View::kVirtual) {
         const std::int64_t have = is_changed ? pages_for(length) : num_pages(seq);
         const std::int64_t want = pages_for(op.num_tokens);
         if (want <= have) continue;
-        if (seq.has.slot == kNoSlot && !is_changed) ++demand.slots;
-        if (is_changed && length == 0 && seq.has.slot == kNoSlot) ++demand.slots;
         // Spares of its own slot are there already; those that are idle leave the pool's reserve.
         std::int64_t pages = want - have;
         if (!is_changed && seq.has.slot != kNoSlot) {
           const Slot& slot = slots_[seq.has.slot];
           for (std::int64_t i = have; i < std::min(want, slot.size()); ++i) {
             const PageId page = slot.entries[i].page;
-            if (page != kNoPage && (pool_.state(page) == PageState::kHeld ||
-                                    pool_.state(page) == PageState::kWaiting)) {
-              --pages;
-            }
+            if (page != kNoPage && pool_.state(page) == PageState::kHeld) --pages;
           }
         }
         demand.pages += pages;
@@ -254,7 +253,8 @@ KVMemory::Demand KVMemory::demand(const std::vector<Op>& ops, bool dense) const 
                                 ? kNoBlock
                                 : seq.has.blocks[tail];
       const bool parent = std::find(parents.begin(), parents.end(), op.seq) != parents.end();
-      if (forked || parent || (block != kNoBlock && pool_.refs(block) > 1)) {
+      if (forked || parent ||
+          (block != kNoBlock && (pool_.refs(block) > 1 || pool_.is_published(block)))) {
         ++demand.blocks[seq.tenant];
       }
       continue;
@@ -284,7 +284,8 @@ KVMemory::Demand KVMemory::demand(const std::vector<Op>& ops, bool dense) const 
         }
         break;
       case OpKind::kSwapOut:
-        for (const BlockId block : seq.has.blocks) {
+        for (std::int64_t i = 0; i < blocks_for(seq.has.length); ++i) {
+          const BlockId block = seq.has.blocks[i];
           if (block != kNoBlock && swapped.emplace(block, true).second) ++demand.swap_blocks;
         }
         break;
@@ -370,6 +371,11 @@ std::int64_t KVMemory::num_usable_slots() const {
   });
 }
 
+bool KVMemory::attaches(const std::vector<Op>& ops) {
+  return std::any_of(ops.begin(), ops.end(),
+                     [](const Op& op) { return op.kind == OpKind::kAttach && op.num_tokens > 0; });
+}
+
 Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {
   Plan plan;
   Demand wanted = demand(ops, /*dense=*/false);
@@ -379,8 +385,9 @@ Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {
   if (plan.needed_pages > plan.available_pages && config_.blocks_per_page > 1) {
     wanted = demand(ops, /*dense=*/true);
     std::unordered_map<Tenant, std::int64_t> left;
-    const std::int64_t emptied = squeezable_pages(left);
-    const std::int64_t needed = pages_missing(wanted, /*squeezed=*/true);
+    const bool squeezes = !attaches(ops);
+    const std::int64_t emptied = squeezes ? squeezable_pages(left) : 0;
+    const std::int64_t needed = pages_missing(wanted, squeezes);
     if (needed - emptied < plan.needed_pages) {
       plan.needed_pages = needed;
       plan.available_pages += emptied;

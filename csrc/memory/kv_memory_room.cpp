@@ -276,6 +276,10 @@ void KVMemory::squeeze() {
 
 std::int64_t KVMemory::compact_tenant(Tenant tenant) {
   std::vector<PageId> pages = pool_.split_pages(tenant);
+  std::int64_t used = 0;
+  for (const PageId page : pages) used += pool_.used(page);
+  const std::int64_t capacity = config_.blocks_per_page;
+  if (static_cast<std::int64_t>(pages.size()) == (used + capacity - 1) / capacity) return 0;
   for (const PageId page : pages) totals_.evicted += pool_.drop_cached(page);
   std::stable_sort(pages.begin(), pages.end(),
                    [&](PageId a, PageId b) { return pool_.used(a) > pool_.used(b); });

@@ -128,7 +128,7 @@ def test_a_batch_that_raises_fails_its_requests_and_not_the_engine() -> None:
         runner = engine._engine._runner
         execute = runner.execute
 
-        def poisoned(plan: StepPlan) -> object:
+        def poisoned(plan: StepPlan, slots: list[int]) -> object:
             if any(item.sequence.tokens[0] == 13 for item in plan.scheduled):
                 raise RuntimeError("poison")
             return execute(plan)

@@ -1,10 +1,11 @@
-"""A small KV memory for tests: 2 groups, pages of 4 tokens of 1 KiB (one granule of 4 KiB)."""
+"""A small KV memory for tests: 2 groups, pages of one granule (4 KiB), 4 tokens a block."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,122 +14,208 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vmserve import _core
+from vmserve._core import MapperMode, OpKind, View, ZeroPolicy
 
 PAGE = 4096
-PAGE_TOKENS = 4
-TOKEN_BYTES = PAGE // PAGE_TOKENS
+BLOCK_TOKENS = 4
 GROUPS = 2
 
+Op = tuple[OpKind, int, int, int, int, View]
+
+#: What a failed call must leave as it was, the prefix cache apart.
 STATE_FIELDS = (
     "limit_pages",
-    "committed_pages",
-    "free_pages",
     "used_pages",
+    "waiting_pages",
     "quarantined_pages",
     "shared_pages",
+    "used_blocks",
+    "shared_blocks",
     "used_slots",
+    "num_seqs",
+    "virtual_seqs",
+    "paged_seqs",
+    "swapped_seqs",
     "used_tokens",
     "tail_waste_bytes",
-    "memfd_allocated_bytes",
-    "num_mappings",
+    "swap_blocks",
     "pending_repairs",
 )
-TOTAL_FIELDS = (
-    "pages_mapped_total",
-    "pages_unmapped_total",
-    "pages_committed_total",
-    "pages_given_back_total",
-    "pages_zeroed_total",
-    "map_calls_total",
-    "unmap_calls_total",
-    "arena_map_calls_total",
-    "map_seconds_total",
-)
+
+
+def grow(seq: int, num_tokens: int, first_token: int = 0) -> Op:
+    return (OpKind.GROW, seq, num_tokens, first_token, -1, View.VIRTUAL)
+
+
+def attach(seq: int, num_tokens: int) -> Op:
+    return (OpKind.ATTACH, seq, num_tokens, 0, -1, View.VIRTUAL)
+
+
+def fork(seq: int, parent: int, num_tokens: int) -> Op:
+    return (OpKind.FORK, seq, num_tokens, 0, parent, View.VIRTUAL)
+
+
+def convert(seq: int, view: View) -> Op:
+    return (OpKind.CONVERT, seq, 0, 0, -1, view)
+
+
+def swap_out(seq: int) -> Op:
+    return (OpKind.SWAP_OUT, seq, 0, 0, -1, View.VIRTUAL)
+
+
+def swap_in(seq: int) -> Op:
+    return (OpKind.SWAP_IN, seq, 0, 0, -1, View.VIRTUAL)
 
 
 @dataclass
 class Memory:
-    """The core, the fault-injecting driver behind it, and the slots that are in use."""
+    """The core, the fault-injecting driver behind it, and the sequences that are open."""
 
     core: _core.KVMemory
     faults: _core.FaultInjectingDriver
-    slots: set[int] = field(default_factory=set)
+    blocks_per_page: int
+    seqs: set[int] = field(default_factory=set)
 
-    def alloc(self, tenant: int = 0) -> int:
-        slot = self.core.alloc_slot(tenant)
-        assert slot is not None
-        self.slots.add(slot)
-        return slot
+    @property
+    def page_tokens(self) -> int:
+        return self.blocks_per_page * BLOCK_TOKENS
 
-    def grow(self, *growths: tuple[int, int]) -> None:
-        needed, available, version = self.core.plan(growths)
-        assert needed <= available
-        self.core.apply(growths, version)
+    @property
+    def token_bytes(self) -> int:
+        return PAGE // self.page_tokens
 
-    def release(self, slot: int) -> None:
-        self.core.release(slot)
-        self.slots.discard(slot)
+    def open(
+        self,
+        tokens: Sequence[int] = (),
+        view: View = View.VIRTUAL,
+        tenant: int = 0,
+        salt: bytes = b"",
+    ) -> int:
+        seq = self.core.open(tenant, view, salt, tokens)
+        assert seq is not None
+        self.seqs.add(seq)
+        return seq
 
-    def fork(self, slot: int, num_tokens: int) -> int:
-        forked = self.core.fork_slot(slot, num_tokens)
-        assert forked is not None
-        self.slots.add(forked)
-        return forked
+    def fits(self, *ops: Op) -> _core.Plan:
+        plan = self.core.plan(ops)
+        assert plan.fits, (plan.needed_pages, plan.available_pages, plan.missing_slots)
+        return plan
 
-    def table(self, slot: int) -> list[int]:
-        return [int(page) for page in self.core.block_table(slot)]
+    def begin(self, *ops: Op) -> int:
+        return self.core.apply(ops, self.fits(*ops).version)
 
-    def tokens(self, slot: int, group: int, start: int, stop: int) -> NDArray[np.uint8]:
-        """uint8 ``[tokens, TOKEN_BYTES]`` of the slot; only what is mapped may be touched."""
-        row: NDArray[np.uint8] = self.core.slots_buffer(group)[slot]
-        return row[start * TOKEN_BYTES : stop * TOKEN_BYTES].reshape(-1, TOKEN_BYTES)
+    def do(self, *ops: Op) -> None:
+        """One step, from its plan to its end."""
+        self.core.complete(self.begin(*ops))
 
-    def page(self, page: int, group: int) -> NDArray[np.uint8]:
-        """uint8 ``[PAGE]``: the page in the arena."""
-        content: NDArray[np.uint8] = self.core.arena_buffer(group)[page]
-        return content
+    def start(self, tokens: Sequence[int], view: View = View.VIRTUAL, tenant: int = 0) -> int:
+        """A sequence that is grown to its tokens and written, each byte the token's own."""
+        seq = self.open(tokens, view, tenant)
+        epoch = self.begin(grow(seq, len(tokens)))
+        self.write(seq, 0, tokens)
+        self.core.complete(epoch)
+        return seq
+
+    def release(self, *seqs: int) -> None:
+        for seq in seqs:
+            self.core.release(seq)
+            self.seqs.discard(seq)
+
+    def blocks(self, seq: int) -> list[int]:
+        return [int(block) for block in self.core.blocks(seq)]
+
+    def pages(self, seq: int) -> list[int]:
+        """The pages of a virtual sequence, in order."""
+        width = self.blocks_per_page
+        return [block // width if block >= 0 else -1 for block in self.blocks(seq)[::width]]
+
+    def row(self, seq: int, group: int, position: int) -> NDArray[np.uint8]:
+        """uint8 ``[token_bytes]`` as the sequence's kernels see it: slot, or block table."""
+        size = self.token_bytes
+        if self.core.view(seq) is View.VIRTUAL:
+            slot = self.core.slot(seq)
+            assert slot is not None
+            line: NDArray[np.uint8] = self.core.slots_buffer(group)[slot]
+            return line[position * size : (position + 1) * size]
+        return self.in_arena(self.blocks(seq)[position // BLOCK_TOKENS], group, position)
+
+    def in_arena(self, block: int, group: int, position: int) -> NDArray[np.uint8]:
+        size = self.token_bytes
+        page, place = divmod(block, self.blocks_per_page)
+        start = (place * BLOCK_TOKENS + position % BLOCK_TOKENS) * size
+        line: NDArray[np.uint8] = self.core.arena_buffer(group)[page]
+        return line[start : start + size]
+
+    def write(self, seq: int, start: int, values: Sequence[int]) -> None:
+        for offset, value in enumerate(values):
+            for group in range(GROUPS):
+                self.row(seq, group, start + offset)[:] = value ^ 128 * group
+
+    def read(self, seq: int, start: int = 0, stop: int | None = None) -> list[int]:
+        """The values, after checking that all bytes of both groups agree."""
+        values = []
+        for position in range(start, self.core.length(seq) if stop is None else stop):
+            value = int(self.row(seq, 0, position)[0])
+            for group in range(GROUPS):
+                assert (self.row(seq, group, position) == value ^ 128 * group).all(), position
+            values.append(value)
+        return values
 
     def stat(self, name: str) -> int:
         return int(getattr(self.core.stats(), name))
 
-    def state(self, *, totals: bool = False) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Everything that a failed call must leave as it was."""
         stats = self.core.stats()
-        names = STATE_FIELDS + (TOTAL_FIELDS if totals else ())
         return {
-            **{name: getattr(stats, name) for name in names},
-            "tables": {slot: self.table(slot) for slot in sorted(self.slots)},
-            "lengths": {slot: self.core.slot_length(slot) for slot in sorted(self.slots)},
+            **{name: getattr(stats, name) for name in STATE_FIELDS},
+            "blocks": {seq: self.blocks(seq) for seq in sorted(self.seqs)},
+            "lengths": {seq: self.core.length(seq) for seq in sorted(self.seqs)},
+            "sealed": {seq: self.core.sealed(seq) for seq in sorted(self.seqs)},
+            "views": {seq: self.core.view(seq) for seq in sorted(self.seqs)},
+            "slots": {seq: self.core.slot(seq) for seq in sorted(self.seqs)},
+            "swapped": {seq: self.core.swapped(seq) for seq in sorted(self.seqs)},
+        }
+
+    def content(self) -> dict[int, list[int]]:
+        return {
+            seq: self.read(seq, 0, self.core.sealed(seq))
+            for seq in sorted(self.seqs)
+            if not self.core.swapped(seq)
         }
 
 
 def make_memory(
     *,
+    blocks_per_page: int = 1,
     num_slots: int = 4,
+    max_seqs: int = 8,
     max_len: int = 32,
     limit_pages: int = 16,
     max_pages: int = 32,
-    grow_pages: int = 1,
-    read_slack: int = 0,
-    zero_policy: _core.ZeroPolicy = _core.ZeroPolicy.ALWAYS,
+    zero_policy: ZeroPolicy = ZeroPolicy.ALWAYS,
+    mapper: MapperMode = MapperMode.OFF,
     max_map_count: int = 0,
+    **options: Any,
 ) -> Memory:
     host = _core.HostDriver(PAGE, GROUPS * max_pages, max_map_count=max_map_count)
     faults = _core.FaultInjectingDriver(host)
     core = _core.KVMemory(
         faults,
         num_groups=GROUPS,
-        page_tokens=PAGE_TOKENS,
-        token_bytes=TOKEN_BYTES,
+        block_tokens=BLOCK_TOKENS,
+        blocks_per_page=blocks_per_page,
+        token_bytes=PAGE // (blocks_per_page * BLOCK_TOKENS),
+        max_seqs=max_seqs,
         num_slots=num_slots,
         max_len=max_len,
-        read_slack=read_slack,
         limit_pages=limit_pages,
         max_pages=max_pages,
-        grow_pages=grow_pages,
         zero_policy=zero_policy,
+        mapper=mapper,
+        **options,
     )
-    return Memory(core, faults)
+    return Memory(core, faults, blocks_per_page)
 
 
 def pss_bytes() -> int:

@@ -106,7 +106,7 @@ def test_a_fork_without_a_page_for_its_copy() -> None:
     with make(pages=2) as cache:
         slot = alloc(cache)
         cache.step({slot: 20})
-        with pytest.raises(OutOfMemoryError, match="needs 1 pages, 0 can be taken"):
+        with pytest.raises(OutOfMemoryError, match="needs 1 pages for its copy, 0 can be had"):
             cache.fork(slot, 18)
         assert cache.fork(slot, 16) == 1
 

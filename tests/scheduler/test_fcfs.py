@@ -133,7 +133,7 @@ def test_the_last_arrival_is_preempted_and_computes_everything_again() -> None:
     assert shape(run(scheduler, memory)) == [("a", 8, 1)]
     assert scheduler.num_preemptions_total == 1
     [victim] = second.sequences
-    assert (victim.status, victim.num_computed, victim.slot) == (SequenceStatus.WAITING, 0, None)
+    assert (victim.status, victim.num_computed, victim.memory_id) == (SequenceStatus.WAITING, 0, None)
     assert victim.num_output == 3
     while victim.num_computed == 0:
         assert run(scheduler, memory) is not None

@@ -6,42 +6,124 @@ often, and the answer "no" is an ordinary one.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from vmserve.attention.base import ContiguousView
     from vmserve.memory.layout import KVLayout
 
-__all__ = ["Growth", "KVMemory", "MemoryPlan", "MemoryStats", "Shortfall"]
+__all__ = [
+    "Attach",
+    "Convert",
+    "Fork",
+    "Growth",
+    "Health",
+    "KVMemory",
+    "MemoryOp",
+    "MemoryPlan",
+    "MemoryStats",
+    "Regime",
+    "Shortfall",
+    "SwapIn",
+    "SwapOut",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """Make the first ``num_tokens`` positions of ``slot`` usable (never shrinks)."""
+class Regime(enum.Enum):
+    """How kernels see a sequence: contiguous in its slot, or through a block table."""
 
-    slot: int
+    VIRTUAL = "virtual"
+    PAGED = "paged"
+
+
+class Health(enum.Enum):
+    """DEGRADED: pages are held back after a refusal that could not be undone yet.
+    FAILED: the device is lost; every further change is refused."""
+
+    HEALTHY = "healthy"
+    DEGRADED = "degraded"
+    FAILED = "failed"
+
+
+class Growth(NamedTuple):
+    """Make the first ``num_tokens`` positions of ``seq`` usable (never shrinks).
+
+    Positions from its length on are written in the coming step. Positions before
+    ``first_token`` are not needed any more: what lies wholly before is given up.
+    """
+
+    seq: int
     num_tokens: int
+    first_token: int = 0
+
+
+class Attach(NamedTuple):
+    """The empty ``seq`` starts with ``num_tokens`` from the prefix cache (<= ``match(seq)``)."""
+
+    seq: int
+    num_tokens: int
+
+
+class Fork(NamedTuple):
+    """The empty ``seq`` starts with the first ``num_tokens`` of ``parent``."""
+
+    seq: int
+    parent: int
+    num_tokens: int
+
+
+class Convert(NamedTuple):
+    """``seq`` is in ``regime`` afterwards; no byte is copied where its blocks fill whole pages."""
+
+    seq: int
+    regime: Regime
+
+
+class SwapOut(NamedTuple):
+    """``seq``'s blocks go to host memory and its pages are given up."""
+
+    seq: int
+
+
+class SwapIn(NamedTuple):
+    """And back, into the regime it had."""
+
+    seq: int
+
+
+MemoryOp = Attach | Fork | Convert | SwapOut | SwapIn
 
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """A plan that does not fit: how many pages it needs, and how many there are to take."""
+    """A plan that does not fit, and what is missing of what.
+
+    ``waiting_pages`` become available when the steps that run are complete.
+    """
 
     needed_pages: int
     available_pages: int
+    waiting_pages: int = 0
+    missing_slots: int = 0
+    missing_swap_blocks: int = 0
 
     @property
     def missing_pages(self) -> int:
-        return self.needed_pages - self.available_pages
+        return max(0, self.needed_pages - self.available_pages)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Growths that fit. Opaque to the scheduler; valid until the next ``apply`` or ``release``."""
+    """What fits. Opaque to the scheduler; valid until memory changes in any way."""
 
     growths: tuple[Growth, ...]
+    ops: tuple[MemoryOp, ...]
     needed_pages: int
     #: The state of the memory that this plan was made for; ``apply`` refuses a stale one.
     version: int
@@ -49,24 +131,56 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """A snapshot. Pages are counted once, however many groups and aliases they have."""
+    """A snapshot. Pages are counted once, however many groups and aliases they have.
+
+    committed = free + used + idle + waiting + held.
+    """
 
     page_bytes: int
     """Bytes of one page over all groups."""
     page_tokens: int
+    block_tokens: int
+    blocks_per_page: int
     limit_pages: int
     committed_pages: int
     free_pages: int
-    """Committed and owned by nobody."""
+    """Committed and nobody's."""
     used_pages: int
-    shared_pages: int
+    """With a block that a sequence references."""
+    idle_pages: int
+    """Evictable: cached blocks, or mapped in a slot beyond its sequence."""
+    waiting_pages: int
+    """Given up, but a running step may still read them."""
+    held_pages: int
+    """In the hands of the mapper or of a repair."""
     quarantined_pages: int
     """Held back after a refusal of the system that could not be undone yet; 0 when healthy."""
+    shared_pages: int
+    split_pages: int
+    """Of the used ones: those whose other blocks can be handed out one by one."""
+    used_blocks: int
+    shared_blocks: int
+    cached_blocks: int
     num_slots: int
     used_slots: int
+    parked_slots: int
+    """Without a sequence, but with pages mapped."""
+    parked_pages: int
+    spare_pages: int
+    """Mapped ahead of live sequences."""
+    num_seqs: int
+    virtual_seqs: int
+    paged_seqs: int
+    swapped_seqs: int
     used_tokens: int
     tail_waste_bytes: int
-    """Bytes in live sequences' last pages beyond their length."""
+    """Bytes in live sequences' pages (virtual) or blocks (paged) beyond their length."""
+    swap_blocks: int
+    swap_capacity_blocks: int
+    memfd_allocated_bytes: int
+    num_mappings: int
+    """Mappings (runs) that the driver holds now; bounded by vm.max_map_count on the host."""
+    pending_repairs: int
     pages_mapped_total: int
     pages_unmapped_total: int
     pages_committed_total: int
@@ -74,11 +188,35 @@ class MemoryStats:
     pages_zeroed_total: int
     map_calls_total: int
     unmap_calls_total: int
+    access_calls_total: int
     arena_map_calls_total: int
+    unhidden_calls_total: int
+    """Driver calls that somebody waited for."""
+    hidden_calls_total: int
+    """Driver calls that the mapper made while steps computed."""
+    mapper_waits_total: int
+    adopted_pages_total: int
+    """Pages that a sequence found mapped in its slot: left there, or mapped ahead."""
+    adopted_slots_total: int
+    forks_total: int
+    cow_blocks_total: int
+    copied_blocks_total: int
+    converted_to_virtual_total: int
+    converted_to_paged_total: int
+    converted_zero_copy_total: int
+    prefix_query_blocks_total: int
+    prefix_hit_blocks_total: int
+    evicted_blocks_total: int
+    published_blocks_total: int
+    compactions_total: int
+    compacted_blocks_total: int
+    swapped_out_blocks_total: int
+    swapped_in_blocks_total: int
+    swap_copy_runs_total: int
     map_seconds_total: float
-    memfd_allocated_bytes: int
-    num_mappings: int
-    """Mappings (runs) that the driver holds now; bounded by vm.max_map_count on the host."""
+    mapper_seconds_total: float
+    """Processor time of the mapper's commands."""
+    mapper_wait_seconds_total: float
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -90,24 +228,58 @@ class KVMemory(Protocol):
     layout: KVLayout
     num_slots: int
     max_len: int
+    limit_pages: int
 
-    def alloc_slot(self, tenant: int = 0) -> int | None:
-        """An empty slot, or None when all are taken."""
+    def open(
+        self,
+        tokens: Sequence[int] = (),
+        *,
+        regime: Regime = Regime.VIRTUAL,
+        tenant: int = 0,
+        salt: bytes = b"",
+    ) -> int | None:
+        """An empty sequence that knows ``tokens``, or None when no more can be open."""
         ...
 
-    def plan(self, growths: Sequence[Growth]) -> MemoryPlan | Shortfall:
-        """Read-only: what the growths would take."""
+    def match(self, seq: int) -> int:
+        """How many tokens of the empty sequence are in the prefix cache (always < its own)."""
         ...
 
-    def apply(self, plan: MemoryPlan) -> None:
-        """Map what the plan needs: all of it, or (on a driver failure) nothing."""
+    def plan(
+        self, growths: Sequence[Growth], ops: Sequence[MemoryOp] = ()
+    ) -> MemoryPlan | Shortfall:
+        """Read-only: what the growths, and the ops before them, would take."""
         ...
 
-    def release(self, slot: int) -> None:
-        """Unmap the slot and drop its references; pages nobody references become free."""
+    def apply(self, plan: MemoryPlan) -> int:
+        """Do what was planned: all of it, or (on a driver failure) nothing. Begins an epoch."""
         ...
 
-    def trim(self, keep_pages: int = 0) -> int:
+    def slots(self, seqs: Sequence[int]) -> NDArray[np.int32]:
+        """The slots of sequences, -1 where they have none: int32 ``[len(seqs)]``."""
+        ...
+
+    def complete(self, epoch: int) -> None:
+        """The step of this epoch, and those before, have computed."""
+        ...
+
+    def abandon(self, epoch: int) -> None:
+        """They are over, but what they wrote is worthless."""
+        ...
+
+    def append_tokens(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
+        """Tokens that became known, one for each sequence: names for the prefix cache."""
+        ...
+
+    def release(self, seq: int) -> None:
+        """The sequence is gone; pages that nobody references can be had again."""
+        ...
+
+    def available_pages(self) -> int:
+        """Pages that growths can get now: free, evictable, or not committed yet."""
+        ...
+
+    def trim(self, keep_pages: int = 0, *, drop_idle: bool = False) -> int:
         """Give free pages above ``keep_pages`` back to the system; returns how many."""
         ...
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
-from vmserve.errors import UnsupportedError
-from vmserve.memory.base import Growth, Shortfall
-from vmserve.memory.virtual import VirtualKVMemory
+from vmserve.errors import OutOfMemoryError, UnsupportedError
+from vmserve.memory.base import Fork, Growth, MemoryPlan, Shortfall
+from vmserve.memory.manager import MemoryManager, MemoryOptions
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -66,14 +67,21 @@ class KVCache:
         self.num_slots = num_slots
         self.max_len = max_len
         self._pages_per_slot = layout.pages_for(max_len + read_slack_tokens)
-        self._slots: set[int] = set()
-        self._memory = VirtualKVMemory(
-            layout,
+        #: Slot -> the sequence in it.
+        self._seqs: dict[int, int] = {}
+        self._tenants: dict[int, int] = {}
+        # Blocks are whole pages: what kernels that take block tables are given.
+        self._memory = MemoryManager(
+            dataclasses.replace(layout, block_tokens=layout.page_tokens),
             num_slots=num_slots,
             max_len=max_len,
             limit_bytes=limit_bytes,
-            read_slack_tokens=read_slack_tokens,
-            zero_pages=zero_pages,
+            options=MemoryOptions(
+                read_slack_tokens=read_slack_tokens,
+                zero_pages=zero_pages,
+                # Other frameworks write positions again (rejected drafts, say).
+                seal_read_only=False,
+            ),
         )
 
     def tensors(
@@ -98,15 +106,50 @@ class KVCache:
 
     def alloc_slot(self, tenant: int = 0) -> int | None:
         """An empty slot, or None when all are taken."""
-        slot = self._memory.alloc_slot(tenant)
+        return self._start(tenant, [])
+
+    def _start(self, tenant: int, forks: list[tuple[int, int]]) -> int | None:
+        """A slot for a new sequence: empty, or a fork of (parent, length)."""
+        seq = self._memory.open(tenant=tenant)
+        if seq is None:
+            return None
+        slot = None
+        try:
+            ops = [Fork(seq, parent, length) for parent, length in forks]
+            plan = self._memory.plan([Growth(seq, 0)], ops)
+            if isinstance(plan, MemoryPlan):
+                self._apply(plan)
+                slot = int(self._memory.slots([seq])[0])
+            elif plan.missing_pages:
+                raise OutOfMemoryError(
+                    f"the fork needs {plan.needed_pages} pages for its copy, "
+                    f"{plan.available_pages} can be had: free a slot or raise the limit"
+                )
+        finally:
+            if slot is None:
+                self._memory.release(seq)
         if slot is not None:
-            self._slots.add(slot)
+            self._seqs[slot] = seq
+            self._tenants[slot] = tenant
         return slot
 
     def free_slot(self, slot: int) -> None:
-        """Unmap the slot; its pages become free where no fork shares them."""
-        self._memory.release(slot)
-        self._slots.discard(slot)
+        """The slot can be had again; its pages, too, where no fork shares them.
+
+        They stay mapped until somebody needs them: the slot's next sequence finds them there.
+        Raises ``ValueError`` for a slot that is not allocated.
+        """
+        self._memory.release(self._seq(slot))
+        del self._seqs[slot]
+
+    def _seq(self, slot: int) -> int:
+        if slot not in self._seqs:
+            raise ValueError(f"slot {slot} is not allocated")
+        return self._seqs[slot]
+
+    def _apply(self, plan: MemoryPlan) -> None:
+        # Kernels on the host are over before the next call comes: epochs end as they begin.
+        self._memory.complete(self._memory.apply(plan))
 
     def step(self, lengths: Mapping[int, int] | Sequence[int]) -> int:
         """Make the first ``length`` positions of every slot usable: how many pages are missing.
@@ -119,18 +162,18 @@ class KVCache:
         :class:`OutOfMemoryError` when the system has less memory than the limit promises.
         """
         pairs = lengths.items() if isinstance(lengths, Mapping) else enumerate(lengths)
-        growths = [Growth(slot, length) for slot, length in pairs if length != 0]
+        growths = [Growth(self._seq(slot), length) for slot, length in pairs if length != 0]
         plan = self._memory.plan(growths)
         if isinstance(plan, Shortfall):
             return plan.missing_pages
-        self._memory.apply(plan)
+        self._apply(plan)
         return 0
 
     def block_tables(self) -> torch.Tensor:
         """Page ids of every slot in order: int32 ``[num_slots, pages_per_slot]``, -1 where none."""
         tables = torch.full((self.num_slots, self._pages_per_slot), -1, dtype=torch.int32)
-        for slot in self._slots:
-            pages = self._memory.block_table(slot)
+        for slot, seq in self._seqs.items():
+            pages = self._memory.blocks(seq)
             tables[slot, : len(pages)] = torch.from_numpy(pages)
         return tables
 
@@ -141,18 +184,15 @@ class KVCache:
         last partial page is copied. None when all slots are taken; raises
         :class:`OutOfMemoryError` when there is no page for the copy.
         """
-        forked = self._memory.fork(slot, length)
-        if forked is not None:
-            self._slots.add(forked)
-        return forked
+        return self._start(self._tenants.get(slot, 0), [(self._seq(slot), length)])
 
     def set_limit(self, limit_bytes: int) -> None:
         """Change the cap of the pool; what is free above it goes back to the system at once."""
         self._memory.set_limit(limit_bytes)
 
     def trim(self, keep_pages: int = 0) -> int:
-        """Give free pages above ``keep_pages`` back to the system; returns how many."""
-        return self._memory.trim(keep_pages)
+        """Give pages that no slot uses, above ``keep_pages``, back to the system; how many."""
+        return self._memory.trim(keep_pages, drop_idle=True)
 
     def stats(self) -> MemoryStats:
         return self._memory.stats()

@@ -50,10 +50,11 @@ class ModelRunner:
         self._backend = backend
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepLogits:
+    def execute(self, plan: StepPlan, slots: list[int]) -> StepLogits:
+        """``slots``: where the plan's sequences lie in the view, in its order."""
         items = plan.scheduled
         batch = RaggedBatch.build(
-            [item.slot for item in items],
+            slots,
             [item.num_past for item in items],
             [item.num_new for item in items],
         )

@@ -13,10 +13,13 @@ __all__ = ["ScheduledSequence", "Scheduler", "StepPlan"]
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """``num_new`` tokens of ``sequence``, from position ``num_past`` on, in slot ``slot``."""
+    """``num_new`` tokens of ``sequence``, from position ``num_past`` on.
+
+    ``memory_id``: the sequence in the KV memory.
+    """
 
     sequence: Sequence
-    slot: int
+    memory_id: int
     num_past: int
     num_new: int
 
@@ -54,7 +57,11 @@ class Scheduler(Protocol):
         ...
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to run."""
+        """The next step, or None when there is nothing to run.
+
+        Raises :class:`~vmserve.errors.OutOfMemoryError` when a sequence that runs alone finds
+        no memory: the pool has lost pages, and waiting brings none.
+        """
         ...
 
     def computed(self, plan: StepPlan) -> None:
@@ -67,6 +74,11 @@ class Scheduler(Protocol):
 
     @property
     def num_running(self) -> int: ...
+
+    @property
+    def running_request_ids(self) -> list[str]:
+        """The requests of the sequences that run, in order of arrival."""
+        ...
 
     @property
     def num_waiting(self) -> int: ...

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from vmserve.memory.base import Growth, KVMemory, MemoryPlan, Shortfall
+from vmserve.errors import OutOfMemoryError
+from vmserve.memory.base import Attach, Growth, KVMemory, MemoryPlan
 from vmserve.scheduler.base import ScheduledSequence, StepPlan
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 
@@ -28,6 +29,8 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     #: Share of the pool that admission leaves free while something runs, as room to decode.
     watermark: float = 0.01
+    #: The widest sliding window of the model's layers; None if a layer sees everything.
+    window: int | None = None
 
 
 class FCFSScheduler:
@@ -46,6 +49,10 @@ class FCFSScheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def running_request_ids(self) -> list[str]:
+        return [sequence.request.request_id for sequence in self._running]
 
     @property
     def num_waiting(self) -> int:
@@ -75,12 +82,27 @@ class FCFSScheduler:
     def schedule(self) -> StepPlan | None:
         preempted_before = self.num_preemptions_total
         plan, memory_plan = self._schedule_running()
-        if self.num_preemptions_total == preempted_before and self._admit(plan):
-            memory_plan = self._memory.plan(_growths(plan))
+        if self.num_preemptions_total == preempted_before:
+            attached = self._admit(plan, memory_plan)
+            if attached is not None:
+                memory_plan = self._plan_with_newcomers(plan, attached)
         if not plan:
             return None
-        assert isinstance(memory_plan, MemoryPlan), "admission let in more than fits"
+        assert memory_plan is not None
         return StepPlan(tuple(plan), memory_plan)
+
+    def _plan_with_newcomers(
+        self, plan: list[ScheduledSequence], attached: list[Attach]
+    ) -> MemoryPlan | None:
+        """Newcomers that do not fit after all (a slot is short, say) wait again, last first."""
+        while plan:
+            answer = self._memory.plan(_growths(plan, self._limits.window), attached)
+            if isinstance(answer, MemoryPlan):
+                return answer
+            newcomer = plan.pop().sequence
+            attached = [op for op in attached if op.seq != newcomer.memory_id]
+            self._back_to_waiting(newcomer)
+        return None
 
     def make_room(self) -> Sequence | None:
         victim = self._preempt_last()
@@ -94,19 +116,20 @@ class FCFSScheduler:
         self._preempt(victim)
         return victim
 
-    def _schedule_running(
-        self,
-    ) -> tuple[list[ScheduledSequence], MemoryPlan | Shortfall | None]:
+    def _schedule_running(self) -> tuple[list[ScheduledSequence], MemoryPlan | None]:
         """Decodes, then prompt chunks; preempts from the back until it fits."""
         while self._running:
             plan = self._share_budget()
-            fits = self._memory.plan(_growths(plan))
-            if not isinstance(fits, Shortfall):
+            fits = self._memory.plan(_growths(plan, self._limits.window))
+            if isinstance(fits, MemoryPlan):
                 return plan, fits
             if self._preempt_last() is None:
-                # One sequence alone always fits: the engine checks at start that the pool
-                # holds the longest sequence, and set_limit keeps it so.
-                raise AssertionError(f"one sequence alone does not fit: {fits}")
+                # The engine checks at start that the pool holds the longest sequence: only pages
+                # that the system does not take back (quarantined) can be what is missing.
+                raise OutOfMemoryError(
+                    f"one sequence alone needs {fits.needed_pages} pages of the KV cache and "
+                    f"{fits.available_pages} can be had: lower --max-model-len or restart"
+                )
         return [], None
 
     def _share_budget(self) -> list[ScheduledSequence]:
@@ -122,59 +145,88 @@ class FCFSScheduler:
             budget -= item.num_new
         return plan
 
-    def _admit(self, plan: list[ScheduledSequence]) -> bool:
-        """Add newcomers to ``plan`` while budget, slots and memory last; says whether any came."""
+    def _admit(
+        self, plan: list[ScheduledSequence], running: MemoryPlan | None
+    ) -> list[Attach] | None:
+        """Add newcomers to ``plan`` while budget, slots and memory last.
+
+        Returns what they take from the prefix cache; None if nobody came.
+        """
         budget = self._limits.max_num_batched_tokens - sum(item.num_new for item in plan)
         if budget == 0 or not self._waiting or self._is_short:
-            return False
+            return None
         num_before = len(plan)
         pages_for = self._memory.layout.pages_for
-        stats = self._memory.stats()
         # What a newcomer may take, once every running sequence has what it is owed.
-        room = stats.limit_pages - stats.used_pages
-        room -= sum(
+        room = self._memory.available_pages() - sum(
             pages_for(seq.num_tokens + 1) - pages_for(seq.num_computed) for seq in self._running
         )
-        watermark = int(self._limits.watermark * stats.limit_pages)
+        watermark = int(self._limits.watermark * self._memory.limit_pages)
+        attached: list[Attach] = []
         while self._waiting and budget > 0 and len(self._running) < self._limits.max_num_seqs:
             sequence = self._waiting[0]
             # One more than is known: the token that this sequence will sample.
             pages = pages_for(sequence.num_tokens + 1)
             if pages + (watermark if self._running else 0) > room:
                 break
-            slot = self._memory.alloc_slot()
-            if slot is None:
+            hit = self._open(sequence)
+            if hit is None:
                 break
+            if hit.num_tokens:
+                attached.append(hit)
             self._waiting.popleft()
-            sequence.slot = slot
             sequence.status = SequenceStatus.RUNNING
             self._running.append(sequence)
             room -= pages
             item = _take(sequence, budget)
             plan.append(item)
             budget -= item.num_new
-        return len(plan) > num_before
+        return attached if len(plan) > num_before else None
+
+    def _open(self, sequence: Sequence) -> Attach | None:
+        """The sequence's place in memory, and what the prefix cache has of it."""
+        request = sequence.request
+        memory_id = self._memory.open(sequence.tokens, salt=request.cache_salt)
+        if memory_id is None:
+            return None
+        sequence.memory_id = memory_id
+        # Whoever asks for the prompt's log-probabilities needs its logits computed.
+        wants_logits = request.params.prompt_logprobs is not None
+        hit = 0 if wants_logits else self._memory.match(memory_id)
+        sequence.num_computed = hit
+        if sequence.num_output == 0:
+            request.metrics.num_cached_tokens = hit
+        return Attach(memory_id, hit)
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._back_to_waiting(sequence)
+        sequence.request.metrics.num_preemptions += 1
+        self.num_preemptions_total += 1
+
+    def _back_to_waiting(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._release(sequence)
         sequence.num_computed = 0
         sequence.status = SequenceStatus.WAITING
-        sequence.request.metrics.num_preemptions += 1
         self._waiting.appendleft(sequence)
-        self.num_preemptions_total += 1
 
     def _release(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
-        self._memory.release(sequence.slot)
-        sequence.slot = None
+        assert sequence.memory_id is not None
+        self._memory.release(sequence.memory_id)
+        sequence.memory_id = None
 
 
 def _take(sequence: Sequence, budget: int) -> ScheduledSequence:
-    assert sequence.slot is not None
+    assert sequence.memory_id is not None
     num_new = min(sequence.num_uncomputed, budget)
-    return ScheduledSequence(sequence, sequence.slot, sequence.num_computed, num_new)
+    return ScheduledSequence(sequence, sequence.memory_id, sequence.num_computed, num_new)
 
 
-def _growths(plan: list[ScheduledSequence]) -> list[Growth]:
-    return [Growth(item.slot, item.num_past + item.num_new) for item in plan]
+def _growths(plan: list[ScheduledSequence], window: int | None) -> list[Growth]:
+    """``window``: how many positions any layer sees; older ones are not needed any more."""
+    if window is None:
+        return [Growth(item.memory_id, item.num_past + item.num_new) for item in plan]
+    return [
+        Growth(item.memory_id, item.num_past + item.num_new, max(0, item.num_past - window + 1))
+        for item in plan
+    ]

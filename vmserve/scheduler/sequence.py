@@ -34,6 +34,8 @@ class Request:
     arrival: int
     metrics: RequestMetrics
     priority: int = 0
+    #: Requests share cached prefixes only with those of the same salt.
+    cache_salt: bytes = b""
     stream: bool = False
     #: EOS and stop ids, which ``min_tokens`` suppresses.
     stop_ids: frozenset[int] = frozenset()
@@ -59,7 +61,8 @@ class Sequence:
     tokens: list[int]
     num_prompt: int
     num_computed: int = 0
-    slot: int | None = None
+    #: The sequence in the KV memory, while it has any.
+    memory_id: int | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     #: Prompt positions whose log-probabilities are already taken; a preempted
     #: sequence computes its prompt again, but must not report it twice.

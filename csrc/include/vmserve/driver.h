@@ -78,7 +78,7 @@ struct Mapping {
   Access access = Access::kNone;
 };
 
-// What an implementation can do beyond the mandatory core.
+// What an implementation can do beyond the mandatory core. What an absent one excludes is misuse.
 struct Capabilities {
   bool unmap = true;          // without it, frames stay where they were mapped: never multi-tenant
   bool read_only = true;      // Access::kRead traps writes; without it, kRead maps writable
@@ -117,7 +117,7 @@ class PageDriver {
   // Post: the range is gone, and every mapping in it.
   virtual void free_reservation(Address addr) = 0;
 
-  // Pre:  the frames do not exist.
+  // Pre:  the frames do not exist, and none is twice in the batch.
   // Post: they exist, are mapped nowhere and read as zero; their memory is really there (or, if
   //       it is not, OutOfMemoryError was thrown and none of the batch exists).
   virtual void create(const std::vector<FrameRun>& runs) = 0;

@@ -41,7 +41,7 @@
 
 #include <cstdint>
 #include <deque>
-#include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -103,10 +103,13 @@ enum class OpKind : std::uint8_t { kAttach, kFork, kConvert, kSwapOut, kSwapIn, 
 //             the prefix cache. Length and sealed become num_tokens
 //   kFork     `seq` is empty, of `other`'s tenant: it gets other's first `num_tokens` (<= length).
 //             Whole pages (virtual) or blocks (paged) are shared, the rest is copied at once
-//             (virtual) or when one of the two writes (paged)
+//             (virtual) or when one of the two writes (paged). Its known tokens become other's
+//             first `num_tokens`; later ones come by append_tokens()
 //   kConvert  `seq` is in the view `view` afterwards
 //   kSwapOut  `seq`'s blocks go to host memory and its pages are given up
 //   kSwapIn   and back, into the view it had
+//             NOTE: copies are made when apply() is called; kernels of epochs that have begun and
+//             are not launched yet must not write what is copied
 //   kGrow     positions up to `num_tokens` can be used; those from the length on are written in the
 //             epoch that this apply begins. Never shrinks. Positions before `first_token` are not
 //             needed any more (sliding window): what lies wholly before it is given up
@@ -202,7 +205,7 @@ class KVMemory {
   void clear_cache();
 
   // Gives free pages above `keep_pages` back to the system, highest ids first; with `drop_idle`
-  // idle ones are evicted for it, oldest first. Returns how many pages went back.
+  // free and idle ones, which are evicted for it, oldest first. Returns how many pages went back.
   std::int64_t trim(std::int64_t keep_pages, bool drop_idle);
 
   // A lower limit gives back what is free or idle above it at once, the rest as sequences end.
@@ -226,6 +229,7 @@ class KVMemory {
   View view(SeqId seq) const;
   bool swapped(SeqId seq) const;
   std::optional<SlotId> slot(SeqId seq) const;
+  std::vector<SlotId> slots(const std::vector<SeqId>& seqs) const;  // kNoSlot where there is none
   std::int32_t block_refs(BlockId block) const;
 
   // Block tables of all sequences, `[max_seqs, blocks_per_row()]`, kept current: block 0 beyond the
@@ -255,7 +259,8 @@ class KVMemory {
     SlotId slot = kNoSlot;
     std::int64_t length = 0;
     std::int64_t sealed = 0;
-    std::int64_t num_trimmed = 0;    // leading blocks given up
+    std::int64_t seal_limit = std::numeric_limits<std::int64_t>::max();  // worthless from here on
+    std::int64_t num_trimmed = 0;                                        // leading blocks given up
     std::int64_t num_published = 0;  // leading blocks offered to the prefix cache
     std::vector<BlockId> blocks;
     bool swapped = false;
@@ -332,6 +337,7 @@ class KVMemory {
       SeqId seq;
       std::int64_t size;
       std::vector<std::int64_t> made_writable;
+      std::vector<std::int64_t> made_read_only;
     };
     explicit Change(PageDriver& driver) : tx(driver) {}
     Transaction tx;
@@ -340,6 +346,7 @@ class KVMemory {
     std::vector<Grown> grown;
     std::vector<SavedSlot> slots;
     std::vector<BlockId> refs;
+    std::vector<BlockId> matched;  // kept while memory is sought
     std::vector<PageId> held;
     std::vector<std::pair<PageId, SeqId>> owners;
     std::vector<SwapId> swap_taken;
@@ -414,6 +421,7 @@ class KVMemory {
   // -- kv_memory_plan.cpp
   void validate(const std::vector<Op>& ops) const;
   std::vector<Op> merged(const std::vector<Op>& ops) const;
+  static bool attaches(const std::vector<Op>& ops);
   Plan assess(const std::vector<Op>& ops, bool& dense) const;
   Demand demand(const std::vector<Op>& ops, bool dense) const;
   void demand_bind(Demand& demand, const Sequence& seq, const std::vector<BlockId>& blocks,
@@ -444,13 +452,16 @@ class KVMemory {
   void grow_paged(Change& change, SeqId id, std::int64_t num_tokens);
   void bind(Change& change, SeqId id, const std::vector<BlockId>& blocks, std::int64_t num_tokens,
             bool own);
-  SlotId choose_slot(const Change& change, const std::vector<BoundPage>& bound, std::int64_t want,
-                     bool pressed) const;
+  SlotId choose_slot(const Change& change, Tenant tenant, const std::vector<BoundPage>& bound,
+                     std::int64_t want, bool pressed) const;
+  bool shows_foreign(PageId page, Tenant tenant) const;
   void hold_matches(Change& change, const std::vector<Op>& ops);
   void take_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound, std::int64_t want);
   Change::SavedSlot& saved(Change& change, SlotId slot);
   bool claim_spare(Change& change, SeqId id, std::int64_t index);
   void make_writable(Change& change, SlotId slot, std::int64_t index);
+  void seal_shared(Change& change, const Sequence& parent, std::int64_t num_tokens);
+  std::vector<AccessRun> access_runs(const Change& change, bool writable) const;
   void add_ref(Change& change, BlockId block);
   void save(Change& change, SeqId id);
   void assign_fresh(Change& change);
@@ -521,6 +532,7 @@ class KVMemory {
   std::vector<Sequence> seqs_;
   std::vector<Slot> slots_;
   LazyArray<BlockId> tables_;
+  std::vector<std::size_t> row_sizes_;
   std::int64_t blocks_per_row_;
   std::vector<Repair> repairs_;
   std::string last_error_;

@@ -1,0 +1,2 @@
+// The misbehaving plugin as C++, which can throw.
+#include "misbehaving.c"

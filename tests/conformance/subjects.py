@@ -1,0 +1,115 @@
+"""The drivers that the conformance suite runs over: one line each in ``_REGISTERED``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tests.conformance import plugins
+from vmserve._core import Capabilities, FaultInjectingDriver, HostDriver, PageDriver, PluginDriver
+
+CAPABILITIES = ("unmap", "read_only", "zeros_backing", "host_memory", "asynchronous")
+NUM_FRAMES = 32
+
+
+def read_on_host(driver: PageDriver, address: int, num_bytes: int) -> bytes:
+    """For drivers whose addresses the host may touch."""
+    driver.fence()
+    return ctypes.string_at(address, num_bytes)
+
+
+def write_on_host(driver: PageDriver, address: int, data: bytes) -> None:
+    driver.fence()
+    ctypes.memmove(address, data, len(data))
+
+
+def read_by_copy(driver: PageDriver, address: int, num_bytes: int) -> bytes:
+    """For devices that only copies reach; takes ``host_memory``."""
+    buffer = driver.alloc_host(num_bytes)
+    driver.copy([(buffer, address, num_bytes)])
+    data = read_on_host(driver, buffer, num_bytes)
+    driver.free_host(buffer)
+    return data
+
+
+def write_by_copy(driver: PageDriver, address: int, data: bytes) -> None:
+    buffer = driver.alloc_host(len(data))
+    ctypes.memmove(buffer, data, len(data))
+    driver.copy([(address, buffer, len(data))])
+    driver.fence()
+    driver.free_host(buffer)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A driver, how to make it and how to see its memory.
+
+    ``make(frame_bytes, num_frames)`` gives a fresh one. ``capabilities`` is what it must report.
+    ``traps``: what the host touches at an unmapped address is a fault; only where the host
+    may touch the addresses at all. ``rebuild``: an expression that gives this subject again in
+    another process, where everything in this module is known.
+    """
+
+    name: str
+    make: Callable[[int, int], PageDriver]
+    capabilities: frozenset[str]
+    frame_bytes: int = 4096
+    read: Callable[[PageDriver, int, int], bytes] = read_on_host
+    write: Callable[[PageDriver, int, bytes], None] = write_on_host
+    traps: bool = True
+    rebuild: str = ""
+
+    @property
+    def features(self) -> frozenset[str]:
+        return self.capabilities | ({"traps"} if self.traps else set())
+
+
+def _sample(frame_bytes: int, num_frames: int, **options: str) -> PageDriver:
+    return PluginDriver(str(plugins.sample()), frame_bytes, num_frames, options=options)
+
+
+def _lean(frame_bytes: int, num_frames: int) -> PageDriver:
+    return _sample(frame_bytes, num_frames, host_memory="off")
+
+
+def _uvm(frame_bytes: int, num_frames: int) -> PageDriver:
+    options = {"ioctl_library": str(plugins.simulated_uvm())}
+    return PluginDriver(str(plugins.uvm_small_pages()), frame_bytes, num_frames, options=options)
+
+
+_ON_HOST = frozenset({"unmap", "read_only", "zeros_backing", "host_memory"})
+
+_REGISTERED = (
+    Subject("host", HostDriver, _ON_HOST),
+    Subject("faults", lambda size, n: FaultInjectingDriver(HostDriver(size, n)), _ON_HOST),
+    Subject("sample", _sample, _ON_HOST),
+    Subject("lean", _lean, _ON_HOST - {"host_memory"}, frame_bytes=8192),
+    Subject("uvm", _uvm, frozenset({"host_memory", "asynchronous"}), frame_bytes=1 << 16),
+)
+
+
+def registered() -> dict[str, Subject]:
+    return {subject.name: subject for subject in _REGISTERED}
+
+
+def reported(capabilities: Capabilities) -> frozenset[str]:
+    return frozenset(name for name in CAPABILITIES if getattr(capabilities, name))
+
+
+def plugin(path: str, frame_bytes: int, by_copy: bool, options: Mapping[str, str]) -> Subject:
+    """The subject of ``--driver-plugin``: it may have any capabilities."""
+
+    def make(size: int, num_frames: int) -> PageDriver:
+        return PluginDriver(path, size, num_frames, options=options)
+
+    return Subject(
+        "plugin",
+        make,
+        reported(make(frame_bytes, NUM_FRAMES).capabilities),
+        frame_bytes=frame_bytes,
+        read=read_by_copy if by_copy else read_on_host,
+        write=write_by_copy if by_copy else write_on_host,
+        traps=not by_copy,
+        rebuild=f"plugin({path!r}, {frame_bytes}, {by_copy}, {dict(options)!r})",
+    )

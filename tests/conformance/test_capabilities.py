@@ -1,0 +1,336 @@
+"""What a page driver does beyond the core, gated by the capabilities that it reports."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+
+import pytest
+
+from tests.conformance.conftest import Bench
+from tests.conformance.gates import lacks, needs
+from tests.conformance.subjects import Subject
+from tests.memory.support import run_python
+from vmserve._core import Access, Backing
+
+RW, RO, NONE = Access.READ_WRITE, Access.READ, Access.NONE
+
+
+@needs("unmap")
+def test_unmapping_one_alias_keeps_the_other(bench: Bench) -> None:
+    size, driver = bench.size, bench.driver
+    base = bench.reserve(2)
+    driver.create([(0, 1)])
+    driver.map([(base, 0, 1, RW), (base + size, 0, 1, RW)])
+    bench.write(base, b"kept")
+    driver.unmap([(base, size)])
+    assert bench.frames(base, 2) == [-1, 0]
+    assert bench.read(base + size, 4) == b"kept"
+    driver.map([(base, 0, 1, RO)])
+    assert bench.read(base, 4) == b"kept"
+
+
+@needs("unmap")
+def test_unmapped_addresses_take_other_frames(bench: Bench) -> None:
+    base, size = bench.mapped(4), bench.size
+    bench.write(base + size, b"x" * 2 * size)
+    bench.driver.unmap([(base + size, 2 * size)])
+    assert bench.frames(base, 4) == [0, -1, -1, 3]
+    bench.driver.destroy([(1, 2)])
+    bench.driver.create([(1, 1), (9, 1)])
+    bench.driver.map([(base + size, 9, 1, RW), (base + 2 * size, 1, 1, RW)])
+    assert bench.frames(base, 4) == [0, 9, 1, 3]
+    assert bench.read(base + size, 2 * size) == bytes(2 * size)
+
+
+@needs("unmap")
+def test_one_unmap_covers_several_mappings(bench: Bench) -> None:
+    base, size = bench.reserve(6), bench.size
+    bench.driver.create([(0, 6)])
+    bench.driver.map([(base + i * size, 5 - i, 1, RO if i % 2 else RW) for i in range(6)])
+    bench.driver.unmap([(base + size, 4 * size)])
+    assert bench.frames(base, 6) == [5, -1, -1, -1, -1, 0]
+    assert bench.driver.stats().mapped_frames == 2
+
+
+@needs("unmap")
+@pytest.mark.parametrize(
+    ("start", "length"),
+    [(2, 1), (1, 2), (0, 0), (0, 0.5), (0.5, 1), (0, 9), (8, 1)],
+    ids=["unmapped", "partly", "empty", "half", "astride", "beyond", "outside"],
+)
+def test_a_wrong_unmap_stops_the_batch_there(bench: Bench, start: float, length: float) -> None:
+    size = bench.size
+    base = bench.reserve(8)
+    bench.driver.create([(0, 5)])
+    bench.driver.map([(base, 0, 2, RW), (base + 4 * size, 2, 3, RW)])
+    run = (base + int(start * size), int(length * size))
+    bench.refuses(lambda: bench.driver.unmap([run]))
+    runs = [(base + 4 * size, size), run, (base + 5 * size, size)]
+    bench.refuses(lambda: bench.driver.unmap(runs), completed=1)
+    assert bench.frames(base, 8) == [0, 1, -1, -1, -1, 3, 4, -1]
+
+
+@needs("unmap")
+def test_mappings_are_counted_back_to_where_they_were(bench: Bench) -> None:
+    base, size = bench.reserve(16), bench.size
+    empty = bench.driver.stats().num_mappings
+    bench.driver.create([(0, 8)])
+    bench.driver.map([(base + 2 * i * size, i, 1, RW) for i in range(8)])
+    assert bench.driver.stats().num_mappings > empty
+    bench.driver.unmap([(base + 2 * i * size, size) for i in range(8)])
+    assert bench.driver.stats().num_mappings == empty
+
+
+@lacks("unmap")
+def test_without_unmap_only_freeing_the_reservation_unmaps(bench: Bench) -> None:
+    assert not bench.driver.capabilities.unmap
+    base, size = bench.mapped(2), bench.size
+    bench.refuses(lambda: bench.driver.unmap([(base, size)]))
+    bench.refuses(lambda: bench.driver.unmap([]))
+    bench.refuses(lambda: bench.driver.destroy([(0, 1)]))
+    bench.refuses(lambda: bench.driver.map([(base, 1, 1, RW)]))
+    assert bench.frames(base, 2) == [0, 1]
+    bench.driver.free_reservation(base)
+    bench.driver.destroy([(0, 2)])
+    assert bench.driver.stats().created_frames == 0
+
+
+@needs("read_only")
+def test_work_does_not_write_to_read_only_addresses(bench: Bench) -> None:
+    base, size = bench.mapped(2), bench.size
+    bench.write(base, b"kept")
+    bench.driver.set_access([(base, size, RO)])
+    bench.refuses(lambda: bench.driver.zero([(base, 4)]))
+    bench.refuses(lambda: bench.driver.copy([(base, base + size, 4)]))
+    bench.refuses(lambda: bench.driver.zero([(base + size - 4, 8)]))
+    bench.driver.copy([(base + size, base, 4)])
+    assert bench.read(base, 4) + bench.read(base + size, 4) == b"keptkept"
+
+
+@lacks("read_only")
+def test_without_read_only_such_addresses_can_still_be_read(bench: Bench) -> None:
+    base, size = bench.mapped(2), bench.size
+    bench.write(base, b"data")
+    bench.driver.set_access([(base, size, RO)])
+    assert bench.driver.query(base) == (0, RO)
+    assert bench.read(base, 4) == b"data"
+
+
+@needs("zeros_backing")
+def test_a_backing_of_zeros_reads_as_zero(bench: Bench) -> None:
+    base, size = bench.reserve(4, Backing.ZEROS), bench.size
+    bench.driver.create([(0, 1)])
+    bench.driver.map([(base + size, 0, 1, RW)])
+    bench.write(base + size, b"data")
+    assert bench.subject.read(bench.driver, base + size - 4, 8) == bytes(4) + b"data"
+    assert bench.subject.read(bench.driver, base + 2 * size, 2 * size) == bytes(2 * size)
+    bench.refuses(lambda: bench.driver.zero([(base, 4)]))
+
+
+@needs("zeros_backing", "unmap")
+def test_zeros_come_back_when_the_frame_goes(bench: Bench) -> None:
+    base, size = bench.reserve(1, Backing.ZEROS), bench.size
+    bench.driver.create([(0, 1)])
+    for _ in range(2):
+        bench.driver.map([(base, 0, 1, RW)])
+        bench.write(base, b"data")
+        bench.driver.unmap([(base, size)])
+        assert bench.read(base, size) == bytes(size)
+
+
+@lacks("zeros_backing")
+def test_without_zeros_backing_it_is_refused(bench: Bench) -> None:
+    bench.refuses(lambda: bench.reserve(1, Backing.ZEROS))
+
+
+@needs("host_memory")
+def test_data_goes_out_to_host_memory_and_comes_back(bench: Bench) -> None:
+    base, size, driver = bench.mapped(3), bench.size, bench.driver
+    data = bytes(i % 251 for i in range(size))
+    bench.write(base, data)
+    host = driver.alloc_host(2 * size)
+    driver.copy([(host + size, base, size)])
+    driver.zero([(base, size)])
+    driver.copy([(base + size, host + size, size), (base + 2 * size, host + size + 1, 7)])
+    assert bench.read(base, size) == bytes(size)
+    assert bench.read(base + size, size) == data
+    assert bench.read(base + 2 * size, 8) == data[1:8] + b"\0"
+    driver.free_host(host)
+
+
+@needs("host_memory")
+def test_host_memory_ends_where_it_ends(bench: Bench) -> None:
+    base, size, driver = bench.mapped(2), bench.size, bench.driver
+    host = driver.alloc_host(size)
+    far = host + size - 4
+    bench.refuses(lambda: driver.copy([(far, base, 8)]))
+    bench.refuses(lambda: driver.copy([(base, host, 4), (base, far, 8)]), completed=1)
+    bench.refuses(lambda: driver.copy([(base, host - 4, 8)]))
+    driver.fence()
+    driver.free_host(host)
+    bench.refuses(lambda: driver.copy([(base, host, 4)]))
+    bench.refuses(lambda: driver.free_host(host))
+    bench.refuses(lambda: driver.free_host(base))
+    bench.refuses(lambda: driver.alloc_host(0))
+
+
+@needs("host_memory")
+def test_pieces_of_host_memory_are_disjoint(bench: Bench) -> None:
+    sizes = [1, 100, bench.size, 3 * bench.size]
+    hosts = [bench.driver.alloc_host(n) for n in sizes]
+    ranges = sorted((host, host + n) for host, n in zip(hosts, sizes, strict=True))
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(ranges))
+    for host in hosts:
+        bench.driver.free_host(host)
+
+
+@lacks("host_memory")
+def test_without_host_memory_it_is_refused(bench: Bench) -> None:
+    bench.refuses(lambda: bench.driver.alloc_host(4096))
+    bench.refuses(lambda: bench.driver.free_host(4096))
+
+
+@needs("asynchronous")
+def test_marks_are_reached_in_their_order(bench: Bench) -> None:
+    base, driver, size = bench.mapped(2), bench.driver, bench.size
+    marks = []
+    for _ in range(50):
+        driver.copy([(base, base + size, size)])
+        marks.append(driver.mark())
+        # Asked from the last one on: what is reached must stay so, and so must all before it.
+        reached = [driver.reached(mark) for mark in reversed(marks)]
+        assert reached == sorted(reached)
+    driver.fence()
+    assert all(driver.reached(mark) for mark in marks)
+
+
+@lacks("asynchronous")
+def test_without_asynchrony_work_is_done_when_its_call_returns(bench: Bench) -> None:
+    base, driver = bench.mapped(2), bench.driver
+    for _ in range(5):
+        driver.copy([(base, base + bench.size, bench.size)])
+        assert driver.reached(driver.mark())
+
+
+# In a process of its own: forks that touch one address each, and what became of them.
+TOUCH = """
+import ctypes, faulthandler, json, os
+from tests.conformance.subjects import *
+from vmserve._core import Access, Backing
+faulthandler.disable()
+subject = {rebuild}
+size = subject.frame_bytes
+driver = subject.make(size, NUM_FRAMES)
+base = driver.reserve(4 * size, Backing.TRAP)
+driver.create([(0, 2)])
+driver.map([(base, 0, 1, Access.READ_WRITE), (base + size, 1, 1, Access.READ)])
+driver.zero([(base, size)])
+driver.fence()
+
+def read(address):
+    return lambda: ctypes.string_at(address, 1)
+
+def write(address):
+    return lambda: ctypes.memset(address, 1, 1)
+
+def outcome(touch):
+    child = os.fork()
+    if child == 0:
+        touch()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+results = {{"read": 0, "write": 0}}
+if subject.traps:
+    results = {{"read": outcome(read(base)), "write": outcome(write(base))}}
+{steps}
+print(json.dumps(results))
+"""
+
+
+def touched(subject: Subject, steps: str) -> dict[str, int]:
+    rebuild = subject.rebuild or f"registered()[{subject.name!r}]"
+    result = run_python(TOUCH.format(rebuild=rebuild, steps=steps))
+    assert result.returncode == 0, result.stderr
+    outcomes: dict[str, int] = json.loads(result.stdout)
+    assert (outcomes.pop("read"), outcomes.pop("write")) == (0, 0)
+    return outcomes
+
+
+@needs("traps")
+def test_what_is_not_mapped_traps(subject: Subject) -> None:
+    steps = """
+results["read of a gap"] = outcome(read(base + 2 * size))
+results["write to a gap"] = outcome(write(base + 4 * size - 1))
+results["read of read-only"] = outcome(read(base + size))
+driver.free_reservation(base)
+results["read of what was freed"] = outcome(read(base))
+"""
+    assert touched(subject, steps) == {
+        "read of a gap": -signal.SIGSEGV,
+        "write to a gap": -signal.SIGSEGV,
+        "read of read-only": 0,
+        "read of what was freed": -signal.SIGSEGV,
+    }
+
+
+@needs("traps", "read_only", "unmap")
+def test_writes_to_read_only_and_unmapped_addresses_trap(subject: Subject) -> None:
+    steps = """
+results["write to read-only"] = outcome(write(base + size))
+driver.set_access([(base + size, size, Access.READ_WRITE)])
+results["write after set_access"] = outcome(write(base + size))
+driver.set_access([(base, size, Access.READ)])
+results["write after its withdrawal"] = outcome(write(base))
+driver.unmap([(base, size)])
+results["read after unmap"] = outcome(read(base))
+"""
+    assert touched(subject, steps) == {
+        "write to read-only": -signal.SIGSEGV,
+        "write after set_access": 0,
+        "write after its withdrawal": -signal.SIGSEGV,
+        "read after unmap": -signal.SIGSEGV,
+    }
+
+
+@needs("traps", "zeros_backing")
+def test_writes_to_a_backing_of_zeros_trap(subject: Subject) -> None:
+    steps = """
+zeros = driver.reserve(size, Backing.ZEROS)
+results["read"], results["write"] = outcome(read(base)), outcome(write(base))
+results["read of zeros"] = outcome(read(zeros))
+results["write to zeros"] = outcome(write(zeros))
+"""
+    assert touched(subject, steps) == {"read of zeros": 0, "write to zeros": -signal.SIGSEGV}
+
+
+def test_calls_in_a_fork_are_refused(subject: Subject) -> None:
+    steps = """
+def refused():
+    calls = [
+        lambda: driver.reserve(size, Backing.TRAP),
+        lambda: driver.create([(5, 1)]),
+        lambda: driver.destroy([(0, 1)]),
+        lambda: driver.map([(base + 2 * size, 0, 1, Access.READ_WRITE)]),
+        lambda: driver.set_access([(base, size, Access.READ)]),
+        lambda: driver.zero([(base, size)]),
+        lambda: driver.copy([(base, base + size, size)]),
+        lambda: driver.free_reservation(base),
+        driver.fence,
+    ]
+    for number, call in enumerate(calls):
+        try:
+            call()
+        except ValueError as error:
+            assert "spawn" in str(error), error
+        else:
+            os._exit(100 + number)
+
+results["refused"] = outcome(refused)
+results["dropped"] = outcome(lambda: globals().pop("driver"))
+driver.map([(base + 2 * size, 0, 1, Access.READ_WRITE)])
+results["mapped"] = driver.stats().mapped_frames
+"""
+    assert touched(subject, steps) == {"refused": 0, "dropped": 0, "mapped": 3}

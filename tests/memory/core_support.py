@@ -1,0 +1,480 @@
+"""The memory core and its model side by side: every call is checked, every byte read back.
+
+Small shapes: 2 groups, pages of one granule (4 KiB), so that a token has 4096 / page_tokens bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.memory.model import (
+    NO_BLOCK,
+    Kind,
+    Model,
+    Observation,
+    Op,
+    PlanSeen,
+    Seen,
+    Shape,
+    Write,
+    readable_values,
+)
+from vmserve import _core
+from vmserve._core import MapperMode, OpKind, View, ZeroPolicy
+from vmserve.errors import DriverError, OutOfMemoryError
+
+PAGE = 4096
+GROUPS = 2
+
+KINDS = {
+    Kind.ATTACH: OpKind.ATTACH,
+    Kind.FORK: OpKind.FORK,
+    Kind.CONVERT: OpKind.CONVERT,
+    Kind.SWAP_OUT: OpKind.SWAP_OUT,
+    Kind.SWAP_IN: OpKind.SWAP_IN,
+    Kind.GROW: OpKind.GROW,
+}
+REFUSALS = (DriverError, OutOfMemoryError)
+
+
+def as_view(paged: bool) -> View:
+    return View.PAGED if paged else View.VIRTUAL
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a memory is built with; `shape` is what the model knows of it."""
+
+    shape: Shape
+    limit_pages: int
+    grow_pages: int = 1
+    zero_policy: ZeroPolicy = ZeroPolicy.TENANT
+    deferred_reclamation: bool = True
+    seal_read_only: bool = True
+    mapper: MapperMode = MapperMode.OFF
+    lookahead_tokens: int = 0
+    eager_slots: int = 0
+    eager_pages: int = 0
+    shadow: bool = False
+
+
+@dataclass
+class Fault:
+    """The call-th call of the driver fails, once or with every later one."""
+
+    call: int
+    forever: bool = False
+
+
+@dataclass
+class Rig:
+    options: Options
+    core: Any = field(init=False)
+    faults: _core.FaultInjectingDriver = field(init=False)
+    model: Model = field(init=False)
+    values: dict[int, NDArray[np.uint8]] = field(default_factory=dict)  # [groups, max_len]
+
+    def __post_init__(self) -> None:
+        options, shape = self.options, self.options.shape
+        host = _core.HostDriver(PAGE, GROUPS * shape.max_pages)
+        self.faults = _core.FaultInjectingDriver(host)
+        self.core = _core.KVMemory(
+            self.faults,
+            num_groups=GROUPS,
+            block_tokens=shape.block_tokens,
+            blocks_per_page=shape.blocks_per_page,
+            token_bytes=PAGE // shape.page_tokens,
+            max_seqs=shape.max_seqs,
+            num_slots=shape.num_slots,
+            max_len=shape.max_len,
+            read_slack=shape.read_slack,
+            limit_pages=options.limit_pages,
+            max_pages=shape.max_pages,
+            grow_pages=options.grow_pages,
+            zero_policy=options.zero_policy,
+            prefix_caching=shape.prefix_caching,
+            null_page=shape.null_page,
+            deferred_reclamation=options.deferred_reclamation,
+            seal_read_only=options.seal_read_only,
+            swap_blocks=shape.swap_blocks,
+            mapper=options.mapper,
+            lookahead_tokens=options.lookahead_tokens,
+            eager_slots=options.eager_slots,
+            eager_pages=options.eager_pages,
+        )
+        self.model = Model(shape, options.limit_pages)
+        if options.shadow:
+            self.core.shadow_buffer(0)
+
+    # -- looking
+
+    def observe(self) -> Observation:
+        core = self.core
+        seqs = {seq: self._see(seq) for seq in self.model.seqs}
+        listed = {b for seen in seqs.values() for b in seen.blocks if b != NO_BLOCK}
+        slots = range(self.options.shape.num_slots)
+        stats = core.stats()
+        return Observation(
+            seqs=seqs,
+            slots={slot: tuple(int(p) for p in core.slot_pages(slot)) for slot in slots},
+            refs={block: int(core.block_refs(block)) for block in sorted(listed)},
+            begun=core.begun_epoch,
+            completed=core.completed_epoch,
+            evictions=stats.evicted_blocks_total,
+            packings=stats.compactions_total,
+        )
+
+    def _see(self, seq: int) -> Seen:
+        core = self.core
+        swapped = core.swapped(seq)
+        blocks = () if swapped else tuple(int(block) for block in core.blocks(seq))
+        row = core.block_tables[seq]
+        expected = [max(block, 0) for block in blocks]
+        assert row[: len(blocks)].tolist() == expected, f"block table of {seq}: {row}, {blocks}"
+        assert not row[len(blocks) :].any(), f"block table of {seq} goes on: {row}, {blocks}"
+        return Seen(
+            blocks=blocks,
+            length=core.length(seq),
+            sealed=core.sealed(seq),
+            paged=core.view(seq) is View.PAGED,
+            swapped=swapped,
+            slot=core.slot(seq),
+        )
+
+    def arena(self, group: int) -> NDArray[np.uint8]:
+        """uint8 ``[blocks, block_tokens, token_bytes]``; only what is mapped may be touched."""
+        shape = self.options.shape
+        buffer: NDArray[np.uint8] = self.core.arena_buffer(group)
+        return buffer.reshape(-1, shape.block_tokens, PAGE // shape.page_tokens)
+
+    def slot(self, slot: int, group: int) -> NDArray[np.uint8]:
+        """uint8 ``[tokens, token_bytes]``; only what is mapped may be touched."""
+        row: NDArray[np.uint8] = self.core.slots_buffer(group)[slot]
+        return row.reshape(-1, PAGE // self.options.shape.page_tokens)
+
+    def is_mapped(self, address: int) -> bool:
+        return self.faults.query(address)[0] >= 0
+
+    # -- doing
+
+    def open(
+        self,
+        tenant: int = 0,
+        *,
+        paged: bool = False,
+        salt: bytes = b"",
+        stream: Sequence[int] = (),
+        known: int = 0,
+        private: bool = False,
+    ) -> int | None:
+        """A sequence whose tokens are `stream`; the memory is told the first `known`."""
+        max_len = self.options.shape.max_len
+        tokens = [*stream, *[1] * (max_len - len(stream))]
+        told = [] if private else tokens[:known]
+        seq: int | None = self.core.open(tenant=tenant, view=as_view(paged), salt=salt, tokens=told)
+        self.model.open(
+            seq,
+            tenant=tenant,
+            paged=paged,
+            salt=salt,
+            stream=tokens,
+            known=len(told),
+            private=private,
+        )
+        if seq is not None:
+            self.values.pop(seq, None)
+            self.model.opened(self.observe())
+        return seq
+
+    def match(self, seq: int) -> int:
+        matched = int(self.core.match(seq))
+        self.model.check_match(seq, matched)
+        return matched
+
+    def plan(self, ops: Sequence[Op]) -> Any:
+        stats = self.core.stats()
+        plan = self.core.plan([self._as_tuple(op) for op in ops])
+        self.quiet()
+        self.model.check_plan(
+            ops,
+            PlanSeen(plan.needed_pages, plan.available_pages, plan.missing_slots, plan.fits),
+            held=stats.held_pages + stats.quarantined_pages,
+        )
+        return plan
+
+    def _as_tuple(self, op: Op) -> tuple[OpKind, int, int, int, int, View]:
+        view = as_view(op.paged)
+        return (KINDS[op.kind], op.seq, op.num_tokens, op.first_token, op.other, view)
+
+    def step(self, ops: Sequence[Op], fault: Fault | None = None) -> bool:
+        """Plans, applies, and writes what the epoch is to write. False: it did not fit, or the
+        driver refused; then nothing changed."""
+        if not (plan := self.plan(ops)).fits:
+            return False
+        before, lengths = self.model.seen, {s: m.length for s, m in self.model.seqs.items()}
+        committed = self.core.stats().committed_pages
+        epoch = self.under(
+            fault, lambda: self.core.apply([self._as_tuple(op) for op in ops], plan.version)
+        )
+        if epoch is None:
+            return False
+        writes = self.model.apply(ops, epoch, self.observe())
+        for op in ops:
+            if op.kind is Kind.FORK:
+                self.values.pop(op.seq, None)  # it has its parent's contents
+        committed = max(committed, self.model.limit_pages)
+        assert self.core.stats().committed_pages <= committed
+        self.check_handed_out(before, {op.seq: lengths[op.seq] for op in ops})
+        for write in writes:
+            self.write(write)
+        return True
+
+    def under(self, fault: Fault | None, call: Callable[[], Any]) -> Any:
+        """The call's result; None if the injected fault made it fail, having changed nothing."""
+        if fault is None:
+            return call()
+        self.faults.arm(fault.call, forever=fault.forever)
+        try:
+            return call()
+        except REFUSALS:
+            self.faults.disarm()
+            self.model.failed(self.observe())
+            return None
+        finally:
+            self.faults.disarm()
+
+    def release(self, seq: int, fault: Fault | None = None) -> None:
+        if fault is not None:
+            self.faults.arm(fault.call, forever=fault.forever)
+        self.core.release(seq)
+        self.faults.disarm()
+        self.values.pop(seq, None)
+        self.model.release(seq, self.observe)
+
+    def append(self, seqs: Sequence[int]) -> None:
+        self.core.append_tokens(list(seqs), [self.model.append_token(seq) for seq in seqs])
+
+    def complete(self, epoch: int) -> None:
+        self.core.complete(epoch)
+        self.model.complete(epoch, self.observe())
+
+    def abandon(self, epoch: int) -> None:
+        self.core.abandon_epoch(epoch)
+        self.model.abandon(epoch, self.observe())
+
+    def launch(self, epoch: int) -> None:
+        """The host's driver has done its work when it returns; the next call finds out."""
+        self.core.launched(epoch)
+        self.core.stats()
+        self.model.complete(epoch, self.observe())
+
+    def clear_cache(self) -> None:
+        self.core.clear_cache()
+        self.model.clear_cache()
+        self.quiet()
+
+    def set_limit(self, limit: int, fault: Fault | None = None) -> None:
+        self.model.limit_pages = limit  # it holds even if giving back fails
+        self.under(fault, lambda: self.core.set_limit(limit))
+        self.quiet()
+
+    def trim(self, keep: int, *, drop_idle: bool, fault: Fault | None = None) -> int | None:
+        before = self.core.stats().committed_pages
+        given_back: int | None = self.under(fault, lambda: self.core.trim(keep, drop_idle))
+        if given_back is not None and fault is None:
+            assert before - self.core.stats().committed_pages == given_back
+        self.quiet()
+        return given_back
+
+    def compact(self, fault: Fault | None = None) -> None:
+        used = self.core.stats().used_pages
+        if (emptied := self.under(fault, self.core.compact)) is None:
+            return
+        self.model.compact(self.observe())
+        assert self.core.stats().used_pages <= used
+        assert emptied >= 0
+
+    def quiet(self) -> None:
+        self.model.quiet(self.observe())
+
+    # -- contents
+
+    def expected(self, seq: int) -> NDArray[np.uint8]:
+        if seq not in self.values:
+            model = self.model.seqs[seq]
+            rows = [model.values(group) for group in range(GROUPS)]
+            self.values[seq] = np.array(rows, np.uint8)
+        return self.values[seq]
+
+    def write(self, write: Write) -> None:
+        """As a kernel of the step does: through the sequence's view, nothing but its positions."""
+        seen, shape = self.model.seen.seqs[write.seq], self.options.shape
+        positions = np.arange(write.start, write.stop)
+        for group in range(GROUPS):
+            values = self.expected(write.seq)[group, positions, None]
+            if seen.slot is not None:
+                self.slot(seen.slot, group)[positions] = values
+            else:
+                blocks = np.array(seen.blocks)[positions // shape.block_tokens]
+                self.arena(group)[blocks, positions % shape.block_tokens] = values
+
+    def check_contents(self) -> None:
+        """Every sequence reads back what it wrote or took over, in every view that it has."""
+        block_tokens = self.options.shape.block_tokens
+        for seq, model in self.model.seqs.items():
+            seen = self.model.seen.seqs[seq]
+            if model.swapped or model.length == 0:
+                continue
+            positions = np.arange(model.first, model.length)
+            table = np.array(seen.blocks)[positions // block_tokens]
+            positions = positions[table != NO_BLOCK]
+            table = table[table != NO_BLOCK]
+            for group in range(GROUPS):
+                values = self.expected(seq)[group, positions, None]
+                found = self.arena(group)[table, positions % block_tokens]
+                assert (found == values).all(), self._difference(seq, "arena", found, values)
+                if seen.slot is not None:
+                    found = self.slot(seen.slot, group)[positions]
+                    assert (found == values).all(), self._difference(seq, "slot", found, values)
+        if self.options.shadow:
+            self._check_shadow()
+
+    def _check_shadow(self) -> None:
+        """It shows what the slots show, and zeros where they show nothing."""
+        for group in range(GROUPS):
+            shadow = self.core.shadow_buffer(group)
+            slots = self.core.slots_buffer(group)
+            for slot in range(self.options.shape.num_slots):
+                for start in range(0, slots.shape[1], PAGE):
+                    page, shown = slots[slot, start : start + PAGE], shadow[slot, start:][:PAGE]
+                    if self.is_mapped(page.ctypes.data):
+                        assert (shown == page).all(), f"the shadow of slot {slot} is not its own"
+                    else:
+                        assert not shown.any(), f"the shadow of slot {slot} shows what is gone"
+
+    def _difference(
+        self, seq: int, where: str, found: NDArray[np.uint8], values: NDArray[np.uint8]
+    ) -> str:
+        bad = int((found != values).any(axis=1).argmax())
+        return (
+            f"sequence {seq} reads {set(found[bad].tolist())} for {int(values[bad, 0])} in the"
+            f" {where}, at the {bad}th position that it needs; {self.model.seqs[seq]}"
+        )
+
+    def check_handed_out(self, before: Observation, lengths: dict[int, int]) -> None:
+        """What is new in the tables and not written yet: no other tenant's bytes."""
+        shape, policy = self.options.shape, self.options.zero_policy
+        model_begun = self.model.begun
+        if policy is ZeroPolicy.NEVER:
+            return
+        used = {block // shape.blocks_per_page for block in before.refs}
+        for seq, length in lengths.items():
+            old = before.seqs[seq].blocks
+            for index, block in enumerate(self.model.seen.seqs[seq].blocks):
+                if block == NO_BLOCK or block in old:
+                    continue
+                model = self.model.seqs[seq]
+                inherited = max(
+                    [length, model.sealed]
+                    + [w.stop for w in model.writes if not w.own or w.epoch < model_begun]
+                )
+                fresh = (
+                    policy is ZeroPolicy.ALWAYS
+                    and index * shape.block_tokens >= inherited
+                    and block // shape.blocks_per_page not in used
+                )
+                allowed = {0} if fresh else set(readable_values(model.tenant))
+                self._check_block(block, allowed, f"block {block}, new to sequence {seq}")
+
+    def _check_block(self, block: int, allowed: Iterable[int], what: str) -> None:
+        ok = np.zeros(256, bool)
+        ok[list(allowed)] = True
+        for group in range(GROUPS):
+            found = self.arena(group)[block]
+            assert ok[found].all(), f"{what}, holds {set(found[~ok[found]].tolist())}"
+
+    def check_isolation(self) -> None:
+        """No sequence reads a foreign byte in its pages, through the arena and its slot."""
+        shape = self.options.shape
+        for seq, model in self.model.seqs.items():
+            seen, allowed = self.model.seen.seqs[seq], readable_values(model.tenant)
+            for block in seen.blocks:
+                if block != NO_BLOCK:
+                    self._check_block(block, allowed, f"block {block} of sequence {seq}")
+            if seen.slot is not None:
+                owned = len(seen.blocks) // shape.blocks_per_page
+                self._check_slot(seen.slot, allowed, owned, shape.page_tokens)
+        if shape.null_page:
+            for block in range(shape.blocks_per_page):
+                self._check_block(block, (0,), "the null page")
+
+    def _check_slot(
+        self, slot: int, allowed: Iterable[int], num_pages: int, page_tokens: int
+    ) -> None:
+        ok = np.zeros(256, bool)
+        ok[list(allowed)] = True
+        for group in range(GROUPS):
+            tokens = self.slot(slot, group)
+            for index in range(num_pages):
+                page = tokens[index * page_tokens : (index + 1) * page_tokens]
+                if self.is_mapped(page.ctypes.data):
+                    assert ok[page].all(), (
+                        f"slot {slot} shows {set(page[~ok[page]].tolist())} at page {index}"
+                    )
+
+    # -- the books
+
+    def check(self) -> None:
+        """The core's own laws, and its statistics against the model's counts."""
+        self.core.check()
+        self._check_statistics()
+        self._check_mappings()
+        self.check_contents()
+        if self.options.zero_policy is not ZeroPolicy.NEVER:
+            self.check_isolation()
+
+    def _check_statistics(self) -> None:
+        stats, model = self.core.stats(), self.model
+        null = int(self.options.shape.null_page)
+        refs = model.seen.refs
+        assert stats.num_seqs == len(model.seqs)
+        assert stats.swapped_seqs == sum(m.swapped for m in model.seqs.values())
+        assert stats.used_pages - len(model.used_pages()) in (0, null)
+        assert stats.used_blocks - len(refs) in (0, null * self.options.shape.blocks_per_page)
+        assert stats.shared_blocks == sum(count > 1 for count in refs.values())
+        assert stats.used_slots == sum(s.slot is not None for s in model.seen.seqs.values())
+        known = stats.free_pages + stats.used_pages + stats.waiting_pages
+        known += stats.idle_pages + stats.held_pages
+        assert stats.committed_pages - known in (0, null)
+        assert stats.waiting_pages == 0 or model.completed < model.begun
+        assert stats.committed_pages <= self.options.shape.max_pages
+
+    def _check_mappings(self) -> None:
+        """What an incomplete epoch may read stays mapped, though its sequence may be gone."""
+        for page in self.model.waiting_pages():
+            for group in range(GROUPS):
+                address = self.core.arena_buffer(group)[page].ctypes.data
+                assert self.is_mapped(address), f"page {page} waits, but the arena lost it"
+
+    def drain(self) -> None:
+        """Ends everything that was begun and releases every sequence."""
+        for seq in list(self.model.seqs):
+            self.release(seq)
+        self.complete(self.model.begun)
+        self.core.settle_mapper()
+        self.quiet()
+
+    def give_everything_back(self) -> None:
+        self.drain()
+        self.trim(0, drop_idle=True)
+        self.core.check()
+        stats = self.core.stats()
+        null = int(self.options.shape.null_page)
+        assert stats.used_pages in (0, null)
+        assert stats.committed_pages == null
+        assert stats.memfd_allocated_bytes == null * GROUPS * PAGE

@@ -1,0 +1,232 @@
+"""Traces that a memory core gets wrong easily, each one by name; the model judges every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.memory.core_support import Options, Rig
+from tests.memory.model import Kind, Op, Shape
+
+
+def rig(blocks_per_page: int = 1, *, limit_pages: int = 12, **shape: Any) -> Rig:
+    """Blocks of 4 tokens."""
+    return Rig(
+        Options(
+            Shape(
+                block_tokens=4,
+                blocks_per_page=blocks_per_page,
+                max_seqs=4,
+                num_slots=3,
+                max_len=32,
+                max_pages=12,
+                swap_blocks=16,
+                **shape,
+            ),
+            limit_pages=limit_pages,
+        )
+    )
+
+
+def opened(rig: Rig, tenant: int = 0, *, paged: bool = True, ones: int = 32, **rest: Any) -> int:
+    stream = [1] * ones + [2] * (32 - ones)
+    seq = rig.open(tenant, paged=paged, stream=stream, known=32, **rest)
+    assert seq is not None
+    return seq
+
+
+def grown(rig: Rig, num_tokens: int, **rest: Any) -> int:
+    seq = opened(rig, **rest)
+    grow(rig, seq, num_tokens)
+    return seq
+
+
+def grow(rig: Rig, seq: int, num_tokens: int, first_token: int = 0) -> None:
+    assert rig.step([Op(Kind.GROW, seq, num_tokens, first_token)])
+    rig.check()
+
+
+def complete(rig: Rig) -> None:
+    rig.complete(rig.model.begun)
+    rig.check()
+
+
+def release(rig: Rig, seq: int) -> None:
+    rig.release(seq)
+    rig.check()
+
+
+def attach(rig: Rig, seq: int, num_tokens: int) -> None:
+    assert rig.match(seq) >= num_tokens
+    assert rig.step([Op(Kind.ATTACH, seq, num_tokens)])
+    rig.check()
+
+
+def forked(rig: Rig, parent: int, num_tokens: int, *, paged: bool = True, ones: int = 32) -> int:
+    tenant = rig.model.seqs[parent].tenant
+    child = opened(rig, tenant, paged=paged, ones=ones)
+    assert rig.step([Op(Kind.FORK, child, num_tokens, other=parent)])
+    rig.check()
+    return child
+
+
+@pytest.mark.parametrize("parent_is_paged", [True, False])
+def test_a_published_block_is_not_written_even_by_its_last_holder(parent_is_paged: bool) -> None:
+    core = rig()
+    parent = grown(core, 8, paged=parent_is_paged)
+    complete(core)
+    child = forked(core, parent, 6, ones=6)
+    release(core, parent)
+    grow(core, child, 7)
+    complete(core)
+    again = opened(core)
+    attach(core, again, core.match(again))  # its contents are checked
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_what_follows_an_abandoned_epoch_is_not_published(paged: bool) -> None:
+    core = rig()
+    seq = grown(core, 4, paged=paged)
+    core.abandon(core.model.begun)
+    core.check()
+    grow(core, seq, 12)
+    complete(core)
+    assert core.model.seqs[seq].sealed == 0
+    assert core.match(opened(core)) == 0
+
+
+def test_a_child_does_not_seal_what_its_parents_abandoned_epoch_wrote() -> None:
+    core = rig()
+    parent = grown(core, 8)
+    child = forked(core, parent, 8)
+    core.abandon(1)
+    core.check()
+    grow(core, child, 12)
+    complete(core)
+    assert core.model.seqs[child].sealed == 0
+    assert core.match(opened(core)) == 0
+
+
+@pytest.mark.parametrize("reuse", ["grow", "swap_in", "copy_on_write"])
+def test_a_block_of_a_split_page_waits_for_the_epoch_that_may_touch_it(reuse: str) -> None:
+    """Copies happen at the call; the kernels of a begun epoch may be launched after it."""
+    core = rig(blocks_per_page=4)
+    kept = grown(core, 6)
+    other = grown(core, 3, salt=b"another")
+    complete(core)
+    if reuse == "swap_in":
+        assert core.step([Op(Kind.SWAP_OUT, kept)])
+        complete(core)
+    keeps_page = grown(core, 1, salt=b"third")
+    complete(core)
+    child = forked(core, kept, 6) if reuse == "copy_on_write" else kept
+    complete(core)
+    grow(core, other, 4)  # its kernel has not run
+    release(core, other)
+    if reuse == "swap_in":
+        assert core.step([Op(Kind.SWAP_IN, kept)])
+    else:
+        assert core.step([Op(Kind.GROW, child, 7 if reuse == "copy_on_write" else 9)])
+    core.check()
+    release(core, keeps_page)
+
+
+def test_a_spare_that_another_sequence_used_meanwhile_waits_for_its_epoch() -> None:
+    core = rig(limit_pages=3)
+    first = grown(core, 9, paged=False)
+    complete(core)
+    release(core, first)  # its slot is parked with three pages
+    reader = opened(core)
+    attach(core, reader, 8)
+    release(core, reader)  # while the epoch runs
+    other = opened(core, paged=False, salt=b"another")
+    core.step([Op(Kind.GROW, other, 12)])
+    core.check()
+    complete(core)
+    assert core.step([Op(Kind.GROW, other, 12)])
+    core.check()
+
+
+def test_compaction_moves_nothing_that_a_running_epoch_writes() -> None:
+    core = rig(blocks_per_page=4)
+    seqs = [grown(core, 5, salt=bytes([i])) for i in range(4)]
+    complete(core)
+    for seq in seqs[:3]:
+        release(core, seq)
+    grow(core, seqs[3], 7)
+    core.compact()
+    core.check()
+    complete(core)
+    core.compact()
+    core.check()
+
+
+def test_new_weights_find_nothing_of_the_old_ones_even_through_a_fork() -> None:
+    core = rig()
+    parent = grown(core, 9)
+    complete(core)
+    waiting = opened(core)
+    core.clear_cache()
+    core.check()
+    assert core.match(waiting) == 0
+    assert core.match(opened(core)) == 0
+    grow(core, parent, 13)
+    complete(core)
+    child = opened(core)
+    assert core.step([Op(Kind.FORK, child, 12, other=parent)])
+    grow(core, child, 16)
+    complete(core)
+    release(core, parent)
+    assert core.match(opened(core)) == 0
+
+
+def test_a_slot_is_not_remapped_while_a_kernel_may_read_it() -> None:
+    core = rig(limit_pages=4)
+    first = grown(core, 12, paged=False)
+    release(core, first)
+    other = opened(core, 1, paged=False)
+    assert not core.step([Op(Kind.GROW, other, 8)])  # one page is free, three wait
+    core.check()
+    complete(core)
+    grow(core, other, 8)
+
+
+def test_a_virtual_parent_goes_on_writing_beside_its_paged_child() -> None:
+    core = rig(blocks_per_page=2)
+    parent = grown(core, 6, paged=False)
+    child = forked(core, parent, 5, ones=5)
+    grow(core, parent, 9)
+    grow(core, child, 9)
+    complete(core)
+    for paged in (True, False):
+        for seq in (parent, child):
+            assert core.step([Op(Kind.CONVERT, seq, paged=paged)])
+            core.check()
+            grow(core, seq, core.model.seqs[seq].length + 2)
+    complete(core)
+
+
+@pytest.mark.parametrize("first_token", [3, 4, 9, 10])
+@pytest.mark.parametrize("paged", [True, False])
+def test_a_window_moves_between_views_and_to_the_host_and_back(
+    paged: bool, first_token: int
+) -> None:
+    core = rig(blocks_per_page=2)
+    seq = grown(core, 10, paged=paged)
+    complete(core)
+    grow(core, seq, 11, first_token)
+    complete(core)
+    for _ in range(2):
+        assert core.step([Op(Kind.SWAP_OUT, seq)])
+        core.check()
+        complete(core)
+        assert core.step([Op(Kind.SWAP_IN, seq)])
+        core.check()
+        paged = not paged
+        assert core.step([Op(Kind.CONVERT, seq, paged=paged)])
+        core.check()
+        complete(core)
+    grow(core, seq, 17)
+    release(core, seq)
+    core.give_everything_back()

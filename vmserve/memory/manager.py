@@ -1,0 +1,350 @@
+"""The engine's KV memory over the C++ core: one pool of pages, two views of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from vmserve import _core
+from vmserve.attention.base import ContiguousView
+from vmserve.config import format_size
+from vmserve.errors import ConfigurationError
+from vmserve.memory.base import (
+    Attach,
+    Convert,
+    Fork,
+    Health,
+    MemoryPlan,
+    MemoryStats,
+    Regime,
+    Shortfall,
+    SwapIn,
+    SwapOut,
+)
+from vmserve.memory.tensors import layer_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from numpy.typing import NDArray
+
+    from vmserve.memory.base import Growth, MemoryOp
+    from vmserve.memory.layout import KVLayout
+
+__all__ = ["MemoryManager", "MemoryOptions"]
+
+_ZERO_POLICIES = {
+    "always": _core.ZeroPolicy.ALWAYS,
+    "tenant": _core.ZeroPolicy.TENANT,
+    "never": _core.ZeroPolicy.NEVER,
+}
+_VIEWS = {Regime.VIRTUAL: _core.View.VIRTUAL, Regime.PAGED: _core.View.PAGED}
+_REGIMES = {view: regime for regime, view in _VIEWS.items()}
+_MAPPERS = {
+    "off": _core.MapperMode.OFF,
+    "manual": _core.MapperMode.MANUAL,
+    "thread": _core.MapperMode.THREAD,
+}
+#: The pool grows by this much at a time: taking memory from the system is the slow part
+#: of a step that grows, and a page at a time would pay its fixed cost every time.
+_GROW_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """How the pool behaves; the defaults are those of a pool without background work.
+
+    ``read_slack_tokens``: how far past a sequence's length kernels may read; that much
+    stays mapped behind it. ``max_limit_bytes`` sizes the address space: the cap can be
+    changed up to there (default: the machine's memory, if that is more than the limit).
+    """
+
+    max_limit_bytes: int | None = None
+    read_slack_tokens: int = 0
+    zero_pages: Literal["always", "tenant", "never"] = "always"
+    prefix_caching: bool = False
+    #: Keep page 0 zero for ever: block 0 stands where a block table needs nothing.
+    null_page: bool = False
+    #: A finished sequence's slot stays mapped until somebody needs its pages.
+    deferred_reclamation: bool = True
+    #: Pages that are written for good are read-only in slots: a stray write is a trap.
+    seal_read_only: bool = True
+    swap_bytes: int = 0
+    mapper: Literal["off", "manual", "thread"] = "off"
+    #: How far ahead of a growing sequence the mapper maps.
+    lookahead_tokens: int = 0
+    #: So many unused slots are kept with so many tokens mapped.
+    eager_slots: int = 0
+    eager_tokens: int = 0
+    #: Parked slots are unmapped while less than this share of the pool is at hand.
+    reclaim_share: float = 0.10
+
+
+class MemoryManager:
+    """Implements :class:`vmserve.memory.base.KVMemory`.
+
+    ``limit_bytes`` caps the pool and can be changed while serving. ``num_seqs``: sequences
+    that can be open (default: one for each slot). ``limits`` and ``wrap_driver`` are seams
+    for tests: what the system says it has, and a driver around the real one.
+
+    Raises :class:`ConfigurationError` when not one page fits in the limit, and
+    :class:`DriverError` when the address space cannot be reserved.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        num_slots: int,
+        max_len: int,
+        limit_bytes: int,
+        num_seqs: int | None = None,
+        options: MemoryOptions | None = None,
+        limits: _core.SystemLimits | None = None,
+        wrap_driver: Callable[[_core.PageDriver], _core.PageDriver] | None = None,
+    ) -> None:
+        options = options or MemoryOptions()
+        self.layout = layout
+        self.num_slots = num_slots
+        self.max_len = max_len
+        self.options = options
+        self.limit_pages = _pages(layout, limit_bytes)
+        max_bytes = max(limit_bytes, options.max_limit_bytes or _physical_bytes())
+        max_pages = max(self.limit_pages, layout.num_pages(max_bytes))
+        driver: _core.PageDriver = _core.HostDriver(
+            layout.page_bytes, layout.num_groups * max_pages, limits=limits or _core.SystemLimits()
+        )
+        if wrap_driver is not None:
+            driver = wrap_driver(driver)
+        block_bytes = layout.num_groups * layout.block_tokens * layout.token_stride
+        self._core = _core.KVMemory(
+            driver,
+            num_groups=layout.num_groups,
+            block_tokens=layout.block_tokens,
+            blocks_per_page=layout.page_tokens // layout.block_tokens,
+            token_bytes=layout.token_stride,
+            max_seqs=num_seqs or num_slots,
+            num_slots=num_slots,
+            max_len=max_len,
+            read_slack=options.read_slack_tokens,
+            limit_pages=self.limit_pages,
+            max_pages=max_pages,
+            grow_pages=max(1, min(_GROW_BYTES, limit_bytes // 8) // layout.total_page_bytes),
+            zero_policy=_ZERO_POLICIES[options.zero_pages],
+            prefix_caching=options.prefix_caching,
+            null_page=options.null_page,
+            deferred_reclamation=options.deferred_reclamation,
+            seal_read_only=options.seal_read_only,
+            swap_blocks=options.swap_bytes // block_bytes,
+            mapper=_MAPPERS[options.mapper],
+            lookahead_tokens=options.lookahead_tokens,
+            eager_slots=options.eager_slots,
+            eager_pages=layout.pages_for(options.eager_tokens),
+            reclaim_share=options.reclaim_share,
+        )
+
+    # -- sequences ----------------------------------------------------------------------
+
+    def open(
+        self,
+        tokens: Sequence[int] = (),
+        *,
+        regime: Regime = Regime.VIRTUAL,
+        tenant: int = 0,
+        salt: bytes = b"",
+    ) -> int | None:
+        """An empty sequence that knows ``tokens``, or None when no more can be open.
+
+        The prefix cache shares between sequences of equal tenant, salt and tokens; without
+        tokens nothing is matched or published.
+        """
+        return self._core.open(tenant, _VIEWS[regime], salt, tokens)
+
+    def match(self, seq: int) -> int:
+        """How many tokens of the empty sequence are in the prefix cache (always < its own)."""
+        return self._core.match(seq)
+
+    def plan(
+        self, growths: Sequence[Growth], ops: Sequence[MemoryOp] = ()
+    ) -> MemoryPlan | Shortfall:
+        """Read-only: what the growths, and the ops before them, would take.
+
+        Raises ``ValueError`` for a sequence that is not open or tokens above ``max_len``.
+        """
+        plan = self._core.plan_step(_rows(growths), _op_tuples(ops))
+        if plan.fits:
+            return MemoryPlan(tuple(growths), tuple(ops), plan.needed_pages, plan.version)
+        return Shortfall(
+            needed_pages=plan.needed_pages,
+            available_pages=plan.available_pages,
+            waiting_pages=plan.waiting_pages,
+            missing_slots=plan.missing_slots,
+            missing_swap_blocks=plan.missing_swap_blocks,
+        )
+
+    def apply(self, plan: MemoryPlan) -> int:
+        """Do what was planned, all of it or nothing, and begin an epoch: its number.
+
+        Raises ``ValueError`` for a stale plan, :class:`OutOfMemoryError` when the system has
+        less memory than the limit promises, :class:`DriverError` when it refuses a call.
+        """
+        return self._core.apply_step(_rows(plan.growths), plan.version, _op_tuples(plan.ops))
+
+    def slots(self, seqs: Sequence[int]) -> NDArray[np.int32]:
+        """The slots of sequences, -1 where they have none: int32 ``[len(seqs)]``."""
+        return self._core.slots(seqs)
+
+    def complete(self, epoch: int) -> None:
+        """The step of this epoch, and those before, have computed: what they wrote is kept."""
+        self._core.complete(epoch)
+
+    def abandon(self, epoch: int) -> None:
+        """They are over, but what they wrote is worthless: nothing of it is cached."""
+        self._core.abandon_epoch(epoch)
+
+    def append_tokens(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
+        """Tokens that became known, one for each sequence: names for the prefix cache."""
+        self._core.append_tokens(seqs, tokens)
+
+    def release(self, seq: int) -> None:
+        """The sequence is gone; pages that nobody references can be had again.
+
+        Its slot stays mapped for the next sequence, its full blocks stay in the prefix cache.
+        Never fails for the system's sake.
+        """
+        self._core.release(seq)
+
+    # -- the pool -----------------------------------------------------------------------
+
+    def available_pages(self) -> int:
+        """Pages that growths can get now: free, evictable, or not committed yet."""
+        return self._core.plan(()).available_pages
+
+    def trim(self, keep_pages: int = 0, *, drop_idle: bool = False) -> int:
+        """Give free pages above ``keep_pages`` back to the system; returns how many.
+
+        With ``drop_idle``, what is cached or parked is evicted for it, oldest first.
+        """
+        return self._core.trim(keep_pages, drop_idle)
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Change the cap. What can be had above it goes back at once, the rest when released."""
+        limit_pages = _pages(self.layout, limit_bytes)
+        self._core.set_limit(limit_pages)
+        self.limit_pages = limit_pages
+
+    def clear_cache(self) -> None:
+        """Forget every cached prefix (new weights)."""
+        self._core.clear_cache()
+
+    # -- reading ------------------------------------------------------------------------
+
+    def blocks(self, seq: int) -> NDArray[np.int32]:
+        """The sequence's block ids, in order, -1 where given up: ``[blocks]``."""
+        return self._core.blocks(seq)
+
+    def block_tables(self) -> NDArray[np.int32]:
+        """Block tables of all sequences, kept current: int32 ``[num_seqs, blocks]``, 0 beyond."""
+        return self._core.block_tables
+
+    def length(self, seq: int) -> int:
+        """The tokens that the sequence was grown to."""
+        return self._core.length(seq)
+
+    def regime(self, seq: int) -> Regime:
+        return _REGIMES[self._core.view(seq)]
+
+    def view(self) -> ContiguousView:
+        """K and V per layer, ``[slots, max_len, kv_heads, head_dim]``, over the slots."""
+        groups = range(self.layout.num_groups)
+        keys, values = layer_tensors(
+            self.layout, [self._core.slots_buffer(g) for g in groups], self.max_len
+        )
+        return ContiguousView(keys=keys, values=values)
+
+    def safe_view(self) -> ContiguousView:
+        """Like :meth:`view`, but reads of what is not mapped give zero. Writing anywhere traps."""
+        groups = range(self.layout.num_groups)
+        keys, values = layer_tensors(
+            self.layout, [self._core.shadow_buffer(g) for g in groups], self.max_len
+        )
+        return ContiguousView(keys=keys, values=values)
+
+    def arena_tensors(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """K and V per layer over the arena, ``[pages, page_tokens, kv_heads, head_dim]``."""
+        groups = range(self.layout.num_groups)
+        return layer_tensors(
+            self.layout,
+            [self._core.arena_buffer(g) for g in groups],
+            self.layout.page_tokens,
+        )
+
+    def stats(self) -> MemoryStats:
+        stats = self._core.stats()
+        return MemoryStats(
+            **{name: getattr(stats, name) for name in MemoryStats.__dataclass_fields__}
+        )
+
+    @property
+    def health(self) -> Health:
+        return Health[self._core.stats().health.name]
+
+    @property
+    def last_error(self) -> str:
+        """What the system refused last; empty if it never did."""
+        return self._core.last_error()
+
+    def check(self) -> None:
+        """Verify the conservation laws; raises ``AssertionError`` naming the one broken."""
+        self._core.check()
+
+    def close(self) -> None:
+        """Every later call raises ``ValueError``; the memory goes with its last tensor.
+
+        Tensors that are still held stay as they are: what was mapped can be touched, the
+        rest is a fault as before.
+        """
+        self._core.close()
+
+
+def _rows(growths: Sequence[Growth]) -> NDArray[np.int64]:
+    return np.array(growths, dtype=np.int64).reshape(-1, 3)
+
+
+def _op_tuples(
+    ops: Sequence[MemoryOp],
+) -> list[tuple[_core.OpKind, int, int, int, int, _core.View]]:
+    kinds, virtual = _core.OpKind, _core.View.VIRTUAL
+    tuples = []
+    for op in ops:
+        match op:
+            case Attach(seq, num_tokens):
+                tuples.append((kinds.ATTACH, seq, num_tokens, 0, -1, virtual))
+            case Fork(seq, parent, num_tokens):
+                tuples.append((kinds.FORK, seq, num_tokens, 0, parent, virtual))
+            case Convert(seq, regime):
+                tuples.append((kinds.CONVERT, seq, 0, 0, -1, _VIEWS[regime]))
+            case SwapOut(seq):
+                tuples.append((kinds.SWAP_OUT, seq, 0, 0, -1, virtual))
+            case SwapIn(seq):
+                tuples.append((kinds.SWAP_IN, seq, 0, 0, -1, virtual))
+    return tuples
+
+
+def _pages(layout: KVLayout, limit_bytes: int) -> int:
+    pages = layout.num_pages(limit_bytes)
+    if pages < 1:
+        raise ConfigurationError(
+            f"a KV cache of {format_size(limit_bytes)} does not hold one page of "
+            f"{format_size(layout.total_page_bytes)} ({layout.page_tokens} tokens of all layers): "
+            "raise --kv-cache-memory or lower --kv-page-size"
+        )
+    return pages
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
