@@ -257,7 +257,7 @@ void BlockPool::drop_ref(BlockId id, Epoch epoch) noexcept {
     --num_shared_blocks_;
     if (--page.shared == 0) --num_shared_pages_;
   }
-  if (block.refs > 0) return;
+  if (block.refs > 0) return settle(page_id);  // it may have to wait
   --page.used;
   --num_used_blocks_;
   if (block.published) {

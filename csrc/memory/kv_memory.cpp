@@ -225,7 +225,8 @@ void KVMemory::release(SeqId id) {
   write_table(id, 0);
   if (slot == kNoSlot) return;
   park(slot, begun_);
-  if (!config_.deferred_reclamation && slots_[slot].retire <= completed_) truncate(slot, 0);
+  const bool is_over = slots_[slot].retire <= completed_ && !slots_[slot].in_repair;
+  if (!config_.deferred_reclamation && is_over) truncate(slot, 0);
 }
 
 void KVMemory::write_table(SeqId id, std::size_t from) {

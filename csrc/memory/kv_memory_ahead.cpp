@@ -49,7 +49,7 @@ void KVMemory::absorb(Outcome outcome) {
       break;
     case Command::Kind::kSeal:
       totals_.access_calls += outcome.num_calls;
-      if (!outcome.done) unseal(outcome.command);
+      if (!outcome.done) unseal(outcome.command, std::move(outcome.unfinished));
       break;
   }
   ++version_;
@@ -330,18 +330,22 @@ void KVMemory::seal_now(const Command& command) {
     // A safeguard less, and nothing lost: the pages stay writable.
     last_error_ = error.what();
     fail_if_sticky(error);
-    tx.rollback();
-    unseal(command);
+    unseal(command, tx.rollback());
   }
 }
 
-void KVMemory::unseal(const Command& command) {
+void KVMemory::unseal(const Command& command, Unfinished unfinished) {
+  Repair repair;
   for (std::size_t i = 0; i < command.sealed.size(); ++i) {
     const auto& [slot, index] = command.sealed[i];
     if (index < slots_[slot].size() && slots_[slot].entries[index].page == command.pages[i]) {
       slots_[slot].entries[index].read_only = false;
     }
+    repair.slots.push_back(slot);
   }
+  if (unfinished.steps.empty()) return;
+  repair.steps = std::move(unfinished.steps);
+  add_repair(std::move(repair), unfinished.error);
 }
 
 void KVMemory::enable_shadow() {

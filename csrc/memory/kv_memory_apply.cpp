@@ -2,6 +2,7 @@
 // what makes them true, as one transaction; then what can only be given up (blocks that nobody
 // needs any more) is given up, which cannot fail.
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <numeric>
 
@@ -215,11 +216,11 @@ void KVMemory::stage_fork(Change& change, const Op& op) {
   save(change, op.seq);
   std::vector<BlockId> blocks(parent.has.blocks.begin(),
                               parent.has.blocks.begin() + blocks_for(op.num_tokens));
+  child.has.num_trimmed = std::min(parent.has.num_trimmed, blocks_for(op.num_tokens));
   if (op.num_tokens > 0) bind(change, op.seq, blocks, op.num_tokens, /*own=*/false);
   child.has.length = op.num_tokens;
   child.has.sealed = std::min(parent.has.sealed, op.num_tokens);
   child.has.seal_limit = parent.has.seal_limit;
-  child.has.num_trimmed = std::min(parent.has.num_trimmed, blocks_for(op.num_tokens));
   child.has.num_published =
       std::min(parent.has.num_published, op.num_tokens / config_.block_tokens);
   seal_shared(change, parent, op.num_tokens);
@@ -230,6 +231,7 @@ void KVMemory::stage_fork(Change& change, const Op& op) {
 // Positions that an epoch is still to write stay writable until they are sealed.
 void KVMemory::seal_shared(Change& change, const Sequence& parent, std::int64_t num_tokens) {
   if (parent.has.slot == kNoSlot || !driver_->capabilities().read_only) return;
+  require_whole(parent.has.slot);
   Slot& slot = slots_[parent.has.slot];
   const std::int64_t stop = std::min(parent.has.sealed, num_tokens) / config_.page_tokens();
   for (std::int64_t i = stop - 1; i >= 0 && !slot.entries[i].read_only; --i) {
@@ -366,6 +368,13 @@ void KVMemory::stage_grow(Change& change, const Op& op) {
   }
 }
 
+void KVMemory::require_whole(SlotId slot) const {
+  if (!slots_[slot].in_repair) return;
+  throw DriverError(
+      "repair", EBUSY,
+      "slot " + std::to_string(slot) + " has mappings that could not be undone: " + last_error_);
+}
+
 void KVMemory::grow_virtual(Change& change, SeqId id, std::int64_t num_tokens) {
   Sequence& seq = seqs_[id];
   const std::int64_t have = num_pages(seq);
@@ -375,6 +384,7 @@ void KVMemory::grow_virtual(Change& change, SeqId id, std::int64_t num_tokens) {
     save(change, id);
     take_slot(change, id, {}, want);
   } else {
+    require_whole(seq.has.slot);
     change.grown.push_back({id, seq.has.blocks.size(), -1, kNoBlock});
     change.touched.push_back(id);
   }
@@ -457,6 +467,8 @@ void KVMemory::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks
   }
   const std::int32_t width = config_.blocks_per_page;
   const std::vector<BoundPage> bound = bind_pages(blocks, num_tokens, own, own ? 0 : 1);
+  // Whole pages from here on: one that is needed in part has all its blocks again.
+  seq.has.num_trimmed = seq.has.num_trimmed / width * width;
   take_slot(change, id, bound, pages_for(num_tokens));
   const SlotId slot_id = seq.has.slot;
   Slot& slot = slots_[slot_id];

@@ -408,8 +408,10 @@ Plan KVMemory::plan(const std::vector<Op>& ops) {
   validate(wanted);
   bool dense = false;
   Plan plan = assess(wanted, dense);
-  if (!plan.fits() && works_ahead()) {
-    settle_locked();  // pages that the mapper has in hand are nobody's yet
+  if (!plan.fits() && (works_ahead() || !repairs_.empty())) {
+    // Pages that the mapper or a repair has in hand are nobody's yet.
+    settle_locked();
+    if (failure_.empty()) retry_repairs();
     plan = assess(wanted, dense);
   }
   return plan;

@@ -229,6 +229,8 @@ class Rig:
                 self.values.pop(op.seq, None)  # it has its parent's contents
         committed = max(committed, self.model.limit_pages)
         assert self.core.stats().committed_pages <= committed
+        for op in ops:
+            lengths[op.seq] = max(lengths[op.seq], op.num_tokens if op.kind is not Kind.GROW else 0)
         self.check_handed_out(before, {op.seq: lengths[op.seq] for op in ops})
         for write in writes:
             self.write(write)
@@ -341,7 +343,7 @@ class Rig:
                 if seen.slot is not None:
                     found = self.slot(seen.slot, group)[positions]
                     assert (found == values).all(), self._difference(seq, "slot", found, values)
-        if self.options.shadow:
+        if self.options.shadow and self.core.stats().pending_repairs == 0:
             self._check_shadow()
 
     def _check_shadow(self) -> None:
@@ -369,7 +371,6 @@ class Rig:
     def check_handed_out(self, before: Observation, lengths: dict[int, int]) -> None:
         """What is new in the tables and not written yet: no other tenant's bytes."""
         shape, policy = self.options.shape, self.options.zero_policy
-        model_begun = self.model.begun
         if policy is ZeroPolicy.NEVER:
             return
         used = {block // shape.blocks_per_page for block in before.refs}
@@ -379,13 +380,9 @@ class Rig:
                 if block == NO_BLOCK or block in old:
                     continue
                 model = self.model.seqs[seq]
-                inherited = max(
-                    [length, model.sealed]
-                    + [w.stop for w in model.writes if not w.own or w.epoch < model_begun]
-                )
                 fresh = (
                     policy is ZeroPolicy.ALWAYS
-                    and index * shape.block_tokens >= inherited
+                    and index * shape.block_tokens >= length
                     and block // shape.blocks_per_page not in used
                 )
                 allowed = {0} if fresh else set(readable_values(model.tenant))

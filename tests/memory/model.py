@@ -686,7 +686,8 @@ class Model:
         if index * self.shape.block_tokens >= copied and self._has_part(seq, page, old, new):
             # Nothing is copied there, and its kernels will write after those that run.
             expect(not had, f"block {block} was handed to sequence {seq}, but someone has it")
-            return self._forget(block)
+            self._forget(block)
+            return
         since = self.waiting.get(block, 0)
         expect(
             since <= self.completed,

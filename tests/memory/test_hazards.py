@@ -207,6 +207,17 @@ def test_a_virtual_parent_goes_on_writing_beside_its_paged_child() -> None:
     complete(core)
 
 
+def test_a_window_gives_up_what_a_stay_in_the_virtual_view_brought_back() -> None:
+    core = rig(blocks_per_page=4)
+    seq = grown(core, 20)
+    complete(core)
+    grow(core, seq, 21, 9)  # blocks 0 and 1 are given up, and come back with their page
+    for paged in (False, True):
+        assert core.step([Op(Kind.CONVERT, seq, paged=paged)])
+        core.check()
+    grow(core, seq, 22, 13)
+
+
 @pytest.mark.parametrize("first_token", [3, 4, 9, 10])
 @pytest.mark.parametrize("paged", [True, False])
 def test_a_window_moves_between_views_and_to_the_host_and_back(

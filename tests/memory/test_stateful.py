@@ -16,13 +16,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.memory.core_support import Fault, Options, Rig
-from tests.memory.model import NUM_TENANTS, Kind, Op, Shape
+from tests.memory.model import Kind, Op, Shape
 from vmserve._core import Health, MapperMode, ZeroPolicy
 
 FAULTS = st.one_of(
     st.none(), st.none(), st.none(), st.builds(Fault, st.integers(1, 24), st.booleans())
 )
-SALTS = (b"", b"", b"salt")
+SALTS = (b"", b"", b"", b"salt")
+TENANTS = (0, 0, 0, 1, 2)
+CHORES = (
+    *("trim", "set_limit", "compact", "run_mapper", "settle_mapper"),
+    *("trim", "set_limit", "compact", "run_mapper", "run_mapper", "clear_cache"),
+)
 
 
 @st.composite
@@ -52,7 +57,7 @@ def options(draw: st.DrawFn) -> Options:
     mapper = draw(st.sampled_from([MapperMode.OFF, MapperMode.MANUAL]))
     return Options(
         shape=shape,
-        limit_pages=draw(st.integers(3, 18)),
+        limit_pages=draw(st.one_of(st.integers(3, 8), st.integers(8, 20), st.integers(14, 20))),
         grow_pages=draw(st.integers(1, 4)),
         zero_policy=draw(st.sampled_from([ZeroPolicy.TENANT, ZeroPolicy.ALWAYS, ZeroPolicy.NEVER])),
         deferred_reclamation=draw(st.sampled_from([True, True, False])),
@@ -100,7 +105,8 @@ class MemoryMachine(RuleBasedStateMachine):
         most = min(model.known + 1, shape.max_len) if is_named else shape.max_len
         if most <= length and model.first >= length:
             return []
-        to = data.draw(st.integers(max(length, 1), max(length, most, 1)), label="tokens")
+        least, most = max(length, 1), max(length, most, 1)
+        to = data.draw(st.one_of(st.integers(least, most), st.just(most)), label="tokens")
         windowed = data.draw(st.sampled_from([False, False, False, True]), label="window")
         first = data.draw(st.integers(model.first, length), label="first") if windowed else 0
         return [Op(Kind.GROW, seq, to, first)]
@@ -112,7 +118,8 @@ class MemoryMachine(RuleBasedStateMachine):
             return [Op(Kind.SWAP_IN, seq), *self.maybe_growth(data, seq, model.length)]
         if model.length == 0:
             cached = self.rig.match(seq) // self.rig.options.shape.block_tokens
-            blocks = data.draw(st.integers(0, cached), label="attached blocks")
+            some = st.one_of(st.just(cached), st.integers(0, cached))
+            blocks = data.draw(some, label="attached blocks")
             tokens = blocks * self.rig.options.shape.block_tokens
             attach = [Op(Kind.ATTACH, seq, tokens)] if tokens else []
             return [*attach, *self.draw_growth(data, seq, tokens)]
@@ -133,30 +140,36 @@ class MemoryMachine(RuleBasedStateMachine):
 
     # -- sequences
 
-    @rule(
-        tenant=st.integers(0, NUM_TENANTS - 1),
-        paged=st.booleans(),
-        salt=st.sampled_from(SALTS),
-        ones=st.integers(0, 40),
-        known=st.integers(1, 40),
-        private=st.sampled_from([False, False, False, True]),
-    )
-    def open(
-        self, tenant: int, paged: bool, salt: bytes, ones: int, known: int, private: bool
-    ) -> None:
+    @rule(data=st.data(), count=st.integers(1, 3), fault=FAULTS)
+    def admit(self, data: st.DataObject, count: int, fault: Fault | None) -> None:
+        """New sequences take what the cache has of them, and grow, in one plan."""
+        opened = [self.open(data) for _ in range(count)]
+        ops = [op for seq in opened if seq is not None for op in self.draw_ops(data, seq)]
+        if ops:
+            self.rig.step(ops, fault)
+        self.rig.check()
+
+    def open(self, data: st.DataObject) -> int | None:
         max_len = self.rig.options.shape.max_len
-        ones, known = min(ones, max_len), min(known, max_len)
-        stream = [1] * ones + [2] * (max_len - ones)  # prefixes collide
+        lengths = st.sampled_from([1, max_len // 4, max_len // 2, max_len - 1, max_len])
+        lengths = st.one_of(lengths, st.integers(1, max_len))
+        ones = data.draw(lengths, label="ones")
         seq = self.rig.open(
-            tenant, paged=paged, salt=salt, stream=stream, known=known, private=private
+            data.draw(st.sampled_from(TENANTS), label="tenant"),
+            paged=data.draw(st.booleans(), label="paged"),
+            salt=data.draw(st.sampled_from(SALTS), label="salt"),
+            stream=[1] * ones + [2] * (max_len - ones),  # prefixes collide
+            known=data.draw(lengths, label="known"),
+            private=data.draw(st.sampled_from([False] * 7 + [True]), label="private"),
         )
         if seq is not None:
             self.rig.match(seq)
-        self.rig.check()
+        return seq
 
     @precondition(lambda self: self.rig.model.seqs)
     @rule(data=st.data(), count=st.integers(1, 4), fault=FAULTS)
     def step(self, data: st.DataObject, count: int, fault: Fault | None) -> None:
+        """Anything that one plan may hold, for several sequences."""
         chosen = data.draw(
             st.lists(st.sampled_from(self.seqs), min_size=1, max_size=count, unique=True),
             label="sequences",
@@ -167,33 +180,26 @@ class MemoryMachine(RuleBasedStateMachine):
         self.rig.check()
 
     @precondition(lambda self: self.rig.model.seqs)
-    @rule(data=st.data(), fault=FAULTS)
-    def decode(self, data: st.DataObject, fault: Fault | None) -> None:
-        """One token for every sequence that can take one, as a step of the engine does."""
+    @rule(steps=st.integers(1, 6), completes=st.booleans(), fault=FAULTS)
+    def decode(self, steps: int, completes: bool, fault: Fault | None) -> None:
+        """A token for every sequence that can take one, a few times, as an engine does."""
         model, max_len = self.rig.model, self.rig.options.shape.max_len
-        growing = [s for s in self.seqs if self.is_open(s) and model.seqs[s].length < max_len]
-        if growing:
+        for _ in range(steps):
+            growing = [s for s in self.seqs if self.is_open(s) and model.seqs[s].length < max_len]
+            if not growing:
+                break
             ops = [Op(Kind.GROW, seq, model.seqs[seq].length + 1) for seq in growing]
             self.rig.step(ops, fault)
-        self.append_where(lambda seq: seq in growing)
-        self.rig.check()
+            self.append(growing)
+            if completes:
+                self.rig.complete(model.begun)
+            self.rig.check()
 
-    def append_where(self, which: Callable[[int], bool]) -> None:
+    def append(self, seqs: list[int]) -> None:
         model, max_len = self.rig.model, self.rig.options.shape.max_len
-        seqs = [
-            seq
-            for seq in self.seqs
-            if which(seq) and not model.seqs[seq].nameless and 0 < model.seqs[seq].known < max_len
-        ]
-        if seqs:
-            self.rig.append(seqs)
-
-    @rule(data=st.data())
-    def append(self, data: st.DataObject) -> None:
-        seq = self.some(data, lambda seq: self.rig.model.seqs[seq].known > 0)
-        self.append_where(lambda other: other == seq)
-        self.rig.quiet()
-        self.rig.check()
+        named = [seq for seq in seqs if not model.seqs[seq].nameless]
+        if told := [seq for seq in named if 0 < model.seqs[seq].known < max_len]:
+            self.rig.append(told)
 
     @rule(data=st.data(), paged=st.booleans(), fault=FAULTS)
     def fork(self, data: st.DataObject, paged: bool, fault: Fault | None) -> None:
@@ -217,81 +223,59 @@ class MemoryMachine(RuleBasedStateMachine):
             paged=paged,
             salt=b"" if private else source.salt,
             stream=source.stream[:end] + [3] * (len(source.stream) - end),
-            known=data.draw(st.integers(end, len(source.stream)), label="known"),
+            known=end,
             private=private,
         )
         if child is None:
             return
         ops = [Op(Kind.FORK, child, end, other=parent), *self.maybe_growth(data, child, end)]
-        ops += self.maybe_growth(data, parent, source.length)
-        if any(op.seq == parent and op.first_token for op in ops):
-            ops = [op for op in ops if op.seq == child]
+        growth = self.maybe_growth(data, parent, source.length)
+        ops += [op for op in growth if op.first_token == 0]
         if not self.rig.step(ops, fault):
             self.rig.release(child)
         self.rig.check()
 
+    @precondition(lambda self: self.rig.model.seqs)
     @rule(data=st.data(), fault=FAULTS)
     def release(self, data: st.DataObject, fault: Fault | None) -> None:
         seq = self.some(data, lambda seq: True)
-        if seq is not None:
-            self.rig.release(seq, fault)
+        assert seq is not None
+        self.rig.release(seq, fault)
         self.rig.check()
 
     # -- epochs
 
-    def in_flight(self) -> range:
-        return range(self.rig.model.completed + 1, self.rig.model.begun + 1)
-
-    @precondition(lambda self: len(self.in_flight()) > 0)
-    @rule(data=st.data())
-    def complete(self, data: st.DataObject) -> None:
-        self.rig.complete(data.draw(st.sampled_from(self.in_flight()), label="epoch"))
-        self.rig.check()
-
-    @precondition(lambda self: len(self.in_flight()) > 0)
-    @rule(data=st.data(), lost=st.sampled_from([False, False, True]))
-    def launch_or_abandon(self, data: st.DataObject, lost: bool) -> None:
-        epoch = data.draw(st.sampled_from(self.in_flight()), label="epoch")
-        if lost:
-            self.rig.abandon(epoch)
-        else:
-            self.rig.launch(epoch)
+    @precondition(lambda self: self.rig.model.completed < self.rig.model.begun)
+    @rule(data=st.data(), how=st.sampled_from(["complete", "complete", "launch", "abandon"]))
+    def end_epoch(self, data: st.DataObject, how: str) -> None:
+        running = range(self.rig.model.completed + 1, self.rig.model.begun + 1)
+        epoch = data.draw(st.sampled_from(running), label="epoch")
+        {"complete": self.rig.complete, "launch": self.rig.launch, "abandon": self.rig.abandon}[
+            how
+        ](epoch)
         self.rig.check()
 
     # -- the pool
 
-    @rule(keep=st.integers(0, 4), drop_idle=st.booleans(), fault=FAULTS)
-    def trim(self, keep: int, drop_idle: bool, fault: Fault | None) -> None:
-        self.rig.trim(keep, drop_idle=drop_idle, fault=fault)
-        self.rig.check()
-
-    @rule(limit=st.integers(2, 20), fault=FAULTS)
-    def set_limit(self, limit: int, fault: Fault | None) -> None:
-        self.rig.set_limit(limit, fault)
-        self.rig.check()
-
-    @rule(fault=FAULTS)
-    def compact(self, fault: Fault | None) -> None:
-        self.rig.compact(fault)
-        self.rig.check()
-
-    @rule(rare=st.integers(0, 3))
-    def clear_cache(self, rare: int) -> None:
-        if rare == 0:
-            self.rig.clear_cache()
-        self.rig.check()
-
-    @rule(count=st.integers(1, 3), fault=FAULTS)
-    def run_mapper(self, count: int, fault: Fault | None) -> None:
-        self.rig.under(fault, lambda: self.rig.core.run_mapper(count))
-        self.rig.quiet()
-        self.rig.check()
-
-    @rule()
-    def settle_mapper(self) -> None:
-        self.rig.core.settle_mapper()
-        self.rig.quiet()
-        self.rig.check()
+    @rule(data=st.data(), fault=FAULTS, what=st.sampled_from(CHORES))
+    def keep_house(self, data: st.DataObject, fault: Fault | None, what: str) -> None:
+        rig = self.rig
+        if what == "trim":
+            drop_idle = data.draw(st.booleans(), label="drop_idle")
+            rig.trim(data.draw(st.integers(0, 4), label="keep"), drop_idle=drop_idle, fault=fault)
+        elif what == "set_limit":
+            rig.set_limit(data.draw(st.integers(2, rig.options.shape.max_pages)), fault)
+        elif what == "compact":
+            rig.compact(fault)
+        elif what == "clear_cache":
+            rig.clear_cache()
+        elif what == "run_mapper":
+            rig.under(fault, lambda: rig.core.run_mapper(data.draw(st.integers(1, 3))))
+            rig.quiet()
+        else:
+            rig.core.settle_mapper()
+            rig.quiet()
+        rig.check()
 
     @precondition(lambda self: not self.rig.model.seqs)
     @rule(paged=st.booleans())

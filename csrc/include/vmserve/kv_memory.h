@@ -449,6 +449,7 @@ class KVMemory {
   void stage_swap_in(Change& change, const Op& op);
   void stage_grow(Change& change, const Op& op);
   void grow_virtual(Change& change, SeqId id, std::int64_t num_tokens);
+  void require_whole(SlotId slot) const;  // throws while it is in a repair
   void grow_paged(Change& change, SeqId id, std::int64_t num_tokens);
   void bind(Change& change, SeqId id, const std::vector<BlockId>& blocks, std::int64_t num_tokens,
             bool own);
@@ -506,7 +507,7 @@ class KVMemory {
   void premapped(const Outcome& outcome);
   void unmapped(Outcome& outcome);
   void grew(Outcome& outcome);
-  void unseal(const Command& command);
+  void unseal(const Command& command, Unfinished unfinished);
   std::vector<PageId> reclaim_slot(SlotId slot, std::int64_t first);
   void keep_eager_slots();
   void grow_ahead();
