@@ -5,9 +5,11 @@ Nothing here looks at a time: only at counts, sums and structure.
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ from vmserve.bench.alloc.bookkeeping import PARTS as BOOKKEEPING_PARTS
 from vmserve.bench.alloc.bookkeeping import Decoder
 from vmserve.bench.alloc.buddy import Buddy, power_of_two
 from vmserve.bench.alloc.calls import OPERATIONS, CallRig
-from vmserve.bench.alloc.command import alloc_command, chosen_sections, document, markdown
+from vmserve.bench.alloc.command import alloc_command, chosen_sections, document, dump, markdown
 from vmserve.bench.alloc.prefill import Prefiller
 from vmserve.bench.alloc.replay import (
     CONTEXT_TOKENS,
@@ -41,9 +43,6 @@ from vmserve.bench.alloc.section import (
 from vmserve.bench.alloc.steps import Case, ModelStandIn, Stepper
 from vmserve.bench.workloads import RequestShape, sharegpt
 from vmserve.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def shape(num_input_tokens: int, num_output_tokens: int, index: int = 0) -> RequestShape:
@@ -460,6 +459,29 @@ def test_a_build_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(_core, "CudaDriver", raising=False)
     with pytest.raises(ConfigurationError, match="no CUDA page driver: measure with --driver host"):
         make_driver("cuda", 2 << 20, 1)
+
+
+def test_json_has_a_line_per_list_of_numbers() -> None:
+    described = {"trace": [1.5, 2e-07, -3], "rows": [{"a": [1]}, {"a": []}], "name": "[1, 2]"}
+    text = dump(described)
+    assert json.loads(text) == described
+    assert ' "trace": [ 1.5, 2e-07, -3 ],\n' in text
+
+
+def test_results_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks" / "alloc"))
+    spec = importlib.util.find_spec("run")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    date, cpu = datetime.date(2026, 1, 2), "Some (R) CPU @ 2 GHz"
+    names = []
+    for _ in range(3):
+        path = script.fresh_directory(tmp_path, date, cpu)
+        path.mkdir()
+        names.append(path.name)
+    assert names == [f"2026-01-02-some-r-cpu-2-ghz{end}" for end in ("", "-2", "-3")]
 
 
 def test_markdown_names_machine_and_date() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import importlib.util
 import json
+import re
 import sys
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from vmserve.bench.alloc.section import Report, SectionResult, Table
 
-__all__ = ["alloc_command", "chosen_sections", "document", "markdown", "run_sections"]
+__all__ = ["alloc_command", "chosen_sections", "document", "dump", "markdown", "run_sections"]
 
 #: Wide enough for every column, for output that is piped into a file or a pager.
 _PIPED_WIDTH = 160
@@ -76,7 +77,7 @@ def alloc_command(
     described = document(results, options)
     if json_path is not None:
         _make_directory(json_path.parent)
-        json_path.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+        json_path.write_text(dump(described), encoding="utf-8")
     if markdown_path is not None:
         _make_directory(markdown_path.parent)
         markdown_path.write_text(markdown(results, described), encoding="utf-8")
@@ -133,6 +134,12 @@ def document(results: Mapping[str, SectionResult], options: Options) -> dict[str
         "machine": machine_info(("vmserve", "numpy")),
         "sections": {name: dict(result.data) for name, result in results.items()},
     }
+
+
+def dump(described: Mapping[str, Any]) -> str:
+    """JSON with a line per value, and one for a whole list of numbers (traces are long)."""
+    text = json.dumps(described, indent=1)
+    return re.sub(r"\[[\d\s.,eE+-]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 def markdown(results: Mapping[str, SectionResult], described: Mapping[str, Any]) -> str:
