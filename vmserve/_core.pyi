@@ -93,6 +93,21 @@ class HostDriver(PageDriver):
         limits: SystemLimits = ...,
     ) -> None: ...
 
+class CudaDriver(PageDriver):
+    def __init__(
+        self,
+        frame_bytes: int,
+        num_frames: int,
+        *,
+        device: int = 0,
+        stream: int = 0,
+        library: str = "libcuda.so.1",
+        spare_bytes: int = ...,
+        recommended_granularity: bool = False,
+    ) -> None: ...
+
+def cuda_granularity(device: int = 0, library: str = "libcuda.so.1") -> tuple[int, int]: ...
+
 class FaultInjectingDriver(PageDriver):
     def __init__(self, inner: PageDriver) -> None: ...
     def arm(

@@ -56,10 +56,12 @@ class OutOfMemoryError(VmserveError, MemoryError):
 class DriverError(VmserveError, OSError):
     """A page driver call failed; the message names the call and the limit behind it.
 
-    ``sticky``: the device is lost, and every later call may fail.
+    ``sticky``: the device is lost, and every later call may fail. ``completed``: so many runs of
+    a batched call are done; the others had no effect.
     """
 
     sticky: bool = False
+    completed: int = 0
 
 
 class EngineDeadError(VmserveError):

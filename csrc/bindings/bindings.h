@@ -7,6 +7,7 @@ namespace vmserve {
 
 void bind_errors(pybind11::module_& m);
 void bind_driver(pybind11::module_& m);
+void bind_cuda(pybind11::module_& m);
 void bind_plugin(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);
 

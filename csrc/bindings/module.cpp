@@ -49,6 +49,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The C++ core of vmserve: page drivers and KV memory.";
   vmserve::bind_errors(m);
   vmserve::bind_driver(m);
+  vmserve::bind_cuda(m);
   vmserve::bind_plugin(m);
   vmserve::bind_memory(m);
 }

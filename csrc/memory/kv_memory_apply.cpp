@@ -114,7 +114,8 @@ void KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
       until = mapper_->last_id();
     } else if (seq.has.view == View::kVirtual && pages_for(op.num_tokens) > num_pages(seq)) {
       const bool has_slot = seq.has.slot != kNoSlot;
-      until = std::max(until, has_slot ? slots_[seq.has.slot].last_command : mapper_->last_id());
+      // Sealing what lies behind may take its time: growth goes on behind it.
+      until = std::max(until, has_slot ? slots_[seq.has.slot].last_map : mapper_->last_id());
     }
   }
   if (until == 0) return;

@@ -12,8 +12,10 @@
 namespace vmserve {
 namespace {
 
-void require(bool holds, const std::string& what) {
-  if (!holds) throw MisuseError(what);
+// `text` is a function: nobody builds a message that nobody reads.
+template <typename Text>
+void require(bool holds, Text text) {
+  if (!holds) throw MisuseError(text());
 }
 
 std::string name(SeqId seq) {
@@ -26,45 +28,51 @@ void KVMemory::validate(const std::vector<Op>& ops) const {
   std::vector<std::uint8_t> seen(seqs_.size());  // 1: an op other than kGrow; 2: kSwapOut
   for (const Op& op : ops) {
     const Sequence& seq = open_seq(op.seq);
-    require(op.num_tokens >= 0 && op.num_tokens <= config_.max_len,
-            name(op.seq) + " cannot hold " + with_commas(op.num_tokens) + " tokens: max_len is " +
-                with_commas(config_.max_len));
+    require(op.num_tokens >= 0 && op.num_tokens <= config_.max_len, [&] {
+      return name(op.seq) + " cannot hold " + with_commas(op.num_tokens) + " tokens: max_len is " +
+             with_commas(config_.max_len);
+    });
     if (op.kind == OpKind::kGrow) {
       require(seen[op.seq] != 2 && (!seq.has.swapped || seen[op.seq] == 1),
-              name(op.seq) + " is swapped out");
+              [&] { return name(op.seq) + " is swapped out"; });
       require(op.first_token >= 0 && op.first_token <= std::max(op.num_tokens, seq.has.length),
-              name(op.seq) + " cannot give up tokens that it does not have");
+              [&] { return name(op.seq) + " cannot give up tokens that it does not have"; });
       continue;
     }
-    require(seen[op.seq] == 0, name(op.seq) + " has two ops in one plan");
+    require(seen[op.seq] == 0, [&] { return name(op.seq) + " has two ops in one plan"; });
     seen[op.seq] = op.kind == OpKind::kSwapOut ? 2 : 1;
     const bool is_empty = seq.has.length == 0 && seq.has.blocks.empty() && !seq.has.swapped;
     switch (op.kind) {
       case OpKind::kAttach:
-        require(is_empty, name(op.seq) + " is not empty");
-        require(op.num_tokens % config_.block_tokens == 0,
-                "cached prefixes are whole blocks of " + std::to_string(config_.block_tokens) +
-                    " tokens, not " + with_commas(op.num_tokens));
-        require(op.num_tokens <= num_matched(seq) * config_.block_tokens,
-                name(op.seq) + " asks for " + with_commas(op.num_tokens) + " cached tokens: " +
-                    with_commas(num_matched(seq) * config_.block_tokens) + " are there");
+        require(is_empty, [&] { return name(op.seq) + " is not empty"; });
+        require(op.num_tokens % config_.block_tokens == 0, [&] {
+          return "cached prefixes are whole blocks of " + std::to_string(config_.block_tokens) +
+                 " tokens, not " + with_commas(op.num_tokens);
+        });
+        require(op.num_tokens <= num_matched(seq) * config_.block_tokens, [&] {
+          return name(op.seq) + " asks for " + with_commas(op.num_tokens) +
+                 " cached tokens: " + with_commas(num_matched(seq) * config_.block_tokens) +
+                 " are there";
+        });
         break;
       case OpKind::kFork: {
         const Sequence& parent = open_seq(op.other);
-        require(op.other != op.seq && is_empty, name(op.seq) + " is not empty");
-        require(parent.tenant == seq.tenant, "a fork stays with its parent's tenant");
+        require(op.other != op.seq && is_empty, [&] { return name(op.seq) + " is not empty"; });
+        require(parent.tenant == seq.tenant,
+                [&] { return std::string("a fork stays with its parent's tenant"); });
         require(!parent.has.swapped && seen[op.other] == 0,
-                name(op.other) + " is swapped out, or changes in the same plan");
-        require(op.num_tokens <= parent.has.length,
-                "cannot fork " + name(op.other) + " at " + with_commas(op.num_tokens) +
-                    " tokens: it holds " + with_commas(parent.has.length));
+                [&] { return name(op.other) + " is swapped out, or changes in the same plan"; });
+        require(op.num_tokens <= parent.has.length, [&] {
+          return "cannot fork " + name(op.other) + " at " + with_commas(op.num_tokens) +
+                 " tokens: it holds " + with_commas(parent.has.length);
+        });
         break;
       }
       case OpKind::kSwapIn:
-        require(seq.has.swapped, name(op.seq) + " is not swapped out");
+        require(seq.has.swapped, [&] { return name(op.seq) + " is not swapped out"; });
         break;
       default:
-        require(!seq.has.swapped, name(op.seq) + " is swapped out");
+        require(!seq.has.swapped, [&] { return name(op.seq) + " is swapped out"; });
     }
   }
 }

@@ -24,8 +24,8 @@ class MisuseError : public Error {
   using Error::Error;
 };
 
-// The memory system refused `call` with `code` (an errno). `sticky`: the device is lost and
-// every later call may fail. Python: vmserve.errors.DriverError.
+// The memory system refused `call` with `code` (an errno, or a CUresult). `sticky`: the device is
+// lost and every later call may fail. Python: vmserve.errors.DriverError.
 class DriverError : public Error {
  public:
   DriverError(std::string call, int code, const std::string& what, std::size_t completed = 0,

@@ -4,15 +4,9 @@
 // (what is not mapped is PROT_NONE).
 #pragma once
 
-#include <sys/types.h>
-
-#include <map>
-
 #include "vmserve/driver.h"
 #include "vmserve/file_descriptor.h"
-#include "vmserve/lazy_array.h"
-#include "vmserve/page_set.h"
-#include "vmserve/segment_map.h"
+#include "vmserve/frame_ledger.h"
 #include "vmserve/system_limits.h"
 
 namespace vmserve {
@@ -49,48 +43,28 @@ class HostDriver final : public PageDriver {
   void set_access(const std::vector<AccessRun>& runs) override;
   void zero(const std::vector<AddressRun>& runs) override;
   void copy(const std::vector<CopyRun>& runs) override;
-  void fence() override { check_process(); }
+  void fence() override { ledger_.check_process(); }
   Mark mark() override { return ++last_mark_; }
   bool reached(Mark mark) override { return mark <= last_mark_; }
   Address alloc_host(std::size_t bytes) override;
   void free_host(Address addr) override;
-  Mapping query(Address addr) const override;
+  Mapping query(Address addr) const override { return ledger_.query(addr); }
   DriverStats stats() const override;
 
  private:
-  struct Reservation {
-    SegmentMap segments;
-    Backing backing;
-  };
-
-  void check_process() const;
   void check_memory(std::uint64_t bytes) const;
   void check_map_count(std::int64_t growth, std::size_t completed) const;
-  void check_frames(const FrameRun& run, bool exist, std::size_t completed) const;
-  // The reservation around [addr, addr + bytes), which must be whole frames if `whole_frames`.
-  Reservation& reservation_of(Address addr, std::size_t bytes, bool whole_frames,
-                              std::size_t completed);
-  const Reservation* find(Address addr) const;
-  // Throws unless [addr, addr + bytes) is mapped (writable if `write`) or lies in host memory.
-  void check_copyable(Address addr, std::size_t bytes, bool write, std::size_t completed);
   // 0, or the errno of the refusal.
   int fallocate_frames(const FrameRun& run, int mode);
   void map_one(const MapRun& run, std::size_t completed);
   void unmap_one(const AddressRun& run, std::size_t completed);
   void set_access_one(const AccessRun& run, std::size_t completed);
-  void count_mapped(const SegmentMap& segments, Address addr, std::size_t bytes, int change);
 
-  HostOptions options_;
   std::size_t granularity_;
-  std::int64_t max_mappings_;
-  pid_t pid_;
+  HostOptions options_;
   FileDescriptor fd_;
-  std::map<Address, Reservation> reservations_;
-  std::map<Address, std::size_t> host_memory_;
-  PageSet created_;
-  LazyArray<std::uint32_t> map_counts_;  // aliases per frame
-  std::int64_t mapped_frames_ = 0;
-  std::int64_t num_mappings_ = 0;
+  FrameLedger ledger_;
+  std::int64_t max_mappings_;
   Mark last_mark_ = 0;
 };
 

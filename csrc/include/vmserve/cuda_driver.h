@@ -1,0 +1,155 @@
+// Physical pages of an NVIDIA GPU: the driver API's virtual memory management, from a library
+// that is loaded when it is needed.
+//
+// A frame is one physical allocation (cuMemCreate); adjacent maps get one cuMemSetAccess, and a
+// run is unmapped by one cuMemUnmap over whole mappings. zero and copy go to the compute stream.
+//
+// What CUDA lacks: a reservation has no background, so Backing::kZeros is refused. Whether a
+// mapping can be read-only is tried once; where it cannot, kRead maps writable and
+// capabilities().read_only says so.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "vmserve/driver.h"
+#include "vmserve/frame_ledger.h"
+#include "vmserve/lazy_array.h"
+
+namespace vmserve {
+
+namespace cuda {
+struct Api;
+enum Result : int;
+}  // namespace cuda
+
+struct CudaOptions {
+  std::size_t frame_bytes = 0;
+  std::int64_t num_frames = 0;
+  int device = 0;
+  // The CUstream that the kernels run on, whose order zero, copy and mark follow; 0 is the legacy
+  // default stream. It must outlive the driver.
+  std::uintptr_t stream = 0;
+  std::string library = "libcuda.so.1";
+  // Device memory that growing leaves to others: torch's weights and activations, libraries.
+  std::uint64_t spare_bytes = std::uint64_t{256} << 20;
+  // Frames must be multiples of the granularity that the device recommends, not of its least.
+  bool recommended_granularity = false;
+};
+
+struct CudaGranularity {
+  std::size_t minimum;
+  std::size_t recommended;
+};
+
+// The granularities of a device, without making a driver. Throws DriverError.
+CudaGranularity cuda_granularity(int device, const std::string& library);
+
+class CudaDriver final : public PageDriver {
+ public:
+  // Throws DriverError where there is no library, device or virtual memory management.
+  explicit CudaDriver(CudaOptions options);
+  // Waits for the compute stream, then gives everything back. What cannot be waited for stays
+  // mapped until the process ends.
+  ~CudaDriver() override;
+  CudaDriver(const CudaDriver&) = delete;
+  CudaDriver& operator=(const CudaDriver&) = delete;
+
+  Capabilities capabilities() const override;
+  std::size_t granularity() const override { return granularity_; }
+  std::size_t frame_bytes() const override { return options_.frame_bytes; }
+  std::int64_t num_frames() const override { return options_.num_frames; }
+
+  Address reserve(std::size_t bytes, Backing backing) override;
+  // Not batched: when it throws, the mappings that stats() no longer counts are gone.
+  void free_reservation(Address addr) override;
+  void create(const std::vector<FrameRun>& runs) override;
+  // NOTE: when a release fails after others of the same run, those frames are made anew: they
+  // exist again, and read as zero.
+  void destroy(const std::vector<FrameRun>& runs) override;
+  void map(const std::vector<MapRun>& runs) override;
+  void unmap(const std::vector<AddressRun>& runs) override;
+  void set_access(const std::vector<AccessRun>& runs) override;
+  void zero(const std::vector<AddressRun>& runs) override;
+  void copy(const std::vector<CopyRun>& runs) override;
+  void fence() override;
+  Mark mark() override;
+  bool reached(Mark mark) override;
+  Address alloc_host(std::size_t bytes) override;
+  void free_host(Address addr) override;
+  Mapping query(Address addr) const override { return ledger_.query(addr); }
+  DriverStats stats() const override;
+
+ private:
+  using Handle = std::uint64_t;
+  using Event = void*;
+  struct Unopened {};
+
+  // Nothing of the device yet: what open() did before it failed is undone by the destructor.
+  CudaDriver(CudaOptions options, Unopened);
+  void open();
+  void open_device();
+  bool probe_read_only();
+
+  // Every call starts here: this process, a device that is not lost, the context current.
+  void enter();
+  // Throws DriverError; after a result that is sticky the device is lost.
+  [[noreturn]] void refuse(cuda::Result result, const char* call, const std::string& doing,
+                           const std::string& remedy, std::size_t completed = 0);
+  // The device and the account disagree, or the device is gone: every later call throws.
+  [[noreturn]] void lose(cuda::Result result, const char* call, const std::string& what,
+                         std::size_t completed = 0);
+
+  cuda::Result set_device_access(Address addr, std::size_t bytes, Access access) const;
+  // Frames of [addr, addr + count frames) show the handles, or nothing changed.
+  void map_handles(Address addr, const std::vector<Handle>& handles, std::size_t first,
+                   std::size_t count, Access access, std::size_t completed);
+  void undo_maps(Address addr, std::size_t bytes, std::size_t completed);
+  void map_group(const std::vector<MapRun>& runs, std::size_t first, std::size_t stop);
+  void unmap_one(const AddressRun& run, std::size_t completed);
+  void set_access_one(const AccessRun& run, std::size_t completed);
+  void destroy_one(const FrameRun& run, std::size_t completed);
+
+  void check_headroom(std::uint64_t bytes);
+  // Handles of new frames that read as zero, or none.
+  std::vector<Handle> make_frames(std::size_t count);
+  void clear(const std::vector<Handle>& handles, std::size_t first, std::size_t count);
+  void keep(const FrameRun& run, const std::vector<Handle>& handles, std::size_t first);
+  void release_strays() noexcept;
+
+  Event take_event();
+  void retire(std::size_t count);
+  void close() noexcept;
+  void give_back_memory() noexcept;
+
+  CudaOptions options_;
+  std::shared_ptr<const cuda::Api> api_;
+  FrameLedger ledger_;
+  LazyArray<Handle> handles_;  // of the frames that exist
+
+  int device_ = 0;
+  void* context_ = nullptr;
+  std::size_t granularity_ = 0;
+  bool read_only_ = false;
+
+  // Where new frames are cleared, on a stream of its own so that no running step is waited for.
+  void* clear_stream_ = nullptr;
+  Address scratch_ = 0;
+  std::size_t scratch_frames_ = 0;
+
+  std::deque<Event> pending_;  // of the marks not known to be reached, the oldest first
+  std::vector<Event> idle_events_;
+  Mark last_mark_ = 0;
+
+  // What could not be undone: tried again later, at the latest when the driver closes.
+  std::vector<AddressRun> stray_maps_;
+  std::vector<Handle> stray_handles_;
+  std::string lost_;  // why the device is lost; empty while it is not
+  int lost_code_ = 0;
+};
+
+}  // namespace vmserve

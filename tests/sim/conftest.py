@@ -1,0 +1,29 @@
+"""The simulated CUDA driver library, built once per session; a new machine for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.sim.simcuda import SimConfig, SimCuda, build_library, make_sim_cuda_driver
+from vmserve import _core
+
+
+@pytest.fixture(scope="session")
+def sim_library() -> Path:
+    return build_library()
+
+
+@pytest.fixture
+def sim(sim_library: Path) -> SimCuda:
+    assert sim_library.exists()
+    return SimCuda(SimConfig())
+
+
+@pytest.fixture
+def sim_cuda_driver(sim_library: Path) -> Callable[..., _core.CudaDriver]:
+    """``make_sim_cuda_driver(frame_bytes, num_frames, **config)``."""
+    assert sim_library.exists()
+    return make_sim_cuda_driver

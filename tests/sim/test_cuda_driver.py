@@ -1,0 +1,459 @@
+"""The laws of ``PageDriver`` on ``CudaDriver`` over the simulated library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.memory.support import run_python
+from tests.sim.model import RO, RW, peek
+from tests.sim.simcuda import GRANULE, NOTHING, SimConfig, SimCuda
+from vmserve._core import Access, Backing, CudaDriver, cuda_granularity
+from vmserve.errors import DriverError, OutOfMemoryError
+
+
+def make(
+    sim: SimCuda, *, frame_bytes: int = GRANULE, num_frames: int = 16, spare_bytes: int = 0
+) -> CudaDriver:
+    return CudaDriver(frame_bytes, num_frames, library=str(sim.path), spare_bytes=spare_bytes)
+
+
+@pytest.fixture
+def driver(sim: SimCuda) -> CudaDriver:
+    return make(sim)
+
+
+def test_sizes_and_capabilities(driver: CudaDriver) -> None:
+    assert (driver.granularity, driver.frame_bytes, driver.num_frames) == (4096, 4096, 16)
+    able = driver.capabilities
+    assert (able.unmap, able.read_only, able.zeros_backing) == (True, True, False)
+    assert (able.host_memory, able.asynchronous) == (True, True)
+
+
+@pytest.mark.parametrize("granularity", [GRANULE, 1 << 16, 1 << 21])
+def test_a_frame_is_any_multiple_of_the_granularity(sim: SimCuda, granularity: int) -> None:
+    sim.configure(SimConfig(granularity=granularity))
+    assert cuda_granularity(library=str(sim.path)) == (granularity, granularity)
+    driver = make(sim, frame_bytes=3 * granularity, num_frames=2)
+    base = driver.reserve(6 * granularity, Backing.TRAP)
+    driver.create([(1, 1)])
+    driver.map([(base + 3 * granularity, 1, 1, RW)])
+    assert peek(base + 3 * granularity, 3 * granularity) == bytes(3 * granularity)
+    assert sim.counts().allocated_bytes == driver.stats().allocated_bytes == 3 * granularity
+    with pytest.raises(ValueError, match=f"positive multiple of the granularity, {granularity}"):
+        make(sim, frame_bytes=granularity // 2)
+
+
+def test_the_recommended_granularity_is_an_option(sim: SimCuda) -> None:
+    sim.configure(SimConfig(recommended_granularity=4 * GRANULE))
+    assert cuda_granularity(library=str(sim.path)) == (GRANULE, 4 * GRANULE)
+    assert make(sim).granularity == GRANULE
+    with pytest.raises(ValueError, match="positive multiple of the granularity, 16384"):
+        CudaDriver(GRANULE, 4, library=str(sim.path), recommended_granularity=True)
+
+
+def test_new_frames_read_as_zero_again_and_again(sim: SimCuda, driver: CudaDriver) -> None:
+    base = driver.reserve(16 * GRANULE, Backing.TRAP)
+    for _ in range(3):
+        driver.create([(2, 3), (9, 2)])
+        driver.map([(base, 2, 3, RW), (base + 3 * GRANULE, 9, 2, RW)])
+        assert peek(base, 5 * GRANULE) == bytes(5 * GRANULE)
+        sim.launch_write(base, 5 * GRANULE, 255)
+        driver.fence()
+        assert peek(base, 5 * GRANULE) == b"\xff" * 5 * GRANULE
+        driver.unmap([(base, 5 * GRANULE)])
+        driver.destroy([(2, 3), (9, 2)])
+    assert driver.stats().allocated_bytes == sim.counts().allocated_bytes == 0
+
+
+def test_more_frames_than_fit_in_the_scratch_range_are_cleared(sim: SimCuda) -> None:
+    sim.configure(SimConfig(granularity=1 << 20, total_bytes=1 << 28))
+    driver = make(sim, frame_bytes=40 << 20, num_frames=6)  # the scratch holds one of them
+    base = driver.reserve(240 << 20, Backing.TRAP)
+    driver.create([(0, 3)])
+    assert sim.num_calls("cuMemsetD8Async") == 3
+    driver.map([(base, 0, 3, RW)])
+    assert not peek(base, 120 << 20).strip(b"\0")
+
+
+def test_clearing_waits_for_no_kernel(sim: SimCuda, driver: CudaDriver) -> None:
+    base = driver.reserve(2 * GRANULE, Backing.TRAP)
+    driver.create([(0, 1)])
+    driver.map([(base, 0, 1, RW)])
+    sim.launch_write(base, GRANULE, 3)
+    driver.create([(1, 1)])
+    assert sim.counts().pending_work == 1
+    assert peek(base, GRANULE) == bytes(GRANULE)
+
+
+def test_aliases_show_one_frame(sim: SimCuda, driver: CudaDriver) -> None:
+    base = driver.reserve(8 * GRANULE, Backing.TRAP)
+    driver.create([(3, 2)])
+    driver.map([(base, 3, 2, RW), (base + 4 * GRANULE, 4, 1, RO)])
+    sim.launch_write(base + GRANULE, 8, 5)
+    driver.fence()
+    assert peek(base + 4 * GRANULE, 9) == b"\5" * 8 + b"\0"
+    assert driver.query(base + GRANULE) == (4, RW)
+    assert driver.query(base + 4 * GRANULE) == (4, RO)
+    assert driver.query(base + 2 * GRANULE) == (-1, Access.NONE)
+    stats = driver.stats()
+    assert (stats.created_frames, stats.mapped_frames, stats.num_mappings) == (2, 3, 3)
+    assert sim.counts().mappings == 3
+    driver.unmap([(base + GRANULE, GRANULE)])
+    assert peek(base + 4 * GRANULE, 8) == b"\5" * 8
+
+
+def test_adjacent_maps_get_one_set_access(sim: SimCuda, driver: CudaDriver) -> None:
+    base = driver.reserve(16 * GRANULE, Backing.TRAP)
+    other = driver.reserve(GRANULE, Backing.TRAP)
+    driver.create([(0, 16)])
+    before = sim.num_calls("cuMemSetAccess"), sim.num_calls("cuMemMap")
+    driver.map(
+        [
+            (base, 4, 3, RW),  # one group with the next, whatever their frames
+            (base + 3 * GRANULE, 0, 1, RW),
+            (base + 4 * GRANULE, 8, 1, RO),  # other access
+            (base + 6 * GRANULE, 9, 1, RO),  # after a gap
+            (other, 10, 1, RO),  # another reservation
+        ]
+    )
+    assert sim.num_calls("cuMemSetAccess") - before[0] == 4
+    assert sim.num_calls("cuMemMap") - before[1] == 7
+    calls = sim.num_calls("cuMemUnmap")
+    driver.unmap([(base, 5 * GRANULE)])
+    assert sim.num_calls("cuMemUnmap") - calls == 1
+
+
+def test_a_group_ends_where_its_reservation_does(sim: SimCuda, driver: CudaDriver) -> None:
+    bases = [driver.reserve(GRANULE, Backing.TRAP) for _ in range(64)]
+    low = next(base for base in bases if base + GRANULE in bases)
+    driver.create([(0, 2)])
+    driver.map([(low, 0, 1, RW), (low + GRANULE, 1, 1, RW)])  # the device takes no range across
+    assert driver.stats().mapped_frames == sim.counts().mappings == 2
+    with pytest.raises(ValueError, match="not inside one reservation"):
+        driver.unmap([(low, 2 * GRANULE)])
+
+
+def test_access_reaches_the_device(sim: SimCuda, driver: CudaDriver) -> None:
+    base = driver.reserve(4 * GRANULE, Backing.TRAP)
+    driver.create([(0, 4)])
+    driver.map([(base, 0, 2, RW), (base + 2 * GRANULE, 2, 1, RO)])
+    assert [sim.access(base + i * GRANULE) for i in range(4)] == [3, 3, 1, -1]
+    driver.set_access([(base + GRANULE, 2 * GRANULE, RO), (base, GRANULE, RO)])
+    driver.set_access([(base + 2 * GRANULE, GRANULE, RW)])
+    assert [sim.access(base + i * GRANULE) for i in range(4)] == [1, 1, 3, -1]
+    sim.launch_write(base, 1, 1)
+    with pytest.raises(DriverError) as caught:
+        driver.fence()
+    assert caught.value.sticky
+    assert sim.violations() == ["kernel of 1 bytes, writing: it is read-only"]
+
+
+def test_without_read_only_mappings_everything_is_writable(sim: SimCuda) -> None:
+    sim.configure(SimConfig(read_only=False))
+    driver = make(sim)
+    assert not driver.capabilities.read_only
+    base = driver.reserve(2 * GRANULE, Backing.TRAP)
+    driver.create([(0, 2)])
+    driver.map([(base, 0, 2, RO)])
+    assert driver.query(base) == (0, RO)
+    assert sim.access(base) == 3
+    driver.set_access([(base, GRANULE, RW), (base + GRANULE, GRANULE, RO)])
+    assert driver.query(base) == (0, RW)
+    with pytest.raises(ValueError, match="cannot zero what is not mapped writable"):
+        driver.zero([(base + GRANULE, 8)])  # asked for as read-only, so treated so
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda d, b: d.reserve(100, Backing.TRAP), "cannot reserve 100 bytes"),
+        (lambda d, b: d.reserve(0, Backing.TRAP), "cannot reserve 0 bytes"),
+        (lambda d, b: d.reserve(GRANULE, Backing.ZEROS), "CUDA cannot reserve addresses that read"),
+        (lambda d, b: d.free_reservation(b + GRANULE), "no reservation starts at this address"),
+        (lambda d, b: d.create([(0, 1)]), "frame 0 exists already"),
+        (lambda d, b: d.create([(4, 2), (5, 2)]), "frame 5 is named twice"),
+        (lambda d, b: d.create([(14, 3)]), "frames 14 \\+ 3 are outside 0 .. 16"),
+        (lambda d, b: d.create([(-1, 1)]), "are outside"),
+        (lambda d, b: d.destroy([(9, 1)]), "frame 9 does not exist"),
+        (lambda d, b: d.destroy([(0, 1)]), "frame 0 is still mapped"),
+        (lambda d, b: d.map([(b, 1, 1, RW)]), "something is mapped there already"),
+        (lambda d, b: d.map([(b + GRANULE, 9, 1, RW)]), "frame 9 does not exist"),
+        (lambda d, b: d.map([(b + GRANULE, 1, 1, Access.NONE)]), "cannot map without access"),
+        (lambda d, b: d.map([(b + 100, 1, 1, RW)]), "is not whole frames of 4096 bytes"),
+        (lambda d, b: d.map([(b + 4 * GRANULE, 0, 1, RW)]), "not inside one reservation"),
+        (lambda d, b: d.unmap([(b, 2 * GRANULE)]), "not everything in the range is mapped"),
+        (lambda d, b: d.unmap([(b, 100)]), "is not whole frames"),
+        (lambda d, b: d.set_access([(b + GRANULE, GRANULE, RO)]), "not everything in the range"),
+        (lambda d, b: d.set_access([(b, GRANULE, Access.NONE)]), "unmap what nobody may use"),
+        (lambda d, b: d.zero([(b + GRANULE, 8)]), "cannot zero what is not mapped writable"),
+        (lambda d, b: d.copy([(b + GRANULE, b, 8)]), "cannot copy between what is not mapped"),
+        (lambda d, b: d.copy([(b + 4, b, 8)]), "cannot copy between ranges that overlap"),
+        (lambda d, b: d.alloc_host(0), "cannot allocate 0 bytes"),
+        (lambda d, b: d.free_host(b), "no host memory starts at this address"),
+        (lambda d, b: d.query(b + 8 * GRANULE), "the address is in no reservation"),
+    ],
+)
+def test_misuse_is_refused_and_changes_nothing(
+    sim: SimCuda, driver: CudaDriver, call: Callable[[CudaDriver, int], object], message: str
+) -> None:
+    base = driver.reserve(4 * GRANULE, Backing.TRAP)
+    driver.create([(0, 2)])
+    driver.map([(base, 0, 1, RW)])
+    before = sim.counts(), driver.stats().num_mappings
+    with pytest.raises(ValueError, match=message):
+        call(driver, base)
+    assert (sim.counts(), driver.stats().num_mappings) == before
+
+
+def test_misuse_in_a_batch_leaves_what_came_before_it(sim: SimCuda, driver: CudaDriver) -> None:
+    base = driver.reserve(8 * GRANULE, Backing.TRAP)
+    driver.create([(0, 3)])
+    with pytest.raises(ValueError, match="something is mapped there already"):
+        driver.map([(base, 0, 2, RW), (base + GRANULE, 2, 1, RW), (base + 4 * GRANULE, 2, 1, RW)])
+    assert driver.stats().mapped_frames == sim.counts().mappings == 2
+    with pytest.raises(ValueError, match="frame 7 does not exist"):
+        driver.map([(base + 2 * GRANULE, 2, 1, RW), (base + 3 * GRANULE, 7, 1, RW)])
+    assert driver.query(base + 2 * GRANULE) == (2, RW)
+    with pytest.raises(ValueError, match="not everything in the range is mapped"):
+        driver.unmap([(base, GRANULE), (base, GRANULE)])
+    assert driver.stats().mapped_frames == sim.counts().mappings == 2
+
+
+def test_growing_beyond_the_free_memory_is_refused_with_numbers(sim: SimCuda) -> None:
+    sim.configure(SimConfig(total_bytes=8 * GRANULE))
+    driver = make(sim, spare_bytes=2 * GRANULE)
+    driver.create([(0, 4)])
+    with pytest.raises(OutOfMemoryError) as caught:
+        driver.create([(4, 1), (5, 2)])
+    assert str(caught.value) == (
+        "growing the KV cache by 12.0 KiB would leave less than 8.0 KiB of CUDA device 0 to "
+        "others: 16.0 KiB of 32.0 KiB are free; lower --kv-cache-memory or free device memory"
+    )
+    assert driver.stats().created_frames == sim.counts().allocations == 4
+    driver.create([(4, 2)])
+    assert sim.counts().allocations == 6
+
+
+def test_memory_that_runs_out_in_the_middle_of_a_batch_creates_nothing(
+    sim: SimCuda, driver: CudaDriver
+) -> None:
+    sim.fail(3, 2, name="cuMemCreate")
+    with pytest.raises(OutOfMemoryError, match=r"cuMemCreate failed while taking 16\.0 KiB"):
+        driver.create([(0, 2), (6, 2)])
+    assert driver.stats().created_frames == sim.counts().allocations == 0
+    sim.fail(1, 2, name="cuMemHostAlloc")
+    with pytest.raises(OutOfMemoryError, match="lower --swap-space"):
+        driver.alloc_host(GRANULE)
+
+
+def test_memory_that_could_not_be_released_is_counted_and_tried_again(
+    sim: SimCuda, driver: CudaDriver
+) -> None:
+    sim.fail(4, 2, forever=True)  # context, free memory and one allocation: then nothing works
+    with pytest.raises(OutOfMemoryError):
+        driver.create([(0, 2)])
+    assert driver.stats().created_frames == 0
+    assert driver.stats().allocated_bytes == sim.counts().allocated_bytes == GRANULE
+    sim.no_faults()
+    driver.create([(5, 2)])
+    assert driver.stats().allocated_bytes == sim.counts().allocated_bytes == 2 * GRANULE
+
+
+def test_a_failed_set_access_takes_back_the_maps(sim: SimCuda, driver: CudaDriver) -> None:
+    base = driver.reserve(8 * GRANULE, Backing.TRAP)
+    driver.create([(0, 5)])
+    sim.fail(2, 1, name="cuMemSetAccess")
+    runs = [(base, 0, 2, RW), (base + 4 * GRANULE, 2, 1, RW), (base + 5 * GRANULE, 3, 2, RW)]
+    with pytest.raises(DriverError, match="cuMemSetAccess failed while giving access") as caught:
+        driver.map(runs)
+    assert (caught.value.errno, caught.value.completed, caught.value.sticky) == (1, 1, False)
+    assert driver.stats().mapped_frames == sim.counts().mappings == 2
+    assert driver.query(base + 4 * GRANULE) == (-1, Access.NONE)
+    driver.map(runs[1:])
+    assert sim.counts().mappings == 5
+
+
+def test_maps_that_cannot_be_taken_back_lose_the_device(sim: SimCuda) -> None:
+    driver = make(sim)
+    base = driver.reserve(4 * GRANULE, Backing.TRAP)
+    driver.create([(0, 2)])
+    sim.fail(1, 1, name="cuMemSetAccess", forever=True)
+    # The plan holds one function only: let the undoing fail through memory that is gone.
+    sim.fail(2, 1, forever=True)  # the context is set, then every call fails
+    with pytest.raises(DriverError) as caught:
+        driver.map([(base, 0, 2, RW)])
+    assert not caught.value.sticky  # the first map failed: nothing had to be undone
+    sim.fail(3, 1, forever=True)  # one map succeeds, the second fails, and so does its undoing
+    with pytest.raises(DriverError, match="cuMemUnmap failed while undoing") as caught:
+        driver.map([(base, 0, 2, RW)])
+    assert caught.value.sticky
+    sim.no_faults()
+    with pytest.raises(DriverError, match="the CUDA device is lost since this: cuMemUnmap") as lost:
+        driver.unmap([(base, GRANULE)])
+    assert lost.value.sticky
+    del driver, caught, lost
+    assert sim.counts() == NOTHING  # closing tries again what could not be undone
+
+
+def test_a_lost_device_is_sticky_everywhere(sim: SimCuda, driver: CudaDriver) -> None:
+    base = driver.reserve(2 * GRANULE, Backing.TRAP)
+    sim.launch_failure(719)
+    with pytest.raises(DriverError, match="CUDA_ERROR_LAUNCH_FAILED") as caught:
+        driver.fence()
+    assert (caught.value.sticky, caught.value.errno) == (True, 719)
+    for call in (
+        lambda: driver.create([(0, 1)]),
+        lambda: driver.free_reservation(base),
+        lambda: driver.reached(1),
+        driver.mark,
+        driver.fence,
+    ):
+        with pytest.raises(DriverError, match="restart the process") as caught:
+            call()
+        assert caught.value.sticky
+    assert driver.stats().created_frames == 0
+
+
+def test_refusals_are_not_sticky(sim: SimCuda, driver: CudaDriver) -> None:
+    sim.fail(1, 600, name="cuStreamSynchronize")
+    with pytest.raises(DriverError, match="CUDA_ERROR_NOT_READY") as caught:
+        driver.fence()
+    assert not caught.value.sticky
+    driver.fence()
+
+
+def test_everything_is_given_back_at_the_end(sim: SimCuda) -> None:
+    driver = make(sim)
+    base = driver.reserve(8 * GRANULE, Backing.TRAP)
+    driver.reserve(GRANULE, Backing.TRAP)
+    driver.create([(0, 4)])
+    driver.map([(base, 0, 3, RW), (base + 5 * GRANULE, 0, 1, RO)])
+    driver.alloc_host(GRANULE)
+    for _ in range(3):
+        driver.mark()
+    sim.launch_write(base, GRANULE, 1)
+    driver.zero([(base, GRANULE)])
+    del driver  # waits for the kernel before it unmaps
+    assert sim.counts() == NOTHING
+    assert sim.violations() == []
+
+
+def test_what_cannot_be_waited_for_is_not_unmapped(sim: SimCuda) -> None:
+    driver = make(sim)
+    base = driver.reserve(GRANULE, Backing.TRAP)
+    driver.create([(0, 1)])
+    driver.map([(base, 0, 1, RW)])
+    sim.launch_write(base, GRANULE, 1)
+    sim.fail(1, 1, name="cuStreamSynchronize", forever=True)
+    del driver
+    assert sim.counts().mappings == 1
+    sim.pump()
+    assert sim.violations() == []
+
+
+def test_freeing_a_reservation_takes_its_mappings(sim: SimCuda, driver: CudaDriver) -> None:
+    base = driver.reserve(6 * GRANULE, Backing.TRAP)
+    driver.create([(0, 3)])
+    driver.map([(base, 0, 2, RW), (base + 4 * GRANULE, 2, 1, RO)])
+    driver.free_reservation(base)
+    assert driver.stats().mapped_frames == sim.counts().mappings == 0
+    driver.destroy([(0, 3)])
+    with pytest.raises(ValueError, match="in no reservation"):
+        driver.query(base)
+
+
+def test_a_tebibyte_can_be_reserved(sim: SimCuda) -> None:
+    driver = make(sim, num_frames=1 << 28)
+    base = driver.reserve(1 << 40, Backing.TRAP)
+    last = (1 << 28) - 1
+    driver.create([(last, 1)])
+    driver.map([(base + (1 << 40) - GRANULE, last, 1, RW)])
+    assert peek(base + (1 << 40) - GRANULE, GRANULE) == bytes(GRANULE)
+    with pytest.raises(DriverError, match="lower max_num_seqs or max_model_len"):
+        driver.reserve(1 << 62, Backing.TRAP)
+
+
+def test_calls_from_many_threads_find_the_context(sim: SimCuda, driver: CudaDriver) -> None:
+    base = driver.reserve(8 * GRANULE, Backing.TRAP)
+    for index in range(8):  # one owner at a time, each in a thread that never saw the device
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(driver.create, [(index, 1)]).result(timeout=30)
+            thread.submit(driver.map, [(base + index * GRANULE, index, 1, RW)]).result(timeout=30)
+    assert driver.stats().mapped_frames == sim.counts().mappings == 8
+
+
+def test_counts_of_frames_are_checked(sim: SimCuda) -> None:
+    with pytest.raises(ValueError, match="num_frames is 0: it must be positive"):
+        make(sim, num_frames=0)
+    with pytest.raises(ValueError, match="frame_bytes is 0: it must be a positive multiple"):
+        make(sim, frame_bytes=0)
+    with pytest.raises(ValueError, match="may be 1 at most"):
+        make(sim, frame_bytes=1 << 62, num_frames=2)
+    assert sim.counts() == NOTHING
+
+
+def test_a_machine_without_the_driver_is_told_what_to_do() -> None:
+    with pytest.raises(DriverError, match=r"library libnone\.so cannot be loaded .*install the NV"):
+        CudaDriver(GRANULE, 1, library="libnone.so")
+    with pytest.raises(DriverError, match=r"libnone\.so cannot be loaded"):
+        cuda_granularity(library="libnone.so")
+
+
+def test_a_library_without_a_function_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DriverError, match=r"libc\.so\.6 has no function cuInit: update the NVIDIA"):
+        CudaDriver(GRANULE, 1, library="libc.so.6")
+
+
+def test_devices_that_cannot_serve_are_named(sim: SimCuda) -> None:
+    with pytest.raises(DriverError, match=r"looking for CUDA device 3: .*INVALID_DEVICE \(101\)"):
+        CudaDriver(GRANULE, 1, device=3, library=str(sim.path))
+    sim.configure(SimConfig(virtual_memory=False))
+    with pytest.raises(DriverError, match="CUDA device 0 has no virtual memory management"):
+        make(sim)
+    sim.configure(SimConfig(num_devices=0))
+    with pytest.raises(DriverError, match=r"CUDA_ERROR_NO_DEVICE .*nvidia-smi"):
+        make(sim)
+    assert sim.counts() == NOTHING
+
+
+def test_calls_in_a_fork_are_refused(sim_library: Path) -> None:
+    result = run_python(
+        """
+import os
+from tests.sim.simcuda import make_sim_cuda_driver, SimCuda
+from vmserve._core import Access, Backing
+driver = make_sim_cuda_driver()
+base = driver.reserve(4096, Backing.TRAP)
+driver.create([(0, 1)])
+child = os.fork()
+if child == 0:
+    for call in (lambda: driver.map([(base, 0, 1, Access.READ)]), driver.fence, driver.mark,
+                 lambda: driver.alloc_host(1), lambda: driver.reached(1)):
+        try:
+            call()
+        except ValueError as error:
+            assert "start worker processes with the spawn method" in str(error), error
+        else:
+            os._exit(1)
+    calls = SimCuda().num_calls()
+    del driver  # must not touch the parent's device
+    os._exit(0 if SimCuda().num_calls() == calls else 2)
+_, status = os.waitpid(child, 0)
+driver.map([(base, 0, 1, Access.READ)])
+print("child", os.waitstatus_to_exitcode(status))
+"""
+    )
+    assert (result.stdout, result.returncode) == ("child 0\n", 0), result.stderr
+
+
+def test_the_extension_links_no_cuda() -> None:
+    from vmserve import _core
+
+    loaded = Path(f"/proc/{os.getpid()}/maps").read_text()
+    assert "libcuda.so" not in loaded
+    assert b"libcuda.so.1" in Path(_core.__file__).read_bytes()  # only as a name to load
