@@ -386,8 +386,7 @@ std::int64_t KVMemory::compact() {
   settle_locked();
   retry_repairs();
   std::int64_t emptied = 0;
-  if (completed_ != begun_) return 0;  // an epoch may still write what would be moved
-  for (const Tenant tenant : pool_.split_tenants()) emptied += compact_tenant(tenant);
+  for (auto& [tenant, pages] : loose_pages()) emptied += pack(std::move(pages));
   return emptied;
 }
 

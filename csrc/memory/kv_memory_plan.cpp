@@ -338,37 +338,32 @@ std::int64_t KVMemory::pages_missing(const Demand& demand, bool squeezed) const 
   return pages;
 }
 
+// Pages that squeeze() may take apart: of paged sequences, with blocks that are free, cached or set
+// aside for one of them. While an epoch runs that may write them there are none.
+std::unordered_map<Tenant, std::vector<PageId>> KVMemory::loose_pages() const {
+  std::unordered_map<Tenant, std::vector<PageId>> pages;
+  if (completed_ != begun_) return pages;
+  for (std::int64_t id = pool_.next_committed(0); id >= 0; id = pool_.next_committed(id + 1)) {
+    const auto page = static_cast<PageId>(id);
+    const std::int32_t used = pool_.used(page);
+    const bool is_loose = used > 0 && used < config_.blocks_per_page && pool_.maps(page) == 0 &&
+                          pool_.held(page) == 0;
+    if (is_loose) pages[pool_.tenant(page)].push_back(page);
+  }
+  return pages;
+}
+
 // How many pages squeeze() would empty; `left`: the blocks that each tenant's split pages offer
 // afterwards.
 std::int64_t KVMemory::squeezable_pages(std::unordered_map<Tenant, std::int64_t>& left) const {
-  struct Split {
-    std::int64_t pages = 0, used = 0;
-  };
-  std::unordered_map<Tenant, Split> splits;
-  const auto add = [&](PageId page) {
-    Split& split = splits[pool_.tenant(page)];
-    ++split.pages;
-    split.used += pool_.used(page);
-  };
-  for (const Tenant tenant : pool_.split_tenants()) {
-    for (const PageId page : pool_.split_pages(tenant)) add(page);
-  }
-  for (SeqId id = 0; id < config_.max_seqs; ++id) {
-    const Sequence& seq = seqs_[id];
-    if (!seq.open || seq.has.view == View::kVirtual || seq.has.blocks.empty()) continue;
-    if (seq.has.blocks.back() == kNoBlock) continue;
-    const PageId page = pool_.page_of(seq.has.blocks.back());
-    const bool offers = pool_.used(page) < config_.blocks_per_page && pool_.maps(page) == 0 &&
-                        pool_.held(page) == 0;
-    if (pool_.owner(page) == id && offers) add(page);
-  }
   std::int64_t emptied = 0;
   const std::int64_t width = config_.blocks_per_page;
-  for (const auto& [tenant, split] : splits) {
-    const std::int64_t packed =
-        completed_ == begun_ ? (split.used + width - 1) / width : split.pages;
-    emptied += split.pages - packed;
-    left[tenant] = packed * width - split.used;
+  for (const auto& [tenant, pages] : loose_pages()) {
+    std::int64_t used = 0;
+    for (const PageId page : pages) used += pool_.used(page);
+    const std::int64_t packed = (used + width - 1) / width;
+    emptied += static_cast<std::int64_t>(pages.size()) - packed;
+    left[tenant] = packed * width - used;
   }
   return emptied;
 }
