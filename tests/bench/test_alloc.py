@@ -21,7 +21,14 @@ from vmserve.bench.alloc.bookkeeping import PARTS as BOOKKEEPING_PARTS
 from vmserve.bench.alloc.bookkeeping import Decoder
 from vmserve.bench.alloc.buddy import Buddy, power_of_two
 from vmserve.bench.alloc.calls import OPERATIONS, CallRig
-from vmserve.bench.alloc.command import alloc_command, chosen_sections, document, dump, markdown
+from vmserve.bench.alloc.command import (
+    Driver,
+    alloc_command,
+    chosen_sections,
+    document,
+    dump,
+    markdown,
+)
 from vmserve.bench.alloc.prefill import Prefiller
 from vmserve.bench.alloc.replay import (
     CONTEXT_TOKENS,
@@ -42,7 +49,7 @@ from vmserve.bench.alloc.section import (
 )
 from vmserve.bench.alloc.steps import Case, ModelStandIn, Stepper
 from vmserve.bench.workloads import RequestShape, sharegpt
-from vmserve.errors import ConfigurationError
+from vmserve.errors import ConfigurationError, DriverError
 
 
 def shape(num_input_tokens: int, num_output_tokens: int, index: int = 0) -> RequestShape:
@@ -455,10 +462,16 @@ def test_sections_run_in_their_order_and_names_are_checked() -> None:
         chosen_sections("calls,steps", "cuda")
 
 
-def test_a_build_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(_core, "CudaDriver", raising=False)
-    with pytest.raises(ConfigurationError, match="no CUDA page driver: measure with --driver host"):
-        make_driver("cuda", 2 << 20, 1)
+def test_a_machine_without_cuda_says_so_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*numbers: int) -> None:
+        raise DriverError("the CUDA driver library cannot be loaded")
+
+    monkeypatch.setattr(_core, "CudaDriver", refuse)
+    with pytest.raises(DriverError, match="cannot be loaded"):
+        alloc_command(driver=Driver.cuda, quick=True, json_path=tmp_path / "results.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_json_has_a_line_per_list_of_numbers() -> None:

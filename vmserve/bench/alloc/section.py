@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from vmserve import _core
-from vmserve.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -108,16 +107,10 @@ def microseconds(nanoseconds: float) -> str:
 
 
 def make_driver(kind: DriverKind, frame_bytes: int, num_frames: int) -> _core.PageDriver:
-    """A page driver of its own. Raises ConfigurationError if this build has none of the kind."""
+    """A page driver of its own. Raises DriverError where the machine has none of the kind."""
     if kind == "host":
         return _core.HostDriver(frame_bytes, num_frames)
-    cuda_driver = getattr(_core, "CudaDriver", None)
-    if cuda_driver is None:
-        raise ConfigurationError(
-            "this build of vmserve has no CUDA page driver: measure with --driver host"
-        )
-    driver: _core.PageDriver = cuda_driver(frame_bytes, num_frames)
-    return driver
+    return _core.CudaDriver(frame_bytes, num_frames)
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
