@@ -32,8 +32,8 @@ from vmserve.errors import DriverError, OutOfMemoryError
 GROUPS = 2
 MAX_SEQS = 6
 VALUES_PER_TENANT = 80
-ERRORS = (1, 2, 999, 1, 2, 999, 700)
-"""CUresults: invalid value, out of memory, unknown; and, less often, illegal address: sticky."""
+ERRORS = (*(1, 2, 999) * 20, 700)
+"""CUresults: invalid value, out of memory, unknown; and, seldom, illegal address, which is sticky."""
 
 CoreOp = tuple[OpKind, int, int, int, int, View]
 
@@ -192,6 +192,8 @@ class Life:
         behind = seq.length + (0 if slot is None else setting.core["read_slack"])
         stop = -(-behind // unit) * unit
         positions = np.arange(seq.first, stop)
+        if len(positions) == 0:
+            return np.zeros(0, SPAN)
         parts = []
         for group in range(GROUPS):
             values = np.zeros(stop - seq.first, np.int16)
