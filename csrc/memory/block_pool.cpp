@@ -201,20 +201,6 @@ std::int64_t BlockPool::num_split_blocks(Tenant tenant) const {
   return list == split_.end() ? 0 : list->second.free_blocks;
 }
 
-std::vector<PageId> BlockPool::split_pages(Tenant tenant) const {
-  std::vector<PageId> pages;
-  const auto list = split_.find(tenant);
-  if (list == split_.end()) return pages;
-  for (PageId id = list->second.head; id != kNoPage; id = pages_[id].next) pages.push_back(id);
-  return pages;
-}
-
-std::vector<Tenant> BlockPool::split_tenants() const {
-  std::vector<Tenant> tenants;
-  for (const auto& entry : split_) tenants.push_back(entry.first);
-  return tenants;
-}
-
 void BlockPool::hold(PageId page) noexcept {
   ++pages_[page].held;
   settle(page);

@@ -16,8 +16,10 @@ std::int64_t round_up_div(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
 
-void require(bool holds, const std::string& what) {
-  if (!holds) throw MisuseError(what);
+// `text` is a function: nobody builds a message that nobody reads.
+template <typename Text>
+void require(bool holds, Text text) {
+  if (!holds) throw MisuseError(text());
 }
 
 std::int64_t row_pages(const MemoryConfig& config) {
@@ -28,32 +30,44 @@ void check_sizes(const MemoryConfig& config) {
   require(config.num_groups > 0 && config.num_slots > 0 && config.max_seqs > 0 &&
               config.block_tokens > 0 && config.blocks_per_page > 0 && config.token_bytes > 0 &&
               config.max_len > 0 && config.grow_pages > 0,
-          "groups, slots, sequences, block_tokens, blocks_per_page, token_bytes, max_len and "
-          "grow_pages must be positive");
-  require(config.read_slack >= 0 && config.lookahead_tokens >= 0 && config.eager_slots >= 0 &&
-              config.eager_pages >= 0 && config.swap_blocks >= 0,
-          "read_slack, lookahead_tokens, eager_slots, eager_pages and swap_blocks must not be "
-          "negative");
+          [&] {
+            return std::string(
+                "groups, slots, sequences, block_tokens, blocks_per_page, token_bytes, max_len and "
+                "grow_pages must be positive");
+          });
+  require(
+      config.read_slack >= 0 && config.lookahead_tokens >= 0 && config.eager_slots >= 0 &&
+          config.eager_pages >= 0 && config.swap_blocks >= 0,
+      [&] {
+        return std::string(
+            "read_slack, lookahead_tokens, eager_slots, eager_pages and swap_blocks must not be "
+            "negative");
+      });
   require(config.reclaim_share >= 0 && config.reclaim_share < 1,
-          "reclaim_share must lie between 0 and 1");
+          [&] { return std::string("reclaim_share must lie between 0 and 1"); });
 }
 
 MemoryConfig validated(const PageDriver& driver, const MemoryConfig& config) {
   check_sizes(config);
   require(
       static_cast<std::size_t>(config.page_tokens() * config.token_bytes) == driver.frame_bytes(),
-      "a page of " + with_commas(config.page_tokens()) + " tokens of " +
-          with_commas(config.token_bytes) + " bytes is not the driver's frame of " +
-          with_commas(static_cast<std::int64_t>(driver.frame_bytes())) + " bytes");
-  require(config.limit_pages > 0 && config.limit_pages <= config.max_pages,
-          "limit_pages is " + with_commas(config.limit_pages) + ": it must lie between 1 and " +
-              with_commas(config.max_pages));
-  require(config.num_groups * config.max_pages <= driver.num_frames(),
-          "the driver has " + with_commas(driver.num_frames()) + " frames, " +
-              with_commas(config.num_groups) + " groups of " + with_commas(config.max_pages) +
-              " pages need more");
-  require(driver.capabilities().host_memory || config.swap_blocks == 0,
-          "this driver has no host memory to swap to: leave the swap space at 0");
+      [&] {
+        return "a page of " + with_commas(config.page_tokens()) + " tokens of " +
+               with_commas(config.token_bytes) + " bytes is not the driver's frame of " +
+               with_commas(static_cast<std::int64_t>(driver.frame_bytes())) + " bytes";
+      });
+  require(config.limit_pages > 0 && config.limit_pages <= config.max_pages, [&] {
+    return "limit_pages is " + with_commas(config.limit_pages) + ": it must lie between 1 and " +
+           with_commas(config.max_pages);
+  });
+  require(config.num_groups * config.max_pages <= driver.num_frames(), [&] {
+    return "the driver has " + with_commas(driver.num_frames()) + " frames, " +
+           with_commas(config.num_groups) + " groups of " + with_commas(config.max_pages) +
+           " pages need more";
+  });
+  require(driver.capabilities().host_memory || config.swap_blocks == 0, [&] {
+    return std::string("this driver has no host memory to swap to: leave the swap space at 0");
+  });
   return config;
 }
 
@@ -89,11 +103,13 @@ KVMemory::~KVMemory() = default;
 
 std::unique_lock<std::mutex> KVMemory::enter() const {
   // NOTE: before the lock: in a fork, another thread of the parent may have held it for ever.
-  require(::getpid() == pid_, "this KV memory belongs to process " + std::to_string(pid_) +
-                                  " and was used in its fork " + std::to_string(::getpid()) +
-                                  ": start worker processes with the spawn method");
+  require(::getpid() == pid_, [&] {
+    return "this KV memory belongs to process " + std::to_string(pid_) +
+           " and was used in its fork " + std::to_string(::getpid()) +
+           ": start worker processes with the spawn method";
+  });
   std::unique_lock<std::mutex> lock(mutex_);
-  require(space_ != nullptr, "this KV memory is closed");
+  require(space_ != nullptr, [&] { return std::string("this KV memory is closed"); });
   return lock;
 }
 
@@ -109,10 +125,11 @@ void KVMemory::fail_if_sticky(const Error& error) {
 }
 
 const KVMemory::Sequence& KVMemory::open_seq(SeqId seq) const {
-  require(seq >= 0 && seq < config_.max_seqs, "sequence " + std::to_string(seq) +
-                                                  " is outside 0 .. " +
-                                                  std::to_string(config_.max_seqs - 1));
-  require(seqs_[seq].open, "sequence " + std::to_string(seq) + " is not open");
+  require(seq >= 0 && seq < config_.max_seqs, [&] {
+    return "sequence " + std::to_string(seq) + " is outside 0 .. " +
+           std::to_string(config_.max_seqs - 1);
+  });
+  require(seqs_[seq].open, [&] { return "sequence " + std::to_string(seq) + " is not open"; });
   return seqs_[seq];
 }
 
@@ -170,7 +187,7 @@ void KVMemory::extend_digests(Sequence& seq) {
 void KVMemory::append_tokens(const std::vector<SeqId>& seqs,
                              const std::vector<std::int32_t>& tokens) {
   const auto lock = enter();
-  require(seqs.size() == tokens.size(), "one token for each sequence");
+  require(seqs.size() == tokens.size(), [&] { return std::string("one token for each sequence"); });
   for (const SeqId seq : seqs) open_seq(seq);
   for (std::size_t i = 0; i < seqs.size(); ++i) {
     Sequence& seq = seqs_[seqs[i]];
@@ -251,20 +268,20 @@ Epoch KVMemory::completed_epoch() const {
 
 void KVMemory::complete(Epoch epoch) {
   const auto lock = enter();
-  require(epoch <= begun_, "epoch " + std::to_string(epoch) + " has not begun");
+  require(epoch <= begun_, [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
   complete_locked(epoch, /*sealed=*/true);
   absorb();
 }
 
 void KVMemory::abandon_epoch(Epoch epoch) {
   const auto lock = enter();
-  require(epoch <= begun_, "epoch " + std::to_string(epoch) + " has not begun");
+  require(epoch <= begun_, [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
   complete_locked(epoch, /*sealed=*/false);
 }
 
 void KVMemory::launched(Epoch epoch) {
   const auto lock = enter();
-  require(epoch <= begun_, "epoch " + std::to_string(epoch) + " has not begun");
+  require(epoch <= begun_, [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
   require_alive();
   const auto driving = mapper_->lock_driver();
   marks_.emplace_back(epoch, driver_->mark());
@@ -329,7 +346,7 @@ void KVMemory::clear_cache() {
 
 std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle_too) {
   const auto lock = enter();
-  require(keep_pages >= 0, "keep_pages must not be negative");
+  require(keep_pages >= 0, [&] { return std::string("keep_pages must not be negative"); });
   require_alive();
   settle_locked();
   retry_repairs();
@@ -346,9 +363,10 @@ std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle_too) {
 
 void KVMemory::set_limit(std::int64_t limit_pages) {
   const auto lock = enter();
-  require(limit_pages > 0 && limit_pages <= config_.max_pages,
-          "the limit of " + with_commas(limit_pages) + " pages must lie between 1 and " +
-              with_commas(config_.max_pages));
+  require(limit_pages > 0 && limit_pages <= config_.max_pages, [&] {
+    return "the limit of " + with_commas(limit_pages) + " pages must lie between 1 and " +
+           with_commas(config_.max_pages);
+  });
   require_alive();
   settle_locked();
   retry_repairs();
@@ -368,8 +386,7 @@ std::int64_t KVMemory::compact() {
   settle_locked();
   retry_repairs();
   std::int64_t emptied = 0;
-  if (completed_ != begun_) return 0;  // an epoch may still write what would be moved
-  for (const Tenant tenant : pool_.split_tenants()) emptied += compact_tenant(tenant);
+  for (auto& [tenant, pages] : loose_pages()) emptied += pack(std::move(pages));
   return emptied;
 }
 
@@ -394,9 +411,10 @@ std::vector<BlockId> KVMemory::blocks(SeqId seq) const {
 
 std::vector<PageId> KVMemory::slot_pages(SlotId slot) const {
   const auto lock = enter();
-  require(
-      slot >= 0 && slot < config_.num_slots,
-      "slot " + std::to_string(slot) + " is outside 0 .. " + std::to_string(config_.num_slots - 1));
+  require(slot >= 0 && slot < config_.num_slots, [&] {
+    return "slot " + std::to_string(slot) + " is outside 0 .. " +
+           std::to_string(config_.num_slots - 1);
+  });
   std::vector<PageId> pages;
   for (const SlotEntry& entry : slots_[slot].entries) pages.push_back(entry.page);
   return pages;
@@ -439,7 +457,7 @@ std::vector<SlotId> KVMemory::slots(const std::vector<SeqId>& seqs) const {
 std::int32_t KVMemory::block_refs(BlockId block) const {
   const auto lock = enter();
   require(block >= 0 && block < pool_.max_pages() * config_.blocks_per_page,
-          "block " + std::to_string(block) + " does not exist");
+          [&] { return "block " + std::to_string(block) + " does not exist"; });
   return pool_.refs(block);
 }
 

@@ -131,7 +131,7 @@ void KVMemory::premap(SlotId slot_id, std::int64_t count, Tenant tenant) {
   }
   for (const PageId page : zeroed) command.runs.push_back({page, 1});
   slot.num_pending = count;
-  slot.last_command = mapper_->submit(std::move(command));
+  slot.last_command = slot.last_map = mapper_->submit(std::move(command));
 }
 
 void KVMemory::premapped(const Outcome& outcome) {
@@ -253,7 +253,8 @@ void KVMemory::reclaim_ahead() {
   command.slot = oldest;
   command.unmap = entry_ranges(oldest, first, slots_[oldest].size() - first);
   command.pages = reclaim_slot(oldest, first);
-  slots_[oldest].last_command = mapper_->submit(std::move(command));
+  slots_[oldest].last_map = mapper_->submit(std::move(command));
+  slots_[oldest].last_command = slots_[oldest].last_map;
 }
 
 std::vector<PageId> KVMemory::reclaim_slot(SlotId id, std::int64_t first) {

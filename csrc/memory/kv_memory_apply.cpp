@@ -114,7 +114,8 @@ void KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
       until = mapper_->last_id();
     } else if (seq.has.view == View::kVirtual && pages_for(op.num_tokens) > num_pages(seq)) {
       const bool has_slot = seq.has.slot != kNoSlot;
-      until = std::max(until, has_slot ? slots_[seq.has.slot].last_command : mapper_->last_id());
+      // Sealing what lies behind may take its time: growth goes on behind it.
+      until = std::max(until, has_slot ? slots_[seq.has.slot].last_map : mapper_->last_id());
     }
   }
   if (until == 0) return;
@@ -220,7 +221,8 @@ void KVMemory::stage_fork(Change& change, const Op& op) {
   if (op.num_tokens > 0) bind(change, op.seq, blocks, op.num_tokens, /*own=*/false);
   child.has.length = op.num_tokens;
   child.has.sealed = std::min(parent.has.sealed, op.num_tokens);
-  child.has.seal_limit = parent.has.seal_limit;
+  // What is worthless of the parent may lie behind the fork.
+  if (parent.has.seal_limit < op.num_tokens) child.has.seal_limit = parent.has.seal_limit;
   child.has.num_published =
       std::min(parent.has.num_published, op.num_tokens / config_.block_tokens);
   seal_shared(change, parent, op.num_tokens);
@@ -574,8 +576,8 @@ SlotId KVMemory::choose_slot(const Change& change, Tenant tenant,
     } else if (slot.empty()) {
       rank = 1;
       score = -id;
-    } else if (pressed && bound.empty()) {
-      rank = 2;
+    } else if (pressed && bound.empty() && want >= slot.size()) {
+      rank = 2;  // all of it would be evicted anyway, tail first
     }
     if (rank > best_rank || (rank == best_rank && score > best_score)) {
       best = id;
@@ -588,6 +590,8 @@ SlotId KVMemory::choose_slot(const Change& change, Tenant tenant,
 
 void KVMemory::take_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound,
                          std::int64_t want) {
+  want = std::max(want, pages_for(std::min(config_.max_len,
+                                           static_cast<std::int64_t>(seqs_[id].tokens.size()))));
   const std::int64_t at_hand = pool_.num_free() + pool_.limit() - pool_.num_committed();
   const bool pressed = at_hand < want - static_cast<std::int64_t>(bound.size());
   const SlotId slot_id = choose_slot(change, seqs_[id].tenant, bound, want, pressed);
@@ -935,7 +939,6 @@ void KVMemory::rollback(Change& change) {
     seqs_[holding->first].has = std::move(holding->second);
   }
   for (const SwapId swap : change.swap_taken) swap_->drop(swap);
-  ++version_;
   if (!is_clean) add_repair(std::move(repair), unfinished.error);
 }
 

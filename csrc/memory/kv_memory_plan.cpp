@@ -12,8 +12,10 @@
 namespace vmserve {
 namespace {
 
-void require(bool holds, const std::string& what) {
-  if (!holds) throw MisuseError(what);
+// `text` is a function: nobody builds a message that nobody reads.
+template <typename Text>
+void require(bool holds, Text text) {
+  if (!holds) throw MisuseError(text());
 }
 
 std::string name(SeqId seq) {
@@ -26,45 +28,51 @@ void KVMemory::validate(const std::vector<Op>& ops) const {
   std::vector<std::uint8_t> seen(seqs_.size());  // 1: an op other than kGrow; 2: kSwapOut
   for (const Op& op : ops) {
     const Sequence& seq = open_seq(op.seq);
-    require(op.num_tokens >= 0 && op.num_tokens <= config_.max_len,
-            name(op.seq) + " cannot hold " + with_commas(op.num_tokens) + " tokens: max_len is " +
-                with_commas(config_.max_len));
+    require(op.num_tokens >= 0 && op.num_tokens <= config_.max_len, [&] {
+      return name(op.seq) + " cannot hold " + with_commas(op.num_tokens) + " tokens: max_len is " +
+             with_commas(config_.max_len);
+    });
     if (op.kind == OpKind::kGrow) {
       require(seen[op.seq] != 2 && (!seq.has.swapped || seen[op.seq] == 1),
-              name(op.seq) + " is swapped out");
+              [&] { return name(op.seq) + " is swapped out"; });
       require(op.first_token >= 0 && op.first_token <= std::max(op.num_tokens, seq.has.length),
-              name(op.seq) + " cannot give up tokens that it does not have");
+              [&] { return name(op.seq) + " cannot give up tokens that it does not have"; });
       continue;
     }
-    require(seen[op.seq] == 0, name(op.seq) + " has two ops in one plan");
+    require(seen[op.seq] == 0, [&] { return name(op.seq) + " has two ops in one plan"; });
     seen[op.seq] = op.kind == OpKind::kSwapOut ? 2 : 1;
     const bool is_empty = seq.has.length == 0 && seq.has.blocks.empty() && !seq.has.swapped;
     switch (op.kind) {
       case OpKind::kAttach:
-        require(is_empty, name(op.seq) + " is not empty");
-        require(op.num_tokens % config_.block_tokens == 0,
-                "cached prefixes are whole blocks of " + std::to_string(config_.block_tokens) +
-                    " tokens, not " + with_commas(op.num_tokens));
-        require(op.num_tokens <= num_matched(seq) * config_.block_tokens,
-                name(op.seq) + " asks for " + with_commas(op.num_tokens) + " cached tokens: " +
-                    with_commas(num_matched(seq) * config_.block_tokens) + " are there");
+        require(is_empty, [&] { return name(op.seq) + " is not empty"; });
+        require(op.num_tokens % config_.block_tokens == 0, [&] {
+          return "cached prefixes are whole blocks of " + std::to_string(config_.block_tokens) +
+                 " tokens, not " + with_commas(op.num_tokens);
+        });
+        require(op.num_tokens <= num_matched(seq) * config_.block_tokens, [&] {
+          return name(op.seq) + " asks for " + with_commas(op.num_tokens) +
+                 " cached tokens: " + with_commas(num_matched(seq) * config_.block_tokens) +
+                 " are there";
+        });
         break;
       case OpKind::kFork: {
         const Sequence& parent = open_seq(op.other);
-        require(op.other != op.seq && is_empty, name(op.seq) + " is not empty");
-        require(parent.tenant == seq.tenant, "a fork stays with its parent's tenant");
+        require(op.other != op.seq && is_empty, [&] { return name(op.seq) + " is not empty"; });
+        require(parent.tenant == seq.tenant,
+                [&] { return std::string("a fork stays with its parent's tenant"); });
         require(!parent.has.swapped && seen[op.other] == 0,
-                name(op.other) + " is swapped out, or changes in the same plan");
-        require(op.num_tokens <= parent.has.length,
-                "cannot fork " + name(op.other) + " at " + with_commas(op.num_tokens) +
-                    " tokens: it holds " + with_commas(parent.has.length));
+                [&] { return name(op.other) + " is swapped out, or changes in the same plan"; });
+        require(op.num_tokens <= parent.has.length, [&] {
+          return "cannot fork " + name(op.other) + " at " + with_commas(op.num_tokens) +
+                 " tokens: it holds " + with_commas(parent.has.length);
+        });
         break;
       }
       case OpKind::kSwapIn:
-        require(seq.has.swapped, name(op.seq) + " is not swapped out");
+        require(seq.has.swapped, [&] { return name(op.seq) + " is not swapped out"; });
         break;
       default:
-        require(!seq.has.swapped, name(op.seq) + " is swapped out");
+        require(!seq.has.swapped, [&] { return name(op.seq) + " is swapped out"; });
     }
   }
 }
@@ -330,37 +338,32 @@ std::int64_t KVMemory::pages_missing(const Demand& demand, bool squeezed) const 
   return pages;
 }
 
+// Pages that squeeze() may take apart: of paged sequences, with blocks that are free, cached or set
+// aside for one of them. While an epoch runs that may write them there are none.
+std::unordered_map<Tenant, std::vector<PageId>> KVMemory::loose_pages() const {
+  std::unordered_map<Tenant, std::vector<PageId>> pages;
+  if (completed_ != begun_) return pages;
+  for (std::int64_t id = pool_.next_committed(0); id >= 0; id = pool_.next_committed(id + 1)) {
+    const auto page = static_cast<PageId>(id);
+    const std::int32_t used = pool_.used(page);
+    const bool is_loose = used > 0 && used < config_.blocks_per_page && pool_.maps(page) == 0 &&
+                          pool_.held(page) == 0;
+    if (is_loose) pages[pool_.tenant(page)].push_back(page);
+  }
+  return pages;
+}
+
 // How many pages squeeze() would empty; `left`: the blocks that each tenant's split pages offer
 // afterwards.
 std::int64_t KVMemory::squeezable_pages(std::unordered_map<Tenant, std::int64_t>& left) const {
-  struct Split {
-    std::int64_t pages = 0, used = 0;
-  };
-  std::unordered_map<Tenant, Split> splits;
-  const auto add = [&](PageId page) {
-    Split& split = splits[pool_.tenant(page)];
-    ++split.pages;
-    split.used += pool_.used(page);
-  };
-  for (const Tenant tenant : pool_.split_tenants()) {
-    for (const PageId page : pool_.split_pages(tenant)) add(page);
-  }
-  for (SeqId id = 0; id < config_.max_seqs; ++id) {
-    const Sequence& seq = seqs_[id];
-    if (!seq.open || seq.has.view == View::kVirtual || seq.has.blocks.empty()) continue;
-    if (seq.has.blocks.back() == kNoBlock) continue;
-    const PageId page = pool_.page_of(seq.has.blocks.back());
-    const bool offers = pool_.used(page) < config_.blocks_per_page && pool_.maps(page) == 0 &&
-                        pool_.held(page) == 0;
-    if (pool_.owner(page) == id && offers) add(page);
-  }
   std::int64_t emptied = 0;
   const std::int64_t width = config_.blocks_per_page;
-  for (const auto& [tenant, split] : splits) {
-    const std::int64_t packed =
-        completed_ == begun_ ? (split.used + width - 1) / width : split.pages;
-    emptied += split.pages - packed;
-    left[tenant] = packed * width - split.used;
+  for (const auto& [tenant, pages] : loose_pages()) {
+    std::int64_t used = 0;
+    for (const PageId page : pages) used += pool_.used(page);
+    const std::int64_t packed = (used + width - 1) / width;
+    emptied += static_cast<std::int64_t>(pages.size()) - packed;
+    left[tenant] = packed * width - used;
   }
   return emptied;
 }

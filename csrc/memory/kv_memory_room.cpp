@@ -174,7 +174,9 @@ bool KVMemory::evict(PageId page, std::int64_t wanted) {
     if (index >= slot.size() || slot.entries[index].page != page) continue;
     if (slot.in_repair || slot.num_pending > 0) return false;
     const bool is_past = slot.active() && index < num_pages(seqs_[slot.seq]);
-    if (is_past) {
+    // An epoch that runs may still read the other pages of a slot that was parked in it.
+    const bool is_read = !slot.active() && slot.retire > completed_;
+    if (is_past || is_read) {
       if (!punch(id, index)) return false;
       continue;
     }
@@ -263,24 +265,25 @@ std::int64_t KVMemory::give_back(std::int64_t count) {
 // -- split pages are packed
 
 void KVMemory::squeeze() {
-  for (SeqId id = 0; id < config_.max_seqs; ++id) {
-    const Sequence& seq = seqs_[id];
-    if (!seq.open || seq.has.view == View::kVirtual || seq.has.blocks.empty()) continue;
-    if (seq.has.blocks.back() == kNoBlock) continue;
-    const PageId page = pool_.page_of(seq.has.blocks.back());
-    if (pool_.owner(page) == id) pool_.set_owner(page, kNoSeq);
+  for (auto& [tenant, pages] : loose_pages()) {
+    for (const PageId page : pages) loosen(page);
+    pack(pages);
   }
-  if (completed_ != begun_) return;
-  for (const Tenant tenant : pool_.split_tenants()) compact_tenant(tenant);
 }
 
-std::int64_t KVMemory::compact_tenant(Tenant tenant) {
-  std::vector<PageId> pages = pool_.split_pages(tenant);
+// Every block of the page that has no references can be handed out to its tenant.
+void KVMemory::loosen(PageId page) {
+  if (pool_.owner(page) != kNoSeq) pool_.set_owner(page, kNoSeq);
+  totals_.evicted += pool_.drop_cached(page);
+}
+
+// Moves blocks until as few of the (loose) pages as possible hold them; how many it emptied.
+std::int64_t KVMemory::pack(std::vector<PageId> pages) {
   std::int64_t used = 0;
   for (const PageId page : pages) used += pool_.used(page);
   const std::int64_t capacity = config_.blocks_per_page;
   if (static_cast<std::int64_t>(pages.size()) == (used + capacity - 1) / capacity) return 0;
-  for (const PageId page : pages) totals_.evicted += pool_.drop_cached(page);
+  for (const PageId page : pages) loosen(page);
   std::stable_sort(pages.begin(), pages.end(),
                    [&](PageId a, PageId b) { return pool_.used(a) > pool_.used(b); });
   // From the emptiest page's blocks to the fullest page's gaps, until the two meet.

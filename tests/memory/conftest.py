@@ -1,6 +1,6 @@
 """A million random steps, one command:
 
-pytest tests/memory/test_properties.py --hypothesis-profile=thorough --timeout=0
+pytest tests/memory/test_stateful.py --hypothesis-profile=thorough --timeout=0
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests.memory.core_support import Options, Rig
-from tests.memory.model import NUM_TENANTS, Kind, Op, Shape
+from tests.memory.model_types import NUM_TENANTS, Kind, Op, Shape
 from vmserve._core import MapperMode
 
 THOROUGH = settings.get_current_profile_name() == "thorough"
@@ -122,13 +122,20 @@ class Aborts:
             self.rig.release(seq)
             self.num_aborts += 1
 
+    def pack(self) -> None:
+        if self.random.random() < 0.5:
+            self.rig.complete(self.rig.model.begun)
+        self.rig.compact()
+
     def map_ahead(self) -> None:
         self.rig.core.run_mapper(2)
         self.rig.quiet()
 
     def act(self) -> None:
         actions = [self.admit, self.grow, self.fork, self.convert, self.swap, self.complete]
-        self.random.choice([*actions, self.admit, self.abort, self.abort, self.map_ahead])()
+        self.random.choice(
+            [*actions, self.admit, self.abort, self.abort, self.map_ahead, self.pack]
+        )()
 
 
 @pytest.mark.parametrize("null_page", [False, True])

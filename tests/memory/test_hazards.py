@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.memory.core_support import Options, Rig
-from tests.memory.model import Kind, Op, Shape
+from tests.memory.model_types import Kind, Op, Shape
 
 
 def rig(blocks_per_page: int = 1, *, limit_pages: int = 12, **shape: Any) -> Rig:
@@ -106,6 +106,18 @@ def test_a_child_does_not_seal_what_its_parents_abandoned_epoch_wrote() -> None:
     complete(core)
     assert core.model.seqs[child].sealed == 0
     assert core.match(opened(core)) == 0
+
+
+def test_a_child_forked_before_the_worthless_part_is_sealed_like_any_other() -> None:
+    core = rig()
+    parent = grown(core, 4)
+    complete(core)
+    grow(core, parent, 8)
+    core.abandon(core.model.begun)
+    child = forked(core, parent, 4)
+    grow(core, child, 12)
+    complete(core)
+    assert core.model.seqs[child].sealed == 12
 
 
 @pytest.mark.parametrize("reuse", ["grow", "swap_in", "copy_on_write"])
@@ -241,3 +253,17 @@ def test_a_window_moves_between_views_and_to_the_host_and_back(
     grow(core, seq, 17)
     release(core, seq)
     core.give_everything_back()
+
+
+def test_eviction_leaves_the_rest_of_a_slot_that_a_kernel_may_read() -> None:
+    core = rig(limit_pages=4, prefix_caching=False)
+    seq = grown(core, 16, paged=False)
+    complete(core)
+    grow(core, seq, 16, 8)  # two pages are given up; the slot still shows them
+    complete(core)
+    grow(core, seq, 16)
+    release(core, seq)
+    other = opened(core)
+    grow(core, other, 4)  # takes one of the two: the others wait
+    complete(core)
+    grow(core, other, 16)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests.memory.core_support import Options, Rig
-from tests.memory.model import NUM_TENANTS, Kind, Op, Shape
+from tests.memory.model_types import NUM_TENANTS, Kind, Op, Shape
 from vmserve._core import MapperMode, ZeroPolicy
 
 NUM_PAIRS = 10_000 if settings.get_current_profile_name() == "thorough" else 500

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.memory.model import (
+from tests.memory.model import Model
+from tests.memory.model_types import (
     NO_BLOCK,
     Kind,
-    Model,
     Observation,
     Op,
     PlanSeen,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.memory.core_support import Fault, Options, Rig
-from tests.memory.model import Kind, Op, Shape
+from tests.memory.model_types import Kind, Op, Shape
 from vmserve._core import Health, MapperMode, ZeroPolicy
 
 FAULTS = st.one_of(
@@ -266,6 +266,8 @@ class MemoryMachine(RuleBasedStateMachine):
         elif what == "set_limit":
             rig.set_limit(data.draw(st.integers(2, rig.options.shape.max_pages)), fault)
         elif what == "compact":
+            if data.draw(st.booleans(), label="nothing runs"):
+                rig.complete(rig.model.begun)
             rig.compact(fault)
         elif what == "clear_cache":
             rig.clear_cache()

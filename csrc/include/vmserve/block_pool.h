@@ -95,9 +95,6 @@ class BlockPool {
   BlockId take_block_in(PageId page) noexcept;
   // Unreferenced, unpublished blocks of the tenant's split pages.
   std::int64_t num_split_blocks(Tenant tenant) const;
-  // The tenant's split pages, in no particular order; and every tenant that has some.
-  std::vector<PageId> split_pages(Tenant tenant) const;
-  std::vector<Tenant> split_tenants() const;
 
   void hold(PageId page) noexcept;
   void unhold(PageId page) noexcept;

@@ -212,7 +212,8 @@ class KVMemory {
   // The limit holds even when giving back throws DriverError; trim() then tries again.
   void set_limit(std::int64_t limit_pages);
 
-  // Moves blocks between split pages so that fewer pages hold them; returns the pages emptied.
+  // Moves blocks of paged sequences so that fewer pages hold them, unless an epoch runs; returns
+  // how many pages it emptied.
   std::int64_t compact();
 
   // Runs up to `max_commands` of the mapper's commands here and now; how many there were.
@@ -437,6 +438,7 @@ class KVMemory {
   std::vector<BlockId> matched_blocks(const Sequence& seq, std::int64_t num_tokens) const;
   bool takes_whole_page(std::int64_t block_index, bool dense) const;
   std::int64_t pages_missing(const Demand& demand, bool squeezed) const;
+  std::unordered_map<Tenant, std::vector<PageId>> loose_pages() const;
   std::int64_t squeezable_pages(std::unordered_map<Tenant, std::int64_t>& left) const;
   std::int64_t num_usable_slots() const;
 
@@ -491,7 +493,8 @@ class KVMemory {
   std::int64_t give_back(std::int64_t count);
   std::int64_t drop_idle(std::int64_t keep);
   void squeeze();
-  std::int64_t compact_tenant(Tenant tenant);
+  void loosen(PageId page);
+  std::int64_t pack(std::vector<PageId> pages);
   void move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves);
   void retry_repairs();
   bool retry(Repair& repair);

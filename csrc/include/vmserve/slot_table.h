@@ -24,6 +24,7 @@ struct Slot {
   Epoch retire = 0;                // the last epoch whose kernels may use these addresses
   std::uint64_t parked_at = 0;     // order of parking
   std::uint64_t last_command = 0;  // of the mapper, that concerns these addresses
+  std::uint64_t last_map = 0;      // of those, the last one that changes what is mapped
 
   bool active() const { return seq != kNoSeq; }
   bool empty() const { return entries.empty(); }

@@ -1,0 +1,167 @@
+"""What the model of the KV memory speaks of: operations, observations, sequences."""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+NO_BLOCK = -1
+NO_PAGE = -1
+NUM_TENANTS = 3
+VALUES_PER_TENANT = 80
+
+#: Tenant, salt, weights and all tokens up to a block's end: what the prefix cache may go by.
+Key = tuple[int, object, int, tuple[int, ...]]
+
+
+class Violation(AssertionError):
+    """The memory did what the specification forbids, or not what it demands."""
+
+
+def expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise Violation(message)
+
+
+class Kind(enum.Enum):
+    ATTACH = "attach"
+    FORK = "fork"
+    CONVERT = "convert"
+    SWAP_OUT = "swap_out"
+    SWAP_IN = "swap_in"
+    GROW = "grow"
+
+
+@dataclass(frozen=True)
+class Op:
+    kind: Kind
+    seq: int
+    num_tokens: int = 0
+    first_token: int = 0
+    other: int = -1
+    paged: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    block_tokens: int
+    blocks_per_page: int
+    max_seqs: int
+    num_slots: int
+    max_len: int
+    max_pages: int
+    null_page: bool = False
+    prefix_caching: bool = True
+    swap_blocks: int = 0
+    read_slack: int = 0
+
+    @property
+    def page_tokens(self) -> int:
+        return self.block_tokens * self.blocks_per_page
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One sequence as the memory shows it."""
+
+    blocks: tuple[int, ...] = ()
+    length: int = 0
+    sealed: int = 0
+    paged: bool = False
+    swapped: bool = False
+    slot: int | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    seqs: Mapping[int, Seen] = field(default_factory=dict)
+    #: The pages that each slot shows, in order; NO_PAGE where there is none.
+    slots: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    #: References of every block in a table, as the memory counts them.
+    refs: Mapping[int, int] = field(default_factory=dict)
+    begun: int = 0
+    completed: int = 0
+    #: Cached blocks evicted, and times that split pages were packed, since the start.
+    evictions: int = 0
+    packings: int = 0
+
+
+@dataclass(frozen=True)
+class Write:
+    """Positions that an epoch which is not complete writes."""
+
+    seq: int
+    epoch: int
+    start: int
+    stop: int
+    own: bool = True  # not inherited by a fork
+
+
+@dataclass(frozen=True)
+class PlanSeen:
+    needed: int
+    available: int
+    missing_slots: int
+    fits: bool
+
+
+@dataclass
+class ModelSequence:
+    tenant: int
+    paged: bool
+    salt: object
+    weights: int
+    #: The tokens it has or will have; the memory has been told the first `known` of them.
+    stream: list[int]
+    known: int
+    #: A fork beyond its parent's known tokens: no more can become known.
+    nameless: bool = False
+    length: int = 0
+    sealed: int = 0
+    #: First position that is still needed.
+    first: int = 0
+    swapped: bool = False
+    writes: list[Write] = field(default_factory=list)
+    #: From here on an abandoned epoch left nothing of worth.
+    worthless_from: int | None = None
+    #: At least so much must show as sealed. What a fork inherits before its parent's epoch is
+    #: complete, and what is complete while it is swapped out, may be sealed with its next growth.
+    surely_sealed: int = 0
+    #: Blocks that were sealed with known tokens: the prefix cache was told of them.
+    published: int = 0
+
+    def key(self, end: int) -> Key:
+        return (self.tenant, self.salt, self.weights, tuple(self.stream[:end]))
+
+    def values(self, group: int) -> list[int]:
+        """What belongs at each position of the layer group: one value, in all bytes of a token."""
+        digest = zlib.crc32(repr((group, self.tenant, self.salt, self.weights)).encode())
+        values = []
+        for token in self.stream:
+            digest = zlib.crc32(token.to_bytes(4, "little"), digest)
+            values.append(self.tenant * VALUES_PER_TENANT + digest % VALUES_PER_TENANT + 1)
+        return values
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A slot's entry that a kernel of a begun epoch may still read through."""
+
+    slot: int
+    index: int
+    page: int
+    epoch: int
+
+
+def readable_values(tenant: int) -> Iterable[int]:
+    """Bytes that the tenant may see: its own, and zero."""
+    first = tenant * VALUES_PER_TENANT + 1
+    return (0, *range(first, first + VALUES_PER_TENANT))

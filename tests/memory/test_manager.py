@@ -1,0 +1,304 @@
+"""``MemoryManager``: the engine's protocol over the core, and its tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vmserve import _core
+from vmserve.errors import ConfigurationError, DriverError, OutOfMemoryError
+from vmserve.memory.base import (
+    Attach,
+    Convert,
+    Fork,
+    Growth,
+    Health,
+    KVMemory,
+    MemoryOp,
+    MemoryPlan,
+    Regime,
+    Shortfall,
+    SwapIn,
+    SwapOut,
+)
+from vmserve.memory.layout import KVLayout, plan_layout
+from vmserve.memory.manager import MemoryManager, MemoryOptions
+
+LAYERS, HEADS, DIM = 4, 2, 32
+KIB = 1 << 10
+
+
+def layout_of(**options: object) -> KVLayout:
+    return plan_layout(LAYERS, HEADS, DIM, "float32", 4096, page_tokens=16, **options)  # type: ignore[arg-type]
+
+
+def make(
+    layout: KVLayout | None = None,
+    pages: int = 16,
+    seams: dict[str, object] | None = None,
+    **options: object,
+) -> MemoryManager:
+    layout = layout or layout_of()
+    seams = seams or {}
+    return MemoryManager(
+        layout,
+        num_slots=3,
+        max_len=100,
+        limit_bytes=pages * layout.total_page_bytes,
+        options=MemoryOptions(seal_read_only=False, **options),  # type: ignore[arg-type]
+        **seams,  # type: ignore[arg-type]
+    )
+
+
+def opened(memory: MemoryManager, tenant: int = 0, regime: Regime = Regime.VIRTUAL) -> int:
+    seq = memory.open(tenant=tenant, regime=regime)
+    assert seq is not None
+    return seq
+
+
+def do(memory: MemoryManager, growths: list[Growth], *ops: MemoryOp) -> None:
+    plan = memory.plan(growths, ops)
+    assert isinstance(plan, MemoryPlan), plan
+    memory.complete(memory.apply(plan))
+
+
+def grow(memory: MemoryManager, seq: int, num_tokens: int) -> int:
+    """Returns the slot."""
+    do(memory, [Growth(seq, num_tokens)])
+    return int(memory.slots([seq])[0])
+
+
+def test_it_is_the_engines_memory() -> None:
+    memory: KVMemory = make()
+    seq = memory.open()
+    assert seq == 0
+    assert memory.slots([seq]).tolist() == [-1]
+    plan = memory.plan([Growth(seq, 17)])
+    assert isinstance(plan, MemoryPlan)
+    assert (plan.growths, plan.ops, plan.needed_pages) == ((Growth(0, 17, 0),), (), 2)
+    epoch = memory.apply(plan)
+    memory.complete(epoch)
+    memory.check()
+    assert memory.slots([seq]).tolist() == [0]
+    stats = memory.stats()
+    assert (stats.used_pages, stats.used_tokens, stats.page_tokens) == (2, 17, 16)
+    assert stats.page_bytes == memory.layout.total_page_bytes == 4 * 8 * KIB
+    assert stats.as_dict()["limit_pages"] == memory.limit_pages == 16
+    assert memory.available_pages() == 14
+    more = memory.plan([Growth(seq, 100)])
+    assert isinstance(more, MemoryPlan)
+    assert more.needed_pages == 5
+    memory.release(seq)
+    assert memory.trim(drop_idle=True) == stats.committed_pages
+    memory.close()
+    with pytest.raises(ValueError, match="closed"):
+        memory.stats()
+
+
+def test_what_does_not_fit_is_a_value() -> None:
+    memory = make(pages=3)
+    seq = opened(memory)
+    grow(memory, seq, 16)
+    answer = memory.plan([Growth(seq, 100)])
+    assert answer == Shortfall(needed_pages=6, available_pages=2)
+    assert answer.missing_pages == 4
+    memory.set_limit(16 * memory.layout.total_page_bytes)
+    others = [opened(memory) for _ in range(2)]
+    do(memory, [Growth(other, 1) for other in others])
+    with pytest.raises(ValueError, match="sequence 9 is outside"):
+        memory.plan([Growth(9, 1)])
+    assert memory.open() is None
+
+
+def test_every_op_reaches_the_core() -> None:
+    layout = plan_layout(LAYERS, HEADS, DIM, "float32", 4096, page_tokens=32, block_tokens=16)
+    memory = make(layout, prefix_caching=True, swap_bytes=1 << 20)
+    view = memory.view()
+    prompt = list(range(40))
+    first = memory.open(prompt)
+    assert first is not None
+    slot = grow(memory, first, 40)
+    view.keys[0][slot, :40] = torch.arange(40)[:, None, None].float()
+    second = memory.open(prompt, regime=Regime.PAGED)
+    assert second is not None
+    assert memory.match(second) == 32
+    do(memory, [Growth(second, 40)], Attach(second, 32))
+    assert memory.blocks(second).tolist() == [0, 1, 4]
+    assert memory.block_tables()[second, :4].tolist() == [0, 1, 4, 0]
+    memory.release(second)
+    child = opened(memory)
+    do(memory, [], Fork(child, first, 33), SwapOut(first))
+    assert memory.stats().swapped_seqs == 1
+    do(memory, [Growth(child, 35)], Convert(child, Regime.PAGED), SwapIn(first))
+    assert (memory.regime(child), memory.regime(first)) == (Regime.PAGED, Regime.VIRTUAL)
+    slot = int(memory.slots([first])[0])
+    assert torch.equal(view.keys[0][slot, :40, 1, 3], torch.arange(40).float())
+    stats = memory.stats()
+    assert (stats.forks_total, stats.converted_to_paged_total) == (1, 1)
+    assert (stats.swapped_out_blocks_total, stats.swapped_in_blocks_total) == (3, 3)
+    assert (stats.prefix_hit_blocks_total, stats.prefix_query_blocks_total) == (2, 2)
+    memory.clear_cache()
+    third = memory.open(prompt)
+    assert third is not None
+    assert memory.match(third) == 0
+    memory.check()
+
+
+@pytest.mark.parametrize("split_kv", [False, True])
+@pytest.mark.parametrize("layers_per_group", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_views_are_strided_tensors_over_the_same_pages(
+    layers_per_group: int, split_kv: bool, dtype: str
+) -> None:
+    layout = plan_layout(
+        LAYERS,
+        HEADS,
+        DIM,
+        dtype,
+        4096,
+        layers_per_group=layers_per_group,
+        split_kv=split_kv,
+        page_tokens=16,
+        block_tokens=16,
+    )
+    memory = make(layout)
+    view = memory.view()
+    other_seq, seq = opened(memory), opened(memory)
+    other = grow(memory, other_seq, 1)
+    slot = grow(memory, seq, 40)
+    expected = {}
+    for layer in range(LAYERS):
+        for name, tensors in (("k", view.keys), ("v", view.values)):
+            tensor = tensors[layer]
+            assert tensor.shape == (3, 100, HEADS, DIM)
+            assert tensor.dtype == getattr(torch, dtype)
+            assert tensor.stride()[2:] == (DIM, 1)
+            written = torch.randn(40, HEADS, DIM).to(tensor.dtype)
+            tensor[slot, :40] = written
+            expected[name, layer] = written
+    keys, values = memory.arena_tensors()
+    pages = memory.blocks(seq)
+    assert pages.tolist() == [1, 2, 3]
+    for layer in range(LAYERS):
+        for name, tensors in (("k", keys), ("v", values)):
+            assert tensors[layer].shape[1:] == (16, HEADS, DIM)
+            paged = torch.cat([tensors[layer][page] for page in pages])[:40]
+            assert torch.equal(paged, expected[name, layer])
+    for name, tensors in (("k", view.keys), ("v", view.values)):
+        for layer in range(LAYERS):
+            assert torch.equal(tensors[layer][slot, :40], expected[name, layer])
+            assert not tensors[layer][other, :16].any()
+
+
+def test_the_safe_view_can_be_read_everywhere() -> None:
+    memory = make()
+    slot = grow(memory, opened(memory), 20)
+    memory.view().keys[2][slot, :20] = 1.5
+    safe = memory.safe_view()
+    assert float(safe.keys[2].sum()) == 1.5 * 20 * HEADS * DIM
+    assert float(safe.values[2].abs().sum()) == 0
+    assert "1.5" in repr(safe.keys[2])
+
+
+def test_padded_tokens_keep_one_stride() -> None:
+    layout = plan_layout(
+        2, 1, 24, "float32", 4096, page_bytes=8192, page_tokens=32, block_tokens=16
+    )
+    assert (layout.token_bytes, layout.token_stride) == (192, 256)
+    memory = MemoryManager(
+        layout,
+        num_slots=1,
+        max_len=64,
+        limit_bytes=1 << 20,
+        options=MemoryOptions(seal_read_only=False),
+    )
+    grow(memory, opened(memory), 64)
+    key = memory.view().keys[1]
+    assert key.stride() == (2 * 8192 // 4, 64, 24, 1)
+    key[0] = torch.arange(64)[:, None, None].float()
+    assert torch.equal(memory.arena_tensors()[0][1][1, :, 0, 5], torch.arange(32, 64).float())
+
+
+def test_the_limit_can_be_raised_and_lowered() -> None:
+    layout = layout_of()
+    page = layout.total_page_bytes
+    memory = make(pages=2, max_limit_bytes=8 * page)
+    seq = opened(memory)
+    assert isinstance(memory.plan([Growth(seq, 100)]), Shortfall)
+    memory.set_limit(8 * page + 5)
+    grow(memory, seq, 100)
+    memory.release(seq)
+    memory.set_limit(page)
+    assert memory.stats().memfd_allocated_bytes == page
+    with pytest.raises(ConfigurationError, match="does not hold one page of 32 KiB"):
+        memory.set_limit(page - 1)
+    with pytest.raises(ValueError, match="the limit of 9 pages must lie between 1 and 8"):
+        memory.set_limit(9 * page)
+
+
+def test_a_limit_below_one_page_is_refused() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        make(pages=0)
+    assert str(caught.value) == (
+        "a KV cache of 0 B does not hold one page of 32 KiB (16 tokens of all layers): raise "
+        "--kv-cache-memory or lower --kv-page-size"
+    )
+
+
+def test_a_system_without_memory_is_a_recoverable_error(tmp_path: Path) -> None:
+    meminfo = tmp_path / "proc/meminfo"
+    meminfo.parent.mkdir()
+    meminfo.write_text("MemAvailable: 65600 kB\n")
+    memory = make(seams={"limits": _core.SystemLimits(str(tmp_path))})
+    seq = opened(memory)
+    grow(memory, seq, 32)  # 64 KiB above the 64 MiB that stay with the system
+    plan = memory.plan([Growth(seq, 48)])
+    assert isinstance(plan, MemoryPlan)
+    meminfo.write_text("MemAvailable: 65536 kB\n")
+    with pytest.raises(OutOfMemoryError, match=r"growing the KV cache by 32\.0 KiB would leave"):
+        memory.apply(plan)
+    memory.check()
+    meminfo.write_text("MemAvailable: 1000000 kB\n")
+    memory.apply(plan)
+    assert memory.length(seq) == 48
+
+
+def test_the_pool_starts_small_and_grows_by_mebibytes() -> None:
+    layout = layout_of()
+    memory = MemoryManager(layout, num_slots=1, max_len=64, limit_bytes=256 << 20)
+    assert memory.stats().memfd_allocated_bytes == 0
+    grow(memory, opened(memory), 1)
+    assert memory.stats().memfd_allocated_bytes == 8 << 20
+
+
+def test_failures_are_visible() -> None:
+    drivers: list[_core.FaultInjectingDriver] = []
+
+    def wrap(driver: _core.PageDriver) -> _core.PageDriver:
+        drivers.append(_core.FaultInjectingDriver(driver))
+        return drivers[0]
+
+    memory = make(seams={"wrap_driver": wrap})
+    seq = opened(memory)
+    grow(memory, seq, 16)
+    assert (memory.health, memory.last_error) == (Health.HEALTHY, "")
+    drivers[0].arm(2, forever=True, code=5)  # the second group's map, and the undoing of the first
+    with pytest.raises(DriverError, match="injected fault: map"):
+        grow(memory, seq, 32)
+    assert memory.health is Health.DEGRADED
+    assert memory.stats().quarantined_pages == 1
+    assert memory.last_error == "injected fault: unmap is call 3"
+    drivers[0].disarm()
+    grow(memory, seq, 32)
+    assert (memory.health, memory.stats().quarantined_pages) == (Health.HEALTHY, 0)
+    drivers[0].arm(1, code=5, sticky=True)
+    with pytest.raises(DriverError) as caught:
+        grow(memory, seq, 48)
+    assert caught.value.sticky
+    assert memory.health is Health.FAILED
+    with pytest.raises(DriverError, match="has failed and serves no more"):
+        grow(memory, seq, 48)
+    memory.release(seq)
+    memory.check()
