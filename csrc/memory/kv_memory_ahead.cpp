@@ -56,8 +56,12 @@ void KVMemory::absorb(Outcome outcome) {
 }
 
 void KVMemory::settle_locked() {
-  mapper_->wait(mapper_->last_id());
-  absorb();
+  std::uint64_t settled = 0;
+  do {
+    settled = mapper_->last_id();
+    mapper_->wait(settled);
+    absorb();  // an epoch that is found complete has pages to seal
+  } while (mapper_->last_id() != settled);
 }
 
 void KVMemory::tend(const std::vector<Op>& grows) {

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <chrono>
 #include <numeric>
+#include <utility>
 
 #include "vmserve/errors.h"
 #include "vmserve/kv_memory.h"
@@ -143,7 +144,7 @@ KVMemory::Change::SavedSlot& KVMemory::saved(Change& change, SlotId id) {
   for (Change::SavedSlot& slot : change.slots) {
     if (slot.slot == id) return slot;
   }
-  change.slots.push_back({id, slots_[id].seq, slots_[id].size(), {}, {}});
+  change.slots.push_back({id, slots_[id].seq, slots_[id].size(), slots_[id].retire, {}, {}});
   return change.slots.back();
 }
 
@@ -152,6 +153,23 @@ void KVMemory::make_writable(Change& change, SlotId slot, std::int64_t index) {
   if (!entry.read_only) return;
   saved(change, slot).made_writable.push_back(index);
   entry.read_only = false;
+}
+
+void KVMemory::make_read_only(Change& change, SlotId slot, std::int64_t index) {
+  SlotEntry& entry = slots_[slot].entries[index];
+  if (entry.read_only || !driver_->capabilities().read_only) return;
+  saved(change, slot).made_read_only.push_back(index);
+  entry.read_only = true;
+}
+
+// What it shows stays mapped: epochs that run may read it, and if the change fails it is still the
+// sequence's.
+void KVMemory::leave_slot(Change& change, SeqId id) {
+  const SlotId slot = std::exchange(seqs_[id].has.slot, kNoSlot);
+  if (slot == kNoSlot) return;
+  saved(change, slot);
+  slots_[slot].seq = kNoSeq;
+  slots_[slot].retire = begun_ + 1;
 }
 
 // -- ops
@@ -232,14 +250,13 @@ void KVMemory::stage_fork(Change& change, const Op& op) {
 // What a fork shares is read-only for the parent, too: a write that was not copied first is a trap.
 // Positions that an epoch is still to write stay writable until they are sealed.
 void KVMemory::seal_shared(Change& change, const Sequence& parent, std::int64_t num_tokens) {
-  if (parent.has.slot == kNoSlot || !driver_->capabilities().read_only) return;
+  if (parent.has.slot == kNoSlot) return;
   require_whole(parent.has.slot);
   Slot& slot = slots_[parent.has.slot];
   const std::int64_t stop = std::min(parent.has.sealed, num_tokens) / config_.page_tokens();
   for (std::int64_t i = stop - 1; i >= 0 && !slot.entries[i].read_only; --i) {
     if (slot.entries[i].page == kNoPage) break;
-    saved(change, parent.has.slot).made_read_only.push_back(i);
-    slot.entries[i].read_only = true;
+    make_read_only(change, parent.has.slot, i);
   }
 }
 
@@ -264,11 +281,7 @@ void KVMemory::stage_convert(Change& change, const Op& op) {
     if (seq.has.blocks.back() != kNoBlock) change.drops.push_back(seq.has.blocks.back());
     seq.has.blocks.pop_back();
   }
-  if (seq.has.slot != kNoSlot) {
-    saved(change, seq.has.slot);
-    slots_[seq.has.slot].seq = kNoSeq;
-    seq.has.slot = kNoSlot;
-  }
+  leave_slot(change, op.seq);
   if (keep > 0 && seq.has.blocks.back() != kNoBlock) {
     // The rest of the tail page stays this sequence's to fill.
     const PageId tail = pool_.page_of(seq.has.blocks.back());
@@ -312,11 +325,7 @@ void KVMemory::stage_swap_out(Change& change, const Op& op,
     change.swap_taken.push_back(at->second);
     seq.has.swap.push_back(at->second);
   }
-  if (seq.has.slot != kNoSlot) {
-    saved(change, seq.has.slot);
-    slots_[seq.has.slot].seq = kNoSeq;
-    seq.has.slot = kNoSlot;
-  }
+  leave_slot(change, op.seq);
   seq.has.blocks.clear();
   seq.has.swapped = true;
 }
@@ -521,6 +530,7 @@ void KVMemory::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks
     } else if (!shares) {
       make_writable(change, slot_id, index);
     } else {
+      make_read_only(change, slot_id, index);
       ++change.adopted_pages;
     }
   }
@@ -922,6 +932,7 @@ void KVMemory::rollback(Change& change) {
       pool_.drop_map(page);
     }
     slot.seq = saved->seq;
+    slot.retire = saved->retire;
     if (!is_clean) repair.slots.push_back(saved->slot);
   }
   for (const auto& [page, owner] : change.owners) pool_.set_owner(page, owner);

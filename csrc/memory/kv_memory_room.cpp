@@ -160,8 +160,11 @@ bool KVMemory::truncate(SlotId slot, std::int64_t index) {
   return unmap_entries(slot, index, slots_[slot].size() - index);
 }
 
+// A hole, also at the end: what lies behind may come back, or be the sequence's own to grow into.
 bool KVMemory::punch(SlotId slot, std::int64_t index) {
-  return unmap_entries(slot, index, 1);
+  const bool done = unmap_entries(slot, index, 1);
+  if (slots_[slot].size() == index) slots_[slot].entries.push_back({kNoPage, false});
+  return done;
 }
 
 // The idle page becomes free; with it up to `wanted` pages that a parked slot shows before it and

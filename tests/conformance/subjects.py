@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tests.conformance import plugins
-from vmserve._core import Capabilities, FaultInjectingDriver, HostDriver, PageDriver, PluginDriver
+from tests.sim.simcuda import NOTHING, SimConfig, SimCuda
+from vmserve._core import (
+    Capabilities,
+    CudaDriver,
+    FaultInjectingDriver,
+    HostDriver,
+    PageDriver,
+    PluginDriver,
+)
 
 CAPABILITIES = ("unmap", "read_only", "zeros_backing", "host_memory", "asynchronous")
 NUM_FRAMES = 32
@@ -78,6 +86,14 @@ def _uvm(frame_bytes: int, num_frames: int) -> PageDriver:
     return PluginDriver(str(plugins.uvm_small_pages()), frame_bytes, num_frames, options=options)
 
 
+def _cuda(frame_bytes: int, num_frames: int) -> PageDriver:
+    """On the simulated library, where drivers that live at the same time share the machine."""
+    sim = SimCuda()
+    if sim.counts() == NOTHING:
+        sim.configure(SimConfig())
+    return CudaDriver(frame_bytes, num_frames, library=str(sim.path), spare_bytes=0)
+
+
 _ON_HOST = frozenset({"unmap", "read_only", "zeros_backing", "host_memory"})
 
 _REGISTERED = (
@@ -86,6 +102,14 @@ _REGISTERED = (
     Subject("sample", _sample, _ON_HOST),
     Subject("lean", _lean, _ON_HOST - {"host_memory"}, frame_bytes=8192),
     Subject("uvm", _uvm, frozenset({"host_memory", "asynchronous"}), frame_bytes=1 << 16),
+    Subject(
+        "cuda",
+        _cuda,
+        frozenset({"unmap", "read_only", "host_memory", "asynchronous"}),
+        read=read_by_copy,
+        write=write_by_copy,
+        traps=False,
+    ),
 )
 
 

@@ -11,6 +11,12 @@ from tests.sim.simcuda import SimConfig, SimCuda, build_library, make_sim_cuda_d
 from vmserve import _core
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("simulated device")
+    group.addoption("--sim-steps", type=int, metavar="N", help="random steps of the core, in all")
+    group.addoption("--sim-seed", type=int, metavar="SEED", help="one random life: this one")
+
+
 @pytest.fixture(scope="session")
 def sim_library() -> Path:
     return build_library()

@@ -18,11 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vmserve import _core
 
 __all__ = [
     "GRANULE",
     "NOTHING",
+    "SPAN",
     "Counts",
     "SimConfig",
     "SimCuda",
@@ -32,6 +36,20 @@ __all__ = [
 
 GRANULE = 4096
 """Bytes of a simulated device page in tests: the least that the host can map."""
+
+SPAN = np.dtype(
+    [
+        ("address", "<u8"),
+        ("num_bytes", "<u8"),
+        ("low", "u1"),
+        ("high", "u1"),
+        ("zero_too", "u1"),
+        ("writes", "u1"),
+        ("unused", "<u4"),
+    ]
+)
+"""Part of a kernel: it writes ``low``, or any byte outside ``low`` to ``high`` that it reads is a
+violation (0 excepted with ``zero_too``)."""
 
 SOURCES = Path(__file__).parent / "simcuda"
 ABI = Path(__file__).parents[2] / "csrc" / "driver"
@@ -181,6 +199,7 @@ class SimCuda:
         lib.simcuda_access.argtypes = (c_uint64,)
         lib.simcuda_launch_write.argtypes = (c_void_p, c_uint64, c_uint64, c_uint8)
         lib.simcuda_launch_read.argtypes = (c_void_p, c_uint64, c_uint64, c_uint8)
+        lib.simcuda_launch_spans.argtypes = (c_void_p, ctypes.c_char_p, c_void_p, c_uint64)
         lib.simcuda_launch_failure.argtypes = (c_void_p, c_int32)
 
     def configure(self, config: SimConfig) -> None:
@@ -234,6 +253,12 @@ class SimCuda:
     def launch_read(self, address: int, num_bytes: int, expected: int, stream: int = 0) -> None:
         """Queue a kernel that reads the range; any other byte value is a violation."""
         assert self.library.simcuda_launch_read(stream, address, num_bytes, expected) == 0
+
+    def launch_spans(self, spans: NDArray[Any], label: str, stream: int = 0) -> None:
+        """Queue one kernel of many parts: ``SPAN[n]``, done in order; violations name it."""
+        data = np.ascontiguousarray(spans, SPAN)
+        launch = self.library.simcuda_launch_spans
+        assert launch(stream, label.encode(), data.ctypes.data, len(data)) == 0
 
     def launch_failure(self, result: int, stream: int = 0) -> None:
         """Queue a kernel that loses the device when it runs."""

@@ -337,6 +337,7 @@ class KVMemory {
       SlotId slot;
       SeqId seq;
       std::int64_t size;
+      Epoch retire;
       std::vector<std::int64_t> made_writable;
       std::vector<std::int64_t> made_read_only;
     };
@@ -464,6 +465,8 @@ class KVMemory {
   Change::SavedSlot& saved(Change& change, SlotId slot);
   bool claim_spare(Change& change, SeqId id, std::int64_t index);
   void make_writable(Change& change, SlotId slot, std::int64_t index);
+  void make_read_only(Change& change, SlotId slot, std::int64_t index);
+  void leave_slot(Change& change, SeqId id);
   void seal_shared(Change& change, const Sequence& parent, std::int64_t num_tokens);
   std::vector<AccessRun> access_runs(const Change& change, bool writable) const;
   void add_ref(Change& change, BlockId block);

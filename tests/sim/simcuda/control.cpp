@@ -174,6 +174,50 @@ SIMCUDA_EXPORT std::int32_t simcuda_launch_read(void* stream, DevicePointer addr
   return launch(stream, std::move(work));
 }
 
+// Part of what a kernel does: it writes `low`, or reads bytes that lie in low .. high.
+struct Span {
+  DevicePointer addr;
+  std::uint64_t bytes;
+  std::uint8_t low;
+  std::uint8_t high;
+  std::uint8_t zero_too;  // reading 0 is right as well
+  std::uint8_t writes;
+  std::uint32_t unused;
+};
+
+// One kernel that does all the spans, in their order. `label` names it in violations.
+SIMCUDA_EXPORT std::int32_t simcuda_launch_spans(void* stream, const char* label, const Span* spans,
+                                                 std::uint64_t count) {
+  Simulator& sim = Simulator::instance();
+  const Lock lock(sim.mutex);
+  Work work;
+  work.name = label;
+  std::vector<Span> todo(spans, spans + count);
+  for (const Span& span : todo) {
+    work.touches.push_back(
+        sim.touch(span.addr, span.bytes, span.writes ? Use::kWrite : Use::kRead));
+  }
+  work.run = [&sim, name = work.name, todo = std::move(todo)] {
+    for (std::size_t i = 0; i < todo.size(); ++i) {
+      const Span& span = todo[i];
+      auto* const data = reinterpret_cast<std::uint8_t*>(span.addr);
+      if (span.writes) {
+        std::memset(data, span.low, span.bytes);
+        continue;
+      }
+      const auto* const wrong = std::find_if(data, data + span.bytes, [&](std::uint8_t byte) {
+        return (byte < span.low || byte > span.high) && (byte != 0 || !span.zero_too);
+      });
+      if (wrong == data + span.bytes) continue;
+      sim.violations.push_back(name + " read " + std::to_string(*wrong) + " at byte " +
+                               std::to_string(wrong - data) + " of " + std::to_string(span.bytes) +
+                               " in span " + std::to_string(i) + ", not " +
+                               std::to_string(span.low) + " to " + std::to_string(span.high));
+    }
+  };
+  return launch(stream, std::move(work));
+}
+
 // A kernel that fails with `result` when it runs: sticky from then on.
 SIMCUDA_EXPORT std::int32_t simcuda_launch_failure(void* stream, std::int32_t result) {
   Simulator& sim = Simulator::instance();
