@@ -104,9 +104,7 @@ def setting(seed: int) -> Setting:
         sticky_violations=False,
     )
     faults = seed // 6 % 2 == 1
-    return Setting(
-        seed, blocks_per_page, mapper, faults, block_tokens, max_pages, core, machine
-    )
+    return Setting(seed, blocks_per_page, mapper, faults, block_tokens, max_pages, core, machine)
 
 
 @dataclass(eq=False)
@@ -475,7 +473,9 @@ class Life:
 
     def keep_house(self) -> None:
         rng, core = self.rng, self.core
-        chore = rng.choice(["trim", "trim", "limit", "compact", "compact", "cache", "mapper", "settle"])
+        chore = rng.choice(
+            ["trim", "trim", "limit", "compact", "compact", "cache", "mapper", "settle"]
+        )
         if chore == "trim":
             keep, drop = rng.randint(0, 4), rng.random() < 0.5
             self.guarded(lambda: core.trim(keep, drop))
