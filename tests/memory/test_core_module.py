@@ -72,7 +72,12 @@ def use_memory(memory: Memory, tenant: int, rounds: int) -> None:
 @pytest.mark.parametrize("mapper", [MapperMode.OFF, MapperMode.THREAD])
 def test_threads_may_share_a_memory(mapper: MapperMode) -> None:
     memory = make_memory(
-        num_slots=8, limit_pages=64, mapper=mapper, lookahead_tokens=8, seal_read_only=False
+        num_slots=8,
+        limit_pages=64,
+        max_pages=64,
+        mapper=mapper,
+        lookahead_tokens=8,
+        seal_read_only=False,
     )
     with ThreadPoolExecutor(4) as threads:
         done = [threads.submit(use_memory, memory, 1 + i, 40) for i in range(4)]
