@@ -89,7 +89,9 @@ void KVMemory::seal_shared(Change& change, const Sequence& parent, std::int64_t 
   if (parent.has.slot == kNoSlot) return;
   require_whole(parent.has.slot);
   Slot& slot = slots_[parent.has.slot];
-  const std::int64_t stop = std::min(parent.has.sealed, num_tokens) / config_.page_tokens();
+  // A page that is shared in part is sealed as a whole, or not yet.
+  const std::int64_t width = config_.page_tokens();
+  const std::int64_t stop = std::min(parent.has.sealed / width, (num_tokens + width - 1) / width);
   for (std::int64_t i = stop - 1; i >= 0 && !slot.entries[i].read_only; --i) {
     if (slot.entries[i].page == kNoPage) break;
     make_read_only(change, parent.has.slot, i);

@@ -138,9 +138,11 @@ std::vector<KVMemory::BoundPage> KVMemory::bind_pages(const std::vector<BlockId>
       in_order = in_order && page != kNoPage && blocks[first + j] == pool_.first_block(page) + j;
     }
     using Kind = BoundPage::Kind;
-    if (present == 0) {
+    const bool is_full = (first + width) * config_.block_tokens <= num_tokens;
+    // All given up; what is still to be written behind it needs memory all the same.
+    if (present == 0 && is_full) {
       bound.push_back({Kind::kHole, kNoPage, 0});
-    } else if (in_order && (first + width) * config_.block_tokens <= num_tokens) {
+    } else if (in_order && is_full) {
       bound.push_back({Kind::kShare, page, count});
     } else if (in_order && pool_.total_refs(page) == (own ? count : 0) &&
                !offers_more(page, count) && pool_.held(page) <= held) {

@@ -1,0 +1,464 @@
+"""The mapper: what it hides, what waits for it, what it breaks and mends, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.memory.support import GROUPS, Memory, grow, make_memory
+from vmserve._core import Health, MapperMode, View, ZeroPolicy
+
+SEALS = (True, False)
+EXIT = 10.0
+"""Seconds within which every process here ends."""
+
+
+def manual(**options: Any) -> Memory:
+    """Nobody but the test and who has to wait executes commands; the pool is there at once."""
+    wanted: dict[str, Any] = {
+        "mapper": MapperMode.MANUAL,
+        "zero_policy": ZeroPolicy.TENANT,
+        "limit_pages": 16,
+        "grow_pages": 16,
+    }
+    return make_memory(**{**wanted, **options})
+
+
+def numbers(memory: Memory, *names: str) -> tuple[int, ...]:
+    return tuple(memory.stat(name) for name in names)
+
+
+# -- what is hidden
+
+
+@pytest.mark.parametrize("seals", SEALS)
+def test_growth_in_the_steady_state_calls_the_driver_in_the_background_only(seals: bool) -> None:
+    memory = manual(lookahead_tokens=4, seal_read_only=seals, prefix_caching=False)
+    seq = memory.start(range(1, 5))
+    memory.core.run_mapper(100)
+    before = memory.stat("unhidden_calls_total")
+    for length in range(5, 33):
+        epoch = memory.begin(grow(seq, length))
+        memory.write(seq, length - 1, [length])
+        memory.core.complete(epoch)
+        memory.core.run_mapper(100)
+    assert memory.read(seq) == list(range(1, 33))
+    assert memory.stat("unhidden_calls_total") == before
+    assert memory.stat("mapper_waits_total") == 0
+    # 7 pages are mapped ahead in each group, and 8 sealed.
+    assert memory.stat("hidden_calls_total") == GROUPS * (7 + 8 * seals)
+    assert memory.stat("adopted_pages_total") == 7
+
+
+@pytest.mark.parametrize("seals", SEALS)
+def test_who_needs_what_is_queued_executes_it(seals: bool) -> None:
+    """Nobody runs the mapper: each page that was to be mapped ahead is mapped by its growth."""
+    memory = manual(lookahead_tokens=4, seal_read_only=seals, prefix_caching=False)
+    seq = memory.start(range(1, 5))
+    before = memory.stat("unhidden_calls_total")
+    for crossing, length in enumerate(range(8, 33, 4), start=1):
+        memory.do(grow(seq, length))
+        assert memory.stat("mapper_waits_total") == crossing
+    assert memory.stat("unhidden_calls_total") == before  # by the commands, not by direct calls
+    memory.core.settle_mapper()
+    assert memory.stat("hidden_calls_total") == GROUPS * (7 + 8 * seals)
+    memory.core.check()
+
+
+def test_growth_does_not_wait_for_seals() -> None:
+    memory = manual(lookahead_tokens=4, prefix_caching=False)
+    seq = memory.start(range(1, 4))
+    memory.core.run_mapper(100)  # the next page is mapped
+    memory.do(grow(seq, 4))  # the first page is to be sealed
+    memory.do(grow(seq, 5))
+    assert memory.stat("mapper_waits_total") == 0
+
+
+def test_commands_run_one_by_one_and_only_so_many() -> None:
+    memory = manual(lookahead_tokens=4, seal_read_only=False)
+    memory.do(grow(memory.open(range(4)), 4), grow(memory.open(range(4)), 4))
+    assert memory.core.run_mapper(1) == 1
+    assert memory.core.run_mapper(100) == 1
+    assert memory.core.run_mapper(100) == 0
+    assert memory.stat("hidden_calls_total") == 2 * GROUPS
+
+
+def test_eager_slots_are_mapped_in_the_background_and_adopted() -> None:
+    memory = manual(eager_slots=1, eager_pages=2, prefix_caching=False)
+    paged = memory.start([1], View.PAGED)
+    assert memory.core.run_mapper(100) == 1
+    assert numbers(memory, "parked_slots", "parked_pages") == (1, 2)
+    before = memory.stat("unhidden_calls_total")
+    seq = memory.open(range(1, 9))
+    memory.do(grow(seq, 8))
+    assert memory.stat("unhidden_calls_total") == before
+    assert numbers(memory, "adopted_slots_total", "adopted_pages_total") == (1, 2)
+    # The next one is made ready, once.
+    memory.core.run_mapper(100)
+    memory.do(grow(paged, 2))
+    memory.core.run_mapper(100)
+    assert numbers(memory, "parked_slots", "parked_pages") == (1, 2)
+    memory.core.check()
+
+
+def test_parked_slots_are_unmapped_before_anybody_waits_for_their_pages() -> None:
+    memory = manual(limit_pages=12, grow_pages=12, reclaim_share=0.5, prefix_caching=False)
+    seqs = [memory.start(range(1, 17)), memory.start(range(21, 37))]
+    memory.core.settle_mapper()
+    memory.release(*seqs)
+    assert numbers(memory, "parked_pages", "free_pages", "idle_pages") == (8, 4, 8)
+    before = memory.stat("unhidden_calls_total")
+    memory.start([1], View.PAGED)  # leaves 3 at hand, where 6 are wanted
+    assert numbers(memory, "parked_pages", "held_pages") == (5, 3)
+    assert memory.core.run_mapper(100) == 1
+    assert numbers(memory, "parked_pages", "free_pages", "held_pages") == (5, 6, 0)
+    assert memory.stat("unhidden_calls_total") == before
+    memory.core.check()
+
+
+# -- what fails
+
+
+def prepare(kind: str) -> tuple[Memory, list[int]]:
+    """A memory with exactly one command of the kind queued, and its open sequences."""
+    options: dict[str, Any] = {"prefix_caching": False, "seal_read_only": kind == "seal"}
+    if kind == "map":
+        memory = manual(lookahead_tokens=4, **options)
+    elif kind == "unmap":
+        memory = manual(limit_pages=12, grow_pages=12, reclaim_share=0.5, **options)
+        seqs = [memory.start(range(1, 17)), memory.start(range(21, 37))]
+        memory.release(*seqs)
+    elif kind == "grow":
+        memory = manual(grow_pages=4, **options)
+        memory.do(grow(memory.open(range(1, 13)), 12))  # one page of four is left
+        assert memory.stat("held_pages") == 4
+        return memory, sorted(memory.seqs)
+    else:
+        memory = manual(**options)
+    view = View.PAGED if kind == "unmap" else View.VIRTUAL
+    return memory, [memory.start(range(1, 5), view)]
+
+
+KINDS = ("map", "unmap", "grow", "seal")
+PLANS = [(call, forever) for call in (1, 2, 3, 4) for forever in (False, True)]
+
+
+@pytest.mark.parametrize(("call", "forever"), PLANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_command_that_fails_costs_nothing_for_long(kind: str, call: int, forever: bool) -> None:
+    """What it leaves half done is set aside, and mended when the driver lets us."""
+    memory, seqs = prepare(kind)
+    content = {seq: memory.read(seq) for seq in seqs if kind != "grow"}
+    state = memory.state()
+    memory.faults.arm(call, forever=forever)
+    assert memory.core.run_mapper(100) == 1
+    met = memory.faults.num_calls >= call
+    memory.faults.disarm()
+    stats = memory.core.stats()
+    assert stats.health is (Health.DEGRADED if stats.pending_repairs else Health.HEALTHY)
+    if forever and call > 1 and met and kind != "unmap":
+        assert stats.pending_repairs == 1  # what was done could not be undone
+    if kind == "unmap" and met:
+        assert (stats.pending_repairs, stats.quarantined_pages) == (1, 3)
+    assert ("injected fault" in memory.core.last_error()) == met
+    memory.core.check()
+    kept = memory.state()
+    for name in ("blocks", "lengths", "sealed", "slots", "used_pages"):
+        assert kept[name] == state[name], name
+    assert {seq: memory.read(seq) for seq in content} == content
+    # The next step mends it, and everybody can go on.
+    for seq in seqs:
+        memory.do(grow(seq, memory.core.length(seq) + 4))
+    memory.core.settle_mapper()
+    assert numbers(memory, "pending_repairs", "quarantined_pages") == (0, 0)
+    assert memory.core.stats().health is Health.HEALTHY
+    memory.core.check()
+    memory.release(*seqs)
+    memory.core.complete(memory.core.begun_epoch)
+    memory.core.trim(0, drop_idle=True)
+    assert numbers(memory, "committed_pages", "memfd_allocated_bytes") == (0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_driver_that_never_comes_back_degrades_the_pool_and_no_more(kind: str) -> None:
+    memory, seqs = prepare(kind)
+    memory.faults.arm(2, forever=True)
+    memory.core.run_mapper(100)
+    for _ in range(3):
+        for seq in seqs:
+            plan = memory.core.plan([grow(seq, memory.core.length(seq))])
+            memory.core.complete(
+                memory.core.apply([grow(seq, memory.core.length(seq))], plan.version)
+            )
+    assert memory.core.stats().health is Health.DEGRADED
+    memory.core.check()
+    memory.faults.disarm()
+    memory.core.trim(0, drop_idle=True)
+    assert memory.core.stats().health is Health.HEALTHY
+
+
+def test_a_lost_device_ends_the_pool() -> None:
+    memory, [seq] = prepare("map")
+    memory.faults.arm(1, sticky=True)
+    memory.core.run_mapper(100)
+    assert memory.core.stats().health is Health.FAILED
+    with pytest.raises(OSError, match="has failed and serves no more"):
+        memory.begin(grow(seq, 5))
+    memory.release(seq)
+
+
+# -- how it ends
+
+
+def test_close_with_commands_queued_ends_all_calls() -> None:
+    memory = manual(lookahead_tokens=4)
+    seq = memory.start(range(1, 5))
+    line = memory.core.slots_buffer(0)[0]
+    memory.core.close()
+    assert memory.core.closed
+    for call in (memory.core.stats, memory.core.settle_mapper, lambda: memory.core.release(seq)):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+    assert line[0] == 1  # the memory goes with its last array
+    memory.core.close()
+
+
+PRELUDE = """
+import os, random, signal, sys, threading, time
+from tests.memory.support import grow, make_memory
+from vmserve._core import MapperMode, View, ZeroPolicy
+
+def threaded(**options):
+    return make_memory(
+        mapper=MapperMode.THREAD, lookahead_tokens=4, eager_slots=1, eager_pages=2,
+        reclaim_share=0.3, zero_policy=ZeroPolicy.TENANT, **options,
+    )
+
+def step(core, *ops):
+    # Others may change something between the plan and its execution.
+    while True:
+        plan = core.plan(ops)
+        if not plan.fits:
+            return False
+        try:
+            core.complete(core.apply(ops, plan.version))
+            return True
+        except ValueError as error:
+            assert "stale" in str(error), error
+
+def live(core, rng, steps):
+    lengths = {}
+    for _ in range(steps):
+        if len(lengths) < 4:
+            view = rng.choice([View.VIRTUAL, View.VIRTUAL, View.PAGED])
+            lengths[core.open(0, view, b"", [1] * 32)] = 0
+        seq = rng.choice(list(lengths))
+        if lengths[seq] < 30 and step(core, grow(seq, lengths[seq] + rng.choice([1, 1, 2]))):
+            lengths[seq] = core.length(seq)
+        else:
+            core.release(seq)
+            del lengths[seq]
+    return lengths
+"""
+
+
+def start(code: str) -> subprocess.Popen[str]:
+    path = [*sys.path, str(Path(__file__).parents[2])]
+    return subprocess.Popen(
+        [
+            sys.executable,
+            *(["-S"] if sys.flags.no_site else []),
+            "-c",
+            PRELUDE + textwrap.dedent(code),
+        ],
+        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Its status and what it wrote; a process that hangs fails the test."""
+    try:
+        out, err = process.communicate(timeout=EXIT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"the process hangs: {out}\n{err}")
+    return process.returncode, out, err
+
+
+def run(code: str) -> None:
+    status, out, err = finish(start(code))
+    assert (status, out) == (0, "done\n"), f"status {status}: {out}\n{err}"
+
+
+def test_a_step_and_other_threads_do_not_disturb_each_other() -> None:
+    run(
+        """
+        sys.setswitchinterval(1e-6)
+        memory = threaded()
+        core, over, failed = memory.core, threading.Event(), []
+
+        def others(seed):
+            rng = random.Random(seed)
+            try:
+                waiting = core.open(seed, View.VIRTUAL, b"", [1] * 32)
+                while not over.is_set():
+                    draw = rng.random()
+                    if draw < 0.4:
+                        stats = core.stats()
+                        assert stats.committed_pages <= 16
+                    elif draw < 0.7:
+                        core.match(waiting)
+                    elif draw < 0.8:
+                        core.trim(rng.randint(0, 4), rng.random() < 0.5)
+                    elif draw < 0.9:
+                        core.settle_mapper()
+                    else:
+                        core.check()
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=others, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            live(core, random.Random(0), 300)
+        finally:
+            over.set()
+        for thread in threads:
+            thread.join()
+        assert not failed, failed
+        core.check()
+        print("done")
+        """
+    )
+
+
+def test_no_command_is_forgotten() -> None:
+    """Between waking up and finding the queue empty nothing gets lost: settling always ends."""
+    run(
+        """
+        memory = threaded()
+        rng = random.Random(0)
+        for round in range(150):
+            lengths = live(memory.core, rng, 4)
+            if round % 3 == 0:
+                time.sleep(0)  # lets the mapper go to sleep now and then
+            memory.core.settle_mapper()
+            assert memory.core.run_mapper(100) == 0
+            assert memory.core.stats().held_pages == 0
+            for seq in lengths:
+                memory.core.release(seq)
+        assert memory.core.stats().hidden_calls_total > 100
+        memory.core.check()
+        print("done")
+        """
+    )
+
+
+def test_what_is_queued_is_executed_without_anybody_asking() -> None:
+    run(
+        """
+        memory = threaded(grow_pages=16)
+        live(memory.core, random.Random(0), 1)
+        end = time.monotonic() + 8
+        while memory.core.stats().hidden_calls_total == 0:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        print("done")
+        """
+    )
+
+
+def test_closing_while_the_mapper_works() -> None:
+    run(
+        """
+        for seed in range(60):
+            memory = threaded()
+            live(memory.core, random.Random(seed), 3)
+            memory.core.close()
+        for seed in range(60):
+            memory = threaded()
+            live(memory.core, random.Random(seed), 3)
+            del memory
+        print("done")
+        """
+    )
+
+
+BUSY = """
+memory = threaded()
+print("ready", flush=True)
+while True:
+    for seq in live(memory.core, random.Random(0), 50):
+        memory.core.release(seq)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_though_the_mapper_is_busy(number: signal.Signals) -> None:
+    shared = sorted(Path("/dev/shm").iterdir())
+    process = start(BUSY)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    status, _, err = finish(process)
+    if number == signal.SIGTERM:
+        assert status == -signal.SIGTERM, err
+    else:
+        assert status in (1, 130, -signal.SIGINT), err
+        assert "KeyboardInterrupt" in err
+    assert sorted(Path("/dev/shm").iterdir()) == shared
+
+
+@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)", ""])
+def test_the_process_ends_though_the_mapper_is_busy(how: str) -> None:
+    shared = sorted(Path("/dev/shm").iterdir())
+    run(
+        f"""
+        memory = threaded()
+        live(memory.core, random.Random(0), 40)
+        print("done", flush=True)
+        {how}
+        """
+    )
+    assert sorted(Path("/dev/shm").iterdir()) == shared
+
+
+@pytest.mark.parametrize(
+    "ends", ["os._exit(0)", "sys.exit(0)", "del call, memory, core; sys.exit(0)"]
+)
+def test_a_fork_is_refused_and_ends(ends: str) -> None:
+    """The mapper's thread does not exist in it, and nobody waits for it there."""
+    run(
+        f"""
+        memory = threaded()
+        core = memory.core
+        live(core, random.Random(0), 20)
+        child = os.fork()
+        if child == 0:
+            for call in (core.stats, core.settle_mapper, lambda: core.run_mapper(1), core.close):
+                try:
+                    call()
+                except ValueError as error:
+                    assert "fork" in str(error), error
+                else:
+                    os._exit(3)
+            {ends}
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status == 0, status
+        live(core, random.Random(1), 20)
+        core.check()
+        print("done")
+        """
+    )
