@@ -31,11 +31,11 @@ VMSERVE_EXPORT int misbehaving_closes(void) {
   return num_closes;
 }
 
-static int fault_is(const char *name) {
+static int fault_is(const char* name) {
   return strcmp(context.fault, name) == 0;
 }
 
-static int32_t fail(int32_t status, uint64_t completed, vmserve_error *error) {
+static int32_t fail(int32_t status, uint64_t completed, vmserve_error* error) {
   error->code = 5;
   error->completed = completed;
   strcpy(error->call, "frobnicate");
@@ -48,8 +48,8 @@ static int32_t fail(int32_t status, uint64_t completed, vmserve_error *error) {
   return status;
 }
 
-static int32_t open_driver(const vmserve_driver_config *config, vmserve_driver_context **result,
-                           vmserve_driver_info *info, vmserve_error *error) {
+static int32_t open_driver(const vmserve_driver_config* config, vmserve_driver_context** result,
+                           vmserve_driver_info* info, vmserve_error* error) {
   memset(&context, 0, sizeof(context));
   context.next = UINT64_C(1) << 40;
   context.marks = 10;
@@ -68,15 +68,15 @@ static int32_t open_driver(const vmserve_driver_config *config, vmserve_driver_c
   return VMSERVE_OK;
 }
 
-static void close_driver(vmserve_driver_context *c) {
+static void close_driver(vmserve_driver_context* c) {
   (void)c;
   ++num_closes;
   num_unfenced_closes += !fenced;
   fenced = 0;
 }
 
-static int32_t reserve(vmserve_driver_context *c, uint64_t bytes, uint32_t backing,
-                       uint64_t *address, vmserve_error *error) {
+static int32_t reserve(vmserve_driver_context* c, uint64_t bytes, uint32_t backing,
+                       uint64_t* address, vmserve_error* error) {
   (void)backing;
   (void)error;
   ++num_calls;
@@ -89,7 +89,7 @@ static int32_t reserve(vmserve_driver_context *c, uint64_t bytes, uint32_t backi
   return VMSERVE_OK;
 }
 
-static int32_t give_back(vmserve_driver_context *c, uint64_t address, vmserve_error *error) {
+static int32_t give_back(vmserve_driver_context* c, uint64_t address, vmserve_error* error) {
   (void)c;
   (void)address;
   (void)error;
@@ -97,8 +97,8 @@ static int32_t give_back(vmserve_driver_context *c, uint64_t address, vmserve_er
   return VMSERVE_OK;
 }
 
-static int32_t on_frames(vmserve_driver_context *c, const vmserve_frame_run *runs, uint64_t count,
-                         vmserve_error *error) {
+static int32_t on_frames(vmserve_driver_context* c, const vmserve_frame_run* runs, uint64_t count,
+                         vmserve_error* error) {
   (void)c;
   (void)runs;
   (void)count;
@@ -107,8 +107,8 @@ static int32_t on_frames(vmserve_driver_context *c, const vmserve_frame_run *run
   return VMSERVE_OK;
 }
 
-static int32_t map(vmserve_driver_context *c, const vmserve_map_run *runs, uint64_t count,
-                   vmserve_error *error) {
+static int32_t map(vmserve_driver_context* c, const vmserve_map_run* runs, uint64_t count,
+                   vmserve_error* error) {
   (void)c;
   (void)runs;
   ++num_calls;
@@ -125,8 +125,8 @@ static int32_t map(vmserve_driver_context *c, const vmserve_map_run *runs, uint6
   return VMSERVE_OK;
 }
 
-static int32_t on_addresses(vmserve_driver_context *c, const vmserve_address_run *runs,
-                            uint64_t count, vmserve_error *error) {
+static int32_t on_addresses(vmserve_driver_context* c, const vmserve_address_run* runs,
+                            uint64_t count, vmserve_error* error) {
   (void)c;
   (void)runs;
   (void)count;
@@ -135,19 +135,19 @@ static int32_t on_addresses(vmserve_driver_context *c, const vmserve_address_run
   return VMSERVE_OK;
 }
 
-static int32_t set_access(vmserve_driver_context *c, const vmserve_access_run *runs,
-                          uint64_t count, vmserve_error *error) {
+static int32_t set_access(vmserve_driver_context* c, const vmserve_access_run* runs, uint64_t count,
+                          vmserve_error* error) {
   (void)runs;
   return on_addresses(c, NULL, count, error);
 }
 
-static int32_t copy(vmserve_driver_context *c, const vmserve_copy_run *runs, uint64_t count,
-                    vmserve_error *error) {
+static int32_t copy(vmserve_driver_context* c, const vmserve_copy_run* runs, uint64_t count,
+                    vmserve_error* error) {
   (void)runs;
   return on_addresses(c, NULL, count, error);
 }
 
-static int32_t fence(vmserve_driver_context *c, vmserve_error *error) {
+static int32_t fence(vmserve_driver_context* c, vmserve_error* error) {
   (void)c;
   (void)error;
   ++num_calls;
@@ -155,15 +155,15 @@ static int32_t fence(vmserve_driver_context *c, vmserve_error *error) {
   return VMSERVE_OK;
 }
 
-static int32_t mark(vmserve_driver_context *c, uint64_t *result, vmserve_error *error) {
+static int32_t mark(vmserve_driver_context* c, uint64_t* result, vmserve_error* error) {
   (void)error;
   ++num_calls;
   *result = fault_is("marks backwards") ? c->marks-- : c->marks++;
   return VMSERVE_OK;
 }
 
-static int32_t reached(vmserve_driver_context *c, uint64_t value, uint32_t *result,
-                       vmserve_error *error) {
+static int32_t reached(vmserve_driver_context* c, uint64_t value, uint32_t* result,
+                       vmserve_error* error) {
   (void)c;
   (void)value;
   (void)error;
@@ -172,8 +172,8 @@ static int32_t reached(vmserve_driver_context *c, uint64_t value, uint32_t *resu
   return VMSERVE_OK;
 }
 
-static int32_t query(vmserve_driver_context *c, uint64_t address, vmserve_mapping *mapping,
-                     vmserve_error *error) {
+static int32_t query(vmserve_driver_context* c, uint64_t address, vmserve_mapping* mapping,
+                     vmserve_error* error) {
   (void)c;
   (void)address;
   (void)error;
@@ -182,8 +182,8 @@ static int32_t query(vmserve_driver_context *c, uint64_t address, vmserve_mappin
   return VMSERVE_OK;
 }
 
-static int32_t stats(vmserve_driver_context *c, vmserve_driver_stats *result,
-                     vmserve_error *error) {
+static int32_t stats(vmserve_driver_context* c, vmserve_driver_stats* result,
+                     vmserve_error* error) {
   (void)c;
   (void)error;
   ++num_calls;
@@ -194,8 +194,8 @@ static int32_t stats(vmserve_driver_context *c, vmserve_driver_stats *result,
   return VMSERVE_OK;
 }
 
-static int32_t alloc_host(vmserve_driver_context *c, uint64_t bytes, uint64_t *address,
-                          vmserve_error *error) {
+static int32_t alloc_host(vmserve_driver_context* c, uint64_t bytes, uint64_t* address,
+                          vmserve_error* error) {
   (void)c;
   (void)bytes;
   (void)error;
@@ -205,12 +205,12 @@ static int32_t alloc_host(vmserve_driver_context *c, uint64_t bytes, uint64_t *a
 }
 
 #ifndef MISBEHAVING_NO_ENTRY
-const vmserve_driver *vmserve_driver_entry(uint32_t host_abi_version) {
+const vmserve_driver* vmserve_driver_entry(uint32_t host_abi_version) {
   static struct {
     vmserve_driver table;
-    void *newer_field;
+    void* newer_field;
   } newer;
-  vmserve_driver *table = &newer.table;
+  vmserve_driver* table = &newer.table;
   (void)host_abi_version;
   table->abi_version = VMSERVE_DRIVER_ABI_VERSION;
   table->struct_size = sizeof(newer); /* as of a later revision: its last field is ignored */
