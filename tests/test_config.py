@@ -75,7 +75,6 @@ def test_wrong_values(options: dict[str, Any], text: str) -> None:
         {"swap_space": "1GiB"},
         {"preemption": "swap"},
         {"scheduling_policy": "priority"},
-        {"enable_prefix_caching": True},
         {"tensor_parallel_size": 2},
     ],
 )

@@ -111,13 +111,15 @@ class AsyncLLM:
         request_id: str,
         prompt: str | None = None,
         priority: int = 0,
+        cache_salt: str = "",
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of one request, until it has finished.
 
         ``stream=False``: one final output. ``stream=True``: outputs with ``delta`` set, whose
         choices hold what is new; the first has no choices and says that the request was
-        accepted. Leaving the iterator early aborts the request and frees its pages.
+        accepted. Leaving the iterator early aborts the request and frees its pages. Cached
+        prefixes are shared between requests of equal ``cache_salt`` only.
 
         Raises :class:`~vmserve.errors.InvalidRequestError` before the first output, and
         :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
@@ -133,6 +135,7 @@ class AsyncLLM:
                     params,
                     prompt=prompt,
                     priority=priority,
+                    cache_salt=cache_salt,
                     stream=stream,
                 )
             except VmserveError as error:

@@ -1,4 +1,4 @@
-"""The command line: ``vmserve generate | serve | chat | plan``.
+"""The command line: ``vmserve generate | serve | chat | plan | bench``.
 
 Whatever a user can get wrong ends in one line on standard error with the remedy:
 exit status 2 for bad options, files or requests, 1 for what failed while running.
@@ -33,6 +33,7 @@ _COMMANDS = {
     "serve": _Home("vmserve.cli_serve", "serve_command", "ServeCommand"),
     "chat": _Home("vmserve.cli_chat", "chat_command"),
     "plan": _Home("vmserve.cli_plan", "plan_command"),
+    "bench": _Home("vmserve.cli_bench", "app"),
 }
 
 
@@ -45,12 +46,14 @@ class _LazyCommands(TyperGroup):
         if home is None:
             return None
         module = importlib.import_module(home.module)
+        if isinstance(function := getattr(module, home.function), typer.Typer):
+            return typer.main.get_command(function)
         command_class = getattr(module, home.command_class) if home.command_class else TyperCommand
         # Plain help: the tables of rich cut long option names short in narrow terminals.
         alone = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
-        alone.command(cmd_name, cls=command_class)(getattr(module, home.function))
+        alone.command(cmd_name, cls=command_class)(function)
         return typer.main.get_command(alone)
 
 

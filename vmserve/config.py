@@ -8,7 +8,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from vmserve import _core
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.memory.footprint import activation_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from vmserve.models.config import ModelConfig
@@ -30,6 +32,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 #: Share of the memory available at start that the KV cache may grow to on a CPU. Model
 #: weights and activations live beside it, and other processes have a right to the rest.
 CPU_KV_SHARE = 0.4
+#: The least cap that is chosen where memory is short: too small a one is told at start with what
+#: it would take, and growing beyond what is there is a recoverable error.
+MIN_KV_BYTES = 64 << 20
 #: Chunked prefill on a CPU: a step of 512 tokens keeps the pause of running decodes short
 #: while the weights are already read far fewer times than they are multiplied.
 DEFAULT_BATCHED_TOKENS = 512
@@ -210,7 +215,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
         max_num_batched_tokens=batched,
         max_logprobs=vocabulary if max_logprobs == -1 else min(max_logprobs, vocabulary),
         kv_regime=config.kv_regime,
-        kv_limit_bytes=_kv_limit_bytes(config, model, max_num_seqs * max_model_len),
+        kv_limit_bytes=_kv_limit_bytes(config, model, max_num_seqs, max_model_len, batched),
         kv_page_bytes=None if page is None else parse_size(page, "kv_page_size"),
         kv_zero_pages=config.kv_zero_pages,
         kv_mapper="off" if config.kv_mapper == "off" else "thread",
@@ -220,15 +225,20 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
     )
 
 
-def _kv_limit_bytes(config: EngineConfig, model: ModelConfig, most_tokens: int) -> int:
-    """``most_tokens``: what all slots together can hold."""
+def _kv_limit_bytes(
+    config: EngineConfig, model: ModelConfig, num_slots: int, max_len: int, batched: int
+) -> int:
+    """The cap: as asked, or a share of what is free beside weights and activations."""
     if config.kv_cache_memory is not None:
         return parse_size(config.kv_cache_memory, "kv_cache_memory")
-    page_bytes, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     if config.gpu_memory_utilization is not None:
-        return int(config.gpu_memory_utilization * page_bytes * pages)
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(config.gpu_memory_utilization * physical)
     # A cap that no set of sequences could reach would only force larger pages: the planner
     # keeps the mappings of a full pool under the system's limit. In float32, the widest type.
     token_bytes = model.num_layers * 2 * model.kv_heads * model.head_dim * 4
-    available = page_bytes * os.sysconf("SC_AVPHYS_PAGES")
-    return min(int(CPU_KV_SHARE * available), most_tokens * token_bytes)
+    itemsize = 2 if config.dtype in ("bfloat16", "float16", "half") else 4
+    free, _ = _core.SystemLimits().available_memory()  # of the system, or of the control group
+    free -= weight_bytes(model, itemsize) + activation_bytes(model, batched, num_slots)
+    share = max(MIN_KV_BYTES, int(CPU_KV_SHARE * free))
+    return min(share, num_slots * max_len * token_bytes)

@@ -143,6 +143,7 @@ class LLMEngine:
         *,
         prompt: str | None = None,
         priority: int = 0,
+        cache_salt: str = "",
         stream: bool = False,
     ) -> None:
         """Queue a request; its outputs come from later steps.
@@ -154,6 +155,7 @@ class LLMEngine:
             raise InvalidRequestError(f"request_id {request_id!r} is already in use", "request_id")
         request = self._build_request(request_id, prompt_token_ids, params, prompt)
         request.priority = priority
+        request.cache_salt = cache_salt.encode()
         request.stream = stream
         self._requests[request_id] = request
         self._output.open(request)
@@ -321,6 +323,8 @@ class LLMEngine:
             "num_requests_waiting": self.scheduler.num_waiting,
             "kv_cache_usage_perc": memory.used_pages / memory.limit_pages,
             "num_preemptions_total": self.scheduler.num_preemptions_total,
+            "prefix_cache_queries_total": memory.prefix_query_blocks_total * memory.block_tokens,
+            "prefix_cache_hits_total": memory.prefix_hit_blocks_total * memory.block_tokens,
             **self.counters.as_dict(),
             **memory.as_dict(),
         }

@@ -40,13 +40,7 @@ auto batched(void (PageDriver::*call)(const std::vector<Run>&)) {
     const py::gil_scoped_release unlocked;
     std::vector<Run> runs;
     runs.reserve(tuples.size());
-    for (const Tuple& tuple : tuples) {
-      if constexpr (std::is_same_v<Run, MapRun>) {
-        runs.push_back(as_run(tuple));
-      } else {
-        runs.push_back(as_run<Run>(tuple));
-      }
-    }
+    for (const Tuple& tuple : tuples) runs.push_back(as_run<Run>(tuple));
     (driver.*call)(runs);
   };
 }
@@ -97,7 +91,17 @@ void bind_driver(py::module_& m) {
       .def("free_reservation", &PageDriver::free_reservation, py::arg("address"), unlocked())
       .def("create", batched<FrameRun, FrameTuple>(&PageDriver::create), py::arg("runs"))
       .def("destroy", batched<FrameRun, FrameTuple>(&PageDriver::destroy), py::arg("runs"))
-      .def("map", batched<MapRun, MapTuple>(&PageDriver::map), py::arg("runs"))
+      .def(
+          "map",
+          [](PageDriver& driver, const std::vector<MapTuple>& tuples, bool prefault) {
+            const py::gil_scoped_release unlocked;
+            std::vector<MapRun> runs;
+            runs.reserve(tuples.size());
+            for (const MapTuple& tuple : tuples) runs.push_back(as_run(tuple));
+            for (MapRun& run : runs) run.prefault = prefault;
+            driver.map(runs);
+          },
+          py::arg("runs"), py::kw_only(), py::arg("prefault") = false)
       .def("unmap", batched<AddressRun, AddressTuple>(&PageDriver::unmap), py::arg("runs"))
       .def("set_access", batched<AccessRun, AccessTuple>(&PageDriver::set_access), py::arg("runs"))
       .def("zero", batched<AddressRun, AddressTuple>(&PageDriver::zero), py::arg("runs"))

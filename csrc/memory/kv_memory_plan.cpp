@@ -114,6 +114,14 @@ bool KVMemory::takes_whole_page(std::int64_t block_index, bool dense) const {
          block_index % config_.blocks_per_page == 0;
 }
 
+// Whether the prefix cache would lose something with the page's blocks from `count` on.
+bool KVMemory::offers_more(PageId page, std::int32_t count) const {
+  for (std::int32_t j = count; j < config_.blocks_per_page; ++j) {
+    if (pool_.is_published(pool_.first_block(page) + j)) return true;
+  }
+  return false;
+}
+
 std::vector<KVMemory::BoundPage> KVMemory::bind_pages(const std::vector<BlockId>& blocks,
                                                       std::int64_t num_tokens, bool own,
                                                       std::int32_t held) const {
@@ -137,7 +145,7 @@ std::vector<KVMemory::BoundPage> KVMemory::bind_pages(const std::vector<BlockId>
     } else if (in_order && is_full) {
       bound.push_back({Kind::kShare, page, count});
     } else if (in_order && pool_.total_refs(page) == (own ? count : 0) &&
-               pool_.held(page) <= held) {
+               !offers_more(page, count) && pool_.held(page) <= held) {
       bound.push_back({Kind::kClaim, page, count});
     } else {
       bound.push_back({Kind::kCopy, kNoPage, count});
@@ -146,36 +154,26 @@ std::vector<KVMemory::BoundPage> KVMemory::bind_pages(const std::vector<BlockId>
   return bound;
 }
 
-// `claimed`: idle pages that the plan's earlier ops already count.
 void KVMemory::demand_bind(Demand& demand, const Sequence& seq, const std::vector<BlockId>& blocks,
-                           std::int64_t num_tokens, bool own, std::vector<PageId>& claimed) const {
-  const auto claim = [&](PageId page) {
-    if (pool_.state(page) != PageState::kIdle) return;
-    if (std::find(claimed.begin(), claimed.end(), page) != claimed.end()) return;
-    claimed.push_back(page);
-    ++demand.pages;
-  };
-  if (seq.has.view == View::kPaged && !own) {
-    for (const BlockId block : blocks) {
-      if (block != kNoBlock) claim(pool_.page_of(block));
+                           std::int64_t num_tokens, bool own) const {
+  if (seq.has.view == View::kVirtual || own) {
+    ++demand.slots;
+    for (const BoundPage& page : bind_pages(blocks, num_tokens, own, 0)) {
+      const bool is_contested = page.kind == BoundPage::Kind::kClaim && !own &&
+                                std::find(demand.contested.begin(), demand.contested.end(),
+                                          page.page) != demand.contested.end();
+      if (page.kind == BoundPage::Kind::kCopy || is_contested) ++demand.pages;
     }
-    return;
-  }
-  ++demand.slots;
-  for (const BoundPage& page : bind_pages(blocks, num_tokens, own, 0)) {
-    const bool is_contested = page.kind == BoundPage::Kind::kClaim && !own &&
-                              std::find(demand.contested.begin(), demand.contested.end(),
-                                        page.page) != demand.contested.end();
-    if (page.kind == BoundPage::Kind::kCopy || is_contested) ++demand.pages;
   }
   // Idle pages leave the pool's reserve, also those that are only copied from.
   for (const BlockId block : blocks) {
-    if (block != kNoBlock) claim(pool_.page_of(block));
+    if (block == kNoBlock || pool_.state(pool_.page_of(block)) != PageState::kIdle) continue;
+    if (demand.claimed.insert(pool_.page_of(block)).second) ++demand.pages;
   }
 }
 
-void KVMemory::demand_paged(Demand& demand, SeqId id, std::int64_t have, std::int64_t want,
-                            bool dense) const {
+void KVMemory::demand_paged(Demand& demand, SeqId id, std::int64_t have, std::int64_t want) const {
+  const bool dense = demand.dense;
   const Sequence& seq = seqs_[id];
   const std::int32_t width = config_.blocks_per_page;
   // Blocks of the page that the sequence fills in order cost nothing more.
@@ -218,112 +216,111 @@ std::vector<PageId> KVMemory::contested_pages(const std::vector<Op>& ops) const 
 
 KVMemory::Demand KVMemory::demand(const std::vector<Op>& ops, bool dense) const {
   Demand demand;
+  demand.dense = dense;
   demand.contested = contested_pages(ops);
-  std::vector<PageId> claimed;
-  std::unordered_map<SeqId, Holding> tentative;  // of sequences that another op changes first
-  std::unordered_map<BlockId, bool> swapped;
-  std::vector<SeqId> parents;
   for (const Op& op : ops) {
-    if (op.kind == OpKind::kFork) parents.push_back(op.other);
+    if (op.kind == OpKind::kFork) demand.parents.push_back(op.other);
   }
   for (const Op& op : ops) {
-    const Sequence& seq = seqs_[op.seq];
-    if (op.kind == OpKind::kGrow) {
-      const auto changed = tentative.find(op.seq);
-      const bool is_changed = changed != tentative.end();
-      const View view = is_changed ? changed->second.view : seq.has.view;
-      const std::int64_t length = is_changed ? changed->second.length : seq.has.length;
-      const bool is_slotless =
-          view == View::kVirtual && seq.has.slot == kNoSlot && (!is_changed || length == 0);
-      if (is_slotless && (op.num_tokens == 0 || op.num_tokens > length)) ++demand.slots;
-      if (op.num_tokens <= length) continue;
-      if (view == View::kVirtual) {
-        const std::int64_t have = is_changed ? pages_for(length) : num_pages(seq);
-        const std::int64_t want = pages_for(op.num_tokens);
-        if (want <= have) continue;
-        // Spares of its own slot are there already; those that are idle leave the pool's reserve.
-        std::int64_t pages = want - have;
-        if (!is_changed && seq.has.slot != kNoSlot) {
-          const Slot& slot = slots_[seq.has.slot];
-          for (std::int64_t i = have; i < std::min(want, slot.size()); ++i) {
-            const PageId page = slot.entries[i].page;
-            if (page != kNoPage && pool_.state(page) == PageState::kHeld) --pages;
-          }
-        }
-        demand.pages += pages;
-        continue;
-      }
-      const std::int64_t have =
-          is_changed ? blocks_for(length) : static_cast<std::int64_t>(seq.has.blocks.size());
-      demand_paged(demand, op.seq, have, blocks_for(op.num_tokens), dense);
-      const std::int64_t tail = length / config_.block_tokens;
-      if (length % config_.block_tokens == 0) continue;
-      const bool forked = is_changed;
-      const BlockId block = forked || tail >= static_cast<std::int64_t>(seq.has.blocks.size())
-                                ? kNoBlock
-                                : seq.has.blocks[tail];
-      const bool parent = std::find(parents.begin(), parents.end(), op.seq) != parents.end();
-      if (forked || parent ||
-          (block != kNoBlock && (pool_.refs(block) > 1 || pool_.is_published(block)))) {
-        ++demand.blocks[seq.tenant];
-      }
-      continue;
-    }
-    Holding after = seq.has;
-    switch (op.kind) {
-      case OpKind::kAttach:
-        after.length = op.num_tokens;
-        if (op.num_tokens > 0) {
-          demand_bind(demand, seq, matched_blocks(seq, op.num_tokens), op.num_tokens, false,
-                      claimed);
-        }
-        break;
-      case OpKind::kFork: {
-        after.length = op.num_tokens;
-        std::vector<BlockId> blocks = seqs_[op.other].has.blocks;
-        blocks.resize(static_cast<std::size_t>(blocks_for(op.num_tokens)));
-        if (op.num_tokens > 0) {
-          demand_bind(demand, seq, blocks, op.num_tokens, false, claimed);
-        }
-        break;
-      }
-      case OpKind::kConvert:
-        after.view = op.view;
-        if (op.view == View::kVirtual && seq.has.view == View::kPaged && seq.has.length > 0) {
-          demand_bind(demand, seq, seq.has.blocks, seq.has.length, true, claimed);
-        }
-        break;
-      case OpKind::kSwapOut:
-        for (std::int64_t i = 0; i < blocks_for(seq.has.length); ++i) {
-          const BlockId block = seq.has.blocks[i];
-          if (block != kNoBlock && swapped.emplace(block, true).second) ++demand.swap_blocks;
-        }
-        break;
-      case OpKind::kSwapIn: {
-        const auto total = static_cast<std::int64_t>(seq.has.swap.size());
-        std::int64_t holes = 0;
-        while (holes < total && seq.has.swap[holes] == kNoSwap) ++holes;
-        if (seq.has.view == View::kVirtual) {
-          if (total == 0) break;
-          ++demand.slots;
-          demand.pages += pages_for(seq.has.length) - holes / config_.blocks_per_page;
-        } else {
-          demand_paged(demand, op.seq, holes, total, dense);
-        }
-        break;
-      }
-      case OpKind::kGrow:
-        break;
-    }
-    // What a virtual sequence gets beyond its tokens' pages: the slack.
-    tentative[op.seq] = after;
-    if (after.view == View::kVirtual && after.length > 0 && op.kind != OpKind::kSwapIn &&
-        op.kind != OpKind::kSwapOut && !(op.kind == OpKind::kConvert && seq.has.view == op.view)) {
-      const std::int64_t width = config_.page_tokens();
-      demand.pages += pages_for(after.length) - (after.length + width - 1) / width;
-    }
+    op.kind == OpKind::kGrow ? demand_grow(demand, op) : demand_op(demand, op);
   }
   return demand;
+}
+
+void KVMemory::demand_op(Demand& demand, const Op& op) const {
+  const Sequence& seq = seqs_[op.seq];
+  Tentative after{seq.has.view, seq.has.length};
+  bool binds = false;  // to whole pages, and to the slack behind them
+  switch (op.kind) {
+    case OpKind::kAttach:
+      after.length = op.num_tokens;
+      binds = op.num_tokens > 0;
+      if (binds) demand_bind(demand, seq, matched_blocks(seq, op.num_tokens), op.num_tokens, false);
+      break;
+    case OpKind::kFork: {
+      after.length = op.num_tokens;
+      binds = op.num_tokens > 0;
+      std::vector<BlockId> blocks = seqs_[op.other].has.blocks;
+      blocks.resize(static_cast<std::size_t>(blocks_for(op.num_tokens)));
+      if (binds) demand_bind(demand, seq, blocks, op.num_tokens, false);
+      break;
+    }
+    case OpKind::kConvert:
+      after.view = op.view;
+      binds = op.view == View::kVirtual && seq.has.view == View::kPaged && seq.has.length > 0;
+      if (binds) demand_bind(demand, seq, seq.has.blocks, seq.has.length, true);
+      break;
+    case OpKind::kSwapOut:
+      for (std::int64_t i = 0; i < blocks_for(seq.has.length); ++i) {
+        const BlockId block = seq.has.blocks[i];
+        if (block != kNoBlock && demand.swapped.insert(block).second) ++demand.swap_blocks;
+      }
+      break;
+    case OpKind::kSwapIn:
+      demand_swap_in(demand, op.seq);
+      break;
+    case OpKind::kGrow:
+      break;
+  }
+  demand.tentative[op.seq] = after;
+  if (!binds || after.view == View::kPaged) return;
+  const std::int64_t width = config_.page_tokens();
+  demand.pages += pages_for(after.length) - (after.length + width - 1) / width;
+}
+
+void KVMemory::demand_swap_in(Demand& demand, SeqId id) const {
+  const Sequence& seq = seqs_[id];
+  const auto total = static_cast<std::int64_t>(seq.has.swap.size());
+  std::int64_t holes = 0;
+  while (holes < total && seq.has.swap[holes] == kNoSwap) ++holes;
+  if (seq.has.view == View::kPaged) {
+    demand_paged(demand, id, holes, total);
+  } else if (total > 0) {
+    ++demand.slots;
+    demand.pages += pages_for(seq.has.length) - holes / config_.blocks_per_page;
+  }
+}
+
+void KVMemory::demand_grow(Demand& demand, const Op& op) const {
+  const Sequence& seq = seqs_[op.seq];
+  const auto changed = demand.tentative.find(op.seq);
+  const bool is_changed = changed != demand.tentative.end();
+  const Tentative now = is_changed ? changed->second : Tentative{seq.has.view, seq.has.length};
+  if (now.view == View::kVirtual) {
+    const bool is_slotless = seq.has.slot == kNoSlot && (!is_changed || now.length == 0);
+    if (is_slotless && (op.num_tokens == 0 || op.num_tokens > now.length)) ++demand.slots;
+  }
+  if (op.num_tokens <= now.length) return;
+  if (now.view == View::kVirtual) {
+    const std::int64_t have = is_changed ? pages_for(now.length) : num_pages(seq);
+    const std::int64_t want = pages_for(op.num_tokens);
+    if (want > have) demand.pages += want - have - (is_changed ? 0 : num_coming(seq, have, want));
+    return;
+  }
+  const std::int64_t have =
+      is_changed ? blocks_for(now.length) : static_cast<std::int64_t>(seq.has.blocks.size());
+  demand_paged(demand, op.seq, have, blocks_for(op.num_tokens));
+  if (now.length % config_.block_tokens == 0) return;
+  // The tail block is copied if others read it, or may.
+  const bool is_parent =
+      std::find(demand.parents.begin(), demand.parents.end(), op.seq) != demand.parents.end();
+  const BlockId tail = is_changed ? kNoBlock : seq.has.blocks[now.length / config_.block_tokens];
+  if (is_changed || is_parent ||
+      (tail != kNoBlock && (pool_.refs(tail) > 1 || pool_.is_published(tail)))) {
+    ++demand.blocks[seq.tenant];
+  }
+}
+
+// Pages of the slot, from `have` to `want`, that the mapper has in hand: nobody else can have them.
+std::int64_t KVMemory::num_coming(const Sequence& seq, std::int64_t have, std::int64_t want) const {
+  if (seq.has.slot == kNoSlot) return 0;
+  const Slot& slot = slots_[seq.has.slot];
+  std::int64_t coming = 0;
+  for (std::int64_t i = have; i < std::min(want, slot.size()); ++i) {
+    const PageId page = slot.entries[i].page;
+    coming += page != kNoPage && pool_.state(page) == PageState::kHeld ? 1 : 0;
+  }
+  return coming;
 }
 
 std::int64_t KVMemory::pages_missing(const Demand& demand, bool squeezed) const {

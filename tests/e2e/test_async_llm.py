@@ -131,7 +131,7 @@ def test_a_batch_that_raises_fails_its_requests_and_not_the_engine() -> None:
         def poisoned(plan: StepPlan, slots: list[int]) -> object:
             if any(item.sequence.tokens[0] == 13 for item in plan.scheduled):
                 raise RuntimeError("poison")
-            return execute(plan)
+            return execute(plan, slots)
 
         runner.execute = poisoned  # type: ignore[method-assign, assignment]
         with pytest.raises(VmserveError, match="step that computed this request failed"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
 from tests.scheduler.fake_memory import CountingMemory
+from vmserve.errors import OutOfMemoryError
+from vmserve.memory.base import Attach
 from vmserve.sampling.params import SamplingParams
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
@@ -133,7 +136,11 @@ def test_the_last_arrival_is_preempted_and_computes_everything_again() -> None:
     assert shape(run(scheduler, memory)) == [("a", 8, 1)]
     assert scheduler.num_preemptions_total == 1
     [victim] = second.sequences
-    assert (victim.status, victim.num_computed, victim.memory_id) == (SequenceStatus.WAITING, 0, None)
+    assert (victim.status, victim.num_computed, victim.memory_id) == (
+        SequenceStatus.WAITING,
+        0,
+        None,
+    )
     assert victim.num_output == 3
     while victim.num_computed == 0:
         assert run(scheduler, memory) is not None
@@ -205,3 +212,64 @@ def test_every_request_ends_whatever_the_mix(seed: int) -> None:
             break
     assert all(request.finished for request in requests)
     assert memory.pages == {}
+
+
+def test_what_the_prefix_cache_has_is_not_computed() -> None:
+    memory = CountingMemory(64, cached=10)
+    scheduler = make_scheduler(memory)
+    scheduler.add(make_request("a", 13))
+    scheduler.add(make_request("b", 3))
+    plan = run(scheduler, memory)
+    assert shape(plan) == [("a", 8, 5), ("b", 0, 3)]
+    assert plan is not None
+    assert plan.memory.ops == (Attach(0, 8),)
+    assert plan.scheduled[0].sequence.request.metrics.num_cached_tokens == 8
+
+
+def test_prompt_log_probabilities_need_every_token_computed() -> None:
+    memory = CountingMemory(64, cached=10)
+    scheduler = make_scheduler(memory)
+    request = make_request("a", 13)
+    request.params = dataclasses.replace(request.params, prompt_logprobs=1)
+    scheduler.add(request)
+    assert shape(run(scheduler, memory)) == [("a", 0, 13)]
+
+
+def test_positions_behind_the_window_are_given_up() -> None:
+    memory = CountingMemory(64)
+    scheduler = FCFSScheduler(memory, SchedulerLimits(8, 8, 0.0, window=6))
+    scheduler.add(make_request("a", 20))
+    firsts = []
+    for _ in range(5):
+        run(scheduler, memory)
+        firsts.append(memory.firsts[0])
+    # The chunk that starts at 16 still sees position 11.
+    assert firsts == [0, 3, 11, 15, 16]
+
+
+def test_a_sequence_that_fits_no_more_is_an_error_and_not_a_livelock() -> None:
+    memory = CountingMemory(8)
+    scheduler = make_scheduler(memory)
+    scheduler.add(make_request("a", 12))
+    run(scheduler, memory)
+    memory.lost_pages = 5  # the system does not take them back
+    with pytest.raises(OutOfMemoryError, match="needs 1 pages of the KV cache and 0 can be had"):
+        scheduler.schedule()
+    assert scheduler.running_request_ids == ["a"]
+
+
+def test_newcomers_that_do_not_fit_after_all_wait_again() -> None:
+    memory = CountingMemory(16)
+    scheduler = make_scheduler(memory, budget=64)
+    for name in "ab":
+        scheduler.add(make_request(name, 12))
+    plan = memory.plan
+
+    def short(growths: list[object], ops: object = ()) -> object:
+        memory.lost_pages = 12 if len(growths) > 1 else 0
+        return plan(growths, ops)  # type: ignore[arg-type]
+
+    memory.plan = short  # type: ignore[assignment, method-assign]
+    assert shape(scheduler.schedule()) == [("a", 0, 12)]
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    assert len(memory.pages) == 1

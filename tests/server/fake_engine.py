@@ -141,12 +141,15 @@ class FakeAsyncLLM:
         request_id: str,
         prompt: str | None = None,
         priority: int = 0,
+        cache_salt: str = "",
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         params.validate_for(self.model_config.vocab_size, self.resolved.max_logprobs)
         if self.errored or self.stopped:
             raise EngineDeadError("the engine has stopped")
         extra = {"request_id": request_id, "prompt": prompt, "priority": priority}
+        if cache_salt:
+            extra["cache_salt"] = cache_salt
         self.requests.append((prompt_token_ids, params, extra))
         run = _Run(self, prompt_token_ids, params, request_id, prompt)
         abort = self.running[request_id] = asyncio.Event()

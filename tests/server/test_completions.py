@@ -169,6 +169,9 @@ def test_defaults_come_from_the_model_and_then_from_openai(start: Start) -> None
     assert (params.temperature, params.top_k, params.top_p, params.seed) == (0.0, 20, 0.5, 7)
     assert params.min_tokens == 1
     assert engine.requests[-1][2]["priority"] == 3
+    assert "cache_salt" not in engine.requests[-1][2]
+    server.complete(cache_salt="pepper")
+    assert engine.requests[-1][2]["cache_salt"] == "pepper"
 
 
 def test_logit_bias_and_bans_reach_the_engine(shared: Running) -> None:

@@ -94,15 +94,28 @@ class FCFSScheduler:
     def _plan_with_newcomers(
         self, plan: list[ScheduledSequence], attached: list[Attach]
     ) -> MemoryPlan | None:
-        """Newcomers that do not fit after all (a slot is short, say) wait again, last first."""
+        """Newcomers that do not fit after all (a slot is short, say) wait again, last first.
+
+        Taking a prefix from the cache can cost a page more than computing it: a page of which
+        only a part is wanted is copied. The last newcomer then starts from nothing.
+        """
         while plan:
             answer = self._memory.plan(_growths(plan, self._limits.window), attached)
             if isinstance(answer, MemoryPlan):
                 return answer
             newcomer = plan.pop().sequence
-            attached = [op for op in attached if op.seq != newcomer.memory_id]
-            self._back_to_waiting(newcomer)
+            hit = next((op for op in attached if op.seq == newcomer.memory_id), None)
+            if hit is None:
+                self._back_to_waiting(newcomer)
+                continue
+            attached.remove(hit)
+            newcomer.num_computed = 0
+            newcomer.request.metrics.num_cached_tokens = 0
+            plan.append(_take(newcomer, self._left_for(plan)))
         return None
+
+    def _left_for(self, plan: list[ScheduledSequence]) -> int:
+        return self._limits.max_num_batched_tokens - sum(item.num_new for item in plan)
 
     def make_room(self) -> Sequence | None:
         victim = self._preempt_last()
@@ -152,7 +165,7 @@ class FCFSScheduler:
 
         Returns what they take from the prefix cache; None if nobody came.
         """
-        budget = self._limits.max_num_batched_tokens - sum(item.num_new for item in plan)
+        budget = self._left_for(plan)
         if budget == 0 or not self._waiting or self._is_short:
             return None
         num_before = len(plan)

@@ -109,7 +109,12 @@ class ChatService:
         request_id = body.request_id or request.state.request_id
         reply = _Reply(context, body, options, job, chat, model, request_id)
         generation = Generation(
-            context, request.state.exit_stack, reply.id, [job], body.priority or 0
+            context,
+            request.state.exit_stack,
+            reply.id,
+            [job],
+            body.priority or 0,
+            body.cache_salt or "",
         )
         if body.stream:
             return EventStream(reply.chunks(await generation.stream()))

@@ -63,7 +63,12 @@ class CompletionService:
             context, body, options, jobs, model, body.request_id or request.state.request_id
         )
         generation = Generation(
-            context, request.state.exit_stack, reply.id, jobs, body.priority or 0
+            context,
+            request.state.exit_stack,
+            reply.id,
+            jobs,
+            body.priority or 0,
+            body.cache_salt or "",
         )
         if body.stream:
             return EventStream(reply.chunks(await generation.stream()))

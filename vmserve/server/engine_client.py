@@ -76,6 +76,7 @@ class EngineClient(Protocol):
         request_id: str,
         prompt: str | None = None,
         priority: int = 0,
+        cache_salt: str = "",
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]: ...
 

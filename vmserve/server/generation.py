@@ -36,11 +36,13 @@ class Generation:
         request_id: str,
         jobs: list[Job],
         priority: int = 0,
+        cache_salt: str = "",
     ) -> None:
         self._context = context
         self._stack = stack
         self._jobs = jobs
         self._priority = priority
+        self._cache_salt = cache_salt
         # Two clients may choose the same id; the engine's must be unique.
         self._engine_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
         ticket = context.admission.admit(len(jobs), sum(self._cost(job) for job in jobs))
@@ -91,6 +93,7 @@ class Generation:
             request_id=f"{self._engine_id}-{index}",
             prompt=job.text,
             priority=self._priority,
+            cache_salt=self._cache_salt,
             stream=stream,
         )
 

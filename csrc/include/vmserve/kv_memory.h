@@ -47,6 +47,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -379,11 +380,23 @@ class KVMemory {
     std::vector<SlotId> slots;
   };
 
+  // What a sequence is like after the plan's ops so far.
+  struct Tentative {
+    View view;
+    std::int64_t length;
+  };
+
   struct Demand {
     std::int64_t pages = 0;  // fresh ones, and idle ones that are claimed
     std::int64_t slots = 0;
     std::int64_t swap_blocks = 0;
     std::unordered_map<Tenant, std::int64_t> blocks;
+    // While it is counted.
+    bool dense = false;
+    std::unordered_map<SeqId, Tentative> tentative;
+    std::unordered_set<PageId> claimed;
+    std::unordered_set<BlockId> swapped;
+    std::vector<SeqId> parents;
     std::vector<PageId> contested;
   };
 
@@ -426,16 +439,20 @@ class KVMemory {
   static bool attaches(const std::vector<Op>& ops);
   Plan assess(const std::vector<Op>& ops, bool& dense) const;
   Demand demand(const std::vector<Op>& ops, bool dense) const;
+  void demand_op(Demand& demand, const Op& op) const;
+  void demand_grow(Demand& demand, const Op& op) const;
+  void demand_swap_in(Demand& demand, SeqId id) const;
   void demand_bind(Demand& demand, const Sequence& seq, const std::vector<BlockId>& blocks,
-                   std::int64_t num_tokens, bool own, std::vector<PageId>& claimed) const;
+                   std::int64_t num_tokens, bool own) const;
+  void demand_paged(Demand& demand, SeqId id, std::int64_t have, std::int64_t want) const;
+  std::int64_t num_coming(const Sequence& seq, std::int64_t have, std::int64_t want) const;
   // Pages that more than one kAttach of the plan would like to have for itself.
   std::vector<PageId> contested_pages(const std::vector<Op>& ops) const;
-  void demand_paged(Demand& demand, SeqId id, std::int64_t have, std::int64_t want,
-                    bool dense) const;
   // `own`: the sequence has these blocks already. `held`: how often a page may be held and still
   // be had as a whole.
   std::vector<BoundPage> bind_pages(const std::vector<BlockId>& blocks, std::int64_t num_tokens,
                                     bool own, std::int32_t held) const;
+  bool offers_more(PageId page, std::int32_t count) const;
   std::vector<BlockId> matched_blocks(const Sequence& seq, std::int64_t num_tokens) const;
   bool takes_whole_page(std::int64_t block_index, bool dense) const;
   std::int64_t pages_missing(const Demand& demand, bool squeezed) const;
@@ -443,7 +460,7 @@ class KVMemory {
   std::int64_t squeezable_pages(std::unordered_map<Tenant, std::int64_t>& left) const;
   std::int64_t num_usable_slots() const;
 
-  // -- kv_memory_apply.cpp
+  // -- kv_memory_apply.cpp, kv_memory_ops.cpp, kv_memory_bind.cpp, kv_memory_execute.cpp
   void stage(Change& change, const Op& op);
   void stage_attach(Change& change, const Op& op);
   void stage_fork(Change& change, const Op& op);
@@ -456,6 +473,15 @@ class KVMemory {
   void grow_paged(Change& change, SeqId id, std::int64_t num_tokens);
   void bind(Change& change, SeqId id, const std::vector<BlockId>& blocks, std::int64_t num_tokens,
             bool own);
+  void bind_copy(Change& change, SeqId id, std::int64_t index, const std::vector<BlockId>& blocks,
+                 std::int64_t num_tokens);
+  void bind_page(Change& change, SeqId id, std::int64_t index, const BoundPage& bound,
+                 std::int64_t num_tokens);
+  std::int64_t num_shown(const Slot& slot, const std::vector<BoundPage>& bound) const;
+  bool is_missed(const Slot& slot, std::int64_t first, Tenant tenant) const;
+  std::pair<std::int64_t, std::int64_t> rank_slot(const Slot& slot, Tenant tenant,
+                                                  const std::vector<BoundPage>& bound,
+                                                  std::int64_t want, bool pressed) const;
   SlotId choose_slot(const Change& change, Tenant tenant, const std::vector<BoundPage>& bound,
                      std::int64_t want, bool pressed) const;
   bool shows_foreign(PageId page, Tenant tenant) const;
@@ -470,7 +496,11 @@ class KVMemory {
   std::vector<AccessRun> access_runs(const Change& change, bool writable) const;
   void add_ref(Change& change, BlockId block);
   void save(Change& change, SeqId id);
+  std::int64_t pages_for_fresh(const Change& change) const;
   void assign_fresh(Change& change);
+  PageId fresh_page(Change& change, BlockId before, Tenant tenant);
+  BlockId fresh_whole_page(Change& change, SeqId id, BlockId before);
+  BlockId fresh_block(Change& change, SeqId id, BlockId before);
   void prepare_page(Change& change, PageId page, Tenant tenant);
   void execute(Change& change);
   std::vector<CopyRun> copy_runs(const Change& change) const;

@@ -1,0 +1,60 @@
+"""The bounds on a model's memory against what a model really takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.checkpoints import VARIANTS
+from vmserve.config import EngineConfig, resolve
+from vmserve.memory.footprint import activation_bytes, weight_bytes
+from vmserve.models import load_model
+from vmserve.models.config import ModelConfig
+
+
+@pytest.mark.parametrize("name", ["llama-mha-tied", "llama-gqa-llama3", "qwen3-full"])
+def test_weights_are_counted(name: str, checkpoint: Callable[[str], Path]) -> None:
+    config = ModelConfig.from_directory(checkpoint(name))
+    stored = sum(file.stat().st_size for file in checkpoint(name).glob("*.safetensors"))
+    assert VARIANTS[name].num_hidden_layers == config.num_layers
+    assert 0.85 * stored <= weight_bytes(config, 4) <= stored
+
+
+def test_a_step_takes_less_than_the_bound(checkpoint: Callable[[str], Path]) -> None:
+    path = checkpoint("llama-gqa-llama3")
+    config = ModelConfig.from_directory(path)
+    model = load_model(path, torch.float32, max_model_len=256)
+    num_tokens, num_rows = 4096, 64
+
+    def attend(_spec: object, q: torch.Tensor, _k: torch.Tensor, _v: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(q)
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        torch.inference_mode(),
+        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+    ):
+        model.forward(
+            torch.zeros(num_tokens, dtype=torch.int64),
+            torch.arange(num_tokens) % 256,
+            attend,
+            torch.arange(num_rows),
+        )
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    bound = activation_bytes(config, num_tokens, num_rows)
+    assert peak > 0.1 * bound  # it was measured, and the bound is not absurd
+    assert peak <= bound
+
+
+def test_the_default_cap_leaves_room(checkpoint: Callable[[str], Path]) -> None:
+    config = ModelConfig.from_directory(checkpoint("llama-gqa-llama3"))
+    resolved = resolve(EngineConfig(), config)
+    token_bytes = config.num_layers * 2 * config.kv_heads * config.head_dim * 4
+    assert resolved.kv_limit_bytes == 64 * 256 * token_bytes  # nothing could use more

@@ -1,0 +1,24 @@
+"""``vmserve bench``: measurements."""
+
+from __future__ import annotations
+
+import typer
+
+from vmserve.bench.alloc.command import alloc_command
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="bench",
+    help="Measure what vmserve costs on this machine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+app.command("alloc")(alloc_command)
+
+
+@app.callback()
+def _group() -> None:
+    """Measure what vmserve costs on this machine."""
