@@ -105,17 +105,13 @@ KVMemory::~KVMemory() {
   if (::getpid() != pid_) static_cast<void>(mapper_.release());
 }
 
-// NOTE: before the lock: in a fork, another thread of the parent may have held it for ever.
-void KVMemory::require_own_process() const {
+std::unique_lock<std::mutex> KVMemory::enter() const {
+  // NOTE: before the lock: in a fork, another thread of the parent may have held it for ever.
   require(::getpid() == pid_, [&] {
     return "this KV memory belongs to process " + std::to_string(pid_) +
            " and was used in its fork " + std::to_string(::getpid()) +
            ": start worker processes with the spawn method";
   });
-}
-
-std::unique_lock<std::mutex> KVMemory::enter() const {
-  require_own_process();
   std::unique_lock<std::mutex> lock(mutex_);
   require(space_ != nullptr, [&] { return std::string("this KV memory is closed"); });
   return lock;
@@ -475,7 +471,7 @@ std::string KVMemory::last_error() const {
 }
 
 void KVMemory::close() {
-  require_own_process();
+  if (::getpid() != pid_) return;  // it is the parent's to close
   const std::lock_guard<std::mutex> lock(mutex_);
   mapper_.reset();
   swap_.reset();

@@ -417,7 +417,6 @@ class KVMemory {
   };
 
   // -- kv_memory.cpp
-  void require_own_process() const;
   std::unique_lock<std::mutex> enter() const;  // refuses a fork and a closed memory, then locks
   void require_alive() const;                  // throws once the pool has failed
   const Sequence& open_seq(SeqId seq) const;
