@@ -17,7 +17,7 @@ from tests.memory.model_types import NUM_TENANTS, Kind, Op, Shape
 from vmserve._core import MapperMode
 
 THOROUGH = settings.get_current_profile_name() == "thorough"
-NUM_ABORTS = 100_000 if THOROUGH else 3_000
+NUM_ABORTS = 12_500 if THOROUGH else 400  # in each of 8 configurations
 ROUND = 250  # aborts after which everything must come back
 
 

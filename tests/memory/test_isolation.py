@@ -17,7 +17,7 @@ from tests.memory.core_support import Options, Rig
 from tests.memory.model_types import NUM_TENANTS, Kind, Op, Shape
 from vmserve._core import MapperMode, ZeroPolicy
 
-NUM_PAIRS = 10_000 if settings.get_current_profile_name() == "thorough" else 500
+NUM_PAIRS = 1_250 if settings.get_current_profile_name() == "thorough" else 100  # of 8 kinds
 
 
 def options(blocks_per_page: int, policy: ZeroPolicy, mapper: MapperMode) -> Options:
