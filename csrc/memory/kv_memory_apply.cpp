@@ -265,7 +265,9 @@ void KVMemory::rollback(Change& change) {
     pool_.drop_ref(*block, 0);
   }
   for (const PageId page : change.held) pool_.unhold(page);
-  for (const auto& [page, before] : change.zero_pages) pool_.mark_written(page, before);
+  // What was queued before the failure may have cleared them, or copied to them: nobody's data, so
+  // that whoever comes next has them cleared.
+  for (const PageId page : change.zero_pages) pool_.mark_written(page, kNobody);
   for (auto grown = change.grown.rbegin(); grown != change.grown.rend(); ++grown) {
     std::vector<BlockId>& blocks = seqs_[grown->seq].has.blocks;
     blocks.resize(grown->num_blocks);

@@ -195,7 +195,7 @@ void KVMemory::take_slot(Change& change, SeqId id, const std::vector<BoundPage>&
 // -- fresh memory
 
 void KVMemory::prepare_page(Change& change, PageId page, Tenant tenant) {
-  if (pool_.needs_zero(page, tenant)) change.zero_pages.emplace_back(page, pool_.tenant(page));
+  if (pool_.needs_zero(page, tenant)) change.zero_pages.push_back(page);
   pool_.mark_written(page, tenant);
 }
 

@@ -112,7 +112,7 @@ void KVMemory::execute(Change& change) {
   for (SwapCopy& copy : change.swap_in) copy.block = seqs_[copy.seq].has.blocks[copy.index];
   std::vector<AddressRun> zeros;
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
-    for (const auto& [page, before] : change.zero_pages) {
+    for (const PageId page : change.zero_pages) {
       append(zeros, {space_->arena(group, page), space_->page_bytes()});
     }
     const auto bytes = static_cast<std::size_t>(config_.block_tokens * config_.token_bytes);

@@ -357,7 +357,7 @@ class KVMemory {
     std::vector<BlockCopy> copies;
     std::vector<SwapCopy> swap_out, swap_in;
     std::vector<Attached> attached;
-    std::vector<std::pair<PageId, Tenant>> zero_pages;  // whose data the page holds
+    std::vector<PageId> zero_pages;
     std::vector<BlockId> zero_blocks;
     std::vector<SlotMap> maps;
     // At the commit.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace vmserve {
 
@@ -16,6 +17,8 @@ constexpr PageId kNoPage = -1;
 constexpr BlockId kNoBlock = -1;
 constexpr SlotId kNoSlot = -1;
 constexpr SeqId kNoSeq = -1;
+// The owner of data that must be cleared before anybody sees it.
+constexpr Tenant kNobody = std::numeric_limits<Tenant>::min();
 
 struct PageRun {
   PageId first;
