@@ -295,7 +295,6 @@ void KVMemory::complete_locked(Epoch epoch, bool sealed) {
   if (epoch <= completed_) return;
   completed_ = epoch;
   pool_.complete(epoch);
-  ++version_;
   std::vector<SeqId> grown;
   while (!records_.empty() && records_.front().epoch <= epoch) {
     const Record record = std::move(records_.front());

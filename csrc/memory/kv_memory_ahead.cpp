@@ -52,7 +52,6 @@ void KVMemory::absorb(Outcome outcome) {
       if (!outcome.done) unseal(outcome.command, std::move(outcome.unfinished));
       break;
   }
-  ++version_;
 }
 
 void KVMemory::settle_locked() {

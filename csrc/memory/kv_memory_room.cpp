@@ -369,7 +369,6 @@ void KVMemory::add_repair(Repair repair, const std::string& error) {
   last_error_ = error;
   for (const SlotId slot : repair.slots) slots_[slot].in_repair = true;
   repairs_.push_back(std::move(repair));
-  ++version_;
 }
 
 bool KVMemory::retry(Repair& repair) {
@@ -386,13 +385,11 @@ bool KVMemory::retry(Repair& repair) {
   for (const PageId page : repair.held) pool_.unhold(page);
   for (const PageRun& run : repair.created) pool_.uncommit(run);
   for (const SlotId slot : repair.slots) slots_[slot].in_repair = false;
-  ++version_;
   return true;
 }
 
 void KVMemory::retry_repairs() {
   if (repairs_.empty()) return;
-  const std::uint64_t version = version_;
   const auto repaired = std::remove_if(repairs_.begin(), repairs_.end(),
                                        [&](Repair& repair) { return retry(repair); });
   repairs_.erase(repaired, repairs_.end());
@@ -400,7 +397,6 @@ void KVMemory::retry_repairs() {
   for (const Repair& repair : repairs_) {
     for (const SlotId slot : repair.slots) slots_[slot].in_repair = true;
   }
-  version_ = version;  // more is there than a plan counted on, never less
 }
 
 }  // namespace vmserve

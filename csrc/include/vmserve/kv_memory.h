@@ -574,6 +574,8 @@ class KVMemory {
   std::vector<Repair> repairs_;
   std::string last_error_;
   std::string failure_;  // why the pool has failed; empty if it has not
+  // Raised by what callers change, not by what happens behind them: that brings more than a plan
+  // counted on or, if the driver refuses, is found out when the plan is carried out.
   std::uint64_t version_ = 0;
   std::uint64_t parkings_ = 0;
   std::uint64_t weights_epoch_ = 0;
