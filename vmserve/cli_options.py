@@ -140,6 +140,14 @@ KVMapper = Annotated[
         panel=_KV,
     ),
 ]
+KVDriver = Annotated[
+    str | None,
+    _option(
+        "--kv-driver",
+        help="host, or the path of a page driver's shared library. Default: host.",
+        panel=_KV,
+    ),
+]
 BlockSize = Annotated[
     int | None,
     _option("--block-size", help="Tokens of a KV block. Default: 16.", panel=_KV),
@@ -203,6 +211,7 @@ ENGINE_OPTIONS: Final[dict[str, Any]] = {
     "kv_page_size": KVPageSize,
     "kv_zero_pages": KVZeroPages,
     "kv_mapper": KVMapper,
+    "kv_driver": KVDriver,
     "block_size": BlockSize,
     "swap_space": SwapSpace,
     "enable_prefix_caching": EnablePrefixCaching,

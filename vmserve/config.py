@@ -92,6 +92,7 @@ class EngineConfig:
     kv_page_size: int | str | None = None
     kv_zero_pages: ZeroPolicy = "tenant"
     kv_mapper: KVMapper = "auto"
+    kv_driver: str = "host"
     gpu_memory_utilization: float | None = None
     block_size: int = 16
     swap_space: int | str = 0
@@ -185,6 +186,7 @@ class ResolvedConfig:
     kv_page_bytes: int | None
     kv_zero_pages: ZeroPolicy
     kv_mapper: Literal["off", "thread"]
+    kv_driver: str
     prefix_caching: bool
     block_tokens: int
     seed: int
@@ -218,6 +220,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
         kv_limit_bytes=_kv_limit_bytes(config, model, max_num_seqs, max_model_len, batched),
         kv_page_bytes=None if page is None else parse_size(page, "kv_page_size"),
         kv_zero_pages=config.kv_zero_pages,
+        kv_driver=config.kv_driver,
         kv_mapper="off" if config.kv_mapper == "off" else "thread",
         prefix_caching=config.enable_prefix_caching is True,
         block_tokens=config.block_size,

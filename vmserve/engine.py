@@ -374,6 +374,7 @@ def _create_memory(
             zero_pages=resolved.kv_zero_pages,
             prefix_caching=resolved.prefix_caching,
             mapper=resolved.kv_mapper,
+            driver=resolved.kv_driver,
             lookahead_tokens=LOOKAHEAD_TOKENS,
         ),
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.conformance import plugins
 from vmserve import LLM, SamplingParams
 
 Prompts = Callable[[int, int, int], list[list[int]]]
@@ -124,6 +125,16 @@ def test_a_warm_prefix_cache_gives_the_same_tokens(
     assert stats["prefix_hit_blocks_total"] > 0
     assert stats["shared_pages"] == stats["used_pages"] == 0
     assert stats["cached_blocks"] > 0
+
+
+def test_a_page_driver_from_a_shared_library(prompts: Prompts, reference: Reference) -> None:
+    batch = prompts(4, 150, 8)
+    library = str(plugins.sample())
+    with LLM(dtype="float32", kv_cache_memory="64MiB", kv_driver=library) as llm:
+        results = llm.generate(batch, greedy(12))
+        llm.engine.memory.check()
+    for prompt, result in zip(batch, results, strict=True):
+        assert result.outputs[0].token_ids == reference(prompt, 12)
 
 
 def test_preempted_with_a_prefix_cache(prompts: Prompts, reference: Reference) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import doctest
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import vmserve
-from vmserve.errors import OutOfMemoryError, UnsupportedError
+from tests.conformance import plugins
+from vmserve import _core
+from vmserve.errors import ConfigurationError, OutOfMemoryError, UnsupportedError
 from vmserve.memory import kv_cache
 from vmserve.memory.kv_cache import KVCache
 from vmserve.memory.layout import plan_layout
@@ -125,6 +128,27 @@ def test_the_limit_and_trim() -> None:
 def test_other_drivers_are_not_offered() -> None:
     with pytest.raises(UnsupportedError, match="driver 'cuda' is not available in this version"):
         KVCache(LAYOUT, driver="cuda", num_slots=1, max_len=16, limit_bytes=PAGE)
+
+
+def test_a_driver_from_a_shared_library() -> None:
+    library = str(plugins.sample())
+    with KVCache(LAYOUT, driver=library, num_slots=2, max_len=64, limit_bytes=8 * PAGE) as cache:
+        slot = alloc(cache)
+        assert cache.step({slot: 20}) == 0
+        keys, _ = cache.tensors()[1]
+        keys[slot, :20] = 3.0
+        twin = cache.fork(slot, 18)
+        assert twin is not None
+        assert float(keys[twin, :18].mean()) == 3.0
+    with pytest.raises(ConfigurationError, match="no-such"):
+        KVCache(LAYOUT, driver="/no-such.so", num_slots=1, max_len=16, limit_bytes=PAGE)
+
+
+def test_a_driver_that_cannot_unmap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(capabilities=SimpleNamespace(unmap=False), plugin_name="keeps-all")
+    monkeypatch.setattr(_core, "PluginDriver", lambda *_: made)
+    with pytest.raises(ConfigurationError, match="the driver keeps-all cannot unmap"):
+        KVCache(LAYOUT, driver="/some.so", num_slots=1, max_len=16, limit_bytes=PAGE)
 
 
 def test_tensors_may_outlive_the_cache() -> None:

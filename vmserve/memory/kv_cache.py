@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
-from vmserve.errors import OutOfMemoryError, UnsupportedError
+from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import Fork, Growth, MemoryPlan, Shortfall
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 
@@ -46,6 +46,8 @@ class KVCache:
     fork shares. ``tensors(unmapped="zero")`` can be read everywhere. After :meth:`close`,
     tensors that are still held may be dropped at any time; the memory goes with the last.
 
+    ``driver``: "host", or the path of a driver's shared library (drivers_ext/README.md).
+
     Raises :class:`ConfigurationError` when ``limit_bytes`` holds no page, and
     :class:`DriverError` when ``num_slots`` times ``max_len`` cannot be reserved.
     """
@@ -61,8 +63,6 @@ class KVCache:
         read_slack_tokens: int = 0,
         zero_pages: Literal["always", "tenant", "never"] = "always",
     ) -> None:
-        if driver != "host":
-            raise UnsupportedError(f"driver {driver!r} is not available in this version: use host")
         self.layout = layout
         self.num_slots = num_slots
         self.max_len = max_len
@@ -79,6 +79,7 @@ class KVCache:
             options=MemoryOptions(
                 read_slack_tokens=read_slack_tokens,
                 zero_pages=zero_pages,
+                driver=driver,
                 # Other frameworks write positions again (rejected drafts, say).
                 seal_read_only=False,
             ),

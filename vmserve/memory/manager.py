@@ -11,7 +11,7 @@ import numpy as np
 from vmserve import _core
 from vmserve.attention.base import ContiguousView
 from vmserve.config import format_size
-from vmserve.errors import ConfigurationError
+from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import (
     Attach,
     Convert,
@@ -82,6 +82,9 @@ class MemoryOptions:
     eager_tokens: int = 0
     #: Parked slots are unmapped while less than this share of the pool is at hand.
     reclaim_share: float = 0.10
+    #: "host", or the path of a driver's shared library (drivers_ext/README.md). Its memory must
+    #: be addressable by the processor, as the tensors over it are the CPU's.
+    driver: str = "host"
 
 
 class MemoryManager:
@@ -115,9 +118,7 @@ class MemoryManager:
         self.limit_pages = _pages(layout, limit_bytes)
         max_bytes = max(limit_bytes, options.max_limit_bytes or _physical_bytes())
         max_pages = max(self.limit_pages, layout.num_pages(max_bytes))
-        driver: _core.PageDriver = _core.HostDriver(
-            layout.page_bytes, layout.num_groups * max_pages, limits=limits or _core.SystemLimits()
-        )
+        driver = _create_driver(options.driver, layout, layout.num_groups * max_pages, limits)
         if wrap_driver is not None:
             driver = wrap_driver(driver)
         block_bytes = layout.num_groups * layout.block_tokens * layout.token_stride
@@ -309,6 +310,30 @@ class MemoryManager:
         rest is a fault as before.
         """
         self._core.close()
+
+
+def _create_driver(
+    name: str, layout: KVLayout, num_frames: int, limits: _core.SystemLimits | None
+) -> _core.PageDriver:
+    if name == "host":
+        return _core.HostDriver(
+            layout.page_bytes, num_frames, limits=limits or _core.SystemLimits()
+        )
+    if "/" not in name:
+        raise UnsupportedError(
+            f"driver {name!r} is not available in this version: use host, or the path of a "
+            "driver's shared library"
+        )
+    try:
+        driver = _core.PluginDriver(name, layout.page_bytes, num_frames)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    if not driver.capabilities.unmap:
+        raise ConfigurationError(
+            f"the driver {driver.plugin_name} cannot unmap: its pages could never serve another "
+            "request; use host"
+        )
+    return driver
 
 
 def _rows(growths: Sequence[Growth]) -> NDArray[np.int64]:
