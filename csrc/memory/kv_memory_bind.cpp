@@ -78,6 +78,9 @@ void KVMemory::bind_page(Change& change, SeqId id, std::int64_t index, const Bou
       pool_.unpublish(block);
       ++totals_.evicted;
     }
+    // What somebody of the same tenant left behind the tokens is not the newcomer's.
+    const bool is_left = j >= bound.num_blocks && config_.zero_policy == ZeroPolicy::kAlways;
+    if (is_left) change.zero_blocks.push_back(block);
     add_ref(change, block);
     seq.has.blocks[first + j] = block;
   }
@@ -266,6 +269,7 @@ BlockId KVMemory::fresh_block(Change& change, SeqId id, BlockId before) {
     const PageId page = pool_.page_of(before);
     const bool is_own = pool_.owner(page) == id && pool_.retire(page) <= completed_;
     if (is_own && pool_.refs(before + 1) == 0 && !pool_.is_published(before + 1)) {
+      if (config_.zero_policy == ZeroPolicy::kAlways) change.zero_blocks.push_back(before + 1);
       add_ref(change, before + 1);
       return before + 1;
     }
