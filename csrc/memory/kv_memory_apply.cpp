@@ -32,8 +32,7 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   retry_repairs();
   Change change(*driver_);
   Plan plan = assess(wanted, change.dense);
-  wait_for_mapper(wanted, plan);
-  plan = assess(wanted, change.dense);
+  if (wait_for_mapper(wanted, plan)) plan = assess(wanted, change.dense);
   if (!plan.fits()) {
     throw OutOfMemoryError("the plan needs " + with_commas(plan.needed_pages) + " pages, " +
                            with_commas(plan.available_pages) + " can be had, and lacks " +
@@ -69,8 +68,9 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
 }
 
 // What the ops touch must not be in the mapper's hands. In the steady state nothing is.
-void KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
-  if (!works_ahead()) return;
+// True if its outcomes were entered, which may change what a plan needs.
+bool KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
+  if (!works_ahead()) return false;
   std::uint64_t until = 0;
   const std::int64_t at_hand = pool_.num_free();
   if (plan.needed_pages > at_hand) until = mapper_->last_id();
@@ -84,13 +84,14 @@ void KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
       until = std::max(until, has_slot ? slots_[seq.has.slot].last_map : mapper_->last_id());
     }
   }
-  if (until == 0) return;
+  if (until == 0) return false;
   const auto start = Clock::now();
   if (mapper_->wait(until)) {
     ++totals_.waits;
     totals_.wait_seconds += seconds_since(start);
   }
   absorb();
+  return true;
 }
 
 // -- the log

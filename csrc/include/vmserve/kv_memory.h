@@ -510,7 +510,7 @@ class KVMemory {
   void inherit(const Forked& fork);
   void trim_front(SeqId id, std::int64_t first_token);
   void rollback(Change& change);
-  void wait_for_mapper(const std::vector<Op>& ops, const Plan& plan);
+  bool wait_for_mapper(const std::vector<Op>& ops, const Plan& plan);
 
   // -- kv_memory_room.cpp
   void make_room(std::int64_t num_pages);
