@@ -27,7 +27,7 @@ def reference(
     group = q.shape[1] // keys.shape[2]
     rows = []
     for row in range(batch.num_tokens):
-        slot, position = int(batch.token_slots[row]), int(batch.token_positions[row])
+        slot, position = int(batch.token_places[row]), int(batch.token_positions[row])
         first = 0 if spec.window is None else max(0, position + 1 - spec.window)
         k = keys[slot, first : position + 1].repeat_interleave(group, dim=1)
         v = values[slot, first : position + 1].repeat_interleave(group, dim=1)
@@ -51,7 +51,7 @@ def fill_past(view: ContiguousView, batch: RaggedBatch, seed: int) -> None:
     """Give every position before the batch a random key and value; the rest stays NaN."""
     generator = torch.Generator().manual_seed(seed)
     for tensor in (*view.keys, *view.values):
-        for slot, past in zip(batch.slots, batch.num_past, strict=True):
+        for slot, past in zip(batch.places, batch.num_past, strict=True):
             past_shape = (past, *tensor.shape[2:])
             tensor[slot, :past] = torch.randn(past_shape, generator=generator).to(tensor.dtype)
 
@@ -65,7 +65,7 @@ def check(
     tolerance: float = 2e-5,
 ) -> None:
     max_len = max(p + n for p, n in zip(batch.num_past, batch.num_new, strict=True)) + 3
-    view = dense_view(len(windows), max(batch.slots) + 2, max_len, kv_heads, HEAD_DIM, dtype)
+    view = dense_view(len(windows), max(batch.places) + 2, max_len, kv_heads, HEAD_DIM, dtype)
     fill_past(view, batch, seed=1)
     call = SdpaBackend().bind(view, batch)
     for layer, window in enumerate(windows):
@@ -77,12 +77,12 @@ def check(
         torch.testing.assert_close(
             got.double(), reference(view, batch, spec, q), rtol=tolerance, atol=tolerance
         )
-        written = view.keys[layer][batch.token_slots, batch.token_positions]
+        written = view.keys[layer][batch.token_places, batch.token_positions]
         assert torch.equal(written, k)
-        assert torch.equal(view.values[layer][batch.token_slots, batch.token_positions], v)
+        assert torch.equal(view.values[layer][batch.token_places, batch.token_positions], v)
     for tensor in (*view.keys, *view.values):
         expected = torch.zeros(tensor.shape[:2], dtype=torch.bool)
-        for slot, past, new in zip(batch.slots, batch.num_past, batch.num_new, strict=True):
+        for slot, past, new in zip(batch.places, batch.num_past, batch.num_new, strict=True):
             expected[slot, : past + new] = True
         assert torch.equal(~tensor.isnan().all(-1).all(-1), expected)
 

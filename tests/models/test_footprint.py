@@ -29,7 +29,9 @@ def test_a_step_takes_less_than_the_bound(checkpoint: Callable[[str], Path]) -> 
     model = load_model(path, torch.float32, max_model_len=256)
     num_tokens, num_rows = 4096, 64
 
-    def attend(_spec: object, q: torch.Tensor, _k: torch.Tensor, _v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        _spec: object, q: torch.Tensor, _k: torch.Tensor, _v: torch.Tensor, _rotary: object
+    ) -> torch.Tensor:
         return torch.empty_like(q)
 
     activities = [torch.profiler.ProfilerActivity.CPU]

@@ -13,7 +13,17 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["AttentionBackend", "AttentionCall", "ContiguousView", "LayerAttention", "RaggedBatch"]
+from vmserve.attention.rotary import Rotary
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionCall",
+    "ContiguousView",
+    "KVView",
+    "LayerAttention",
+    "PagedView",
+    "RaggedBatch",
+]
 
 
 @dataclass(frozen=True)
@@ -29,31 +39,53 @@ class ContiguousView:
 
 
 @dataclass(frozen=True)
+class PagedView:
+    """The paged view: per layer the arena, and block tables kept current by the KV memory.
+
+    ``keys[layer]`` and ``values[layer]``: ``[pages, page_tokens, kv_heads, head_dim]``.
+    ``block_tables``: int32 ``[max_seqs, max_blocks]``; position ``p`` of the sequence in row
+    ``r`` lies in block ``b = block_tables[r, p // block_tokens]``: token ``p % block_tokens``
+    of the ``b % blocks_per_page``-th part of page ``b // blocks_per_page``, where
+    ``blocks_per_page = page_tokens // block_tokens``. Only blocks that a table names may be
+    touched.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    block_tables: torch.Tensor
+    block_tokens: int
+
+
+KVView = ContiguousView | PagedView
+
+
+@dataclass(frozen=True)
 class RaggedBatch:
     """The sequences of one step, in the order of their tokens in the ragged batch.
 
     Sequence ``i`` brings ``num_new[i]`` tokens at positions ``num_past[i] ...`` and
-    owns rows ``starts[i] : starts[i] + num_new[i]`` of q, k and v.
+    owns rows ``starts[i] : starts[i] + num_new[i]`` of q, k and v. It lies in slot, or in
+    row of the block tables, ``places[i]``.
     """
 
-    slots: tuple[int, ...]
+    places: tuple[int, ...]
     num_past: tuple[int, ...]
     num_new: tuple[int, ...]
     starts: tuple[int, ...]
-    #: ``[num_tokens]`` int64: the slot and the position of each row of the ragged batch.
-    token_slots: torch.Tensor
+    #: ``[num_tokens]`` int64: the place and the position of each row of the ragged batch.
+    token_places: torch.Tensor
     token_positions: torch.Tensor
 
     @property
     def num_sequences(self) -> int:
-        return len(self.slots)
+        return len(self.places)
 
     @property
     def num_tokens(self) -> int:
         return self.starts[-1] + self.num_new[-1] if self.starts else 0
 
     @staticmethod
-    def build(slots: list[int], num_past: list[int], num_new: list[int]) -> RaggedBatch:
+    def build(places: list[int], num_past: list[int], num_new: list[int]) -> RaggedBatch:
         """Lay the sequences out one after the other. Every ``num_new`` must be positive."""
         starts: list[int] = []
         total = 0
@@ -63,11 +95,11 @@ class RaggedBatch:
         counts = torch.tensor(num_new, dtype=torch.int64)
         first = torch.tensor(num_past, dtype=torch.int64) - torch.tensor(starts, dtype=torch.int64)
         return RaggedBatch(
-            slots=tuple(slots),
+            places=tuple(places),
             num_past=tuple(num_past),
             num_new=tuple(num_new),
             starts=tuple(starts),
-            token_slots=torch.repeat_interleave(torch.tensor(slots, dtype=torch.int64), counts),
+            token_places=torch.repeat_interleave(torch.tensor(places, dtype=torch.int64), counts),
             token_positions=torch.arange(total) + torch.repeat_interleave(first, counts),
         )
 
@@ -77,35 +109,47 @@ class LayerAttention:
     """What one layer asks of attention.
 
     ``window``: how many positions a query sees, itself included (None: all of them).
+    ``softcap``: scores become ``softcap * tanh(score / softcap)`` (None: as they are).
     """
 
     layer: int
     scale: float
     window: int | None = None
+    softcap: float | None = None
 
 
 class AttentionCall(Protocol):
     """Bound to one step's batch and view; called once per layer by the model."""
 
     def __call__(
-        self, spec: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        spec: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        """Write k and v into the cache, then attend causally.
+        """Rotate q and k by ``rotary`` (if any), write k and v into the cache, attend causally.
 
-        q: ``[tokens, q_heads, head_dim]``; k, v: ``[tokens, kv_heads, head_dim]``
-        (rotary embedding already applied). Returns ``[tokens, q_heads, head_dim]``.
+        q: ``[tokens, q_heads, head_dim]``; k, v: ``[tokens, kv_heads, head_dim]``; the last
+        dimension is contiguous. Returns ``[tokens, q_heads, head_dim]``.
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """A kernel family over one view of the KV memory."""
+    """A kernel family over one or both views of the KV memory."""
 
     name: str
     #: How many tokens past a sequence's length the kernels may read. Pages that far must
     #: stay mapped and hold finite numbers.
     read_slack_tokens: int
 
-    def bind(self, view: ContiguousView, batch: RaggedBatch) -> AttentionCall:
+    @property
+    def views(self) -> tuple[type[KVView], ...]:
+        """The views that :meth:`bind` takes."""
+        ...
+
+    def bind(self, view: KVView, batch: RaggedBatch) -> AttentionCall:
         """Prepare one step (masks, index tensors) and return the per-layer call."""
         ...

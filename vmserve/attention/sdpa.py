@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from vmserve.attention.base import ContiguousView, LayerAttention, RaggedBatch
+from vmserve.attention.base import ContiguousView, KVView, LayerAttention, RaggedBatch
+from vmserve.attention.rotary import Rotary, rotate
+from vmserve.errors import UnsupportedError
 
 __all__ = ["SdpaBackend"]
 
@@ -40,11 +42,14 @@ class SdpaBackend:
 
     name = "sdpa"
     read_slack_tokens = 0
+    views: tuple[type[KVView], ...] = (ContiguousView,)
 
     def __init__(self) -> None:
         self._slots: _SlotViews | None = None
 
-    def bind(self, view: ContiguousView, batch: RaggedBatch) -> _SdpaCall:
+    def bind(self, view: KVView, batch: RaggedBatch) -> _SdpaCall:
+        if not isinstance(view, ContiguousView):
+            raise TypeError("the sdpa backend reads the virtual view only")
         if self._slots is None or self._slots.view is not view:
             self._slots = _SlotViews(view)
         return _SdpaCall(self._slots, batch)
@@ -67,13 +72,24 @@ class _SdpaCall:
         self._slots = slots
         self._batch = batch
         device = slots.view.keys[0].device
-        self._index = (batch.token_slots.to(device), batch.token_positions.to(device))
+        self._index = (batch.token_places.to(device), batch.token_positions.to(device))
         #: Per window, as the layers ask for them; layers with the same window share one.
         self._tiles: dict[int | None, list[_Tile]] = {}
 
     def __call__(
-        self, spec: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        spec: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
+        if spec.softcap is not None:
+            raise UnsupportedError(
+                "stock scaled_dot_product_attention has no softcap: use --attention-backend cpu"
+            )
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
         self._slots.view.keys[spec.layer].index_put_(self._index, k)
         self._slots.view.values[spec.layer].index_put_(self._index, v)
         tiles = self._tiles.get(spec.window)
@@ -128,7 +144,7 @@ def _plan(batch: RaggedBatch, window: int | None, like: torch.Tensor) -> list[_T
     tiles: list[_Tile] = []
     masks: dict[tuple[int, int], torch.Tensor] = {}
     for slot, past, new, start in zip(
-        batch.slots, batch.num_past, batch.num_new, batch.starts, strict=True
+        batch.places, batch.num_past, batch.num_new, batch.starts, strict=True
     ):
         # torch's is_causal aligns the first query with the first key: right only without past.
         if new > 1 and past == 0 and (window is None or new <= window):

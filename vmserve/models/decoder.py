@@ -6,8 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from vmserve.attention.base import AttentionCall, LayerAttention
+from vmserve.attention.rotary import Rotary
 from vmserve.models.config import ModelConfig
-from vmserve.models.rope import RotaryEmbedding, rotate
+from vmserve.models.rope import RotaryEmbedding
 from vmserve.models.weights import DecoderWeights, LayerWeights
 
 __all__ = ["Decoder", "rms_norm"]
@@ -50,10 +51,10 @@ class Decoder:
         """
         weights = self._weights
         x = F.embedding(token_ids, weights.embedding)
-        cos, sin = self._rotary.at(positions, x.dtype)
+        rotary = self._rotary.at(positions, x.dtype)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            attended = self._attend(layer, self._specs[index], x, cos, sin, attention)
+            attended = self._attend(layer, self._specs[index], x, rotary, attention)
             if index == last and logits_rows is not None:
                 # Nothing reads the other rows any more: their keys and values are written.
                 attended, x = attended[logits_rows], x[logits_rows]
@@ -67,8 +68,7 @@ class Decoder:
         layer: LayerWeights,
         spec: LayerAttention,
         x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotary: Rotary,
         attention: AttentionCall,
     ) -> torch.Tensor:
         config = self._config
@@ -79,8 +79,7 @@ class Decoder:
         v = layer.v_proj(h).view(tokens, config.kv_heads, dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return attention(spec, q, k, v).view(tokens, config.q_heads * dim)
+        return attention(spec, q, k, v, rotary).view(tokens, config.q_heads * dim)
 
     def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
         h = rms_norm(x, layer.mlp_norm, self._config.rms_norm_eps)

@@ -10,9 +10,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from vmserve.attention.rotary import Rotary
 from vmserve.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["ROPE_TYPES", "RopeConfig", "RotaryEmbedding", "rotate"]
+__all__ = ["ROPE_TYPES", "RopeConfig", "RotaryEmbedding"]
 
 #: "dynamic" changes nothing below the model's own context, which no request exceeds.
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
@@ -72,23 +73,14 @@ class RotaryEmbedding:
         frequencies, self._scaling = _inverse_frequencies(rope, max_len)
         self._frequencies = frequencies.to(device)
 
-    def at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """``positions`` ``[tokens]`` to cos and signed sin for :func:`rotate`.
-
-        Both are ``[tokens, 1, head_dim]`` in ``dtype``; the sine of the first half is negated.
-        """
+    def at(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
+        """The rotations for ``positions`` ``[tokens]``, rounded to ``dtype``."""
         angles = torch.outer(positions.to(torch.float32), self._frequencies)
         cos, sin = angles.cos(), angles.sin()
         if self._scaling != 1.0:
             cos, sin = cos * self._scaling, sin * self._scaling
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate ``x`` ``[tokens, heads, head_dim]``; component i pairs with i + head_dim / 2."""
-    half = x.shape[-1] // 2
-    return (x * cos).add_(x.roll(half, -1).mul_(signed_sin))
+        return Rotary(cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1))
 
 
 def _inverse_frequencies(rope: RopeConfig, max_len: int) -> tuple[torch.Tensor, float]:

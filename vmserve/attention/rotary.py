@@ -1,0 +1,26 @@
+"""Rotary position embedding of queries and keys (RoFormer, Su et al. 2021)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Rotary", "rotate"]
+
+
+class Rotary(NamedTuple):
+    """The rotations of one step's tokens; component i pairs with i + rotary_dim / 2.
+
+    ``cos`` and ``signed_sin``: ``[tokens, 1, rotary_dim]`` in the dtype of q and k; the sine
+    of the first half is negated.
+    """
+
+    cos: torch.Tensor
+    signed_sin: torch.Tensor
+
+
+def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Rotate ``x`` ``[tokens, heads, head_dim]``; returns a new tensor."""
+    half = x.shape[-1] // 2
+    return (x * rotary.cos).add_(x.roll(half, -1).mul_(rotary.signed_sin))
