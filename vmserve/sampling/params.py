@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 from vmserve.errors import InvalidRequestError, UnsupportedError
 
@@ -167,12 +167,7 @@ class SamplingParams:
                 "0 scores a prompt, and needs prompt_logprobs",
                 "max_tokens",
             )
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens must be at most max_tokens={self.max_tokens}, "
-                f"got {self.min_tokens} (less_than_equal)",
-                "min_tokens",
-            )
+        check_min_tokens(self.min_tokens, self.max_tokens)
         if self.stop and not self.detokenize:
             raise InvalidRequestError(
                 "stop strings need the text of the answer: leave detokenize on, "
@@ -223,26 +218,43 @@ class BeamSearchParams:
     """Beam search of width ``beam_width``: that many answers, best first.
 
     Beams are ranked by log-probability / length ** ``length_penalty``. ``temperature`` has
-    no influence. ``early_stopping`` ends as soon as ``beam_width`` answers are complete.
+    no influence. ``early_stopping`` True ends as soon as ``beam_width`` answers are complete;
+    False when no better one is likely; "never" when none is possible even at full length.
+    The first ``min_tokens`` tokens are never an end-of-sequence token.
     """
 
     beam_width: int
     max_tokens: int = 16
+    min_tokens: int = 0
     length_penalty: float = 1.0
-    early_stopping: bool = False
+    early_stopping: bool | Literal["never"] = False
     ignore_eos: bool = False
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens", "length_penalty", "temperature"):
+        for name in ("beam_width", "max_tokens", "min_tokens", "length_penalty", "temperature"):
             object.__setattr__(self, name, check_number(name, getattr(self, name)))
         if self.max_tokens < 1:
             raise InvalidRequestError(
                 "max_tokens must be at least 1, got 0 (greater_than_equal)", "max_tokens"
             )
-        for name in ("early_stopping", "ignore_eos"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be true or false", name)
+        check_min_tokens(self.min_tokens, self.max_tokens)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidRequestError(
+                'early_stopping must be true, false or "never"', "early_stopping"
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequestError("ignore_eos must be true or false", "ignore_eos")
+
+
+def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
+    """Raise if an answer would have to be longer than it may be."""
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens must be at most max_tokens={max_tokens}, got {min_tokens} "
+            "(less_than_equal)",
+            "min_tokens",
+        )
 
 
 def check_number(name: str, value: object) -> int | float:
