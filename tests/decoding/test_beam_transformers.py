@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.decoding.conftest import Embedded
 from tests.decoding.reference import (
     Case,
     TableModel,
@@ -20,7 +17,6 @@ from tests.decoding.reference import (
     our_beams,
     transformers_beams,
 )
-from vmserve.models import resolve_model
 
 WIDTHS = (1, 2, 4, 8)
 PENALTIES = (0.0, 1.0, 2.0, -1.0)
@@ -48,33 +44,6 @@ def test_random_tables(width: int, length_penalty: float, early_stopping: Any) -
         assert_same(ours, transformers_beams(model, prompt, case, use_cache=False))
         ends.update("length" if h.eos_token_id is None else "eos" for h in ours)
     assert min(ends["eos"], ends["length"]) > 0
-
-
-class Embedded:
-    """The embedded model, which computes the logits of a sequence once."""
-
-    def __init__(self) -> None:
-        path = resolve_model(None)
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self._known: dict[tuple[int, ...], Tensor] = {}
-
-    def prompt(self, text: str) -> list[int]:
-        return [self.tokenizer.bos_token_id, *self.tokenizer.encode(text, add_special_tokens=False)]
-
-    @torch.inference_mode()
-    def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        keys = [tuple(sequence) for sequence in sequences]
-        new = [key for key in keys if key not in self._known]
-        if new:
-            rows = self.model(torch.tensor(new), logits_to_keep=1).logits[:, -1]
-            self._known.update(zip(new, rows, strict=True))
-        return torch.stack([self._known[key] for key in keys])
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Embedded:
-    return Embedded()
 
 
 #: What ends an answer: words that stories are full of, so that it happens often and early.

@@ -16,10 +16,11 @@ What a step decides (``transformers`` 5.23, ``generate`` with ``num_beams`` =
   its EOS too. The ``width`` best finished ones are kept.
 
 When it is over, besides the length: once ``width`` hypotheses are finished, at once with
-``early_stopping`` True or a width of 1 (which is greedy search); else as soon as the best beam, at its present sum, would not score more
-than the worst of them. The length it is credited with is its present one, or ``max_tokens``
-with "never" and a penalty above 0. (With False and such a penalty a longer answer that would
-still overtake may be missed: that is the heuristic of ``transformers``, kept on purpose.)
+``early_stopping`` True or a width of 1 (which is greedy search); else as soon as the best beam,
+at its present sum, would not score more than the worst of them. The length it is credited with
+is its present one, or ``max_tokens`` with "never" and a penalty above 0. (With False and such a
+penalty a longer answer that would still overtake may be missed: that is the heuristic of
+``transformers``, kept on purpose.)
 
 Why ``width`` + number of EOS ids candidates per beam are enough, where ``transformers`` ranks
 (1 + number of EOS ids) * width over the vocabulary: a beam gives the next step at most ``width``
@@ -38,6 +39,7 @@ costs the same however long the answers are, and what no beam leads to any more 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -282,7 +284,7 @@ class BeamSearch:
 def _score(total: float, length: int, length_penalty: float) -> float:
     """``total`` / ``length`` ** ``length_penalty``; 0 or -inf where the power leaves float64."""
     try:
-        return total / float(length) ** length_penalty
+        return total / math.pow(length, length_penalty)
     except OverflowError:
         return -0.0
     except ZeroDivisionError:
