@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
 
 from tests.scheduler.fake_memory import CountingMemory
 from vmserve.errors import OutOfMemoryError
-from vmserve.memory.base import Attach
+from vmserve.memory.base import Attach, Regime
 from vmserve.sampling.params import SamplingParams
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 from vmserve.types import RequestMetrics
 
+ARRIVALS = itertools.count()
+
 
 def make_request(name: str, num_prompt: int, *, max_tokens: int = 4, n: int = 1) -> Request:
     params = SamplingParams(max_tokens=max_tokens, n=n)
     prompt = list(range(num_prompt))
-    request = Request(name, None, prompt, params, max_tokens, 0, 0, RequestMetrics(0.0))
+    request = Request(
+        name,
+        None,
+        prompt,
+        params,
+        max_tokens,
+        seed=0,
+        arrival=next(ARRIVALS),
+        metrics=RequestMetrics(0.0),
+        num_branches=n,
+    )
     request.sequences = [Sequence(request, j, list(prompt), num_prompt) for j in range(n)]
     return request
 
@@ -42,12 +55,18 @@ def run(scheduler: FCFSScheduler, memory: CountingMemory) -> StepPlan | None:
     if plan is None:
         return None
     memory.apply(plan.memory)
+    scheduler.applied(plan)
     scheduler.computed(plan)
     for item in plan.scheduled:
         if item.samples:
-            item.sequence.tokens.append(7)
-            if item.sequence.num_output == item.sequence.request.max_tokens:
-                scheduler.finish(item.sequence)
+            sequence = item.sequence
+            drawing = [sequence]
+            if sequence.num_output == 0:
+                drawing += sequence.request.first_tokens_due
+            for drawn in drawing:
+                drawn.tokens.append(7)
+                if drawn.num_output == drawn.request.max_tokens:
+                    scheduler.finish(drawn)
     return plan
 
 
@@ -72,6 +91,8 @@ def test_only_a_chunk_that_reaches_the_last_known_token_samples() -> None:
     first = scheduler.schedule()
     assert first is not None
     assert [item.samples for item in first.scheduled] == [False]
+    memory.apply(first.memory)
+    scheduler.applied(first)
     scheduler.computed(first)
     second = scheduler.schedule()
     assert second is not None
@@ -184,7 +205,7 @@ def test_abort_frees_running_and_waiting_sequences() -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
     scheduler.abort(request)
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
-    assert memory.pages == {}
+    assert memory.page_lists == {}
     assert request.finished
     assert scheduler.schedule() is None
 
@@ -193,25 +214,30 @@ def test_abort_frees_running_and_waiting_sequences() -> None:
 def test_every_request_ends_whatever_the_mix(seed: int) -> None:
     """No starvation and no leak: random sizes, arrivals and aborts in a tight pool."""
     rng = random.Random(seed)
-    memory = CountingMemory(rng.randint(6, 20), num_slots=rng.randint(1, 6))
+    memory = CountingMemory(rng.randint(6, 20), num_slots=rng.randint(2, 8))
     scheduler = make_scheduler(memory, seqs=rng.randint(1, 6), budget=rng.randint(6, 40))
     longest = memory.limit_pages * memory.layout.page_tokens
     requests = []
-    for step in range(2_000):
+    for step in range(8_000):
         if step < 60:
             num_prompt = rng.randint(1, longest // 2)
             request = make_request(
-                str(step), num_prompt, max_tokens=rng.randint(1, longest - num_prompt)
+                str(step),
+                num_prompt,
+                max_tokens=rng.randint(1, longest - num_prompt),
+                n=rng.choice([1, 1, 2, 5]),
             )
             requests.append(request)
             scheduler.add(request)
         if rng.random() < 0.1:
             scheduler.abort(rng.choice(requests))
+        if rng.random() < 0.2:
+            scheduler.convert(rng.choice(requests), rng.choice([Regime.VIRTUAL, Regime.PAGED]))
         run(scheduler, memory)
         if step >= 60 and not scheduler.num_running and not scheduler.num_waiting:
             break
     assert all(request.finished for request in requests)
-    assert memory.pages == {}
+    assert memory.page_lists == {}
 
 
 def test_what_the_prefix_cache_has_is_not_computed() -> None:
@@ -272,4 +298,4 @@ def test_newcomers_that_do_not_fit_after_all_wait_again() -> None:
     memory.plan = short  # type: ignore[assignment, method-assign]
     assert shape(scheduler.schedule()) == [("a", 0, 12)]
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
-    assert len(memory.pages) == 1
+    assert len(memory.page_lists) == 1

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from vmserve.errors import InvalidRequestError, UnsupportedError
 
-__all__ = ["LIMITS", "BeamSearchParams", "Bounds", "SamplingParams"]
+__all__ = ["LIMITS", "BeamSearchParams", "Bounds", "GenerationParams", "SamplingParams"]
 
 INT64_MAX = 2**63 - 1
 MAX_CHOICES = 128
@@ -121,6 +121,14 @@ class SamplingParams:
     detokenize: bool = True
     structured_outputs: Any = None
 
+    @property
+    def num_sequences(self) -> int:
+        """How many are drawn for one prompt."""
+        return self.best_of or self.n
+
+    def as_sampling(self) -> SamplingParams:
+        return self
+
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             self._set(name, check_number(name, getattr(self, name)))
@@ -220,21 +228,28 @@ class BeamSearchParams:
     Beams are ranked by log-probability / length ** ``length_penalty``. ``temperature`` has
     no influence. ``early_stopping`` True ends as soon as ``beam_width`` answers are complete;
     False when no better one is likely; "never" when none is possible even at full length.
-    The first ``min_tokens`` tokens are never an end-of-sequence token.
+    The first ``min_tokens`` tokens are never an end-of-sequence token. ``max_tokens`` None is as
+    many as the context leaves. ``logprobs``: that many likeliest tokens for each position.
     """
 
     beam_width: int
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     ignore_eos: bool = False
     temperature: float = 0.0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens", "min_tokens", "length_penalty", "temperature"):
+        for name in ("beam_width", "min_tokens", "length_penalty", "temperature"):
             object.__setattr__(self, name, check_number(name, getattr(self, name)))
-        if self.max_tokens < 1:
+        for name in ("max_tokens", "logprobs"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_number(name, getattr(self, name)))
+        if self.max_tokens is not None and self.max_tokens < 1:
             raise InvalidRequestError(
                 "max_tokens must be at least 1, got 0 (greater_than_equal)", "max_tokens"
             )
@@ -243,8 +258,32 @@ class BeamSearchParams:
             raise InvalidRequestError(
                 'early_stopping must be true, false or "never"', "early_stopping"
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequestError("ignore_eos must be true or false", "ignore_eos")
+        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be true or false", name)
+
+    @property
+    def n(self) -> int:
+        """How many answers there are."""
+        return self.beam_width
+
+    @property
+    def num_sequences(self) -> int:
+        """How many run for one prompt."""
+        return self.beam_width
+
+    def as_sampling(self) -> SamplingParams:
+        """What holds for the answers' text, ids and log-probabilities, however they are found."""
+        return SamplingParams(
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+            detokenize=self.detokenize,
+            temperature=0.0,
+        )
 
 
 def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
@@ -255,6 +294,9 @@ def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
             "(less_than_equal)",
             "min_tokens",
         )
+
+
+GenerationParams = SamplingParams | BeamSearchParams
 
 
 def check_number(name: str, value: object) -> int | float:

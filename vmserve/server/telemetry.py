@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from vmserve.sampling import SamplingParams
+from vmserve.sampling import GenerationParams
 from vmserve.types import RequestMetrics, RequestOutput
 
 __all__ = ["Histogram", "Telemetry"]
@@ -126,7 +126,7 @@ class Telemetry:
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._finished: Counter[str] = Counter(dict.fromkeys(_FINISH_REASONS, 0))
 
-    def observe(self, params: SamplingParams, output: RequestOutput, num_tokens: int) -> None:
+    def observe(self, params: GenerationParams, output: RequestOutput, num_tokens: int) -> None:
         """A request that finished with ``output``, after ``num_tokens`` in all its choices."""
         reasons = [choice.finish_reason for choice in output.outputs if choice.finish_reason]
         self._finished[reasons[-1] if reasons else "stop"] += 1
