@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from vmserve.attention.base import AttentionBackend
+from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.sdpa import SdpaBackend
 from vmserve.errors import ConfigurationError
 
 __all__ = ["BACKENDS", "create_backend"]
 
-BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {"sdpa": SdpaBackend}
+BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {"cpu": CpuBackend, "sdpa": SdpaBackend}
 
 
 def create_backend(name: str) -> AttentionBackend:
