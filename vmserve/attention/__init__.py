@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from vmserve.attention.base import AttentionBackend, ContiguousView, PagedView
+from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.sdpa import SdpaBackend
 from vmserve.errors import ConfigurationError
@@ -13,6 +14,7 @@ from vmserve.memory.base import Regime
 __all__ = ["BACKENDS", "create_backend"]
 
 BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
+    "cpu": CpuBackend,
     "reference": ReferenceBackend,
     "sdpa": SdpaBackend,
 }
@@ -30,4 +32,4 @@ def create_backend(name: str, regime: Regime = Regime.VIRTUAL) -> AttentionBacke
         )
     backend = BACKENDS["sdpa" if name == "auto" else name]()
     view = ContiguousView if regime is Regime.VIRTUAL else PagedView
-    return backend if view in backend.views else BACKENDS["reference"]()
+    return backend if view in backend.views else BACKENDS["cpu"]()
