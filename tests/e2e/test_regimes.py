@@ -86,12 +86,18 @@ def counted(before: dict[str, Any], after: dict[str, Any], name: str) -> int:
 
 
 @pytest.mark.parametrize("blocks_per_page", [1, 8])
-@pytest.mark.parametrize("regime", REGIMES)
-def test_greedy(regime: str, blocks_per_page: int, prompts: Prompts, reference: Reference) -> None:
+@pytest.mark.parametrize(
+    ("regime", "backend"),
+    [("virtual", "sdpa"), ("virtual", "cpu"), ("paged", "cpu"), ("paged", "reference")],
+)
+def test_greedy(
+    regime: str, backend: str, blocks_per_page: int, prompts: Prompts, reference: Reference
+) -> None:
     batch = prompts(12, 300, 11)
     with LLM(
         dtype="float32",
         kv_regime=regime,  # type: ignore[arg-type]
+        attention_backend=backend,
         kv_page_size=PAGE_BYTES[blocks_per_page],
         kv_cache_memory="32MiB",
         max_model_len=512,

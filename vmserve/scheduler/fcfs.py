@@ -157,6 +157,14 @@ class FCFSScheduler:
             item.sequence.num_computed = item.num_past + item.num_new
 
     def schedule(self) -> StepPlan | None:
+        plan = self._schedule()
+        if plan is None and self._donors and self._waiting:
+            # Nothing runs, and what is kept to be forked is what stands in the way.
+            self._drop_donors()
+            plan = self._schedule()
+        return plan
+
+    def _schedule(self) -> StepPlan | None:
         self._start_followers()
         self._renew_starts()
         preempted_before = self.num_preemptions_total
