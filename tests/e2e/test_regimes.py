@@ -201,6 +201,41 @@ def test_beams(
         assert [output.index for output in first.outputs] == list(range(width))
 
 
+@pytest.mark.parametrize("blocks_per_page", [1, 8])
+def test_beams_and_choices_change_their_regime_too(
+    blocks_per_page: int, prompts: Prompts, beam_reference: BeamReference
+) -> None:
+    batch = prompts(4, 60, 21)
+    drawn = SamplingParams(n=3, temperature=1.0, seed=9, max_tokens=20, ignore_eos=True)
+    with LLM(
+        dtype="float32",
+        kv_page_size=PAGE_BYTES[blocks_per_page],
+        kv_cache_memory="64MiB",
+        max_model_len=256,
+    ) as llm:
+        expected = llm.generate(batch[2:], drawn)
+        before = llm.stats()
+        for index, prompt in enumerate(batch):
+            params = [BeamSearchParams(beam_width=4, max_tokens=20), drawn][index // 2]
+            llm.engine.add_request(str(index), prompt, params)
+
+        def change(step: int) -> None:
+            for index in range(len(batch)):
+                to = Regime.VIRTUAL if (step + index) % 6 < 3 else Regime.PAGED
+                llm.engine.convert(str(index), to)
+
+        done = drain(llm, len(batch), change)
+        stats = llm.stats()
+    assert counted(before, stats, "converted_to_virtual_total") > 10
+    assert counted(before, stats, "converted_to_paged_total") > 10
+    for index, prompt in enumerate(batch):
+        tokens = [choice.token_ids for choice in done[str(index)].outputs]
+        if index < 2:
+            assert tokens == beam_reference(prompt, 20, 4, 1.0)
+        else:
+            assert tokens == [choice.token_ids for choice in expected[index - 2].outputs]
+
+
 def test_every_method_in_one_batch(
     prompts: Prompts, reference: Reference, beam_reference: BeamReference
 ) -> None:
