@@ -122,6 +122,12 @@ bool KVMemory::offers_more(PageId page, std::int32_t count) const {
   return false;
 }
 
+// Whether an epoch that runs may read what clearing the page's other blocks, which is done at once,
+// would take from it. (Writing them would not: the kernels that do come after it.)
+bool KVMemory::is_clearing_late(PageId page) const {
+  return config_.zero_policy == ZeroPolicy::kAlways && pool_.retire(page) > completed_;
+}
+
 std::vector<KVMemory::BoundPage> KVMemory::bind_pages(const std::vector<BlockId>& blocks,
                                                       std::int64_t num_tokens, bool own,
                                                       std::int32_t held) const {
@@ -145,7 +151,7 @@ std::vector<KVMemory::BoundPage> KVMemory::bind_pages(const std::vector<BlockId>
     } else if (in_order && is_full) {
       bound.push_back({Kind::kShare, page, count});
     } else if (in_order && pool_.total_refs(page) == (own ? count : 0) &&
-               !offers_more(page, count) && pool_.held(page) <= held) {
+               !offers_more(page, count) && pool_.held(page) <= held && !is_clearing_late(page)) {
       bound.push_back({Kind::kClaim, page, count});
     } else {
       bound.push_back({Kind::kCopy, kNoPage, count});

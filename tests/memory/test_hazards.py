@@ -8,9 +8,16 @@ import pytest
 
 from tests.memory.core_support import Options, Rig
 from tests.memory.model_types import Kind, Op, Shape
+from vmserve._core import ZeroPolicy
 
 
-def rig(blocks_per_page: int = 1, *, limit_pages: int = 12, **shape: Any) -> Rig:
+def rig(
+    blocks_per_page: int = 1,
+    *,
+    limit_pages: int = 12,
+    zero_policy: ZeroPolicy = ZeroPolicy.TENANT,
+    **shape: Any,
+) -> Rig:
     """Blocks of 4 tokens."""
     return Rig(
         Options(
@@ -25,6 +32,7 @@ def rig(blocks_per_page: int = 1, *, limit_pages: int = 12, **shape: Any) -> Rig
                 **shape,
             ),
             limit_pages=limit_pages,
+            zero_policy=zero_policy,
         )
     )
 
@@ -157,6 +165,26 @@ def test_a_spare_that_another_sequence_used_meanwhile_waits_for_its_epoch() -> N
     core.check()
     complete(core)
     assert core.step([Op(Kind.GROW, other, 12)])
+    core.check()
+
+
+@pytest.mark.parametrize("zero_policy", [ZeroPolicy.ALWAYS, ZeroPolicy.TENANT])
+@pytest.mark.parametrize("how", ["attach", "convert"])
+def test_a_page_is_not_cleared_under_an_epoch_that_reads_it(
+    how: str, zero_policy: ZeroPolicy
+) -> None:
+    """Clearing is done at the call, before kernels of a begun epoch are launched."""
+    core = rig(blocks_per_page=4, zero_policy=zero_policy)
+    seq = grown(core, 4)
+    complete(core)
+    if how == "attach":
+        grow(core, seq, 6)
+        release(core, seq)  # its kernel has not run
+        attach(core, opened(core, paged=False), 4)
+    else:
+        other = grown(core, 3, salt=b"another")  # in the same page
+        release(core, other)
+        assert core.step([Op(Kind.CONVERT, seq, paged=False)])
     core.check()
 
 

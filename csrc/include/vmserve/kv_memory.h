@@ -453,6 +453,7 @@ class KVMemory {
   std::vector<BoundPage> bind_pages(const std::vector<BlockId>& blocks, std::int64_t num_tokens,
                                     bool own, std::int32_t held) const;
   bool offers_more(PageId page, std::int32_t count) const;
+  bool is_clearing_late(PageId page) const;
   std::vector<BlockId> matched_blocks(const Sequence& seq, std::int64_t num_tokens) const;
   bool takes_whole_page(std::int64_t block_index, bool dense) const;
   std::int64_t pages_missing(const Demand& demand, bool squeezed) const;
