@@ -92,10 +92,10 @@ void KVMemory::seal_shared(Change& change, const Sequence& parent, std::int64_t 
   // A page that is shared in part is sealed as a whole, or not yet.
   const std::int64_t width = config_.page_tokens();
   const std::int64_t stop = std::min(parent.has.sealed / width, (num_tokens + width - 1) / width);
-  for (std::int64_t i = stop - 1; i >= 0 && !slot.entries[i].read_only; --i) {
-    if (slot.entries[i].page == kNoPage) break;
-    make_read_only(change, parent.has.slot, i);
+  for (std::int64_t i = slot.num_sealed; i < stop; ++i) {
+    if (slot.entries[i].page != kNoPage) make_read_only(change, parent.has.slot, i);
   }
+  slot.num_sealed = std::max(slot.num_sealed, stop);
 }
 
 void KVMemory::stage_convert(Change& change, const Op& op) {

@@ -188,6 +188,18 @@ def test_a_page_is_not_cleared_under_an_epoch_that_reads_it(
     core.check()
 
 
+def test_pages_around_a_shared_one_are_sealed_with_it() -> None:
+    """A sequence that comes to the virtual view brings pages that are read-only already."""
+    core = rig(blocks_per_page=2)
+    short = grown(core, 3, salt=b"another")  # the next one's first blocks are not a page in order
+    seq = grown(core, 16)
+    complete(core)
+    assert core.step([Op(Kind.CONVERT, seq, paged=False)])
+    core.check()
+    forked(core, seq, 16)
+    release(core, short)
+
+
 def test_compaction_moves_nothing_that_a_running_epoch_writes() -> None:
     core = rig(blocks_per_page=4)
     seqs = [grown(core, 5, salt=bytes([i])) for i in range(4)]
