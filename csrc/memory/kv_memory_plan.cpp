@@ -255,6 +255,7 @@ void KVMemory::demand_op(Demand& demand, const Op& op) const {
       after.view = op.view;
       binds = op.view == View::kVirtual && seq.has.view == View::kPaged && seq.has.length > 0;
       if (binds) demand_bind(demand, seq, seq.has.blocks, seq.has.length, true);
+      if (binds && is_parent(demand, op.seq)) demand.pages += num_claims(seq);
       break;
     case OpKind::kSwapOut:
       for (std::int64_t i = 0; i < blocks_for(seq.has.length); ++i) {
@@ -272,6 +273,19 @@ void KVMemory::demand_op(Demand& demand, const Op& op) const {
   if (!binds || after.view == View::kPaged) return;
   const std::int64_t width = config_.page_tokens();
   demand.pages += pages_for(after.length) - (after.length + width - 1) / width;
+}
+
+bool KVMemory::is_parent(const Demand& demand, SeqId id) {
+  return std::find(demand.parents.begin(), demand.parents.end(), id) != demand.parents.end();
+}
+
+// Pages that a paged sequence would have for itself in the virtual view, but for its forks in the
+// same plan.
+std::int64_t KVMemory::num_claims(const Sequence& seq) const {
+  const auto bound = bind_pages(seq.has.blocks, seq.has.length, /*own=*/true, 0);
+  return std::count_if(bound.begin(), bound.end(), [](const BoundPage& page) {
+    return page.kind == BoundPage::Kind::kClaim;
+  });
 }
 
 void KVMemory::demand_swap_in(Demand& demand, SeqId id) const {
@@ -308,10 +322,8 @@ void KVMemory::demand_grow(Demand& demand, const Op& op) const {
   demand_paged(demand, op.seq, have, blocks_for(op.num_tokens));
   if (now.length % config_.block_tokens == 0) return;
   // The tail block is copied if others read it, or may.
-  const bool is_parent =
-      std::find(demand.parents.begin(), demand.parents.end(), op.seq) != demand.parents.end();
   const BlockId tail = is_changed ? kNoBlock : seq.has.blocks[now.length / config_.block_tokens];
-  if (is_changed || is_parent ||
+  if (is_changed || is_parent(demand, op.seq) ||
       (tail != kNoBlock && (pool_.refs(tail) > 1 || pool_.is_published(tail)))) {
     ++demand.blocks[seq.tenant];
   }

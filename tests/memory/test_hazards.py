@@ -200,6 +200,19 @@ def test_pages_around_a_shared_one_are_sealed_with_it() -> None:
     release(core, short)
 
 
+def test_a_conversion_behind_a_fork_in_one_plan_has_the_pages_that_it_takes() -> None:
+    """The fork shares what the parent would have had for itself."""
+    core = rig(blocks_per_page=2, limit_pages=1)
+    parent = grown(core, 6)
+    complete(core)
+    child = opened(core)
+    ops = [Op(Kind.FORK, child, 6, other=parent), Op(Kind.CONVERT, parent, paged=False)]
+    assert not core.step(ops)
+    core.set_limit(2)
+    assert core.step(ops)
+    core.check()
+
+
 def test_compaction_moves_nothing_that_a_running_epoch_writes() -> None:
     core = rig(blocks_per_page=4)
     seqs = [grown(core, 5, salt=bytes([i])) for i in range(4)]

@@ -441,6 +441,8 @@ class KVMemory {
   Demand demand(const std::vector<Op>& ops, bool dense) const;
   void demand_op(Demand& demand, const Op& op) const;
   void demand_grow(Demand& demand, const Op& op) const;
+  static bool is_parent(const Demand& demand, SeqId id);
+  std::int64_t num_claims(const Sequence& seq) const;
   void demand_swap_in(Demand& demand, SeqId id) const;
   void demand_bind(Demand& demand, const Sequence& seq, const std::vector<BlockId>& blocks,
                    std::int64_t num_tokens, bool own) const;
