@@ -1,8 +1,8 @@
 // What ops need and what there is: reads only.
 //
 // The counts are exact for what apply() will do, with two exceptions on the safe side: a page of a
-// parked slot that nobody has to wait for, and a copy that a second fork of the same step would
-// spare, are counted as needed.
+// parked slot that nobody has to wait for, and the copy that the last one of a fork's family
+// spares, are counted as needed.
 #include <algorithm>
 
 #include "vmserve/errors.h"
@@ -85,6 +85,7 @@ std::vector<Op> KVMemory::merged(const std::vector<Op>& ops) const {
     open_seq(op.seq);
     if (op.kind != OpKind::kGrow) result.push_back(op);
   }
+  const auto num_others = static_cast<std::ptrdiff_t>(result.size());
   for (const Op& op : ops) {
     if (op.kind != OpKind::kGrow) continue;
     std::int32_t& at = grows[op.seq];
@@ -95,6 +96,19 @@ std::vector<Op> KVMemory::merged(const std::vector<Op>& ops) const {
       result[at].num_tokens = std::max(result[at].num_tokens, op.num_tokens);
       result[at].first_token = std::max(result[at].first_token, op.first_token);
     }
+  }
+  // Parents last: whoever grows last keeps the block that all share, and the page behind it is the
+  // parent's to fill.
+  std::vector<bool> forks(num_others > 0 ? seqs_.size() : 0);
+  bool any = false;
+  for (const Op& op : result) {
+    if (op.kind != OpKind::kFork) continue;
+    open_seq(op.other);
+    forks[op.other] = any = true;
+  }
+  if (any) {
+    std::stable_partition(result.begin() + num_others, result.end(),
+                          [&](const Op& op) { return !forks[op.seq]; });
   }
   return result;
 }
@@ -283,9 +297,8 @@ bool KVMemory::is_parent(const Demand& demand, SeqId id) {
 // same plan.
 std::int64_t KVMemory::num_claims(const Sequence& seq) const {
   const auto bound = bind_pages(seq.has.blocks, seq.has.length, /*own=*/true, 0);
-  return std::count_if(bound.begin(), bound.end(), [](const BoundPage& page) {
-    return page.kind == BoundPage::Kind::kClaim;
-  });
+  return std::count_if(bound.begin(), bound.end(),
+                       [](const BoundPage& page) { return page.kind == BoundPage::Kind::kClaim; });
 }
 
 void KVMemory::demand_swap_in(Demand& demand, SeqId id) const {

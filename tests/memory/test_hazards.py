@@ -213,6 +213,27 @@ def test_a_conversion_behind_a_fork_in_one_plan_has_the_pages_that_it_takes() ->
     core.check()
 
 
+@pytest.mark.parametrize("parent_goes_on", [True, False])
+def test_of_a_family_that_goes_on_in_one_step_one_keeps_the_shared_block(
+    parent_goes_on: bool,
+) -> None:
+    """The parent if it goes on, whatever the order; and nobody while somebody waits."""
+    core = rig(blocks_per_page=2)
+    parent = grown(core, 6)
+    complete(core)
+    children = [opened(core, ones=6), opened(core, ones=7)]
+    forks = [Op(Kind.FORK, child, 6, other=parent) for child in children]
+    first = [parent] if parent_goes_on else []
+    tail = core.model.seen.seqs[parent].blocks[1]
+    assert core.step([*forks, *[Op(Kind.GROW, seq, 7) for seq in first + children]])
+    core.check()
+    assert core.core.stats().cow_blocks_total == 2
+    holders = [s for s in [parent, *children] if core.model.seen.seqs[s].blocks[1] == tail]
+    assert holders == [parent]
+    complete(core)
+    core.check()
+
+
 def test_compaction_moves_nothing_that_a_running_epoch_writes() -> None:
     core = rig(blocks_per_page=4)
     seqs = [grown(core, 5, salt=bytes([i])) for i in range(4)]

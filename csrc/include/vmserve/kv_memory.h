@@ -357,6 +357,7 @@ class KVMemory {
     std::vector<BlockCopy> copies;
     std::vector<SwapCopy> swap_out, swap_in;
     std::vector<Attached> attached;
+    std::unordered_map<BlockId, std::int32_t> left;  // by so many, each to a copy of its own
     std::vector<PageId> zero_pages;
     std::vector<BlockId> zero_blocks;
     std::vector<SlotMap> maps;
@@ -473,6 +474,7 @@ class KVMemory {
   void stage_grow(Change& change, const Op& op);
   void grow_virtual(Change& change, SeqId id, std::int64_t num_tokens);
   void require_whole(SlotId slot) const;  // throws while it is in a repair
+  bool needs_copy(const Change& change, BlockId block) const;
   void grow_paged(Change& change, SeqId id, std::int64_t num_tokens);
   void bind(Change& change, SeqId id, const std::vector<BlockId>& blocks, std::int64_t num_tokens,
             bool own);
