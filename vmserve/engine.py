@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from vmserve import _core
-from vmserve.attention import create_backend
+from vmserve.attention import check_backend, create_backend
 from vmserve.config import EngineConfig, ResolvedConfig, format_size, resolve
 from vmserve.errors import (
     ConfigurationError,
@@ -78,11 +78,16 @@ class LLMEngine:
         self.resolved: ResolvedConfig = resolve(config, self.model_config)
         dtype = resolve_dtype(config.dtype, self.model_config, "cpu")
         backend = create_backend(config.attention_backend)
+        check_backend(backend, self.model_config.attention)
         self.memory = _create_memory(
             self.resolved, self.model_config, dtype, backend.read_slack_tokens
         )
         self._model = load_model(
-            path, dtype, max_model_len=self.resolved.max_model_len, progress=progress
+            path,
+            dtype,
+            config=self.model_config,
+            max_model_len=self.resolved.max_model_len,
+            progress=progress,
         )
         self.scheduler = FCFSScheduler(
             self.memory,

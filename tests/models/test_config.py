@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from tests.models.checkpoints import VARIANTS
+from vmserve.attention.base import LayerAttention
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import SUPPORTED_ARCHITECTURES, ModelConfig
+from vmserve.models.decoder_config import DecoderConfig, LearnedPositionsConfig, NormConfig
+from vmserve.models.rope import RopeConfig
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,6 +28,11 @@ LLAMA = {
     "max_position_embeddings": 64,
     "torch_dtype": "bfloat16",
 }
+
+
+def described(config: ModelConfig) -> DecoderConfig:
+    assert isinstance(config.network, DecoderConfig)
+    return config.network
 
 
 def write(
@@ -41,13 +49,18 @@ def test_every_field_of_an_older_llama(tmp_path: Path) -> None:
     raw = {**LLAMA, "rope_theta": 1234.0, "rope_scaling": scaling, "rms_norm_eps": 1e-5}
     config = ModelConfig.from_directory(write(tmp_path, raw))
     assert config.architecture == "LlamaForCausalLM"
-    assert (config.vocab_size, config.hidden_size, config.mlp_size) == (32, 16, 24)
-    assert (config.num_layers, config.q_heads, config.kv_heads, config.head_dim) == (2, 4, 4, 4)
-    assert (config.max_position_embeddings, config.rms_norm_eps) == (64, 1e-5)
-    assert (config.rope.rope_type, config.rope.parameters["rope_theta"]) == ("linear", 1234.0)
-    assert config.rope.parameters["factor"] == 2.0
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (False, False, False)
-    assert (config.qk_norm, config.tied_embeddings) == (False, False)
+    assert (config.num_layers, config.kv_heads, config.head_dim) == (2, 4, 4)
+    assert (config.vocab_size, config.max_position_embeddings) == (32, 64)
+    network = described(config)
+    assert (network.hidden_size, network.embedding_size, network.mlp_size) == (16, 16, 24)
+    assert (network.q_heads, network.norm) == (4, NormConfig(rms=True, eps=1e-5))
+    assert isinstance(network.positions, RopeConfig)
+    assert network.positions.rope_type == "linear"
+    assert network.positions.parameters["rope_theta"] == 1234.0
+    assert network.positions.parameters["factor"] == 2.0
+    assert (network.qkv_bias, network.output_bias, network.mlp_bias) == (False, False, False)
+    assert (network.names.qk_norms, network.tied_embeddings) == ((), False)
+    assert config.attention == tuple(LayerAttention(layer, 0.5) for layer in range(2))
     assert config.windows == (None, None)
     assert (config.eos_token_ids, config.bos_token_id) == ((2,), 1)
     assert config.dtype == torch.bfloat16
@@ -91,10 +104,11 @@ def test_what_distinguishes_the_families(
 ) -> None:
     config = ModelConfig.from_directory(checkpoint(variant))
     assert config.windows == windows
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == biases
-    assert config.qk_norm == qk_norm
+    network = described(config)
+    assert (network.qkv_bias, network.output_bias, network.mlp_bias) == biases
+    assert bool(network.names.qk_norms) == qk_norm
     assert config.head_dim == head_dim
-    assert config.tied_embeddings == VARIANTS[variant].tie_word_embeddings
+    assert network.tied_embeddings == VARIANTS[variant].tie_word_embeddings
 
 
 def test_model_type_stands_in_for_architectures(tmp_path: Path) -> None:
@@ -105,23 +119,24 @@ def test_model_type_stands_in_for_architectures(tmp_path: Path) -> None:
 def test_own_code_of_a_known_architecture_is_ignored(tmp_path: Path) -> None:
     raw = {**LLAMA, "auto_map": {"AutoConfig": "configuration_evil.EvilConfig"}}
     (tmp_path / "configuration_evil.py").write_text("raise SystemExit('code of a model ran')")
-    assert ModelConfig.from_directory(write(tmp_path, raw)).q_heads == 4
+    assert ModelConfig.from_directory(write(tmp_path, raw)).kv_heads == 4
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"architectures": ["GPT2LMHeadModel"]},
-            r"'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, MistralFor.*Qwen3",
+            {"architectures": ["LlamaForSequenceClassification"]},
+            r"'LlamaForSequenceClassification' is not supported; supported: LlamaForCausalLM, Mis"
+            r".*GPT2LMHeadModel, and causal language models of transformers' own",
         ),
         (
             {"architectures": ["EvilForCausalLM"], "auto_map": {"AutoConfig": "evil.Evil"}},
             r"'EvilForCausalLM' is not supported \(it brings its own code, which is never run\)",
         ),
-        ({"architectures": None, "model_type": "mamba"}, r"architecture 'mamba' is not supported"),
+        ({"architectures": None, "model_type": "vit"}, r"architecture 'vit' is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantized checkpoints .* float32"),
-        ({"hidden_act": "gelu"}, r"activation 'gelu' is not supported; supported: silu"),
+        ({"hidden_act": "xielu"}, r"activation 'xielu' is not supported; supported: gelu, gelu_new, "),
         (
             {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}},
             r"type 'mrope' is not supported; supported: default, dynamic, linear, llama3",
@@ -208,10 +223,12 @@ def test_damaged_config(tmp_path: Path, text: str, message: str) -> None:
         ModelConfig.from_directory(tmp_path)
 
 
-def test_supported_architectures_are_the_four() -> None:
+def test_architectures_of_the_decoder() -> None:
     assert SUPPORTED_ARCHITECTURES == (
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
+        "OPTForCausalLM",
+        "GPT2LMHeadModel",
     )

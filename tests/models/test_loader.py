@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.checkpoints import VARIANTS, save
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import ModelConfig, load_model
+from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.loader import load_tensors
 from vmserve.models.safetensors_file import SafetensorsFile
 from vmserve.models.weights import tensor_shapes
@@ -29,7 +30,9 @@ def model(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return load_tensors(directory, tensor_shapes(ModelConfig.from_directory(directory)), dtype, CPU)
+    network = ModelConfig.from_directory(directory).network
+    assert isinstance(network, DecoderConfig)
+    return load_tensors(directory, tensor_shapes(network), dtype, CPU)
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -118,7 +121,7 @@ def test_ignorable_surplus(model: Path) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
 
     rewrite(model, add)
-    assert load_model(model, torch.float32).decoder is not None
+    assert load_model(model, torch.float32).network is not None
 
 
 def refused(directory: Path, message: str) -> None:

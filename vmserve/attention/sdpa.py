@@ -42,6 +42,7 @@ class SdpaBackend:
 
     name = "sdpa"
     read_slack_tokens = 0
+    softcap = False
     views: tuple[type[KVView], ...] = (ContiguousView,)
 
     def __init__(self) -> None:
