@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
@@ -100,8 +101,34 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     ),
     "opt-old": opt(_remove_final_layer_norm=True),
     "gpt2": gpt2(),
-    "gpt2-scales": gpt2(n_inner=72, scale_attn_by_inverse_layer_idx=True, activation_function="relu"),
+    "gpt2-scales": gpt2(
+        n_inner=72, scale_attn_by_inverse_layer_idx=True, activation_function="relu"
+    ),
     "gpt2-no-scale": gpt2(scale_attn_weights=False, tie_word_embeddings=False),
+}
+
+
+#: Models that the decoder does not know. A hidden size of 64 suits the kernels for experts.
+_OTHER = {**_SMALL, "hidden_size": 64, "pad_token_id": None}
+FOREIGN: dict[str, PreTrainedConfig] = {
+    "gpt-neox": CONFIG_MAPPING["gpt_neox"](**_OTHER, rotary_pct=0.5),
+    "phi": CONFIG_MAPPING["phi"](**_OTHER),
+    "olmo2": CONFIG_MAPPING["olmo2"](**_OTHER),
+    "granite": CONFIG_MAPPING["granite"](**_OTHER, attention_multiplier=0.3, logits_scaling=4.0),
+    "gemma2": CONFIG_MAPPING["gemma2"](
+        **_OTHER, head_dim=12, sliding_window=7, query_pre_attn_scalar=20
+    ),
+    "gemma2-no-cap": CONFIG_MAPPING["gemma2"](
+        **_OTHER,
+        head_dim=12,
+        sliding_window=7,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=None,
+    ),
+    "mixtral": CONFIG_MAPPING["mixtral"](**_OTHER, num_local_experts=4),
+    "gpt-bigcode": CONFIG_MAPPING["gpt_bigcode"](
+        vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, n_positions=CONTEXT, eos_token_id=1
+    ),
 }
 
 

@@ -90,6 +90,7 @@ class ModelConfig:
             network = ForeignConfig.inspect(architecture, hf)
             attention, num_weights = network.layers, network.num_weights
         generation = _read_optional(directory / "generation_config.json")
+        text = hf.get_text_config()
         return cls(
             architecture=architecture,
             vocab_size=network.vocab_size,
@@ -99,9 +100,9 @@ class ModelConfig:
             attention=attention,
             num_weights=num_weights,
             activation_width=network.activation_width,
-            eos_token_ids=_token_ids(generation.get("eos_token_id", hf.eos_token_id)),
-            bos_token_id=generation.get("bos_token_id", hf.bos_token_id),
-            dtype=hf.dtype or torch.float32,
+            eos_token_ids=_token_ids(generation.get("eos_token_id", text.eos_token_id)),
+            bos_token_id=generation.get("bos_token_id", text.bos_token_id),
+            dtype=hf.dtype or text.dtype or torch.float32,
             default_sampling=_default_sampling(generation),
             network=network,
         )

@@ -101,11 +101,14 @@ def _weight(names: TensorNames, module: str) -> str:
 def _layer_shapes(config: DecoderConfig, prefix: str) -> Iterator[tuple[str, _Shape]]:
     names, hidden, mlp = config.names, config.hidden_size, config.mlp_size
     q_size, kv_size = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
-    qkv_sizes = (q_size, kv_size, kv_size)
+    sizes: tuple[int, ...] = (q_size, kv_size, kv_size)
     if len(names.qkv) == 1:
-        qkv_sizes = (sum(qkv_sizes),)
+        sizes = (sum(sizes),)
     linears = [
-        *((name, size, hidden, config.qkv_bias) for name, size in zip(names.qkv, qkv_sizes)),
+        *(
+            (name, size, hidden, config.qkv_bias)
+            for name, size in zip(names.qkv, sizes, strict=True)
+        ),
         (names.output, hidden, q_size, config.output_bias),
         *((name, mlp, hidden, config.mlp_bias) for name in names.mlp[:-1]),
         (names.mlp[-1], hidden, mlp, config.mlp_bias),
@@ -183,16 +186,13 @@ def _projection(config: DecoderConfig, tensors: _Tensors, prefix: str) -> Projec
     linears = [_linear(config, tensors, prefix + name) for name in names.qkv]
     if len(linears) == 1:
         return FusedProjection(linears[0], config.head_dim)
-    norms = [
-        RmsNorm(tensors[f"{prefix}{name}.weight"], config.norm.eps) for name in names.qk_norms
-    ]
+    q, k, v = linears
+    norms = [RmsNorm(tensors[f"{prefix}{name}.weight"], config.norm.eps) for name in names.qk_norms]
     q_norm, k_norm = norms or (None, None)
-    return SeparateProjections(*linears, config.head_dim, q_norm, k_norm, config.query_scale)
+    return SeparateProjections(q, k, v, config.head_dim, q_norm, k_norm, config.query_scale)
 
 
 def _mlp(config: DecoderConfig, tensors: _Tensors, prefix: str) -> Mlp:
-    linears = [_linear(config, tensors, prefix + name) for name in config.names.mlp]
+    *gate, up, down = (_linear(config, tensors, prefix + name) for name in config.names.mlp)
     activation = ACTIVATIONS[config.activation]
-    if len(linears) == 2:
-        return PlainMlp(*linears, activation)
-    return GatedMlp(*linears, activation)
+    return GatedMlp(gate[0], up, down, activation) if gate else PlainMlp(up, down, activation)

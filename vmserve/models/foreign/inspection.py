@@ -7,6 +7,7 @@ configuration, whose meaning differs from family to family.
 
 from __future__ import annotations
 
+import copy
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ class ForeignConfig:
                 raise UnsupportedError("it has an encoder")
             context = _context(text)
             _check_rope(text)
-            notes, num_weights, peak_bytes = _run(hf)
+            notes, num_weights, peak_bytes = _run(hf, text.vocab_size)
             layers = _layers(notes.calls, int(text.num_hidden_layers), context)
         except UnsupportedError as error:
             raise UnsupportedError(f"{architecture} cannot be served: {error}") from error
@@ -136,7 +137,7 @@ def _context(text: PreTrainedConfig) -> int:
     context = getattr(text, "max_position_embeddings", None)
     if not isinstance(context, int) or context < 1:
         raise UnsupportedError(
-            f"its max_position_embeddings is {context!r}: it is not known how long a sequence may be"
+            f"its max_position_embeddings is {context!r}: how long may a sequence be?"
         )
     return context
 
@@ -151,18 +152,19 @@ def _check_rope(text: PreTrainedConfig) -> None:
             )
 
 
-def _run(hf: PreTrainedConfig) -> tuple[_Notes, int, int]:
+def _run(hf: PreTrainedConfig, vocab_size: int) -> tuple[_Notes, int, int]:
     """The attention calls, the number of weights, and the bytes of activations at their peak."""
     AttentionInterface.register(_INSPECT, _note)
     AttentionMaskInterface.register(_INSPECT, _mask_rule)
     notes, peak = _Notes(), PeakBytes()
+    hf = copy.deepcopy(hf)  # transformers writes the type and the attention into it
     with torch.device("meta"), torch.inference_mode():
         model = AutoModelForCausalLM.from_config(
             hf, dtype=torch.bfloat16, attn_implementation=_INSPECT, trust_remote_code=False
         ).eval()
         tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64)
         with peak:
-            model(
+            output = model(
                 input_ids=tokens,
                 position_ids=torch.arange(_NUM_TOKENS).unsqueeze(0),
                 attention_mask=torch.ones_like(tokens),
@@ -170,6 +172,11 @@ def _run(hf: PreTrainedConfig) -> tuple[_Notes, int, int]:
                 logits_to_keep=torch.zeros(1, dtype=torch.int64),
                 vmserve_attention=notes,
             )
+    if output.logits.shape != (1, 1, vocab_size):
+        raise UnsupportedError(
+            f"one row of logits was asked for, and a tensor of shape {list(output.logits.shape)} "
+            f"came for a vocabulary of {vocab_size}"
+        )
     return notes, sum(parameter.numel() for parameter in model.parameters()), peak.num_bytes
 
 
@@ -203,8 +210,8 @@ def _layers(calls: list[_Call], num_layers: int, context: int) -> tuple[LayerAtt
     indices = [getattr(call.module, "layer_idx", None) for call in calls]
     if indices != list(range(num_layers)):
         raise UnsupportedError(
-            f"of its {num_layers} layers {len(set(indices))} call attention, {len(calls)} times in "
-            "all: each must once, in order (other kinds of layers have a state that is not kept)"
+            f"its {num_layers} layers call attention {len(calls)} times: each must once, in order "
+            "(cross-attention and recurrent layers have a state for which there is no place)"
         )
     layers = tuple(_layer(index, call, context) for index, call in enumerate(calls))
     shapes = sorted({(call.q[1], call.k[1], call.k[3]) for call in calls})
@@ -263,8 +270,11 @@ def _window(index: int, mask: Any, context: int) -> int | None:
     if window is not None:
         expected &= key > query - window
     first = torch.tensor(0)
-    actual = mask.visible(first, first, query, key)
-    if actual.is_meta or not torch.equal(actual.expand_as(expected), expected):
+    try:
+        is_plain = torch.equal(mask.visible(first, first, query, key).expand_as(expected), expected)
+    except MODEL_ERRORS:  # it looks at more than positions, of which there is nothing here
+        is_plain = False
+    if not is_plain:
         raise UnsupportedError(
             f"the mask of layer {index} is not causal attention with at most a window"
         )

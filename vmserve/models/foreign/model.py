@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class _StepAttention:
 
 
 class ForeignModel:
-    """All new tokens of a step are one row to the model; who belongs to whom only attention knows."""
+    """All new tokens of a step are one row to the model; only attention knows whose they are."""
 
     def __init__(self, config: ForeignConfig, model: PreTrainedModel) -> None:
         self._layers = config.layers
@@ -64,8 +65,9 @@ def load_foreign(
 ) -> tuple[ForeignModel, int]:
     """The model and the bytes of its weights.
 
-    ``transformers`` reads the files (``progress`` hears of it when it is done); then the model is rehearsed against itself with its own
-    attention (:func:`~vmserve.models.foreign.rehearsal.rehearse`).
+    ``transformers`` reads the files (``progress`` hears of it when it is done); then the model
+    is rehearsed against itself with its own attention
+    (:func:`~vmserve.models.foreign.rehearsal.rehearse`).
 
     Raises :class:`~vmserve.errors.ConfigurationError` for missing or damaged files, and
     :class:`~vmserve.errors.UnsupportedError` if the rehearsal shows other logits.
@@ -76,7 +78,7 @@ def load_foreign(
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             directory,
-            config=config.hf,
+            config=copy.deepcopy(config.hf),
             dtype=dtype,
             attn_implementation=_SERVE,
             local_files_only=True,

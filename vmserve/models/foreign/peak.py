@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["PeakBytes"]
 
 
-class PeakBytes(TorchDispatchMode):
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages, not tensors: views and operations in place take nothing.
 
     On the meta device too, where no memory is taken and no profiler sees any.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self._live: dict[StorageWeakRef, int] = {}
 
@@ -32,7 +32,8 @@ class PeakBytes(TorchDispatchMode):
     ) -> Any:
         given = {_storage(tensor) for tensor in _tensors((args, tuple((kwargs or {}).values())))}
         result = func(*args, **(kwargs or {}))
-        self._live = {ref: size for ref, size in self._live.items() if not ref.expired()}
+        for ref in [ref for ref in self._live if ref.expired()]:  # type: ignore[no-untyped-call]
+            del self._live[ref]
         for tensor in _tensors((result,)):
             ref = _storage(tensor)
             if ref not in given:
@@ -42,7 +43,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:

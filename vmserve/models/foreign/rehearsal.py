@@ -23,6 +23,9 @@ _LENGTHS = tuple(sum(step[i] for step in _STEPS) for i in range(2))
 #: Of the largest logit. The arithmetic of attention is repeated as it is; what differs are
 #: the shapes of matrix products, hence the order of their sums.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2**-4, torch.float16: 2**-6}
+#: Rows that may be further apart in half precision, where rounding can choose another expert.
+#: Whatever is wrong with chunks or with the other sequence shows in more rows than that.
+_SHARE_OF_OUTLIERS = 0.25
 
 
 @torch.inference_mode()
@@ -43,13 +46,18 @@ def rehearse(config: ForeignConfig, model: PreTrainedModel, forward: Forward, na
         raise
     except MODEL_ERRORS as error:
         raise UnsupportedError(f"a rehearsal in chunks failed ({reason(error)})") from error
-    largest = max(logits.abs().max().item() for logits in theirs)
-    apart = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) / largest
-    allowed = _TOLERANCE[model.dtype]
-    if not apart <= allowed:  # NaN is apart, too
+    _compare(torch.cat(ours), torch.cat(theirs), model.dtype)
+
+
+def _compare(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
+    apart = (ours - theirs).abs().amax(-1) / theirs.abs().max()
+    allowed = _TOLERANCE[dtype]
+    outliers = int((~(apart <= allowed)).sum())  # NaN is apart, too
+    if outliers > (0 if dtype == torch.float32 else _SHARE_OF_OUTLIERS * len(apart)):
         raise UnsupportedError(
-            f"computed in chunks beside another sequence, its logits differ by {apart:.2%} from "
-            f"those of its own attention ({allowed:.2%} is rounding)"
+            f"computed in chunks beside another sequence, {outliers} of {len(apart)} rows of "
+            f"logits differ by up to {apart.max():.2%} from those of its own attention "
+            f"({allowed:.2%} is rounding)"
         )
 
 
@@ -60,10 +68,12 @@ def _in_chunks(
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
     for step in _STEPS:
         spans = [range(past, past + new) for past, new in zip(done, step, strict=True)]
-        tokens = [prompt[span.start : span.stop] for prompt, span in zip(prompts, spans)]
+        tokens = [
+            prompt[span.start : span.stop] for prompt, span in zip(prompts, spans, strict=True)
+        ]
         positions = [torch.arange(span.start, span.stop, device=tokens[0].device) for span in spans]
         rows = forward(torch.cat(tokens), torch.cat(positions), memory.bind(spans))
-        for parts, part in zip(logits, rows.split(step), strict=True):
+        for parts, part in zip(logits, torch.split(rows, list(step)), strict=True):
             parts.append(part)
         done = [span.stop for span in spans]
     return [torch.cat(parts) for parts in logits]
@@ -100,10 +110,10 @@ class _Memory:
         ) -> torch.Tensor:
             if not q.dtype == k.dtype == v.dtype == self._dtype:
                 raise UnsupportedError(
-                    f"layer {spec.layer} has queries, keys and values of types {q.dtype}, {k.dtype} "
-                    f"and {v.dtype}: all must have that of the weights, {self._dtype}"
+                    f"layer {spec.layer} has queries, keys and values of types {q.dtype}, "
+                    f"{k.dtype} and {v.dtype}: all must have that of the weights, {self._dtype}"
                 )
-            parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+            parts = zip(*(torch.split(x, sizes) for x in (q, k, v)), strict=True)
             outputs = []
             for sequence, (queries, keys, values) in enumerate(parts):
                 place = (spec.layer, sequence)
