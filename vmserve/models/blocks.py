@@ -113,23 +113,23 @@ class SeparateProjections:
     q: Linear
     k: Linear
     v: Linear
+    q_heads: int
+    kv_heads: int
     head_dim: int
     q_norm: RmsNorm | None = None
     k_norm: RmsNorm | None = None
     query_scale: float | None = None
 
     def __call__(self, x: torch.Tensor) -> Heads:
-        q = self._heads(self.q(x))
-        k = self._heads(self.k(x))
-        v = self._heads(self.v(x))
+        tokens, dim = x.shape[0], self.head_dim
+        q = self.q(x).view(tokens, self.q_heads, dim)
+        k = self.k(x).view(tokens, self.kv_heads, dim)
+        v = self.v(x).view(tokens, self.kv_heads, dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.query_scale is not None:
             q.mul_(self.query_scale)
         return q, k, v
-
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(x.shape[0], -1, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +137,11 @@ class FusedProjection:
     """As :class:`SeparateProjections`, with q, k and v, equally wide, in one product."""
 
     qkv: Linear
+    heads: int
     head_dim: int
 
     def __call__(self, x: torch.Tensor) -> Heads:
-        q, k, v = self.qkv(x).view(x.shape[0], 3, -1, self.head_dim).unbind(1)
+        q, k, v = self.qkv(x).view(x.shape[0], 3, self.heads, self.head_dim).unbind(1)
         return q, k, v
 
 

@@ -24,6 +24,7 @@ class Decoder:
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_len: int) -> None:
         self._config = config
         self._weights = weights
+        self._attended_size = config.q_heads * config.head_dim
         self._rotary: RotaryEmbedding | None = None
         if isinstance(config.positions, RopeConfig):
             self._rotary = RotaryEmbedding(config.positions, max_len, weights.embedding.device)
@@ -69,7 +70,7 @@ class Decoder:
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
         q, k, v = layer.project(layer.attention_norm(x))
-        attended = attention(spec, q, k, v, rotary).flatten(1)
+        attended = attention(spec, q, k, v, rotary).view(x.shape[0], self._attended_size)
         if rows is not None:
             attended, x = attended[rows], x[rows]
         x = layer.output(attended).add_(x)
@@ -85,7 +86,7 @@ class Decoder:
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
         q, k, v = layer.project(x)
-        attended = attention(spec, q, k, v, rotary).flatten(1)
+        attended = attention(spec, q, k, v, rotary).view(x.shape[0], self._attended_size)
         if rows is not None:
             attended, x = attended[rows], x[rows]
         x = layer.attention_norm(layer.output(attended).add_(x))

@@ -185,11 +185,14 @@ def _projection(config: DecoderConfig, tensors: _Tensors, prefix: str) -> Projec
     names = config.names
     linears = [_linear(config, tensors, prefix + name) for name in names.qkv]
     if len(linears) == 1:
-        return FusedProjection(linears[0], config.head_dim)
+        return FusedProjection(linears[0], config.q_heads, config.head_dim)
     q, k, v = linears
     norms = [RmsNorm(tensors[f"{prefix}{name}.weight"], config.norm.eps) for name in names.qk_norms]
     q_norm, k_norm = norms or (None, None)
-    return SeparateProjections(q, k, v, config.head_dim, q_norm, k_norm, config.query_scale)
+    return SeparateProjections(
+        q, k, v, config.q_heads, config.kv_heads, config.head_dim, q_norm, k_norm,
+        config.query_scale,
+    )  # fmt: skip
 
 
 def _mlp(config: DecoderConfig, tensors: _Tensors, prefix: str) -> Mlp:
