@@ -1,4 +1,4 @@
-"""Types of the C++ core: page drivers and KV memory.
+"""Types of the C++ core: page drivers, KV memory and CPU kernels.
 
 Runs cross the boundary as tuples: ``(frame, count)``, ``(address, frame, count, access)``,
 ``(address, num_bytes)``, ``(address, num_bytes, access)``, ``(destination, source, num_bytes)``.
@@ -8,6 +8,7 @@ Misuse raises ``ValueError``, a refusal of the system ``vmserve.errors.DriverErr
 
 import enum
 from collections.abc import Mapping, Sequence
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -379,3 +380,69 @@ class KVMemory:
     def close(self) -> None: ...
     @property
     def closed(self) -> bool: ...
+
+#: (address, dtype, shape, strides in elements)
+_TensorTuple = tuple[int, str, Sequence[int], Sequence[int]]
+
+def cpu_isas() -> list[str]: ...
+
+class CpuKvView:
+    @overload
+    def __init__(self, keys: Sequence[_TensorTuple], values: Sequence[_TensorTuple]) -> None: ...
+    @overload
+    def __init__(
+        self,
+        keys: Sequence[_TensorTuple],
+        values: Sequence[_TensorTuple],
+        block_tables: NDArray[np.int32],
+        block_tokens: int,
+    ) -> None: ...
+
+class CpuBatch:
+    def __init__(
+        self,
+        view: CpuKvView,
+        places: Sequence[int],
+        num_past: Sequence[int],
+        num_new: Sequence[int],
+    ) -> None: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+class CpuAttention:
+    def __init__(self, num_threads: int, isa: str = "") -> None: ...
+    @property
+    def isa(self) -> str: ...
+    num_threads: int
+    def run(
+        self,
+        batch: CpuBatch,
+        layer: int,
+        q: _TensorTuple,
+        k: _TensorTuple,
+        v: _TensorTuple,
+        rotary: tuple[_TensorTuple, _TensorTuple] | None,
+        out: _TensorTuple,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        lse: int = 0,
+    ) -> None: ...
+
+def write_reference(
+    batch: CpuBatch,
+    layer: int,
+    q: _TensorTuple,
+    k: _TensorTuple,
+    v: _TensorTuple,
+    rotary: tuple[_TensorTuple, _TensorTuple] | None,
+    q_out: int,
+) -> None: ...
+def attend_reference(
+    batch: CpuBatch,
+    layer: int,
+    q: _TensorTuple,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]: ...

@@ -10,5 +10,6 @@ void bind_driver(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
 void bind_plugin(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);
+void bind_kernels(pybind11::module_& m);
 
 }  // namespace vmserve

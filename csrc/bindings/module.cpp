@@ -46,10 +46,11 @@ void bind_errors(py::module_&) {
 }  // namespace vmserve
 
 PYBIND11_MODULE(_core, m) {
-  m.doc() = "The C++ core of vmserve: page drivers and KV memory.";
+  m.doc() = "The C++ core of vmserve: page drivers, KV memory and CPU kernels.";
   vmserve::bind_errors(m);
   vmserve::bind_driver(m);
   vmserve::bind_cuda(m);
   vmserve::bind_plugin(m);
   vmserve::bind_memory(m);
+  vmserve::bind_kernels(m);
 }

@@ -1,10 +1,13 @@
-"""A virtual view over one plain tensor: strided and interleaved as the real one is."""
+"""Views over one plain tensor: strided, interleaved and padded as the real ones are."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 import torch
 
-from vmserve.attention.base import ContiguousView
+from vmserve.attention.base import ContiguousView, PagedView
 
 
 def dense_view(
@@ -21,4 +24,48 @@ def dense_view(
     return ContiguousView(
         keys=tuple(memory[:, :, layer, 0] for layer in range(num_layers)),
         values=tuple(memory[:, :, layer, 1] for layer in range(num_layers)),
+    )
+
+
+def paged_view(
+    dense: ContiguousView,
+    tokens: Sequence[int],
+    block_tokens: int,
+    blocks_per_page: int,
+    seed: int,
+) -> PagedView:
+    """The first ``tokens[row]`` positions of each slot of ``dense``, in blocks placed at random.
+
+    Pages are padded, every other number in them is NaN, and entries of the table that stand for
+    nothing are garbage: ids outside the arena, or of somebody else's block.
+    """
+    rng = random.Random(seed)
+    num_layers = len(dense.keys)
+    _, max_len, kv_heads, head_dim = dense.keys[0].shape
+    counts = [-(-count // block_tokens) for count in tokens]
+    num_pages = -(-sum(counts) // blocks_per_page) + 1
+    num_blocks = num_pages * blocks_per_page
+    token_floats = num_layers * 2 * kv_heads * head_dim
+    page_floats = blocks_per_page * block_tokens * token_floats + 48
+    memory = torch.full((num_pages, page_floats), float("nan"), dtype=dense.keys[0].dtype)
+    shape = (num_pages, blocks_per_page * block_tokens, num_layers, 2, kv_heads, head_dim)
+    strides = (page_floats, token_floats, 2 * kv_heads * head_dim, kv_heads * head_dim, head_dim, 1)
+    arena = memory.as_strided(shape, strides)
+    width = -(-max_len // block_tokens)
+    garbage = [-1, num_blocks, 2**31 - 1, 0]
+    tables = [[rng.choice(garbage) for _ in range(width)] for _ in tokens]
+    blocks = rng.sample(range(num_blocks), sum(counts))
+    for row, count in enumerate(counts):
+        tables[row][:count] = [blocks.pop() for _ in range(count)]
+        for position in range(tokens[row]):
+            page, part = divmod(tables[row][position // block_tokens], blocks_per_page)
+            token = part * block_tokens + position % block_tokens
+            for layer in range(num_layers):
+                arena[page, token, layer, 0] = dense.keys[layer][row, position]
+                arena[page, token, layer, 1] = dense.values[layer][row, position]
+    return PagedView(
+        keys=tuple(arena[:, :, layer, 0] for layer in range(num_layers)),
+        values=tuple(arena[:, :, layer, 1] for layer in range(num_layers)),
+        block_tables=torch.tensor(tables, dtype=torch.int32),
+        block_tokens=block_tokens,
     )

@@ -4,26 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from vmserve.attention.base import AttentionBackend, LayerAttention
+import torch
+
+from vmserve.attention.base import AttentionBackend, ContiguousView, LayerAttention, PagedView
+from vmserve.attention.cpu import CpuBackend
+from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.sdpa import SdpaBackend
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.memory.base import Regime
 
 __all__ = ["BACKENDS", "check_backend", "create_backend"]
 
-BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {"sdpa": SdpaBackend}
+BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
+    "cpu": CpuBackend,
+    "reference": ReferenceBackend,
+    "sdpa": SdpaBackend,
+}
 
 
-def create_backend(name: str) -> AttentionBackend:
-    """The backend called ``name``; "auto" is the best one of this version.
+def create_backend(
+    name: str,
+    regime: Regime = Regime.VIRTUAL,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+) -> AttentionBackend:
+    """The backend called ``name`` if it reads the regime's view, else the best that does.
 
-    Raises :class:`~vmserve.errors.ConfigurationError` for an unknown name.
+    "auto" is the best one: our own kernels, which are ahead of the stock ones on a CPU
+    (benchmarks/kernels), where they have the head size and the dtype; else the stock ones, or for
+    the paged regime the slow but general reference.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for an unknown name, or a backend that
+    cannot serve such heads.
     """
-    chosen = "sdpa" if name == "auto" else name
-    if chosen not in BACKENDS:
+    if name != "auto" and name not in BACKENDS:
         raise ConfigurationError(
             f"attention_backend: {name!r} is not one of auto, {', '.join(sorted(BACKENDS))}"
         )
-    return BACKENDS[chosen]()
+    view = ContiguousView if regime is Regime.VIRTUAL else PagedView
+    for chosen in (name, "cpu", "sdpa", "reference"):
+        if chosen == "auto":
+            continue
+        backend = BACKENDS[chosen]()
+        if view not in backend.views:
+            continue
+        refusal = backend.refusal(head_dim, dtype)
+        if refusal is None:
+            return backend
+        if chosen == name:
+            raise ConfigurationError(
+                f"attention_backend: {name} cannot serve a head_dim of {head_dim} in {dtype}: "
+                f"{refusal}; use auto"
+            )
+    raise AssertionError("the reference serves everything")
 
 
 def check_backend(backend: AttentionBackend, layers: Iterable[LayerAttention]) -> None:

@@ -1,0 +1,144 @@
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "vmserve/cpu_attention.h"
+#include "vmserve/errors.h"
+
+namespace py = pybind11;
+
+namespace vmserve {
+namespace {
+
+using Ints = std::vector<std::int64_t>;
+// (address, dtype, shape, strides in elements)
+using TensorTuple = std::tuple<std::uintptr_t, std::string_view, Ints, Ints>;
+using Tables = py::array_t<std::int32_t, py::array::c_style>;
+using Doubles = py::array_t<double, py::array::c_style>;
+
+TensorRef as_tensor(TensorTuple&& tuple) {
+  auto& [address, dtype, shape, strides] = tuple;
+  TensorRef tensor;
+  tensor.data = reinterpret_cast<char*>(address);
+  if (dtype == "float32") {
+    tensor.dtype = DType::kFloat32;
+  } else if (dtype == "bfloat16") {
+    tensor.dtype = DType::kBFloat16;
+  } else {
+    throw MisuseError("the CPU kernels have no dtype " + std::string(dtype));
+  }
+  if (shape.size() != strides.size()) throw MisuseError("a tensor's shape and strides differ");
+  tensor.shape = std::move(shape);
+  tensor.strides = std::move(strides);
+  return tensor;
+}
+
+std::vector<TensorRef> as_tensors(std::vector<TensorTuple>&& tuples) {
+  std::vector<TensorRef> tensors;
+  tensors.reserve(tuples.size());
+  for (TensorTuple& tuple : tuples) tensors.push_back(as_tensor(std::move(tuple)));
+  return tensors;
+}
+
+std::shared_ptr<CpuKvView> paged_view(std::vector<TensorTuple> keys,
+                                      std::vector<TensorTuple> values, const Tables& tables,
+                                      std::int64_t block_tokens) {
+  if (tables.ndim() != 2) throw MisuseError("block tables are int32 [rows, blocks]");
+  return std::make_shared<CpuKvView>(as_tensors(std::move(keys)), as_tensors(std::move(values)),
+                                     tables.data(), tables.shape(0), tables.shape(1),
+                                     tables.shape(1), block_tokens);
+}
+
+CpuLayerCall as_call(std::int64_t layer, TensorTuple q, TensorTuple k, TensorTuple v,
+                     std::optional<std::pair<TensorTuple, TensorTuple>> rotary, float scale,
+                     std::int64_t window, float softcap) {
+  CpuLayerCall call;
+  call.layer = layer;
+  call.q = as_tensor(std::move(q));
+  call.k = as_tensor(std::move(k));
+  call.v = as_tensor(std::move(v));
+  if (rotary) {
+    call.cos = as_tensor(std::move(rotary->first));
+    call.sin = as_tensor(std::move(rotary->second));
+  }
+  call.scale = scale;
+  call.window = window;
+  call.softcap = softcap;
+  return call;
+}
+
+void run(CpuAttention& attention, CpuBatch& batch, std::int64_t layer, TensorTuple q, TensorTuple k,
+         TensorTuple v, std::optional<std::pair<TensorTuple, TensorTuple>> rotary, TensorTuple out,
+         float scale, std::int64_t window, float softcap, std::uintptr_t lse) {
+  CpuLayerCall call = as_call(layer, std::move(q), std::move(k), std::move(v), std::move(rotary),
+                              scale, window, softcap);
+  call.out = as_tensor(std::move(out));
+  call.lse = reinterpret_cast<float*>(lse);
+  const py::gil_scoped_release unlocked;
+  attention.run(batch, call);
+}
+
+void bind_references(py::module_& m) {
+  m.def(
+      "write_reference",
+      [](const CpuBatch& batch, std::int64_t layer, TensorTuple q, TensorTuple k, TensorTuple v,
+         std::optional<std::pair<TensorTuple, TensorTuple>> rotary, std::uintptr_t q_out) {
+        const CpuLayerCall call = as_call(layer, std::move(q), std::move(k), std::move(v),
+                                          std::move(rotary), 1.0F, 0, 0.0F);
+        write_reference(batch, call, reinterpret_cast<char*>(q_out));
+      },
+      py::arg("batch"), py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"),
+      py::arg("rotary"), py::arg("q_out"));
+  m.def(
+      "attend_reference",
+      [](const CpuBatch& batch, std::int64_t layer, const TensorTuple& q, float scale,
+         std::int64_t window, float softcap) {
+        const CpuLayerCall call = as_call(layer, q, q, q, std::nullopt, scale, window, softcap);
+        const Ints& shape = call.q.shape;
+        Doubles out({shape.at(0), shape.at(1), shape.at(2)}), lse({shape.at(0), shape.at(1)});
+        attend_reference(batch, call, out.mutable_data(), lse.mutable_data());
+        return std::make_pair(out, lse);
+      },
+      py::arg("batch"), py::arg("layer"), py::arg("q"), py::arg("scale"), py::arg("window") = 0,
+      py::arg("softcap") = 0.0F);
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& m) {
+  m.def("cpu_isas", &cpu_isas);
+  py::class_<CpuKvView, std::shared_ptr<CpuKvView>>(m, "CpuKvView")
+      .def(py::init([](std::vector<TensorTuple> keys, std::vector<TensorTuple> values) {
+             return std::make_shared<CpuKvView>(as_tensors(std::move(keys)),
+                                                as_tensors(std::move(values)));
+           }),
+           py::arg("keys"), py::arg("values"))
+      .def(py::init(&paged_view), py::arg("keys"), py::arg("values"),
+           py::arg("block_tables").noconvert(), py::arg("block_tokens"), py::keep_alive<1, 4>());
+  py::class_<CpuBatch>(m, "CpuBatch")
+      .def(py::init([](const std::shared_ptr<CpuKvView>& view, Ints places, Ints num_past,
+                       Ints num_new) {
+             return std::make_unique<CpuBatch>(view, std::move(places), std::move(num_past),
+                                               std::move(num_new));
+           }),
+           py::arg("view"), py::arg("places"), py::arg("num_past"), py::arg("num_new"))
+      .def_property_readonly("num_tokens", &CpuBatch::num_tokens);
+  py::class_<CpuAttention>(m, "CpuAttention")
+      .def(py::init<int, const std::string&>(), py::arg("num_threads"), py::arg("isa") = "")
+      .def_property_readonly("isa", &CpuAttention::isa)
+      .def_property("num_threads", &CpuAttention::num_threads, &CpuAttention::set_num_threads)
+      .def("run", &run, py::arg("batch"), py::arg("layer"), py::arg("q"), py::arg("k"),
+           py::arg("v"), py::arg("rotary"), py::arg("out"), py::arg("scale"), py::arg("window") = 0,
+           py::arg("softcap") = 0.0F, py::arg("lse") = 0);
+  bind_references(m);
+}
+
+}  // namespace vmserve

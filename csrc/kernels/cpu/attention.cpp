@@ -1,0 +1,345 @@
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "kernels.h"
+#include "plan.h"
+#include "vmserve/cpu_attention.h"
+#include "vmserve/errors.h"
+#include "vmserve/text.h"
+
+namespace vmserve {
+namespace {
+
+constexpr std::size_t kAlignFloats = 16;
+// Waking another thread takes longer than so many multiplications, or copied elements.
+constexpr std::int64_t kSerialWork = 1 << 18, kSerialElements = 1 << 16;
+// No window: further than any two positions are apart.
+constexpr std::int64_t kNoWindow = std::int64_t{1} << 40;
+// Tokens of one item of the write.
+constexpr std::int64_t kWriteTokens = 16;
+
+bool executes(const cpu::KernelTable& table) {
+#ifdef VMSERVE_X86_KERNELS
+  __builtin_cpu_init();
+  if (&table == &cpu::avx512_kernels()) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx2");
+  }
+  if (&table == &cpu::avx2_kernels()) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  }
+#endif
+  return &table == &cpu::generic_kernels();
+}
+
+// Best first.
+std::vector<const cpu::KernelTable*> usable_tables() {
+  std::vector<const cpu::KernelTable*> tables;
+#ifdef VMSERVE_X86_KERNELS
+  for (const cpu::KernelTable* table : {&cpu::avx512_kernels(), &cpu::avx2_kernels()}) {
+    if (executes(*table)) tables.push_back(table);
+  }
+#endif
+  tables.push_back(&cpu::generic_kernels());
+  return tables;
+}
+
+const cpu::KernelTable* choose_table(const std::string& isa) {
+  std::string names;
+  for (const cpu::KernelTable* table : usable_tables()) {
+    if (isa.empty() || isa == table->isa) return table;
+    names += (names.empty() ? "" : ", ") + std::string(table->isa);
+  }
+  throw MisuseError("instruction set '" + isa + "': this processor has kernels for " + names);
+}
+
+const cpu::Kernels& kernels_for(const cpu::KernelTable& table, DType dtype) {
+  return dtype == DType::kFloat32 ? table.f32 : table.bf16;
+}
+
+std::int64_t item_bytes(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : 2;
+}
+
+void require(bool condition, const std::string& what) {
+  if (!condition) throw MisuseError(what);
+}
+
+std::string shape_text(const std::vector<std::int64_t>& shape) {
+  std::string text = "[";
+  for (const std::int64_t n : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(n);
+  return text + "]";
+}
+
+void check_tensor(const TensorRef& tensor, const char* name, DType dtype,
+                  const std::vector<std::int64_t>& shape) {
+  if (tensor.shape != shape) {
+    throw MisuseError(std::string(name) + " is " + shape_text(tensor.shape) + ", not " +
+                      shape_text(shape));
+  }
+  require(tensor.dtype == dtype, std::string(name) + " and the KV cache differ in dtype");
+  require(tensor.strides.size() == shape.size() && tensor.strides.back() == 1,
+          std::string(name) + ": the last dimension must be contiguous");
+}
+
+void check_call(const CpuBatch& batch, const CpuLayerCall& call) {
+  const CpuKvView& view = batch.view();
+  const std::int64_t tokens = batch.num_tokens(), dim = view.head_dim();
+  require(call.layer >= 0 && call.layer < view.num_layers(),
+          "layer " + std::to_string(call.layer) + " is outside 0 .. " +
+              std::to_string(view.num_layers() - 1));
+  require(call.q.shape.size() == 3, "q is not [tokens, q_heads, head_dim]");
+  const std::int64_t q_heads = call.q.shape[1];
+  require(q_heads > 0 && q_heads % view.kv_heads() == 0 && q_heads <= 1 << 16,
+          std::to_string(q_heads) + " query heads are no multiple of " +
+              std::to_string(view.kv_heads()) + " KV heads");
+  check_tensor(call.q, "q", view.dtype(), {tokens, q_heads, dim});
+  check_tensor(call.k, "k", view.dtype(), {tokens, view.kv_heads(), dim});
+  check_tensor(call.v, "v", view.dtype(), {tokens, view.kv_heads(), dim});
+  check_tensor(call.out, "out", view.dtype(), {tokens, q_heads, dim});
+  require(call.out.strides[1] == dim && call.out.strides[0] == q_heads * dim,
+          "out must be contiguous");
+  require(std::isfinite(call.scale) && std::isfinite(call.softcap) && call.softcap >= 0.0F,
+          "scale and softcap must be finite, softcap not negative");
+  require(call.window >= 0 && call.window <= kNoWindow,
+          "a window of " + std::to_string(call.window) + " positions");
+  require(call.cos.has_value() == call.sin.has_value(), "cos and sin go together");
+  if (!call.cos) return;
+  const std::int64_t rotary_dim = call.cos->shape.empty() ? 0 : call.cos->shape.back();
+  require(rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= dim,
+          "a rotation of " + std::to_string(rotary_dim) + " of " + std::to_string(dim) +
+              " components: it must be even");
+  check_tensor(*call.cos, "cos", view.dtype(), {tokens, 1, rotary_dim});
+  check_tensor(*call.sin, "sin", view.dtype(), {tokens, 1, rotary_dim});
+}
+
+struct WriteItem {
+  std::int32_t seq;
+  std::int64_t token;  // in the sequence's new ones
+};
+
+struct WriteRun {
+  const CpuBatch& batch;
+  const CpuLayerCall& call;
+  const cpu::Kernels& kernels;
+  char* rotated;
+  std::vector<WriteItem> items;
+};
+
+const char* row_of(const TensorRef& tensor, std::int64_t row) {
+  return tensor.data + row * tensor.strides[0] * item_bytes(tensor.dtype);
+}
+
+void do_write(void* context, std::int64_t index, int) {
+  const auto& run = *static_cast<const WriteRun*>(context);
+  const CpuLayerCall& call = run.call;
+  const auto [seq, token] = run.items[static_cast<std::size_t>(index)];
+  const std::int64_t row = run.batch.start(seq) + token;
+  cpu::WriteArgs args{};
+  args.seq = run.batch.sequence(call.layer, seq);
+  args.position = run.batch.num_past(seq) + token;
+  args.num_tokens =
+      static_cast<std::int32_t>(std::min(kWriteTokens, run.batch.num_new(seq) - token));
+  args.q_heads = static_cast<std::int32_t>(call.q.shape[1]);
+  args.kv_heads = static_cast<std::int32_t>(call.k.shape[1]);
+  args.head_dim = static_cast<std::int32_t>(call.q.shape[2]);
+  args.q = row_of(call.q, row);
+  args.k = row_of(call.k, row);
+  args.v = row_of(call.v, row);
+  args.q_token_stride = call.q.strides[0];
+  args.q_head_stride = call.q.strides[1];
+  args.k_token_stride = call.k.strides[0];
+  args.k_head_stride = call.k.strides[1];
+  args.v_token_stride = call.v.strides[0];
+  args.v_head_stride = call.v.strides[1];
+  if (call.cos) {
+    args.rotary_dim = static_cast<std::int32_t>(call.cos->shape[2]);
+    args.cos = row_of(*call.cos, row);
+    args.sin = row_of(*call.sin, row);
+    args.cos_stride = call.cos->strides[0];
+    args.sin_stride = call.sin->strides[0];
+    args.q_out =
+        run.rotated + row * args.q_heads * args.head_dim * item_bytes(run.batch.view().dtype());
+  }
+  run.kernels.write(args);
+}
+
+struct AttendRun {
+  const CpuBatch& batch;
+  const CpuLayerCall& call;
+  const cpu::Kernels& kernels;
+  cpu::Plan& plan;
+  TensorRef q;  // rotated
+  float* partials;
+  float* scratch;  // of worker 0
+  std::size_t scratch_floats;
+};
+
+// Rows of sequence `seq` from its row `row` on, heads from `head` on.
+cpu::Output output_at(const AttendRun& run, std::int64_t seq, std::int64_t row, std::int64_t head) {
+  const std::int64_t q_heads = run.plan.q_heads, dim = run.batch.view().head_dim();
+  const std::int64_t first = (run.batch.start(seq) + row) * q_heads + head;
+  cpu::Output out{};
+  out.rows = run.call.out.data + first * dim * item_bytes(run.batch.view().dtype());
+  out.lse = run.call.lse == nullptr ? nullptr : run.call.lse + first;
+  out.row_stride = q_heads * dim;
+  out.lse_stride = q_heads;
+  return out;
+}
+
+void do_decode(const AttendRun& run, const cpu::WorkItem& item, cpu::Output out, float* scratch) {
+  const CpuKvView& view = run.batch.view();
+  cpu::DecodeArgs args{};
+  args.seq = run.batch.sequence(run.call.layer, item.seq);
+  args.q = row_of(run.q, run.batch.start(item.seq));
+  args.q_head_stride = run.q.strides[1];
+  args.kv_heads = static_cast<std::int32_t>(view.kv_heads());
+  args.group = static_cast<std::int32_t>(run.plan.q_heads / view.kv_heads());
+  args.head_dim = static_cast<std::int32_t>(view.head_dim());
+  args.begin = item.begin;
+  args.end = item.end;
+  args.scale = run.call.scale;
+  args.softcap = run.call.softcap;
+  args.scratch = scratch;
+  args.out = out;
+  run.kernels.decode(args);
+}
+
+void do_tile(const AttendRun& run, const cpu::WorkItem& item, cpu::Output out, float* scratch) {
+  const CpuKvView& view = run.batch.view();
+  cpu::TileArgs args{};
+  args.seq = run.batch.sequence(run.call.layer, item.seq);
+  args.kv_head = item.kv_head;
+  args.group = static_cast<std::int32_t>(run.plan.q_heads / view.kv_heads());
+  args.head_dim = static_cast<std::int32_t>(view.head_dim());
+  args.rows = item.rows;
+  args.q = row_of(run.q, run.batch.start(item.seq) + item.row) +
+           item.kv_head * args.group * run.q.strides[1] * item_bytes(run.q.dtype);
+  args.q_row_stride = run.q.strides[0];
+  args.q_head_stride = run.q.strides[1];
+  args.first_position = run.batch.num_past(item.seq) + item.row;
+  args.begin = item.begin;
+  args.end = item.end;
+  args.window = run.plan.window == 0 ? kNoWindow : run.plan.window;
+  args.scale = run.call.scale;
+  args.softcap = run.call.softcap;
+  args.scratch = scratch;
+  args.out = out;
+  run.kernels.tile(args);
+}
+
+void do_merge(const AttendRun& run, const cpu::Merge& merge, cpu::Output out) {
+  const CpuKvView& view = run.batch.view();
+  cpu::CombineArgs args{};
+  args.parts = run.partials + merge.partial;
+  args.part_stride = merge.part_stride;
+  args.num_parts = merge.num_parts;
+  args.num_rows = merge.rows;
+  args.heads = static_cast<std::int32_t>(merge.decode ? run.plan.q_heads
+                                                      : run.plan.q_heads / view.kv_heads());
+  args.head_dim = static_cast<std::int32_t>(view.head_dim());
+  args.out = out;
+  run.kernels.combine(args);
+}
+
+void do_attend(void* context, std::int64_t index, int worker) {
+  const auto& run = *static_cast<const AttendRun*>(context);
+  const cpu::WorkItem& item = run.plan.items[static_cast<std::size_t>(index)];
+  const std::int64_t group = run.plan.q_heads / run.batch.view().kv_heads();
+  const cpu::Output finished =
+      output_at(run, item.seq, item.row, item.decode ? 0 : item.kv_head * group);
+  cpu::Output out = finished;
+  if (item.merge >= 0) out.partial = run.partials + item.partial;
+  float* const scratch = run.scratch + static_cast<std::size_t>(worker) * run.scratch_floats;
+  if (item.decode) {
+    do_decode(run, item, out, scratch);
+  } else {
+    do_tile(run, item, out, scratch);
+  }
+  if (item.merge >= 0 && run.plan.finish_part(item.merge)) {
+    do_merge(run, run.plan.merges[static_cast<std::size_t>(item.merge)], finished);
+  }
+}
+
+float* aligned(std::vector<float>& buffer, std::size_t floats) {
+  if (buffer.size() < floats + kAlignFloats) buffer.resize(floats + kAlignFloats);
+  const auto address = reinterpret_cast<std::uintptr_t>(buffer.data());
+  const std::size_t bytes = kAlignFloats * sizeof(float);
+  return reinterpret_cast<float*>((address + bytes - 1) / bytes * bytes);
+}
+
+}  // namespace
+
+std::vector<std::string> cpu_isas() {
+  std::vector<std::string> names;
+  for (const cpu::KernelTable* table : usable_tables()) names.emplace_back(table->isa);
+  return names;
+}
+
+CpuAttention::CpuAttention(int num_threads, const std::string& isa)
+    : table_(choose_table(isa)), pool_(std::make_unique<ThreadPool>(num_threads)) {}
+
+CpuAttention::~CpuAttention() = default;
+
+std::string CpuAttention::isa() const {
+  return table_->isa;
+}
+
+void CpuAttention::set_num_threads(int num_threads) {
+  const std::lock_guard lock(mutex_);
+  if (num_threads != pool_->num_threads()) pool_ = std::make_unique<ThreadPool>(num_threads);
+}
+
+void CpuAttention::run(CpuBatch& batch, const CpuLayerCall& call) {
+  check_call(batch, call);
+  if (batch.num_tokens() == 0) return;
+  cpu::Plan& plan = batch.plan(call.window, call.q.shape[1]);  // refuses before anything is written
+  const std::lock_guard lock(mutex_);
+  write(batch, call);
+  attend(batch, call, plan);
+}
+
+void CpuAttention::write(const CpuBatch& batch, const CpuLayerCall& call) {
+  const DType dtype = batch.view().dtype();
+  const std::int64_t row_elements = call.q.shape[1] * call.q.shape[2];
+  if (call.cos) {
+    const auto bytes =
+        static_cast<std::size_t>(batch.num_tokens() * row_elements * item_bytes(dtype));
+    if (rotated_.size() < bytes) rotated_.resize(bytes);
+  }
+  WriteRun run{batch, call, kernels_for(*table_, dtype), rotated_.data(), {}};
+  for (std::int32_t seq = 0; seq < batch.num_sequences(); ++seq) {
+    for (std::int64_t token = 0; token < batch.num_new(seq); token += kWriteTokens) {
+      run.items.push_back({seq, token});
+    }
+  }
+  const bool serial = batch.num_tokens() * row_elements < kSerialElements;
+  pool_->run(static_cast<std::int64_t>(run.items.size()), serial ? 1 : ThreadPool::kMaxThreads,
+             &do_write, &run);
+}
+
+void CpuAttention::attend(const CpuBatch& batch, const CpuLayerCall& call, cpu::Plan& plan) {
+  const DType dtype = batch.view().dtype();
+  const auto head_dim = static_cast<std::int32_t>(batch.view().head_dim());
+  const std::size_t floats =
+      std::max(table_->decode_scratch(static_cast<std::int32_t>(plan.q_heads), head_dim),
+               table_->tile_scratch(plan.max_rows_and_heads, head_dim));
+  const std::size_t scratch_floats = (floats + kAlignFloats - 1) / kAlignFloats * kAlignFloats;
+  float* const scratch =
+      aligned(scratch_, scratch_floats * static_cast<std::size_t>(pool_->num_threads()));
+  float* const partials = aligned(partials_, static_cast<std::size_t>(plan.partial_floats));
+  TensorRef q = call.q;
+  if (call.cos) {
+    q.data = rotated_.data();
+    q.strides = {call.q.shape[1] * call.q.shape[2], call.q.shape[2], 1};
+  }
+  AttendRun run{batch,   call,          kernels_for(*table_, dtype), plan, q, partials,
+                scratch, scratch_floats};
+  plan.restart();
+  pool_->run(static_cast<std::int64_t>(plan.items.size()),
+             plan.work < kSerialWork ? 1 : ThreadPool::kMaxThreads, &do_attend, &run);
+}
+
+}  // namespace vmserve

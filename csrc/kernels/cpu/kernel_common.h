@@ -1,0 +1,176 @@
+// What the kernels share, over the `Vec` of one instruction set: VMSERVE_VEC is its header.
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+#include VMSERVE_VEC
+
+namespace vmserve::cpu {
+namespace {
+
+// Below every score, and finite: the difference of two of them is a number.
+constexpr float kLowest = -1.0e30F;
+constexpr float kLog2E = 1.4426950408889634F;
+constexpr float kLn2 = 0.6931471805599453F;
+
+constexpr int kPair = 2 * Vec::kWidth;
+
+template <class I>
+constexpr I least(I a, I b) {
+  return a < b ? a : b;
+}
+template <class I>
+constexpr I most(I a, I b) {
+  return a > b ? a : b;
+}
+
+// head_dim rounded up to whole pairs of vectors; the rest of a scratch row is zero.
+constexpr int padded(int head_dim) {
+  return (head_dim + kPair - 1) / kPair * kPair;
+}
+
+// Where element d of a row lies after load_pair stored its two vectors one after the other.
+template <class T>
+int lane_of(int d);
+template <>
+[[maybe_unused]] int lane_of<float>(int d) {
+  return d;
+}
+template <>
+[[maybe_unused]] int lane_of<Bf16>(int d) {
+  const int pair = d / kPair * kPair, rest = d - pair;
+  return pair + (rest % 2) * Vec::kWidth + rest / 2;
+}
+
+// The first `count` < kPair elements, the others zero; reads nothing behind them.
+template <class T>
+void load_some(const T* from, int count, Vec::R& a, Vec::R& b) {
+  T whole[kPair] = {};
+  memcpy(whole, from, static_cast<size_t>(count) * sizeof(T));
+  Vec::load_pair(whole, a, b);
+}
+
+template <class T>
+void load_upto(const T* from, int count, Vec::R& a, Vec::R& b) {
+  if (count >= kPair) {
+    Vec::load_pair(from, a, b);
+  } else {
+    load_some(from, count, a, b);
+  }
+}
+
+template <class T>
+void store_upto(T* to, int count, Vec::R a, Vec::R b) {
+  if (count >= kPair) {
+    Vec::store_pair(to, a, b);
+  } else {
+    T whole[kPair];
+    Vec::store_pair(whole, a, b);
+    memcpy(to, whole, static_cast<size_t>(count) * sizeof(T));
+  }
+}
+
+// 2^x for x <= 126 with a relative error below 2^-23 (degree 6, minimax on [-1/2, 1/2]); exactly
+// 0 below -126, so that a masked position has no weight at all.
+inline Vec::R exp2(Vec::R x) {
+  const Vec::R floor = Vec::set(-126.0F);
+  const Vec::R clipped = Vec::max(x, floor);
+  const Vec::R n = Vec::round(clipped);
+  const Vec::R f = Vec::sub(clipped, n);
+  Vec::R p = Vec::set(0.00015345808060F);
+  p = Vec::fma(p, f, Vec::set(0.00133999320678F));
+  p = Vec::fma(p, f, Vec::set(0.00961848907173F));
+  p = Vec::fma(p, f, Vec::set(0.05550328642130F));
+  p = Vec::fma(p, f, Vec::set(0.24022646248341F));
+  p = Vec::fma(p, f, Vec::set(0.69314718246460F));
+  p = Vec::fma(p, f, Vec::set(1.0F));
+  return Vec::where_less(x, floor, Vec::zero(), Vec::scale_by_power(p, n));
+}
+
+// Relative error below 2^-21: an odd polynomial (minimax) up to 5/8, exponentials above.
+inline Vec::R tanh(Vec::R x) {
+  const Vec::R size = Vec::abs(x);
+  const Vec::R z = Vec::mul(x, x);
+  Vec::R p = Vec::set(-0.00566011993214F);
+  p = Vec::fma(p, z, Vec::set(0.02059113048017F));
+  p = Vec::fma(p, z, Vec::set(-0.05372112244367F));
+  p = Vec::fma(p, z, Vec::set(0.13331128656864F));
+  p = Vec::fma(p, z, Vec::set(-0.33333259820938F));
+  p = Vec::fma(Vec::mul(p, z), x, x);
+  const Vec::R twice = Vec::min(Vec::mul(size, Vec::set(2.0F * kLog2E)), Vec::set(60.0F));
+  const Vec::R one = Vec::set(1.0F);
+  const Vec::R big = Vec::sub(one, Vec::div(Vec::set(2.0F), Vec::add(exp2(twice), one)));
+  return Vec::where_less(size, Vec::set(0.625F), p, Vec::with_sign_of(big, x));
+}
+
+inline float exp2_of(float x) {
+  float lanes[Vec::kWidth];
+  Vec::store(lanes, exp2(Vec::set(x)));
+  return lanes[0];
+}
+
+// Scores that products were made for with q * prescale(...): in powers of two from here on.
+inline float prescale(float scale, float softcap) {
+  return softcap > 0.0F ? scale / softcap : scale * kLog2E;
+}
+inline Vec::R capped(Vec::R x, float softcap) {
+  return Vec::mul(tanh(x), Vec::set(softcap * kLog2E));
+}
+
+// Pointers to K and V (head 0) of positions first, first + 1, ... : `count` of them.
+template <class T>
+void locate(const Sequence& s, std::int64_t first, int count, const T** k, const T** v) {
+  const T* const k_base = reinterpret_cast<const T*>(s.k.data);
+  const T* const v_base = reinterpret_cast<const T*>(s.v.data);
+  if (s.blocks == nullptr) {
+    const T* k_at = k_base + s.row * s.k.row_stride + first * s.k.token_stride;
+    const T* v_at = v_base + s.row * s.v.row_stride + first * s.v.token_stride;
+    for (int i = 0; i < count; ++i, k_at += s.k.token_stride, v_at += s.v.token_stride) {
+      k[i] = k_at;
+      v[i] = v_at;
+    }
+    return;
+  }
+  std::int64_t index = first / s.block_tokens;
+  auto offset = static_cast<std::int32_t>(first % s.block_tokens);
+  for (int i = 0; i < count; ++index, offset = 0) {
+    const std::int32_t block = s.blocks[index];
+    const std::int64_t page = block / s.blocks_per_page;
+    const std::int64_t token =
+        static_cast<std::int64_t>(block % s.blocks_per_page) * s.block_tokens + offset;
+    const T* k_at = k_base + page * s.k.row_stride + token * s.k.token_stride;
+    const T* v_at = v_base + page * s.v.row_stride + token * s.v.token_stride;
+    const int last = least(count, i + s.block_tokens - offset);
+    for (; i < last; ++i, k_at += s.k.token_stride, v_at += s.v.token_stride) {
+      k[i] = k_at;
+      v[i] = v_at;
+    }
+  }
+}
+
+// One finished or partial row. `sums`: in the order of lane_of<T>; `maximum` and `total` of the
+// weights in powers of two.
+template <class T>
+void emit(const Output& out, int row, int head, int heads, int head_dim, const float* sums,
+          float maximum, float total) {
+  if (out.partial != nullptr) {
+    float* to =
+        out.partial + (static_cast<std::int64_t>(row) * heads + head) * partial_floats(head_dim);
+    for (int d = 0; d < head_dim; ++d) to[d] = sums[lane_of<T>(d)];
+    to[head_dim] = maximum;
+    to[head_dim + 1] = total;
+    return;
+  }
+  T* to = static_cast<T*>(out.rows) + row * out.row_stride + head * head_dim;
+  const Vec::R factor = Vec::set(1.0F / total);
+  for (int d = 0; d < head_dim; d += kPair) {
+    store_upto(to + d, head_dim - d, Vec::mul(Vec::load(sums + d), factor),
+               Vec::mul(Vec::load(sums + d + Vec::kWidth), factor));
+  }
+  if (out.lse != nullptr) out.lse[row * out.lse_stride + head] = (maximum + log2f(total)) * kLn2;
+}
+
+}  // namespace
+}  // namespace vmserve::cpu

@@ -1,0 +1,120 @@
+// The instruction-set specific kernels: plain parameter structs and one table of functions for
+// each instruction set.
+//
+// The files that implement them are compiled with their own -m flags. They include nothing of the
+// C++ library and keep every function in an unnamed namespace: an inline function that two files
+// share would be kept once by the linker, perhaps in the version this processor cannot execute.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace vmserve::cpu {
+
+struct Bf16 {
+  std::uint16_t bits;
+};
+
+// K or V of one layer. Strides in elements; head_dim is contiguous.
+struct Plane {
+  char* data;                 // [rows, tokens, kv_heads, head_dim]: rows are slots or arena pages
+  std::int64_t row_stride;    // from slot to slot, or from page to page
+  std::int64_t token_stride;  // from token to token
+  std::int64_t head_stride;   // from KV head to KV head
+};
+
+// Where the tokens of one sequence lie. Contiguous: `blocks` is null and the sequence is `row`.
+// Paged: position p lies in block blocks[p / block_tokens], which is part b % blocks_per_page of
+// page (row) b / blocks_per_page. Nothing but the positions that a kernel is given is looked up.
+struct Sequence {
+  Plane k, v;
+  std::int64_t row;
+  const std::int32_t* blocks;
+  std::int32_t block_tokens;
+  std::int32_t blocks_per_page;
+};
+
+// What one work item leaves behind. Either the finished rows, or (`partial` not null) its part
+// of them, to be merged with the other parts of the same rows by `combine`.
+struct Output {
+  void* rows;               // row r, head g of `heads`: rows + r * row_stride + g * head_dim
+  float* lse;               // null, or natural log-sum-exp: lse + r * lse_stride + g
+  float* partial;           // [num_rows * heads] of (head_dim sums, maximum, sum of weights)
+  std::int64_t row_stride;  // elements
+  std::int64_t lse_stride;
+};
+
+// One query row over positions [begin, end): all its heads at once, so that the memory of a
+// token is read as one stream.
+struct DecodeArgs {
+  Sequence seq;
+  const void* q;  // [q_heads, head_dim], q_head_stride apart
+  std::int64_t q_head_stride;
+  std::int32_t kv_heads, group, head_dim;
+  std::int64_t begin, end;
+  float scale, softcap;  // softcap 0: none
+  float* scratch;        // decode_scratch floats, 64-byte aligned
+  Output out;            // heads: kv_heads * group
+};
+
+// `rows` consecutive query rows over positions [begin, end), for one KV head and its group.
+// Row r stands at position first_position + r and sees those in (its own - window, its own].
+struct TileArgs {
+  Sequence seq;
+  const void* q;  // [rows, group, head_dim] of this KV head
+  std::int64_t q_row_stride, q_head_stride;
+  std::int32_t kv_head, group, head_dim, rows;
+  std::int64_t first_position, begin, end, window;
+  float scale, softcap;
+  float* scratch;  // tile_scratch floats, 64-byte aligned
+  Output out;      // heads: group
+};
+
+// Rotates q and k of consecutive tokens of one sequence and writes k and v to their positions.
+struct WriteArgs {
+  Sequence seq;
+  std::int64_t position;
+  std::int32_t num_tokens, q_heads, kv_heads, head_dim, rotary_dim;  // rotary_dim 0: no rotation
+  const void *q, *k, *v;  // [num_tokens, heads, head_dim], strides below, in elements
+  std::int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
+      v_head_stride;
+  const void *cos, *sin;  // [num_tokens, rotary_dim]; the sine of the first half is negated
+  std::int64_t cos_stride, sin_stride;
+  void* q_out;  // [num_tokens, q_heads, head_dim], contiguous; unused without a rotation
+};
+
+// Merges `num_parts` partial outputs of the same rows, in their order.
+struct CombineArgs {
+  const float* parts;        // part i: parts + i * part_stride
+  std::int64_t part_stride;  // floats
+  std::int32_t num_parts, num_rows, heads, head_dim;
+  Output out;
+};
+
+// One instruction set, for one element type.
+struct Kernels {
+  void (*decode)(const DecodeArgs&);
+  void (*tile)(const TileArgs&);
+  void (*write)(const WriteArgs&);
+  void (*combine)(const CombineArgs&);
+};
+
+struct KernelTable {
+  const char* isa;
+  Kernels f32, bf16;
+  std::size_t (*decode_scratch)(std::int32_t q_heads, std::int32_t head_dim);  // floats
+  std::size_t (*tile_scratch)(std::int32_t rows_and_heads, std::int32_t head_dim);
+};
+
+const KernelTable& generic_kernels();
+#ifdef VMSERVE_X86_KERNELS
+const KernelTable& avx2_kernels();
+const KernelTable& avx512_kernels();
+#endif
+
+// Floats of one row and head of a partial output.
+constexpr std::int64_t partial_floats(std::int32_t head_dim) {
+  return head_dim + 2;
+}
+
+}  // namespace vmserve::cpu

@@ -1,0 +1,173 @@
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "kernels.h"
+#include "plan.h"
+#include "vmserve/cpu_attention.h"
+#include "vmserve/errors.h"
+#include "vmserve/text.h"
+
+namespace vmserve {
+namespace {
+
+constexpr std::int64_t kMaxHeadDim = 256, kHeadDimStep = 8;
+constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max();
+
+std::string text(std::int64_t n) {
+  return with_commas(n);
+}
+
+void require(bool condition, const std::string& what) {
+  if (!condition) throw MisuseError(what);
+}
+
+}  // namespace
+
+CpuKvView::CpuKvView(std::vector<TensorRef> keys, std::vector<TensorRef> values)
+    : keys_(std::move(keys)), values_(std::move(values)) {
+  check_tensors();
+}
+
+CpuKvView::CpuKvView(std::vector<TensorRef> keys, std::vector<TensorRef> values,
+                     const std::int32_t* tables, std::int64_t table_rows, std::int64_t table_width,
+                     std::int64_t table_stride, std::int64_t block_tokens)
+    : keys_(std::move(keys)),
+      values_(std::move(values)),
+      tables_(tables),
+      table_rows_(table_rows),
+      table_width_(table_width),
+      table_stride_(table_stride),
+      block_tokens_(block_tokens) {
+  check_tensors();
+  const std::int64_t page_tokens = keys_[0].shape[1];
+  require(tables != nullptr && table_rows > 0 && table_width > 0, "the block tables are empty");
+  require(
+      block_tokens > 0 && page_tokens % block_tokens == 0,
+      "pages of " + text(page_tokens) + " tokens are not whole blocks of " + text(block_tokens));
+  blocks_per_page_ = page_tokens / block_tokens;
+  num_blocks_ = keys_[0].shape[0] * blocks_per_page_;
+  require(num_blocks_ <= std::numeric_limits<std::int32_t>::max() && max_len() <= kMaxTokens,
+          "an arena of " + text(num_blocks_) + " blocks is more than block ids can name");
+}
+
+void CpuKvView::check_tensors() const {
+  require(!keys_.empty() && keys_.size() == values_.size(),
+          text(static_cast<std::int64_t>(keys_.size())) + " key and " +
+              text(static_cast<std::int64_t>(values_.size())) +
+              " value tensors: one of each for every layer is needed");
+  for (const auto* tensors : {&keys_, &values_}) {
+    for (const TensorRef& tensor : *tensors) {
+      require(tensor.shape.size() == 4 && tensor.strides.size() == 4,
+              "keys and values are [rows, tokens, kv_heads, head_dim]");
+      require(tensor.shape == keys_[0].shape && tensor.dtype == keys_[0].dtype,
+              "keys and values of all layers must have one shape and dtype");
+      require(tensor.strides[3] == 1, "head_dim of keys and values must be contiguous");
+    }
+  }
+  require(*std::min_element(keys_[0].shape.begin(), keys_[0].shape.end()) > 0,
+          "keys and values are empty");
+  require(head_dim() % kHeadDimStep == 0 && head_dim() <= kMaxHeadDim,
+          "head_dim " + text(head_dim()) + " is not a multiple of " + text(kHeadDimStep) +
+              " up to " + text(kMaxHeadDim));
+  require(keys_[0].shape[1] <= kMaxTokens && kv_heads() <= 4096,
+          "keys and values of " + text(keys_[0].shape[1]) + " tokens and " + text(kv_heads()) +
+              " heads are more than the kernels count");
+}
+
+CpuBatch::CpuBatch(std::shared_ptr<const CpuKvView> view, std::vector<std::int64_t> places,
+                   std::vector<std::int64_t> num_past, std::vector<std::int64_t> num_new)
+    : view_(std::move(view)),
+      places_(std::move(places)),
+      num_past_(std::move(num_past)),
+      num_new_(std::move(num_new)) {
+  check_sequences();
+  starts_.reserve(num_new_.size());
+  for (const std::int64_t count : num_new_) {
+    starts_.push_back(num_tokens_);
+    num_tokens_ += count;
+  }
+  require(num_tokens_ <= kMaxTokens, text(num_tokens_) + " tokens are more than a batch holds");
+  if (view_->paged()) copy_tables();
+}
+
+CpuBatch::~CpuBatch() = default;
+
+void CpuBatch::check_sequences() const {
+  require(places_.size() == num_past_.size() && places_.size() == num_new_.size(),
+          "places, num_past and num_new differ in length");
+  for (std::size_t i = 0; i < places_.size(); ++i) {
+    require(places_[i] >= 0 && places_[i] < view_->num_places(),
+            "place " + text(places_[i]) + " is outside 0 .. " + text(view_->num_places() - 1));
+    require(num_past_[i] >= 0 && num_new_[i] > 0 && num_past_[i] <= view_->max_len() &&
+                num_new_[i] <= view_->max_len() - num_past_[i],
+            text(num_past_[i]) + " past and " + text(num_new_[i]) + " new tokens in place " +
+                text(places_[i]) + ", which holds 1 to " + text(view_->max_len()));
+  }
+  std::vector<std::int64_t> sorted = places_;
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  require(twice == sorted.end(),
+          "place " + text(twice == sorted.end() ? 0 : *twice) + " is there twice in one batch");
+}
+
+void CpuBatch::copy_tables() {
+  const std::int64_t block_tokens = view_->block_tokens_;
+  for (std::size_t i = 0; i < places_.size(); ++i) {
+    const std::int64_t count = (num_past_[i] + num_new_[i] + block_tokens - 1) / block_tokens;
+    const std::int32_t* const row = view_->tables_ + places_[i] * view_->table_stride_;
+    block_starts_.push_back(static_cast<std::int64_t>(blocks_.size()));
+    blocks_.insert(blocks_.end(), row, row + count);
+    std::int64_t usable = count;
+    while (usable > 0 && row[usable - 1] >= 0 && row[usable - 1] < view_->num_blocks_) --usable;
+    usable_from_.push_back(usable * block_tokens);
+  }
+}
+
+cpu::Sequence CpuBatch::sequence(std::int64_t layer, std::int64_t i) const {
+  const auto plane = [](const TensorRef& tensor) {
+    return cpu::Plane{tensor.data, tensor.strides[0], tensor.strides[1], tensor.strides[2]};
+  };
+  const auto at = static_cast<std::size_t>(i);
+  cpu::Sequence seq{plane(view_->keys_[static_cast<std::size_t>(layer)]),
+                    plane(view_->values_[static_cast<std::size_t>(layer)]),
+                    places_[at],
+                    nullptr,
+                    0,
+                    0};
+  if (view_->paged()) {
+    seq.blocks = blocks_.data() + block_starts_[at];
+    seq.block_tokens = static_cast<std::int32_t>(view_->block_tokens_);
+    seq.blocks_per_page = static_cast<std::int32_t>(view_->blocks_per_page_);
+  }
+  return seq;
+}
+
+std::int64_t CpuBatch::first_seen(std::int64_t i, std::int64_t window) const {
+  const std::int64_t past = num_past_[static_cast<std::size_t>(i)];
+  return window == 0 ? 0 : std::max<std::int64_t>(0, past + 1 - window);
+}
+
+cpu::Plan& CpuBatch::plan(std::int64_t window, std::int64_t q_heads) {
+  for (const auto& plan : plans_) {
+    if (plan->window == window && plan->q_heads == q_heads) return *plan;
+  }
+  check_blocks(window);
+  plans_.push_back(std::make_unique<cpu::Plan>(*this, window, q_heads));
+  return *plans_.back();
+}
+
+void CpuBatch::check_blocks(std::int64_t window) const {
+  for (std::size_t i = 0; i < usable_from_.size(); ++i) {
+    if (first_seen(static_cast<std::int64_t>(i), window) >= usable_from_[i]) continue;
+    const std::int64_t index = usable_from_[i] / view_->block_tokens_ - 1;
+    const std::int32_t block = blocks_[static_cast<std::size_t>(block_starts_[i] + index)];
+    // A bad block that is partly before the window matters all the same: it would be read.
+    throw MisuseError("block table row " + text(places_[i]) + ": entry " + text(index) + " is " +
+                      std::to_string(block) + ", outside the arena's 0 .. " +
+                      text(view_->num_blocks_ - 1));
+  }
+}
+
+}  // namespace vmserve

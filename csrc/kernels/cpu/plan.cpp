@@ -1,0 +1,118 @@
+#include "plan.h"
+
+#include <algorithm>
+
+#include "kernels.h"
+
+namespace vmserve::cpu {
+namespace {
+
+// Positions of a decode item: an eighth of the sequence, so that one sequence alone keeps several
+// threads busy, within limits that keep the merge small beside the reading.
+constexpr std::int64_t kMinPart = 128, kMaxPart = 512, kPartsAimedAt = 8;
+// Rows times heads of a tile item, and how many items a prompt should have before its positions
+// are not cut as well, into parts of so many tokens at least.
+constexpr std::int32_t kTileRows = 96;
+constexpr std::int64_t kEnoughTiles = 8, kMinTilePart = 1024;
+constexpr std::int64_t kDecodeAlign = 16, kTileAlign = 64;
+
+std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+std::int64_t divide_up(std::int64_t n, std::int64_t by) {
+  return (n + by - 1) / by;
+}
+
+}  // namespace
+
+Plan::Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads)
+    : window(window),
+      q_heads(q_heads),
+      kv_heads_(static_cast<std::int32_t>(batch.view().kv_heads())),
+      group_(static_cast<std::int32_t>(q_heads / batch.view().kv_heads())),
+      head_dim_(static_cast<std::int32_t>(batch.view().head_dim())) {
+  for (std::int32_t seq = 0; seq < batch.num_sequences(); ++seq) {
+    if (batch.num_new(seq) == 1) {
+      add_decode(batch, seq);
+    } else {
+      add_tiles(batch, seq);
+    }
+  }
+  const auto cost = [this](const WorkItem& item) {
+    return (item.end - item.begin) * item.rows * (item.decode ? kv_heads_ : 1);
+  };
+  std::stable_sort(items.begin(), items.end(),
+                   [&](const auto& a, const auto& b) { return cost(a) > cost(b); });
+  for (const WorkItem& item : items) work += cost(item) * group_ * head_dim_ * 2;
+  left_ = std::make_unique<std::atomic<std::int32_t>[]>(merges.size());
+}
+
+void Plan::add_decode(const CpuBatch& batch, std::int32_t seq) {
+  WorkItem item;
+  item.seq = seq;
+  item.decode = true;
+  item.begin = batch.first_seen(seq, window);
+  item.end = batch.num_past(seq) + 1;
+  const std::int64_t aimed = divide_up(item.end - item.begin, kPartsAimedAt);
+  add_parts(item, round_up(std::clamp(aimed, kMinPart, kMaxPart), kDecodeAlign), 1);
+}
+
+void Plan::add_tiles(const CpuBatch& batch, std::int32_t seq) {
+  const std::int64_t past = batch.num_past(seq), num_new = batch.num_new(seq);
+  const std::int64_t tile_rows = std::max(1, kTileRows / group_);
+  const std::int64_t num_tiles = divide_up(num_new, tile_rows) * kv_heads_;
+  const std::int64_t num_parts = divide_up(kEnoughTiles, num_tiles);
+  for (std::int64_t row = 0; row < num_new; row += tile_rows) {
+    for (std::int32_t head = 0; head < kv_heads_; ++head) {
+      WorkItem item;
+      item.seq = seq;
+      item.kv_head = head;
+      item.row = static_cast<std::int32_t>(row);
+      item.rows = static_cast<std::int32_t>(std::min(tile_rows, num_new - row));
+      item.begin = window == 0 ? 0 : std::max<std::int64_t>(0, past + row + 1 - window);
+      item.end = past + row + item.rows;
+      max_rows_and_heads = std::max(max_rows_and_heads, item.rows * group_);
+      const std::int64_t part = divide_up(item.end - item.begin, num_parts);
+      add_parts(item, round_up(std::max(part, kMinTilePart), kTileAlign), kTileAlign);
+    }
+  }
+}
+
+// Cuts [begin, end) behind multiples of `align`.
+void Plan::add_parts(WorkItem item, std::int64_t part_tokens, std::int64_t align) {
+  const std::int64_t begin = item.begin, end = item.end;
+  if (end - begin <= part_tokens) {
+    items.push_back(item);
+    return;
+  }
+  Merge merge;
+  merge.seq = item.seq;
+  merge.kv_head = item.kv_head;
+  merge.row = item.row;
+  merge.rows = item.rows;
+  merge.decode = item.decode;
+  merge.partial = partial_floats;
+  const std::int64_t heads = item.decode ? q_heads : group_;
+  merge.part_stride = round_up(item.rows * heads * cpu::partial_floats(head_dim_), 16);
+  for (std::int64_t at = begin; at < end; at = item.end, ++merge.num_parts) {
+    item.begin = at;
+    item.end = std::min(end, (at + part_tokens) / align * align);
+    item.merge = static_cast<std::int32_t>(merges.size());
+    item.partial = partial_floats;
+    partial_floats += merge.part_stride;
+    items.push_back(item);
+  }
+  merges.push_back(merge);
+}
+
+void Plan::restart() {
+  for (std::size_t i = 0; i < merges.size(); ++i) {
+    left_[i].store(merges[i].num_parts, std::memory_order_relaxed);
+  }
+}
+
+bool Plan::finish_part(std::int32_t merge) {
+  return left_[static_cast<std::size_t>(merge)].fetch_sub(1, std::memory_order_acq_rel) == 1;
+}
+
+}  // namespace vmserve::cpu

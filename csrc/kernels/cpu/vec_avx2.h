@@ -1,0 +1,98 @@
+// Eight floats in an AVX2 register. The members that are not plain arithmetic:
+//
+//   load_pair   2 * kWidth consecutive elements as two vectors: the first and the second half of
+//               floats, the even and the odd ones of bfloat16 (a shift and a mask, no shuffle).
+//               store_pair is its inverse, rounding to nearest even as torch does (not with
+//               VCVTNEPS2BF16, which flushes denormals). `lane_of` in math.h is the order.
+//   reduce8     the sums over the lanes of eight vectors
+//   kRows       rows of a matrix product's block: kRows * 3 sums stay in registers
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels.h"
+
+namespace vmserve::cpu {
+namespace {
+
+struct Vec {
+  static constexpr int kWidth = 8;
+  static constexpr int kRows = 4;
+  using R = __m256;
+
+  static R zero() { return _mm256_setzero_ps(); }
+  static R set(float x) { return _mm256_set1_ps(x); }
+  static R load(const float* from) { return _mm256_loadu_ps(from); }
+  static void store(float* to, R a) { _mm256_storeu_ps(to, a); }
+  static R add(R a, R b) { return _mm256_add_ps(a, b); }
+  static R sub(R a, R b) { return _mm256_sub_ps(a, b); }
+  static R mul(R a, R b) { return _mm256_mul_ps(a, b); }
+  static R div(R a, R b) { return _mm256_div_ps(a, b); }
+  static R max(R a, R b) { return _mm256_max_ps(a, b); }
+  static R min(R a, R b) { return _mm256_min_ps(a, b); }
+  static R fma(R a, R b, R c) { return _mm256_fmadd_ps(a, b, c); }
+  static R abs(R a) { return _mm256_andnot_ps(set(-0.0F), a); }
+  static R with_sign_of(R magnitude, R sign) {
+    return _mm256_or_ps(magnitude, _mm256_and_ps(sign, set(-0.0F)));
+  }
+  static R where_less(R a, R b, R yes, R no) {
+    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+  }
+  static R round(R a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static R scale_by_power(R a, R n) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), exponent));
+  }
+  static float reduce_max(R a) {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+  }
+  static float reduce_add(R a) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+  }
+  static void reduce8(const R* s, float* out) {
+    const R a = _mm256_hadd_ps(_mm256_hadd_ps(s[0], s[1]), _mm256_hadd_ps(s[2], s[3]));
+    const R b = _mm256_hadd_ps(_mm256_hadd_ps(s[4], s[5]), _mm256_hadd_ps(s[6], s[7]));
+    store(out, add(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
+  }
+
+  // The bits of the bfloat16 nearest to each lane, in the upper half of it.
+  static __m256i nearest_bf16(R a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i rounded = _mm256_add_epi32(bits, bias);
+    const R is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+    const R nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
+    return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), nan, is_nan));
+  }
+  static __m256i upper() { return _mm256_set1_epi32(static_cast<int>(0xffff0000U)); }
+  static R round_bf16(R a) {
+    return _mm256_castsi256_ps(_mm256_and_si256(nearest_bf16(a), upper()));
+  }
+
+  static void load_pair(const float* from, R& a, R& b) {
+    a = load(from);
+    b = load(from + kWidth);
+  }
+  static void store_pair(float* to, R a, R b) {
+    store(to, a);
+    store(to + kWidth, b);
+  }
+  static void load_pair(const Bf16* from, R& a, R& b) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    a = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+    b = _mm256_castsi256_ps(_mm256_and_si256(bits, upper()));
+  }
+  static void store_pair(Bf16* to, R a, R b) {
+    const __m256i even = _mm256_srli_epi32(nearest_bf16(a), 16);
+    const __m256i odd = _mm256_and_si256(nearest_bf16(b), upper());
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_or_si256(even, odd));
+  }
+};
+
+}  // namespace
+}  // namespace vmserve::cpu

@@ -1,0 +1,89 @@
+// Sixteen floats in an AVX-512 register (F, BW, DQ, VL). See vec_avx2.h for what the members mean.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels.h"
+
+namespace vmserve::cpu {
+namespace {
+
+struct Vec {
+  static constexpr int kWidth = 16;
+  static constexpr int kRows = 8;
+  using R = __m512;
+
+  static R zero() { return _mm512_setzero_ps(); }
+  static R set(float x) { return _mm512_set1_ps(x); }
+  static R load(const float* from) { return _mm512_loadu_ps(from); }
+  static void store(float* to, R a) { _mm512_storeu_ps(to, a); }
+  static R add(R a, R b) { return _mm512_add_ps(a, b); }
+  static R sub(R a, R b) { return _mm512_sub_ps(a, b); }
+  static R mul(R a, R b) { return _mm512_mul_ps(a, b); }
+  static R div(R a, R b) { return _mm512_div_ps(a, b); }
+  static R max(R a, R b) { return _mm512_max_ps(a, b); }
+  static R min(R a, R b) { return _mm512_min_ps(a, b); }
+  static R fma(R a, R b, R c) { return _mm512_fmadd_ps(a, b, c); }
+  static R abs(R a) { return _mm512_andnot_ps(set(-0.0F), a); }
+  static R with_sign_of(R magnitude, R sign) {
+    return _mm512_or_ps(magnitude, _mm512_and_ps(sign, set(-0.0F)));
+  }
+  static R where_less(R a, R b, R yes, R no) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+  }
+  static R round(R a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static R scale_by_power(R a, R n) {
+    const __m512i exponent = _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), exponent));
+  }
+  static float reduce_max(R a) { return _mm512_reduce_max_ps(a); }
+  static float reduce_add(R a) { return _mm512_reduce_add_ps(a); }
+  static __m256 halves(R a) {
+    return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+  }
+  static void reduce8(const R* s, float* out) {
+    const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(halves(s[0]), halves(s[1])),
+                                    _mm256_hadd_ps(halves(s[2]), halves(s[3])));
+    const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(halves(s[4]), halves(s[5])),
+                                    _mm256_hadd_ps(halves(s[6]), halves(s[7])));
+    _mm256_storeu_ps(
+        out, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
+  }
+
+  static __m512i nearest_bf16(R a) {
+    const __m512i bits = _mm512_castps_si512(a);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    return _mm512_mask_blend_epi32(is_nan, _mm512_add_epi32(bits, bias),
+                                   _mm512_set1_epi32(0x7fc00000));
+  }
+  static __m512i upper() { return _mm512_set1_epi32(static_cast<int>(0xffff0000U)); }
+  static R round_bf16(R a) {
+    return _mm512_castsi512_ps(_mm512_and_si512(nearest_bf16(a), upper()));
+  }
+
+  static void load_pair(const float* from, R& a, R& b) {
+    a = load(from);
+    b = load(from + kWidth);
+  }
+  static void store_pair(float* to, R a, R b) {
+    store(to, a);
+    store(to + kWidth, b);
+  }
+  static void load_pair(const Bf16* from, R& a, R& b) {
+    const __m512i bits = _mm512_loadu_si512(from);
+    a = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    b = _mm512_castsi512_ps(_mm512_and_si512(bits, upper()));
+  }
+  static void store_pair(Bf16* to, R a, R b) {
+    const __m512i even = _mm512_srli_epi32(nearest_bf16(a), 16);
+    const __m512i odd = _mm512_and_si512(nearest_bf16(b), upper());
+    _mm512_storeu_si512(to, _mm512_or_si512(even, odd));
+  }
+};
+
+}  // namespace
+}  // namespace vmserve::cpu

@@ -1,0 +1,131 @@
+// Eight floats in plain C++, for every processor. See vec_avx2.h for what the members mean.
+#pragma once
+
+#include <string.h>
+
+#include "kernels.h"
+
+namespace vmserve::cpu {
+namespace {
+
+struct Vec {
+  static constexpr int kWidth = 8;
+  static constexpr int kRows = 4;
+  struct R {
+    float x[kWidth];
+  };
+
+  static R zero() { return set(0.0F); }
+  static R set(float value) {
+    R r;
+    for (float& x : r.x) x = value;
+    return r;
+  }
+  static R load(const float* from) {
+    R r;
+    memcpy(r.x, from, sizeof r.x);
+    return r;
+  }
+  static void store(float* to, R r) { memcpy(to, r.x, sizeof r.x); }
+
+#define VMSERVE_LANES(name, expression)   \
+  static R name(R a, R b) {               \
+    R r;                                  \
+    for (int i = 0; i < kWidth; ++i) {    \
+      const float x = a.x[i], y = b.x[i]; \
+      r.x[i] = expression;                \
+    }                                     \
+    return r;                             \
+  }
+  VMSERVE_LANES(add, x + y)
+  VMSERVE_LANES(sub, x - y)
+  VMSERVE_LANES(mul, x* y)
+  VMSERVE_LANES(div, x / y)
+  VMSERVE_LANES(max, x > y ? x : y)
+  VMSERVE_LANES(min, x < y ? x : y)
+#undef VMSERVE_LANES
+  static R fma(R a, R b, R c) { return add(mul(a, b), c); }
+
+  static R abs(R a) {
+    for (float& x : a.x) x = __builtin_fabsf(x);
+    return a;
+  }
+  static R with_sign_of(R magnitude, R sign) {
+    for (int i = 0; i < kWidth; ++i)
+      magnitude.x[i] = __builtin_copysignf(magnitude.x[i], sign.x[i]);
+    return magnitude;
+  }
+  static R where_less(R a, R b, R yes, R no) {
+    for (int i = 0; i < kWidth; ++i) no.x[i] = a.x[i] < b.x[i] ? yes.x[i] : no.x[i];
+    return no;
+  }
+  static R round(R a) {
+    // Exact for |x| < 2^22, and to even as the vector instructions do.
+    constexpr float kShift = 12582912.0F;
+    for (float& x : a.x) x = (x + kShift) - kShift;
+    return a;
+  }
+  static R scale_by_power(R a, R n) {
+    for (int i = 0; i < kWidth; ++i) {
+      std::uint32_t bits;
+      memcpy(&bits, &a.x[i], sizeof bits);
+      bits += static_cast<std::uint32_t>(static_cast<std::int32_t>(n.x[i])) << 23;
+      memcpy(&a.x[i], &bits, sizeof bits);
+    }
+    return a;
+  }
+  static float reduce_max(R a) {
+    float best = a.x[0];
+    for (const float x : a.x) best = x > best ? x : best;
+    return best;
+  }
+  static float reduce_add(R a) {
+    float sum = 0.0F;
+    for (const float x : a.x) sum += x;
+    return sum;
+  }
+  static void reduce8(const R* sums, float* out) {
+    for (int i = 0; i < 8; ++i) out[i] = reduce_add(sums[i]);
+  }
+
+  static float widen(Bf16 value) {
+    const std::uint32_t bits = static_cast<std::uint32_t>(value.bits) << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+  }
+  static Bf16 narrow(float x) {
+    std::uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return {0x7fc0};
+    return {static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+  }
+  static R round_bf16(R a) {
+    for (float& x : a.x) x = widen(narrow(x));
+    return a;
+  }
+
+  static void load_pair(const float* from, R& a, R& b) {
+    a = load(from);
+    b = load(from + kWidth);
+  }
+  static void store_pair(float* to, R a, R b) {
+    store(to, a);
+    store(to + kWidth, b);
+  }
+  static void load_pair(const Bf16* from, R& a, R& b) {
+    for (int i = 0; i < kWidth; ++i) {
+      a.x[i] = widen(from[2 * i]);
+      b.x[i] = widen(from[2 * i + 1]);
+    }
+  }
+  static void store_pair(Bf16* to, R a, R b) {
+    for (int i = 0; i < kWidth; ++i) {
+      to[2 * i] = narrow(a.x[i]);
+      to[2 * i + 1] = narrow(b.x[i]);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace vmserve::cpu

@@ -1,0 +1,133 @@
+// Rotary embedding of q and k with the write of k and v to their positions, and the merge of
+// partial outputs.
+//
+// The rotation rounds where separate tensor operations in the element type would: after each
+// product and after the sum (vmserve/attention/rotary.py). Nothing here is contracted to an FMA.
+#pragma once
+
+#include "kernel_common.h"
+
+namespace vmserve::cpu {
+namespace {
+
+template <class T>
+Vec::R rounded(Vec::R x);
+template <>
+[[maybe_unused]] inline Vec::R rounded<float>(Vec::R x) {
+  return x;
+}
+template <>
+[[maybe_unused]] inline Vec::R rounded<Bf16>(Vec::R x) {
+  return Vec::round_bf16(x);
+}
+
+// to[i] = x[i] * cos[i] + partner[i] * sin[i]
+template <class T>
+void rotate_half(const T* x, const T* partner, const T* cos, const T* sin, int count, T* to) {
+  for (int i = 0; i < count; i += kPair) {
+    Vec::R xs[2], partners[2], coss[2], sins[2];
+    load_upto(x + i, count - i, xs[0], xs[1]);
+    load_upto(partner + i, count - i, partners[0], partners[1]);
+    load_upto(cos + i, count - i, coss[0], coss[1]);
+    load_upto(sin + i, count - i, sins[0], sins[1]);
+    for (int j = 0; j < 2; ++j) {
+      xs[j] = Vec::add(rounded<T>(Vec::mul(xs[j], coss[j])),
+                       rounded<T>(Vec::mul(partners[j], sins[j])));
+    }
+    store_upto(to + i, count - i, xs[0], xs[1]);
+  }
+}
+
+template <class T>
+void rotate_row(const T* x, const T* cos, const T* sin, int rotary_dim, int head_dim, T* to) {
+  const int half = rotary_dim / 2;
+  rotate_half(x, x + half, cos, sin, half, to);
+  rotate_half(x + half, x, cos + half, sin + half, half, to + half);
+  memcpy(to + rotary_dim, x + rotary_dim, sizeof(T) * static_cast<size_t>(head_dim - rotary_dim));
+}
+
+template <class T>
+void write_token(const WriteArgs& a, int token, T* k_to, T* v_to) {
+  const T* const cos = static_cast<const T*>(a.cos) + token * a.cos_stride;
+  const T* const sin = static_cast<const T*>(a.sin) + token * a.sin_stride;
+  const size_t row_bytes = sizeof(T) * static_cast<size_t>(a.head_dim);
+  for (int h = 0; h < a.kv_heads; ++h) {
+    const T* k = static_cast<const T*>(a.k) + token * a.k_token_stride + h * a.k_head_stride;
+    const T* v = static_cast<const T*>(a.v) + token * a.v_token_stride + h * a.v_head_stride;
+    T* const to = k_to + h * a.seq.k.head_stride;
+    if (a.rotary_dim > 0) {
+      rotate_row(k, cos, sin, a.rotary_dim, a.head_dim, to);
+    } else {
+      memcpy(to, k, row_bytes);
+    }
+    memcpy(v_to + h * a.seq.v.head_stride, v, row_bytes);
+  }
+  for (int h = 0; a.rotary_dim > 0 && h < a.q_heads; ++h) {
+    const T* q = static_cast<const T*>(a.q) + token * a.q_token_stride + h * a.q_head_stride;
+    rotate_row(
+        q, cos, sin, a.rotary_dim, a.head_dim,
+        static_cast<T*>(a.q_out) + (static_cast<std::int64_t>(token) * a.q_heads + h) * a.head_dim);
+  }
+}
+
+template <class T>
+void write(const WriteArgs& a) {
+  for (int token = 0; token < a.num_tokens; ++token) {
+    const T *k, *v;
+    locate(a.seq, a.position + token, 1, &k, &v);
+    write_token(a, token, const_cast<T*>(k), const_cast<T*>(v));
+  }
+}
+
+// Partial rows are in the natural order of head_dim; a finished row of floats is, too.
+template <class T>
+void store_row(const float* from, int head_dim, T* to);
+template <>
+[[maybe_unused]] inline void store_row<float>(const float* from, int head_dim, float* to) {
+  memcpy(to, from, sizeof(float) * static_cast<size_t>(head_dim));
+}
+template <>
+[[maybe_unused]] inline void store_row<Bf16>(const float* from, int head_dim, Bf16* to) {
+  float lanes[kPair];
+  for (int d = 0; d < head_dim; d += kPair) {
+    const int count = least(kPair, head_dim - d);
+    memset(lanes, 0, sizeof lanes);
+    for (int i = 0; i < count; ++i) lanes[lane_of<Bf16>(i)] = from[d + i];
+    store_upto(to + d, count, Vec::load(lanes), Vec::load(lanes + Vec::kWidth));
+  }
+}
+
+template <class T>
+void combine_row(const CombineArgs& a, int row, int head) {
+  const float* const first =
+      a.parts + (static_cast<std::int64_t>(row) * a.heads + head) * partial_floats(a.head_dim);
+  float maximum = kLowest;
+  for (int i = 0; i < a.num_parts; ++i) {
+    maximum = most(maximum, first[i * a.part_stride + a.head_dim]);
+  }
+  float sums[256] = {};
+  float total = 0.0F;
+  for (int i = 0; i < a.num_parts; ++i) {
+    const float* const part = first + i * a.part_stride;
+    const float factor = exp2_of(part[a.head_dim] - maximum);
+    total += factor * part[a.head_dim + 1];
+    for (int d = 0; d < a.head_dim; ++d) sums[d] += factor * part[d];
+  }
+  const float inverse = 1.0F / total;
+  for (int d = 0; d < a.head_dim; ++d) sums[d] *= inverse;
+  store_row(sums, a.head_dim,
+            static_cast<T*>(a.out.rows) + row * a.out.row_stride + head * a.head_dim);
+  if (a.out.lse != nullptr) {
+    a.out.lse[row * a.out.lse_stride + head] = (maximum + log2f(total)) * kLn2;
+  }
+}
+
+template <class T>
+void combine(const CombineArgs& a) {
+  for (int row = 0; row < a.num_rows; ++row) {
+    for (int head = 0; head < a.heads; ++head) combine_row<T>(a, row, head);
+  }
+}
+
+}  // namespace
+}  // namespace vmserve::cpu
