@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from vmserve import _core
-from vmserve.attention import create_backend
+from vmserve.attention import check_backend, create_backend
 from vmserve.attention.base import KVView
 from vmserve.config import EngineConfig, ResolvedConfig, format_size, resolve
 from vmserve.decoding import BeamGroup, BeamSearch
@@ -98,10 +98,16 @@ class LLMEngine:
             regime: create_backend(config.attention_backend, regime, head_dim, dtype)
             for regime in Regime
         }
+        for backend in backends.values():
+            check_backend(backend, self.model_config.attention)
         slack = max(backend.read_slack_tokens for backend in backends.values())
         self.memory = _create_memory(self.resolved, self.model_config, dtype, slack)
         self._model = load_model(
-            path, dtype, max_model_len=self.resolved.max_model_len, progress=progress
+            path,
+            dtype,
+            config=self.model_config,
+            max_model_len=self.resolved.max_model_len,
+            progress=progress,
         )
         swaps = self.resolved.swap_bytes > 0
         self._preemption = PreemptionPolicy(self.resolved.preemption if swaps else "recompute")

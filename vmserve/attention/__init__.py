@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from vmserve.attention.base import AttentionBackend, ContiguousView, PagedView
+from vmserve.attention.base import AttentionBackend, ContiguousView, LayerAttention, PagedView
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.sdpa import SdpaBackend
-from vmserve.errors import ConfigurationError
+from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
 
-__all__ = ["BACKENDS", "create_backend"]
+__all__ = ["BACKENDS", "check_backend", "create_backend"]
 
 BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
     "cpu": CpuBackend,
@@ -57,3 +57,17 @@ def create_backend(
                 f"{refusal}; use auto"
             )
     raise AssertionError("the reference serves everything")
+
+
+def check_backend(backend: AttentionBackend, layers: Iterable[LayerAttention]) -> None:
+    """Raises :class:`~vmserve.errors.UnsupportedError` if ``backend`` lacks what a model needs."""
+    if backend.softcap:
+        return
+    capped = [layer for layer in layers if layer.softcap is not None]
+    if capped:
+        able = [name for name, create in BACKENDS.items() if create().softcap]
+        remedy = f"use --attention-backend {able[0]}" if able else "choose another model"
+        raise UnsupportedError(
+            f"{len(capped)} layers of this model cap their attention scores at "
+            f"{capped[0].softcap:g}, which the {backend.name} backend cannot do: {remedy}"
+        )
