@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from vmserve import _core
-from vmserve.attention import check_backend, create_backend
+from vmserve.attention import create_backend
 from vmserve.attention.base import KVView
 from vmserve.config import EngineConfig, ResolvedConfig, format_size, resolve
 from vmserve.decoding import BeamGroup, BeamSearch
@@ -95,11 +95,11 @@ class LLMEngine:
         dtype = resolve_dtype(config.dtype, self.model_config, "cpu")
         head_dim = self.model_config.head_dim
         backends = {
-            regime: create_backend(config.attention_backend, regime, head_dim, dtype)
+            regime: create_backend(
+                config.attention_backend, regime, head_dim, dtype, self.model_config.attention
+            )
             for regime in Regime
         }
-        for backend in backends.values():
-            check_backend(backend, self.model_config.attention)
         slack = max(backend.read_slack_tokens for backend in backends.values())
         self.memory = _create_memory(self.resolved, self.model_config, dtype, slack)
         self._model = load_model(

@@ -12,7 +12,6 @@ import torch  # isort: skip
 from transformers import AutoModelForCausalLM, PreTrainedConfig  # isort: skip
 
 from tests.models.checkpoints import CONTEXT, FOREIGN, VARIANTS, save
-from vmserve.attention import BACKENDS
 from vmserve.errors import ConfigurationError, UnsupportedError
 
 MODELS = {**VARIANTS, **FOREIGN}
@@ -55,13 +54,20 @@ def assert_same_tokens(config: PreTrainedConfig, directory: Path, tokenizer: Pat
         (70, 1, 33, 12)
     )]  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-    backend = "cpu" if config.model_type == "gemma2" and "cpu" in BACKENDS else "sdpa"
-    with engine(directory, tokenizer, attention_backend=backend) as llm:
-        results = llm.generate(prompts, params)
-        llm.engine.memory.check()
-    assert results[0].metrics.num_prefill_chunks > 2
-    for prompt, result in zip(prompts, results, strict=True):
-        assert result.outputs[0].token_ids == generated(directory, prompt)
+    expected = [generated(directory, prompt) for prompt in prompts]
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    backend = "reference" if capped else "sdpa"
+    for options in (
+        {"kv_regime": "virtual", "attention_backend": backend},
+        {"kv_regime": "virtual"},
+        {"kv_regime": "paged"},
+    ):
+        with engine(directory, tokenizer, **options) as llm:
+            results = llm.generate(prompts, params)
+            llm.engine.memory.check()
+        assert results[0].metrics.num_prefill_chunks > 2
+        assert results[0].metrics.kv_regime == options["kv_regime"]
+        assert [result.outputs[0].token_ids for result in results] == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,8 +76,7 @@ def test_the_same_tokens(name: str, tmp_path: Path, model_dir: Path) -> None:
 
 
 def test_a_softcap_is_served_or_refused_at_start(tmp_path: Path, model_dir: Path) -> None:
-    if "cpu" in BACKENDS:
-        assert_same_tokens(FOREIGN["gemma2"], tmp_path / "model", model_dir)
+    assert_same_tokens(FOREIGN["gemma2"], tmp_path / "model", model_dir)
     save(FOREIGN["gemma2"], tmp_path / "capped")
     with pytest.raises(UnsupportedError, match=r"scores at 50, which the sdpa backend cannot do"):
         engine(tmp_path / "capped", model_dir, attention_backend="sdpa")

@@ -116,7 +116,7 @@ FOREIGN: dict[str, PreTrainedConfig] = {
     "olmo2": CONFIG_MAPPING["olmo2"](**_OTHER),
     "granite": CONFIG_MAPPING["granite"](**_OTHER, attention_multiplier=0.3, logits_scaling=4.0),
     "gemma2": CONFIG_MAPPING["gemma2"](
-        **_OTHER, head_dim=12, sliding_window=7, query_pre_attn_scalar=20
+        **_OTHER, head_dim=16, sliding_window=7, query_pre_attn_scalar=20
     ),
     "gemma2-no-cap": CONFIG_MAPPING["gemma2"](
         **_OTHER,

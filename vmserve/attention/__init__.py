@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -27,15 +27,17 @@ def create_backend(
     regime: Regime = Regime.VIRTUAL,
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
+    layers: Sequence[LayerAttention] = (),
 ) -> AttentionBackend:
     """The backend called ``name`` if it reads the regime's view, else the best that does.
 
     "auto" is the best one: our own kernels, which are ahead of the stock ones on a CPU
     (benchmarks/kernels), where they have the head size and the dtype; else the stock ones, or for
-    the paged regime the slow but general reference.
+    the paged regime the slow but general reference. ``layers``: what the model asks for.
 
     Raises :class:`~vmserve.errors.ConfigurationError` for an unknown name, or a backend that
-    cannot serve such heads.
+    cannot serve such heads, and :class:`~vmserve.errors.UnsupportedError` for one that lacks
+    what the layers need.
     """
     if name != "auto" and name not in BACKENDS:
         raise ConfigurationError(
@@ -47,6 +49,10 @@ def create_backend(
             continue
         backend = BACKENDS[chosen]()
         if view not in backend.views:
+            continue
+        if chosen == name:
+            check_backend(backend, layers)
+        elif not backend.softcap and any(layer.softcap is not None for layer in layers):
             continue
         refusal = backend.refusal(head_dim, dtype)
         if refusal is None:

@@ -1,7 +1,7 @@
 """Causal language models that the decoder does not know, run by ``transformers``.
 
 Their attention goes through transformers' attention interface to our KV memory; everything
-else is their own code. ``docs/decisions/0006-models-outside-the-decoder.md`` says what is
+else is their own code. ``docs/decisions/0007-models-outside-the-decoder.md`` says what is
 refused, and how that is found out.
 """
 
