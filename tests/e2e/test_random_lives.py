@@ -79,7 +79,7 @@ class Life:
             kv_cache_memory=pages * self._page_bytes(),
             max_model_len=MAX_LEN,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=rng.choice([1, 7, 16, 64, 256]),
+            max_num_batched_tokens=max(self.max_num_seqs, rng.choice([1, 7, 16, 64, 256])),
             enable_prefix_caching=rng.random() < 0.6,
             kv_mapper=rng.choice(["off", "auto"]),
         )
