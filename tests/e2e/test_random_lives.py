@@ -82,6 +82,9 @@ class Life:
             max_num_batched_tokens=max(self.max_num_seqs, rng.choice([1, 7, 16, 64, 256])),
             enable_prefix_caching=rng.random() < 0.6,
             kv_mapper=rng.choice(["off", "auto"]),
+            preemption="auto",
+            swap_space=rng.choice([0, "512KiB", "64MiB"]),
+            scheduling_policy=rng.choice(["fcfs", "priority"]),
         )
         self.engine: Any = self.llm.engine
         self.asked: dict[str, Asked] = {}
