@@ -70,7 +70,6 @@ def test_wrong_values(options: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv_regime": "paged"},
         {"device": "cuda"},
         {"swap_space": "1GiB"},
         {"preemption": "swap"},

@@ -11,16 +11,18 @@ import asyncio
 import logging
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from vmserve.config import EngineConfig, ResolvedConfig
-from vmserve.engine import LLMEngine, Progress, StepResult
+from vmserve.engine import LLMEngine, PinnedPrefix, Progress, StepResult
 from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.models.config import ModelConfig
-from vmserve.sampling import SamplingParams
+from vmserve.sampling import GenerationParams, SamplingParams
 from vmserve.tokenizer import Tokenizer
 from vmserve.types import RequestOutput
 
@@ -28,6 +30,7 @@ __all__ = ["AsyncLLM"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Item = RequestOutput | BaseException
 
 
@@ -106,7 +109,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: GenerationParams,
         *,
         request_id: str,
         prompt: str | None = None,
@@ -158,6 +161,37 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._submit_quietly(_Command(lambda: self._abort(request_id, listener)))
+
+    async def pin_prefix(self, token_ids: list[int], *, cache_salt: str = "") -> PinnedPrefix:
+        """Compute a prefix and keep it in memory: see :meth:`vmserve.LLM.pin_prefix`."""
+        once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        request_id = f"pin-{uuid.uuid4().hex}"
+        async for _ in self.generate(token_ids, once, request_id=request_id, cache_salt=cache_salt):
+            pass
+        return await self._ask(lambda: self._engine.hold_prefix(token_ids, cache_salt=cache_salt))
+
+    async def unpin_prefix(self, handle: int) -> None:
+        """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
+        await self._ask(lambda: self._engine.unpin_prefix(handle))
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        """Run ``question`` in the engine's thread; its answer, or what it raises."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def tell(result: Callable[[], None]) -> None:
+            loop.call_soon_threadsafe(lambda: None if answer.done() else result())
+
+        def run() -> None:
+            try:
+                value = question()
+            except (VmserveError, ValueError) as error:
+                tell(partial(answer.set_exception, error))
+            else:
+                tell(partial(answer.set_result, value))
+
+        self._submit(_Command(run, lambda error: tell(partial(answer.set_exception, error))))
+        return await answer
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last output with finish_reason "abort"."""

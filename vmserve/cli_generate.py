@@ -53,6 +53,9 @@ def generate_command(
     min_p: Annotated[float | None, _sampling("Least share of the likeliest's mass.")] = None,
     n: Annotated[int | None, _sampling("Outputs per prompt.", "-n", "--n")] = None,
     beam_width: Annotated[int | None, _sampling("Beam search of this width.")] = None,
+    length_penalty: Annotated[
+        float | None, _sampling("Of beams: score = log-probability / length ** penalty.")
+    ] = None,
     stop: Annotated[list[str] | None, _sampling("A stop string; repeatable.")] = None,
     ignore_eos: Annotated[bool | None, _sampling("Go on past the end token.")] = None,
     presence_penalty: Annotated[float | None, _sampling()] = None,
@@ -80,10 +83,12 @@ def generate_command(
         "logprobs": logprobs,
     }
     fields = {name: value for name, value in given.items() if value is not None}
+    if length_penalty is not None and beam_width is None:
+        raise ConfigurationError("--length-penalty is for beams: give --beam-width, too")
     requests = _read_requests(prompt, file)
     with vmserve.LLM(**engine_options) as llm:
         if beam_width is not None:
-            beam = vmserve.BeamSearchParams(beam_width=beam_width)
+            beam = _beam_params(beam_width, length_penalty, fields)
             results = llm.beam_search([p for p, _ in requests], beam)
         else:
             params = [_sampling_params(llm, {**fields, **own}) for _, own in requests]
@@ -91,6 +96,18 @@ def generate_command(
                 [p for p, _ in requests], params, use_tqdm=len(requests) > 1 and _is_watched()
             )
         _print(results, output_format)
+
+
+def _beam_params(width: int, length_penalty: float | None, fields: dict[str, Any]) -> Any:
+    known = {"max_tokens", "ignore_eos", "logprobs", "temperature"}
+    surplus = sorted(set(fields) - known)
+    if surplus:
+        raise ConfigurationError(
+            f"--beam-width does not go with {', '.join(surplus)}: beams are not sampled"
+        )
+    if length_penalty is not None:
+        fields = {**fields, "length_penalty": length_penalty}
+    return vmserve.BeamSearchParams(beam_width=width, **fields)
 
 
 def _sampling_params(llm: Any, fields: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import gc
 import ipaddress
+import json
 import logging
 import os
 import signal
@@ -136,6 +137,14 @@ def serve_command(
             help="File with a Jinja template to use instead of the model's.", rich_help_panel=_API
         ),
     ] = None,
+    pin_prefix: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File with a prefix whose KV cache is computed at start and kept: text, or "
+            "(.json) messages for the chat template; repeatable.",
+            rich_help_panel=_API,
+        ),
+    ] = None,
     return_tokens_as_token_ids: Annotated[
         bool,
         typer.Option(
@@ -248,10 +257,15 @@ def serve_command(
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
     )
-    _run(config, options, show_tokenizer=enable_tokenizer_info_endpoint)
+    _run(config, options, pin_prefix or [], show_tokenizer=enable_tokenizer_info_endpoint)
 
 
-def _run(config: ServerConfig, engine_options: dict[str, Any], show_tokenizer: bool) -> None:
+def _run(
+    config: ServerConfig,
+    engine_options: dict[str, Any],
+    pinned: list[Path],
+    show_tokenizer: bool,
+) -> None:
     """Raises :class:`~vmserve.errors.VmserveError` for what keeps the server from starting."""
     with _stoppable_start(), bind(config) as listener:
         if config.uds is None and not (config.api_keys or _is_loopback(config.host)):
@@ -272,6 +286,7 @@ def _run(config: ServerConfig, engine_options: dict[str, Any], show_tokenizer: b
             resolved.max_num_seqs,
         )
         _check_template(engine, config.chat_template)
+        prefixes = {path: _prefix_ids(path, engine, config.chat_template) for path in pinned}
         if show_tokenizer:
             info = tokenizer_info(engine.tokenizer.hf)
             config = dataclasses.replace(config, tokenizer_info=info)
@@ -279,11 +294,19 @@ def _run(config: ServerConfig, engine_options: dict[str, Any], show_tokenizer: b
         # again while serving, and once more at exit.
         gc.collect()
         gc.freeze()
-        asyncio.run(_serve(engine, config, listener))
+        asyncio.run(_serve(engine, config, listener, prefixes))
     logger.info("stopped")
 
 
-async def _serve(engine: AsyncLLM, config: ServerConfig, listener: socket.socket) -> None:
+async def _serve(
+    engine: AsyncLLM,
+    config: ServerConfig,
+    listener: socket.socket,
+    prefixes: dict[Path, list[int]],
+) -> None:
+    for path, token_ids in prefixes.items():
+        pin = await engine.pin_prefix(token_ids)
+        logger.info("pinned %d of the %d tokens of %s", pin.num_tokens, len(token_ids), path)
     stop = asyncio.Event()
     names = ", ".join(config.served_model_names)
     url = url_of(listener)
@@ -305,6 +328,23 @@ def _check_template(engine: AsyncLLM, chat_template: str | None) -> None:
         engine.tokenizer.apply_chat_template(
             [{"role": "user", "content": "?"}], chat_template=chat_template
         )
+
+
+def _prefix_ids(path: Path, engine: AsyncLLM, chat_template: str | None) -> list[int]:
+    """The tokens of a prefix: a text, or messages (JSON) as the chat template writes them."""
+    text = _read_text(path, "pin_prefix")
+    if path.suffix != ".json":
+        return engine.tokenizer.encode(text)
+    try:
+        messages = json.loads(text)
+        _, token_ids = engine.tokenizer.apply_chat_template(
+            messages, chat_template=chat_template, add_generation_prompt=False
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"pin_prefix: {path} is not a list of messages: {error}"
+        ) from error
+    return token_ids
 
 
 @contextlib.contextmanager
@@ -354,11 +394,13 @@ def _api_keys(given: list[str] | None) -> tuple[str, ...]:
 
 
 def _read_template(path: Path | None) -> str | None:
-    if path is None:
-        return None
+    return None if path is None else _read_text(path, "chat_template")
+
+
+def _read_text(path: Path, option: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError(f"chat_template: cannot read {path}: {error.strerror}") from error
+        raise ConfigurationError(f"{option}: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"chat_template: {path} is not UTF-8 text") from error
+        raise ConfigurationError(f"{option}: {path} is not UTF-8 text") from error

@@ -161,7 +161,6 @@ class EngineConfig:
 
     def _check_supported(self) -> None:
         refusals = [
-            (self.kv_regime == "paged", "kv_regime=paged", "use virtual or auto"),
             (self.device == "cuda", "device=cuda", "use cpu or auto"),
             (parse_size(self.swap_space, "swap_space") > 0, "swap_space above 0", "leave it at 0"),
             (self.preemption == "swap", "preemption=swap", "use recompute or auto"),
@@ -222,7 +221,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
         kv_zero_pages=config.kv_zero_pages,
         kv_driver=config.kv_driver,
         kv_mapper="off" if config.kv_mapper == "off" else "thread",
-        prefix_caching=config.enable_prefix_caching is True,
+        prefix_caching=config.enable_prefix_caching is not False,
         block_tokens=config.block_size,
         seed=config.seed,
     )

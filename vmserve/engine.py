@@ -11,7 +11,9 @@ import torch
 
 from vmserve import _core
 from vmserve.attention import create_backend
+from vmserve.attention.base import KVView
 from vmserve.config import EngineConfig, ResolvedConfig, format_size, resolve
+from vmserve.decoding import BeamGroup, BeamSearch
 from vmserve.errors import (
     ConfigurationError,
     DriverError,
@@ -19,28 +21,33 @@ from vmserve.errors import (
     OutOfMemoryError,
     VmserveError,
 )
+from vmserve.memory.base import Attach, MemoryPlan, Regime
 from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models import load_model, resolve_dtype, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
-from vmserve.runner.model_runner import ModelRunner, StepLogits
-from vmserve.sampling import Sampler, SamplingParams
+from vmserve.runner.model_runner import ModelRunner, RegimeKernels
+from vmserve.sampling import BeamSearchParams, GenerationParams, Sampler, SamplingParams
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
+from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import RequestMetrics, RequestOutput
 
-__all__ = ["LLMEngine", "RequestFailure", "StepResult"]
+__all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 
 logger = logging.getLogger(__name__)
 
 #: Free pages that an idle engine keeps: the next short request then waits for no page fault.
 IDLE_BYTES = 16 << 20
+MAX_PINNED_PREFIXES = 64
 #: How far ahead of a sequence its pages are mapped while a step computes.
 LOOKAHEAD_TOKENS = 16
+#: Logits of prompt tokens that a step computes at most (128 MiB in float32), whatever their number.
+SCORED_LOGITS = 1 << 25
 #: ``progress(phase, done, total)``: called while loading; units depend on the phase.
 Progress = Callable[[str, int, int], None]
 
@@ -54,13 +61,21 @@ class RequestFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """``num_tokens``: how many of its tokens are kept (whole blocks)."""
+
+    handle: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     outputs: tuple[RequestOutput, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
 
 
 class LLMEngine:
-    """Continuous batching over a KV cache in virtual memory.
+    """Continuous batching over a KV cache in two views of one pool of pages.
 
     Single-threaded: whoever calls :meth:`step` owns it (:class:`vmserve.LLM` the caller's
     thread, :class:`vmserve.AsyncLLM` a thread of its own). :meth:`prepare` alone may be
@@ -77,10 +92,9 @@ class LLMEngine:
         self.tokenizer: Tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))
         self.resolved: ResolvedConfig = resolve(config, self.model_config)
         dtype = resolve_dtype(config.dtype, self.model_config, "cpu")
-        backend = create_backend(config.attention_backend)
-        self.memory = _create_memory(
-            self.resolved, self.model_config, dtype, backend.read_slack_tokens
-        )
+        backends = {regime: create_backend(config.attention_backend, regime) for regime in Regime}
+        slack = max(backend.read_slack_tokens for backend in backends.values())
+        self.memory = _create_memory(self.resolved, self.model_config, dtype, slack)
         self._model = load_model(
             path, dtype, max_model_len=self.resolved.max_model_len, progress=progress
         )
@@ -90,9 +104,18 @@ class LLMEngine:
                 self.resolved.max_num_seqs,
                 self.resolved.max_num_batched_tokens,
                 window=_widest_window(self.model_config),
+                max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
             ),
+            RegimePolicy(self.resolved.kv_regime),
         )
-        self._runner = ModelRunner(self._model, self.memory.view(), backend)
+        views: dict[Regime, KVView] = {
+            Regime.VIRTUAL: self.memory.view(),
+            Regime.PAGED: self.memory.paged_view(),
+        }
+        self._runner = ModelRunner(
+            self._model,
+            {regime: RegimeKernels(backends[regime], views[regime]) for regime in Regime},
+        )
         self._sampler = Sampler(self.model_config.vocab_size)
         self.counters = EngineCounters()
         self._output = OutputProcessor(
@@ -100,10 +123,13 @@ class LLMEngine:
         )
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
+        #: Handle -> the sequence in memory that keeps the blocks.
+        self._pins: dict[int, int] = {}
+        self._num_pinned = 0
 
     # -- requests ---------------------------------------------------------------------
 
-    def prepare(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def prepare(self, prompt_token_ids: list[int], params: GenerationParams) -> None:
         """Check a request against the model without touching any state.
 
         Raises :class:`~vmserve.errors.InvalidRequestError`.
@@ -133,13 +159,20 @@ class LLMEngine:
                 f"max_tokens={params.max_tokens} is above it",
                 "max_tokens",
             )
-        params.validate_for(vocab, self.resolved.max_logprobs)
+        params.as_sampling().validate_for(vocab, self.resolved.max_logprobs)
+        most = self.resolved.max_num_seqs
+        if isinstance(params, BeamSearchParams) and params.beam_width > most:
+            raise InvalidRequestError(
+                f"beam_width must be at most {most} here, got {params.beam_width} "
+                "(less_than_equal): beams run together; raise --max-num-seqs",
+                "beam_width",
+            )
 
     def add_request(
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: GenerationParams,
         *,
         prompt: str | None = None,
         priority: int = 0,
@@ -182,6 +215,65 @@ class LLMEngine:
     def request_ids(self) -> list[str]:
         return list(self._requests)
 
+    # -- pinned prefixes --------------------------------------------------------------
+
+    def hold_prefix(self, token_ids: list[int], *, cache_salt: str = "") -> PinnedPrefix:
+        """Keep what the prefix cache has of these tokens, whatever else is evicted.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError` where it has nothing, or where too
+        little of the pool would be left for the longest sequence.
+        """
+        if not self.resolved.prefix_caching:
+            raise InvalidRequestError(
+                "prefixes cannot be pinned without --enable-prefix-caching", "prompt"
+            )
+        if len(self._pins) >= MAX_PINNED_PREFIXES:
+            raise InvalidRequestError(
+                f"{MAX_PINNED_PREFIXES} prefixes are pinned already: unpin one", "prompt"
+            )
+        # A match never has the last token; one more lets it have the whole prefix.
+        memory_id = self.memory.open([*token_ids, 0], regime=Regime.PAGED, salt=cache_salt.encode())
+        if memory_id is None:
+            raise InvalidRequestError("too many sequences are open: try again", "prompt")
+        hit = self.memory.match(memory_id)
+        plan = self.memory.plan([], [Attach(memory_id, hit)])
+        if hit == 0 or not isinstance(plan, MemoryPlan):
+            self.memory.release(memory_id)
+            raise InvalidRequestError(
+                f"nothing of the {len(token_ids)} tokens is in the prefix cache: a prefix is "
+                f"pinned in whole blocks of {self.resolved.block_tokens} tokens, once computed",
+                "prompt",
+            )
+        self.memory.complete(self.memory.apply(plan))
+        needed = self.memory.layout.pages_for(self.resolved.max_model_len)
+        left = self.memory.available_pages()
+        if not self._requests and left < needed:
+            self.memory.release(memory_id)
+            raise InvalidRequestError(
+                f"with {hit} tokens pinned {left} pages are left, and a sequence of "
+                f"{self.resolved.max_model_len} tokens needs {needed}: raise --kv-cache-memory",
+                "prompt",
+            )
+        handle = self._num_pinned
+        self._num_pinned += 1
+        self._pins[handle] = memory_id
+        return PinnedPrefix(handle, hit)
+
+    def unpin_prefix(self, handle: int) -> None:
+        """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
+        if handle not in self._pins:
+            raise ValueError(f"no prefix is pinned with the handle {handle}")
+        self.memory.release(self._pins.pop(handle))
+
+    def convert(self, request_id: str, regime: Regime) -> None:
+        """Keep the request in ``regime`` from the next step on that finds memory for it.
+
+        No byte is copied where its blocks fill whole pages in order. Unknown ids are ignored.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.scheduler.convert(request, regime)
+
     # -- the step ---------------------------------------------------------------------
 
     def step(self) -> StepResult:
@@ -197,37 +289,47 @@ class LLMEngine:
             epoch = self.memory.apply(plan.memory)
         except (OutOfMemoryError, DriverError) as error:
             return self._make_room_after(error, plan)
+        self.scheduler.applied(plan)
         self._mark_scheduled(plan)
         try:
-            logits = self._runner.execute(plan, self._slots(plan))
+            logits = self._runner.execute(plan, self._places(plan))
             self.memory.complete(epoch)
             self.scheduler.computed(plan)
             samples = self._sampler.sample(
-                logits.sampling_logits(), [sampling_row(item) for item in logits.samplers]
+                logits.sampling_logits(), [sampling_row(seq) for seq in logits.samplers]
             )
             outputs = self._output.process(logits, samples, self._sampler)
         except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
             self.memory.abandon(epoch)
             return self._fail_batch(error, plan)
-        self._name_tokens(logits)
+        self._name_tokens(plan)
         self._retire(outputs)
         self.counters.steps += 1
         self.counters.tokens_computed += plan.num_tokens
         return StepResult(outputs=tuple(outputs))
 
-    def _slots(self, plan: StepPlan) -> list[int]:
-        slots: list[int] = self.memory.slots([item.memory_id for item in plan.scheduled]).tolist()
-        return slots
+    def _places(self, plan: StepPlan) -> list[int]:
+        """Where kernels find the sequences: in a slot, or by a row of the block tables."""
+        places: list[int] = self.memory.slots([item.memory_id for item in plan.scheduled]).tolist()
+        for index, item in enumerate(plan.scheduled):
+            if item.regime is Regime.PAGED:
+                places[index] = item.memory_id
+        return places
 
-    def _name_tokens(self, logits: StepLogits) -> None:
-        """What was sampled names blocks for the prefix cache, once they are computed."""
+    def _name_tokens(self, plan: StepPlan) -> None:
+        """What became known names blocks for the prefix cache, once they are computed."""
         if not self.resolved.prefix_caching:
             return
-        going_on = [item for item in logits.samplers if item.sequence.memory_id == item.memory_id]
-        self.memory.append_tokens(
-            [item.memory_id for item in going_on],
-            [item.sequence.tokens[-1] for item in going_on],
-        )
+        memory_ids: list[int] = []
+        tokens: list[int] = []
+        for item in plan.scheduled:
+            sequence = item.sequence
+            if sequence.memory_id == item.memory_id:
+                unnamed = sequence.tokens[sequence.num_named :]
+                memory_ids += [item.memory_id] * len(unnamed)
+                tokens += unnamed
+                sequence.num_named = sequence.num_tokens
+        self.memory.append_tokens(memory_ids, tokens)
 
     def _fail_alone(self, error: OutOfMemoryError) -> StepResult:
         """A sequence that runs alone finds no memory: its request ends, the engine goes on."""
@@ -281,9 +383,11 @@ class LLMEngine:
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        asked: GenerationParams,
         prompt: str | None,
     ) -> Request:
+        beams = asked if isinstance(asked, BeamSearchParams) else None
+        params = asked.as_sampling()
         left = self.resolved.max_model_len - len(prompt_token_ids)
         max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
         arrival = self._num_arrived
@@ -300,11 +404,23 @@ class LLMEngine:
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             stop_ids=stop_ids | frozenset(self.model_config.eos_token_ids),
             bad_words=self.tokenizer.encode_bad_words(params.bad_words or ()),
+            num_branches=params.num_sequences,
         )
+        num_sequences = 1 if beams else request.num_branches
         request.sequences = [
             Sequence(request, index, list(prompt_token_ids), len(prompt_token_ids))
-            for index in range(params.best_of or params.n)
+            for index in range(num_sequences)
         ]
+        if beams is not None:
+            search = BeamSearch(
+                beams.beam_width,
+                max_tokens,
+                length_penalty=beams.length_penalty,
+                early_stopping=beams.early_stopping,
+                min_tokens=beams.min_tokens,
+                eos_token_ids=() if beams.ignore_eos else self.model_config.eos_token_ids,
+            )
+            request.beams = BeamGroup(request, search, params.logprobs)
         return request
 
     def _seed_for(self, params: SamplingParams, arrival: int) -> int:
@@ -325,6 +441,7 @@ class LLMEngine:
             "num_preemptions_total": self.scheduler.num_preemptions_total,
             "prefix_cache_queries_total": memory.prefix_query_blocks_total * memory.block_tokens,
             "prefix_cache_hits_total": memory.prefix_hit_blocks_total * memory.block_tokens,
+            "pinned_prefixes": len(self._pins),
             **self.counters.as_dict(),
             **memory.as_dict(),
         }
@@ -367,6 +484,8 @@ def _create_memory(
     return MemoryManager(
         layout,
         num_slots=resolved.max_num_seqs,
+        # Besides those that run: finished ones from which others have yet to fork, and pins.
+        num_seqs=2 * resolved.max_num_seqs + MAX_PINNED_PREFIXES,
         max_len=max_len,
         limit_bytes=limit_bytes,
         options=MemoryOptions(

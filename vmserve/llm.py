@@ -8,11 +8,11 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine, Progress
-from vmserve.errors import EngineDeadError, InvalidRequestError, UnsupportedError
+from vmserve.engine import LLMEngine, PinnedPrefix, Progress
+from vmserve.errors import EngineDeadError, InvalidRequestError
 from vmserve.progress import generation_progress
 from vmserve.prompts import Prompt, PromptLike, encode_prompt, split_prompts
-from vmserve.sampling import BeamSearchParams, SamplingParams
+from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.types import RequestOutput
 
 __all__ = ["LLM"]
@@ -108,12 +108,37 @@ class LLM:
         return self._run(encoded, sampling_params, priority, use_tqdm)
 
     def beam_search(
-        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        raise UnsupportedError(
-            f"beam search (width {params.beam_width}) is not available in this version: "
-            "use generate with n and temperature"
-        )
+        """The ``params.beam_width`` best answers to each prompt, best first.
+
+        The same as those of ``transformers``: ranked by the sum of their tokens'
+        log-probabilities / length ** ``length_penalty``.
+        """
+        encoded = [encode_prompt(p, self.engine.tokenizer) for p in split_prompts(prompts)]
+        return self._run(encoded, params, None, use_tqdm)
+
+    def pin_prefix(self, prompt: PromptLike, *, cache_salt: str = "") -> PinnedPrefix:
+        """Compute a prefix (a system prompt, say) and keep it in memory.
+
+        Requests whose prompts begin with it, of the same ``cache_salt``, find its whole blocks
+        in the prefix cache whatever else is evicted, until :meth:`unpin_prefix`.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError` for a prompt that cannot be served,
+        without prefix caching, and when too many are pinned.
+        """
+        encoded = encode_prompt(prompt, self.engine.tokenizer)
+        once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        self._run([encoded], once, None, False, cache_salt=cache_salt)
+        return self.engine.hold_prefix(encoded.token_ids, cache_salt=cache_salt)
+
+    def unpin_prefix(self, handle: int) -> None:
+        """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
+        self.engine.unpin_prefix(handle)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -155,13 +180,18 @@ class LLM:
     def _run(
         self,
         prompts: list[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: SamplingParams | Sequence[SamplingParams] | BeamSearchParams | None,
         priority: int | Sequence[int] | None,
         show_progress: bool,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
         engine = self.engine
-        default = self.default_sampling_params() if params is None else params
-        each_params = _one_each(default, SamplingParams, len(prompts), "sampling_params")
+        each_params: Sequence[GenerationParams]
+        if isinstance(params, BeamSearchParams):
+            each_params = [params] * len(prompts)
+        else:
+            given = self.default_sampling_params() if params is None else params
+            each_params = _one_each(given, SamplingParams, len(prompts), "sampling_params")
         each_priority = _one_each(priority or 0, int, len(prompts), "priority")
         for prompt, one in zip(prompts, each_params, strict=True):
             engine.prepare(prompt.token_ids, one)
@@ -171,7 +201,12 @@ class LLM:
                 request_ids, prompts, each_params, each_priority, strict=True
             ):
                 engine.add_request(
-                    request_id, prompt.token_ids, one, prompt=prompt.text, priority=prio
+                    request_id,
+                    prompt.token_ids,
+                    one,
+                    prompt=prompt.text,
+                    priority=prio,
+                    cache_salt=cache_salt,
                 )
             return self._finish_all(request_ids, show_progress)
         finally:

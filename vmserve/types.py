@@ -70,6 +70,14 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     #: Regime in which the request's KV cache was kept ("virtual" or "paged").
     kv_regime: str = "virtual"
+    #: Why: "forced" (by an option), "alone" or "forks".
+    kv_regime_reason: str = ""
+
+    def token_at(self, now: float) -> None:
+        """A token became known at ``now``."""
+        if self.first_token_time is None:
+            self.first_token_time = now
+        self.last_token_time = now
 
 
 @dataclass(slots=True)

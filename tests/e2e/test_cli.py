@@ -119,10 +119,12 @@ def test_not_enough_memory_names_both_numbers() -> None:
 @pytest.mark.parametrize(
     ("option", "remedy"),
     [
-        (["--kv-regime", "paged"], "virtual"),
+        (["--attention-backend", "flash"], "sdpa"),
         (["--swap-space", "1GiB"], "leave it at 0"),
         (["--tensor-parallel-size", "2"], "use 1"),
-        (["--beam-width", "4"], "use generate"),
+        (["--beam-width", "4", "--top-p", "0.5"], "not sampled"),
+        (["--beam-width", "65"], "--max-num-seqs"),
+        (["--length-penalty", "2"], "give --beam-width"),
         (["--max-model-len", "9000"], "8192"),
         (["--kv-cache-memory", "many"], "512MiB"),
     ],

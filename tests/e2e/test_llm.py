@@ -149,13 +149,15 @@ def test_chat_ends_by_itself(llm: LLM) -> None:
 def test_unknown_and_unsupported_options() -> None:
     with pytest.raises(ConfigurationError, match="unknown engine option no_such"):
         LLM(no_such=1)
-    with pytest.raises(UnsupportedError, match="paged"):
-        LLM(kv_regime="paged")
+    with pytest.raises(UnsupportedError, match="swap"):
+        LLM(preemption="swap")
 
 
-def test_beam_search_is_refused_clearly(llm: LLM) -> None:
-    with pytest.raises(UnsupportedError, match="beam search"):
-        llm.beam_search("x", BeamSearchParams(beam_width=2))
+def test_a_beam_search_that_could_never_run_is_refused(llm: LLM) -> None:
+    most = llm.engine.resolved.max_num_seqs
+    with pytest.raises(InvalidRequestError, match=f"at most {most} here, got {most + 1}"):
+        llm.beam_search("x", BeamSearchParams(beam_width=most + 1))
+    assert not llm.engine.has_unfinished
 
 
 def test_close_is_idempotent_and_final() -> None:

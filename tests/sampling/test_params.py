@@ -265,6 +265,10 @@ def test_limits_of_log_probabilities(asked, limit, told):
 def test_beam_search_parameters():
     params = BeamSearchParams(beam_width=4, max_tokens=8, length_penalty=0.5)
     assert (params.beam_width, params.max_tokens, params.temperature) == (4, 8, 0.0)
+    assert (params.min_tokens, params.early_stopping) == (0, False)
+    for early_stopping in (True, False, "never"):
+        params = BeamSearchParams(beam_width=2, early_stopping=early_stopping)
+        assert params.early_stopping == early_stopping
     for changes, message in [
         ({"beam_width": 0}, "beam_width must be at least 1"),
         ({"beam_width": 129}, "beam_width must be at most 128"),
@@ -272,7 +276,12 @@ def test_beam_search_parameters():
         ({"length_penalty": math.nan}, "length_penalty must be a finite number"),
         ({"temperature": 3}, "temperature must be at most 2.0"),
         ({"ignore_eos": 1}, "ignore_eos must be true or false"),
+        ({"early_stopping": 1}, 'early_stopping must be true, false or "never"'),
+        ({"early_stopping": "Never"}, 'early_stopping must be true, false or "never"'),
+        ({"min_tokens": -1}, "min_tokens must be at least 0"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens must be at most max_tokens=8, got 9"),
     ]:
         with pytest.raises(InvalidRequestError) as caught:
             BeamSearchParams(**{"beam_width": 2, **changes})
+        assert caught.value.param in changes
         assert message in str(caught.value)

@@ -5,22 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from vmserve.memory.base import Attach, Growth, MemoryOp, MemoryPlan, Regime, Shortfall
+from vmserve.memory.base import (
+    Attach,
+    Convert,
+    Fork,
+    Growth,
+    MemoryOp,
+    MemoryPlan,
+    Regime,
+    Shortfall,
+)
 
 
 class CountingMemory:
-    """``cached``: how many tokens of every prompt the prefix cache has, whole pages only."""
+    """``cached``: how many tokens of every prompt the prefix cache has, whole pages only.
+
+    Blocks are pages. Forks share their whole pages, and pay for a copy of the last one.
+    """
 
     def __init__(
         self, limit_pages: int, page_tokens: int = 4, num_slots: int = 8, cached: int = 0
     ) -> None:
-        self.layout = SimpleNamespace(page_tokens=page_tokens, pages_for=self._pages_for)
+        self.layout = SimpleNamespace(
+            page_tokens=page_tokens, block_tokens=page_tokens, pages_for=self._pages_for
+        )
         self.num_slots = num_slots
         self.max_len = limit_pages * page_tokens
         self.limit_pages = limit_pages
         self.cached = cached
         self.lost_pages = 0
-        self.pages: dict[int, int] = {}
+        #: The pages of each sequence: numbers that forks have in common.
+        self.page_lists: dict[int, list[int]] = {}
+        self.num_made = 0
+        self.regimes: dict[int, Regime] = {}
         self.firsts: dict[int, int] = {}
         self.tokens: dict[int, int] = {}
         self.version = 0
@@ -34,8 +51,9 @@ class CountingMemory:
         salt: bytes = b"",
     ) -> int | None:
         for seq in range(self.num_slots):
-            if seq not in self.pages:
-                self.pages[seq] = 0
+            if seq not in self.page_lists:
+                self.page_lists[seq] = []
+                self.regimes[seq] = regime
                 self.tokens[seq] = len(tokens)
                 return seq
         return None
@@ -47,28 +65,53 @@ class CountingMemory:
     def plan(
         self, growths: Sequence[Growth], ops: Sequence[MemoryOp] = ()
     ) -> MemoryPlan | Shortfall:
-        assert all(isinstance(op, Attach) and op.num_tokens <= self.match(op.seq) for op in ops)
-        needed = sum(max(0, self._pages_for(g.num_tokens) - self.pages[g.seq]) for g in growths)
+        assert all(self._is_legal(op) for op in ops)
+        parents = {op.seq: op for op in ops if isinstance(op, Fork)}
+        needed = 0
+        for growth in growths:
+            fork = parents.get(growth.seq)
+            has = len(self.page_lists[growth.seq])
+            if fork is not None:
+                has = fork.num_tokens // self.layout.page_tokens
+            needed += max(0, self._pages_for(growth.num_tokens) - has)
         available = self.available_pages()
         if needed > available:
             return Shortfall(needed, available)
         return MemoryPlan(tuple(growths), tuple(ops), needed, self.version)
 
+    def _is_legal(self, op: MemoryOp) -> bool:
+        if isinstance(op, Attach):
+            return op.num_tokens <= self.match(op.seq)
+        if isinstance(op, Fork):
+            known = len(self.page_lists[op.parent]) * self.layout.page_tokens
+            return not self.page_lists[op.seq] and op.num_tokens <= known
+        return isinstance(op, Convert) and op.seq in self.page_lists
+
     def apply(self, plan: MemoryPlan) -> int:
         assert plan.version == self.version
+        for op in plan.ops:
+            if isinstance(op, Fork):
+                shared = op.num_tokens // self.layout.page_tokens
+                self.page_lists[op.seq] = self.page_lists[op.parent][:shared]
+            elif isinstance(op, Convert):
+                self.regimes[op.seq] = op.regime
         for growth in plan.growths:
-            self.pages[growth.seq] = max(self.pages[growth.seq], self._pages_for(growth.num_tokens))
+            pages = self.page_lists[growth.seq]
+            while len(pages) < self._pages_for(growth.num_tokens):
+                pages.append(self.num_made)
+                self.num_made += 1
             self.firsts[growth.seq] = growth.first_token
         assert self.available_pages() >= 0
         self.version += 1
         return self.version
 
     def release(self, seq: int) -> None:
-        del self.pages[seq]
+        del self.page_lists[seq]
         self.version += 1
 
     def available_pages(self) -> int:
-        return self.limit_pages - self.lost_pages - sum(self.pages.values())
+        used = {page for pages in self.page_lists.values() for page in pages}
+        return self.limit_pages - self.lost_pages - len(used)
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.layout.page_tokens)

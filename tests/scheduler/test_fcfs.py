@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from tests.scheduler.fake_memory import CountingMemory
 from vmserve.errors import OutOfMemoryError
-from vmserve.memory.base import Attach
+from vmserve.memory.base import Attach, Convert, Fork, Regime, Shortfall
 from vmserve.sampling.params import SamplingParams
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 from vmserve.types import RequestMetrics
 
+if TYPE_CHECKING:
+    from vmserve.decoding.group import BeamGroup
+
+ARRIVALS = itertools.count()
+
 
 def make_request(name: str, num_prompt: int, *, max_tokens: int = 4, n: int = 1) -> Request:
     params = SamplingParams(max_tokens=max_tokens, n=n)
     prompt = list(range(num_prompt))
-    request = Request(name, None, prompt, params, max_tokens, 0, 0, RequestMetrics(0.0))
+    request = Request(
+        name,
+        None,
+        prompt,
+        params,
+        max_tokens,
+        seed=0,
+        arrival=next(ARRIVALS),
+        metrics=RequestMetrics(0.0),
+        num_branches=n,
+    )
     request.sequences = [Sequence(request, j, list(prompt), num_prompt) for j in range(n)]
     return request
 
@@ -42,12 +59,18 @@ def run(scheduler: FCFSScheduler, memory: CountingMemory) -> StepPlan | None:
     if plan is None:
         return None
     memory.apply(plan.memory)
+    scheduler.applied(plan)
     scheduler.computed(plan)
     for item in plan.scheduled:
         if item.samples:
-            item.sequence.tokens.append(7)
-            if item.sequence.num_output == item.sequence.request.max_tokens:
-                scheduler.finish(item.sequence)
+            sequence = item.sequence
+            drawing = [sequence]
+            if sequence.num_output == 0:
+                drawing += sequence.request.first_tokens_due
+            for drawn in drawing:
+                drawn.tokens.append(7)
+                if drawn.num_output == drawn.request.max_tokens:
+                    scheduler.finish(drawn)
     return plan
 
 
@@ -72,6 +95,8 @@ def test_only_a_chunk_that_reaches_the_last_known_token_samples() -> None:
     first = scheduler.schedule()
     assert first is not None
     assert [item.samples for item in first.scheduled] == [False]
+    memory.apply(first.memory)
+    scheduler.applied(first)
     scheduler.computed(first)
     second = scheduler.schedule()
     assert second is not None
@@ -184,7 +209,7 @@ def test_abort_frees_running_and_waiting_sequences() -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
     scheduler.abort(request)
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
-    assert memory.pages == {}
+    assert memory.page_lists == {}
     assert request.finished
     assert scheduler.schedule() is None
 
@@ -193,25 +218,30 @@ def test_abort_frees_running_and_waiting_sequences() -> None:
 def test_every_request_ends_whatever_the_mix(seed: int) -> None:
     """No starvation and no leak: random sizes, arrivals and aborts in a tight pool."""
     rng = random.Random(seed)
-    memory = CountingMemory(rng.randint(6, 20), num_slots=rng.randint(1, 6))
+    memory = CountingMemory(rng.randint(6, 20), num_slots=rng.randint(2, 8))
     scheduler = make_scheduler(memory, seqs=rng.randint(1, 6), budget=rng.randint(6, 40))
     longest = memory.limit_pages * memory.layout.page_tokens
     requests = []
-    for step in range(2_000):
+    for step in range(8_000):
         if step < 60:
             num_prompt = rng.randint(1, longest // 2)
             request = make_request(
-                str(step), num_prompt, max_tokens=rng.randint(1, longest - num_prompt)
+                str(step),
+                num_prompt,
+                max_tokens=rng.randint(1, longest - num_prompt),
+                n=rng.choice([1, 1, 2, 5]),
             )
             requests.append(request)
             scheduler.add(request)
         if rng.random() < 0.1:
             scheduler.abort(rng.choice(requests))
+        if rng.random() < 0.2:
+            scheduler.convert(rng.choice(requests), rng.choice([Regime.VIRTUAL, Regime.PAGED]))
         run(scheduler, memory)
         if step >= 60 and not scheduler.num_running and not scheduler.num_waiting:
             break
     assert all(request.finished for request in requests)
-    assert memory.pages == {}
+    assert memory.page_lists == {}
 
 
 def test_what_the_prefix_cache_has_is_not_computed() -> None:
@@ -272,4 +302,227 @@ def test_newcomers_that_do_not_fit_after_all_wait_again() -> None:
     memory.plan = short  # type: ignore[assignment, method-assign]
     assert shape(scheduler.schedule()) == [("a", 0, 12)]
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
-    assert len(memory.pages) == 1
+    assert len(memory.page_lists) == 1
+
+
+def run_for(num_steps: int, scheduler: FCFSScheduler, memory: CountingMemory) -> None:
+    for _ in range(num_steps):
+        run(scheduler, memory)
+
+
+def forks(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+    assert plan is not None
+    return [(op.seq, op.parent, op.num_tokens) for op in plan.memory.ops if isinstance(op, Fork)]
+
+
+def beams(name: str, num_prompt: int, width: int, max_tokens: int = 8) -> Request:
+    """A request of one beam, that may come to have ``width``."""
+    request = make_request(name, num_prompt, max_tokens=max_tokens, n=width)
+    del request.sequences[1:]
+    request.beams = cast("BeamGroup", object())
+    return request
+
+
+def branch(scheduler: FCFSScheduler, parent: Sequence, index: int) -> Sequence:
+    """Another beam, that continues ``parent`` before its newest token."""
+    tokens = [*parent.tokens[:-1], 8]
+    child = Sequence(parent.request, index, tokens, parent.num_prompt)
+    scheduler.fork(parent, child)
+    parent.request.sequences.append(child)
+    return child
+
+
+def test_the_prompt_is_computed_once_and_forked() -> None:
+    memory = CountingMemory(64)
+    scheduler = make_scheduler(memory, budget=64)
+    scheduler.add(make_request("a", 10, n=3))
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 3)
+    assert shape(run(scheduler, memory)) == [("a", 0, 10)]
+    plan = run(scheduler, memory)
+    assert shape(plan) == [("a", 10, 1)] * 3
+    assert forks(plan) == [(1, 0, 10), (2, 0, 10)]
+    assert shape(run(scheduler, memory)) == [("a", 11, 1)] * 3
+    # Two whole pages are shared; each has its own third one.
+    assert memory.limit_pages - memory.available_pages() == 2 + 3
+
+
+def test_followers_find_the_prompt_of_a_first_one_that_ended_at_once() -> None:
+    memory = CountingMemory(64)
+    scheduler = make_scheduler(memory, budget=64)
+    request = make_request("a", 10, n=3)
+    scheduler.add(request)
+    plan = scheduler.schedule()
+    assert plan is not None
+    memory.apply(plan.memory)
+    scheduler.applied(plan)
+    scheduler.computed(plan)
+    for sequence in [request.sequences[0], *request.first_tokens_due]:
+        sequence.tokens.append(7)
+    scheduler.finish(request.sequences[0])
+    assert list(memory.page_lists) == [0]  # kept for the other two
+    plan = run(scheduler, memory)
+    assert forks(plan) == [(1, 0, 10), (2, 0, 10)]
+    assert sorted(memory.page_lists) == [1, 2]
+    scheduler.abort(request)
+    assert memory.page_lists == {}
+
+
+def test_who_finds_no_place_forks_later_from_one_that_runs() -> None:
+    memory = CountingMemory(64)
+    scheduler = make_scheduler(memory, seqs=2, budget=64)
+    scheduler.add(make_request("a", 10, n=3, max_tokens=3))
+    assert shape(run(scheduler, memory)) == [("a", 0, 10)]
+    assert shape(run(scheduler, memory)) == [("a", 10, 1)] * 2
+    assert shape(run(scheduler, memory)) == [("a", 11, 1)] * 2
+    # Both have ended; the memory of one was kept for the third.
+    plan = run(scheduler, memory)
+    assert [num_tokens for _, _, num_tokens in forks(plan)] == [10]
+    assert shape(plan) == [("a", 10, 1)]
+    assert shape(run(scheduler, memory)) == [("a", 11, 1)]
+    assert memory.page_lists == {}
+
+
+def test_memory_that_is_kept_for_followers_goes_before_anybody_is_preempted() -> None:
+    memory = CountingMemory(6)
+    scheduler = make_scheduler(memory, seqs=1, budget=64)
+    scheduler.add(make_request("a", 12, n=2, max_tokens=2))
+    run(scheduler, memory)
+    run(scheduler, memory)  # the first has ended, and its 4 pages are kept
+    assert len(memory.page_lists) == 1
+    memory.lost_pages = 2
+    plan = run(scheduler, memory)
+    # The donor's 4 pages are all there are: a fork that shares 3 finds none for its fourth.
+    assert (forks(plan), shape(plan)) == ([], [("a", 0, 13)])
+    assert memory.page_lists == {}
+    assert scheduler.num_preemptions_total == 0
+
+
+def test_a_fork_needs_what_lies_within_the_window_before_the_prompts_end() -> None:
+    memory = CountingMemory(64)
+    scheduler = FCFSScheduler(memory, SchedulerLimits(1, 64, 0.0, window=6))
+    scheduler.add(make_request("a", 10, n=2, max_tokens=3))
+    for _ in range(3):
+        plan = run(scheduler, memory)
+    # The first one has moved on and given up what the second would need.
+    plan = run(scheduler, memory)
+    assert forks(plan) == []
+    assert shape(plan) == [("a", 0, 11)]
+
+
+def test_beams_have_their_places_reserved() -> None:
+    memory = CountingMemory(64, num_slots=16)
+    scheduler = make_scheduler(memory, seqs=5, budget=64)
+    scheduler.add(beams("wide", 6, width=4))
+    for name in "ab":
+        scheduler.add(make_request(name, 3))
+    assert shape(run(scheduler, memory)) == [("wide", 0, 6), ("a", 0, 3)]
+
+
+def test_beams_go_together_and_one_of_them_computes_the_prompt_again() -> None:
+    memory = CountingMemory(9, num_slots=16)
+    scheduler = make_scheduler(memory, budget=64)
+    scheduler.add(make_request("first", 8, max_tokens=12))
+    wide = beams("wide", 8, width=3, max_tokens=30)
+    scheduler.add(wide)
+    run(scheduler, memory)
+    [leader] = wide.sequences
+    children = [branch(scheduler, leader, index) for index in (1, 2)]
+    plan = run(scheduler, memory)
+    assert len(forks(plan)) == 2
+    assert shape(plan) == [("first", 8, 1)] + [("wide", 8, 1)] * 3
+    for _ in range(3):  # the next page of each is the fourth step's
+        assert len(shape(run(scheduler, memory))) == 4
+    assert shape(run(scheduler, memory)) == [("first", 12, 1)]
+    assert [seq.status for seq in (leader, *children)] == [
+        SequenceStatus.WAITING,
+        SequenceStatus.FOLLOWING,
+        SequenceStatus.FOLLOWING,
+    ]
+    assert (scheduler.num_preemptions_total, wide.metrics.num_preemptions) == (1, 1)
+    later = []
+    while not children[1].num_computed:
+        later.append(run(scheduler, memory))
+    assert next(fork for plan in later for fork in forks(plan))[2] == 8
+    assert leader.num_computed >= 8
+
+
+def test_beams_that_wait_for_one_without_memory_are_an_error() -> None:
+    memory = CountingMemory(6, num_slots=16)
+    scheduler = make_scheduler(memory, budget=64)
+    wide = beams("wide", 8, width=4, max_tokens=30)
+    scheduler.add(wide)
+    run(scheduler, memory)
+    for index in (1, 2, 3):
+        branch(scheduler, wide.sequences[0], index)
+    with pytest.raises(OutOfMemoryError, match="lower the beam width"):
+        run_for(10, scheduler, memory)
+    scheduler.abort(wide)
+    assert memory.page_lists == {}
+
+
+def test_a_step_that_was_not_applied_is_planned_again_with_its_starts() -> None:
+    memory = CountingMemory(64, cached=8)
+    scheduler = make_scheduler(memory, budget=64)
+    for name in "ab":
+        scheduler.add(make_request(name, 13))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.memory.ops == (Attach(0, 8), Attach(1, 8))
+    # The system refuses; the first stays, and by now the cache has less of its prompt.
+    assert scheduler.make_room() is not None
+    memory.cached = 4
+    plan = run(scheduler, memory)
+    assert plan is not None
+    assert plan.memory.ops == (Attach(0, 4),)
+    assert shape(plan) == [("a", 4, 9)]
+
+
+def test_a_step_scores_no_more_prompt_tokens_than_it_may() -> None:
+    memory = CountingMemory(64)
+    scheduler = FCFSScheduler(memory, SchedulerLimits(8, 64, 0.0, max_scored_tokens=10))
+    for name in "ab":
+        request = make_request(name, 13)
+        request.params = dataclasses.replace(request.params, prompt_logprobs=1)
+        scheduler.add(request)
+    scheduler.add(make_request("c", 13))
+    steps = []
+    for _ in range(4):
+        plan = run(scheduler, memory)
+        assert plan is not None
+        for item in plan.scheduled:
+            item.sequence.num_prompt_scored = max(
+                item.sequence.num_prompt_scored, item.num_past + item.num_new
+            )
+        steps.append(shape(plan))
+    assert steps == [
+        [("a", 0, 10)],
+        [("a", 10, 3), ("b", 0, 7), ("c", 0, 13)],
+        [("a", 13, 1), ("c", 13, 1), ("b", 7, 6)],
+        [("a", 14, 1), ("b", 13, 1), ("c", 14, 1)],
+    ]
+
+
+def test_a_conversion_waits_for_memory_and_nobody_is_preempted_for_it() -> None:
+    memory = CountingMemory(64)
+    scheduler = make_scheduler(memory, budget=64)
+    request = make_request("a", 10, max_tokens=9)
+    scheduler.add(request)
+    run(scheduler, memory)
+    scheduler.convert(request, Regime.PAGED)
+    plan = memory.plan
+
+    def short(growths: Any, ops: Any = ()) -> Any:
+        if any(isinstance(op, Convert) for op in ops):
+            return Shortfall(1, 0)
+        return plan(growths, ops)
+
+    memory.plan = short  # type: ignore[method-assign]
+    taken = run(scheduler, memory)
+    assert taken is not None
+    assert [item.regime for item in taken.scheduled] == [Regime.VIRTUAL]
+    memory.plan = plan  # type: ignore[method-assign]
+    taken = run(scheduler, memory)
+    assert taken is not None
+    assert [item.regime for item in taken.scheduled] == [Regime.PAGED]
+    assert memory.regimes[0] is Regime.PAGED
+    assert (request.metrics.kv_regime, scheduler.num_preemptions_total) == ("paged", 0)

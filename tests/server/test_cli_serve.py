@@ -25,7 +25,9 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
     seen: list[Any] = []
     monkeypatch.delenv("VMSERVE_API_KEY", raising=False)
     monkeypatch.setattr(
-        cli_serve, "_run", lambda config, options, show_tokenizer: seen.append((config, options))
+        cli_serve,
+        "_run",
+        lambda config, options, pinned, show_tokenizer: seen.append((config, options)),
     )
 
     def run(*args: str) -> tuple[ServerConfig, dict[str, Any]]:

@@ -205,6 +205,54 @@ def test_metrics(real: Running) -> None:
     assert 'kv_cache_size_tokens="0"' not in info
 
 
+def test_beams(real: Running) -> None:
+    body: Body = {
+        "model": "embedded",
+        "prompt": [PROMPT, "The fox ran to the"],
+        "use_beam_search": True,
+        "n": 4,
+        "max_tokens": 16,
+        "length_penalty": 0.5,
+        "logprobs": 2,
+        "return_token_ids": True,
+        "temperature": 0,
+    }
+    reply = real.ok(COMPLETIONS, body)
+    choices = reply["choices"]
+    assert [choice["index"] for choice in choices] == list(range(8))
+    for prompt in (choices[:4], choices[4:]):
+        totals = [sum(choice["logprobs"]["token_logprobs"]) for choice in prompt]
+        scores = [
+            total / len(choice["token_ids"]) ** 0.5
+            for total, choice in zip(totals, prompt, strict=True)
+        ]
+        assert scores == sorted(scores, reverse=True)
+        assert len({tuple(choice["token_ids"]) for choice in prompt}) == 4
+        for choice in prompt:
+            # The token itself, and two more at most.
+            assert all(1 <= len(top) <= 3 for top in choice["logprobs"]["top_logprobs"])
+    assert reply["usage"]["completion_tokens"] == sum(len(c["token_ids"]) for c in choices)
+    again = real.ok(COMPLETIONS, {**body, "temperature": 1.5})
+    assert [c["token_ids"] for c in again["choices"]] == [c["token_ids"] for c in choices]
+    chat = real.ok(CHAT, {"messages": MESSAGES, "use_beam_search": True, "n": 2, "max_tokens": 8})
+    assert len(chat["choices"]) == 2
+    assert kv(real)["num_seqs"] == 0
+    wide = real.post(COMPLETIONS, {"prompt": "x", "use_beam_search": True, "n": 17})
+    assert wide.status_code == 400
+    assert "at most 16 here" in error_of(wide)["message"]
+
+
+def test_metrics_tell_the_regime_and_why(real: Running) -> None:
+    real.complete(prompt=PROMPT, max_tokens=2)
+    real.complete(prompt=PROMPT, max_tokens=2, n=2)
+    text = real.http.get("/metrics").text
+    for labels in ('reason="alone",regime="virtual"', 'reason="forks",regime="paged"'):
+        assert any(
+            line.startswith("vmserve:request_regime_total{") and labels in line
+            for line in text.splitlines()
+        ), text
+
+
 def test_drain_ends_what_runs(real: Running) -> None:
     """The last test of this module: it stops the server."""
     events = real.events(

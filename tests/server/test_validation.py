@@ -73,7 +73,9 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options", "include_usage"),
     ({"stream": True, "stream_options": [1]}, "stream_options", "dict_type"),
     ({"model": 5}, "model", "string_type"),
-    ({"use_beam_search": True}, "use_beam_search", "not implemented"),
+    ({"use_beam_search": True, "stream": True}, "stream", "only at the end"),
+    ({"use_beam_search": True, "stop": "x"}, "stop", "end token"),
+    ({"use_beam_search": True, "length_penalty": 101}, "length_penalty", "less_than_equal"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not implemented"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not implemented"),
     (
@@ -90,6 +92,12 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
 
 COMPLETION_ONLY: list[tuple[dict[str, Any], str, str]] = [
     ({"suffix": "x"}, "suffix", "not implemented"),
+    (
+        {"use_beam_search": True, "logprobs": 1, "logprob_token_ids": [5]},
+        "logprob_token_ids",
+        "use logprobs",
+    ),
+    ({"use_beam_search": True, "echo": True, "logprobs": 1}, "echo", "echo with logprobs"),
     ({"logprobs": 21}, "logprobs", "greater than max allowed: 20"),
     ({"logprobs": -1}, "logprobs", "greater than max allowed: 20"),
     ({"logprobs": -2}, "logprobs", "greater_than_equal"),

@@ -19,6 +19,10 @@ class Rotary(NamedTuple):
     cos: torch.Tensor
     signed_sin: torch.Tensor
 
+    def rows(self, first: int, end: int) -> Rotary:
+        """Of the tokens ``first`` to ``end`` alone."""
+        return Rotary(self.cos[first:end], self.signed_sin[first:end])
+
 
 def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """Rotate ``x`` ``[tokens, heads, head_dim]``; returns a new tensor."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from vmserve.attention.base import ContiguousView
+    from vmserve.attention.base import ContiguousView, PagedView
     from vmserve.memory.layout import KVLayout
 
 __all__ = [
@@ -284,6 +284,8 @@ class KVMemory(Protocol):
         ...
 
     def view(self) -> ContiguousView: ...
+
+    def paged_view(self) -> PagedView: ...
 
     def stats(self) -> MemoryStats: ...
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
 
 from vmserve import _core
-from vmserve.attention.base import ContiguousView
+from vmserve.attention.base import ContiguousView, PagedView
 from vmserve.config import format_size
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import (
@@ -24,12 +25,11 @@ from vmserve.memory.base import (
     SwapIn,
     SwapOut,
 )
-from vmserve.memory.tensors import layer_tensors
+from vmserve.memory.tensors import as_tensor, layer_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from numpy.typing import NDArray
 
     from vmserve.memory.base import Growth, MemoryOp
@@ -266,6 +266,16 @@ class MemoryManager:
             self.layout, [self._core.slots_buffer(g) for g in groups], self.max_len
         )
         return ContiguousView(keys=keys, values=values)
+
+    def paged_view(self) -> PagedView:
+        """K and V per layer over the arena, and the block tables; a sequence's id is its row."""
+        keys, values = self.arena_tensors()
+        return PagedView(
+            keys=keys,
+            values=values,
+            block_tables=as_tensor(self._core.block_tables),
+            block_tokens=self.layout.block_tokens,
+        )
 
     def safe_view(self) -> ContiguousView:
         """Like :meth:`view`, but reads of what is not mapped give zero. Writing anywhere traps."""

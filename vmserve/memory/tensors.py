@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from vmserve.memory.layout import KVLayout
 
-__all__ = ["layer_tensors"]
+__all__ = ["as_tensor", "layer_tensors"]
 
 
 def layer_tensors(
@@ -26,7 +26,7 @@ def layer_tensors(
     ``buffers[group]``: uint8 ``[rows, row_bytes]``, a slot or a page per row. The tensors
     keep the buffers, and so the memory, alive.
     """
-    flat = [_as_tensor(buffer).view(getattr(torch, layout.dtype)) for buffer in buffers]
+    flat = [as_tensor(buffer).view(getattr(torch, layout.dtype)) for buffer in buffers]
 
     def tensor(location: tuple[int, int]) -> torch.Tensor:
         group, offset_bytes = location
@@ -43,7 +43,7 @@ def layer_tensors(
     return keys, values
 
 
-def _as_tensor(buffer: NDArray[np.uint8]) -> torch.Tensor:
+def as_tensor(buffer: NDArray[Any]) -> torch.Tensor:
     if buffer.flags.writeable:
         return torch.from_numpy(buffer)
     with warnings.catch_warnings():

@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
+from vmserve.decoding.group import BeamCandidates, BeamOutput
 from vmserve.output.stream import ChoiceStream, Delta
 from vmserve.runner.model_runner import StepLogits
 from vmserve.sampling import SampledToken, Sampler, SamplingRow
-from vmserve.scheduler.base import ScheduledSequence, Scheduler
+from vmserve.scheduler.base import Scheduler
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.tokenizer import Tokenizer
@@ -22,9 +23,9 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 
 @dataclass(eq=False, slots=True)
 class _Choice:
-    """Text and end of one sequence."""
+    """Text and end of one answer."""
 
-    sequence: Sequence
+    index: int
     stream: ChoiceStream
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -41,9 +42,9 @@ class _Open:
     news: list[_Choice] = field(default_factory=list)
 
 
-def sampling_row(item: ScheduledSequence) -> SamplingRow:
+def sampling_row(sequence: Sequence) -> SamplingRow:
     """What the sampler needs to know of a sequence."""
-    sequence, request = item.sequence, item.sequence.request
+    request = sequence.request
     return SamplingRow(
         params=request.params,
         seed=request.seed,
@@ -73,10 +74,12 @@ class OutputProcessor:
 
     def open(self, request: Request) -> None:
         """Expect tokens of this request."""
-        choices = [
-            _Choice(sequence, ChoiceStream(self._tokenizer, request.params))
-            for sequence in request.sequences
-        ]
+        choices = []
+        if request.beams is None:  # else the answers are known when the search is over
+            choices = [
+                _Choice(sequence.index, ChoiceStream(self._tokenizer, request.params))
+                for sequence in request.sequences
+            ]
         scored: PromptLogprobs | None = None
         if request.params.prompt_logprobs is not None:
             scored = [None]
@@ -89,10 +92,11 @@ class OutputProcessor:
         now = time.monotonic()
         self._score_prompts(logits, sampler)
         touched: dict[str, _Open] = {}
-        for item, sample in zip(logits.samplers, samples, strict=True):
-            entry = self._open[item.sequence.request.request_id]
-            self._take_token(entry, item.sequence, sample, now)
+        for sequence, sample in zip(logits.samplers, samples, strict=True):
+            entry = self._open[sequence.request.request_id]
+            self._take_token(entry, sequence, sample, now)
             touched[entry.request.request_id] = entry
+        touched.update(self._search_on(logits, sampler, now))
         outputs = [self._output(entry, now) for entry in touched.values()]
         return [output for output in outputs if output is not None]
 
@@ -103,6 +107,8 @@ class OutputProcessor:
     def abort(self, request: Request) -> RequestOutput:
         """The last output of a request that is cut off: what there is, reason "abort"."""
         entry = self._open.pop(request.request_id)
+        if request.beams is not None:
+            self._cut_off(entry)
         for choice in entry.choices:
             if choice.finish_reason is None:
                 self._end(entry, choice, "abort", None)
@@ -123,10 +129,7 @@ class OutputProcessor:
             return
         sequence.tokens.append(sample.token_id)
         self._counters.generation_tokens += 1
-        metrics = request.metrics
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-        metrics.last_token_time = now
+        request.metrics.token_at(now)
         reason, stop = self._push(choice, sequence, sample)
         if reason is None:
             if choice not in entry.news:
@@ -163,6 +166,50 @@ class OutputProcessor:
         choice.stop_reason = stop
         if choice not in entry.news:
             entry.news.append(choice)
+
+    # -- beams ------------------------------------------------------------------------
+
+    def _search_on(self, logits: StepLogits, sampler: Sampler, now: float) -> dict[str, _Open]:
+        """Advance the beam searches that can; the requests that are complete by it."""
+        entries = {seq.request.request_id: seq.request for seq in logits.beams}
+        if not entries:
+            return {}
+        groups = [seq.request.beams for seq in logits.beams]
+        most = max(group.num_candidates for group in groups if group is not None)
+        ids, logprobs = sampler.beam_candidates(logits.beam_logits(), most)
+        for row, (sequence, group) in enumerate(zip(logits.beams, groups, strict=True)):
+            assert group is not None
+            group.take(sequence, BeamCandidates(ids[row], logprobs[row]))
+        complete: dict[str, _Open] = {}
+        for request_id, request in entries.items():
+            group = request.beams
+            assert group is not None
+            if group.advance(self._scheduler):
+                request.metrics.token_at(now)
+            if group.done:
+                entry = self._open[request_id]
+                entry.choices = [self._answer(entry, i, o) for i, o in enumerate(group.best())]
+                self._counters.generation_tokens += sum(
+                    len(choice.stream.token_ids) for choice in entry.choices
+                )
+                complete[request_id] = entry
+        return complete
+
+    def _answer(self, entry: _Open, index: int, output: BeamOutput) -> _Choice:
+        choice = _Choice(index, ChoiceStream(self._tokenizer, entry.request.params))
+        for token in output.tokens:
+            choice.stream.push(token, hidden=token.token_id == output.eos_token_id)
+        self._end(entry, choice, "length" if output.eos_token_id is None else "stop", None)
+        return choice
+
+    def _cut_off(self, entry: _Open) -> None:
+        """The beams as they are; their log-probabilities are not told."""
+        assert entry.request.beams is not None
+        for index, token_ids in enumerate(entry.request.beams.running()):
+            choice = _Choice(index, ChoiceStream(self._tokenizer, entry.request.params))
+            for token_id in token_ids:
+                choice.stream.push(SampledToken(token_id, 0.0))
+            entry.choices.append(choice)
 
     # -- prompts ----------------------------------------------------------------------
 
@@ -249,7 +296,7 @@ class OutputProcessor:
 
 def _completion(choice: _Choice, part: Delta) -> CompletionOutput:
     return CompletionOutput(
-        index=choice.sequence.index,
+        index=choice.index,
         text=part.text,
         token_ids=part.token_ids,
         cumulative_logprob=choice.stream.cumulative_logprob,

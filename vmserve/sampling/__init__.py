@@ -5,12 +5,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vmserve.sampling.params import BeamSearchParams, SamplingParams
+from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
 
 if TYPE_CHECKING:
     from vmserve.sampling.sampler import SampledToken, Sampler, SamplingRow
 
-__all__ = ["BeamSearchParams", "SampledToken", "Sampler", "SamplingParams", "SamplingRow"]
+__all__ = [
+    "BeamSearchParams",
+    "GenerationParams",
+    "SampledToken",
+    "Sampler",
+    "SamplingParams",
+    "SamplingRow",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 from vmserve.errors import InvalidRequestError, UnsupportedError
 
-__all__ = ["LIMITS", "BeamSearchParams", "Bounds", "SamplingParams"]
+__all__ = ["LIMITS", "BeamSearchParams", "Bounds", "GenerationParams", "SamplingParams"]
 
 INT64_MAX = 2**63 - 1
 MAX_CHOICES = 128
@@ -121,6 +121,14 @@ class SamplingParams:
     detokenize: bool = True
     structured_outputs: Any = None
 
+    @property
+    def num_sequences(self) -> int:
+        """How many are drawn for one prompt."""
+        return self.best_of or self.n
+
+    def as_sampling(self) -> SamplingParams:
+        return self
+
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             self._set(name, check_number(name, getattr(self, name)))
@@ -167,12 +175,7 @@ class SamplingParams:
                 "0 scores a prompt, and needs prompt_logprobs",
                 "max_tokens",
             )
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens must be at most max_tokens={self.max_tokens}, "
-                f"got {self.min_tokens} (less_than_equal)",
-                "min_tokens",
-            )
+        check_min_tokens(self.min_tokens, self.max_tokens)
         if self.stop and not self.detokenize:
             raise InvalidRequestError(
                 "stop strings need the text of the answer: leave detokenize on, "
@@ -223,26 +226,77 @@ class BeamSearchParams:
     """Beam search of width ``beam_width``: that many answers, best first.
 
     Beams are ranked by log-probability / length ** ``length_penalty``. ``temperature`` has
-    no influence. ``early_stopping`` ends as soon as ``beam_width`` answers are complete.
+    no influence. ``early_stopping`` True ends as soon as ``beam_width`` answers are complete;
+    False when no better one is likely; "never" when none is possible even at full length.
+    The first ``min_tokens`` tokens are never an end-of-sequence token. ``max_tokens`` None is as
+    many as the context leaves. ``logprobs``: that many likeliest tokens for each position.
     """
 
     beam_width: int
-    max_tokens: int = 16
+    max_tokens: int | None = 16
+    min_tokens: int = 0
     length_penalty: float = 1.0
-    early_stopping: bool = False
+    early_stopping: bool | Literal["never"] = False
     ignore_eos: bool = False
     temperature: float = 0.0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens", "length_penalty", "temperature"):
+        for name in ("beam_width", "min_tokens", "length_penalty", "temperature"):
             object.__setattr__(self, name, check_number(name, getattr(self, name)))
-        if self.max_tokens < 1:
+        for name in ("max_tokens", "logprobs"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_number(name, getattr(self, name)))
+        if self.max_tokens is not None and self.max_tokens < 1:
             raise InvalidRequestError(
                 "max_tokens must be at least 1, got 0 (greater_than_equal)", "max_tokens"
             )
-        for name in ("early_stopping", "ignore_eos"):
+        check_min_tokens(self.min_tokens, self.max_tokens)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidRequestError(
+                'early_stopping must be true, false or "never"', "early_stopping"
+            )
+        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false", name)
+
+    @property
+    def n(self) -> int:
+        """How many answers there are."""
+        return self.beam_width
+
+    @property
+    def num_sequences(self) -> int:
+        """How many run for one prompt."""
+        return self.beam_width
+
+    def as_sampling(self) -> SamplingParams:
+        """What holds for the answers' text, ids and log-probabilities, however they are found."""
+        return SamplingParams(
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+            detokenize=self.detokenize,
+            temperature=0.0,
+        )
+
+
+def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
+    """Raise if an answer would have to be longer than it may be."""
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens must be at most max_tokens={max_tokens}, got {min_tokens} "
+            "(less_than_equal)",
+            "min_tokens",
+        )
+
+
+GenerationParams = SamplingParams | BeamSearchParams
 
 
 def check_number(name: str, value: object) -> int | float:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Entries", "argmax", "at_least", "kth_largest", "num_before"]
+__all__ = ["Entries", "Ids", "Values", "argmax", "at_least", "kth_largest", "num_before"]
 
 Ids = NDArray[np.int64]
 Values = NDArray[np.float32]

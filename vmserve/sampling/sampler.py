@@ -14,7 +14,7 @@ from vmserve.sampling.adjust import adjust, is_adjusted
 from vmserve.sampling.draw import draw
 from vmserve.sampling.params import SamplingParams
 from vmserve.sampling.rng import uniforms
-from vmserve.sampling.rows import argmax, at_least, kth_largest, num_before
+from vmserve.sampling.rows import Ids, Values, argmax, at_least, kth_largest, num_before
 
 __all__ = ["SampledToken", "Sampler", "SamplingRow"]
 
@@ -97,6 +97,28 @@ class Sampler:
             chosen = torch.tensor(targets[start : start + num_rows], device=logits.device)
             tops += self._with_ranks(part, logprobs, chosen, [k] * len(part))
         return tops
+
+    @torch.inference_mode()
+    def beam_candidates(self, logits: Tensor, num: int) -> tuple[Ids, Values]:
+        """The ``num`` likeliest tokens of each row of ``logits`` [rows, vocab], best first.
+
+        Their ids and log-probabilities, each [rows, ``num``], on the host; of equal logits the
+        lower id first. A vocabulary of fewer tokens gives all of them.
+        """
+        self._check(logits, len(logits))
+        num_rows, num = len(logits), min(num, self.vocab_size)
+        if num_rows == 0 or num < 1:
+            shape = (num_rows, max(num, 0))
+            return np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32)
+        logits, logprobs = self._log_softmax(logits)
+        entries = at_least(logits, kth_largest(logits, [num] * num_rows))
+        starts = np.array(entries.starts)
+        owner = np.repeat(np.arange(num_rows), np.diff(starts))
+        # Stable, so that equals stay in the order of their ids; ``num`` or more for each row.
+        order = np.lexsort((-entries.values, owner))
+        ids = entries.ids[order[starts[:-1, None] + np.arange(num)]]
+        index = torch.from_numpy(ids).to(logits.device)
+        return ids, logprobs.gather(1, index).cpu().numpy()
 
     def _check(self, logits: Tensor, num_rows: int) -> None:
         if logits.shape != (num_rows, self.vocab_size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from vmserve.memory.base import MemoryPlan
+from vmserve.memory.base import MemoryPlan, Regime
 from vmserve.scheduler.sequence import Request, Sequence
 
 __all__ = ["ScheduledSequence", "Scheduler", "StepPlan"]
@@ -15,13 +15,14 @@ __all__ = ["ScheduledSequence", "Scheduler", "StepPlan"]
 class ScheduledSequence:
     """``num_new`` tokens of ``sequence``, from position ``num_past`` on.
 
-    ``memory_id``: the sequence in the KV memory.
+    ``memory_id``: the sequence in the KV memory; ``regime``: how kernels see it in this step.
     """
 
     sequence: Sequence
     memory_id: int
     num_past: int
     num_new: int
+    regime: Regime = Regime.VIRTUAL
 
     @property
     def samples(self) -> bool:
@@ -64,8 +65,20 @@ class Scheduler(Protocol):
         """
         ...
 
+    def applied(self, plan: StepPlan) -> None:
+        """The plan's memory is there: forks, prefix hits and conversions are done."""
+        ...
+
     def computed(self, plan: StepPlan) -> None:
         """The plan's tokens are in the KV cache."""
+        ...
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """``child`` runs from here on and starts as a fork of all that ``parent`` has computed."""
+        ...
+
+    def convert(self, request: Request, regime: Regime) -> None:
+        """Keep the request in ``regime`` from the next step on that has the memory for it."""
         ...
 
     def make_room(self) -> Sequence | None:

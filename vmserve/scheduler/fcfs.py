@@ -7,20 +7,39 @@ chunks of the prompts that are being read, in order of arrival, then admissions.
 A sequence is admitted only when all of its known tokens fit beside what the running
 ones are still promised, so that prompts are never preempted half-read by a newcomer.
 When decoding outgrows the pool, the sequence that arrived last gives its pages back
-and computes its tokens again later (recomputation; SOSP'23 PagedAttention §4.5).
+and computes its tokens again later (recomputation; SOSP'23 PagedAttention §4.5); beams
+of one request go together, as they wait for each other.
+
+The sequences of one request share its prompt: the first computes it, the others *follow*
+(they are in no queue) and start as forks of it, now and after each preemption.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from vmserve.errors import OutOfMemoryError
-from vmserve.memory.base import Attach, Growth, KVMemory, MemoryPlan
+from vmserve.memory.base import (
+    Attach,
+    Convert,
+    Fork,
+    Growth,
+    KVMemory,
+    MemoryOp,
+    MemoryPlan,
+    Regime,
+    Shortfall,
+)
 from vmserve.scheduler.base import ScheduledSequence, StepPlan
+from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 
 __all__ = ["FCFSScheduler", "SchedulerLimits"]
+
+_ORDER = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +50,27 @@ class SchedulerLimits:
     watermark: float = 0.01
     #: The widest sliding window of the model's layers; None if a layer sees everything.
     window: int | None = None
+    #: Prompt tokens that a step scores at most: each takes a row of logits.
+    max_scored_tokens: int = 1 << 20
 
 
 class FCFSScheduler:
     """See the module's text. Not thread-safe: the engine's thread owns it."""
 
-    def __init__(self, memory: KVMemory, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, memory: KVMemory, limits: SchedulerLimits, regimes: RegimePolicy | None = None
+    ) -> None:
         self._memory = memory
         self._limits = limits
-        self._waiting: deque[Sequence] = deque()
+        self._regimes = regimes or RegimePolicy("virtual")
+        # All three in the order of arrival.
+        self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._following: list[Sequence] = []
+        #: Finished sequences whose memory is kept for those that have yet to fork from it.
+        self._donors: dict[str, Sequence] = {}
+        #: Running sequences that are to change their regime.
+        self._converting: dict[Sequence, Regime] = {}
         #: The system refused memory that the limit promises: nobody is admitted beside those
         #: that run until one of them has ended, or the same refusal would come each step.
         self._is_short = False
@@ -52,47 +82,239 @@ class FCFSScheduler:
 
     @property
     def running_request_ids(self) -> list[str]:
-        return [sequence.request.request_id for sequence in self._running]
+        return list(dict.fromkeys(sequence.request.request_id for sequence in self._running))
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._following)
+
+    # -- requests -----------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        self._waiting.extend(request.sequences)
+        """Queue the request: its first sequence, which the others follow."""
+        first, *others = request.sequences
+        self._enqueue(first)
+        for sequence in others:
+            self._follow(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        self._release(sequence)
-        self._is_short = False
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+            self._converting.pop(sequence, None)
+            self._is_short = False
+        elif sequence.status is SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.status is SequenceStatus.FOLLOWING:
+            self._following.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
+        request = sequence.request
+        if sequence.memory_id is not None:
+            if self._is_wanted(sequence):
+                self._donors[request.request_id] = sequence
+            else:
+                self._release(sequence)
+        if not any(_has_yet_to_start(other) for other in request.sequences):
+            self._drop_donor(request)
 
     def abort(self, request: Request) -> None:
         for sequence in request.sequences:
-            if sequence.status is SequenceStatus.RUNNING:
+            if sequence.status is not SequenceStatus.FINISHED:
                 self.finish(sequence)
-            elif sequence.status is SequenceStatus.WAITING:
-                self._waiting.remove(sequence)
-                sequence.status = SequenceStatus.FINISHED
+        self._drop_donor(request)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        assert parent.memory_id is not None
+        child.regime = parent.regime
+        memory_id = self._memory.open(regime=child.regime, salt=child.request.cache_salt)
+        assert memory_id is not None, "the beams that were outdone are dropped before the forks"
+        child.memory_id = memory_id
+        child.start = Fork(memory_id, parent.memory_id, parent.num_computed)
+        child.num_computed = child.num_named = parent.num_computed
+        child.status = SequenceStatus.RUNNING
+        insort(self._running, child, key=_ORDER)
+
+    def convert(self, request: Request, regime: Regime) -> None:
+        request.regime = regime
+        for sequence in request.sequences:
+            if sequence.status is SequenceStatus.RUNNING:
+                self._converting[sequence] = regime
+
+    # -- the step -----------------------------------------------------------------------
+
+    def applied(self, plan: StepPlan) -> None:
+        for sequence in self._running:
+            sequence.start = None
+        for op in plan.memory.ops:
+            if isinstance(op, Convert):
+                converted = next(seq for seq in self._running if seq.memory_id == op.seq)
+                converted.regime = self._converting.pop(converted)
+                converted.request.metrics.kv_regime = converted.regime.value
+        for request_id in [name for name in self._donors if not self._is_needed(name)]:
+            self._release(self._donors.pop(request_id))
 
     def computed(self, plan: StepPlan) -> None:
         for item in plan.scheduled:
             item.sequence.num_computed = item.num_past + item.num_new
 
     def schedule(self) -> StepPlan | None:
+        plan = self._schedule()
+        if plan is None and self._donors and self._waiting:
+            # Nothing runs, and what is kept to be forked is what stands in the way.
+            self._drop_donors()
+            plan = self._schedule()
+        return plan
+
+    def _schedule(self) -> StepPlan | None:
+        self._start_followers()
+        self._renew_starts()
         preempted_before = self.num_preemptions_total
         plan, memory_plan = self._schedule_running()
         if self.num_preemptions_total == preempted_before:
-            attached = self._admit(plan, memory_plan)
-            if attached is not None:
-                memory_plan = self._plan_with_newcomers(plan, attached)
+            newcomers = self._admit(plan)
+            if newcomers:
+                memory_plan = self._plan_with_newcomers(plan, newcomers)
         if not plan:
+            if self._running:
+                self._fail_stuck()
             return None
         assert memory_plan is not None
         return StepPlan(tuple(plan), memory_plan)
 
+    def make_room(self) -> Sequence | None:
+        victim = self._preempt_last()
+        self._is_short = victim is not None
+        return victim
+
+    # -- those that run -----------------------------------------------------------------
+
+    def _schedule_running(self) -> tuple[list[ScheduledSequence], MemoryPlan | None]:
+        """Decodes, then prompt chunks; preempts from the back until it fits."""
+        while self._running:
+            plan = self._share_budget()
+            answer = self._plan_memory(plan)
+            if isinstance(answer, MemoryPlan):
+                return plan, answer
+            if self._donors:
+                self._drop_donors()
+            elif self._preempt_last() is None:
+                # The engine checks at start that the pool holds the longest sequence, so either
+                # several beams share it, or pages are missing that the system does not take back.
+                raise OutOfMemoryError(
+                    f"a request that runs alone needs {answer.needed_pages} pages of the KV cache "
+                    f"and {answer.available_pages} can be had: raise --kv-cache-memory, or lower "
+                    "the beam width or --max-model-len"
+                )
+        return [], None
+
+    def _plan_memory(self, plan: list[ScheduledSequence]) -> MemoryPlan | Shortfall:
+        """With the conversions that were asked for, unless there is no memory for them now."""
+        growths = _growths(plan, self._limits.window)
+        starts: list[MemoryOp] = [seq.start for seq in self._running if seq.start is not None]
+        if self._converting:
+            conversions = self._conversions()
+            answer = self._memory.plan(growths, [*starts, *conversions])
+            if isinstance(answer, MemoryPlan):
+                plan[:] = [_seen_in(item, self._converting) for item in plan]
+                return answer
+        return self._memory.plan(growths, starts)
+
+    def _conversions(self) -> list[Convert]:
+        """A sequence that starts in this step, or is there already, is not converted now."""
+        for sequence, regime in list(self._converting.items()):
+            if sequence.regime is regime:
+                del self._converting[sequence]
+        return [
+            Convert(sequence.memory_id, regime)
+            for sequence, regime in self._converting.items()
+            if sequence.memory_id is not None and sequence.start is None
+        ]
+
+    def _share_budget(self) -> list[ScheduledSequence]:
+        budget = _Budget(self._limits.max_num_batched_tokens, self._limits.max_scored_tokens)
+        plan: list[ScheduledSequence] = []
+        decoding = [seq for seq in self._running if seq.num_uncomputed == 1]
+        reading = [seq for seq in self._running if seq.num_uncomputed > 1]
+        for sequence in decoding + reading:
+            if budget.tokens == 0:
+                break
+            if budget.can_take(sequence):
+                plan.append(budget.take(sequence))
+        return plan
+
+    def _preempt_last(self) -> Sequence | None:
+        """Everything that runs of the request that arrived last, if beams; else one sequence."""
+        if not self._running:
+            return None
+        victim = self._running[-1]
+        victims = [victim]
+        if victim.request.is_gang:
+            victims = [seq for seq in self._running if seq.request is victim.request]
+        if len(victims) == len(self._running):
+            return None
+        for sequence in reversed(victims):
+            if sequence.status is SequenceStatus.RUNNING:  # else it went with its parent
+                self._back_to_waiting(sequence)
+        victim.request.metrics.num_preemptions += 1
+        self.num_preemptions_total += 1
+        return victim
+
+    def _fail_stuck(self) -> None:
+        """Nobody can compute: beams wait for one of theirs, for which there is no memory."""
+        raise OutOfMemoryError(
+            f"{len(self._waiting)} sequences find no memory beside the {len(self._running)} that "
+            f"wait for them; the KV cache has {self._memory.limit_pages} pages, "
+            f"{self._memory.available_pages()} can be had: raise --kv-cache-memory or lower the "
+            "beam width"
+        )
+
+    # -- newcomers ----------------------------------------------------------------------
+
+    def _admit(self, plan: list[ScheduledSequence]) -> list[Sequence]:
+        """Add newcomers to ``plan`` while budget, sequences and memory last; who they are."""
+        budget = _Budget(self._limits.max_num_batched_tokens, self._limits.max_scored_tokens)
+        budget.spend(plan)
+        if not self._waiting or self._is_short:
+            return []
+        # What a newcomer may take, once every running sequence has what it is owed.
+        blocks_per_page = self._memory.layout.page_tokens // self._memory.layout.block_tokens
+        room = self._memory.available_pages() * blocks_per_page - sum(
+            self._owed(seq) for seq in self._running
+        )
+        watermark = int(self._limits.watermark * self._memory.limit_pages) * blocks_per_page
+        newcomers: list[Sequence] = []
+        while self._waiting and budget.can_take(self._waiting[0]):
+            sequence = self._waiting[0]
+            if self._num_reserved(sequence.request) > self._limits.max_num_seqs:
+                break
+            alone = all(other.request is sequence.request for other in self._running)
+            sequence.regime = self._regime_of(sequence.request)
+            donor = self._donor_for(sequence)
+            shared = sequence.num_prompt if donor else 0
+            blocks = self._blocks(sequence, sequence.num_tokens + 1) - self._shared(
+                sequence, shared
+            )
+            if blocks + (0 if alone else watermark) > room:
+                break
+            if not self._open(sequence, donor):
+                break
+            self._waiting.pop(0)
+            sequence.status = SequenceStatus.RUNNING
+            insort(self._running, sequence, key=_ORDER)
+            newcomers.append(sequence)
+            room -= blocks
+            plan.append(budget.take(sequence))
+        return newcomers
+
+    def _num_reserved(self, newcomer: Request) -> int:
+        """Sequences that run or can come to, with one more of ``newcomer``: beams fork at will."""
+        gangs = {seq.request for seq in self._running if seq.request.is_gang}
+        if newcomer.is_gang:
+            gangs.add(newcomer)
+        others = sum(not seq.request.is_gang for seq in self._running)
+        return others + (not newcomer.is_gang) + sum(gang.num_branches for gang in gangs)
+
     def _plan_with_newcomers(
-        self, plan: list[ScheduledSequence], attached: list[Attach]
+        self, plan: list[ScheduledSequence], newcomers: list[Sequence]
     ) -> MemoryPlan | None:
         """Newcomers that do not fit after all (a slot is short, say) wait again, last first.
 
@@ -100,139 +322,235 @@ class FCFSScheduler:
         only a part is wanted is copied. The last newcomer then starts from nothing.
         """
         while plan:
-            answer = self._memory.plan(_growths(plan, self._limits.window), attached)
+            answer = self._plan_memory(plan)
             if isinstance(answer, MemoryPlan):
                 return answer
             newcomer = plan.pop().sequence
-            hit = next((op for op in attached if op.seq == newcomer.memory_id), None)
-            if hit is None:
-                self._back_to_waiting(newcomer)
+            assert newcomer is newcomers[-1]
+            if not isinstance(newcomer.start, Attach):
+                self._back_to_waiting(newcomers.pop())
                 continue
-            attached.remove(hit)
+            newcomer.start = None
             newcomer.num_computed = 0
             newcomer.request.metrics.num_cached_tokens = 0
-            plan.append(_take(newcomer, self._left_for(plan)))
+            budget = _Budget(self._limits.max_num_batched_tokens, self._limits.max_scored_tokens)
+            budget.spend(plan)
+            plan.append(budget.take(newcomer))
         return None
 
-    def _left_for(self, plan: list[ScheduledSequence]) -> int:
-        return self._limits.max_num_batched_tokens - sum(item.num_new for item in plan)
-
-    def make_room(self) -> Sequence | None:
-        victim = self._preempt_last()
-        self._is_short = victim is not None
-        return victim
-
-    def _preempt_last(self) -> Sequence | None:
-        if len(self._running) < 2:
-            return None
-        victim = self._running[-1]
-        self._preempt(victim)
-        return victim
-
-    def _schedule_running(self) -> tuple[list[ScheduledSequence], MemoryPlan | None]:
-        """Decodes, then prompt chunks; preempts from the back until it fits."""
-        while self._running:
-            plan = self._share_budget()
-            fits = self._memory.plan(_growths(plan, self._limits.window))
-            if isinstance(fits, MemoryPlan):
-                return plan, fits
-            if self._preempt_last() is None:
-                # The engine checks at start that the pool holds the longest sequence: only pages
-                # that the system does not take back (quarantined) can be what is missing.
-                raise OutOfMemoryError(
-                    f"one sequence alone needs {fits.needed_pages} pages of the KV cache and "
-                    f"{fits.available_pages} can be had: lower --max-model-len or restart"
-                )
-        return [], None
-
-    def _share_budget(self) -> list[ScheduledSequence]:
-        budget = self._limits.max_num_batched_tokens
-        plan: list[ScheduledSequence] = []
-        decoding = [seq for seq in self._running if seq.num_uncomputed == 1]
-        reading = [seq for seq in self._running if seq.num_uncomputed > 1]
-        for sequence in decoding + reading:
-            if budget == 0:
-                break
-            item = _take(sequence, budget)
-            plan.append(item)
-            budget -= item.num_new
-        return plan
-
-    def _admit(
-        self, plan: list[ScheduledSequence], running: MemoryPlan | None
-    ) -> list[Attach] | None:
-        """Add newcomers to ``plan`` while budget, slots and memory last.
-
-        Returns what they take from the prefix cache; None if nobody came.
-        """
-        budget = self._left_for(plan)
-        if budget == 0 or not self._waiting or self._is_short:
-            return None
-        num_before = len(plan)
-        pages_for = self._memory.layout.pages_for
-        # What a newcomer may take, once every running sequence has what it is owed.
-        room = self._memory.available_pages() - sum(
-            pages_for(seq.num_tokens + 1) - pages_for(seq.num_computed) for seq in self._running
-        )
-        watermark = int(self._limits.watermark * self._memory.limit_pages)
-        attached: list[Attach] = []
-        while self._waiting and budget > 0 and len(self._running) < self._limits.max_num_seqs:
-            sequence = self._waiting[0]
-            # One more than is known: the token that this sequence will sample.
-            pages = pages_for(sequence.num_tokens + 1)
-            if pages + (watermark if self._running else 0) > room:
-                break
-            hit = self._open(sequence)
-            if hit is None:
-                break
-            if hit.num_tokens:
-                attached.append(hit)
-            self._waiting.popleft()
-            sequence.status = SequenceStatus.RUNNING
-            self._running.append(sequence)
-            room -= pages
-            item = _take(sequence, budget)
-            plan.append(item)
-            budget -= item.num_new
-        return attached if len(plan) > num_before else None
-
-    def _open(self, sequence: Sequence) -> Attach | None:
-        """The sequence's place in memory, and what the prefix cache has of it."""
+    def _open(self, sequence: Sequence, donor: Sequence | None) -> bool:
+        """The sequence's place in memory, and what it starts with; False if there is none."""
         request = sequence.request
-        memory_id = self._memory.open(sequence.tokens, salt=request.cache_salt)
+        known = () if donor is not None else sequence.tokens
+        memory_id = self._memory.open(known, regime=sequence.regime, salt=request.cache_salt)
         if memory_id is None:
-            return None
+            return False
         sequence.memory_id = memory_id
+        if donor is not None:
+            assert donor.memory_id is not None
+            sequence.start = Fork(memory_id, donor.memory_id, sequence.num_prompt)
+            sequence.num_computed = sequence.num_named = sequence.num_prompt
+            return True
+        sequence.num_named = len(known)
         # Whoever asks for the prompt's log-probabilities needs its logits computed.
         wants_logits = request.params.prompt_logprobs is not None
         hit = 0 if wants_logits else self._memory.match(memory_id)
+        sequence.start = Attach(memory_id, hit) if hit else None
         sequence.num_computed = hit
         if sequence.num_output == 0:
             request.metrics.num_cached_tokens = hit
-        return Attach(memory_id, hit)
+        return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._back_to_waiting(sequence)
-        sequence.request.metrics.num_preemptions += 1
-        self.num_preemptions_total += 1
+    def _regime_of(self, request: Request) -> Regime:
+        if request.regime is None:
+            request.regime, reason = self._regimes.choose(request)
+            request.metrics.kv_regime = request.regime.value
+            request.metrics.kv_regime_reason = reason
+        return request.regime
+
+    def _blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        """What ``num_tokens`` take in the sequence's regime."""
+        layout = self._memory.layout
+        if sequence.regime is Regime.VIRTUAL:
+            return layout.pages_for(num_tokens) * (layout.page_tokens // layout.block_tokens)
+        return -(-num_tokens // layout.block_tokens)
+
+    def _shared(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many of these blocks a fork at ``num_tokens`` shares for good."""
+        layout = self._memory.layout
+        virtual = sequence.regime is Regime.VIRTUAL
+        unit = layout.page_tokens if virtual else layout.block_tokens
+        return num_tokens // unit * (unit // layout.block_tokens)
+
+    def _owed(self, sequence: Sequence) -> int:
+        computed = sequence.num_computed
+        has = (
+            self._shared(sequence, computed) if sequence.start else self._blocks(sequence, computed)
+        )
+        return self._blocks(sequence, sequence.num_tokens + 1) - has
+
+    # -- forks of one prompt ------------------------------------------------------------
+
+    def _start_followers(self) -> None:
+        """Followers queue up when a sibling has the prompt, or when none is left to compute it."""
+        if not self._following:
+            return
+        ready: dict[str, bool] = {}
+        for sequence in self._following:
+            request = sequence.request
+            if request.request_id not in ready:
+                ready[request.request_id] = request.request_id in self._donors or (
+                    any(other.has_prompt for other in request.sequences)
+                )
+        for sequence in [seq for seq in self._following if ready[seq.request.request_id]]:
+            self._following.remove(sequence)
+            self._enqueue(sequence)
+        # The one that was to compute the prompt has ended, or follows as well.
+        led = {seq.request.request_id for seq in (*self._running, *self._waiting)}
+        for sequence in list(self._following):
+            if sequence.request.request_id not in led:
+                led.add(sequence.request.request_id)
+                self._following.remove(sequence)
+                self._enqueue(sequence)
+
+    def _donor_for(self, sequence: Sequence) -> Sequence | None:
+        """A sibling whose memory begins with the prompt of ``sequence``, in its regime."""
+        request = sequence.request
+        if request.num_branches == 1:
+            return None
+        kept = self._donors.get(request.request_id)
+        for other in (*request.sequences, kept):
+            if other is None or other is sequence or not other.has_prompt:
+                continue
+            if other.regime is sequence.regime and self._keeps_prompt(other):
+                return other
+        return None
+
+    def _keeps_prompt(self, sequence: Sequence) -> bool:
+        """Not where the sliding window has moved past what a fork at the prompt's end sees."""
+        window = self._limits.window
+        return window is None or sequence.num_computed <= max(window, sequence.num_prompt)
+
+    def _is_wanted(self, sequence: Sequence) -> bool:
+        """Whether siblings have yet to fork from this sequence, which has finished."""
+        others = sequence.request.sequences
+        return (
+            sequence.has_prompt
+            and sequence.request.request_id not in self._donors
+            and any(_has_yet_to_start(other) for other in others)
+            and not any(other.has_prompt for other in others if other is not sequence)
+        )
+
+    def _is_needed(self, request_id: str) -> bool:
+        request = self._donors[request_id].request
+        return any(_has_yet_to_start(other) for other in request.sequences)
+
+    def _drop_donor(self, request: Request) -> None:
+        donor = self._donors.pop(request.request_id, None)
+        if donor is not None:
+            self._release(donor)
+
+    def _drop_donors(self) -> None:
+        # Who starts in this step is forked from them: it waits again.
+        sources = {donor.memory_id for donor in self._donors.values()}
+        for sequence in list(self._running):
+            start = sequence.start
+            if isinstance(start, Fork) and start.parent in sources:
+                self._back_to_waiting(sequence)
+        for donor in self._donors.values():
+            self._release(donor)
+        self._donors.clear()
+
+    # -- queues -------------------------------------------------------------------------
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.WAITING
+        insort(self._waiting, sequence, key=_ORDER)
+
+    def _follow(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.FOLLOWING
+        insort(self._following, sequence, key=_ORDER)
 
     def _back_to_waiting(self, sequence: Sequence) -> None:
+        """Also whoever was to fork from it, in a step that has not been."""
         self._running.remove(sequence)
+        self._converting.pop(sequence, None)
+        memory_id = sequence.memory_id
         self._release(sequence)
         sequence.num_computed = 0
-        sequence.status = SequenceStatus.WAITING
-        self._waiting.appendleft(sequence)
+        # One sequence of a request computes the prompt, the others follow.
+        if any(_leads(other) for other in sequence.request.sequences if other is not sequence):
+            self._follow(sequence)
+        else:
+            self._enqueue(sequence)
+        for child in list(self._running):
+            start = child.start
+            if isinstance(start, Fork) and start.parent == memory_id:
+                self._back_to_waiting(child)
+
+    def _renew_starts(self) -> None:
+        """A step that was planned but never applied leaves starts: cached prefixes may be gone."""
+        for sequence in self._running:
+            start = sequence.start
+            if isinstance(start, Attach):
+                hit = min(start.num_tokens, self._memory.match(start.seq))
+                sequence.start = Attach(start.seq, hit) if hit else None
+                sequence.num_computed = hit
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.memory_id is not None
         self._memory.release(sequence.memory_id)
-        sequence.memory_id = None
+        sequence.memory_id = sequence.start = None
 
 
-def _take(sequence: Sequence, budget: int) -> ScheduledSequence:
-    assert sequence.memory_id is not None
-    num_new = min(sequence.num_uncomputed, budget)
-    return ScheduledSequence(sequence, sequence.memory_id, sequence.num_computed, num_new)
+class _Budget:
+    """What is left of a step: tokens to compute, and prompt tokens to score."""
+
+    def __init__(self, tokens: int, scored: int) -> None:
+        self.tokens = tokens
+        self.scored = scored
+
+    def can_take(self, sequence: Sequence) -> bool:
+        return self.tokens > 0 and (self.scored > 0 or not sequence.num_unscored)
+
+    def take(self, sequence: Sequence) -> ScheduledSequence:
+        """As much of the sequence as there is room for."""
+        assert sequence.memory_id is not None
+        num_new = min(sequence.num_uncomputed, self.tokens)
+        if sequence.num_unscored:
+            num_new = min(num_new, self.scored)
+        item = ScheduledSequence(
+            sequence, sequence.memory_id, sequence.num_computed, num_new, sequence.regime
+        )
+        self.spend([item])
+        return item
+
+    def spend(self, items: Iterable[ScheduledSequence]) -> None:
+        for item in items:
+            self.tokens -= item.num_new
+            if item.sequence.num_unscored:
+                self.scored -= item.num_new
+
+
+def _leads(sequence: Sequence) -> bool:
+    """Whether the sequence will compute its request's prompt, or has."""
+    return sequence.status in (SequenceStatus.RUNNING, SequenceStatus.WAITING)
+
+
+def _has_yet_to_start(sequence: Sequence) -> bool:
+    if sequence.status in (SequenceStatus.FOLLOWING, SequenceStatus.WAITING):
+        return True
+    return sequence.status is SequenceStatus.RUNNING and isinstance(sequence.start, Fork)
+
+
+def _seen_in(item: ScheduledSequence, regimes: dict[Sequence, Regime]) -> ScheduledSequence:
+    """The item as it is seen once its sequence is converted."""
+    sequence = item.sequence
+    if sequence.start is not None or sequence not in regimes:
+        return item
+    return ScheduledSequence(
+        sequence, item.memory_id, item.num_past, item.num_new, regimes[sequence]
+    )
 
 
 def _growths(plan: list[ScheduledSequence], window: int | None) -> list[Growth]:

@@ -6,7 +6,10 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vmserve.memory.base import Attach, Fork, Regime
+
 if TYPE_CHECKING:
+    from vmserve.decoding.group import BeamGroup
     from vmserve.sampling.params import SamplingParams
     from vmserve.types import RequestMetrics
 
@@ -14,6 +17,8 @@ __all__ = ["Request", "Sequence", "SequenceStatus"]
 
 
 class SequenceStatus(enum.Enum):
+    #: Not queued: starts as a fork of a sequence of its request that computes the prompt.
+    FOLLOWING = "following"
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -21,7 +26,11 @@ class SequenceStatus(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """What a user asked for. Its ``params.n`` (or ``best_of``) sequences share the prompt."""
+    """What a user asked for. Its ``params.n`` (or ``best_of``) sequences share the prompt.
+
+    The first sequence computes the prompt and all of them draw their first token from its
+    logits; the others then continue as forks of it.
+    """
 
     request_id: str
     prompt: str | None
@@ -41,6 +50,23 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
+    #: In which regime the sequences are, or are to be, kept; None: not decided yet.
+    regime: Regime | None = None
+
+    #: Sequences that run at once at most: choices, or beams.
+    num_branches: int = 1
+    #: The beam search, if it is one: its sequences are the beams that run.
+    beams: BeamGroup | None = None
+
+    @property
+    def is_gang(self) -> bool:
+        """Whether its sequences wait for each other, and so are preempted together."""
+        return self.beams is not None
+
+    @property
+    def first_tokens_due(self) -> list[Sequence]:
+        """Those that draw their first token as soon as the prompt is computed."""
+        return [seq for seq in self.sequences if seq.is_unborn]
 
     @property
     def finished(self) -> bool:
@@ -61,12 +87,43 @@ class Sequence:
     tokens: list[int]
     num_prompt: int
     num_computed: int = 0
-    #: The sequence in the KV memory, while it has any.
+    #: The sequence in the KV memory, while it has any, and the regime in which it is kept.
     memory_id: int | None = None
+    regime: Regime = Regime.VIRTUAL
+    #: How the sequence starts in memory; part of the next plan, until one is applied.
+    start: Attach | Fork | None = None
+    #: How many of the tokens the KV memory knows (names for its prefix cache).
+    num_named: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     #: Prompt positions whose log-probabilities are already taken; a preempted
     #: sequence computes its prompt again, but must not report it twice.
     num_prompt_scored: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sequences are served in this order."""
+        return (self.request.arrival, self.index)
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether the prompt's keys and values are in memory, so that siblings can fork."""
+        return (
+            self.memory_id is not None
+            and self.start is None
+            and self.num_computed >= self.num_prompt
+        )
+
+    @property
+    def is_unborn(self) -> bool:
+        """A follower without a token of its own."""
+        return self.status is SequenceStatus.FOLLOWING and len(self.tokens) == self.num_prompt
+
+    @property
+    def num_unscored(self) -> int:
+        """Prompt tokens whose log-probabilities are asked for and not known."""
+        if self.index != 0 or self.request.params.prompt_logprobs is None:
+            return 0
+        return max(0, self.num_prompt - 1 - self.num_prompt_scored)
 
     @property
     def num_tokens(self) -> int:

@@ -299,7 +299,7 @@ class _Reply:
         ends_unseen = (
             part.finish_reason == "stop"
             and not isinstance(part.stop_reason, str)
-            and not self._job.params.include_stop_str_in_output
+            and not self._job.params.as_sampling().include_stop_str_in_output
         )
         kept: list[Position] = list(part.logprobs or [])
         return chat_logprobs(kept, self._shape, ends_unseen=ends_unseen)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vmserve.errors import InvalidRequestError
-from vmserve.sampling import SamplingParams
+from vmserve.sampling import GenerationParams
 from vmserve.server.body import read_model
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import below_minimum, not_implemented
@@ -74,7 +74,7 @@ class CompletionService:
             return EventStream(reply.chunks(await generation.stream()))
         return Response(dump_json(reply.full(await generation.run())), media_type=JSON_TYPE)
 
-    def _params(self, body: CompletionRequest) -> SamplingParams:
+    def _params(self, body: CompletionRequest) -> GenerationParams:
         max_tokens = body.max_tokens
         if max_tokens is None:
             max_tokens = min(_DEFAULT_MAX_TOKENS, self._context.max_model_len)
@@ -88,7 +88,7 @@ class CompletionService:
             best_of=body.best_of,
         )
 
-    async def _job(self, prompt: Prompt, body: CompletionRequest, params: SamplingParams) -> Job:
+    async def _job(self, prompt: Prompt, body: CompletionRequest, params: GenerationParams) -> Job:
         context = self._context
         if isinstance(prompt, str):
             special = body.add_special_tokens is not False

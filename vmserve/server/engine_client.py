@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from vmserve.sampling import SamplingParams
+from vmserve.sampling import GenerationParams
 from vmserve.types import RequestOutput
 
 __all__ = ["EngineClient", "TokenizerLike"]
@@ -71,7 +71,7 @@ class EngineClient(Protocol):
     def generate(
         self,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: GenerationParams,
         *,
         request_id: str,
         prompt: str | None = None,

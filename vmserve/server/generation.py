@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from vmserve.errors import EngineDeadError
-from vmserve.sampling import SamplingParams
+from vmserve.sampling import GenerationParams
 from vmserve.server.context import ServerContext
 from vmserve.server.scope import closing, gather
 from vmserve.types import CompletionOutput, LogprobsList, RequestOutput
@@ -23,7 +23,7 @@ class Job:
 
     text: str | None
     token_ids: list[int]
-    params: SamplingParams
+    params: GenerationParams
 
 
 class Generation:
@@ -103,7 +103,7 @@ class Generation:
     def _cost(self, job: Job) -> int:
         left = max(0, self._context.max_model_len - len(job.token_ids))
         asked = left if job.params.max_tokens is None else min(job.params.max_tokens, left)
-        return (job.params.best_of or job.params.n) * (len(job.token_ids) + asked)
+        return job.params.num_sequences * (len(job.token_ids) + asked)
 
 
 @dataclass(frozen=True, slots=True)

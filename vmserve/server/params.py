@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from vmserve.errors import InvalidRequestError
-from vmserve.sampling import SamplingParams
+from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import not_implemented
 from vmserve.server.protocol import GenerationRequest
@@ -22,6 +22,13 @@ __all__ = [
 
 #: What the request leaves open is taken from generation_config.json, else from here.
 _OPENAI_DEFAULTS: Final[dict[str, Any]] = {"temperature": 1.0, "top_p": 1.0}
+_BEAM_FIELDS: Final = (
+    "early_stopping",
+    "ignore_eos",
+    "length_penalty",
+    "min_tokens",
+    "skip_special_tokens",
+)
 _FIELDS: Final = (
     "allowed_token_ids",
     "bad_words",
@@ -53,18 +60,35 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     best_of: int | None = None,
-) -> SamplingParams:
+) -> GenerationParams:
     """Raises :class:`InvalidRequestError` for values that cannot be sampled with, and for
     token ids or numbers of log-probabilities that the model or the server does not allow.
     """
     given = {name: getattr(request, name) for name in _FIELDS}
     options = {**_OPENAI_DEFAULTS, **engine.default_sampling}
     options |= {name: value for name, value in given.items() if value is not None}
+    if request.use_beam_search:
+        return _beam_params(request, engine, max_tokens, logprobs)
     options["max_tokens"] = max_tokens
     if best_of is not None:
         options["best_of"] = best_of
     params = SamplingParams(**options, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     params.validate_for(engine.model_config.vocab_size, engine.resolved.max_logprobs)
+    return params
+
+
+def _beam_params(
+    request: GenerationRequest, engine: EngineClient, max_tokens: int | None, logprobs: int | None
+) -> BeamSearchParams:
+    """``n`` is the width; what only shapes sampling has no influence."""
+    given = {name: getattr(request, name) for name in _BEAM_FIELDS}
+    params = BeamSearchParams(
+        beam_width=request.n or 1,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    params.as_sampling().validate_for(engine.model_config.vocab_size, engine.resolved.max_logprobs)
     return params
 
 
@@ -140,7 +164,7 @@ def stream_options(request: GenerationRequest, force_usage: bool) -> StreamOptio
 def refuse_unserved(request: GenerationRequest) -> None:
     """Raises :class:`InvalidRequestError` for what the contract has and this version has not."""
     if request.use_beam_search:
-        raise not_implemented("use_beam_search", "use_beam_search", "use n and temperature")
+        _check_beams(request)
     if request.structured_outputs is not None:
         raise not_implemented("structured_outputs", "structured_outputs", "leave it out")
     _check_response_format(request.response_format)
@@ -151,6 +175,26 @@ def refuse_unserved(request: GenerationRequest) -> None:
             "prompt_logprobs cannot be streamed: leave out prompt_logprobs or stream",
             "prompt_logprobs",
         )
+
+
+def _check_beams(request: GenerationRequest) -> None:
+    """Raises :class:`InvalidRequestError` for what a beam search cannot give."""
+    refusals = [
+        (bool(request.stream), "stream", "the best answers are known only at the end"),
+        (
+            bool(request.echo) and bool(getattr(request, "logprobs", None) is not None),
+            "echo",
+            "the prompt's log-probabilities are not computed",
+        ),
+        (request.logprob_token_ids is not None, "logprob_token_ids", "use logprobs"),
+        (request.prompt_logprobs is not None, "prompt_logprobs", "leave it out"),
+        (bool(request.stop), "stop", "answers end with the model's end token"),
+        (bool(request.stop_token_ids), "stop_token_ids", "answers end with the model's end token"),
+    ]
+    for refused, name, reason in refusals:
+        if refused:
+            what = "echo with logprobs" if name == "echo" else name
+            raise InvalidRequestError(f"use_beam_search does not go with {what}: {reason}", name)
 
 
 def _check_response_format(wanted: Any) -> None:

@@ -142,6 +142,8 @@ class GenerationRequest(RequestModel):
     return_tokens_as_token_ids: bool | None = None
 
     use_beam_search: bool | None = None
+    length_penalty: Annotated[float | None, bounded("length_penalty")] = None
+    early_stopping: bool | Literal["never"] | None = None
     response_format: Anything = None
     structured_outputs: NotServed = None
     prompt_embeds: NotServed = None

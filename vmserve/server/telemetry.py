@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from vmserve.sampling import SamplingParams
+from vmserve.sampling import GenerationParams
 from vmserve.types import RequestMetrics, RequestOutput
 
 __all__ = ["Histogram", "Telemetry"]
@@ -125,8 +125,10 @@ class Telemetry:
     def __init__(self) -> None:
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._finished: Counter[str] = Counter(dict.fromkeys(_FINISH_REASONS, 0))
+        #: By regime, and the reason for it.
+        self._regimes: Counter[tuple[str, str]] = Counter()
 
-    def observe(self, params: SamplingParams, output: RequestOutput, num_tokens: int) -> None:
+    def observe(self, params: GenerationParams, output: RequestOutput, num_tokens: int) -> None:
         """A request that finished with ``output``, after ``num_tokens`` in all its choices."""
         reasons = [choice.finish_reason for choice in output.outputs if choice.finish_reason]
         self._finished[reasons[-1] if reasons else "stop"] += 1
@@ -135,6 +137,7 @@ class Telemetry:
         self._add("request_params_n", params.n)
         self._add("request_params_max_tokens", params.max_tokens)
         self._add("request_num_preemptions", output.metrics.num_preemptions)
+        self._regimes[output.metrics.kv_regime, output.metrics.kv_regime_reason] += 1
         self._observe_times(output.metrics, num_tokens // params.n)
 
     def _observe_times(self, times: RequestMetrics, num_tokens: int) -> None:
@@ -176,6 +179,14 @@ class Telemetry:
         for reason, count in self._finished.items():
             finished.add_metric([*values, reason], count)
         yield finished
+        regimes = CounterMetricFamily(
+            "request_regime",
+            "Requests that ended, by the regime of their KV cache and the reason for it.",
+            labels=[*names, "regime", "reason"],
+        )
+        for (regime, why), count in self._regimes.items():
+            regimes.add_metric([*values, regime, why], count)
+        yield regimes
         yield from _engine_families(source.engine_stats(), names, values)
         yield from _server_families(source, names, values)
 

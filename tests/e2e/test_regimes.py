@@ -1,0 +1,446 @@
+"""Both regimes, in one batch and in turn: the same tokens as ``transformers`` everywhere.
+
+Counters prove that forks, copies, hits, conversions and split pages happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vmserve import LLM, BeamSearchParams, RequestOutput, SamplingParams
+
+import torch  # isort: skip
+from transformers import AutoModelForCausalLM  # isort: skip
+
+from vmserve.errors import InvalidRequestError
+from vmserve.memory.base import Regime
+
+Prompts = Callable[[int, int, int], list[list[int]]]
+Reference = Callable[[list[int], int], list[int]]
+#: ``beam_reference(prompt, num_tokens, width, length_penalty)``: (token ids, score), best first.
+BeamReference = Callable[[list[int], int, int, float], list[list[int]]]
+REGIMES = ["virtual", "paged"]
+#: Bytes of a page of one and of eight blocks of 16 tokens (a layer's K and V in float32).
+PAGE_BYTES = {1: 16 << 10, 8: 128 << 10}
+
+
+@pytest.fixture(scope="module")
+def beam_reference(model_dir: Path) -> Iterator[BeamReference]:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    known: dict[tuple[Any, ...], list[list[int]]] = {}
+
+    @torch.inference_mode()
+    def search(
+        prompt: list[int], num_tokens: int, width: int, length_penalty: float
+    ) -> list[list[int]]:
+        key = (tuple(prompt), num_tokens, width, length_penalty)
+        if key not in known:
+            found = model.generate(
+                torch.tensor([prompt]),
+                num_beams=width,
+                num_return_sequences=width,
+                do_sample=False,
+                max_new_tokens=num_tokens,
+                length_penalty=length_penalty,
+            )
+            ends = model.generation_config.eos_token_id
+            ends = set(ends if isinstance(ends, list) else [ends])
+            known[key] = [_cut(row[len(prompt) :].tolist(), ends) for row in found]
+        return known[key]
+
+    return search
+
+
+def _cut(tokens: list[int], ends: set[int]) -> list[int]:
+    """Up to the end token; behind it there is padding."""
+    for length, token in enumerate(tokens, start=1):
+        if token in ends:
+            return tokens[:length]
+    return tokens
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def drain(llm: LLM, count: int, each_step: Callable[[int], None]) -> dict[str, RequestOutput]:
+    """Step until ``count`` requests are done; ``each_step(i)`` comes after step i."""
+    done: dict[str, RequestOutput] = {}
+    for step in range(10_000):
+        result = llm.engine.step()
+        assert not result.failures
+        done |= {output.request_id: output for output in result.outputs if output.finished}
+        if len(done) == count:
+            return done
+        each_step(step)
+        llm.engine.memory.check()
+    raise AssertionError("the requests do not end")
+
+
+def counted(before: dict[str, Any], after: dict[str, Any], name: str) -> int:
+    return int(after[name] - before[name])
+
+
+@pytest.mark.parametrize("blocks_per_page", [1, 8])
+@pytest.mark.parametrize(
+    ("regime", "backend"),
+    [("virtual", "sdpa"), ("virtual", "cpu"), ("paged", "cpu"), ("paged", "reference")],
+)
+def test_greedy(
+    regime: str, backend: str, blocks_per_page: int, prompts: Prompts, reference: Reference
+) -> None:
+    batch = prompts(12, 300, 11)
+    with LLM(
+        dtype="float32",
+        kv_regime=regime,  # type: ignore[arg-type]
+        attention_backend=backend,
+        kv_page_size=PAGE_BYTES[blocks_per_page],
+        kv_cache_memory="32MiB",
+        max_model_len=512,
+        max_num_batched_tokens=64,
+    ) as llm:
+        assert llm.stats()["blocks_per_page"] == blocks_per_page
+        seen = {"virtual_seqs": 0, "paged_seqs": 0, "split_pages": 0}
+        for index, prompt in enumerate(batch):
+            llm.engine.add_request(str(index), prompt, greedy(24))
+
+        def look(_: int) -> None:
+            stats = llm.stats()
+            for name in seen:
+                seen[name] = max(seen[name], int(stats[name]))
+
+        cold = drain(llm, len(batch), look)
+        warm = llm.generate(batch, greedy(24))
+        stats = llm.stats()
+    other = "paged" if regime == "virtual" else "virtual"
+    assert seen[f"{regime}_seqs"] > 4
+    assert seen[f"{other}_seqs"] == 0
+    assert (seen["split_pages"] > 0) == (regime == "paged" and blocks_per_page > 1)
+    assert stats["prefix_cache_hits_total"] >= sum(len(p) // 16 * 16 for p in batch) // 2
+    for index, prompt in enumerate(batch):
+        expected = reference(prompt, 24)
+        assert cold[str(index)].outputs[0].token_ids == expected
+        assert warm[index].outputs[0].token_ids == expected
+        assert warm[index].metrics.kv_regime == regime
+
+
+@pytest.mark.parametrize("blocks_per_page", [1, 8])
+def test_requests_change_their_regime_between_two_steps(
+    blocks_per_page: int, prompts: Prompts, reference: Reference
+) -> None:
+    """There and back, at any length, half of the batch at a time: every batch is a mixed one."""
+    batch = prompts(8, 200, 12)
+    with LLM(
+        dtype="float32",
+        kv_page_size=PAGE_BYTES[blocks_per_page],
+        kv_cache_memory="32MiB",
+        max_model_len=512,
+        max_num_batched_tokens=96,
+        enable_prefix_caching=False,
+    ) as llm:
+        for index, prompt in enumerate(batch):
+            llm.engine.add_request(str(index), prompt, greedy(40))
+        num_mixed = 0
+
+        def change(step: int) -> None:
+            nonlocal num_mixed
+            stats = llm.stats()
+            num_mixed += stats["virtual_seqs"] > 0 and stats["paged_seqs"] > 0
+            for index in range(len(batch)):
+                if (step + index) % 4 == 0:
+                    to = Regime.PAGED if (step + index) % 8 else Regime.VIRTUAL
+                    llm.engine.convert(str(index), to)
+
+        done = drain(llm, len(batch), change)
+        stats = llm.stats()
+    assert num_mixed > 20
+    assert stats["converted_to_paged_total"] > 20
+    assert stats["converted_to_virtual_total"] > 20
+    assert stats["converted_zero_copy_total"] >= stats["converted_to_paged_total"]
+    for index, prompt in enumerate(batch):
+        assert done[str(index)].outputs[0].token_ids == reference(prompt, 40)
+
+
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0])
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_beams(
+    regime: str,
+    width: int,
+    length_penalty: float,
+    prompts: Prompts,
+    beam_reference: BeamReference,
+) -> None:
+    batch = prompts(3, 60, 13)
+    params = BeamSearchParams(beam_width=width, max_tokens=24, length_penalty=length_penalty)
+    with LLM(
+        dtype="float32",
+        kv_regime=regime,  # type: ignore[arg-type]
+        kv_page_size=PAGE_BYTES[8],
+        kv_cache_memory="128MiB",
+        max_model_len=256,
+    ) as llm:
+        cold = llm.beam_search(batch, params)
+        between = llm.stats()
+        warm = llm.beam_search(batch, params)
+        stats = llm.stats()
+        llm.engine.memory.check()
+    assert between["forks_total"] >= 3 * (width - 1)
+    assert between["copied_blocks_total"] > 0
+    assert (between["cow_blocks_total"] > 0) == (regime == "paged")
+    assert counted(between, stats, "prefix_hit_blocks_total") > 0
+    assert stats["num_seqs"] == stats["used_pages"] == 0
+    for prompt, first, second in zip(batch, cold, warm, strict=True):
+        expected = beam_reference(prompt, 24, width, length_penalty)
+        assert [output.token_ids for output in first.outputs] == expected
+        assert [output.token_ids for output in second.outputs] == expected
+        assert [output.index for output in first.outputs] == list(range(width))
+
+
+@pytest.mark.parametrize("blocks_per_page", [1, 8])
+def test_beams_and_choices_change_their_regime_too(
+    blocks_per_page: int, prompts: Prompts, beam_reference: BeamReference
+) -> None:
+    batch = prompts(4, 60, 21)
+    drawn = SamplingParams(n=3, temperature=1.0, seed=9, max_tokens=20, ignore_eos=True)
+    with LLM(
+        dtype="float32",
+        kv_page_size=PAGE_BYTES[blocks_per_page],
+        kv_cache_memory="64MiB",
+        max_model_len=256,
+    ) as llm:
+        expected = llm.generate(batch[2:], drawn)
+        before = llm.stats()
+        for index, prompt in enumerate(batch):
+            params = [BeamSearchParams(beam_width=4, max_tokens=20), drawn][index // 2]
+            llm.engine.add_request(str(index), prompt, params)
+
+        def change(step: int) -> None:
+            for index in range(len(batch)):
+                to = Regime.VIRTUAL if (step + index) % 6 < 3 else Regime.PAGED
+                llm.engine.convert(str(index), to)
+
+        done = drain(llm, len(batch), change)
+        stats = llm.stats()
+    assert counted(before, stats, "converted_to_virtual_total") > 10
+    assert counted(before, stats, "converted_to_paged_total") > 10
+    for index, prompt in enumerate(batch):
+        tokens = [choice.token_ids for choice in done[str(index)].outputs]
+        if index < 2:
+            assert tokens == beam_reference(prompt, 20, 4, 1.0)
+        else:
+            assert tokens == [choice.token_ids for choice in expected[index - 2].outputs]
+
+
+def test_every_method_in_one_batch(
+    prompts: Prompts, reference: Reference, beam_reference: BeamReference
+) -> None:
+    """Greedy, parallel sampling and beams together; ``auto`` keeps what forks paged."""
+    batch = prompts(9, 120, 14)
+    drawn = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=20)
+    with LLM(dtype="float32", kv_cache_memory="32MiB", max_num_batched_tokens=64) as llm:
+        alone = [llm.generate([prompt], drawn)[0] for prompt in batch[3:6]]
+        llm.engine.memory.clear_cache()
+        for index, prompt in enumerate(batch):
+            params = [greedy(20), drawn, BeamSearchParams(beam_width=3, max_tokens=20)][index // 3]
+            llm.engine.add_request(str(index), prompt, params)
+        num_mixed = 0
+
+        def look(_: int) -> None:
+            nonlocal num_mixed
+            stats = llm.stats()
+            num_mixed += stats["virtual_seqs"] > 0 and stats["paged_seqs"] > 0
+
+        done = drain(llm, len(batch), look)
+    assert num_mixed > 5
+    for index, prompt in enumerate(batch):
+        output = done[str(index)]
+        if index < 3:
+            assert output.outputs[0].token_ids == reference(prompt, 20)
+            assert (output.metrics.kv_regime, output.metrics.kv_regime_reason) == (
+                "virtual",
+                "alone",
+            )
+            continue
+        assert (output.metrics.kv_regime, output.metrics.kv_regime_reason) == ("paged", "forks")
+        tokens = [choice.token_ids for choice in output.outputs]
+        if index < 6:
+            assert tokens == [choice.token_ids for choice in alone[index - 3].outputs]
+            assert len({tuple(choice) for choice in tokens}) == 3
+        else:
+            assert tokens == beam_reference(prompt, 20, 3, 1.0)
+
+
+def test_the_same_samples_in_every_regime_and_batch(prompts: Prompts) -> None:
+    batch = prompts(4, 150, 15)
+    params = [
+        SamplingParams(n=n, temperature=0.9, top_p=0.95, seed=n, max_tokens=24, logprobs=2)
+        for n in (1, 2, 4, 6)
+    ]
+    found = []
+    for options in (
+        {"kv_regime": "virtual"},
+        {"kv_regime": "paged"},
+        {"kv_regime": "auto", "enable_prefix_caching": False, "max_num_batched_tokens": 64},
+        {"kv_regime": "paged", "kv_page_size": PAGE_BYTES[8], "block_size": 32},
+    ):
+        with LLM(dtype="float32", kv_cache_memory="32MiB", **options) as llm:
+            together = llm.generate(batch, params)
+            one_by_one = [
+                llm.generate([prompt], one)[0] for prompt, one in zip(batch, params, strict=True)
+            ]
+            stats = llm.stats()
+        assert stats["forks_total"] == 2 * (1 + 3 + 5)
+        assert stats["copied_blocks_total"] > 0
+        found += [
+            [[choice.token_ids for choice in result.outputs] for result in results]
+            for results in (together, one_by_one)
+        ]
+    assert all(other == found[0] for other in found[1:])
+    assert [len(choices) for choices in found[0]] == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_forks_and_beams_through_a_full_pool(
+    regime: str, prompts: Prompts, reference: Reference, beam_reference: BeamReference
+) -> None:
+    """Preempted groups compute again, one the prompt and the others as forks of it."""
+    batch = prompts(6, 90, 16)
+    drawn = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
+    beams = BeamSearchParams(beam_width=4, max_tokens=60, ignore_eos=True)
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_regime": regime,
+        "kv_page_size": PAGE_BYTES[1],
+        "max_model_len": 256,
+        "enable_prefix_caching": False,
+    }
+    with LLM(kv_cache_memory="64MiB", **options) as llm:
+        roomy = llm.generate(batch[:3], drawn)
+        roomy_beams = llm.beam_search(batch[3:5], beams)
+        assert llm.stats()["num_preemptions_total"] == 0
+    with LLM(kv_cache_memory="5MiB", **options) as llm:
+        for index, prompt in enumerate(batch):
+            params = [drawn, drawn, drawn, beams, beams, greedy(100)][index]
+            llm.engine.add_request(str(index), prompt, params)
+        done = drain(llm, len(batch), lambda _: None)
+        stats = llm.stats()
+    assert stats["num_preemptions_total"] > 0
+    assert (
+        sum(output.metrics.num_preemptions for output in done.values())
+        == (stats["num_preemptions_total"])
+    )
+    assert max(output.metrics.num_preemptions for output in done.values()) < 50
+    assert stats["num_seqs"] == stats["used_pages"] == 0
+    assert done["5"].outputs[0].token_ids == reference(batch[5], 100)
+    for index, expected in enumerate([*roomy, *roomy_beams]):
+        got = [choice.token_ids for choice in done[str(index)].outputs]
+        assert got == [choice.token_ids for choice in expected.outputs]
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_beams_that_outgrow_the_pool_alone_fail_with_the_numbers(regime: str) -> None:
+    with LLM(
+        dtype="float32", kv_regime=regime, kv_page_size="16KiB", kv_cache_memory="1.5MiB",
+        max_model_len=128, max_num_seqs=16,
+    ) as llm:  # fmt: skip
+        llm.engine.add_request(
+            "a", [1, *range(5, 60)], BeamSearchParams(beam_width=16, max_tokens=70, ignore_eos=True)
+        )
+        failures = []
+        while llm.engine.has_unfinished:
+            failures += llm.engine.step().failures
+        assert [failure.request_id for failure in failures] == ["a"]
+        assert "lower the beam width" in str(failures[0].error)
+        stats = llm.stats()
+        assert stats["num_seqs"] == stats["used_pages"] == 0
+        assert llm.generate([[1, 5, 6]], greedy(4))[0].finished
+
+
+def test_a_beam_search_that_is_aborted_tells_what_it_has(llm: LLM, prompts: Prompts) -> None:
+    [prompt] = prompts(1, 40, 17)
+    llm.engine.add_request("a", prompt, BeamSearchParams(beam_width=4, max_tokens=50))
+    for _ in range(6):
+        llm.engine.step()
+    output = llm.engine.abort("a")
+    assert output is not None
+    assert [choice.finish_reason for choice in output.outputs] == ["abort"] * 4
+    assert all(len(choice.token_ids) == 6 for choice in output.outputs)
+    assert llm.stats()["num_seqs"] == 0
+
+
+def test_beams_tell_their_log_probabilities(llm: LLM, prompts: Prompts) -> None:
+    [prompt] = prompts(1, 40, 18)
+    params = BeamSearchParams(beam_width=3, max_tokens=8, logprobs=5)
+    [result] = llm.beam_search([prompt], params)
+    scores = [o.cumulative_logprob / len(o.token_ids) for o in result.outputs]
+    assert scores == sorted(scores, reverse=True)
+    for output in result.outputs:
+        assert output.logprobs is not None
+        assert [next(iter(position)) for position in output.logprobs] == output.token_ids
+        own = [next(iter(position.values())).logprob for position in output.logprobs]
+        assert output.cumulative_logprob == pytest.approx(sum(own))
+        assert all(5 <= len(position) <= 6 for position in output.logprobs)
+
+
+def test_a_pinned_prefix_survives_whatever_comes(prompts: Prompts, reference: Reference) -> None:
+    head, *others = prompts(12, 200, 19)
+    with LLM(dtype="float32", max_model_len=256, kv_cache_memory="3MiB") as llm:
+        pin = llm.pin_prefix(head)
+        assert pin.num_tokens == 200 // 16 * 16
+        for prompt in others:  # fill the pool many times over
+            llm.generate([prompt], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        assert llm.stats()["evicted_blocks_total"] > 0
+        [result] = llm.generate([[*head, 7, 8]], greedy(10))
+        assert result.metrics.num_cached_tokens == pin.num_tokens
+        assert result.outputs[0].token_ids == reference([*head, 7, 8], 10)
+        llm.unpin_prefix(pin.handle)
+        with pytest.raises(ValueError, match=f"handle {pin.handle}"):
+            llm.unpin_prefix(pin.handle)
+        assert llm.stats()["used_pages"] == 0
+        with pytest.raises(InvalidRequestError, match="whole blocks of 16 tokens"):
+            llm.pin_prefix(head[:15])
+    with (
+        LLM(max_model_len=64, kv_cache_memory="1MiB", enable_prefix_caching=False) as llm,
+        pytest.raises(InvalidRequestError, match="enable-prefix-caching"),
+    ):
+        llm.pin_prefix(head[:40])
+
+
+def test_prompt_log_probabilities_of_many_prompts_take_bounded_memory(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = prompts(4, 300, 20)
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2)
+    with LLM(dtype="float32", kv_cache_memory="32MiB") as llm:
+        whole = llm.generate(batch, params)
+        vocab = llm.engine.model_config.vocab_size
+    monkeypatch.setattr("vmserve.engine.SCORED_LOGITS", 32 * vocab)
+    with LLM(dtype="float32", kv_cache_memory="32MiB") as llm:
+        widest = 0
+        execute = llm.engine._runner.execute
+
+        def watched(*args: Any) -> Any:
+            nonlocal widest
+            logits = execute(*args)
+            widest = max(widest, logits.logits.shape[0])
+            return logits
+
+        monkeypatch.setattr(llm.engine._runner, "execute", watched)
+        cut = llm.generate(batch, params)
+    assert widest <= 32 + len(batch)
+    for one, other in zip(whole, cut, strict=True):
+        assert one.prompt_logprobs is not None
+        assert other.prompt_logprobs is not None
+        assert len(one.prompt_logprobs) == len(one.prompt_token_ids)
+        for a, b in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert a is not None
+            assert b is not None
+            assert list(a) == list(b)
+            assert [x.logprob for x in a.values()] == pytest.approx(
+                [x.logprob for x in b.values()], abs=1e-4
+            )

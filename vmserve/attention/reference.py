@@ -1,0 +1,83 @@
+"""Attention written out, over either view: what the kernels are checked against.
+
+Each sequence's keys and values are gathered, position by position as the view says where they
+lie, and attended in float32. Slow, and free of every trick that the kernels use.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vmserve.attention.base import ContiguousView, KVView, LayerAttention, PagedView, RaggedBatch
+from vmserve.attention.rotary import Rotary, rotate
+
+__all__ = ["ReferenceBackend"]
+
+
+class ReferenceBackend:
+    name = "reference"
+    read_slack_tokens = 0
+    views: tuple[type[KVView], ...] = (ContiguousView, PagedView)
+
+    def bind(self, view: KVView, batch: RaggedBatch) -> _ReferenceCall:
+        return _ReferenceCall(view, batch)
+
+
+class _ReferenceCall:
+    def __init__(self, view: KVView, batch: RaggedBatch) -> None:
+        self._view = view
+        self._batch = batch
+
+    def __call__(
+        self,
+        spec: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None = None,
+    ) -> torch.Tensor:
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        keys, values = self._view.keys[spec.layer], self._view.values[spec.layer]
+        output = torch.empty_like(q)
+        batch = self._batch
+        for place, past, new, start in zip(
+            batch.places, batch.num_past, batch.num_new, batch.starts, strict=True
+        ):
+            rows = slice(start, start + new)
+            written = self._index(place, past, past + new)
+            keys[written], values[written] = k[rows], v[rows]
+            first = 0 if spec.window is None else max(0, past + 1 - spec.window)
+            index = self._index(place, first, past + new)
+            output[rows] = _attend(q[rows], keys[index], values[index], past - first, spec)
+        return output
+
+    def _index(self, place: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where positions ``first`` to ``end`` lie: rows and tokens of the view's tensors."""
+        positions = torch.arange(first, end)
+        if isinstance(self._view, ContiguousView):
+            return torch.full_like(positions, place), positions
+        size = self._view.block_tokens
+        blocks_per_page = self._view.keys[0].shape[1] // size
+        blocks = self._view.block_tables[place].to(torch.int64)[positions // size]
+        tokens = blocks % blocks_per_page * size + positions % size
+        return blocks // blocks_per_page, tokens
+
+
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, spec: LayerAttention
+) -> torch.Tensor:
+    """q ``[new, q_heads, head_dim]`` are positions ``past ...`` of the keys ``[length, ...]``."""
+    group = q.shape[1] // keys.shape[1]
+    wide_keys = keys.float().repeat_interleave(group, dim=1)
+    wide_values = values.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), wide_keys) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    position = torch.arange(past, past + q.shape[0]).unsqueeze(1)
+    key = torch.arange(keys.shape[0])
+    hidden = key > position
+    if spec.window is not None:
+        hidden |= key <= position - spec.window
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, wide_values).to(q.dtype)
