@@ -76,7 +76,9 @@ class Rig:
         memory = torch.empty(
             self.num_layers, tokens, 2, shape.kv_heads, shape.head_dim, dtype=self.dtype
         )
-        for part in memory.view(-1).split(_PATTERN_ELEMENTS):
+        numbers = memory.view(-1)
+        for start in range(0, numbers.numel(), _PATTERN_ELEMENTS):
+            part = numbers[start : start + _PATTERN_ELEMENTS]
             part.copy_(pattern[: part.numel()])
         rows = self.num_seqs * self.num_new
         inputs = tuple(
@@ -103,7 +105,7 @@ class Rig:
         return 4 * self.num_seqs * pairs * self.shape.q_heads * self.shape.head_dim
 
     def contiguous_view(self) -> ContiguousView:
-        slots = self.memory.unflatten(1, (self.num_seqs, self.context))
+        slots = self._rows_of(self.context)
         return ContiguousView(
             keys=tuple(layer[:, :, 0] for layer in slots),
             values=tuple(layer[:, :, 1] for layer in slots),
@@ -111,7 +113,7 @@ class Rig:
 
     def paged_view(self, block_tokens: int) -> PagedView:
         """One block to a page. ``context`` must be whole blocks."""
-        pages = self.memory.unflatten(1, (-1, block_tokens))
+        pages = self._rows_of(block_tokens)
         generator = torch.Generator().manual_seed(self.seed)
         tables = torch.randperm(pages.shape[1], generator=generator, dtype=torch.int32)
         return PagedView(
@@ -137,6 +139,12 @@ class Rig:
     def sdpa(self) -> Callable[[], object]:
         """Stock ``scaled_dot_product_attention``, sequence after sequence, all layers."""
         return self._attention(SdpaBackend(), self.contiguous_view())
+
+    def _rows_of(self, num_tokens: int) -> torch.Tensor:
+        """``[layers, rows, num_tokens, 2, kv_heads, head_dim]``."""
+        return self.memory.view(
+            self.num_layers, -1, num_tokens, 2, self.shape.kv_heads, self.shape.head_dim
+        )
 
     def _attention(self, backend: AttentionBackend, view: KVView) -> Callable[[], object]:
         past = self.context - self.num_new
