@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -597,3 +599,40 @@ def test_threads_follow_torch_unless_they_are_given() -> None:
     assert fixed._kernels.num_threads == 3
     with pytest.raises(ValueError, match=r"a pool of 5,?000 threads: use 1 to"):
         CpuBackend(num_threads=5000)
+
+
+def test_a_child_computes_alone() -> None:
+    """After fork() there are no workers: the caller does everything, and nothing waits for them."""
+    shape = Shape(kv_heads=4, group=4, head_dim=128)
+    batch = RaggedBatch.build([0], [700], [1])
+    view = filled_view(batch, shape)
+    inputs = draw(1, shape, seed=1)
+    backend = CpuBackend(num_threads=3)
+    spec = LayerAttention(0, 0.1)
+    expected = backend.bind(view, batch)(spec, inputs.q, inputs.k, inputs.v)
+    pid = os.fork()
+    if pid == 0:
+        got = backend.bind(view, batch)(spec, inputs.q, inputs.k, inputs.v)
+        same = torch.equal(got, expected)
+        del backend
+        os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_callers_on_several_threads_take_turns() -> None:
+    shape = Shape(kv_heads=2, group=2, head_dim=64)
+    batch = RaggedBatch.build([0, 1], [900, 0], [1, 60])
+    inputs = draw(batch.num_tokens, shape, seed=1)
+    backend = CpuBackend(num_threads=2)
+    spec = LayerAttention(0, 0.1)
+
+    def compute(seed: int) -> torch.Tensor:
+        call = backend.bind(filled_view(batch, shape, seed=seed), batch)
+        for _ in range(20):
+            out = call(spec, inputs.q, inputs.k, inputs.v)
+        return out
+
+    expected = [compute(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as executor:
+        for got, alone in zip(executor.map(compute, range(4)), expected, strict=True):
+            assert torch.equal(got, alone)

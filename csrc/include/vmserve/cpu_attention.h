@@ -127,7 +127,7 @@ class CpuAttention {
   ~CpuAttention();
 
   std::string isa() const;
-  int num_threads() const { return pool_->num_threads(); }
+  int num_threads() const;
   void set_num_threads(int num_threads);
 
   // Rotates q and k, writes k and v, attends.
@@ -138,7 +138,7 @@ class CpuAttention {
   void attend(const CpuBatch& batch, const CpuLayerCall& call, cpu::Plan& plan);
 
   const cpu::KernelTable* table_;
-  std::mutex mutex_;  // one call at a time
+  mutable std::mutex mutex_;  // one call at a time
   std::unique_ptr<ThreadPool> pool_;
   std::vector<float> scratch_, partials_;  // grown as needed, kept
   std::vector<char> rotated_;              // q after its rotation

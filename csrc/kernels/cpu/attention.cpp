@@ -287,6 +287,11 @@ std::string CpuAttention::isa() const {
   return table_->isa;
 }
 
+int CpuAttention::num_threads() const {
+  const std::lock_guard lock(mutex_);
+  return pool_->num_threads();
+}
+
 void CpuAttention::set_num_threads(int num_threads) {
   const std::lock_guard lock(mutex_);
   if (num_threads != pool_->num_threads()) pool_ = std::make_unique<ThreadPool>(num_threads);

@@ -102,7 +102,7 @@ void scores_block(const float* q, int q_stride, const T* const* k, std::int64_t 
   if (d < head_dim) {
     Vec::R pairs[kTokens][2];
     for (int t = 0; t < kTokens; ++t) {
-      load_some(rows[t] + d, head_dim - d, pairs[t][0], pairs[t][1]);
+      Vec::load_some(rows[t] + d, head_dim - d, pairs[t][0], pairs[t][1]);
     }
     add_products<kHeads>(q + d, q_stride, pairs, sums);
   }
@@ -135,7 +135,7 @@ void weigh_block(float* sums, int stride, const float* factors, const float* wei
       if (kWhole) {
         Vec::load_pair(row + p * kPair, a, b);
       } else {
-        load_some(row + p * kPair, head_dim - d, a, b);
+        Vec::load_some(row + p * kPair, head_dim - d, a, b);
       }
 #pragma GCC unroll 8
       for (int g = 0; g < kHeads; ++g) {
