@@ -92,7 +92,11 @@ class LLMEngine:
         self.tokenizer: Tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))
         self.resolved: ResolvedConfig = resolve(config, self.model_config)
         dtype = resolve_dtype(config.dtype, self.model_config, "cpu")
-        backends = {regime: create_backend(config.attention_backend, regime) for regime in Regime}
+        head_dim = self.model_config.head_dim
+        backends = {
+            regime: create_backend(config.attention_backend, regime, head_dim, dtype)
+            for regime in Regime
+        }
         slack = max(backend.read_slack_tokens for backend in backends.values())
         self.memory = _create_memory(self.resolved, self.model_config, dtype, slack)
         self._model = load_model(
@@ -235,29 +239,37 @@ class LLMEngine:
         memory_id = self.memory.open([*token_ids, 0], regime=Regime.PAGED, salt=cache_salt.encode())
         if memory_id is None:
             raise InvalidRequestError("too many sequences are open: try again", "prompt")
-        hit = self.memory.match(memory_id)
-        plan = self.memory.plan([], [Attach(memory_id, hit)])
-        if hit == 0 or not isinstance(plan, MemoryPlan):
+        try:
+            hit = self._attach(memory_id, len(token_ids))
+        except VmserveError:
             self.memory.release(memory_id)
+            raise
+        handle = self._num_pinned
+        self._num_pinned += 1
+        self._pins[handle] = memory_id
+        return PinnedPrefix(handle, hit)
+
+    def _attach(self, memory_id: int, num_tokens: int) -> int:
+        """Reference the cached blocks of a prefix; how many tokens they hold."""
+        hit = self.memory.match(memory_id)
+        if hit == 0:
             raise InvalidRequestError(
-                f"nothing of the {len(token_ids)} tokens is in the prefix cache: a prefix is "
-                f"pinned in whole blocks of {self.resolved.block_tokens} tokens, once computed",
+                f"nothing of the {num_tokens} tokens is in the prefix cache: a prefix is pinned "
+                f"in whole blocks of {self.resolved.block_tokens} tokens, once computed",
                 "prompt",
             )
+        plan = self.memory.plan([], [Attach(memory_id, hit)])
+        assert isinstance(plan, MemoryPlan), "whole blocks are referenced, nothing is copied"
         self.memory.complete(self.memory.apply(plan))
         needed = self.memory.layout.pages_for(self.resolved.max_model_len)
         left = self.memory.available_pages()
         if not self._requests and left < needed:
-            self.memory.release(memory_id)
             raise InvalidRequestError(
                 f"with {hit} tokens pinned {left} pages are left, and a sequence of "
                 f"{self.resolved.max_model_len} tokens needs {needed}: raise --kv-cache-memory",
                 "prompt",
             )
-        handle = self._num_pinned
-        self._num_pinned += 1
-        self._pins[handle] = memory_id
-        return PinnedPrefix(handle, hit)
+        return hit
 
     def unpin_prefix(self, handle: int) -> None:
         """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""

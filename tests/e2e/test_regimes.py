@@ -404,6 +404,10 @@ def test_a_pinned_prefix_survives_whatever_comes(prompts: Prompts, reference: Re
         assert llm.stats()["used_pages"] == 0
         with pytest.raises(InvalidRequestError, match="whole blocks of 16 tokens"):
             llm.pin_prefix(head[:15])
+        pins = [llm.pin_prefix([index, *head]) for index in range(2)]
+        with pytest.raises(InvalidRequestError, match=r"pages are left, and a sequence of 256"):
+            [llm.pin_prefix([index, *head]) for index in range(2, 12)]
+        assert llm.stats()["pinned_prefixes"] >= len(pins)
     with (
         LLM(max_model_len=64, kv_cache_memory="1MiB", enable_prefix_caching=False) as llm,
         pytest.raises(InvalidRequestError, match="enable-prefix-caching"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
+
 from vmserve.attention.base import AttentionBackend, ContiguousView, PagedView
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.reference import ReferenceBackend
@@ -20,16 +22,38 @@ BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
 }
 
 
-def create_backend(name: str, regime: Regime = Regime.VIRTUAL) -> AttentionBackend:
-    """The backend called ``name`` where it reads the regime's view, else our own kernels.
+def create_backend(
+    name: str,
+    regime: Regime = Regime.VIRTUAL,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+) -> AttentionBackend:
+    """The backend called ``name`` if it reads the regime's view, else the best that does.
 
-    "auto" is our own, which is ahead of the stock one on a CPU (benchmarks/kernels). Raises
-    :class:`~vmserve.errors.ConfigurationError` for an unknown name.
+    "auto" is the best one: our own kernels, which are ahead of the stock ones on a CPU
+    (benchmarks/kernels), where they have the head size and the dtype; else the stock ones, or for
+    the paged regime the slow but general reference.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for an unknown name, or a backend that
+    cannot serve such heads.
     """
     if name != "auto" and name not in BACKENDS:
         raise ConfigurationError(
             f"attention_backend: {name!r} is not one of auto, {', '.join(sorted(BACKENDS))}"
         )
-    backend = BACKENDS["cpu" if name == "auto" else name]()
     view = ContiguousView if regime is Regime.VIRTUAL else PagedView
-    return backend if view in backend.views else BACKENDS["cpu"]()
+    for chosen in (name, "cpu", "sdpa", "reference"):
+        if chosen == "auto":
+            continue
+        backend = BACKENDS[chosen]()
+        if view not in backend.views:
+            continue
+        refusal = backend.refusal(head_dim, dtype)
+        if refusal is None:
+            return backend
+        if chosen == name:
+            raise ConfigurationError(
+                f"attention_backend: {name} cannot serve a head_dim of {head_dim} in {dtype}: "
+                f"{refusal}; use auto"
+            )
+    raise AssertionError("the reference serves everything")

@@ -150,6 +150,10 @@ class AttentionBackend(Protocol):
         """The views that :meth:`bind` takes."""
         ...
 
+    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        """Why the kernels cannot serve such heads; None if they can."""
+        ...
+
     def bind(self, view: KVView, batch: RaggedBatch) -> AttentionCall:
         """Prepare one step (masks, index tensors) and return the per-layer call."""
         ...

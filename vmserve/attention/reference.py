@@ -19,6 +19,9 @@ class ReferenceBackend:
     read_slack_tokens = 0
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView)
 
+    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        return None
+
     def bind(self, view: KVView, batch: RaggedBatch) -> _ReferenceCall:
         return _ReferenceCall(view, batch)
 

@@ -44,6 +44,9 @@ class SdpaBackend:
     read_slack_tokens = 0
     views: tuple[type[KVView], ...] = (ContiguousView,)
 
+    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        return None
+
     def __init__(self) -> None:
         self._slots: _SlotViews | None = None
 

@@ -414,7 +414,7 @@ class FCFSScheduler:
                 self._enqueue(sequence)
 
     def _donor_for(self, sequence: Sequence) -> Sequence | None:
-        """A sibling whose memory begins with the prompt of ``sequence``, in its regime."""
+        """A sibling, in whichever regime, whose memory begins with the prompt of ``sequence``."""
         request = sequence.request
         if request.num_branches == 1:
             return None
@@ -422,7 +422,7 @@ class FCFSScheduler:
         for other in (*request.sequences, kept):
             if other is None or other is sequence or not other.has_prompt:
                 continue
-            if other.regime is sequence.regime and self._keeps_prompt(other):
+            if self._keeps_prompt(other):
                 return other
         return None
 
