@@ -339,6 +339,32 @@ def test_bits_do_not_depend_on_the_rest_of_the_batch(isa: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("window", [None, 2000])
+def test_long_sequences_are_cut_and_merged(
+    isa: str, dtype: torch.dtype, window: int | None
+) -> None:
+    """A decode and a short chunk behind thousands of tokens: positions are cut into parts."""
+    shape = Shape(kv_heads=1, group=3, head_dim=16, dtype=dtype)
+    batch = RaggedBatch.build([0, 1, 2], [4500, 2500, 1030], [1, 5, 40])
+    view = filled_view(batch, shape)
+    paged = paged_view(view, [4501, 2505, 1070], 64, 2, seed=3)
+    inputs = draw(batch.num_tokens, shape, seed=10)
+    inputs.q.mul_(4)  # so that the parts' maxima differ
+    spec = LayerAttention(0, 0.5, window)
+    results = []
+    for backend_threads, each in ((1, view), (4, view), (2, paged)):
+        call = CpuBackend(num_threads=backend_threads, isa=isa).bind(each, batch)
+        lse = torch.empty(batch.num_tokens, shape.q_heads)
+        results.append((call(spec, inputs.q, inputs.k, inputs.v, lse=lse), lse, call))
+    out, lse, call = results[0]
+    for other, other_lse, _ in results[1:]:
+        assert torch.equal(out, other)
+        assert torch.equal(lse, other_lse)
+    assert_right(out, lse, call, view, batch, spec, inputs.q)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("window", [None, 40])
 def test_bits_do_not_depend_on_how_a_prompt_is_chunked(isa: str, window: int | None) -> None:
     """As long as every chunk has two rows or more: a single one is computed as a decode."""
