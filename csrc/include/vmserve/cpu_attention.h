@@ -35,7 +35,8 @@ struct TensorRef {
   std::vector<std::int64_t> shape, strides;
 };
 
-// The instruction sets that this processor executes, best first; "generic" is always there.
+// The instruction sets that this processor executes, best first; "generic" and "generic16" (for
+// tests: the shape of the AVX-512 kernels) are always there.
 std::vector<std::string> cpu_isas();
 
 // K and V of every layer. The memory is the caller's and must outlive the view.

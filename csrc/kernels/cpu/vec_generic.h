@@ -1,5 +1,5 @@
 // Eight floats in plain C++, for every processor. See vec_avx2.h for what the members mean.
-// VMSERVE_GENERIC_WIDTH 16 has the shape of the AVX-512 kernels, to test it where they cannot run.
+// With VMSERVE_GENERIC_WIDTH 16, sixteen (kernels_generic16.cpp).
 #pragma once
 
 #include <string.h>
