@@ -55,7 +55,7 @@ def _decode(data: Mapping[str, Any]) -> Figure:
         axis.set_ylim(bottom=0)
     first = next(iter(axes.values()))
     first.set_ylabel("GB/s of K and V")
-    first.legend(fontsize=7)
+    first.legend(fontsize=7, loc="lower left", framealpha=0.7)
     figure.supxlabel("context x batch", fontsize=9)
     return figure
 

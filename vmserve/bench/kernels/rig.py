@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
     from vmserve.attention.base import AttentionBackend
 
-__all__ = ["DTYPES", "SHAPES", "Report", "Rig", "Shape"]
-
-if TYPE_CHECKING:
-    #: Told the share of a section that is done, 0 to 1.
-    Report = Callable[[float], None]
+__all__ = ["DTYPES", "SHAPES", "Rig", "Shape"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: One random stretch of numbers fills the memory again and again: drawing them all takes minutes.
@@ -56,7 +52,8 @@ class Rig:
 
     As many layers as it takes for ``least_bytes`` of K and V: a timed function computes all of
     them, so that none finds its memory in a cache. The contiguous view reads the memory in order;
-    a paged view reads the same bytes through block tables that place every block at random.
+    a paged view reads the same bytes through block tables that place every block at random. Both
+    share one backend, and so its threads.
     """
 
     shape: Shape
@@ -66,6 +63,7 @@ class Rig:
     num_new: int
     least_bytes: int
     seed: int = 0
+    backend: CpuBackend = field(default_factory=CpuBackend)
     memory: torch.Tensor = field(init=False)
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(init=False)
 
@@ -130,11 +128,11 @@ class Rig:
 
     def contiguous(self) -> Callable[[], object]:
         """Our kernels over the contiguous view, all layers."""
-        return self._attention(CpuBackend(), self.contiguous_view())
+        return self._attention(self.backend, self.contiguous_view())
 
     def paged(self, block_tokens: int) -> Callable[[], object]:
         """Our kernels over the paged view, all layers."""
-        return self._attention(CpuBackend(), self.paged_view(block_tokens))
+        return self._attention(self.backend, self.paged_view(block_tokens))
 
     def sdpa(self) -> Callable[[], object]:
         """Stock ``scaled_dot_product_attention``, sequence after sequence, all layers."""
