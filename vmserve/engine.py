@@ -31,6 +31,7 @@ from vmserve.runner.model_runner import ModelRunner, RegimeKernels
 from vmserve.sampling import BeamSearchParams, GenerationParams, Sampler, SamplingParams
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
+from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.telemetry.counters import EngineCounters
@@ -102,6 +103,8 @@ class LLMEngine:
         self._model = load_model(
             path, dtype, max_model_len=self.resolved.max_model_len, progress=progress
         )
+        swaps = self.resolved.swap_bytes > 0
+        self._preemption = PreemptionPolicy(self.resolved.preemption if swaps else "recompute")
         self.scheduler = FCFSScheduler(
             self.memory,
             SchedulerLimits(
@@ -111,6 +114,7 @@ class LLMEngine:
                 max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
             ),
             RegimePolicy(self.resolved.kv_regime),
+            self._preemption,
         )
         views: dict[Regime, KVView] = {
             Regime.VIRTUAL: self.memory.view(),
@@ -192,6 +196,7 @@ class LLMEngine:
             raise InvalidRequestError(f"request_id {request_id!r} is already in use", "request_id")
         request = self._build_request(request_id, prompt_token_ids, params, prompt)
         request.priority = priority
+        request.rank = priority if self.resolved.scheduling_policy == "priority" else 0
         request.cache_salt = cache_salt.encode()
         request.stream = stream
         self._requests[request_id] = request
@@ -304,7 +309,9 @@ class LLMEngine:
         self.scheduler.applied(plan)
         self._mark_scheduled(plan)
         try:
+            began = time.perf_counter()
             logits = self._runner.execute(plan, self._places(plan))
+            self._learn(plan, time.perf_counter() - began)
             self.memory.complete(epoch)
             self.scheduler.computed(plan)
             samples = self._sampler.sample(
@@ -319,6 +326,11 @@ class LLMEngine:
         self.counters.steps += 1
         self.counters.tokens_computed += plan.num_tokens
         return StepResult(outputs=tuple(outputs))
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        """Steps that mostly read prompts tell how fast tokens are computed again."""
+        if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan.scheduled):
+            self._preemption.prefilled(plan.num_tokens, seconds)
 
     def _places(self, plan: StepPlan) -> list[int]:
         """Where kernels find the sequences: in a slot, or by a row of the block tables."""
@@ -451,6 +463,8 @@ class LLMEngine:
             "num_requests_waiting": self.scheduler.num_waiting,
             "kv_cache_usage_perc": memory.used_pages / memory.limit_pages,
             "num_preemptions_total": self.scheduler.num_preemptions_total,
+            "num_swapped_out_total": self.scheduler.num_swaps_total,
+            "num_sequences_swapped": memory.swapped_seqs,
             "prefix_cache_queries_total": memory.prefix_query_blocks_total * memory.block_tokens,
             "prefix_cache_hits_total": memory.prefix_hit_blocks_total * memory.block_tokens,
             "pinned_prefixes": len(self._pins),
@@ -505,6 +519,7 @@ def _create_memory(
             zero_pages=resolved.kv_zero_pages,
             prefix_caching=resolved.prefix_caching,
             mapper=resolved.kv_mapper,
+            swap_bytes=resolved.swap_bytes,
             driver=resolved.kv_driver,
             lookahead_tokens=LOOKAHEAD_TOKENS,
         ),

@@ -304,11 +304,15 @@ def test_the_same_samples_in_every_regime_and_batch(prompts: Prompts) -> None:
     assert [len(choices) for choices in found[0]] == [1, 2, 4, 6]
 
 
+@pytest.mark.parametrize(
+    ("preemption", "swap_space"), [("recompute", 0), ("swap", "64MiB"), ("auto", "640KiB")]
+)
 @pytest.mark.parametrize("regime", REGIMES)
 def test_forks_and_beams_through_a_full_pool(
-    regime: str, prompts: Prompts, reference: Reference, beam_reference: BeamReference
+    regime: str, preemption: str, swap_space: str | int, prompts: Prompts, reference: Reference
 ) -> None:
-    """Preempted groups compute again, one the prompt and the others as forks of it."""
+    """Preempted groups come back from host memory, or compute again: one the prompt, the others
+    as forks of it."""
     batch = prompts(6, 90, 16)
     drawn = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
     beams = BeamSearchParams(beam_width=4, max_tokens=60, ignore_eos=True)
@@ -322,7 +326,10 @@ def test_forks_and_beams_through_a_full_pool(
     with LLM(kv_cache_memory="64MiB", **options) as llm:
         roomy = llm.generate(batch[:3], drawn)
         roomy_beams = llm.beam_search(batch[3:5], beams)
+        llm.generate(batch[5:], greedy(100))
         assert llm.stats()["num_preemptions_total"] == 0
+        alone_tokens = llm.stats()["tokens_computed_total"]
+    options |= {"preemption": preemption, "swap_space": swap_space}
     with LLM(kv_cache_memory="5MiB", **options) as llm:
         for index, prompt in enumerate(batch):
             params = [drawn, drawn, drawn, beams, beams, greedy(100)][index]
@@ -335,6 +342,14 @@ def test_forks_and_beams_through_a_full_pool(
         == (stats["num_preemptions_total"])
     )
     assert max(output.metrics.num_preemptions for output in done.values()) < 50
+    swapped = (stats["swapped_out_blocks_total"], stats["swapped_in_blocks_total"])
+    if preemption == "recompute":
+        assert swapped == (0, 0)
+    else:
+        assert 0 < swapped[1] <= swapped[0]
+    assert stats["swap_blocks"] == 0
+    if preemption != "swap":
+        assert stats["tokens_computed_total"] > alone_tokens
     assert stats["num_seqs"] == stats["used_pages"] == 0
     assert done["5"].outputs[0].token_ids == reference(batch[5], 100)
     for index, expected in enumerate([*roomy, *roomy_beams]):
