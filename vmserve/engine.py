@@ -95,13 +95,19 @@ class LLMEngine:
         dtype = resolve_dtype(config.dtype, self.model_config, "cpu")
         head_dim = self.model_config.head_dim
         backends = {
-            regime: create_backend(config.attention_backend, regime, head_dim, dtype)
+            regime: create_backend(
+                config.attention_backend, regime, head_dim, dtype, self.model_config.attention
+            )
             for regime in Regime
         }
         slack = max(backend.read_slack_tokens for backend in backends.values())
         self.memory = _create_memory(self.resolved, self.model_config, dtype, slack)
         self._model = load_model(
-            path, dtype, max_model_len=self.resolved.max_model_len, progress=progress
+            path,
+            dtype,
+            config=self.model_config,
+            max_model_len=self.resolved.max_model_len,
+            progress=progress,
         )
         swaps = self.resolved.swap_bytes > 0
         self._preemption = PreemptionPolicy(self.resolved.preemption if swaps else "recompute")

@@ -43,6 +43,7 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
     // Packing forgets what split pages have cached, which an attach relies on.
     if (change.dense && !attaches(wanted)) squeeze();
     hold_matches(change, wanted);
+    note_targets(change, wanted);
     std::unordered_map<BlockId, SwapId> copied;
     for (const Op& op : wanted) {
       if (op.kind == OpKind::kSwapOut) {

@@ -49,6 +49,19 @@ void KVMemory::hold_matches(Change& change, const std::vector<Op>& ops) {
   }
 }
 
+void KVMemory::note_targets(Change& change, const std::vector<Op>& ops) {
+  for (const Op& op : ops) {
+    if (op.kind == OpKind::kConvert) change.targets.emplace(op.seq, 0);
+  }
+  if (change.targets.empty()) return;
+  for (const Op& op : ops) {
+    const auto converted = change.targets.find(op.seq);
+    if (op.kind == OpKind::kGrow && converted != change.targets.end()) {
+      converted->second = op.num_tokens;
+    }
+  }
+}
+
 void KVMemory::stage_attach(Change& change, const Op& op) {
   Sequence& seq = seqs_[op.seq];
   change.query_blocks +=
@@ -114,7 +127,11 @@ void KVMemory::stage_convert(Change& change, const Op& op) {
     return;
   }
   seq.has.view = View::kPaged;
-  const auto keep = static_cast<std::size_t>(blocks_for(seq.has.length));
+  // What it grows into in the same plan it has already.
+  const auto growth = change.targets.find(op.seq);
+  const std::int64_t target = growth == change.targets.end() ? 0 : growth->second;
+  const auto keep = std::min(static_cast<std::size_t>(blocks_for(std::max(seq.has.length, target))),
+                             seq.has.blocks.size());
   while (seq.has.blocks.size() > keep) {
     if (seq.has.blocks.back() != kNoBlock) change.drops.push_back(seq.has.blocks.back());
     seq.has.blocks.pop_back();

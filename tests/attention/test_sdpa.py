@@ -14,7 +14,7 @@ from tests.attention.views import dense_view
 from vmserve.attention import BACKENDS, create_backend, sdpa
 from vmserve.attention.base import ContiguousView, LayerAttention, RaggedBatch
 from vmserve.attention.sdpa import SdpaBackend
-from vmserve.errors import ConfigurationError
+from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
 
 HEAD_DIM = 16
@@ -179,6 +179,14 @@ def test_who_serves_which_heads(
     name: str, regime: Regime, head_dim: int, dtype: torch.dtype, chosen: str
 ) -> None:
     assert create_backend(name, regime, head_dim, dtype).name == chosen
+
+
+def test_scores_that_are_capped_need_a_backend_that_caps() -> None:
+    layers = [LayerAttention(0, 1.0), LayerAttention(1, 1.0, softcap=30.0)]
+    names = [create_backend("auto", Regime.VIRTUAL, dim, layers=layers).name for dim in (64, 12)]
+    assert names == ["cpu", "reference"]
+    with pytest.raises(UnsupportedError, match=r"1 layers .* at 30, which the sdpa backend"):
+        create_backend("sdpa", Regime.VIRTUAL, 64, layers=layers)
 
 
 def test_a_backend_that_was_asked_for_and_cannot_says_why() -> None:

@@ -305,7 +305,7 @@ def test_the_same_samples_in_every_regime_and_batch(prompts: Prompts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preemption", "swap_space"), [("recompute", 0), ("swap", "64MiB"), ("auto", "640KiB")]
+    ("preemption", "swap_space"), [("recompute", 0), ("swap", "64MiB"), ("auto", "512KiB")]
 )
 @pytest.mark.parametrize("regime", REGIMES)
 def test_forks_and_beams_through_a_full_pool(
@@ -348,7 +348,7 @@ def test_forks_and_beams_through_a_full_pool(
     else:
         assert 0 < swapped[1] <= swapped[0]
     assert stats["swap_blocks"] == 0
-    if preemption != "swap":
+    if preemption == "recompute" or (preemption, regime) == ("auto", "paged"):
         assert stats["tokens_computed_total"] > alone_tokens
     assert stats["num_seqs"] == stats["used_pages"] == 0
     assert done["5"].outputs[0].token_ids == reference(batch[5], 100)

@@ -234,6 +234,16 @@ def test_of_a_family_that_goes_on_in_one_step_one_keeps_the_shared_block(
     core.check()
 
 
+def test_a_sequence_that_becomes_paged_grows_into_the_page_that_it_has() -> None:
+    core = rig(blocks_per_page=4)
+    seq = grown(core, 6, paged=False)
+    complete(core)
+    blocks = core.model.seen.seqs[seq].blocks
+    assert core.step([Op(Kind.CONVERT, seq, paged=True), Op(Kind.GROW, seq, 11)])
+    core.check()
+    assert core.model.seen.seqs[seq].blocks == blocks[:3]
+
+
 def test_compaction_moves_nothing_that_a_running_epoch_writes() -> None:
     core = rig(blocks_per_page=4)
     seqs = [grown(core, 5, salt=bytes([i])) for i in range(4)]

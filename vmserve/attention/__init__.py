@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from vmserve.attention.base import AttentionBackend, ContiguousView, PagedView
+from vmserve.attention.base import AttentionBackend, ContiguousView, LayerAttention, PagedView
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.sdpa import SdpaBackend
-from vmserve.errors import ConfigurationError
+from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
 
-__all__ = ["BACKENDS", "create_backend"]
+__all__ = ["BACKENDS", "check_backend", "create_backend"]
 
 BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
     "cpu": CpuBackend,
@@ -27,15 +27,17 @@ def create_backend(
     regime: Regime = Regime.VIRTUAL,
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
+    layers: Sequence[LayerAttention] = (),
 ) -> AttentionBackend:
     """The backend called ``name`` if it reads the regime's view, else the best that does.
 
     "auto" is the best one: our own kernels, which are ahead of the stock ones on a CPU
     (benchmarks/kernels), where they have the head size and the dtype; else the stock ones, or for
-    the paged regime the slow but general reference.
+    the paged regime the slow but general reference. ``layers``: what the model asks for.
 
     Raises :class:`~vmserve.errors.ConfigurationError` for an unknown name, or a backend that
-    cannot serve such heads.
+    cannot serve such heads, and :class:`~vmserve.errors.UnsupportedError` for one that lacks
+    what the layers need.
     """
     if name != "auto" and name not in BACKENDS:
         raise ConfigurationError(
@@ -48,6 +50,10 @@ def create_backend(
         backend = BACKENDS[chosen]()
         if view not in backend.views:
             continue
+        if chosen == name:
+            check_backend(backend, layers)
+        elif not backend.softcap and any(layer.softcap is not None for layer in layers):
+            continue
         refusal = backend.refusal(head_dim, dtype)
         if refusal is None:
             return backend
@@ -57,3 +63,17 @@ def create_backend(
                 f"{refusal}; use auto"
             )
     raise AssertionError("the reference serves everything")
+
+
+def check_backend(backend: AttentionBackend, layers: Iterable[LayerAttention]) -> None:
+    """Raises :class:`~vmserve.errors.UnsupportedError` if ``backend`` lacks what a model needs."""
+    if backend.softcap:
+        return
+    capped = [layer for layer in layers if layer.softcap is not None]
+    if capped:
+        able = [name for name, create in BACKENDS.items() if create().softcap]
+        remedy = f"use --attention-backend {able[0]}" if able else "choose another model"
+        raise UnsupportedError(
+            f"{len(capped)} layers of this model cap their attention scores at "
+            f"{capped[0].softcap:g}, which the {backend.name} backend cannot do: {remedy}"
+        )

@@ -144,6 +144,8 @@ class AttentionBackend(Protocol):
     #: How many tokens past a sequence's length the kernels may read. Pages that far must
     #: stay mapped and hold finite numbers.
     read_slack_tokens: int
+    #: Whether it computes ``LayerAttention.softcap``. Windows and scales every backend must.
+    softcap: bool
 
     @property
     def views(self) -> tuple[type[KVView], ...]:

@@ -41,6 +41,7 @@ class CpuBackend:
 
     name = "cpu"
     read_slack_tokens = 0
+    softcap = True
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView)
 
     def __init__(self, *, num_threads: int | None = None, isa: str | None = None) -> None:

@@ -17,6 +17,7 @@ __all__ = ["ReferenceBackend"]
 class ReferenceBackend:
     name = "reference"
     read_slack_tokens = 0
+    softcap = True
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView)
 
     def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:

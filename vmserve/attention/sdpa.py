@@ -42,6 +42,7 @@ class SdpaBackend:
 
     name = "sdpa"
     read_slack_tokens = 0
+    softcap = False
     views: tuple[type[KVView], ...] = (ContiguousView,)
 
     def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:

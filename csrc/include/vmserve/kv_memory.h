@@ -349,7 +349,8 @@ class KVMemory {
     std::vector<Grown> grown;
     std::vector<SavedSlot> slots;
     std::vector<BlockId> refs;
-    std::vector<BlockId> matched;  // kept while memory is sought
+    std::vector<BlockId> matched;                     // kept while memory is sought
+    std::unordered_map<SeqId, std::int64_t> targets;  // tokens that what is converted grows to
     std::vector<PageId> held;
     std::vector<std::pair<PageId, SeqId>> owners;
     std::vector<SwapId> swap_taken;
@@ -491,6 +492,7 @@ class KVMemory {
                      std::int64_t want, bool pressed) const;
   bool shows_foreign(PageId page, Tenant tenant) const;
   void hold_matches(Change& change, const std::vector<Op>& ops);
+  static void note_targets(Change& change, const std::vector<Op>& ops);
   void take_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound, std::int64_t want);
   Change::SavedSlot& saved(Change& change, SlotId slot);
   bool claim_spare(Change& change, SeqId id, std::int64_t index);
