@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from vmserve.bench.alloc.command import alloc_command
+from vmserve.bench.kernels.command import kernels_command
 
 __all__ = ["app"]
 
@@ -17,6 +18,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("alloc")(alloc_command)
+app.command("kernels")(kernels_command)
 
 
 @app.callback()

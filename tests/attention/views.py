@@ -57,12 +57,13 @@ def paged_view(
     blocks = rng.sample(range(num_blocks), sum(counts))
     for row, count in enumerate(counts):
         tables[row][:count] = [blocks.pop() for _ in range(count)]
-        for position in range(tokens[row]):
-            page, part = divmod(tables[row][position // block_tokens], blocks_per_page)
-            token = part * block_tokens + position % block_tokens
-            for layer in range(num_layers):
-                arena[page, token, layer, 0] = dense.keys[layer][row, position]
-                arena[page, token, layer, 1] = dense.values[layer][row, position]
+        position = torch.arange(tokens[row])
+        block = torch.tensor(tables[row])[position // block_tokens]
+        page, part = block // blocks_per_page, block % blocks_per_page
+        token = part * block_tokens + position % block_tokens
+        for layer in range(num_layers):
+            arena[page, token, layer, 0] = dense.keys[layer][row, position]
+            arena[page, token, layer, 1] = dense.values[layer][row, position]
     return PagedView(
         keys=tuple(arena[:, :, layer, 0] for layer in range(num_layers)),
         values=tuple(arena[:, :, layer, 1] for layer in range(num_layers)),

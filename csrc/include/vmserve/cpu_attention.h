@@ -35,7 +35,8 @@ struct TensorRef {
   std::vector<std::int64_t> shape, strides;
 };
 
-// The instruction sets that this processor executes, best first; "generic" is always there.
+// The instruction sets that this processor executes, best first; "generic" and "generic16" (for
+// tests: the shape of the AVX-512 kernels) are always there.
 std::vector<std::string> cpu_isas();
 
 // K and V of every layer. The memory is the caller's and must outlive the view.
@@ -127,7 +128,7 @@ class CpuAttention {
   ~CpuAttention();
 
   std::string isa() const;
-  int num_threads() const { return pool_->num_threads(); }
+  int num_threads() const;
   void set_num_threads(int num_threads);
 
   // Rotates q and k, writes k and v, attends.
@@ -138,7 +139,7 @@ class CpuAttention {
   void attend(const CpuBatch& batch, const CpuLayerCall& call, cpu::Plan& plan);
 
   const cpu::KernelTable* table_;
-  std::mutex mutex_;  // one call at a time
+  mutable std::mutex mutex_;  // one call at a time
   std::unique_ptr<ThreadPool> pool_;
   std::vector<float> scratch_, partials_;  // grown as needed, kept
   std::vector<char> rotated_;              // q after its rotation

@@ -19,30 +19,21 @@ constexpr std::int64_t kNoWindow = std::int64_t{1} << 40;
 // Tokens of one item of the write.
 constexpr std::int64_t kWriteTokens = 16;
 
-bool executes(const cpu::KernelTable& table) {
-#ifdef VMSERVE_X86_KERNELS
-  __builtin_cpu_init();
-  if (&table == &cpu::avx512_kernels()) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx2");
-  }
-  if (&table == &cpu::avx2_kernels()) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  }
-#endif
-  return &table == &cpu::generic_kernels();
-}
-
 // Best first.
 std::vector<const cpu::KernelTable*> usable_tables() {
   std::vector<const cpu::KernelTable*> tables;
 #ifdef VMSERVE_X86_KERNELS
-  for (const cpu::KernelTable* table : {&cpu::avx512_kernels(), &cpu::avx2_kernels()}) {
-    if (executes(*table)) tables.push_back(table);
-  }
+  // These also ask whether the system saves the registers.
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  if (avx512) tables.push_back(&cpu::avx512_kernels());
+  if (avx2) tables.push_back(&cpu::avx2_kernels());
 #endif
   tables.push_back(&cpu::generic_kernels());
+  tables.push_back(&cpu::generic16_kernels());
   return tables;
 }
 
@@ -285,6 +276,11 @@ CpuAttention::~CpuAttention() = default;
 
 std::string CpuAttention::isa() const {
   return table_->isa;
+}
+
+int CpuAttention::num_threads() const {
+  const std::lock_guard lock(mutex_);
+  return pool_->num_threads();
 }
 
 void CpuAttention::set_num_threads(int num_threads) {

@@ -1,10 +1,11 @@
 // One query row over a stretch of positions: bound by how fast K and V come from memory.
 //
-// Tokens are taken kTile at a time. For each KV head of the tile: scores of the whole group, so
-// that a K row is loaded once for all of its query heads; the running softmax (Milakov and
-// Gimelshein 2018); the weighted sum of the V rows with the sums in registers. Meanwhile the next
-// tile is prefetched in the order of its addresses. Both views end up as pointers to token rows:
-// the arithmetic, and so every bit of the result, is the same.
+// Tokens are taken kTile at a time: their scores for all heads, the running softmax (Milakov and
+// Gimelshein 2018), their weighted sum. A K or V row is loaded once for all query heads of its
+// group. Both passes sweep the rows of kBlock tokens side by side from the first head to the last:
+// eight streams that the hardware's prefetchers follow, at the rate of a plain read (head by head
+// over more tokens it is half of that; docs/log.md). Both views end up as pointers to token rows,
+// so that the arithmetic, and with it every bit of the result, is the same.
 #pragma once
 
 #include "kernel_common.h"
@@ -12,23 +13,51 @@
 namespace vmserve::cpu {
 namespace {
 
-constexpr int kTile = 16;
+constexpr int kTile = 32;
+constexpr int kBlock = 8;
+// Tokens that are prefetched while one is used. Where the rows of all heads are short, K and V
+// of a token are fetched together, in the order of their addresses.
+constexpr int kAhead = 16;
+constexpr int kShortRowBytes = 1024;
 
 template <class T>
 struct TileRows {
-  const T* k[kTile];
-  const T* v[kTile];
+  const T* k[kTile + kAhead];
+  const T* v[kTile + kAhead];
   int count;
 };
 
 template <class T>
 void fill(TileRows<T>& rows, const Sequence& seq, std::int64_t begin, std::int64_t end) {
-  rows.count = begin < end ? static_cast<int>(least<std::int64_t>(kTile, end - begin)) : 0;
-  locate(seq, begin, rows.count, rows.k, rows.v);
-  // Scores are computed for whole tiles: the last token stands in for those that are not there.
-  for (int i = rows.count; i < kTile && rows.count > 0; ++i) {
-    rows.k[i] = rows.k[rows.count - 1];
-    rows.v[i] = rows.v[rows.count - 1];
+  rows.count = static_cast<int>(least<std::int64_t>(kTile, end - begin));
+  const int located = static_cast<int>(least<std::int64_t>(kTile + kAhead, end - begin));
+  locate(seq, begin, located, rows.k, rows.v);
+  // Whole blocks are scored, and prefetched: the last token stands in for what is not there.
+  for (int i = located; i < kTile + kAhead; ++i) {
+    rows.k[i] = rows.k[located - 1];
+    rows.v[i] = rows.v[located - 1];
+  }
+}
+
+template <int kHeads>
+constexpr int tokens_of() {
+  return 8 / kHeads;
+}
+
+// sums[g * kTokens + t] += q[g] . k[t] over one pair of vectors. What there is less of stays in
+// registers: the tokens of four heads, else the heads.
+template <int kHeads>
+void add_products(const float* q, int q_stride, const Vec::R (*k)[2], Vec::R* sums) {
+  constexpr int kTokens = tokens_of<kHeads>();
+#pragma GCC unroll 8
+  for (int g = 0; g < kHeads; ++g) {
+    const Vec::R a = Vec::load(q + g * q_stride), b = Vec::load(q + g * q_stride + Vec::kWidth);
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) {
+      Vec::R& sum = sums[g * kTokens + t];
+      sum = Vec::fma(a, k[t][0], sum);
+      sum = Vec::fma(b, k[t][1], sum);
+    }
   }
 }
 
@@ -36,74 +65,77 @@ void fill(TileRows<T>& rows, const Sequence& seq, std::int64_t begin, std::int64
 template <class T, int kHeads>
 void scores_block(const float* q, int q_stride, const T* const* k, std::int64_t k_offset,
                   int head_dim, float* scores) {
-  constexpr int kTokens = 8 / kHeads;
+  constexpr int kTokens = tokens_of<kHeads>();
   Vec::R sums[8];
-  for (Vec::R& sum : sums) sum = Vec::zero();
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) sums[i] = Vec::zero();
   const T* rows[kTokens];
+#pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) rows[t] = k[t] + k_offset;
   int d = 0;
   for (; d + kPair <= head_dim; d += kPair) {
+    if (kHeads == 4) {
+      Vec::R pairs[kTokens][2];
 #pragma GCC unroll 8
-    for (int t = 0; t < kTokens; ++t) {
-      Vec::R a, b;
-      Vec::load_pair(rows[t] + d, a, b);
+      for (int t = 0; t < kTokens; ++t) Vec::load_pair(rows[t] + d, pairs[t][0], pairs[t][1]);
+      add_products<kHeads>(q + d, q_stride, pairs, sums);
+    } else {
+      Vec::R heads[kHeads][2];
 #pragma GCC unroll 8
       for (int g = 0; g < kHeads; ++g) {
-        Vec::R& sum = sums[g * kTokens + t];
-        sum = Vec::fma(a, Vec::load(q + g * q_stride + d), sum);
-        sum = Vec::fma(b, Vec::load(q + g * q_stride + d + Vec::kWidth), sum);
+        heads[g][0] = Vec::load(q + g * q_stride + d);
+        heads[g][1] = Vec::load(q + g * q_stride + d + Vec::kWidth);
+      }
+#pragma GCC unroll 8
+      for (int t = 0; t < kTokens; ++t) {
+        Vec::R a, b;
+        Vec::load_pair(rows[t] + d, a, b);
+#pragma GCC unroll 8
+        for (int g = 0; g < kHeads; ++g) {
+          Vec::R& sum = sums[g * kTokens + t];
+          sum = Vec::fma(a, heads[g][0], sum);
+          sum = Vec::fma(b, heads[g][1], sum);
+        }
       }
     }
   }
   if (d < head_dim) {
+    Vec::R pairs[kTokens][2];
     for (int t = 0; t < kTokens; ++t) {
-      Vec::R a, b;
-      load_some(rows[t] + d, head_dim - d, a, b);
-      for (int g = 0; g < kHeads; ++g) {
-        Vec::R& sum = sums[g * kTokens + t];
-        sum = Vec::fma(a, Vec::load(q + g * q_stride + d), sum);
-        sum = Vec::fma(b, Vec::load(q + g * q_stride + d + Vec::kWidth), sum);
-      }
+      Vec::load_some(rows[t] + d, head_dim - d, pairs[t][0], pairs[t][1]);
     }
+    add_products<kHeads>(q + d, q_stride, pairs, sums);
   }
   float out[8];
   Vec::reduce8(sums, out);
+#pragma GCC unroll 8
   for (int g = 0; g < kHeads; ++g) {
     memcpy(scores + g * kTile, out + g * kTokens, kTokens * sizeof(float));
-  }
-}
-
-template <class T, int kHeads>
-void scores_of(const float* q, int q_stride, const TileRows<T>& rows, std::int64_t k_offset,
-               int head_dim, float* scores) {
-  constexpr int kTokens = 8 / kHeads;
-  for (int t = 0; t < rows.count; t += kTokens) {
-    scores_block<T, kHeads>(q, q_stride, rows.k + t, k_offset, head_dim, scores + t);
   }
 }
 
 // sums[g] = sums[g] * factors[g] + weights[g] . V for kPairs pairs of vectors from element d on.
 template <class T, int kHeads, int kPairs, bool kWhole>
 void weigh_block(float* sums, int stride, const float* factors, const float* weights,
-                 const TileRows<T>& rows, std::int64_t v_offset, int d, int head_dim) {
+                 const T* const* v, int count, std::int64_t v_offset, int d, int head_dim) {
   Vec::R acc[kHeads][2 * kPairs];
 #pragma GCC unroll 8
   for (int g = 0; g < kHeads; ++g) {
-    const Vec::R factor = Vec::set(factors[g]);
 #pragma GCC unroll 8
     for (int i = 0; i < 2 * kPairs; ++i) {
-      acc[g][i] = Vec::mul(factor, Vec::load(sums + g * stride + d + i * Vec::kWidth));
+      acc[g][i] = Vec::load(sums + g * stride + d + i * Vec::kWidth);
+      if (factors != nullptr) acc[g][i] = Vec::mul(Vec::set(factors[g]), acc[g][i]);
     }
   }
-  for (int t = 0; t < rows.count; ++t) {
-    const T* row = rows.v[t] + v_offset + d;
+  for (int t = 0; t < count; ++t) {
+    const T* row = v[t] + v_offset + d;
 #pragma GCC unroll 8
     for (int p = 0; p < kPairs; ++p) {
       Vec::R a, b;
       if (kWhole) {
         Vec::load_pair(row + p * kPair, a, b);
       } else {
-        load_some(row + p * kPair, head_dim - d, a, b);
+        Vec::load_some(row + p * kPair, head_dim - d, a, b);
       }
 #pragma GCC unroll 8
       for (int g = 0; g < kHeads; ++g) {
@@ -123,19 +155,21 @@ void weigh_block(float* sums, int stride, const float* factors, const float* wei
 }
 
 template <class T, int kHeads>
-void weigh(float* sums, int stride, const float* factors, const float* weights,
-           const TileRows<T>& rows, std::int64_t v_offset, int head_dim) {
+void weigh(float* sums, int stride, const float* factors, const float* weights, const T* const* v,
+           int count, std::int64_t v_offset, int head_dim) {
   constexpr int kPairs = 4 / kHeads;  // 8 sums
   int d = 0;
   for (; d + kPairs * kPair <= head_dim; d += kPairs * kPair) {
-    weigh_block<T, kHeads, kPairs, true>(sums, stride, factors, weights, rows, v_offset, d,
+    weigh_block<T, kHeads, kPairs, true>(sums, stride, factors, weights, v, count, v_offset, d,
                                          head_dim);
   }
   for (; d + kPair <= head_dim; d += kPair) {
-    weigh_block<T, kHeads, 1, true>(sums, stride, factors, weights, rows, v_offset, d, head_dim);
+    weigh_block<T, kHeads, 1, true>(sums, stride, factors, weights, v, count, v_offset, d,
+                                    head_dim);
   }
   if (d < head_dim) {
-    weigh_block<T, kHeads, 1, false>(sums, stride, factors, weights, rows, v_offset, d, head_dim);
+    weigh_block<T, kHeads, 1, false>(sums, stride, factors, weights, v, count, v_offset, d,
+                                     head_dim);
   }
 }
 
@@ -167,21 +201,6 @@ inline float soften(float* scores, int count, float softcap, float& maximum, flo
   total = total * factor + Vec::reduce_add(sum);
   maximum = new_maximum;
   return factor;
-}
-
-// The next tile, piece by piece in the order of its addresses.
-template <class T>
-void prefetch(const TileRows<T>& next, int kv_heads, int unit, int head_dim, std::int64_t k_stride,
-              std::int64_t v_stride) {
-  const int token = unit / kv_heads, head = unit - token * kv_heads;
-  if (token >= next.count) return;
-  const T* k = next.k[token] + head * k_stride;
-  const T* v = next.v[token] + head * v_stride;
-  constexpr int kLine = 64 / sizeof(T);
-  for (int d = 0; d < head_dim; d += kLine) {
-    __builtin_prefetch(k + d, 0, 2);
-    __builtin_prefetch(v + d, 0, 2);
-  }
 }
 
 // q of all heads, times the scale, in the order in which K is loaded.
@@ -218,18 +237,77 @@ inline size_t decode_scratch(std::int32_t q_heads, std::int32_t head_dim) {
                              q_heads * kTile);
 }
 
-template <class T, int kHeads>
-void attend_heads(const DecodeArgs& a, const DecodeScratch& s, const TileRows<T>& rows, int kv_head,
-                  int q_head, int stride) {
-  float* scores = s.scores;
-  scores_of<T, kHeads>(s.q + q_head * stride, stride, rows, kv_head * a.seq.k.head_stride,
-                       a.head_dim, scores);
-  for (int g = 0; g < kHeads; ++g) {
-    s.factors[g] = soften(scores + g * kTile, rows.count, a.softcap, s.maxima[q_head + g],
-                          s.totals[q_head + g]);
+template <class T>
+void prefetch_row(const T* row, int count) {
+  constexpr int kLine = 64 / sizeof(T);
+  for (int d = 0; d < count; d += kLine) __builtin_prefetch(row + d);
+}
+
+// One head's part of the rows of the kBlock tokens that are kAhead away.
+template <class T>
+void prefetch(const T* const* rows, std::int64_t offset, int count) {
+  constexpr int kLine = 64 / sizeof(T);
+  for (int d = 0; d < count; d += kLine) {
+    for (int t = 0; t < kBlock; ++t) __builtin_prefetch(rows[kAhead + t] + offset + d);
   }
-  weigh<T, kHeads>(s.sums + q_head * stride, stride, s.factors, scores, rows,
-                   kv_head * a.seq.v.head_stride, a.head_dim);
+}
+
+template <class T>
+bool has_short_rows(const DecodeArgs& a) {
+  return a.kv_heads * a.head_dim * static_cast<int>(sizeof(T)) <= kShortRowBytes;
+}
+
+// Scores of kBlock tokens.
+template <class T, int kHeads>
+void score_heads(const DecodeArgs& a, const DecodeScratch& s, const T* const* k, int kv_head,
+                 int q_head, int at, int stride) {
+#pragma GCC unroll 8
+  for (int t = 0; t < kBlock; t += tokens_of<kHeads>()) {
+    scores_block<T, kHeads>(s.q + q_head * stride, stride, k + t, kv_head * a.seq.k.head_stride,
+                            a.head_dim, s.scores + q_head * kTile + at + t);
+  }
+}
+
+template <class T>
+void score_tokens(const DecodeArgs& a, const DecodeScratch& s, const T* const* k, const T* const* v,
+                  int at, int stride) {
+  const bool short_rows = has_short_rows<T>(a);
+  if (short_rows) {
+    for (int t = 0; t < kBlock; ++t) {
+      prefetch_row(k[kAhead + t], a.kv_heads * a.head_dim);
+      prefetch_row(v[kAhead + t], a.kv_heads * a.head_dim);
+    }
+  }
+  for (int h = 0; h < a.kv_heads; ++h) {
+    if (!short_rows) prefetch(k, h * a.seq.k.head_stride, a.head_dim);
+    int g = 0;
+    const int first = h * a.group;
+    for (; g + 4 <= a.group; g += 4) score_heads<T, 4>(a, s, k, h, first + g, at, stride);
+    for (; g + 2 <= a.group; g += 2) score_heads<T, 2>(a, s, k, h, first + g, at, stride);
+    if (g < a.group) score_heads<T, 1>(a, s, k, h, first + g, at, stride);
+  }
+}
+
+template <class T, int kHeads>
+void weigh_heads(const DecodeArgs& a, const DecodeScratch& s, const T* const* v, int count,
+                 int kv_head, int q_head, int at, int stride) {
+  weigh<T, kHeads>(s.sums + q_head * stride, stride, at == 0 ? s.factors + q_head : nullptr,
+                   s.scores + q_head * kTile + at, v, count, kv_head * a.seq.v.head_stride,
+                   a.head_dim);
+}
+
+template <class T>
+void weigh_tokens(const DecodeArgs& a, const DecodeScratch& s, const T* const* v, int count, int at,
+                  int stride) {
+  const bool short_rows = has_short_rows<T>(a);
+  for (int h = 0; h < a.kv_heads; ++h) {
+    if (!short_rows) prefetch(v, h * a.seq.v.head_stride, a.head_dim);
+    int g = 0;
+    const int first = h * a.group;
+    for (; g + 4 <= a.group; g += 4) weigh_heads<T, 4>(a, s, v, count, h, first + g, at, stride);
+    for (; g + 2 <= a.group; g += 2) weigh_heads<T, 2>(a, s, v, count, h, first + g, at, stride);
+    if (g < a.group) weigh_heads<T, 1>(a, s, v, count, h, first + g, at, stride);
+  }
 }
 
 template <class T>
@@ -241,22 +319,16 @@ void decode(const DecodeArgs& a) {
   for (int h = 0; h < q_heads; ++h) s.maxima[h] = kLowest;
   for (int h = 0; h < q_heads; ++h) s.totals[h] = 0.0F;
 
-  TileRows<T> tiles[2];
-  fill(tiles[0], a.seq, a.begin, a.end);
-  int current = 0;
-  for (std::int64_t at = a.begin; at < a.end; at += kTile, current = 1 - current) {
-    const TileRows<T>& rows = tiles[current];
-    TileRows<T>& next = tiles[1 - current];
-    fill(next, a.seq, at + kTile, a.end);
-    for (int h = 0; h < a.kv_heads; ++h) {
-      for (int i = 0; i < kTile; ++i) {
-        prefetch(next, a.kv_heads, h * kTile + i, a.head_dim, a.seq.k.head_stride,
-                 a.seq.v.head_stride);
-      }
-      int g = 0;
-      for (; g + 4 <= a.group; g += 4) attend_heads<T, 4>(a, s, rows, h, h * a.group + g, stride);
-      for (; g + 2 <= a.group; g += 2) attend_heads<T, 2>(a, s, rows, h, h * a.group + g, stride);
-      if (g < a.group) attend_heads<T, 1>(a, s, rows, h, h * a.group + g, stride);
+  for (std::int64_t at = a.begin; at < a.end; at += kTile) {
+    TileRows<T> rows;
+    fill(rows, a.seq, at, a.end);
+    for (int t = 0; t < rows.count; t += kBlock)
+      score_tokens(a, s, rows.k + t, rows.v + t, t, stride);
+    for (int h = 0; h < q_heads; ++h) {
+      s.factors[h] = soften(s.scores + h * kTile, rows.count, a.softcap, s.maxima[h], s.totals[h]);
+    }
+    for (int t = 0; t < rows.count; t += kBlock) {
+      weigh_tokens(a, s, rows.v + t, least(kBlock, rows.count - t), t, stride);
     }
   }
   for (int h = 0; h < q_heads; ++h) {

@@ -44,20 +44,13 @@ template <>
   return pair + (rest % 2) * Vec::kWidth + rest / 2;
 }
 
-// The first `count` < kPair elements, the others zero; reads nothing behind them.
-template <class T>
-void load_some(const T* from, int count, Vec::R& a, Vec::R& b) {
-  T whole[kPair] = {};
-  memcpy(whole, from, static_cast<size_t>(count) * sizeof(T));
-  Vec::load_pair(whole, a, b);
-}
-
+// The first `count` elements, zeros where there are fewer than a pair; reads nothing behind them.
 template <class T>
 void load_upto(const T* from, int count, Vec::R& a, Vec::R& b) {
   if (count >= kPair) {
     Vec::load_pair(from, a, b);
   } else {
-    load_some(from, count, a, b);
+    Vec::load_some(from, count, a, b);
   }
 }
 

@@ -107,6 +107,7 @@ struct KernelTable {
 };
 
 const KernelTable& generic_kernels();
+const KernelTable& generic16_kernels();
 #ifdef VMSERVE_X86_KERNELS
 const KernelTable& avx2_kernels();
 const KernelTable& avx512_kernels();

@@ -4,11 +4,13 @@
 //               floats, the even and the odd ones of bfloat16 (a shift and a mask, no shuffle).
 //               store_pair is its inverse, rounding to nearest even as torch does (not with
 //               VCVTNEPS2BF16, which flushes denormals). `lane_of` in math.h is the order.
+//   load_some   as many of a pair as there are (fewer than 2 * kWidth), zeros for the rest
 //   reduce8     the sums over the lanes of eight vectors
 //   kRows       rows of a matrix product's block: kRows * 3 sums stay in registers
 #pragma once
 
 #include <immintrin.h>
+#include <string.h>
 
 #include "kernels.h"
 
@@ -91,6 +93,30 @@ struct Vec {
     const __m256i even = _mm256_srli_epi32(nearest_bf16(a), 16);
     const __m256i odd = _mm256_and_si256(nearest_bf16(b), upper());
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_or_si256(even, odd));
+  }
+  static void load_some(const float* from, int count, R& a, R& b) {
+    if (count == kWidth) {
+      a = load(from);
+      b = zero();
+    } else {
+      load_copy(from, count, a, b);
+    }
+  }
+  static void load_some(const Bf16* from, int count, R& a, R& b) {
+    if (count == kWidth) {
+      const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+      const __m256i bits = _mm256_zextsi128_si256(half);
+      a = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+      b = _mm256_castsi256_ps(_mm256_and_si256(bits, upper()));
+    } else {
+      load_copy(from, count, a, b);
+    }
+  }
+  template <class T>
+  static void load_copy(const T* from, int count, R& a, R& b) {
+    T whole[2 * kWidth] = {};
+    memcpy(whole, from, static_cast<size_t>(count) * sizeof(T));
+    load_pair(whole, a, b);
   }
 };
 

@@ -83,6 +83,16 @@ struct Vec {
     const __m512i odd = _mm512_and_si512(nearest_bf16(b), upper());
     _mm512_storeu_si512(to, _mm512_or_si512(even, odd));
   }
+  static void load_some(const float* from, int count, R& a, R& b) {
+    const std::uint32_t wanted = (1U << count) - 1;
+    a = _mm512_maskz_loadu_ps(static_cast<__mmask16>(wanted), from);
+    b = _mm512_maskz_loadu_ps(static_cast<__mmask16>(wanted >> kWidth), from + kWidth);
+  }
+  static void load_some(const Bf16* from, int count, R& a, R& b) {
+    const __m512i bits = _mm512_maskz_loadu_epi16((1U << count) - 1, from);
+    a = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    b = _mm512_castsi512_ps(_mm512_and_si512(bits, upper()));
+  }
 };
 
 }  // namespace

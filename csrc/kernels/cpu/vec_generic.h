@@ -1,16 +1,21 @@
 // Eight floats in plain C++, for every processor. See vec_avx2.h for what the members mean.
+// With VMSERVE_GENERIC_WIDTH 16, sixteen (kernels_generic16.cpp).
 #pragma once
 
 #include <string.h>
 
 #include "kernels.h"
 
+#ifndef VMSERVE_GENERIC_WIDTH
+#define VMSERVE_GENERIC_WIDTH 8
+#endif
+
 namespace vmserve::cpu {
 namespace {
 
 struct Vec {
-  static constexpr int kWidth = 8;
-  static constexpr int kRows = 4;
+  static constexpr int kWidth = VMSERVE_GENERIC_WIDTH;
+  static constexpr int kRows = kWidth / 2;
   struct R {
     float x[kWidth];
   };
@@ -118,6 +123,12 @@ struct Vec {
       a.x[i] = widen(from[2 * i]);
       b.x[i] = widen(from[2 * i + 1]);
     }
+  }
+  template <class T>
+  static void load_some(const T* from, int count, R& a, R& b) {
+    T whole[2 * kWidth] = {};
+    memcpy(whole, from, static_cast<size_t>(count) * sizeof(T));
+    load_pair(whole, a, b);
   }
   static void store_pair(Bf16* to, R a, R b) {
     for (int i = 0; i < kWidth; ++i) {

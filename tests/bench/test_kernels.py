@@ -1,0 +1,99 @@
+"""``vmserve bench kernels``: what is timed computes what it says, and the command writes it down.
+
+Nothing here looks at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vmserve.attention.base import LayerAttention, RaggedBatch
+from vmserve.attention.cpu import CpuBackend
+from vmserve.bench.kernels import SECTIONS, Options
+from vmserve.bench.kernels.command import chosen_sections, kernels_command
+from vmserve.bench.kernels.rig import SHAPES, Rig, Shape
+from vmserve.bench.kernels.sections import BLOCK_SIZES
+from vmserve.errors import ConfigurationError
+
+
+def test_the_views_of_a_rig_show_the_same_bytes() -> None:
+    rig = Rig(Shape("tiny", 4, 2, 16), torch.float32, 3, 64, 1, least_bytes=100_000)
+    assert rig.layer_bytes == 3 * 64 * 2 * 2 * 16 * 4
+    assert rig.num_layers == 3
+    assert rig.memory.nbytes >= 100_000
+    dense, paged = rig.contiguous_view(), rig.paged_view(16)
+    assert sorted(paged.block_tables.view(-1).tolist()) == list(range(12))
+    assert paged.block_tables.view(-1).tolist() != list(range(12))
+    for layer in range(rig.num_layers):
+        blocks = dense.keys[layer].reshape(12, 16, 2, 16)
+        assert torch.equal(paged.keys[layer], blocks)
+        assert paged.values[layer].data_ptr() == dense.values[layer].data_ptr()
+
+
+def test_products_are_those_that_causality_leaves() -> None:
+    shape = Shape("tiny", 2, 1, 8)
+    assert Rig(shape, torch.float32, 3, 10, 1, 1).layer_products == 4 * 3 * 10 * 2 * 8
+    assert Rig(shape, torch.float32, 1, 10, 4, 1).layer_products == 4 * (7 + 8 + 9 + 10) * 2 * 8
+
+
+def test_a_timed_function_computes_every_layer() -> None:
+    rig = Rig(SHAPES[0], torch.float32, 2, 32, 1, least_bytes=500_000)
+    rig.memory.fill_(1.0)
+    rig.contiguous()()
+    k = rig.inputs[1]
+    for keys in rig.contiguous_view().keys:
+        assert torch.equal(keys[:, 31], k)
+        assert (keys[:, :31] == 1).all()
+    batch = RaggedBatch.build([0, 1], [31, 31], [1, 1])
+    call = CpuBackend().bind(rig.paged_view(16), batch)
+    assert call(LayerAttention(0, 0.1), *rig.inputs).isfinite().all()
+
+
+def test_quick_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kernels_command(
+        quick=True,
+        json_path=tmp_path / "r.json",
+        markdown_path=tmp_path / "t.md",
+        plots=tmp_path / "plots",
+    )
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert (written["benchmark"], written["quick"]) == ("kernels", True)
+    assert written["num_threads"] >= 1
+    sections = written["sections"]
+    assert list(sections) == list(SECTIONS) == ["decode", "blocks", "prefill"]
+    decode = sections["decode"]["points"]
+    assert {(p["shape"], p["dtype"], p["num_seqs"]) for p in decode} == {
+        (shape.name, dtype, batch)
+        for shape in SHAPES
+        for dtype in ("float32", "bfloat16")
+        for batch in (1, 2)
+    }
+    for point in decode:
+        assert set(point["layer_ns"]) == {"contiguous", "paged", "sdpa", "read"}
+        assert set(point["ratio_to_contiguous"]) == {"paged", "sdpa", "read"}
+        assert all(len(samples) == 2 for samples in point["samples_ns"].values())
+        assert point["num_layers"] * point["layer_bytes"] >= Options(quick=True).least_bytes
+    for point in sections["blocks"]["points"]:
+        names = {f"blocks of {size}" for size in BLOCK_SIZES}
+        assert set(point["ratio_to_contiguous"]) == names
+    assert [(p["context"], p["num_new"]) for p in sections["prefill"]["points"][:2]] == [
+        (64, 64),
+        (96, 32),
+    ]
+    text = (tmp_path / "t.md").read_text()
+    assert "--quick" in text.splitlines()[0]
+    assert "| 64 x 2 |" in text
+    assert "decode, 125M" in capsys.readouterr().out
+    drawn = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert drawn == ["blocks.png", "decode.png", "prefill.png"]
+
+
+def test_sections_are_checked() -> None:
+    assert chosen_sections(None) == list(SECTIONS)
+    assert chosen_sections("prefill, decode") == ["decode", "prefill"]
+    with pytest.raises(ConfigurationError, match=r"'nothing': choose from decode, blocks"):
+        chosen_sections("nothing,decode")

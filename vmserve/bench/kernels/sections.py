@@ -1,0 +1,236 @@
+"""The measurements: decoding by context and batch, decoding by block size, prompts."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from vmserve.bench.abtimer import compare_many
+from vmserve.bench.alloc.section import SectionResult, Table
+from vmserve.bench.kernels.rig import DTYPES, SHAPES, Rig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from vmserve.bench.abtimer import ManyResult, PairedResult
+    from vmserve.bench.alloc.section import Report
+
+__all__ = ["SECTIONS", "Options", "blocks", "decode", "prefill"]
+
+BLOCK_TOKENS = 16
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+CONTEXTS = (1024, 2048, 4096, 8192)
+BATCHES = (1, 4, 32)
+#: (tokens that are there already, tokens of the prompt's chunk)
+CHUNKS = ((0, 512), (0, 2048), (2048, 512))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``quick`` measures little, to see that everything runs; ``seed`` draws all that is drawn."""
+
+    quick: bool = False
+    seed: int = 0
+
+    @property
+    def rounds(self) -> int:
+        return 2 if self.quick else 10
+
+    @property
+    def least_bytes(self) -> int:
+        """K and V that a timed function reads: several times the largest cache."""
+        return 1 << 16 if self.quick else 128 << 20
+
+    @property
+    def most_bytes(self) -> int:
+        """Points with more are left out: they take long and show what smaller ones do."""
+        return 1 << 30
+
+
+def decode(options: Options, report: Report) -> SectionResult:
+    """One token for every sequence, by context and batch."""
+    contexts, batches = ((64,), (1, 2)) if options.quick else (CONTEXTS, BATCHES)
+    points = list(itertools.product(SHAPES, DTYPES, contexts, batches))
+    rows: list[dict[str, Any]] = []
+    for index, (shape, dtype, context, batch) in enumerate(points):
+        report(index / len(points))
+        if context * batch * shape.token_bytes(DTYPES[dtype]) > options.most_bytes:
+            continue
+        rig = Rig(shape, DTYPES[dtype], batch, context, 1, options.least_bytes, options.seed)
+        variants = {
+            "contiguous": rig.contiguous(),
+            "paged": rig.paged(BLOCK_TOKENS),
+            "sdpa": rig.sdpa(),
+            "read": rig.read(),
+        }
+        compared = _compare(variants, options)
+        rows.append(_described(rig, dtype, compared))
+    return SectionResult(
+        {"block_tokens": BLOCK_TOKENS, "points": rows}, tuple(_decode_tables(rows))
+    )
+
+
+def blocks(options: Options, report: Report) -> SectionResult:
+    """The same by block size (PagedAttention, figure 18)."""
+    context, batch = (256, 1) if options.quick else (4096, 8)
+    rows: list[dict[str, Any]] = []
+    points = list(itertools.product(SHAPES, DTYPES))
+    for index, (shape, dtype) in enumerate(points):
+        report(index / len(points))
+        rig = Rig(shape, DTYPES[dtype], batch, context, 1, options.least_bytes, options.seed)
+        variants = {"contiguous": rig.contiguous()}
+        variants |= {f"blocks of {size}": rig.paged(size) for size in BLOCK_SIZES}
+        rows.append(_described(rig, dtype, _compare(variants, options)))
+    table = Table(
+        f"decode of {batch} sequences of {context:,} tokens: time over contiguous, 95 % interval",
+        ("shape", "contiguous, ms a layer", *(f"{size}" for size in BLOCK_SIZES)),
+        tuple(
+            (
+                f"{row['shape']} {row['dtype']}",
+                _milliseconds(row, "contiguous"),
+                *(_ratio(row, f"blocks of {size}") for size in BLOCK_SIZES),
+            )
+            for row in rows
+        ),
+        "Every block lies at a random place; contiguous reads the same bytes in order.",
+    )
+    return SectionResult({"block_sizes": list(BLOCK_SIZES), "points": rows}, (table,))
+
+
+def prefill(options: Options, report: Report) -> SectionResult:
+    """Chunks of one prompt, some with a past."""
+    chunks = ((0, 64), (64, 32)) if options.quick else CHUNKS
+    points = list(itertools.product(SHAPES, DTYPES, chunks))
+    rows: list[dict[str, Any]] = []
+    for index, (shape, dtype, (past, new)) in enumerate(points):
+        report(index / len(points))
+        rig = Rig(shape, DTYPES[dtype], 1, past + new, new, 1, options.seed)
+        variants = {
+            "contiguous": rig.contiguous(),
+            "paged": rig.paged(BLOCK_TOKENS),
+            "sdpa": rig.sdpa(),
+        }
+        compared = _compare(variants, options)
+        rows.append(_described(rig, dtype, compared))
+    table = Table(
+        "prefill: one layer, one sequence",
+        (
+            "shape",
+            "past + new",
+            "contiguous, ms",
+            "GFLOP/s",
+            "paged / contiguous",
+            "sdpa, ms",
+            "sdpa / contiguous",
+        ),
+        tuple(
+            (
+                f"{row['shape']} {row['dtype']}",
+                f"{row['context'] - row['num_new']:,} + {row['num_new']:,}",
+                _milliseconds(row, "contiguous"),
+                f"{row['layer_products'] / row['layer_ns']['contiguous']:.0f}",
+                _ratio(row, "paged"),
+                _milliseconds(row, "sdpa"),
+                _ratio(row, "sdpa"),
+            )
+            for row in rows
+        ),
+        "GFLOP/s counts what causality leaves. Ratios above 1: contiguous is faster.",
+    )
+    return SectionResult({"block_tokens": BLOCK_TOKENS, "points": rows}, (table,))
+
+
+SECTIONS: Mapping[str, Callable[[Options, Report], SectionResult]] = MappingProxyType(
+    {"decode": decode, "blocks": blocks, "prefill": prefill}
+)
+
+
+def _compare(variants: dict[str, Callable[[], object]], options: Options) -> ManyResult:
+    return compare_many(variants, rounds=options.rounds, warmup=1, seed=options.seed)
+
+
+def _described(rig: Rig, dtype: str, compared: ManyResult) -> dict[str, Any]:
+    """One point: what was measured, medians a layer, and every sample."""
+    pairs: Mapping[str, PairedResult] = compared.against
+    first = next(iter(pairs.values()))
+    medians = {compared.baseline: first.median_a_s}
+    medians |= {name: pair.median_b_s for name, pair in pairs.items()}
+    return {
+        "shape": rig.shape.name,
+        "q_heads": rig.shape.q_heads,
+        "kv_heads": rig.shape.kv_heads,
+        "head_dim": rig.shape.head_dim,
+        "dtype": dtype,
+        "num_seqs": rig.num_seqs,
+        "context": rig.context,
+        "num_new": rig.num_new,
+        "num_layers": rig.num_layers,
+        "layer_bytes": rig.layer_bytes,
+        "layer_products": rig.layer_products,
+        "layer_ns": {name: seconds * 1e9 / rig.num_layers for name, seconds in medians.items()},
+        "ratio_to_contiguous": {
+            name: [pair.ratio, pair.ratio_low, pair.ratio_high] for name, pair in pairs.items()
+        },
+        "samples_ns": {compared.baseline: list(first.times_ns_a)}
+        | {name: list(pair.times_ns_b) for name, pair in pairs.items()},
+    }
+
+
+def _decode_tables(rows: list[dict[str, Any]]) -> Iterator[Table]:
+    columns = (
+        "context x batch",
+        "MiB",
+        "read, GB/s",
+        "contiguous, ms",
+        "GB/s",
+        "% of read",
+        "paged, ms",
+        "paged / contiguous",
+        "sdpa, ms",
+        "sdpa / contiguous",
+    )
+    for name in dict.fromkeys((row["shape"], row["dtype"]) for row in rows):
+        chosen = [row for row in rows if (row["shape"], row["dtype"]) == name]
+        heads = f"{chosen[0]['q_heads']} x {chosen[0]['kv_heads']} heads of {chosen[0]['head_dim']}"
+        yield Table(
+            f"decode, {name[0]} ({heads}), {name[1]}: one layer",
+            columns,
+            tuple(
+                (
+                    f"{row['context']:,} x {row['num_seqs']}",
+                    f"{row['layer_bytes'] / 2**20:.0f}",
+                    f"{_rate(row, 'read'):.1f}",
+                    _milliseconds(row, "contiguous"),
+                    f"{_rate(row, 'contiguous'):.1f}",
+                    _share(row, "read"),
+                    _milliseconds(row, "paged"),
+                    _ratio(row, "paged"),
+                    _milliseconds(row, "sdpa"),
+                    _ratio(row, "sdpa"),
+                )
+                for row in chosen
+            ),
+            "Medians; ratios are those of neighbouring runs, with their 95 % interval. Above 1: "
+            "contiguous is faster.",
+        )
+
+
+def _milliseconds(row: dict[str, Any], name: str) -> str:
+    return f"{row['layer_ns'][name] / 1e6:.3g}"
+
+
+def _rate(row: dict[str, Any], name: str) -> float:
+    """10^9 bytes of K and V a second."""
+    return float(row["layer_bytes"] / row["layer_ns"][name])
+
+
+def _ratio(row: dict[str, Any], name: str) -> str:
+    ratio, low, high = row["ratio_to_contiguous"][name]
+    return f"{ratio:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _share(row: dict[str, Any], name: str) -> str:
+    ratio, low, high = (100 * x for x in row["ratio_to_contiguous"][name])
+    return f"{ratio:.0f} [{low:.0f}, {high:.0f}]"

@@ -1,0 +1,97 @@
+"""What the benchmark commands share: consoles, tables, bars, JSON and Markdown."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from vmserve.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from vmserve.bench.alloc.section import Report, SectionResult, Table
+
+__all__ = [
+    "dump",
+    "make_console",
+    "make_directory",
+    "markdown",
+    "print_table",
+    "progress",
+    "require_matplotlib",
+]
+
+#: Wide enough for every column, for output that is piped into a file or a pager.
+_PIPED_WIDTH = 160
+
+
+def make_console() -> Console:
+    """Standard output, wide where nobody watches."""
+    return Console() if sys.stdout.isatty() else Console(width=_PIPED_WIDTH)
+
+
+def dump(described: Mapping[str, Any]) -> str:
+    """JSON with a line per value, and one for a whole list of numbers (traces are long)."""
+    text = json.dumps(described, indent=1)
+    return re.sub(r"\[[\d\s.,eE+-]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+def markdown(results: Mapping[str, SectionResult], described: Mapping[str, Any]) -> str:
+    """The tables, with the machine and the date above them."""
+    machine = described["machine"]
+    revision = machine["git_revision"] or "unknown"
+    where = f"{machine['cpu']}, {machine['num_usable_cores']} cores, revision {revision[:12]}"
+    lines = [f"{described['date']}, {where}{', --quick' if described['quick'] else ''}."]
+    for name, result in results.items():
+        lines.append(f"\n## {name}\n")
+        lines += [table.to_markdown() for table in result.tables]
+    return "\n".join(lines)
+
+
+@contextmanager
+def progress(name: str) -> Iterator[Report]:
+    """A bar on standard error for whoever watches."""
+    columns = (TextColumn(name), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def print_table(console: Console, table: Table) -> None:
+    rich = RichTable()
+    for index, column in enumerate(table.columns):
+        rich.add_column(column, justify="left" if index == 0 else "right")
+    for row in table.rows:
+        rich.add_row(*row)
+    console.print(f"\n{table.title}", style="bold")
+    console.print(rich)
+    if table.note:
+        console.print(table.note)
+
+
+def require_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            "plots need matplotlib: install it with pip install 'vmserve[bench]', or leave out "
+            "--plots"
+        )
+
+
+def make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write to {path}: {error.strerror}") from None
