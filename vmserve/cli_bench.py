@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from vmserve.bench.alloc.command import alloc_command
+from vmserve.bench.sharing.command import sharing_command
 
 __all__ = ["app"]
 
@@ -17,6 +18,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("alloc")(alloc_command)
+app.command("sharing")(sharing_command)
 
 
 @app.callback()

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import enum
-import importlib.util
 import json
 import re
-import sys
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
 
 from vmserve.bench.alloc import SECTIONS, Options
 from vmserve.bench.alloc.section import CUDA_SECTIONS, make_driver
 from vmserve.bench.machine import machine_info
+from vmserve.bench.terminal import (
+    make_directory,
+    print_table,
+    progress,
+    require_matplotlib,
+    terminal,
+)
 from vmserve.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from vmserve.bench.alloc.section import Report, SectionResult, Table
+    from vmserve.bench.alloc.section import SectionResult
 
 __all__ = ["alloc_command", "chosen_sections", "document", "dump", "markdown", "run_sections"]
-
-#: Wide enough for every column, for output that is piped into a file or a pager.
-_PIPED_WIDTH = 160
 
 
 class Driver(enum.StrEnum):
@@ -64,28 +62,28 @@ def alloc_command(
     """Measure what allocating KV memory costs, and how little of it is wasted. No model needed."""
     names = chosen_sections(section, driver.value)
     if plots is not None:
-        _require_matplotlib()
+        require_matplotlib("--plots")
     options = Options(quick=quick, seed=seed, driver=driver.value)
     if driver is Driver.cuda:
         make_driver("cuda", 2 << 20, 1)  # refuses here, before anything is measured
-    console = Console() if sys.stdout.isatty() else Console(width=_PIPED_WIDTH)
+    console = terminal()
     results = {}
     for name in names:
         results.update(run_sections([name], options))
         for table in results[name].tables:
-            _print_table(console, table)
+            print_table(console, table)
     described = document(results, options)
     if json_path is not None:
-        _make_directory(json_path.parent)
+        make_directory(json_path.parent)
         json_path.write_text(dump(described), encoding="utf-8")
     if markdown_path is not None:
-        _make_directory(markdown_path.parent)
+        make_directory(markdown_path.parent)
         markdown_path.write_text(markdown(results, described), encoding="utf-8")
     if plots is not None:
         # Optional: plots are drawn with the `bench` extra.
         from vmserve.bench.alloc.plots import draw  # noqa: PLC0415
 
-        _make_directory(plots)
+        make_directory(plots)
         for path in draw(described["sections"], plots):
             console.print(f"drawn: {path}")
 
@@ -118,7 +116,7 @@ def run_sections(names: Sequence[str], options: Options) -> dict[str, SectionRes
     """Each section's result, with a bar on standard error for whoever watches."""
     results = {}
     for name in names:
-        with _progress(name) as report:
+        with progress(name) as report:
             results[name] = SECTIONS[name](options, report)
     return results
 
@@ -152,41 +150,3 @@ def markdown(results: Mapping[str, SectionResult], described: Mapping[str, Any])
         lines.append(f"\n## {name}\n")
         lines += [table.to_markdown() for table in result.tables]
     return "\n".join(lines)
-
-
-@contextmanager
-def _progress(name: str) -> Iterator[Report]:
-    columns = (TextColumn(name), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda done: bar.update(task, completed=done)
-
-
-def _print_table(console: Console, table: Table) -> None:
-    rich = RichTable()
-    for index, column in enumerate(table.columns):
-        rich.add_column(column, justify="left" if index == 0 else "right")
-    for row in table.rows:
-        rich.add_row(*row)
-    console.print(f"\n{table.title}", style="bold")
-    console.print(rich)
-    if table.note:
-        console.print(table.note)
-
-
-def _require_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            "plots need matplotlib: install it with pip install 'vmserve[bench]', or leave out "
-            "--plots"
-        )
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write to {path}: {error.strerror}") from None
