@@ -33,7 +33,7 @@ METHODS: tuple[Method, ...] = ("parallel", "beam")
 MAX_NUM_SEQS = 96
 #: Which steps are counted: requests that last long differ little from one step to the next.
 _EVERY = {"alpaca": 1, "sharegpt": 4}
-_REQUESTS = {"alpaca": 64, "sharegpt": 16}
+_REQUESTS = {"alpaca": 64, "sharegpt": 40}
 #: Requests whose lengths alone are counted, for the workload as a whole.
 _POPULATION = 20_000
 

@@ -11,6 +11,7 @@ import typer
 from vmserve.bench.alloc.command import dump
 from vmserve.bench.machine import machine_info
 from vmserve.bench.sharing import SECTIONS, Options
+from vmserve.bench.sharing.section import MODES
 from vmserve.bench.terminal import (
     make_directory,
     print_table,
@@ -50,6 +51,9 @@ def sharing_command(
     pairs: Annotated[
         int, typer.Option(min=1, help="Timed pairs of each comparison of prefix.")
     ] = 6,
+    mode: Annotated[
+        str, typer.Option(help=f"How requests of prefix come: {' or '.join(MODES)}, or both.")
+    ] = ",".join(MODES),
     model: Annotated[
         Path | None,
         typer.Option(help="Model directory for prefix. Default: the embedded model."),
@@ -72,6 +76,7 @@ def sharing_command(
         block_sizes=_block_sizes(block_sizes),
         seed=seed,
         pairs=pairs,
+        modes=tuple(one for one in MODES if one in _chosen("mode", mode, list(MODES))),
         model=model,
     )
     if output is not None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vmserve.bench.distributions import IntArray
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -82,7 +84,7 @@ def parallel_from_lengths(
     return int((reading + decoding).sum()), int(saved.sum())
 
 
-def common_prefixes(histories: Iterable[Sequence[int]]) -> list[int]:
+def common_prefixes(histories: Iterable[list[int]]) -> list[int]:
     """Tokens that each history but one has in common with its neighbour in lexical order.
 
     What sequences with these histories can share at most: floor(p / block) blocks for each p.
@@ -91,7 +93,7 @@ def common_prefixes(histories: Iterable[Sequence[int]]) -> list[int]:
     return [_common(a, b) for a, b in pairwise(sorted(histories))]
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def _common(a: list[int], b: list[int]) -> int:
     """By bisection: a comparison of slices is much faster than one of elements."""
     low, high = 0, min(len(a), len(b))
     while low < high:
@@ -103,7 +105,8 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-def _blocks_up_to(lengths: np.ndarray, block_tokens: int) -> np.ndarray:
+def _blocks_up_to(lengths: IntArray, block_tokens: int) -> IntArray:
     """Sum of ceil(k / block) for k = 1 .. length."""
     full, rest = lengths // block_tokens, lengths % block_tokens
-    return block_tokens * full * (full + 1) // 2 + rest * (full + 1)
+    total: IntArray = block_tokens * full * (full + 1) // 2 + rest * (full + 1)
+    return total

@@ -51,8 +51,12 @@ def _by_width(runs: list[dict[str, Any]]) -> Figure:
     figure, panels = _panels(runs)
     for (workload, method), axis in panels.items():
         mine = [run for run in runs if (run["workload"], run["method"]) == (workload, method)]
-        sized = [(run, _at(run, PAPER_BLOCK_TOKENS)) for run in mine]
-        sized = [(run, size) for run, size in sized if size is not None]
+        sized = [
+            (run, size)
+            for run in mine
+            for size in run["sizes"]
+            if size["block_tokens"] == PAPER_BLOCK_TOKENS
+        ]
         places = np.arange(len(sized))
         for offset, name, color, values in (
             (-0.27, "measured", _MEASURED, [size["saved_percent"] for _, size in sized]),
@@ -106,11 +110,3 @@ def _prefix(cases: list[dict[str, Any]]) -> Figure:
     for axis in (throughput, speedup):
         axis.set_xticks(places, names, fontsize=7)
     return figure
-
-
-def _at(run: dict[str, Any], block_tokens: int) -> dict[str, Any] | None:
-    for size in run["sizes"]:
-        if size["block_tokens"] == block_tokens:
-            found: dict[str, Any] = size
-            return found
-    return None

@@ -8,7 +8,7 @@ prefix cache, in neighbouring pairs; the cache is empty at the start of each run
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,24 +23,22 @@ from vmserve.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from vmserve.bench.alloc.section import Report
-    from vmserve.bench.sharing.section import Options
+    from vmserve.bench.sharing.section import Mode, Options
 
-__all__ = ["MODES", "Mode", "Runner", "run", "translation_shapes"]
+__all__ = ["Runner", "run", "translation_shapes"]
 
-Mode = Literal["at once", "in turn"]
-MODES: tuple[Mode, ...] = ("at once", "in turn")
-_REQUESTS = 12
+_REQUESTS = 8
 
 
 def run(options: Options, report: Report) -> SectionResult:
     """Both regimes, both prefixes, all requests at once and one after the other."""
     cases: list[dict[str, Any]] = []
-    total = len(Regime) * len(SHOT_TOKENS) * len(MODES)
+    total = len(Regime) * len(SHOT_TOKENS) * len(options.modes)
     for regime in Regime:
         with_cache, without = (_engine(options, regime, caching=on) for on in (True, False))
         for shots, num_prefix in SHOT_TOKENS.items():
             shapes = translation_shapes(options.num_requests or _REQUESTS, num_prefix, options.seed)
-            for mode in MODES:
+            for mode in options.modes:
                 a, b = (Runner(engine, shapes, mode) for engine in (with_cache, without))
                 case = _compare(a, b, options)
                 cases.append({"regime": regime.value, "shots": shots, "mode": mode, **case})
@@ -146,7 +144,7 @@ def _compare(a: Runner, b: Runner, options: Options) -> dict[str, Any]:
         pairs=options.pairs,
         warmup=1,
         labels=("with prefix cache", "without"),
-        setup=lambda: (a.clear(), b.clear()),
+        setup=a.clear,  # the other has no cache
         seed=options.seed,
     )
     count = len(a.shapes)

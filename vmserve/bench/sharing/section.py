@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Options"]
+__all__ = ["MODES", "Mode", "Options"]
+
+Mode = Literal["at once", "in turn"]
+MODES: tuple[Mode, ...] = ("at once", "in turn")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``num_requests``: of each run; None: enough for its section. ``model``: of the prefixes."""
+    """``num_requests``: of each run; None: enough for its section.
+
+    ``pairs``, ``modes`` and ``model`` are those of the section prefix.
+    """
 
     num_requests: int | None = None
     workloads: tuple[str, ...] = ("alpaca", "sharegpt")
@@ -21,4 +27,5 @@ class Options:
     block_sizes: tuple[int, ...] = (8, 16, 32, 64, 128)
     seed: int = 0
     pairs: int = 6
+    modes: tuple[Mode, ...] = MODES
     model: Path | None = None
