@@ -90,16 +90,12 @@ class Runner:
         return [done[str(shape.index)] for shape in self.shapes]
 
     def hit_rate(self) -> float:
-        """Tokens found, of the prompt tokens looked up, in one run from an empty cache."""
+        """Prompt tokens found in the cache, of all prompt tokens, in a run from an empty one."""
         self.clear()
-        before = self.engine.stats()
+        before = self.engine.stats()["prefix_cache_hits_total"]
         self()
-        after = self.engine.stats()
-        hits, asked = (
-            after[name] - before[name]
-            for name in ("prefix_cache_hits_total", "prefix_cache_queries_total")
-        )
-        return hits / asked if asked else 0.0
+        found = self.engine.stats()["prefix_cache_hits_total"] - before
+        return found / sum(shape.num_input_tokens for shape in self.shapes)
 
     def _drain(self, done: dict[str, list[int]]) -> None:
         while self.engine.has_unfinished:
