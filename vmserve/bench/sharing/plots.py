@@ -83,8 +83,9 @@ def _by_block_size(runs: list[dict[str, Any]]) -> Figure:
         axis.set(xscale="log", xlabel="block, tokens", ylabel="blocks saved, percent")
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.minorticks_off()
-        axis.set_ylim(bottom=0)
         axis.legend(fontsize=7)
+    for axis in panels.values():
+        axis.set_ylim(bottom=0)
     return figure
 
 
