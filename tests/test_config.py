@@ -71,9 +71,6 @@ def test_wrong_values(options: dict[str, Any], text: str) -> None:
     "options",
     [
         {"device": "cuda"},
-        {"swap_space": "1GiB"},
-        {"preemption": "swap"},
-        {"scheduling_policy": "priority"},
         {"tensor_parallel_size": 2},
     ],
 )
@@ -81,6 +78,12 @@ def test_what_is_not_there_yet_is_refused_by_name(options: dict[str, Any]) -> No
     [name] = options
     with pytest.raises(UnsupportedError, match=name):
         EngineConfig(**options)
+
+
+def test_swapping_needs_somewhere_to_swap_to() -> None:
+    with pytest.raises(ConfigurationError, match=r"give --swap-space, e\.g\. 4GiB"):
+        EngineConfig(preemption="swap")
+    EngineConfig(preemption="swap", swap_space="1GiB")
 
 
 def test_unknown_options_are_named() -> None:

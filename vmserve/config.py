@@ -162,11 +162,12 @@ class EngineConfig:
     def _check_supported(self) -> None:
         refusals = [
             (self.device == "cuda", "device=cuda", "use cpu or auto"),
-            (parse_size(self.swap_space, "swap_space") > 0, "swap_space above 0", "leave it at 0"),
-            (self.preemption == "swap", "preemption=swap", "use recompute or auto"),
-            (self.scheduling_policy != "fcfs", "scheduling_policy=priority", "use fcfs"),
             (self.tensor_parallel_size > 1, "tensor_parallel_size above 1", "use 1"),
         ]
+        if self.preemption == "swap" and parse_size(self.swap_space, "swap_space") == 0:
+            raise ConfigurationError(
+                "preemption: swap needs host memory to swap to: give --swap-space, e.g. 4GiB"
+            )
         for refused, what, remedy in refusals:
             if refused:
                 raise UnsupportedError(f"{what} is not available in this version: {remedy}")
@@ -188,6 +189,9 @@ class ResolvedConfig:
     kv_driver: str
     prefix_caching: bool
     block_tokens: int
+    swap_bytes: int
+    preemption: Preemption
+    scheduling_policy: SchedulingPolicy
     seed: int
 
 
@@ -223,6 +227,9 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
         kv_mapper="off" if config.kv_mapper == "off" else "thread",
         prefix_caching=config.enable_prefix_caching is not False,
         block_tokens=config.block_size,
+        swap_bytes=parse_size(config.swap_space, "swap_space"),
+        preemption=config.preemption,
+        scheduling_policy=config.scheduling_policy,
         seed=config.seed,
     )
 

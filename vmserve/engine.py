@@ -31,6 +31,7 @@ from vmserve.runner.model_runner import ModelRunner, RegimeKernels
 from vmserve.sampling import BeamSearchParams, GenerationParams, Sampler, SamplingParams
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
+from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.telemetry.counters import EngineCounters
@@ -92,12 +93,24 @@ class LLMEngine:
         self.tokenizer: Tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))
         self.resolved: ResolvedConfig = resolve(config, self.model_config)
         dtype = resolve_dtype(config.dtype, self.model_config, "cpu")
-        backends = {regime: create_backend(config.attention_backend, regime) for regime in Regime}
+        head_dim = self.model_config.head_dim
+        backends = {
+            regime: create_backend(
+                config.attention_backend, regime, head_dim, dtype, self.model_config.attention
+            )
+            for regime in Regime
+        }
         slack = max(backend.read_slack_tokens for backend in backends.values())
         self.memory = _create_memory(self.resolved, self.model_config, dtype, slack)
         self._model = load_model(
-            path, dtype, max_model_len=self.resolved.max_model_len, progress=progress
+            path,
+            dtype,
+            config=self.model_config,
+            max_model_len=self.resolved.max_model_len,
+            progress=progress,
         )
+        swaps = self.resolved.swap_bytes > 0
+        self._preemption = PreemptionPolicy(self.resolved.preemption if swaps else "recompute")
         self.scheduler = FCFSScheduler(
             self.memory,
             SchedulerLimits(
@@ -107,6 +120,7 @@ class LLMEngine:
                 max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
             ),
             RegimePolicy(self.resolved.kv_regime),
+            self._preemption,
         )
         views: dict[Regime, KVView] = {
             Regime.VIRTUAL: self.memory.view(),
@@ -188,6 +202,7 @@ class LLMEngine:
             raise InvalidRequestError(f"request_id {request_id!r} is already in use", "request_id")
         request = self._build_request(request_id, prompt_token_ids, params, prompt)
         request.priority = priority
+        request.rank = priority if self.resolved.scheduling_policy == "priority" else 0
         request.cache_salt = cache_salt.encode()
         request.stream = stream
         self._requests[request_id] = request
@@ -235,29 +250,37 @@ class LLMEngine:
         memory_id = self.memory.open([*token_ids, 0], regime=Regime.PAGED, salt=cache_salt.encode())
         if memory_id is None:
             raise InvalidRequestError("too many sequences are open: try again", "prompt")
-        hit = self.memory.match(memory_id)
-        plan = self.memory.plan([], [Attach(memory_id, hit)])
-        if hit == 0 or not isinstance(plan, MemoryPlan):
+        try:
+            hit = self._attach(memory_id, len(token_ids))
+        except VmserveError:
             self.memory.release(memory_id)
+            raise
+        handle = self._num_pinned
+        self._num_pinned += 1
+        self._pins[handle] = memory_id
+        return PinnedPrefix(handle, hit)
+
+    def _attach(self, memory_id: int, num_tokens: int) -> int:
+        """Reference the cached blocks of a prefix; how many tokens they hold."""
+        hit = self.memory.match(memory_id)
+        if hit == 0:
             raise InvalidRequestError(
-                f"nothing of the {len(token_ids)} tokens is in the prefix cache: a prefix is "
-                f"pinned in whole blocks of {self.resolved.block_tokens} tokens, once computed",
+                f"nothing of the {num_tokens} tokens is in the prefix cache: a prefix is pinned "
+                f"in whole blocks of {self.resolved.block_tokens} tokens, once computed",
                 "prompt",
             )
+        plan = self.memory.plan([], [Attach(memory_id, hit)])
+        assert isinstance(plan, MemoryPlan), "whole blocks are referenced, nothing is copied"
         self.memory.complete(self.memory.apply(plan))
         needed = self.memory.layout.pages_for(self.resolved.max_model_len)
         left = self.memory.available_pages()
         if not self._requests and left < needed:
-            self.memory.release(memory_id)
             raise InvalidRequestError(
                 f"with {hit} tokens pinned {left} pages are left, and a sequence of "
                 f"{self.resolved.max_model_len} tokens needs {needed}: raise --kv-cache-memory",
                 "prompt",
             )
-        handle = self._num_pinned
-        self._num_pinned += 1
-        self._pins[handle] = memory_id
-        return PinnedPrefix(handle, hit)
+        return hit
 
     def unpin_prefix(self, handle: int) -> None:
         """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
@@ -292,7 +315,9 @@ class LLMEngine:
         self.scheduler.applied(plan)
         self._mark_scheduled(plan)
         try:
+            began = time.perf_counter()
             logits = self._runner.execute(plan, self._places(plan))
+            self._learn(plan, time.perf_counter() - began)
             self.memory.complete(epoch)
             self.scheduler.computed(plan)
             samples = self._sampler.sample(
@@ -307,6 +332,11 @@ class LLMEngine:
         self.counters.steps += 1
         self.counters.tokens_computed += plan.num_tokens
         return StepResult(outputs=tuple(outputs))
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        """Steps that mostly read prompts tell how fast tokens are computed again."""
+        if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan.scheduled):
+            self._preemption.prefilled(plan.num_tokens, seconds)
 
     def _places(self, plan: StepPlan) -> list[int]:
         """Where kernels find the sequences: in a slot, or by a row of the block tables."""
@@ -439,6 +469,8 @@ class LLMEngine:
             "num_requests_waiting": self.scheduler.num_waiting,
             "kv_cache_usage_perc": memory.used_pages / memory.limit_pages,
             "num_preemptions_total": self.scheduler.num_preemptions_total,
+            "num_swapped_out_total": self.scheduler.num_swaps_total,
+            "num_sequences_swapped": memory.swapped_seqs,
             "prefix_cache_queries_total": memory.prefix_query_blocks_total * memory.block_tokens,
             "prefix_cache_hits_total": memory.prefix_hit_blocks_total * memory.block_tokens,
             "pinned_prefixes": len(self._pins),
@@ -493,6 +525,7 @@ def _create_memory(
             zero_pages=resolved.kv_zero_pages,
             prefix_caching=resolved.prefix_caching,
             mapper=resolved.kv_mapper,
+            swap_bytes=resolved.swap_bytes,
             driver=resolved.kv_driver,
             lookahead_tokens=LOOKAHEAD_TOKENS,
         ),

@@ -286,6 +286,7 @@ void CudaDriver::destroy_one(const FrameRun& run, std::size_t completed) {
 
 void CudaDriver::destroy(const std::vector<FrameRun>& runs) {
   enter();
+  release_strays();
   for (std::size_t i = 0; i < runs.size(); ++i) destroy_one(runs[i], i);
 }
 

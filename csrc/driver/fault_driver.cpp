@@ -63,6 +63,11 @@ Address FaultInjectingDriver::alloc_host(std::size_t bytes) {
   return inner_->alloc_host(bytes);
 }
 
+void FaultInjectingDriver::free_host(Address addr) {
+  count_call("free_host", 0);
+  inner_->free_host(addr);
+}
+
 void FaultInjectingDriver::create(const std::vector<FrameRun>& runs) {
   count_call("create", 0);
   inner_->create(runs);

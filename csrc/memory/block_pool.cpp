@@ -52,11 +52,15 @@ PageState BlockPool::state_for(PageId id) const {
 }
 
 void BlockPool::link(List& list, PageId id) noexcept {
+  link_behind(list, id, list.tail);
+}
+
+void BlockPool::link_behind(List& list, PageId id, PageId before) noexcept {
   Page& page = pages_[id];
-  page.prev = list.tail;
-  page.next = kNoPage;
-  (list.tail == kNoPage ? list.head : pages_[list.tail].next) = id;
-  list.tail = id;
+  page.prev = before;
+  page.next = before == kNoPage ? list.head : pages_[before].next;
+  (page.prev == kNoPage ? list.head : pages_[page.prev].next) = id;
+  (page.next == kNoPage ? list.tail : pages_[page.next].prev) = id;
 }
 
 void BlockPool::unlink(List& list, PageId id) noexcept {
@@ -70,6 +74,8 @@ void BlockPool::leave(PageId id) noexcept {
   --counts_[static_cast<int>(page.state)];
   if (page.state == PageState::kFree) free_.erase(id);
   if (page.state == PageState::kIdle) {
+    if (last_worthless_ == id) last_worthless_ = page.prev;
+    page.worthless = false;
     unlink(idle_, id);
     num_idle_mapped_ -= page.counted_mapped ? 1 : 0;
     page.counted_mapped = false;
@@ -90,7 +96,12 @@ void BlockPool::enter(PageId id) noexcept {
     free_.insert(id);
     page.owner = kNoSeq;
   }
-  if (page.state == PageState::kIdle) link(idle_, id);
+  if (page.state == PageState::kIdle && page.worthless) {
+    link_behind(idle_, id, last_worthless_);
+    last_worthless_ = id;
+  } else if (page.state == PageState::kIdle) {
+    link(idle_, id);
+  }
   if (page.state == PageState::kSplit) link(split_[page.tenant], id);
 }
 
@@ -98,8 +109,11 @@ void BlockPool::settle(PageId id) noexcept {
   Page& page = pages_[id];
   const PageState wanted = state_for(id);
   if (wanted != page.state) {
+    // What the mapper has mapped ahead of somebody comes from its hands, and is wanted soon.
+    const bool was_used = page.state != PageState::kHeld && page.state != PageState::kFree;
     leave(id);
     page.state = wanted;
+    page.worthless = wanted == PageState::kIdle && was_used && page.cached == 0;
     enter(id);
   }
   if (wanted == PageState::kSplit) {
@@ -374,7 +388,18 @@ void BlockPool::check() const {
     }
   }
   std::int64_t idle = 0;
-  for (PageId id = idle_.head; id != kNoPage; id = pages_[id].next) ++idle;
+  PageId last_worthless = kNoPage;
+  for (PageId id = idle_.head; id != kNoPage; id = pages_[id].next) {
+    ++idle;
+    if (!pages_[id].worthless) continue;
+    if (pages_[id].prev != last_worthless) {
+      throw InvariantError("page " + std::to_string(id) + " is to be evicted too late");
+    }
+    last_worthless = id;
+  }
+  if (last_worthless != last_worthless_) {
+    throw InvariantError("the idle list's worthless pages end elsewhere");
+  }
   if (idle != counts_[static_cast<int>(PageState::kIdle)]) {
     throw InvariantError("the idle list has " + std::to_string(idle) + " pages");
   }

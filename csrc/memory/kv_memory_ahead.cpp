@@ -297,22 +297,26 @@ void KVMemory::seal_slots(const std::vector<SeqId>& seqs) {
     if (seq.has.view != View::kVirtual || seq.has.slot == kNoSlot) continue;
     Slot& slot = slots_[seq.has.slot];
     if (slot.in_repair) continue;
-    std::int64_t stop =
+    const std::int64_t stop =
         std::min(seq.has.sealed / config_.page_tokens(), slot.size() - slot.num_pending);
-    std::int64_t first = stop;
-    while (first > 0 && slot.entries[first - 1].page != kNoPage &&
-           !slot.entries[first - 1].read_only) {
-      --first;
-    }
-    if (first == stop) continue;
-    for (std::int64_t i = first; i < stop; ++i) {
-      slot.entries[i].read_only = true;
-      command.sealed.emplace_back(seq.has.slot, i);
-      command.pages.push_back(slot.entries[i].page);
-    }
-    for (std::int32_t group = 0; group < config_.num_groups; ++group) {
-      command.access.push_back({space_->slot(group, seq.has.slot, first),
-                                static_cast<std::size_t>(stop - first) * bytes, Access::kRead});
+    // What is read-only already (shared) or given up lies anywhere among what is not.
+    const auto is_writable = [&](std::int64_t i) {
+      return slot.entries[i].page != kNoPage && !slot.entries[i].read_only;
+    };
+    while (slot.num_sealed < stop) {
+      const std::int64_t first = slot.num_sealed;
+      for (; slot.num_sealed < stop && is_writable(slot.num_sealed); ++slot.num_sealed) {
+        SlotEntry& entry = slot.entries[slot.num_sealed];
+        entry.read_only = true;
+        command.sealed.emplace_back(seq.has.slot, slot.num_sealed);
+        command.pages.push_back(entry.page);
+      }
+      const std::int64_t count = slot.num_sealed - first;
+      for (std::int32_t group = 0; count > 0 && group < config_.num_groups; ++group) {
+        command.access.push_back({space_->slot(group, seq.has.slot, first),
+                                  static_cast<std::size_t>(count) * bytes, Access::kRead});
+      }
+      while (slot.num_sealed < stop && !is_writable(slot.num_sealed)) ++slot.num_sealed;
     }
   }
   if (command.sealed.empty()) return;
@@ -344,6 +348,7 @@ void KVMemory::unseal(const Command& command, Unfinished unfinished) {
     const auto& [slot, index] = command.sealed[i];
     if (index < slots_[slot].size() && slots_[slot].entries[index].page == command.pages[i]) {
       slots_[slot].entries[index].read_only = false;
+      slots_[slot].num_sealed = std::min(slots_[slot].num_sealed, index);
     }
     repair.slots.push_back(slot);
   }

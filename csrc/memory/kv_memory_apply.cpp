@@ -43,6 +43,7 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
     // Packing forgets what split pages have cached, which an attach relies on.
     if (change.dense && !attaches(wanted)) squeeze();
     hold_matches(change, wanted);
+    note_targets(change, wanted);
     std::unordered_map<BlockId, SwapId> copied;
     for (const Op& op : wanted) {
       if (op.kind == OpKind::kSwapOut) {
@@ -119,6 +120,7 @@ void KVMemory::make_writable(Change& change, SlotId slot, std::int64_t index) {
   if (!entry.read_only) return;
   saved(change, slot).made_writable.push_back(index);
   entry.read_only = false;
+  slots_[slot].num_sealed = std::min(slots_[slot].num_sealed, index);
 }
 
 void KVMemory::make_read_only(Change& change, SlotId slot, std::int64_t index) {
@@ -246,7 +248,11 @@ void KVMemory::rollback(Change& change) {
     for (const std::int64_t index : saved->made_writable) {
       if (index < saved->size) slot.entries[index].read_only = true;
     }
-    for (const std::int64_t index : saved->made_read_only) slot.entries[index].read_only = false;
+    for (const std::int64_t index : saved->made_read_only) {
+      slot.entries[index].read_only = false;
+      slot.num_sealed = std::min(slot.num_sealed, index);
+    }
+    slot.num_sealed = std::min(slot.num_sealed, saved->size);
     while (slot.size() > saved->size) {
       const PageId page = slot.entries.back().page;
       slot.entries.pop_back();

@@ -180,8 +180,13 @@ void KVMemory::check_slots() const {
     const std::string name = "slot " + std::to_string(id);
     law(slot.size() <= space_->shape().slot_pages, name + " shows more pages than it has room for");
     law(slot.num_pending == 0, name + " is still being mapped");
-    for (const SlotEntry& entry : slot.entries) {
+    law(slot.num_sealed <= slot.size(), name + " seals more than it shows");
+    for (std::int64_t i = 0; i < slot.size(); ++i) {
+      const SlotEntry& entry = slot.entries[i];
       if (entry.page != kNoPage) ++shown[entry.page];
+      law(i >= slot.num_sealed || entry.page == kNoPage || entry.read_only ||
+              !driver_->capabilities().read_only,
+          name + " counts a writable page among the sealed ones");
     }
     if (!slot.active()) continue;
     const Sequence& seq = seqs_[slot.seq];

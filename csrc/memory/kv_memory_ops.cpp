@@ -49,6 +49,19 @@ void KVMemory::hold_matches(Change& change, const std::vector<Op>& ops) {
   }
 }
 
+void KVMemory::note_targets(Change& change, const std::vector<Op>& ops) {
+  for (const Op& op : ops) {
+    if (op.kind == OpKind::kConvert) change.targets.emplace(op.seq, 0);
+  }
+  if (change.targets.empty()) return;
+  for (const Op& op : ops) {
+    const auto converted = change.targets.find(op.seq);
+    if (op.kind == OpKind::kGrow && converted != change.targets.end()) {
+      converted->second = op.num_tokens;
+    }
+  }
+}
+
 void KVMemory::stage_attach(Change& change, const Op& op) {
   Sequence& seq = seqs_[op.seq];
   change.query_blocks +=
@@ -92,10 +105,10 @@ void KVMemory::seal_shared(Change& change, const Sequence& parent, std::int64_t 
   // A page that is shared in part is sealed as a whole, or not yet.
   const std::int64_t width = config_.page_tokens();
   const std::int64_t stop = std::min(parent.has.sealed / width, (num_tokens + width - 1) / width);
-  for (std::int64_t i = stop - 1; i >= 0 && !slot.entries[i].read_only; --i) {
-    if (slot.entries[i].page == kNoPage) break;
-    make_read_only(change, parent.has.slot, i);
+  for (std::int64_t i = slot.num_sealed; i < stop; ++i) {
+    if (slot.entries[i].page != kNoPage) make_read_only(change, parent.has.slot, i);
   }
+  slot.num_sealed = std::max(slot.num_sealed, stop);
 }
 
 void KVMemory::stage_convert(Change& change, const Op& op) {
@@ -114,7 +127,11 @@ void KVMemory::stage_convert(Change& change, const Op& op) {
     return;
   }
   seq.has.view = View::kPaged;
-  const auto keep = static_cast<std::size_t>(blocks_for(seq.has.length));
+  // What it grows into in the same plan it has already.
+  const auto growth = change.targets.find(op.seq);
+  const std::int64_t target = growth == change.targets.end() ? 0 : growth->second;
+  const auto keep = std::min(static_cast<std::size_t>(blocks_for(std::max(seq.has.length, target))),
+                             seq.has.blocks.size());
   while (seq.has.blocks.size() > keep) {
     if (seq.has.blocks.back() != kNoBlock) change.drops.push_back(seq.has.blocks.back());
     seq.has.blocks.pop_back();
@@ -273,6 +290,14 @@ bool KVMemory::claim_spare(Change& change, SeqId id, std::int64_t index) {
   return true;
 }
 
+// Copy on write: others read this block, or may find it, and its rest is about to be written. Of
+// those that all go on from it in one step the last one stays.
+bool KVMemory::needs_copy(const Change& change, BlockId block) const {
+  const auto left = change.left.find(block);
+  const std::int32_t gone = left == change.left.end() ? 0 : left->second;
+  return pool_.refs(block) - gone > 1 || pool_.is_published(block);
+}
+
 void KVMemory::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
   Sequence& seq = seqs_[id];
   const auto have = static_cast<std::int64_t>(seq.has.blocks.size());
@@ -280,11 +305,10 @@ void KVMemory::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
   Change::Grown grown{id, seq.has.blocks.size(), -1, kNoBlock};
   const std::int64_t tail = seq.has.length / config_.block_tokens;
   const std::int64_t written = seq.has.length % config_.block_tokens;
-  if (written > 0 && seq.has.blocks[tail] != kNoBlock &&
-      (pool_.refs(seq.has.blocks[tail]) > 1 || pool_.is_published(seq.has.blocks[tail]))) {
-    // Copy on write: others read this block, or may find it, and its rest is about to be written.
+  if (written > 0 && seq.has.blocks[tail] != kNoBlock && needs_copy(change, seq.has.blocks[tail])) {
     grown.cow_index = tail;
     grown.cow_block = seq.has.blocks[tail];
+    ++change.left[grown.cow_block];
     change.copies.push_back({id, tail, grown.cow_block, written});
     change.drops.push_back(grown.cow_block);
     change.fresh.push_back({Fresh::Kind::kBlock, id, tail});

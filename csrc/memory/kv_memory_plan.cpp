@@ -1,8 +1,8 @@
 // What ops need and what there is: reads only.
 //
 // The counts are exact for what apply() will do, with two exceptions on the safe side: a page of a
-// parked slot that nobody has to wait for, and a copy that a second fork of the same step would
-// spare, are counted as needed.
+// parked slot that nobody has to wait for, and the copy that the last one of a fork's family
+// spares, are counted as needed.
 #include <algorithm>
 
 #include "vmserve/errors.h"
@@ -85,6 +85,7 @@ std::vector<Op> KVMemory::merged(const std::vector<Op>& ops) const {
     open_seq(op.seq);
     if (op.kind != OpKind::kGrow) result.push_back(op);
   }
+  const auto num_others = static_cast<std::ptrdiff_t>(result.size());
   for (const Op& op : ops) {
     if (op.kind != OpKind::kGrow) continue;
     std::int32_t& at = grows[op.seq];
@@ -95,6 +96,19 @@ std::vector<Op> KVMemory::merged(const std::vector<Op>& ops) const {
       result[at].num_tokens = std::max(result[at].num_tokens, op.num_tokens);
       result[at].first_token = std::max(result[at].first_token, op.first_token);
     }
+  }
+  // Parents last: whoever grows last keeps the block that all share, and the page behind it is the
+  // parent's to fill.
+  std::vector<bool> forks(num_others > 0 ? seqs_.size() : 0);
+  bool any = false;
+  for (const Op& op : result) {
+    if (op.kind != OpKind::kFork) continue;
+    open_seq(op.other);
+    forks[op.other] = any = true;
+  }
+  if (any) {
+    std::stable_partition(result.begin() + num_others, result.end(),
+                          [&](const Op& op) { return !forks[op.seq]; });
   }
   return result;
 }
@@ -122,6 +136,12 @@ bool KVMemory::offers_more(PageId page, std::int32_t count) const {
   return false;
 }
 
+// Whether an epoch that runs may read what clearing the page's other blocks, which is done at once,
+// would take from it. (Writing them would not: the kernels that do come after it.)
+bool KVMemory::is_clearing_late(PageId page) const {
+  return config_.zero_policy == ZeroPolicy::kAlways && pool_.retire(page) > completed_;
+}
+
 std::vector<KVMemory::BoundPage> KVMemory::bind_pages(const std::vector<BlockId>& blocks,
                                                       std::int64_t num_tokens, bool own,
                                                       std::int32_t held) const {
@@ -145,7 +165,7 @@ std::vector<KVMemory::BoundPage> KVMemory::bind_pages(const std::vector<BlockId>
     } else if (in_order && is_full) {
       bound.push_back({Kind::kShare, page, count});
     } else if (in_order && pool_.total_refs(page) == (own ? count : 0) &&
-               !offers_more(page, count) && pool_.held(page) <= held) {
+               !offers_more(page, count) && pool_.held(page) <= held && !is_clearing_late(page)) {
       bound.push_back({Kind::kClaim, page, count});
     } else {
       bound.push_back({Kind::kCopy, kNoPage, count});
@@ -249,6 +269,7 @@ void KVMemory::demand_op(Demand& demand, const Op& op) const {
       after.view = op.view;
       binds = op.view == View::kVirtual && seq.has.view == View::kPaged && seq.has.length > 0;
       if (binds) demand_bind(demand, seq, seq.has.blocks, seq.has.length, true);
+      if (binds && is_parent(demand, op.seq)) demand.pages += num_claims(seq);
       break;
     case OpKind::kSwapOut:
       for (std::int64_t i = 0; i < blocks_for(seq.has.length); ++i) {
@@ -266,6 +287,18 @@ void KVMemory::demand_op(Demand& demand, const Op& op) const {
   if (!binds || after.view == View::kPaged) return;
   const std::int64_t width = config_.page_tokens();
   demand.pages += pages_for(after.length) - (after.length + width - 1) / width;
+}
+
+bool KVMemory::is_parent(const Demand& demand, SeqId id) {
+  return std::find(demand.parents.begin(), demand.parents.end(), id) != demand.parents.end();
+}
+
+// Pages that a paged sequence would have for itself in the virtual view, but for its forks in the
+// same plan.
+std::int64_t KVMemory::num_claims(const Sequence& seq) const {
+  const auto bound = bind_pages(seq.has.blocks, seq.has.length, /*own=*/true, 0);
+  return std::count_if(bound.begin(), bound.end(),
+                       [](const BoundPage& page) { return page.kind == BoundPage::Kind::kClaim; });
 }
 
 void KVMemory::demand_swap_in(Demand& demand, SeqId id) const {
@@ -302,10 +335,8 @@ void KVMemory::demand_grow(Demand& demand, const Op& op) const {
   demand_paged(demand, op.seq, have, blocks_for(op.num_tokens));
   if (now.length % config_.block_tokens == 0) return;
   // The tail block is copied if others read it, or may.
-  const bool is_parent =
-      std::find(demand.parents.begin(), demand.parents.end(), op.seq) != demand.parents.end();
   const BlockId tail = is_changed ? kNoBlock : seq.has.blocks[now.length / config_.block_tokens];
-  if (is_changed || is_parent ||
+  if (is_changed || is_parent(demand, op.seq) ||
       (tail != kNoBlock && (pool_.refs(tail) > 1 || pool_.is_published(tail)))) {
     ++demand.blocks[seq.tenant];
   }

@@ -110,6 +110,7 @@ std::vector<AddressRun> KVMemory::entry_ranges(SlotId slot, std::int64_t first,
 void KVMemory::forget_entries(SlotId id, std::int64_t first, std::int64_t count) {
   Slot& slot = slots_[id];
   const bool is_tail = first + count == slot.size();
+  slot.num_sealed = std::min(slot.num_sealed, first);
   for (std::int64_t i = first + count - 1; i >= first; --i) {
     const PageId page = slot.entries[i].page;
     slot.entries[i] = {kNoPage, false};

@@ -29,12 +29,18 @@ void SwapSpace::reserve(std::int64_t count) {
     std::vector<Address> chunk;
     chunk.reserve(static_cast<std::size_t>(num_groups_));
     chunks_.reserve(chunks_.size() + 1);
+    leftovers_.reserve(leftovers_.size() + chunk.capacity());
     try {
       for (std::int32_t group = 0; group < num_groups_; ++group) {
         chunk.push_back(driver_->alloc_host(block_bytes_ * kChunkBlocks));
       }
     } catch (const Error&) {
-      for (const Address addr : chunk) driver_->free_host(addr);
+      leftovers_.insert(leftovers_.end(), chunk.begin(), chunk.end());
+      try {
+        free_leftovers();
+      } catch (const Error&) {
+        // Why the memory was not to be had is what the caller wants to know.
+      }
       throw;
     }
     chunks_.push_back(std::move(chunk));
@@ -58,12 +64,18 @@ Address SwapSpace::address(std::int32_t group, SwapId id) const {
 }
 
 void SwapSpace::release_memory() {
-  while (!chunks_.empty()) {
-    while (!chunks_.back().empty()) {
-      driver_->free_host(chunks_.back().back());
-      chunks_.back().pop_back();
-    }
-    chunks_.pop_back();
+  // A chunk that is freed in part backs nothing: none counts any more before the first one goes.
+  for (const std::vector<Address>& chunk : chunks_) {
+    leftovers_.insert(leftovers_.end(), chunk.begin(), chunk.end());
+  }
+  chunks_.clear();
+  free_leftovers();
+}
+
+void SwapSpace::free_leftovers() {
+  while (!leftovers_.empty()) {
+    driver_->free_host(leftovers_.back());
+    leftovers_.pop_back();
   }
 }
 

@@ -14,7 +14,8 @@ from tests.attention.views import dense_view
 from vmserve.attention import BACKENDS, create_backend, sdpa
 from vmserve.attention.base import ContiguousView, LayerAttention, RaggedBatch
 from vmserve.attention.sdpa import SdpaBackend
-from vmserve.errors import ConfigurationError
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.memory.base import Regime
 
 HEAD_DIM = 16
 
@@ -158,3 +159,36 @@ def test_registry_knows_its_names() -> None:
     assert create_backend("auto").read_slack_tokens == 0
     with pytest.raises(ConfigurationError, match=r"attention_backend: 'fa9' is not one of auto"):
         create_backend("fa9")
+
+
+@pytest.mark.parametrize(
+    ("name", "regime", "head_dim", "dtype", "chosen"),
+    [
+        ("auto", Regime.VIRTUAL, 64, torch.float32, "cpu"),
+        ("auto", Regime.PAGED, 64, torch.bfloat16, "cpu"),
+        ("auto", Regime.VIRTUAL, 12, torch.float32, "sdpa"),
+        ("auto", Regime.PAGED, 12, torch.float32, "reference"),
+        ("auto", Regime.VIRTUAL, 64, torch.float16, "sdpa"),
+        ("sdpa", Regime.VIRTUAL, 64, torch.float32, "sdpa"),
+        ("sdpa", Regime.PAGED, 64, torch.float32, "cpu"),
+        ("sdpa", Regime.PAGED, 264, torch.float32, "reference"),
+        ("reference", Regime.PAGED, 64, torch.float32, "reference"),
+    ],
+)
+def test_who_serves_which_heads(
+    name: str, regime: Regime, head_dim: int, dtype: torch.dtype, chosen: str
+) -> None:
+    assert create_backend(name, regime, head_dim, dtype).name == chosen
+
+
+def test_scores_that_are_capped_need_a_backend_that_caps() -> None:
+    layers = [LayerAttention(0, 1.0), LayerAttention(1, 1.0, softcap=30.0)]
+    names = [create_backend("auto", Regime.VIRTUAL, dim, layers=layers).name for dim in (64, 12)]
+    assert names == ["cpu", "reference"]
+    with pytest.raises(UnsupportedError, match=r"1 layers .* at 30, which the sdpa backend"):
+        create_backend("sdpa", Regime.VIRTUAL, 64, layers=layers)
+
+
+def test_a_backend_that_was_asked_for_and_cannot_says_why() -> None:
+    with pytest.raises(ConfigurationError, match=r"cpu cannot serve a head_dim of 12 .* use auto"):
+        create_backend("cpu", Regime.VIRTUAL, 12)

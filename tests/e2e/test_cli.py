@@ -120,7 +120,7 @@ def test_not_enough_memory_names_both_numbers() -> None:
     ("option", "remedy"),
     [
         (["--attention-backend", "flash"], "sdpa"),
-        (["--swap-space", "1GiB"], "leave it at 0"),
+        (["--preemption", "swap"], "give --swap-space"),
         (["--tensor-parallel-size", "2"], "use 1"),
         (["--beam-width", "4", "--top-p", "0.5"], "not sampled"),
         (["--beam-width", "65"], "--max-num-seqs"),

@@ -149,8 +149,8 @@ def test_chat_ends_by_itself(llm: LLM) -> None:
 def test_unknown_and_unsupported_options() -> None:
     with pytest.raises(ConfigurationError, match="unknown engine option no_such"):
         LLM(no_such=1)
-    with pytest.raises(UnsupportedError, match="swap"):
-        LLM(preemption="swap")
+    with pytest.raises(UnsupportedError, match="cuda"):
+        LLM(device="cuda")
 
 
 def test_a_beam_search_that_could_never_run_is_refused(llm: LLM) -> None:

@@ -201,6 +201,41 @@ def test_beams(
         assert [output.index for output in first.outputs] == list(range(width))
 
 
+@pytest.mark.parametrize("blocks_per_page", [1, 8])
+def test_beams_and_choices_change_their_regime_too(
+    blocks_per_page: int, prompts: Prompts, beam_reference: BeamReference
+) -> None:
+    batch = prompts(4, 60, 21)
+    drawn = SamplingParams(n=3, temperature=1.0, seed=9, max_tokens=20, ignore_eos=True)
+    with LLM(
+        dtype="float32",
+        kv_page_size=PAGE_BYTES[blocks_per_page],
+        kv_cache_memory="64MiB",
+        max_model_len=256,
+    ) as llm:
+        expected = llm.generate(batch[2:], drawn)
+        before = llm.stats()
+        for index, prompt in enumerate(batch):
+            params = [BeamSearchParams(beam_width=4, max_tokens=20), drawn][index // 2]
+            llm.engine.add_request(str(index), prompt, params)
+
+        def change(step: int) -> None:
+            for index in range(len(batch)):
+                to = Regime.VIRTUAL if (step + index) % 6 < 3 else Regime.PAGED
+                llm.engine.convert(str(index), to)
+
+        done = drain(llm, len(batch), change)
+        stats = llm.stats()
+    assert counted(before, stats, "converted_to_virtual_total") > 10
+    assert counted(before, stats, "converted_to_paged_total") > 10
+    for index, prompt in enumerate(batch):
+        tokens = [choice.token_ids for choice in done[str(index)].outputs]
+        if index < 2:
+            assert tokens == beam_reference(prompt, 20, 4, 1.0)
+        else:
+            assert tokens == [choice.token_ids for choice in expected[index - 2].outputs]
+
+
 def test_every_method_in_one_batch(
     prompts: Prompts, reference: Reference, beam_reference: BeamReference
 ) -> None:
@@ -269,11 +304,15 @@ def test_the_same_samples_in_every_regime_and_batch(prompts: Prompts) -> None:
     assert [len(choices) for choices in found[0]] == [1, 2, 4, 6]
 
 
+@pytest.mark.parametrize(
+    ("preemption", "swap_space"), [("recompute", 0), ("swap", "64MiB"), ("auto", "512KiB")]
+)
 @pytest.mark.parametrize("regime", REGIMES)
 def test_forks_and_beams_through_a_full_pool(
-    regime: str, prompts: Prompts, reference: Reference, beam_reference: BeamReference
+    regime: str, preemption: str, swap_space: str | int, prompts: Prompts, reference: Reference
 ) -> None:
-    """Preempted groups compute again, one the prompt and the others as forks of it."""
+    """Preempted groups come back from host memory, or compute again: one the prompt, the others
+    as forks of it."""
     batch = prompts(6, 90, 16)
     drawn = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
     beams = BeamSearchParams(beam_width=4, max_tokens=60, ignore_eos=True)
@@ -287,7 +326,10 @@ def test_forks_and_beams_through_a_full_pool(
     with LLM(kv_cache_memory="64MiB", **options) as llm:
         roomy = llm.generate(batch[:3], drawn)
         roomy_beams = llm.beam_search(batch[3:5], beams)
+        llm.generate(batch[5:], greedy(100))
         assert llm.stats()["num_preemptions_total"] == 0
+        alone_tokens = llm.stats()["tokens_computed_total"]
+    options |= {"preemption": preemption, "swap_space": swap_space}
     with LLM(kv_cache_memory="5MiB", **options) as llm:
         for index, prompt in enumerate(batch):
             params = [drawn, drawn, drawn, beams, beams, greedy(100)][index]
@@ -300,6 +342,14 @@ def test_forks_and_beams_through_a_full_pool(
         == (stats["num_preemptions_total"])
     )
     assert max(output.metrics.num_preemptions for output in done.values()) < 50
+    swapped = (stats["swapped_out_blocks_total"], stats["swapped_in_blocks_total"])
+    if preemption == "recompute":
+        assert swapped == (0, 0)
+    else:
+        assert 0 < swapped[1] <= swapped[0]
+    assert stats["swap_blocks"] == 0
+    if preemption == "recompute" or (preemption, regime) == ("auto", "paged"):
+        assert stats["tokens_computed_total"] > alone_tokens
     assert stats["num_seqs"] == stats["used_pages"] == 0
     assert done["5"].outputs[0].token_ids == reference(batch[5], 100)
     for index, expected in enumerate([*roomy, *roomy_beams]):
@@ -369,6 +419,10 @@ def test_a_pinned_prefix_survives_whatever_comes(prompts: Prompts, reference: Re
         assert llm.stats()["used_pages"] == 0
         with pytest.raises(InvalidRequestError, match="whole blocks of 16 tokens"):
             llm.pin_prefix(head[:15])
+        pins = [llm.pin_prefix([index, *head]) for index in range(2)]
+        with pytest.raises(InvalidRequestError, match=r"pages are left, and a sequence of 256"):
+            [llm.pin_prefix([index, *head]) for index in range(2, 12)]
+        assert llm.stats()["pinned_prefixes"] >= len(pins)
     with (
         LLM(max_model_len=64, kv_cache_memory="1MiB", enable_prefix_caching=False) as llm,
         pytest.raises(InvalidRequestError, match="enable-prefix-caching"),

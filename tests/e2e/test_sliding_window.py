@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
+import pytest
+
+from vmserve import LLM, BeamSearchParams, SamplingParams  # before torch: how its threads wait
+
+import torch  # isort: skip
+from transformers import AutoModelForCausalLM  # isort: skip
 
 from tests.models.checkpoints import VARIANTS, save
-from vmserve import LLM, SamplingParams
 
 
 def test_a_windowed_model_holds_only_its_window(tmp_path: Path, model_dir: Path) -> None:
@@ -46,3 +50,51 @@ def test_a_windowed_model_holds_only_its_window(tmp_path: Path, model_dir: Path)
     # A chunk of 64 and a window of 7 touch this many pages; all 160 tokens would take twice that.
     assert most_pages <= -(-(64 + 7) // page_tokens) + 1
     assert most_pages < -(-160 // page_tokens)
+
+
+@pytest.mark.parametrize("regime", ["virtual", "paged"])
+def test_beams_and_choices_of_a_windowed_model(
+    regime: str, tmp_path: Path, model_dir: Path
+) -> None:
+    """Forks begin with what the window still sees, through a pool that does not hold them all."""
+    directory = save(VARIANTS["mistral-window"], tmp_path / "windowed")
+    prompts = [[2 + (k * i) % 90 for i in range(20 * k)] for k in (1, 2, 3)]
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    expected = []
+    for prompt in prompts:
+        with torch.inference_mode():
+            found = model.generate(
+                torch.tensor([prompt]),
+                num_beams=4,
+                num_return_sequences=4,
+                do_sample=False,
+                max_new_tokens=30,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        expected.append([row[len(prompt) :].tolist() for row in found])
+    beams = BeamSearchParams(beam_width=4, max_tokens=30, ignore_eos=True, detokenize=False)
+    drawn = SamplingParams(
+        n=4, temperature=1.0, seed=1, max_tokens=30, ignore_eos=True, detokenize=False
+    )
+    options: dict[str, Any] = {
+        "model": str(directory),
+        "tokenizer": str(model_dir),
+        "dtype": "float32",
+        "kv_regime": regime,
+        "kv_page_size": "4KiB",  # 16 tokens of one layer
+        "max_model_len": 128,
+        "enable_prefix_caching": False,
+    }
+    with LLM(kv_cache_memory="4MiB", **options) as llm:
+        roomy = llm.generate(prompts, drawn)
+    with LLM(kv_cache_memory="208KiB", **options) as llm:
+        searched = llm.beam_search(prompts, beams)
+        sampled = llm.generate(prompts, drawn)
+        stats = llm.stats()
+        llm.engine.memory.check()
+    assert stats["num_preemptions_total"] > 0
+    assert stats["forks_total"] >= 3 * (3 + 3)
+    assert [[o.token_ids for o in result.outputs] for result in searched] == expected
+    for one, other in zip(roomy, sampled, strict=True):
+        assert [o.token_ids for o in one.outputs] == [o.token_ids for o in other.outputs]

@@ -218,9 +218,14 @@ class Rig:
             return False
         before, lengths = self.model.seen, {s: m.length for s, m in self.model.seqs.items()}
         committed = self.core.stats().committed_pages
+        read_late = [b for b, e in self.model.waiting.items() if e > self.model.completed]
+        contents = [self.arena(group)[read_late] for group in range(GROUPS)]
         epoch = self.under(
             fault, lambda: self.core.apply([self._as_tuple(op) for op in ops], plan.version)
         )
+        for group in range(GROUPS):
+            late = self.arena(group)[read_late]
+            assert (late == contents[group]).all(), f"one of {read_late} changed, which wait"
         if epoch is None:
             return False
         writes = self.model.apply(ops, epoch, self.observe())

@@ -31,6 +31,11 @@ def test_the_stub_names_what_the_module_has() -> None:
             for target in item.targets
             if isinstance(target, ast.Name)
         }
+        declared |= {
+            item.target.id
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        }
         for base in node.bases:
             if isinstance(base, ast.Name) and base.id in classes:
                 parent = classes[base.id].body

@@ -309,6 +309,25 @@ def test_swapping_turns_itself_off_when_the_host_has_no_memory() -> None:
     memory.core.check()
 
 
+@pytest.mark.parametrize("call", [2, 3])
+def test_swap_memory_that_is_freed_in_part_holds_nothing(call: int) -> None:
+    """Each group's part is freed by a call of its own; trim() waits for the device first."""
+    memory = make_memory(swap_blocks=64)
+    seq = memory.start(PROMPT)
+    memory.do(swap_out(seq))
+    memory.do(swap_in(seq))
+    memory.faults.arm(call)
+    with pytest.raises(DriverError, match=f"free_host is call {call}"):
+        memory.core.trim(0, False)
+    memory.faults.disarm()
+    before = memory.content()
+    memory.do(swap_out(seq))
+    memory.do(swap_in(seq))
+    assert memory.content() == before
+    memory.core.trim(0, False)
+    memory.core.check()
+
+
 def test_check_notices_a_mapping_that_is_not_recorded() -> None:
     memory = make_memory()
     memory.start(PROMPT[:6])

@@ -8,9 +8,16 @@ import pytest
 
 from tests.memory.core_support import Options, Rig
 from tests.memory.model_types import Kind, Op, Shape
+from vmserve._core import ZeroPolicy
 
 
-def rig(blocks_per_page: int = 1, *, limit_pages: int = 12, **shape: Any) -> Rig:
+def rig(
+    blocks_per_page: int = 1,
+    *,
+    limit_pages: int = 12,
+    zero_policy: ZeroPolicy = ZeroPolicy.TENANT,
+    **shape: Any,
+) -> Rig:
     """Blocks of 4 tokens."""
     return Rig(
         Options(
@@ -25,6 +32,7 @@ def rig(blocks_per_page: int = 1, *, limit_pages: int = 12, **shape: Any) -> Rig
                 **shape,
             ),
             limit_pages=limit_pages,
+            zero_policy=zero_policy,
         )
     )
 
@@ -158,6 +166,82 @@ def test_a_spare_that_another_sequence_used_meanwhile_waits_for_its_epoch() -> N
     complete(core)
     assert core.step([Op(Kind.GROW, other, 12)])
     core.check()
+
+
+@pytest.mark.parametrize("zero_policy", [ZeroPolicy.ALWAYS, ZeroPolicy.TENANT])
+@pytest.mark.parametrize("how", ["attach", "convert"])
+def test_a_page_is_not_cleared_under_an_epoch_that_reads_it(
+    how: str, zero_policy: ZeroPolicy
+) -> None:
+    """Clearing is done at the call, before kernels of a begun epoch are launched."""
+    core = rig(blocks_per_page=4, zero_policy=zero_policy)
+    seq = grown(core, 4)
+    complete(core)
+    if how == "attach":
+        grow(core, seq, 6)
+        release(core, seq)  # its kernel has not run
+        attach(core, opened(core, paged=False), 4)
+    else:
+        other = grown(core, 3, salt=b"another")  # in the same page
+        release(core, other)
+        assert core.step([Op(Kind.CONVERT, seq, paged=False)])
+    core.check()
+
+
+def test_pages_around_a_shared_one_are_sealed_with_it() -> None:
+    """A sequence that comes to the virtual view brings pages that are read-only already."""
+    core = rig(blocks_per_page=2)
+    short = grown(core, 3, salt=b"another")  # the next one's first blocks are not a page in order
+    seq = grown(core, 16)
+    complete(core)
+    assert core.step([Op(Kind.CONVERT, seq, paged=False)])
+    core.check()
+    forked(core, seq, 16)
+    release(core, short)
+
+
+def test_a_conversion_behind_a_fork_in_one_plan_has_the_pages_that_it_takes() -> None:
+    """The fork shares what the parent would have had for itself."""
+    core = rig(blocks_per_page=2, limit_pages=1)
+    parent = grown(core, 6)
+    complete(core)
+    child = opened(core)
+    ops = [Op(Kind.FORK, child, 6, other=parent), Op(Kind.CONVERT, parent, paged=False)]
+    assert not core.step(ops)
+    core.set_limit(2)
+    assert core.step(ops)
+    core.check()
+
+
+@pytest.mark.parametrize("parent_goes_on", [True, False])
+def test_of_a_family_that_goes_on_in_one_step_one_keeps_the_shared_block(
+    parent_goes_on: bool,
+) -> None:
+    """The parent if it goes on, whatever the order; and nobody while somebody waits."""
+    core = rig(blocks_per_page=2)
+    parent = grown(core, 6)
+    complete(core)
+    children = [opened(core, ones=6), opened(core, ones=7)]
+    forks = [Op(Kind.FORK, child, 6, other=parent) for child in children]
+    first = [parent] if parent_goes_on else []
+    tail = core.model.seen.seqs[parent].blocks[1]
+    assert core.step([*forks, *[Op(Kind.GROW, seq, 7) for seq in first + children]])
+    core.check()
+    assert core.core.stats().cow_blocks_total == 2
+    holders = [s for s in [parent, *children] if core.model.seen.seqs[s].blocks[1] == tail]
+    assert holders == [parent]
+    complete(core)
+    core.check()
+
+
+def test_a_sequence_that_becomes_paged_grows_into_the_page_that_it_has() -> None:
+    core = rig(blocks_per_page=4)
+    seq = grown(core, 6, paged=False)
+    complete(core)
+    blocks = core.model.seen.seqs[seq].blocks
+    assert core.step([Op(Kind.CONVERT, seq, paged=True), Op(Kind.GROW, seq, 11)])
+    core.check()
+    assert core.model.seen.seqs[seq].blocks == blocks[:3]
 
 
 def test_compaction_moves_nothing_that_a_running_epoch_writes() -> None:

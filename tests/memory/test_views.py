@@ -231,6 +231,21 @@ def test_the_oldest_prefix_goes_first_and_its_tail_before_its_head() -> None:
     assert matches == [(8, 12), (4, 12), (0, 8), (0, 0)]
 
 
+def test_what_is_only_mapped_goes_before_what_is_cached() -> None:
+    memory = make_memory(limit_pages=6, num_slots=6)
+    memory.release(memory.start(PROMPT[:12]))  # three cached pages, the oldest
+    nameless = memory.open()
+    memory.do(grow(nameless, 12))
+    memory.release(nameless)  # three that its slot shows, and nobody will find
+    memory.core.check()
+    taken = memory.open()
+    memory.do(grow(taken, 12))
+    memory.core.check()
+    assert memory.core.match(memory.open([*PROMPT[:12], 0])) == 12
+    memory.do(grow(taken, 16))
+    assert memory.core.match(memory.open([*PROMPT[:12], 0])) == 8
+
+
 def test_the_next_chat_turn_adopts_its_slot() -> None:
     memory = make_memory(blocks_per_page=2, max_len=64, limit_pages=32)
     turn = PROMPT[:21]

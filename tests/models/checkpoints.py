@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -36,6 +39,17 @@ def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
 
 def llama(**changes: Any) -> PreTrainedConfig:
     return LlamaConfig(**{**_SMALL, **changes})
+
+
+def opt(**changes: Any) -> PreTrainedConfig:
+    small = {"vocab_size": VOCAB, "hidden_size": 48, "ffn_dim": 80, "num_hidden_layers": 3,
+             "num_attention_heads": 4, "max_position_embeddings": CONTEXT}  # fmt: skip
+    return OPTConfig(**{**small, "bos_token_id": 0, "eos_token_id": 1, **changes})
+
+
+def gpt2(**changes: Any) -> PreTrainedConfig:
+    small = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT}
+    return GPT2Config(**{**small, "bos_token_id": 0, "eos_token_id": 1, **changes})
 
 
 LLAMA3_ROPE = _rope(
@@ -77,6 +91,44 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         sliding_window=5,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "opt": opt(),
+    "opt-350m": opt(word_embed_proj_dim=32, do_layer_norm_before=False),
+    "opt-galactica": opt(
+        enable_bias=False,
+        layer_norm_elementwise_affine=False,
+        activation_function="gelu",
+        tie_word_embeddings=False,
+    ),
+    "opt-old": opt(_remove_final_layer_norm=True),
+    "gpt2": gpt2(),
+    "gpt2-scales": gpt2(
+        n_inner=72, scale_attn_by_inverse_layer_idx=True, activation_function="relu"
+    ),
+    "gpt2-no-scale": gpt2(scale_attn_weights=False, tie_word_embeddings=False),
+}
+
+
+#: Models that the decoder does not know. A hidden size of 64 suits the kernels for experts.
+_OTHER = {**_SMALL, "hidden_size": 64, "pad_token_id": None}
+FOREIGN: dict[str, PreTrainedConfig] = {
+    "gpt-neox": CONFIG_MAPPING["gpt_neox"](**_OTHER, rotary_pct=0.5),
+    "phi": CONFIG_MAPPING["phi"](**_OTHER),
+    "olmo2": CONFIG_MAPPING["olmo2"](**_OTHER),
+    "granite": CONFIG_MAPPING["granite"](**_OTHER, attention_multiplier=0.3, logits_scaling=4.0),
+    "gemma2": CONFIG_MAPPING["gemma2"](
+        **_OTHER, head_dim=16, sliding_window=7, query_pre_attn_scalar=20
+    ),
+    "gemma2-no-cap": CONFIG_MAPPING["gemma2"](
+        **_OTHER,
+        head_dim=12,
+        sliding_window=7,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=None,
+    ),
+    "mixtral": CONFIG_MAPPING["mixtral"](**_OTHER, num_local_experts=4),
+    "gpt-bigcode": CONFIG_MAPPING["gpt_bigcode"](
+        vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, n_positions=CONTEXT, eos_token_id=1
+    ),
 }
 
 
@@ -87,7 +139,8 @@ def save(config: PreTrainedConfig, directory: Path, **options: Any) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Large enough that attention is far from uniform and a wrong angle shows.
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.25)
+            is_norm = "norm" in name or ".ln_" in name
+            parameter.normal_(1.0 if is_norm and name.endswith("weight") else 0.0, 0.25)
     model.save_pretrained(directory, **options)
     return directory
 

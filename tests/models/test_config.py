@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from tests.models.checkpoints import VARIANTS
+from tests.models.checkpoints import CONTEXT, VARIANTS
+from vmserve.attention.base import LayerAttention
+from vmserve.cli import app
+from vmserve.config import EngineConfig, resolve
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import SUPPORTED_ARCHITECTURES, ModelConfig
+from vmserve.models.decoder_config import DecoderConfig, LearnedPositionsConfig, NormConfig
+from vmserve.models.rope import RopeConfig
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,6 +31,11 @@ LLAMA = {
     "max_position_embeddings": 64,
     "torch_dtype": "bfloat16",
 }
+
+
+def described(config: ModelConfig) -> DecoderConfig:
+    assert isinstance(config.network, DecoderConfig)
+    return config.network
 
 
 def write(
@@ -41,13 +52,18 @@ def test_every_field_of_an_older_llama(tmp_path: Path) -> None:
     raw = {**LLAMA, "rope_theta": 1234.0, "rope_scaling": scaling, "rms_norm_eps": 1e-5}
     config = ModelConfig.from_directory(write(tmp_path, raw))
     assert config.architecture == "LlamaForCausalLM"
-    assert (config.vocab_size, config.hidden_size, config.mlp_size) == (32, 16, 24)
-    assert (config.num_layers, config.q_heads, config.kv_heads, config.head_dim) == (2, 4, 4, 4)
-    assert (config.max_position_embeddings, config.rms_norm_eps) == (64, 1e-5)
-    assert (config.rope.rope_type, config.rope.parameters["rope_theta"]) == ("linear", 1234.0)
-    assert config.rope.parameters["factor"] == 2.0
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (False, False, False)
-    assert (config.qk_norm, config.tied_embeddings) == (False, False)
+    assert (config.num_layers, config.kv_heads, config.head_dim) == (2, 4, 4)
+    assert (config.vocab_size, config.max_position_embeddings) == (32, 64)
+    network = described(config)
+    assert (network.hidden_size, network.embedding_size, network.mlp_size) == (16, 16, 24)
+    assert (network.q_heads, network.norm) == (4, NormConfig(rms=True, eps=1e-5))
+    assert isinstance(network.positions, RopeConfig)
+    assert network.positions.rope_type == "linear"
+    assert network.positions.parameters["rope_theta"] == 1234.0
+    assert network.positions.parameters["factor"] == 2.0
+    assert (network.qkv_bias, network.output_bias, network.mlp_bias) == (False, False, False)
+    assert (network.names.qk_norms, network.tied_embeddings) == ((), False)
+    assert config.attention == tuple(LayerAttention(layer, 0.5) for layer in range(2))
     assert config.windows == (None, None)
     assert (config.eos_token_ids, config.bos_token_id) == ((2,), 1)
     assert config.dtype == torch.bfloat16
@@ -91,10 +107,69 @@ def test_what_distinguishes_the_families(
 ) -> None:
     config = ModelConfig.from_directory(checkpoint(variant))
     assert config.windows == windows
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == biases
-    assert config.qk_norm == qk_norm
+    network = described(config)
+    assert (network.qkv_bias, network.output_bias, network.mlp_bias) == biases
+    assert bool(network.names.qk_norms) == qk_norm
     assert config.head_dim == head_dim
-    assert config.tied_embeddings == VARIANTS[variant].tie_word_embeddings
+    assert network.tied_embeddings == VARIANTS[variant].tie_word_embeddings
+
+
+def test_opt(checkpoint: Callable[[str], Path]) -> None:
+    config = ModelConfig.from_directory(checkpoint("opt"))
+    network = described(config)
+    assert (network.hidden_size, network.embedding_size, network.mlp_size) == (48, 48, 80)
+    assert (config.kv_heads, config.head_dim, config.max_position_embeddings) == (4, 12, CONTEXT)
+    # Queries are scaled in the projection, where they are rounded, and not again in attention.
+    assert config.attention == tuple(LayerAttention(layer, 1.0) for layer in range(3))
+    assert network.query_scale == 12**-0.5
+    assert network.positions == LearnedPositionsConfig(offset=2)
+    assert (network.norm, network.activation) == (NormConfig(rms=False, eps=1e-5), "relu")
+    assert (network.norm_first, network.final_norm, network.tied_embeddings) == (True, True, True)
+    assert (network.qkv_bias, network.output_bias, network.mlp_bias) == (True, True, True)
+
+    post_norm = described(ModelConfig.from_directory(checkpoint("opt-350m")))
+    assert (post_norm.norm_first, post_norm.final_norm) == (False, False)
+    assert (post_norm.hidden_size, post_norm.embedding_size) == (48, 32)
+    assert not described(ModelConfig.from_directory(checkpoint("opt-old"))).final_norm
+    plain = described(ModelConfig.from_directory(checkpoint("opt-galactica")))
+    assert (plain.norm.affine, plain.activation, plain.mlp_bias) == (False, "gelu", False)
+
+
+def test_gpt2(checkpoint: Callable[[str], Path]) -> None:
+    config = ModelConfig.from_directory(checkpoint("gpt2"))
+    network = described(config)
+    assert (network.hidden_size, network.mlp_size, network.q_heads) == (48, 4 * 48, 4)
+    assert config.attention == tuple(LayerAttention(layer, 12**-0.5) for layer in range(3))
+    assert network.positions == LearnedPositionsConfig(offset=0)
+    assert (network.norm, network.activation) == (NormConfig(rms=False, eps=1e-5), "gelu_new")
+    assert (network.names.transposed, network.query_scale) == (True, None)
+    scales = ModelConfig.from_directory(checkpoint("gpt2-scales"))
+    assert [layer.scale for layer in scales.attention] == [12**-0.5 / n for n in (1, 2, 3)]
+    assert described(scales).mlp_size == 72
+    no_scale = ModelConfig.from_directory(checkpoint("gpt2-no-scale"))
+    assert [layer.scale for layer in no_scale.attention] == [1.0] * 3
+
+
+@pytest.mark.parametrize("variant", ["opt", "gpt2"])
+def test_learned_positions_end_the_context(variant: str, checkpoint: Callable[[str], Path]) -> None:
+    config = ModelConfig.from_directory(checkpoint(variant))
+    assert resolve(EngineConfig(), config).max_model_len == CONTEXT
+    with pytest.raises(ConfigurationError, match=r"257 is above the model's own context of 256"):
+        resolve(EngineConfig(max_model_len=CONTEXT + 1), config)
+
+
+@pytest.mark.parametrize("variant", ["opt", "gpt2", "llama-mqa-biases"])
+def test_plan_reads_it(variant: str, checkpoint: Callable[[str], Path]) -> None:
+    result = CliRunner().invoke(
+        app, ["plan", "--model", str(checkpoint(variant)), "--format", "json"]
+    )
+    assert result.exit_code == 0, result.output
+    [report] = json.loads(result.stdout)
+    config = ModelConfig.from_directory(checkpoint(variant))
+    assert report["max_len"] == CONTEXT
+    layout = report["candidates"][0]
+    shape = (layout["num_layers"], layout["kv_heads"], layout["head_dim"])
+    assert shape == (3, config.kv_heads, config.head_dim)
 
 
 def test_model_type_stands_in_for_architectures(tmp_path: Path) -> None:
@@ -105,23 +180,26 @@ def test_model_type_stands_in_for_architectures(tmp_path: Path) -> None:
 def test_own_code_of_a_known_architecture_is_ignored(tmp_path: Path) -> None:
     raw = {**LLAMA, "auto_map": {"AutoConfig": "configuration_evil.EvilConfig"}}
     (tmp_path / "configuration_evil.py").write_text("raise SystemExit('code of a model ran')")
-    assert ModelConfig.from_directory(write(tmp_path, raw)).q_heads == 4
+    assert ModelConfig.from_directory(write(tmp_path, raw)).kv_heads == 4
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"architectures": ["GPT2LMHeadModel"]},
-            r"'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, MistralFor.*Qwen3",
+            {"architectures": ["LlamaForSequenceClassification"]},
+            r"'LlamaForSequenceClassification' is not supported; .*, and causal language models of",
         ),
         (
             {"architectures": ["EvilForCausalLM"], "auto_map": {"AutoConfig": "evil.Evil"}},
             r"'EvilForCausalLM' is not supported \(it brings its own code, which is never run\)",
         ),
-        ({"architectures": None, "model_type": "mamba"}, r"architecture 'mamba' is not supported"),
+        ({"architectures": None, "model_type": "vit"}, r"architecture 'vit' is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantized checkpoints .* float32"),
-        ({"hidden_act": "gelu"}, r"activation 'gelu' is not supported; supported: silu"),
+        (
+            {"hidden_act": "xielu"},
+            r"activation 'xielu' is not supported; supported: gelu, gelu_new, ",
+        ),
         (
             {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}},
             r"type 'mrope' is not supported; supported: default, dynamic, linear, llama3",
@@ -144,6 +222,37 @@ def test_own_code_of_a_known_architecture_is_ignored(tmp_path: Path) -> None:
 def test_unsupported(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message) as caught:
         ModelConfig.from_directory(write(tmp_path, {**LLAMA, **changes}))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "error", "message"),
+    [
+        ("opt", {"num_attention_heads": 7}, ConfigurationError,
+         r"a hidden size of 768 cannot be divided among 7 attention heads"),
+        ("opt", {"ffn_dim": 0}, ConfigurationError, r"mlp_size is 0; it must be 1 or more"),
+        ("opt", {"num_hidden_layers": 0}, ConfigurationError, r"num_layers is 0; it must be 1"),
+        ("opt", {"word_embed_proj_dim": -1}, ConfigurationError, r"embedding_size is -1; it must"),
+        ("opt", {"max_position_embeddings": 0}, ConfigurationError,
+         r"max_position_embeddings is 0; it must be 1 or more"),
+        ("opt", {"activation_function": "gelu_fast"}, UnsupportedError,
+         r"activation 'gelu_fast' is not supported; supported: gelu, gelu_new, .*relu, silu"),
+        ("gpt2", {"n_head": 0}, ConfigurationError, r"cannot be divided among 0 attention heads"),
+        ("gpt2", {"n_inner": 0}, ConfigurationError, r"mlp_size is 0; it must be 1 or more"),
+        ("gpt2", {"n_embd": "wide"}, ConfigurationError, r"config\.json: .*n_embd.* expected int"),
+        ("gpt2", {"add_cross_attention": True}, UnsupportedError, r"GPT-2 with cross-attention"),
+        ("gpt2", {"activation_function": "laplace"}, UnsupportedError, r"'laplace' is not supp"),
+    ],
+)  # fmt: skip
+def test_what_opt_and_gpt2_cannot_be(
+    tmp_path: Path,
+    model_type: str,
+    changes: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        ModelConfig.from_directory(write(tmp_path, {"model_type": model_type, **changes}))
     assert "\n" not in str(caught.value)
 
 
@@ -208,10 +317,12 @@ def test_damaged_config(tmp_path: Path, text: str, message: str) -> None:
         ModelConfig.from_directory(tmp_path)
 
 
-def test_supported_architectures_are_the_four() -> None:
+def test_architectures_of_the_decoder() -> None:
     assert SUPPORTED_ARCHITECTURES == (
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
+        "OPTForCausalLM",
+        "GPT2LMHeadModel",
     )

@@ -12,8 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import VARIANTS, save
+from tests.models.schedule import view_for
+from vmserve.attention import create_backend
+from vmserve.attention.base import RaggedBatch
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import ModelConfig, load_model
+from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.loader import load_tensors
 from vmserve.models.safetensors_file import SafetensorsFile
 from vmserve.models.weights import tensor_shapes
@@ -29,7 +33,9 @@ def model(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return load_tensors(directory, tensor_shapes(ModelConfig.from_directory(directory)), dtype, CPU)
+    network = ModelConfig.from_directory(directory).network
+    assert isinstance(network, DecoderConfig)
+    return load_tensors(directory, tensor_shapes(network), dtype, CPU)
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -118,7 +124,82 @@ def test_ignorable_surplus(model: Path) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
 
     rewrite(model, add)
-    assert load_model(model, torch.float32).decoder is not None
+    assert load_model(model, torch.float32).network is not None
+
+
+@pytest.mark.parametrize(("variant", "base"), [("gpt2", "transformer."), ("opt", "model.")])
+def test_checkpoints_of_the_bare_model(
+    variant: str, base: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The older ones on the hub: no prefix, and GPT-2's causal masks among the tensors."""
+    directory = Path(shutil.copytree(checkpoint(variant), tmp_path / "model"))
+
+    def strip(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix(base)] = tensors.pop(name)
+        if variant == "gpt2":
+            tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+            tensors["h.2.attn.masked_bias"] = torch.tensor(-1e4)
+
+    rewrite(directory, strip)
+    logits = []
+    for path in (checkpoint(variant), directory):
+        model = load_model(path, torch.float32)
+        call = create_backend("sdpa").bind(view_for(model, 9), RaggedBatch.build([0], [0], [9]))
+        logits.append(model.forward(torch.arange(9), torch.arange(9), call))
+    assert torch.equal(logits[0], logits[1])
+
+
+@pytest.mark.parametrize(
+    ("variant", "pattern", "message"),
+    [
+        (
+            "gpt2",
+            "h.1.attn",
+            r"lacks 4 tensors .*: transformer\.h\.1\.attn\.c_attn\.bias, .*; fetch",
+        ),
+        ("gpt2", "wpe", r"lacks 1 tensors .*: transformer\.wpe\.weight; fetch"),
+        (
+            "opt",
+            "decoder.final_layer_norm",
+            r"lacks 2 .*: model\.decoder\.final_layer_norm\.bias, ",
+        ),
+        (
+            "opt-350m",
+            "project_",
+            r"model\.decoder\.project_in\.weight, model\.decoder\.project_out",
+        ),
+        (
+            "opt-galactica",
+            "lm_head",
+            r"lacks 1 tensors that config\.json implies: lm_head\.weight;",
+        ),
+    ],
+)
+def test_missing_tensors_of_other_families(
+    variant: str,
+    pattern: str,
+    message: str,
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    directory = Path(shutil.copytree(checkpoint(variant), tmp_path / "model"))
+
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if pattern in name]:
+            del tensors[name]
+
+    rewrite(directory, drop)
+    refused(directory, message)
+
+
+def test_gpt2_matrices_are_stored_the_other_way_round(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(checkpoint("gpt2"), tmp_path / "model"))
+    name = "transformer.h.0.mlp.c_fc.weight"
+    rewrite(directory, lambda tensors: tensors.update({name: tensors[name].t().contiguous()}))
+    refused(directory, r"c_fc\.weight has shape \[192, 48\], but config\.json implies \[48, 192\]")
 
 
 def refused(directory: Path, message: str) -> None:

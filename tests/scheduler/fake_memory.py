@@ -14,6 +14,7 @@ from vmserve.memory.base import (
     MemoryPlan,
     Regime,
     Shortfall,
+    SwapIn,
 )
 
 
@@ -24,10 +25,18 @@ class CountingMemory:
     """
 
     def __init__(
-        self, limit_pages: int, page_tokens: int = 4, num_slots: int = 8, cached: int = 0
+        self,
+        limit_pages: int,
+        page_tokens: int = 4,
+        num_slots: int = 8,
+        cached: int = 0,
+        swap_pages: int = 0,
     ) -> None:
         self.layout = SimpleNamespace(
-            page_tokens=page_tokens, block_tokens=page_tokens, pages_for=self._pages_for
+            page_tokens=page_tokens,
+            block_tokens=page_tokens,
+            total_page_bytes=4096,
+            pages_for=self._pages_for,
         )
         self.num_slots = num_slots
         self.max_len = limit_pages * page_tokens
@@ -41,6 +50,8 @@ class CountingMemory:
         self.firsts: dict[int, int] = {}
         self.tokens: dict[int, int] = {}
         self.version = 0
+        self.swap_pages = swap_pages
+        self.swapped: dict[int, int] = {}
 
     def open(
         self,
@@ -67,12 +78,14 @@ class CountingMemory:
     ) -> MemoryPlan | Shortfall:
         assert all(self._is_legal(op) for op in ops)
         parents = {op.seq: op for op in ops if isinstance(op, Fork)}
-        needed = 0
+        back = {op.seq: self.swapped[op.seq] for op in ops if isinstance(op, SwapIn)}
+        needed = sum(back.values())
         for growth in growths:
             fork = parents.get(growth.seq)
             has = len(self.page_lists[growth.seq])
             if fork is not None:
                 has = fork.num_tokens // self.layout.page_tokens
+            has += back.get(growth.seq, 0)
             needed += max(0, self._pages_for(growth.num_tokens) - has)
         available = self.available_pages()
         if needed > available:
@@ -85,6 +98,8 @@ class CountingMemory:
         if isinstance(op, Fork):
             known = len(self.page_lists[op.parent]) * self.layout.page_tokens
             return not self.page_lists[op.seq] and op.num_tokens <= known
+        if isinstance(op, SwapIn):
+            return op.seq in self.swapped
         return isinstance(op, Convert) and op.seq in self.page_lists
 
     def apply(self, plan: MemoryPlan) -> int:
@@ -93,6 +108,10 @@ class CountingMemory:
             if isinstance(op, Fork):
                 shared = op.num_tokens // self.layout.page_tokens
                 self.page_lists[op.seq] = self.page_lists[op.parent][:shared]
+            elif isinstance(op, SwapIn):
+                for _ in range(self.swapped.pop(op.seq)):
+                    self.page_lists[op.seq].append(self.num_made)
+                    self.num_made += 1
             elif isinstance(op, Convert):
                 self.regimes[op.seq] = op.regime
         for growth in plan.growths:
@@ -105,7 +124,18 @@ class CountingMemory:
         self.version += 1
         return self.version
 
+    def swap_out(self, seqs: Sequence[int]) -> bool:
+        pages = {page for seq in seqs for page in self.page_lists[seq]}
+        if len(pages) + sum(self.swapped.values()) > self.swap_pages:
+            return False
+        for seq in seqs:
+            self.swapped[seq] = len(self.page_lists[seq])
+            self.page_lists[seq] = []
+        self.version += 1
+        return True
+
     def release(self, seq: int) -> None:
+        self.swapped.pop(seq, None)
         del self.page_lists[seq]
         self.version += 1
 

@@ -505,6 +505,8 @@ class Life:
         """Everything reads back right, then everything comes back."""
         core, null = self.core, int(self.setting.core["null_page"])
         self.launch(len(self.begun))
+        if self.lost:
+            return
         self.sim.pump()
         for seq in [s for s in self.seqs.values() if not s.swapped and s.length]:
             label = f"the last kernel of sequence {seq.id}"

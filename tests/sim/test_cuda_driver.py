@@ -264,6 +264,19 @@ def test_memory_that_could_not_be_released_is_counted_and_tried_again(
     assert driver.stats().allocated_bytes == sim.counts().allocated_bytes == 2 * GRANULE
 
 
+def test_memory_that_could_not_be_released_goes_with_the_next_that_is_given_back(
+    sim: SimCuda, driver: CudaDriver
+) -> None:
+    driver.create([(0, 1)])
+    sim.fail(4, 2, forever=True)
+    with pytest.raises(OutOfMemoryError):
+        driver.create([(1, 2)])
+    assert sim.counts().handles == 2
+    sim.no_faults()
+    driver.destroy([(0, 1)])
+    assert driver.stats().allocated_bytes == sim.counts().handles == 0
+
+
 def test_a_failed_set_access_takes_back_the_maps(sim: SimCuda, driver: CudaDriver) -> None:
     base = driver.reserve(8 * GRANULE, Backing.TRAP)
     driver.create([(0, 5)])

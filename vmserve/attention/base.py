@@ -144,10 +144,16 @@ class AttentionBackend(Protocol):
     #: How many tokens past a sequence's length the kernels may read. Pages that far must
     #: stay mapped and hold finite numbers.
     read_slack_tokens: int
+    #: Whether it computes ``LayerAttention.softcap``. Windows and scales every backend must.
+    softcap: bool
 
     @property
     def views(self) -> tuple[type[KVView], ...]:
         """The views that :meth:`bind` takes."""
+        ...
+
+    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        """Why the kernels cannot serve such heads; None if they can."""
         ...
 
     def bind(self, view: KVView, batch: RaggedBatch) -> AttentionCall:

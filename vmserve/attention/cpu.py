@@ -23,6 +23,7 @@ from vmserve.errors import UnsupportedError
 
 __all__ = ["CpuBackend"]
 
+MAX_HEAD_DIM = 256
 #: Forces an instruction set: generic, avx2 or avx512.
 ISA_VARIABLE = "VMSERVE_CPU_ISA"
 
@@ -40,6 +41,7 @@ class CpuBackend:
 
     name = "cpu"
     read_slack_tokens = 0
+    softcap = True
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView)
 
     def __init__(self, *, num_threads: int | None = None, isa: str | None = None) -> None:
@@ -47,6 +49,13 @@ class CpuBackend:
         chosen = os.environ.get(ISA_VARIABLE, "") if isa is None else isa
         self._kernels = _core.CpuAttention(num_threads or torch.get_num_threads(), chosen)
         self._view: _NativeView | None = None
+
+    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        if dtype not in _DTYPES:
+            return f"its kernels have no {str(dtype).removeprefix('torch.')}"
+        if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+            return f"its kernels want a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}"
+        return None
 
     @property
     def isa(self) -> str:

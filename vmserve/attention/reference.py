@@ -17,7 +17,11 @@ __all__ = ["ReferenceBackend"]
 class ReferenceBackend:
     name = "reference"
     read_slack_tokens = 0
+    softcap = True
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView)
+
+    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        return None
 
     def bind(self, view: KVView, batch: RaggedBatch) -> _ReferenceCall:
         return _ReferenceCall(view, batch)

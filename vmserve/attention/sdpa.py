@@ -42,7 +42,11 @@ class SdpaBackend:
 
     name = "sdpa"
     read_slack_tokens = 0
+    softcap = False
     views: tuple[type[KVView], ...] = (ContiguousView,)
+
+    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        return None
 
     def __init__(self) -> None:
         self._slots: _SlotViews | None = None

@@ -275,6 +275,13 @@ class KVMemory(Protocol):
         """The sequence is gone; pages that nobody references can be had again."""
         ...
 
+    def swap_out(self, seqs: Sequence[int]) -> bool:
+        """Copy the sequences' blocks to host memory and give their pages up: all, or nothing.
+
+        False where host memory has no room for them, or the system refuses it.
+        """
+        ...
+
     def available_pages(self) -> int:
         """Pages that growths can get now: free, evictable, or not committed yet."""
         ...

@@ -12,7 +12,12 @@ import torch
 from vmserve import _core
 from vmserve.attention.base import ContiguousView, PagedView
 from vmserve.config import format_size
-from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.errors import (
+    ConfigurationError,
+    DriverError,
+    OutOfMemoryError,
+    UnsupportedError,
+)
 from vmserve.memory.base import (
     Attach,
     Convert,
@@ -218,6 +223,21 @@ class MemoryManager:
         Never fails for the system's sake.
         """
         self._core.release(seq)
+
+    def swap_out(self, seqs: Sequence[int]) -> bool:
+        """Copy the sequences' blocks to host memory and give their pages up: all, or nothing.
+
+        False where host memory has no room for them, or the system refuses it. No step may run:
+        the pages can be had at once.
+        """
+        plan = self.plan((), [SwapOut(seq) for seq in seqs])
+        if not isinstance(plan, MemoryPlan):
+            return False
+        try:
+            self.complete(self.apply(plan))
+        except (OutOfMemoryError, DriverError):
+            return False
+        return True
 
     # -- the pool -----------------------------------------------------------------------
 

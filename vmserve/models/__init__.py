@@ -10,10 +10,12 @@ import torch
 from vmserve.attention.base import AttentionCall
 from vmserve.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from vmserve.models.decoder import Decoder
+from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import DTYPES, resolve_dtype
+from vmserve.models.foreign import ForeignModel, load_foreign
 from vmserve.models.hub import resolve_model
 from vmserve.models.loader import Progress, load_tensors
-from vmserve.models.weights import assemble, is_ignorable, tensor_shapes
+from vmserve.models.weights import assemble, canonical_name, is_ignorable, tensor_shapes
 
 __all__ = [
     "DTYPES",
@@ -28,14 +30,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that is ready to run; it holds no state between two calls."""
+    """A model that is ready to run; it holds no state between two calls.
+
+    What its layers ask of attention is in ``config.attention``: a backend must offer it.
+    """
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     #: Bytes of all weights in ``dtype``, tied ones once.
     parameter_bytes: int
-    decoder: Decoder
+    network: Decoder | ForeignModel
 
     def forward(
         self,
@@ -45,7 +50,7 @@ class LoadedModel:
         logits_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits ``[rows, vocab]`` in float32 of one ragged batch; see :class:`Decoder`."""
-        return self.decoder.forward(token_ids, positions, attention, logits_rows)
+        return self.network.forward(token_ids, positions, attention, logits_rows)
 
 
 def load_model(
@@ -53,31 +58,51 @@ def load_model(
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
     *,
+    config: ModelConfig | None = None,
     max_model_len: int | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load the weights of a model directory.
 
     ``dtype`` is the type to compute in, as it comes out of :func:`resolve_dtype`.
+    ``config`` is what :meth:`ModelConfig.from_directory` read there, if the caller has it.
     ``max_model_len`` is the longest sequence that will be asked for (default: the model's
     own context); it selects the factors of longrope models and nothing else.
     ``progress(phase, done_bytes, total_bytes)`` is called as tensors arrive.
 
     Raises :class:`~vmserve.errors.ConfigurationError` naming what is wrong with the files.
     """
-    directory = Path(path)
-    config = ModelConfig.from_directory(directory)
-    where = torch.device(device)
+    directory, where = Path(path), torch.device(device)
+    if config is None:
+        config = ModelConfig.from_directory(directory)
+    network: Decoder | ForeignModel
+    if isinstance(config.network, DecoderConfig):
+        max_len = max_model_len or config.max_position_embeddings
+        network, parameter_bytes = _load_decoder(
+            directory, config.network, dtype, where, max_len, progress
+        )
+    else:
+        network, parameter_bytes = load_foreign(directory, config.network, dtype, where, progress)
+    return LoadedModel(config, dtype, where, parameter_bytes, network)
+
+
+def _load_decoder(
+    directory: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+    progress: Progress | None,
+) -> tuple[Decoder, int]:
+    shapes = tensor_shapes(config)
     tensors = load_tensors(
         directory,
-        tensor_shapes(config),
+        shapes,
         dtype,
-        where,
+        device,
         ignore=lambda name: is_ignorable(config, name),
+        rename=lambda name: canonical_name(config, shapes, name),
         progress=progress,
     )
-    decoder = Decoder(
-        config, assemble(config, tensors), max_model_len or config.max_position_embeddings
-    )
-    parameter_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    return LoadedModel(config, dtype, where, parameter_bytes, decoder)
+    decoder = Decoder(config, assemble(config, tensors), max_len)
+    return decoder, sum(tensor.nbytes for tensor in tensors.values())

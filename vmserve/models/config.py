@@ -2,120 +2,76 @@
 
 from __future__ import annotations
 
-import json
+import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from vmserve.attention.base import LayerAttention
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.models.rope import RopeConfig
+from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.families import FAMILIES
+from vmserve.models.files import read_json
+from vmserve.models.foreign import ForeignConfig
+from vmserve.models.weights import tensor_shapes
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "read_json"]
+__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig"]
+
+#: Those that the decoder knows; others run through the attention interface of transformers.
+SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
 #: Fields of generation_config.json that are defaults of a request's sampling parameters.
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
-Windows = tuple[int | None, ...]
-
-
-@dataclass(frozen=True)
-class _Family:
-    """How an architecture differs from the plain Llama decoder."""
-
-    model_type: str
-    config_class: type[PreTrainedConfig]
-    #: (query/key/value, output, MLP) projections have a bias.
-    biases: Callable[[PreTrainedConfig], tuple[bool, bool, bool]]
-    windows: Callable[[PreTrainedConfig], Windows]
-    qk_norm: bool = False
-
-
-def _no_windows(hf: PreTrainedConfig) -> Windows:
-    return tuple(None for _ in range(hf.num_hidden_layers))
-
-
-def _one_window(hf: PreTrainedConfig) -> Windows:
-    window: int | None = hf.sliding_window
-    return tuple(window for _ in range(hf.num_hidden_layers))
-
-
-def _window_by_layer_type(hf: PreTrainedConfig) -> Windows:
-    windows: dict[str, int | None] = {
-        "full_attention": None,
-        "sliding_attention": hf.sliding_window,
-    }
-    unknown = sorted(set(hf.layer_types) - set(windows))
-    if unknown:
-        raise UnsupportedError(
-            f"layer type {', '.join(unknown)} is not supported; supported: {', '.join(windows)}"
-        )
-    return tuple(windows[layer_type] for layer_type in hf.layer_types)
-
-
-_FAMILIES = {
-    "LlamaForCausalLM": _Family(
-        "llama",
-        LlamaConfig,
-        lambda hf: (hf.attention_bias, hf.attention_bias, hf.mlp_bias),
-        _no_windows,
-    ),
-    "MistralForCausalLM": _Family(
-        "mistral", MistralConfig, lambda hf: (False, False, False), _one_window
-    ),
-    "Qwen2ForCausalLM": _Family(
-        "qwen2", Qwen2Config, lambda hf: (True, False, False), _window_by_layer_type
-    ),
-    "Qwen3ForCausalLM": _Family(
-        "qwen3",
-        Qwen3Config,
-        lambda hf: (hf.attention_bias, hf.attention_bias, False),
-        _window_by_layer_type,
-        qk_norm=True,
-    ),
-}
-SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder of the Llama family. Sizes are in elements, positions in tokens."""
+    """What the engine knows of a model. Sizes are in elements, positions in tokens."""
 
     architecture: str
     vocab_size: int
-    hidden_size: int
-    mlp_size: int
-    num_layers: int
-    q_heads: int
     kv_heads: int
     head_dim: int
+    #: No sequence may be longer: positions beyond have no embedding, or one never trained.
     max_position_embeddings: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    tied_embeddings: bool
-    #: Per layer, how many positions a query sees, itself included; None: all of them.
-    windows: Windows
+    #: What each layer asks of attention, in order.
+    attention: tuple[LayerAttention, ...]
+    #: Elements of all weights, tied ones once.
+    num_weights: int
+    #: An upper bound on the elements that live at once, per token of a step.
+    activation_width: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     #: The type that the checkpoint says its weights have.
     dtype: torch.dtype
     #: Keyword arguments of SamplingParams that the model's authors recommend.
     default_sampling: Mapping[str, float | int]
+    #: What computes it: our decoder, or a model of ``transformers``.
+    network: DecoderConfig | ForeignConfig
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.attention)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per layer, how many positions a query sees, itself included; None: all of them."""
+        return tuple(layer.window for layer in self.attention)
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:
         """Read config.json and, where there is one, generation_config.json.
 
-        Only the configuration classes of ``transformers`` run, never code of the directory.
+        Only classes of ``transformers`` run, never code of the directory. A model that the
+        decoder does not know is built without its weights, to see what its layers ask of
+        attention (see :mod:`vmserve.models.foreign`).
 
         Raises :class:`~vmserve.errors.UnsupportedError` for an architecture or a feature
         that is not offered, :class:`~vmserve.errors.ConfigurationError` for bad files.
@@ -123,76 +79,33 @@ class ModelConfig:
         directory = Path(path)
         raw = _read_config(directory)
         architecture = _architecture(raw)
-        family = _FAMILIES[architecture]
-        hf = _parse(family.config_class, raw)
+        network: DecoderConfig | ForeignConfig
+        if architecture in FAMILIES:
+            family = FAMILIES[architecture]
+            hf = _parse(family.config_class, raw)
+            network = family.describe(hf)
+            attention, num_weights = network.layers, _num_weights(network)
+        else:
+            hf = _parse(CONFIG_MAPPING[raw["model_type"]], raw)
+            network = ForeignConfig.inspect(architecture, hf)
+            attention, num_weights = network.layers, network.num_weights
         generation = _read_optional(directory / "generation_config.json")
-        biases = family.biases(hf)
-        config = cls(
+        text = hf.get_text_config()
+        return cls(
             architecture=architecture,
-            vocab_size=hf.vocab_size,
-            hidden_size=hf.hidden_size,
-            mlp_size=hf.intermediate_size,
-            num_layers=hf.num_hidden_layers,
-            q_heads=hf.num_attention_heads,
-            kv_heads=hf.num_key_value_heads,
-            head_dim=_head_dim(hf),
-            max_position_embeddings=hf.max_position_embeddings,
-            rms_norm_eps=hf.rms_norm_eps,
-            rope=_rope(hf),
-            qkv_bias=biases[0],
-            output_bias=biases[1],
-            mlp_bias=biases[2],
-            qk_norm=family.qk_norm,
-            tied_embeddings=bool(hf.tie_word_embeddings),
-            windows=family.windows(hf),
-            eos_token_ids=_token_ids(generation.get("eos_token_id", hf.eos_token_id)),
-            bos_token_id=generation.get("bos_token_id", hf.bos_token_id),
-            dtype=hf.dtype or torch.float32,
+            vocab_size=network.vocab_size,
+            kv_heads=network.kv_heads,
+            head_dim=network.head_dim,
+            max_position_embeddings=network.max_position_embeddings,
+            attention=attention,
+            num_weights=num_weights,
+            activation_width=network.activation_width,
+            eos_token_ids=_token_ids(generation.get("eos_token_id", text.eos_token_id)),
+            bos_token_id=generation.get("bos_token_id", text.bos_token_id),
+            dtype=hf.dtype or text.dtype or torch.float32,
             default_sampling=_default_sampling(generation),
+            network=network,
         )
-        config._check()
-        return config
-
-    def _check(self) -> None:
-        for name in ("vocab_size", "hidden_size", "mlp_size", "num_layers", "q_heads", "kv_heads",
-                     "head_dim", "max_position_embeddings"):  # fmt: skip
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigurationError(f"config.json: {name} is {value}; it must be 1 or more")
-        if self.q_heads % self.kv_heads:
-            raise ConfigurationError(
-                f"config.json: {self.q_heads} query heads cannot share "
-                f"{self.kv_heads} key-value heads evenly"
-            )
-        if self.head_dim % 2:
-            raise ConfigurationError(
-                f"config.json: head_dim is {self.head_dim}; rotary embedding needs an even one"
-            )
-        if len(self.windows) != self.num_layers:
-            raise ConfigurationError(
-                f"config.json: layer_types has {len(self.windows)} entries for "
-                f"{self.num_layers} layers"
-            )
-        for window in self.windows:
-            if window is not None and window < 1:
-                raise ConfigurationError(
-                    f"config.json: sliding_window is {window}; it must be 1 or more"
-                )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; :class:`ConfigurationError` with the reason otherwise."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"{path.name} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigurationError(
-            f"{path.name} is not valid JSON ({error}): fetch the model again"
-        ) from error
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"{path.name} is not a JSON object: fetch the model again")
-    return value
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -211,16 +124,17 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _architecture(raw: dict[str, Any]) -> str:
-    """The registered architecture; a directory's own code (auto_map) is never considered."""
-    names = raw.get("architectures") or [
-        name for name, family in _FAMILIES.items() if family.model_type == raw.get("model_type")
-    ]
-    name = names[0] if isinstance(names, list) and names else raw.get("model_type")
-    if name not in _FAMILIES:
+    """The causal LM that config.json names; a directory's own code (auto_map) never counts."""
+    model_type = raw.get("model_type")
+    known = {family.model_type: name for name, family in FAMILIES.items()}
+    of_type = known.get(str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type)))
+    names = raw.get("architectures") or [of_type or model_type]
+    name = names[0] if isinstance(names, list) and names else model_type
+    if name not in FAMILIES and (name is None or name != of_type):
         own_code = " (it brings its own code, which is never run)" if "auto_map" in raw else ""
         raise UnsupportedError(
-            f"model architecture {name!r} is not supported{own_code}; "
-            f"supported: {', '.join(_FAMILIES)}"
+            f"model architecture {name!r} is not supported{own_code}; supported: "
+            f"{', '.join(FAMILIES)}, and causal language models of transformers' own"
         )
     if raw.get("quantization_config"):
         raise UnsupportedError(
@@ -232,16 +146,11 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 def _parse(config_class: type[PreTrainedConfig], raw: dict[str, Any]) -> PreTrainedConfig:
     try:
-        hf = config_class.from_dict(raw)
+        return config_class.from_dict(raw)
     except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
         raise ConfigurationError(f"config.json: {_reason(error)}") from error
     except StrictDataclassError as error:
         raise ConfigurationError(f"config.json: {_reason(error.__cause__ or error)}") from error
-    if hf.hidden_act not in ("silu", "swish"):
-        raise UnsupportedError(
-            f"activation {hf.hidden_act!r} is not supported; supported: silu (as SwiGLU)"
-        )
-    return hf
 
 
 def _reason(error: BaseException) -> str:
@@ -250,19 +159,8 @@ def _reason(error: BaseException) -> str:
     return textwrap.shorten(text, 300)
 
 
-def _head_dim(hf: PreTrainedConfig) -> int:
-    explicit: int | None = getattr(hf, "head_dim", None)
-    return explicit or int(hf.hidden_size // hf.num_attention_heads)
-
-
-def _rope(hf: PreTrainedConfig) -> RopeConfig:
-    parameters = dict(hf.rope_parameters)
-    return RopeConfig(
-        rope_type=str(parameters.get("rope_type", "default")),
-        parameters=parameters,
-        head_dim=_head_dim(hf),
-        max_position_embeddings=hf.max_position_embeddings,
-    )
+def _num_weights(network: DecoderConfig) -> int:
+    return sum(math.prod(shape) for shape in tensor_shapes(network).values())
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family over a ragged batch of tokens."""
+"""One decoder for the families of :mod:`vmserve.models.families`, over a ragged batch."""
 
 from __future__ import annotations
 
@@ -7,35 +7,27 @@ from torch.nn import functional as F
 
 from vmserve.attention.base import AttentionCall, LayerAttention
 from vmserve.attention.rotary import Rotary
-from vmserve.models.config import ModelConfig
-from vmserve.models.rope import RotaryEmbedding
+from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.rope import RopeConfig, RotaryEmbedding
 from vmserve.models.weights import DecoderWeights, LayerWeights
 
-__all__ = ["Decoder", "rms_norm"]
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension, rounded where the reference implementation rounds.
-
-    In half precision that is twice: after the normalisation in float32, and after the weight.
-    """
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    normalised = F.rms_norm(x.to(torch.float32), weight.shape, None, eps)
-    return normalised.to(x.dtype).mul_(weight)
+__all__ = ["Decoder"]
 
 
 class Decoder:
-    """Pre-norm layers of grouped-query attention and SwiGLU (Llama, Mistral, Qwen2, Qwen3)."""
+    """Layers of attention and MLP, each added to a residual.
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, max_len: int) -> None:
+    Positions come in with the embedding (learned ones) or with attention (rotary ones); the
+    norms stand before attention and MLP, or after their residuals.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_len: int) -> None:
         self._config = config
         self._weights = weights
-        self._rotary = RotaryEmbedding(config.rope, max_len, weights.embedding.device)
-        scale = config.head_dim**-0.5
-        self._specs = tuple(
-            LayerAttention(layer, scale, window) for layer, window in enumerate(config.windows)
-        )
+        self._attended_size = config.q_heads * config.head_dim
+        self._rotary: RotaryEmbedding | None = None
+        if isinstance(config.positions, RopeConfig):
+            self._rotary = RotaryEmbedding(config.positions, max_len, weights.embedding.device)
 
     def forward(
         self,
@@ -49,39 +41,61 @@ class Decoder:
         token_ids, positions: ``[tokens]`` int64; logits_rows: ``[rows]`` int64, the rows of
         the batch that go through the LM head (None: all of them, in order).
         """
+        x = self._embed(token_ids, positions)
+        rotary = None if self._rotary is None else self._rotary.at(positions, x.dtype)
+        layer_forward = self._norm_first if self._config.norm_first else self._norm_last
+        last = self._config.num_layers - 1
+        for layer, spec in zip(self._weights.layers, self._config.layers, strict=True):
+            # Nothing reads the other rows after the last layer's keys and values are written.
+            rows = logits_rows if spec.layer == last else None
+            x = layer_forward(layer, spec, x, rotary, attention, rows)
+        return self._logits(x)
+
+    def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         weights = self._weights
         x = F.embedding(token_ids, weights.embedding)
-        rotary = self._rotary.at(positions, x.dtype)
-        last = len(weights.layers) - 1
-        for index, layer in enumerate(weights.layers):
-            attended = self._attend(layer, self._specs[index], x, rotary, attention)
-            if index == last and logits_rows is not None:
-                # Nothing reads the other rows any more: their keys and values are written.
-                attended, x = attended[logits_rows], x[logits_rows]
-            x = layer.o_proj(attended).add_(x)
-            x = self._mlp(layer, x).add_(x)
-        x = rms_norm(x, weights.final_norm, self._config.rms_norm_eps)
-        return F.linear(x, weights.head).to(torch.float32)
+        if weights.project_in is not None:
+            x = weights.project_in(x)
+        if weights.positions is not None:
+            x = x.add_(weights.positions(positions))
+        return x
 
-    def _attend(
+    def _norm_first(
         self,
         layer: LayerWeights,
         spec: LayerAttention,
         x: torch.Tensor,
-        rotary: Rotary,
+        rotary: Rotary | None,
         attention: AttentionCall,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        config = self._config
-        tokens, dim, eps = x.shape[0], config.head_dim, config.rms_norm_eps
-        h = rms_norm(x, layer.attention_norm, eps)
-        q = layer.q_proj(h).view(tokens, config.q_heads, dim)
-        k = layer.k_proj(h).view(tokens, config.kv_heads, dim)
-        v = layer.v_proj(h).view(tokens, config.kv_heads, dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
-        return attention(spec, q, k, v, rotary).view(tokens, config.q_heads * dim)
+        q, k, v = layer.project(layer.attention_norm(x))
+        attended = attention(spec, q, k, v, rotary).view(x.shape[0], self._attended_size)
+        if rows is not None:
+            attended, x = attended[rows], x[rows]
+        x = layer.output(attended).add_(x)
+        return layer.mlp(layer.mlp_norm(x)).add_(x)
 
-    def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        h = rms_norm(x, layer.mlp_norm, self._config.rms_norm_eps)
-        gated = F.silu(layer.gate_proj(h), inplace=True).mul_(layer.up_proj(h))
-        return layer.down_proj(gated)
+    def _norm_last(
+        self,
+        layer: LayerWeights,
+        spec: LayerAttention,
+        x: torch.Tensor,
+        rotary: Rotary | None,
+        attention: AttentionCall,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        q, k, v = layer.project(x)
+        attended = attention(spec, q, k, v, rotary).view(x.shape[0], self._attended_size)
+        if rows is not None:
+            attended, x = attended[rows], x[rows]
+        x = layer.attention_norm(layer.output(attended).add_(x))
+        return layer.mlp_norm(layer.mlp(x).add_(x))
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self._weights
+        if weights.final_norm is not None:
+            x = weights.final_norm(x)
+        if weights.project_out is not None:
+            x = weights.project_out(x)
+        return F.linear(x, weights.head).to(torch.float32)

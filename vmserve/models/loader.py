@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from vmserve.errors import ConfigurationError
-from vmserve.models.config import read_json
+from vmserve.models.files import read_json
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
 
-__all__ = ["Progress", "load_tensors"]
+__all__ = ["Progress", "listed", "load_tensors", "weight_files"]
 
 #: ``progress(phase, done_bytes, total_bytes)``, called after each tensor.
 Progress = Callable[[str, int, int], None]
@@ -29,21 +29,23 @@ def load_tensors(
     device: torch.device,
     *,
     ignore: Callable[[str], bool] = lambda name: False,
+    rename: Callable[[str], str] = lambda name: name,
     progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
     """Exactly the tensors of ``shapes``, in ``dtype`` on ``device``.
 
     A tensor that is stored in ``dtype`` stays in its file, memory-mapped (on a CPU);
     another one is converted block by block, and the file's pages dropped behind it.
-    ``ignore`` tells which surplus tensors of the checkpoint are of no concern.
+    ``ignore`` tells which surplus tensors of the checkpoint are of no concern; ``rename`` what
+    a stored tensor is called in ``shapes``.
 
     Raises :class:`~vmserve.errors.ConfigurationError` for missing or damaged files and for
     tensors that are missing, surplus or of the wrong shape, and names them.
     """
     stored: dict[str, tuple[SafetensorsFile, StoredTensor]] = {}
-    for path in _weight_files(directory):
+    for path in weight_files(directory):
         file = SafetensorsFile(path)
-        stored.update({name: (file, tensor) for name, tensor in file.tensors.items()})
+        stored.update({rename(name): (file, tensor) for name, tensor in file.tensors.items()})
     _check_names(stored, shapes, ignore)
     total = sum(stored[name][1].num_bytes for name in shapes)
     done = 0
@@ -81,7 +83,8 @@ def _load(
     return loaded
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights; raises as :func:`load_tensors` does if there are none."""
     if (directory / _INDEX).is_file():
         return _indexed_files(directory)
     single = directory / "model.safetensors"
@@ -110,11 +113,11 @@ def _indexed_files(directory: Path) -> list[Path]:
     names = sorted({str(name) for name in weight_map.values()})
     outside = [name for name in names if Path(name).name != name]
     if outside:
-        raise ConfigurationError(f"{_INDEX} names files outside its directory: {_listed(outside)}")
+        raise ConfigurationError(f"{_INDEX} names files outside its directory: {listed(outside)}")
     absent = [name for name in names if not (directory / name).is_file()]
     if absent:
         raise ConfigurationError(
-            f"{len(absent)} of the {len(names)} files in {_INDEX} are missing: {_listed(absent)}; "
+            f"{len(absent)} of the {len(names)} files in {_INDEX} are missing: {listed(absent)}; "
             "fetch the model again"
         )
     return [directory / name for name in names]
@@ -128,16 +131,17 @@ def _check_names(
     if missing:
         raise ConfigurationError(
             f"the checkpoint lacks {len(missing)} tensors that config.json implies: "
-            f"{_listed(missing)}; fetch the model again"
+            f"{listed(missing)}; fetch the model again"
         )
     surplus = sorted(name for name in present - wanted if not ignore(name))
     if surplus:
         raise ConfigurationError(
             f"the checkpoint has {len(surplus)} tensors that config.json does not imply: "
-            f"{_listed(surplus)}; config.json and the weights do not belong together"
+            f"{listed(surplus)}; config.json and the weights do not belong together"
         )
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
     more = len(names) - _NAMED_IN_ERRORS
     return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {more} more" if more > 0 else "")

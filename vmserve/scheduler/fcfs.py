@@ -6,9 +6,10 @@ chunks of the prompts that are being read, in order of arrival, then admissions.
 
 A sequence is admitted only when all of its known tokens fit beside what the running
 ones are still promised, so that prompts are never preempted half-read by a newcomer.
-When decoding outgrows the pool, the sequence that arrived last gives its pages back
-and computes its tokens again later (recomputation; SOSP'23 PagedAttention §4.5); beams
-of one request go together, as they wait for each other.
+When decoding outgrows the pool, the sequence that arrived last gives its pages back: it
+computes its tokens again later, or is swapped to host memory (SOSP'23 PagedAttention
+§4.5), whichever :mod:`vmserve.scheduler.preemption` says. Beams of one request go together,
+as they wait for each other. Whoever was swapped comes back before anybody is admitted.
 
 The sequences of one request share its prompt: the first computes it, the others *follow*
 (they are in no queue) and start as forks of it, now and after each preemption.
@@ -16,8 +17,8 @@ The sequences of one request share its prompt: the first computes it, the others
 
 from __future__ import annotations
 
+import time
 from bisect import insort
-from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -32,10 +33,15 @@ from vmserve.memory.base import (
     MemoryPlan,
     Regime,
     Shortfall,
+    SwapIn,
 )
 from vmserve.scheduler.base import ScheduledSequence, StepPlan
+from vmserve.scheduler.budget import StepBudget
+from vmserve.scheduler.demand import BlockDemand
+from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
+from vmserve.scheduler.siblings import has_yet_to_start, is_fork_of, leads
 
 __all__ = ["FCFSScheduler", "SchedulerLimits"]
 
@@ -58,14 +64,21 @@ class FCFSScheduler:
     """See the module's text. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
-        self, memory: KVMemory, limits: SchedulerLimits, regimes: RegimePolicy | None = None
+        self,
+        memory: KVMemory,
+        limits: SchedulerLimits,
+        regimes: RegimePolicy | None = None,
+        preemption: PreemptionPolicy | None = None,
     ) -> None:
         self._memory = memory
         self._limits = limits
         self._regimes = regimes or RegimePolicy("virtual")
-        # All three in the order of arrival.
+        self._demand = BlockDemand(memory.layout)
+        self._preemption = preemption or PreemptionPolicy("recompute")
+        # All in the order in which sequences are served.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._swapped: list[Sequence] = []
         self._following: list[Sequence] = []
         #: Finished sequences whose memory is kept for those that have yet to fork from it.
         self._donors: dict[str, Sequence] = {}
@@ -75,6 +88,7 @@ class FCFSScheduler:
         #: that run until one of them has ended, or the same refusal would come each step.
         self._is_short = False
         self.num_preemptions_total = 0
+        self.num_swaps_total = 0
 
     @property
     def num_running(self) -> int:
@@ -86,7 +100,7 @@ class FCFSScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._following)
+        return len(self._waiting) + len(self._following) + len(self._swapped)
 
     # -- requests -----------------------------------------------------------------------
 
@@ -104,16 +118,19 @@ class FCFSScheduler:
             self._is_short = False
         elif sequence.status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
+        elif sequence.status is SequenceStatus.SWAPPED:
+            self._swapped.remove(sequence)
         elif sequence.status is SequenceStatus.FOLLOWING:
             self._following.remove(sequence)
+        was_swapped = sequence.status is SequenceStatus.SWAPPED
         sequence.status = SequenceStatus.FINISHED
         request = sequence.request
         if sequence.memory_id is not None:
-            if self._is_wanted(sequence):
+            if not was_swapped and self._is_wanted(sequence):
                 self._donors[request.request_id] = sequence
             else:
                 self._release(sequence)
-        if not any(_has_yet_to_start(other) for other in request.sequences):
+        if not any(has_yet_to_start(other) for other in request.sequences):
             self._drop_donor(request)
 
     def abort(self, request: Request) -> None:
@@ -136,7 +153,7 @@ class FCFSScheduler:
     def convert(self, request: Request, regime: Regime) -> None:
         request.regime = regime
         for sequence in request.sequences:
-            if sequence.status is SequenceStatus.RUNNING:
+            if sequence.status in (SequenceStatus.RUNNING, SequenceStatus.SWAPPED):
                 self._converting[sequence] = regime
 
     # -- the step -----------------------------------------------------------------------
@@ -158,11 +175,20 @@ class FCFSScheduler:
 
     def schedule(self) -> StepPlan | None:
         plan = self._schedule()
-        if plan is None and self._donors and self._waiting:
-            # Nothing runs, and what is kept to be forked is what stands in the way.
-            self._drop_donors()
+        while plan is None and (self._swapped or (self._donors and self._waiting)):
+            # Nothing runs, and what is kept (to be forked, or for beams that are swapped but do
+            # not fit together, since swapping shares nothing) is what stands in the way.
+            if self._donors:
+                self._drop_donors()
+            else:
+                self._recompute_swapped()
             plan = self._schedule()
         return plan
+
+    def _recompute_swapped(self) -> None:
+        for sequence in list(self._swapped):
+            self._swapped.remove(sequence)
+            self._give_up(sequence)
 
     def _schedule(self) -> StepPlan | None:
         self._start_followers()
@@ -219,18 +245,20 @@ class FCFSScheduler:
         return self._memory.plan(growths, starts)
 
     def _conversions(self) -> list[Convert]:
-        """A sequence that starts in this step, or is there already, is not converted now."""
+        """Of those that run: not of one that starts in this step, or is there already."""
         for sequence, regime in list(self._converting.items()):
             if sequence.regime is regime:
                 del self._converting[sequence]
         return [
             Convert(sequence.memory_id, regime)
             for sequence, regime in self._converting.items()
-            if sequence.memory_id is not None and sequence.start is None
+            if sequence.status is SequenceStatus.RUNNING
+            and sequence.memory_id is not None
+            and sequence.start is None
         ]
 
     def _share_budget(self) -> list[ScheduledSequence]:
-        budget = _Budget(self._limits.max_num_batched_tokens, self._limits.max_scored_tokens)
+        budget = self._new_budget()
         plan: list[ScheduledSequence] = []
         decoding = [seq for seq in self._running if seq.num_uncomputed == 1]
         reading = [seq for seq in self._running if seq.num_uncomputed > 1]
@@ -240,6 +268,9 @@ class FCFSScheduler:
             if budget.can_take(sequence):
                 plan.append(budget.take(sequence))
         return plan
+
+    def _new_budget(self) -> StepBudget:
+        return StepBudget(self._limits.max_num_batched_tokens, self._limits.max_scored_tokens)
 
     def _preempt_last(self) -> Sequence | None:
         """Everything that runs of the request that arrived last, if beams; else one sequence."""
@@ -251,12 +282,39 @@ class FCFSScheduler:
             victims = [seq for seq in self._running if seq.request is victim.request]
         if len(victims) == len(self._running):
             return None
-        for sequence in reversed(victims):
-            if sequence.status is SequenceStatus.RUNNING:  # else it went with its parent
-                self._back_to_waiting(sequence)
+        if not self._swap_out(victims):
+            for sequence in reversed(victims):
+                if sequence.status is SequenceStatus.RUNNING:  # else it went with its parent
+                    self._back_to_waiting(sequence)
+        for sequence in victims:
+            sequence.was_preempted = True
         victim.request.metrics.num_preemptions += 1
         self.num_preemptions_total += 1
         return victim
+
+    def _swap_out(self, victims: list[Sequence]) -> bool:
+        """Whether the victims' keys and values are in host memory now."""
+        if any(seq.start is not None or seq.num_computed == 0 for seq in victims):
+            return False  # nothing to copy yet, or not in memory
+        sources = {seq.memory_id for seq in victims}
+        if any(is_fork_of(seq, sources) for seq in self._running):
+            return False
+        num_blocks = sum(self._demand.blocks(seq, seq.num_computed) for seq in victims)
+        num_bytes = num_blocks * self._demand.block_bytes
+        if not self._preemption.swaps(sum(seq.num_computed for seq in victims), num_bytes):
+            return False
+        began = time.perf_counter()
+        if not self._memory.swap_out(
+            [seq.memory_id for seq in victims if seq.memory_id is not None]
+        ):
+            return False
+        self._preemption.copied(num_bytes, time.perf_counter() - began)
+        for sequence in victims:
+            self._running.remove(sequence)
+            sequence.status = SequenceStatus.SWAPPED
+            insort(self._swapped, sequence, key=_ORDER)
+        self.num_swaps_total += len(victims)
+        return True
 
     def _fail_stuck(self) -> None:
         """Nobody can compute: beams wait for one of theirs, for which there is no memory."""
@@ -271,29 +329,35 @@ class FCFSScheduler:
 
     def _admit(self, plan: list[ScheduledSequence]) -> list[Sequence]:
         """Add newcomers to ``plan`` while budget, sequences and memory last; who they are."""
-        budget = _Budget(self._limits.max_num_batched_tokens, self._limits.max_scored_tokens)
+        budget = self._new_budget()
         budget.spend(plan)
-        if not self._waiting or self._is_short:
+        if not (self._waiting or self._swapped) or (self._is_short and self._running):
             return []
         # What a newcomer may take, once every running sequence has what it is owed.
-        blocks_per_page = self._memory.layout.page_tokens // self._memory.layout.block_tokens
+        blocks_per_page = self._demand.blocks_per_page
         room = self._memory.available_pages() * blocks_per_page - sum(
-            self._owed(seq) for seq in self._running
+            self._demand.owed(seq) for seq in self._running
         )
         watermark = int(self._limits.watermark * self._memory.limit_pages) * blocks_per_page
-        newcomers: list[Sequence] = []
+        newcomers = self._swap_in(plan, budget, room)
+        if self._swapped:
+            return newcomers  # who was swapped comes back first
+        room -= sum(self._demand.next_token(seq) for seq in newcomers)
         while self._waiting and budget.can_take(self._waiting[0]):
             sequence = self._waiting[0]
             if self._num_reserved(sequence.request) > self._limits.max_num_seqs:
                 break
-            alone = all(other.request is sequence.request for other in self._running)
+            # Those that run may wait for this very one: then there is no room to leave.
+            gang = sequence.request if sequence.request.is_gang else None
+            alone = all(other.request is gang for other in self._running)
             sequence.regime = self._regime_of(sequence.request)
             donor = self._donor_for(sequence)
             shared = sequence.num_prompt if donor else 0
-            blocks = self._blocks(sequence, sequence.num_tokens + 1) - self._shared(
-                sequence, shared
-            )
-            if blocks + (0 if alone else watermark) > room:
+            blocks = self._demand.next_token(sequence) - self._demand.shared(sequence, shared)
+            reserve = 0 if alone else watermark
+            if sequence.was_preempted and not alone:
+                reserve = max(reserve, self._headroom([sequence]))
+            if blocks + reserve > room:
                 break
             if not self._open(sequence, donor):
                 break
@@ -304,6 +368,42 @@ class FCFSScheduler:
             room -= blocks
             plan.append(budget.take(sequence))
         return newcomers
+
+    def _swap_in(
+        self, plan: list[ScheduledSequence], budget: StepBudget, room: int
+    ) -> list[Sequence]:
+        """Add the swapped ones to ``plan`` that fit, whole groups of beams; who they are."""
+        back: list[Sequence] = []
+        while self._swapped and budget.tokens > 0:
+            first = self._swapped[0]
+            group = [first]
+            if first.request.is_gang:
+                group = [seq for seq in self._swapped if seq.request is first.request]
+            blocks = sum(self._demand.next_token(seq) for seq in group)
+            alone = not self._running
+            reserve = 0 if alone else self._headroom(group)
+            num_after = self._num_reserved(first.request)
+            if blocks + reserve > room or num_after > self._limits.max_num_seqs:
+                break
+            room -= blocks
+            for sequence in group:
+                assert sequence.memory_id is not None
+                self._swapped.remove(sequence)
+                sequence.start = SwapIn(sequence.memory_id)
+                sequence.status = SequenceStatus.RUNNING
+                insort(self._running, sequence, key=_ORDER)
+                back.append(sequence)
+                if budget.can_take(sequence) and sequence.num_uncomputed:
+                    plan.append(budget.take(sequence))
+        return back
+
+    def _headroom(self, newcomers: list[Sequence]) -> int:
+        """Blocks that must be left when these come back.
+
+        Else they would be the victims again after a few steps, and all the copying, or computing,
+        would have been for nothing.
+        """
+        return sum(self._demand.ahead(seq) for seq in (*self._running, *newcomers))
 
     def _num_reserved(self, newcomer: Request) -> int:
         """Sequences that run or can come to, with one more of ``newcomer``: beams fork at will."""
@@ -325,15 +425,18 @@ class FCFSScheduler:
             answer = self._plan_memory(plan)
             if isinstance(answer, MemoryPlan):
                 return answer
-            newcomer = plan.pop().sequence
-            assert newcomer is newcomers[-1]
+            newcomer = newcomers[-1]
+            if isinstance(newcomer.start, SwapIn):
+                self._back_to_swapped(newcomers, plan)
+                continue
+            assert plan.pop().sequence is newcomer
             if not isinstance(newcomer.start, Attach):
                 self._back_to_waiting(newcomers.pop())
                 continue
             newcomer.start = None
             newcomer.num_computed = 0
             newcomer.request.metrics.num_cached_tokens = 0
-            budget = _Budget(self._limits.max_num_batched_tokens, self._limits.max_scored_tokens)
+            budget = self._new_budget()
             budget.spend(plan)
             plan.append(budget.take(newcomer))
         return None
@@ -368,27 +471,6 @@ class FCFSScheduler:
             request.metrics.kv_regime_reason = reason
         return request.regime
 
-    def _blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """What ``num_tokens`` take in the sequence's regime."""
-        layout = self._memory.layout
-        if sequence.regime is Regime.VIRTUAL:
-            return layout.pages_for(num_tokens) * (layout.page_tokens // layout.block_tokens)
-        return -(-num_tokens // layout.block_tokens)
-
-    def _shared(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many of these blocks a fork at ``num_tokens`` shares for good."""
-        layout = self._memory.layout
-        virtual = sequence.regime is Regime.VIRTUAL
-        unit = layout.page_tokens if virtual else layout.block_tokens
-        return num_tokens // unit * (unit // layout.block_tokens)
-
-    def _owed(self, sequence: Sequence) -> int:
-        computed = sequence.num_computed
-        has = (
-            self._shared(sequence, computed) if sequence.start else self._blocks(sequence, computed)
-        )
-        return self._blocks(sequence, sequence.num_tokens + 1) - has
-
     # -- forks of one prompt ------------------------------------------------------------
 
     def _start_followers(self) -> None:
@@ -406,7 +488,8 @@ class FCFSScheduler:
             self._following.remove(sequence)
             self._enqueue(sequence)
         # The one that was to compute the prompt has ended, or follows as well.
-        led = {seq.request.request_id for seq in (*self._running, *self._waiting)}
+        leaders = (*self._running, *self._waiting, *self._swapped)
+        led = {seq.request.request_id for seq in leaders}
         for sequence in list(self._following):
             if sequence.request.request_id not in led:
                 led.add(sequence.request.request_id)
@@ -414,7 +497,7 @@ class FCFSScheduler:
                 self._enqueue(sequence)
 
     def _donor_for(self, sequence: Sequence) -> Sequence | None:
-        """A sibling whose memory begins with the prompt of ``sequence``, in its regime."""
+        """A sibling, in whichever regime, whose memory begins with the prompt of ``sequence``."""
         request = sequence.request
         if request.num_branches == 1:
             return None
@@ -422,7 +505,7 @@ class FCFSScheduler:
         for other in (*request.sequences, kept):
             if other is None or other is sequence or not other.has_prompt:
                 continue
-            if other.regime is sequence.regime and self._keeps_prompt(other):
+            if self._keeps_prompt(other):
                 return other
         return None
 
@@ -437,13 +520,13 @@ class FCFSScheduler:
         return (
             sequence.has_prompt
             and sequence.request.request_id not in self._donors
-            and any(_has_yet_to_start(other) for other in others)
+            and any(has_yet_to_start(other) for other in others)
             and not any(other.has_prompt for other in others if other is not sequence)
         )
 
     def _is_needed(self, request_id: str) -> bool:
         request = self._donors[request_id].request
-        return any(_has_yet_to_start(other) for other in request.sequences)
+        return any(has_yet_to_start(other) for other in request.sequences)
 
     def _drop_donor(self, request: Request) -> None:
         donor = self._donors.pop(request.request_id, None)
@@ -454,12 +537,25 @@ class FCFSScheduler:
         # Who starts in this step is forked from them: it waits again.
         sources = {donor.memory_id for donor in self._donors.values()}
         for sequence in list(self._running):
-            start = sequence.start
-            if isinstance(start, Fork) and start.parent in sources:
+            if sequence.status is SequenceStatus.RUNNING and is_fork_of(sequence, sources):
                 self._back_to_waiting(sequence)
         for donor in self._donors.values():
             self._release(donor)
         self._donors.clear()
+
+    def _back_to_swapped(self, newcomers: list[Sequence], plan: list[ScheduledSequence]) -> None:
+        """The last newcomer, with the beams of its group, stays in host memory after all."""
+        request = newcomers[-1].request
+        group = [newcomers[-1]]
+        if request.is_gang:
+            group = [seq for seq in newcomers if seq.request is request]
+        for sequence in group:
+            newcomers.remove(sequence)
+            self._running.remove(sequence)
+            sequence.start = None
+            sequence.status = SequenceStatus.SWAPPED
+            insort(self._swapped, sequence, key=_ORDER)
+        plan[:] = [item for item in plan if item.sequence not in group]
 
     # -- queues -------------------------------------------------------------------------
 
@@ -476,17 +572,20 @@ class FCFSScheduler:
         self._running.remove(sequence)
         self._converting.pop(sequence, None)
         memory_id = sequence.memory_id
+        self._give_up(sequence)
+        for child in list(self._running):
+            if child.status is SequenceStatus.RUNNING and is_fork_of(child, {memory_id}):
+                self._back_to_waiting(child)
+
+    def _give_up(self, sequence: Sequence) -> None:
+        """Its keys and values are gone: it waits, or follows a sibling that computes the prompt."""
         self._release(sequence)
         sequence.num_computed = 0
         # One sequence of a request computes the prompt, the others follow.
-        if any(_leads(other) for other in sequence.request.sequences if other is not sequence):
+        if any(leads(other) for other in sequence.request.sequences if other is not sequence):
             self._follow(sequence)
         else:
             self._enqueue(sequence)
-        for child in list(self._running):
-            start = child.start
-            if isinstance(start, Fork) and start.parent == memory_id:
-                self._back_to_waiting(child)
 
     def _renew_starts(self) -> None:
         """A step that was planned but never applied leaves starts: cached prefixes may be gone."""
@@ -501,46 +600,6 @@ class FCFSScheduler:
         assert sequence.memory_id is not None
         self._memory.release(sequence.memory_id)
         sequence.memory_id = sequence.start = None
-
-
-class _Budget:
-    """What is left of a step: tokens to compute, and prompt tokens to score."""
-
-    def __init__(self, tokens: int, scored: int) -> None:
-        self.tokens = tokens
-        self.scored = scored
-
-    def can_take(self, sequence: Sequence) -> bool:
-        return self.tokens > 0 and (self.scored > 0 or not sequence.num_unscored)
-
-    def take(self, sequence: Sequence) -> ScheduledSequence:
-        """As much of the sequence as there is room for."""
-        assert sequence.memory_id is not None
-        num_new = min(sequence.num_uncomputed, self.tokens)
-        if sequence.num_unscored:
-            num_new = min(num_new, self.scored)
-        item = ScheduledSequence(
-            sequence, sequence.memory_id, sequence.num_computed, num_new, sequence.regime
-        )
-        self.spend([item])
-        return item
-
-    def spend(self, items: Iterable[ScheduledSequence]) -> None:
-        for item in items:
-            self.tokens -= item.num_new
-            if item.sequence.num_unscored:
-                self.scored -= item.num_new
-
-
-def _leads(sequence: Sequence) -> bool:
-    """Whether the sequence will compute its request's prompt, or has."""
-    return sequence.status in (SequenceStatus.RUNNING, SequenceStatus.WAITING)
-
-
-def _has_yet_to_start(sequence: Sequence) -> bool:
-    if sequence.status in (SequenceStatus.FOLLOWING, SequenceStatus.WAITING):
-        return True
-    return sequence.status is SequenceStatus.RUNNING and isinstance(sequence.start, Fork)
 
 
 def _seen_in(item: ScheduledSequence, regimes: dict[Sequence, Regime]) -> ScheduledSequence:

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vmserve.memory.base import Attach, Fork, Regime
+from vmserve.memory.base import Attach, Fork, Regime, SwapIn
 
 if TYPE_CHECKING:
     from vmserve.decoding.group import BeamGroup
@@ -21,6 +21,8 @@ class SequenceStatus(enum.Enum):
     FOLLOWING = "following"
     WAITING = "waiting"
     RUNNING = "running"
+    #: Preempted; its keys and values are in host memory.
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
@@ -43,6 +45,8 @@ class Request:
     arrival: int
     metrics: RequestMetrics
     priority: int = 0
+    #: Lower ranks are served first: the priority, where the policy goes by it.
+    rank: int = 0
     #: Requests share cached prefixes only with those of the same salt.
     cache_salt: bytes = b""
     stream: bool = False
@@ -90,8 +94,11 @@ class Sequence:
     #: The sequence in the KV memory, while it has any, and the regime in which it is kept.
     memory_id: int | None = None
     regime: Regime = Regime.VIRTUAL
-    #: How the sequence starts in memory; part of the next plan, until one is applied.
-    start: Attach | Fork | None = None
+    #: How the sequence starts, or comes back, in memory; part of the next plan, until one is
+    #: applied.
+    start: Attach | Fork | SwapIn | None = None
+    #: A preempted sequence comes back only when there is room for more than its next token.
+    was_preempted: bool = False
     #: How many of the tokens the KV memory knows (names for its prefix cache).
     num_named: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
@@ -100,9 +107,9 @@ class Sequence:
     num_prompt_scored: int = 0
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int, int]:
         """Sequences are served in this order."""
-        return (self.request.arrival, self.index)
+        return (self.request.rank, self.request.arrival, self.index)
 
     @property
     def has_prompt(self) -> bool:
@@ -110,6 +117,7 @@ class Sequence:
         return (
             self.memory_id is not None
             and self.start is None
+            and self.status is not SequenceStatus.SWAPPED
             and self.num_computed >= self.num_prompt
         )
 

@@ -6,7 +6,9 @@
 //   free     committed, nobody's; its content is of no use
 //   in use   a block of it has references; *split* if its other blocks can be handed out one by one
 //   waiting  given up, but an epoch that could read it is not complete
-//   idle     evictable: it has cached blocks or a slot shows it; oldest use first
+//   idle     evictable: it has cached blocks or a slot shows it. First those that were used and
+//   have
+//            nothing cached, then the others, oldest use first
 //   held     without references, but a repair or a command of the mapper has it
 // Laws
 //   * the state is a function of the counters (state_for), and the page is in that state's list
@@ -107,7 +109,7 @@ class BlockPool {
   // Epochs up to this one are complete: what waited for them is idle or free.
   void complete(Epoch epoch) noexcept;
 
-  // -- idle pages, oldest first.
+  // -- idle pages, in the order in which they are to be evicted.
   PageId oldest_idle() const { return idle_.head; }
   PageId next_idle(PageId page) const { return pages_[page].next; }
 
@@ -145,6 +147,7 @@ class BlockPool {
     PageState state;
     bool known_zero;
     bool counted_mapped;  // counted in num_idle_mapped_
+    bool worthless;       // idle, and among the first: see last_worthless_
     Tenant tenant;        // whose data it holds, or held last
     Epoch retire;         // the last epoch that may read it
     PageId prev, next;    // in the idle list or its tenant's split list
@@ -165,6 +168,7 @@ class BlockPool {
   void enter(PageId page) noexcept;
   void leave(PageId page) noexcept;
   void link(List& list, PageId page) noexcept;
+  void link_behind(List& list, PageId page, PageId before) noexcept;  // kNoPage: as the first
   void unlink(List& list, PageId page) noexcept;
   std::int32_t spare_blocks(const Page& page) const {
     return blocks_per_page_ - page.used - page.cached;
@@ -182,6 +186,9 @@ class BlockPool {
   LazyArray<Digest> digests_;
   std::unordered_map<Digest, BlockId, DigestHash> index_;
   List idle_;
+  // The idle list begins with pages that are only mapped where somebody was: losing one costs a map
+  // call at most, losing a cached block costs computing it again.
+  PageId last_worthless_ = kNoPage;
   std::unordered_map<Tenant, List> split_;
   std::deque<std::pair<Epoch, PageId>> waiting_;
   std::int64_t counts_[7] = {};

@@ -37,7 +37,7 @@ class FaultInjectingDriver final : public PageDriver {
   Mark mark() override;
   bool reached(Mark mark) override { return inner_->reached(mark); }
   Address alloc_host(std::size_t bytes) override;
-  void free_host(Address addr) override { inner_->free_host(addr); }
+  void free_host(Address addr) override;
   Mapping query(Address addr) const override { return inner_->query(addr); }
   DriverStats stats() const override { return inner_->stats(); }
 

@@ -349,7 +349,8 @@ class KVMemory {
     std::vector<Grown> grown;
     std::vector<SavedSlot> slots;
     std::vector<BlockId> refs;
-    std::vector<BlockId> matched;  // kept while memory is sought
+    std::vector<BlockId> matched;                     // kept while memory is sought
+    std::unordered_map<SeqId, std::int64_t> targets;  // tokens that what is converted grows to
     std::vector<PageId> held;
     std::vector<std::pair<PageId, SeqId>> owners;
     std::vector<SwapId> swap_taken;
@@ -357,6 +358,7 @@ class KVMemory {
     std::vector<BlockCopy> copies;
     std::vector<SwapCopy> swap_out, swap_in;
     std::vector<Attached> attached;
+    std::unordered_map<BlockId, std::int32_t> left;  // by so many, each to a copy of its own
     std::vector<PageId> zero_pages;
     std::vector<BlockId> zero_blocks;
     std::vector<SlotMap> maps;
@@ -441,6 +443,8 @@ class KVMemory {
   Demand demand(const std::vector<Op>& ops, bool dense) const;
   void demand_op(Demand& demand, const Op& op) const;
   void demand_grow(Demand& demand, const Op& op) const;
+  static bool is_parent(const Demand& demand, SeqId id);
+  std::int64_t num_claims(const Sequence& seq) const;
   void demand_swap_in(Demand& demand, SeqId id) const;
   void demand_bind(Demand& demand, const Sequence& seq, const std::vector<BlockId>& blocks,
                    std::int64_t num_tokens, bool own) const;
@@ -453,6 +457,7 @@ class KVMemory {
   std::vector<BoundPage> bind_pages(const std::vector<BlockId>& blocks, std::int64_t num_tokens,
                                     bool own, std::int32_t held) const;
   bool offers_more(PageId page, std::int32_t count) const;
+  bool is_clearing_late(PageId page) const;
   std::vector<BlockId> matched_blocks(const Sequence& seq, std::int64_t num_tokens) const;
   bool takes_whole_page(std::int64_t block_index, bool dense) const;
   std::int64_t pages_missing(const Demand& demand, bool squeezed) const;
@@ -470,6 +475,7 @@ class KVMemory {
   void stage_grow(Change& change, const Op& op);
   void grow_virtual(Change& change, SeqId id, std::int64_t num_tokens);
   void require_whole(SlotId slot) const;  // throws while it is in a repair
+  bool needs_copy(const Change& change, BlockId block) const;
   void grow_paged(Change& change, SeqId id, std::int64_t num_tokens);
   void bind(Change& change, SeqId id, const std::vector<BlockId>& blocks, std::int64_t num_tokens,
             bool own);
@@ -486,6 +492,7 @@ class KVMemory {
                      std::int64_t want, bool pressed) const;
   bool shows_foreign(PageId page, Tenant tenant) const;
   void hold_matches(Change& change, const std::vector<Op>& ops);
+  static void note_targets(Change& change, const std::vector<Op>& ops);
   void take_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound, std::int64_t want);
   Change::SavedSlot& saved(Change& change, SlotId slot);
   bool claim_spare(Change& change, SeqId id, std::int64_t index);

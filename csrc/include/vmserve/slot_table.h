@@ -20,6 +20,7 @@ struct Slot {
   SeqId seq = kNoSeq;
   std::vector<SlotEntry> entries;
   std::int64_t num_pending = 0;
+  std::int64_t num_sealed = 0;  // none of the first entries, so many, is writable
   bool in_repair = false;
   Epoch retire = 0;                // the last epoch whose kernels may use these addresses
   std::uint64_t parked_at = 0;     // order of parking

@@ -47,12 +47,15 @@ class SwapSpace {
   bool adjacent(SwapId id, SwapId next) const {
     return next == id + 1 && id / kChunkBlocks == next / kChunkBlocks;
   }
-  // Gives the host memory back. Pre: nothing is used.
+  // Gives the host memory back. Pre: nothing is used. After an error no block is backed any more;
+  // what is left goes back with the next call.
   void release_memory();
 
   static constexpr SwapId kChunkBlocks = 256;
 
  private:
+  void free_leftovers();
+
   std::shared_ptr<PageDriver> driver_;
   std::int32_t num_groups_;
   std::size_t block_bytes_;
@@ -60,6 +63,7 @@ class SwapSpace {
   PageSet used_;
   std::vector<std::int32_t> refs_;
   std::vector<std::vector<Address>> chunks_;  // [chunk][group]
+  std::vector<Address> leftovers_;            // back no block: the driver refused to free them
 };
 
 }  // namespace vmserve

@@ -1,0 +1,95 @@
+"""Every family in the engine: the same greedy tokens as ``transformers.generate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vmserve import LLM, SamplingParams  # first: it sets how torch's threads wait
+
+import torch  # isort: skip
+from transformers import AutoModelForCausalLM, PreTrainedConfig  # isort: skip
+
+from tests.models.checkpoints import CONTEXT, FOREIGN, VARIANTS, save
+from vmserve.errors import ConfigurationError, UnsupportedError
+
+MODELS = {**VARIANTS, **FOREIGN}
+#: Served by the decoder, and (the last three) by transformers over our memory.
+NAMES = ["llama-gqa-llama3", "opt", "opt-350m", "gpt2", "gpt2-scales"]
+NAMES += ["gpt-neox", "gemma2-no-cap", "mixtral"]
+NUM_TOKENS = 24
+
+
+def generated(directory: Path, prompt: list[int]) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokens = torch.tensor([prompt])
+    output = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    produced: list[int] = output[0, len(prompt) :].tolist()
+    return produced
+
+
+def engine(directory: Path, tokenizer: Path, **options: object) -> LLM:
+    return LLM(
+        model=str(directory),
+        tokenizer=str(tokenizer),
+        dtype="float32",
+        kv_cache_memory="8MiB",
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def assert_same_tokens(config: PreTrainedConfig, directory: Path, tokenizer: Path) -> None:
+    save(config, directory)
+    prompts = [[2 + (7 * i + 13 * j) % 90 for i in range(length)] for j, length in enumerate(
+        (70, 1, 33, 12)
+    )]  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    expected = [generated(directory, prompt) for prompt in prompts]
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    backend = "reference" if capped else "sdpa"
+    for options in (
+        {"kv_regime": "virtual", "attention_backend": backend},
+        {"kv_regime": "virtual"},
+        {"kv_regime": "paged"},
+    ):
+        with engine(directory, tokenizer, **options) as llm:
+            results = llm.generate(prompts, params)
+            llm.engine.memory.check()
+        assert results[0].metrics.num_prefill_chunks > 2
+        assert results[0].metrics.kv_regime == options["kv_regime"]
+        assert [result.outputs[0].token_ids for result in results] == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_tokens(name: str, tmp_path: Path, model_dir: Path) -> None:
+    assert_same_tokens(MODELS[name], tmp_path / "model", model_dir)
+
+
+def test_a_softcap_is_served_or_refused_at_start(tmp_path: Path, model_dir: Path) -> None:
+    assert_same_tokens(FOREIGN["gemma2"], tmp_path / "model", model_dir)
+    save(FOREIGN["gemma2"], tmp_path / "capped")
+    with pytest.raises(UnsupportedError, match=r"scores at 50, which the sdpa backend cannot do"):
+        engine(tmp_path / "capped", model_dir, attention_backend="sdpa")
+
+
+def test_learned_positions_bound_the_context(tmp_path: Path, model_dir: Path) -> None:
+    save(VARIANTS["opt"], tmp_path)
+    with pytest.raises(ConfigurationError, match=r"300 is above the model's own context of 256"):
+        engine(tmp_path, model_dir, max_model_len=300)
+    prompt = [2 + i % 90 for i in range(CONTEXT - 2)]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
+    with engine(tmp_path, model_dir) as llm:
+        [result] = llm.generate([prompt], params)
+    # The last token is sampled, never computed: it needs no position.
+    assert len(result.outputs[0].token_ids) == 2
+    assert result.outputs[0].finish_reason == "length"

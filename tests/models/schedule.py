@@ -1,0 +1,74 @@
+"""A few sequences in uneven chunks beside each other, and how far two sets of logits are apart."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.attention.views import dense_view
+from tests.models.checkpoints import VOCAB
+from vmserve.attention import create_backend
+from vmserve.attention.base import ContiguousView, RaggedBatch
+from vmserve.models import LoadedModel
+
+#: Per step, the tokens of each sequence that are computed: prompts in uneven chunks, decodes
+#: beside them, sequences that start late or pause.
+SCHEDULE = [
+    (11, 1, 0, 0),
+    (7, 1, 5, 0),
+    (1, 13, 5, 0),
+    (1, 1, 0, 1),
+    (1, 1, 1, 1),
+    (0, 9, 1, 1),
+    (23, 1, 1, 1),
+]
+#: The batch must not rely on slots being in order.
+SLOTS = (2, 0, 4, 1)
+LENGTHS = [sum(step[i] for step in SCHEDULE) for i in range(len(SLOTS))]
+
+
+def random_prompts(lengths: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def view_for(model: LoadedModel, max_len: int) -> ContiguousView:
+    config = model.config
+    return dense_view(
+        config.num_layers, max(SLOTS) + 1, max_len, config.kv_heads, config.head_dim, model.dtype
+    )
+
+
+def run_schedule(
+    model: LoadedModel, prompts: list[list[int]], backend_name: str = "sdpa"
+) -> list[torch.Tensor]:
+    """Per prompt ``[tokens, vocab]``, gathered over the steps of ``SCHEDULE``."""
+    view = view_for(model, max(LENGTHS))
+    backend = create_backend(backend_name)
+    done = [0] * len(prompts)
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for step in SCHEDULE:
+        active = [i for i, count in enumerate(step) if count]
+        batch = RaggedBatch.build(
+            [SLOTS[i] for i in active], [done[i] for i in active], [step[i] for i in active]
+        )
+        tokens = [t for i in active for t in prompts[i][done[i] : done[i] + step[i]]]
+        logits = model.forward(
+            torch.tensor(tokens), batch.token_positions, backend.bind(view, batch)
+        )
+        assert logits.shape == (batch.num_tokens, VOCAB)
+        assert logits.dtype == torch.float32
+        for i, part in zip(active, torch.split(logits, [step[i] for i in active]), strict=True):
+            rows[i].append(part)
+            done[i] += step[i]
+    assert done == LENGTHS
+    return [torch.cat(parts) for parts in rows]
+
+
+def worst_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """Largest absolute difference, as a share of the largest logit."""
+    scale = max(t.abs().max().item() for t in theirs)
+    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) / scale
+
+
+def mean_square(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    return (torch.cat(ours) - torch.cat(theirs)).square().mean().item()

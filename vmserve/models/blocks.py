@@ -1,0 +1,201 @@
+"""The pieces that a decoder is put together from; each holds weights and computes.
+
+All of them take ``[tokens, features]`` and round where the implementation in ``transformers``
+rounds, so that half-precision results differ by the order of sums only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+__all__ = [
+    "ACTIVATIONS",
+    "Activation",
+    "FusedProjection",
+    "GatedMlp",
+    "LayerNorm",
+    "LearnedPositions",
+    "Linear",
+    "Mlp",
+    "Norm",
+    "PlainMlp",
+    "Projection",
+    "RmsNorm",
+    "SeparateProjections",
+    "gelu_new",
+]
+
+#: May overwrite its argument.
+Activation = Callable[[torch.Tensor], torch.Tensor]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``weight`` ``[out, in]`` (any strides) and ``bias`` ``[out]``, as in ``torch.nn.Linear``."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+# -- normalisation ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """RMSNorm (Zhang and Sennrich 2019) over the last dimension.
+
+    In half precision the reference rounds twice: after the normalisation in float32, and
+    after the weight.
+    """
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        normalised = F.rms_norm(x.to(torch.float32), self.weight.shape, None, self.eps)
+        return normalised.to(x.dtype).mul_(self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """LayerNorm (Ba et al. 2016) over the last dimension; without weights it only normalises."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+
+Norm = RmsNorm | LayerNorm
+
+
+# -- positions ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedPositions:
+    """A vector per position, added to the embedding; ``weight`` ``[offset + positions, hidden]``.
+
+    OPT's table starts with ``offset`` = 2 rows that no position uses.
+    """
+
+    weight: torch.Tensor
+    offset: int
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        return F.embedding(positions + self.offset if self.offset else positions, self.weight)
+
+
+# -- queries, keys, values ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateProjections:
+    """``x`` to q, k and v, each ``[tokens, heads, head_dim]``.
+
+    ``query_scale``: OPT scales (and rounds) the queries here, not the scores in attention.
+    """
+
+    q: Linear
+    k: Linear
+    v: Linear
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    q_norm: RmsNorm | None = None
+    k_norm: RmsNorm | None = None
+    query_scale: float | None = None
+
+    def __call__(self, x: torch.Tensor) -> Heads:
+        tokens, dim = x.shape[0], self.head_dim
+        q = self.q(x).view(tokens, self.q_heads, dim)
+        k = self.k(x).view(tokens, self.kv_heads, dim)
+        v = self.v(x).view(tokens, self.kv_heads, dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.query_scale is not None:
+            q.mul_(self.query_scale)
+        return q, k, v
+
+
+@dataclass(frozen=True, slots=True)
+class FusedProjection:
+    """As :class:`SeparateProjections`, with q, k and v, equally wide, in one product."""
+
+    qkv: Linear
+    heads: int
+    head_dim: int
+
+    def __call__(self, x: torch.Tensor) -> Heads:
+        q, k, v = self.qkv(x).view(x.shape[0], 3, self.heads, self.head_dim).unbind(1)
+        return q, k, v
+
+
+Projection = SeparateProjections | FusedProjection
+
+
+# -- MLP ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """SwiGLU (Shazeer 2020) and its relatives with another activation."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+    activation: Activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activation(self.gate(x)).mul_(self.up(x)))
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMlp:
+    up: Linear
+    down: Linear
+    activation: Activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+Mlp = GatedMlp | PlainMlp
+
+
+def gelu_new(x: torch.Tensor) -> torch.Tensor:
+    """GELU by a tanh (Hendrycks and Gimpel 2016), as GPT-2 has it.
+
+    The reference computes it operation by operation, and each one rounds; in float32 that
+    is within a few units in the last place of torch's own, which is a single pass.
+    """
+    if x.dtype == torch.float32:
+        return F.gelu(x, approximate="tanh")
+    inner = x.pow(3.0).mul_(0.044715).add_(x).mul_(math.sqrt(2.0 / math.pi))
+    return x.mul_(0.5).mul_(inner.tanh_().add_(1.0))
+
+
+#: By the name in config.json.
+ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_new": gelu_new,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": torch.relu_,
+    "silu": partial(F.silu, inplace=True),
+    "swish": partial(F.silu, inplace=True),
+    "tanh": torch.tanh_,
+}

@@ -1,0 +1,132 @@
+"""What a decoder is built of: one frozen description that all families are translated to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vmserve.attention.base import LayerAttention
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models.blocks import ACTIVATIONS
+from vmserve.models.rope import RopeConfig
+
+__all__ = ["DecoderConfig", "LearnedPositionsConfig", "NormConfig", "TensorNames"]
+
+#: Vectors of the hidden size that live at once in a layer: residual, normed input, the
+#: attention's and the MLP's output, and what the allocator has not reused yet.
+_HIDDEN_COPIES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorNames:
+    """Where a family's checkpoints keep what: names of modules, without ``.weight``.
+
+    All but ``head`` are below ``base``, which checkpoints of the bare model leave out.
+    """
+
+    base: str
+    head: str = "lm_head"
+    embedding: str
+    positions: str = ""
+    project_in: str = ""
+    project_out: str = ""
+    final_norm: str
+    #: With "{}" for the number of the layer; what follows is below it.
+    layer: str
+    attention_norm: str
+    #: Of q, k and v; or one name, of a module that has them side by side.
+    qkv: tuple[str, ...]
+    qk_norms: tuple[str, ...] = ()
+    output: str
+    mlp_norm: str
+    #: Up and down; or gate, up and down.
+    mlp: tuple[str, ...]
+    #: Matrices of the layers are stored as ``[in, out]``.
+    transposed: bool = False
+    #: A pattern for tensors that some writers add, and that are no weights.
+    constants: str = r"(?!)"
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """``rms``: RMSNorm, else LayerNorm with a bias; ``affine``: with weights at all."""
+
+    rms: bool
+    eps: float
+    affine: bool = True
+
+
+@dataclass(frozen=True)
+class LearnedPositionsConfig:
+    """A table of vectors whose first ``offset`` rows belong to no position."""
+
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes are in elements, positions in tokens.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for sizes that contradict each other.
+    """
+
+    names: TensorNames
+    vocab_size: int
+    hidden_size: int
+    #: Below ``hidden_size`` where a projection leads from one to the other (OPT-350m).
+    embedding_size: int
+    mlp_size: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    layers: tuple[LayerAttention, ...]
+    positions: RopeConfig | LearnedPositionsConfig
+    norm: NormConfig
+    #: Norms stand before attention and MLP (pre-norm), or after the residual (post-norm).
+    norm_first: bool = True
+    final_norm: bool = True
+    activation: str
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    #: Queries are scaled before they are rounded; ``layers`` then have a scale of 1.
+    query_scale: float | None = None
+    tied_embeddings: bool
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "embedding_size", "mlp_size", "q_heads",
+                     "kv_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigurationError(f"config.json: {name} is {value}; it must be 1 or more")
+        if not self.layers:
+            raise ConfigurationError("config.json: num_layers is 0; it must be 1 or more")
+        if self.q_heads % self.kv_heads:
+            raise ConfigurationError(
+                f"config.json: {self.q_heads} query heads cannot share "
+                f"{self.kv_heads} key-value heads evenly"
+            )
+        if isinstance(self.positions, RopeConfig) and self.head_dim % 2:
+            raise ConfigurationError(
+                f"config.json: head_dim is {self.head_dim}; rotary embedding needs an even one"
+            )
+        for layer in self.layers:
+            if layer.window is not None and layer.window < 1:
+                raise ConfigurationError(
+                    f"config.json: sliding_window is {layer.window}; it must be 1 or more"
+                )
+        if self.activation not in ACTIVATIONS:
+            raise UnsupportedError(
+                f"activation {self.activation!r} is not supported; "
+                f"supported: {', '.join(ACTIVATIONS)}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def activation_width(self) -> int:
+        """An upper bound on the elements that live at once, per token of a step."""
+        heads = 2 * (self.q_heads + 2 * self.kv_heads) * self.head_dim
+        return _HIDDEN_COPIES * self.hidden_size + heads + 3 * self.mlp_size

@@ -1,0 +1,239 @@
+"""The families that the decoder knows: from their configurations to its description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from vmserve.attention.base import LayerAttention
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models.decoder_config import (
+    DecoderConfig,
+    LearnedPositionsConfig,
+    NormConfig,
+    TensorNames,
+)
+from vmserve.models.rope import RopeConfig
+
+__all__ = ["FAMILIES", "Family"]
+
+_LLAMA_NAMES = TensorNames(
+    base="model.",
+    embedding="embed_tokens",
+    final_norm="norm",
+    layer="layers.{}.",
+    attention_norm="input_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.o_proj",
+    mlp_norm="post_attention_layernorm",
+    mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    constants=r".*\.rotary_emb\.inv_freq",
+)
+_QWEN3_NAMES = replace(_LLAMA_NAMES, qk_norms=("self_attn.q_norm", "self_attn.k_norm"))
+_OPT_NAMES = TensorNames(
+    base="model.",
+    embedding="decoder.embed_tokens",
+    positions="decoder.embed_positions",
+    project_in="decoder.project_in",
+    project_out="decoder.project_out",
+    final_norm="decoder.final_layer_norm",
+    layer="decoder.layers.{}.",
+    attention_norm="self_attn_layer_norm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.out_proj",
+    mlp_norm="final_layer_norm",
+    mlp=("fc1", "fc2"),
+)
+_GPT2_NAMES = TensorNames(
+    base="transformer.",
+    embedding="wte",
+    positions="wpe",
+    final_norm="ln_f",
+    layer="h.{}.",
+    attention_norm="ln_1",
+    qkv=("attn.c_attn",),
+    output="attn.c_proj",
+    mlp_norm="ln_2",
+    mlp=("mlp.c_fc", "mlp.c_proj"),
+    transposed=True,
+    constants=r".*\.attn\.(masked_)?bias",  # causal masks
+)
+
+_Windows = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    model_type: str
+    config_class: type[PreTrainedConfig]
+    describe: Callable[[PreTrainedConfig], DecoderConfig]
+
+
+def _llama(
+    hf: PreTrainedConfig,
+    biases: tuple[bool, bool, bool],
+    windows: _Windows | None = None,
+    names: TensorNames = _LLAMA_NAMES,
+) -> DecoderConfig:
+    """``biases``: of the (query/key/value, output, MLP) projections."""
+    explicit: int | None = getattr(hf, "head_dim", None)
+    head_dim = explicit or int(hf.hidden_size // hf.num_attention_heads)
+    if windows is None:
+        windows = (None,) * hf.num_hidden_layers
+    return DecoderConfig(
+        names=names,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        embedding_size=hf.hidden_size,
+        mlp_size=hf.intermediate_size,
+        q_heads=hf.num_attention_heads,
+        kv_heads=hf.num_key_value_heads,
+        head_dim=head_dim,
+        max_position_embeddings=hf.max_position_embeddings,
+        layers=tuple(
+            LayerAttention(layer, head_dim**-0.5 if head_dim > 0 else 0.0, window)
+            for layer, window in enumerate(windows)
+        ),
+        positions=_rope(hf, head_dim),
+        norm=NormConfig(rms=True, eps=hf.rms_norm_eps),
+        activation=hf.hidden_act,
+        qkv_bias=biases[0],
+        output_bias=biases[1],
+        mlp_bias=biases[2],
+        tied_embeddings=bool(hf.tie_word_embeddings),
+    )
+
+
+def _rope(hf: PreTrainedConfig, head_dim: int) -> RopeConfig:
+    parameters = dict(hf.rope_parameters)
+    return RopeConfig(
+        rope_type=str(parameters.get("rope_type", "default")),
+        parameters=parameters,
+        head_dim=head_dim,
+        max_position_embeddings=hf.max_position_embeddings,
+    )
+
+
+def _window_by_layer_type(hf: PreTrainedConfig) -> _Windows:
+    windows: dict[str, int | None] = {
+        "full_attention": None,
+        "sliding_attention": hf.sliding_window,
+    }
+    unknown = sorted(set(hf.layer_types) - set(windows))
+    if unknown:
+        raise UnsupportedError(
+            f"layer type {', '.join(unknown)} is not supported; supported: {', '.join(windows)}"
+        )
+    if len(hf.layer_types) != hf.num_hidden_layers:
+        raise ConfigurationError(
+            f"config.json: layer_types has {len(hf.layer_types)} entries for "
+            f"{hf.num_hidden_layers} layers"
+        )
+    return tuple(windows[layer_type] for layer_type in hf.layer_types)
+
+
+def _qwen3(hf: PreTrainedConfig) -> DecoderConfig:
+    biases = (hf.attention_bias, hf.attention_bias, False)
+    return _llama(hf, biases, _window_by_layer_type(hf), _QWEN3_NAMES)
+
+
+def _opt(hf: PreTrainedConfig) -> DecoderConfig:
+    """OPT (Zhang et al. 2022); the 350m model is post-norm, with a narrower embedding."""
+    head_dim = _even_share(hf.hidden_size, hf.num_attention_heads)
+    return DecoderConfig(
+        names=_OPT_NAMES,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        embedding_size=hf.word_embed_proj_dim,
+        mlp_size=hf.ffn_dim,
+        q_heads=hf.num_attention_heads,
+        kv_heads=hf.num_attention_heads,
+        head_dim=head_dim,
+        max_position_embeddings=hf.max_position_embeddings,
+        layers=tuple(LayerAttention(layer, 1.0) for layer in range(hf.num_hidden_layers)),
+        positions=LearnedPositionsConfig(offset=2),
+        norm=NormConfig(rms=False, eps=1e-5, affine=hf.layer_norm_elementwise_affine),
+        norm_first=hf.do_layer_norm_before,
+        final_norm=hf.do_layer_norm_before and not hf._remove_final_layer_norm,
+        activation=hf.activation_function,
+        qkv_bias=hf.enable_bias,
+        output_bias=hf.enable_bias,
+        mlp_bias=hf.enable_bias,
+        query_scale=head_dim**-0.5,
+        tied_embeddings=bool(hf.tie_word_embeddings),
+    )
+
+
+def _gpt2(hf: PreTrainedConfig) -> DecoderConfig:
+    """GPT-2 (Radford et al. 2019); ``reorder_and_upcast_attn`` is about training only."""
+    if hf.add_cross_attention:
+        raise UnsupportedError("GPT-2 with cross-attention (add_cross_attention) is not supported")
+    head_dim = _even_share(hf.hidden_size, hf.num_attention_heads)
+    scale = head_dim**-0.5 if hf.scale_attn_weights else 1.0
+    by_layer = hf.scale_attn_by_inverse_layer_idx
+    return DecoderConfig(
+        names=_GPT2_NAMES,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        embedding_size=hf.hidden_size,
+        mlp_size=4 * hf.hidden_size if hf.n_inner is None else hf.n_inner,
+        q_heads=hf.num_attention_heads,
+        kv_heads=hf.num_attention_heads,
+        head_dim=head_dim,
+        max_position_embeddings=hf.max_position_embeddings,
+        layers=tuple(
+            LayerAttention(layer, scale / (layer + 1) if by_layer else scale)
+            for layer in range(hf.num_hidden_layers)
+        ),
+        positions=LearnedPositionsConfig(),
+        norm=NormConfig(rms=False, eps=hf.layer_norm_epsilon),
+        activation=hf.activation_function,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        tied_embeddings=bool(hf.tie_word_embeddings),
+    )
+
+
+def _even_share(hidden_size: int, heads: int) -> int:
+    if heads < 1 or hidden_size < 1 or hidden_size % heads:
+        raise ConfigurationError(
+            f"config.json: a hidden size of {hidden_size} cannot be divided among "
+            f"{heads} attention heads"
+        )
+    return hidden_size // heads
+
+
+#: By the name in ``architectures`` of config.json.
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(
+        "llama",
+        LlamaConfig,
+        lambda hf: _llama(hf, (hf.attention_bias, hf.attention_bias, hf.mlp_bias)),
+    ),
+    "MistralForCausalLM": Family(
+        "mistral",
+        MistralConfig,
+        lambda hf: _llama(
+            hf, (False, False, False), (hf.sliding_window,) * max(0, hf.num_hidden_layers)
+        ),
+    ),
+    "Qwen2ForCausalLM": Family(
+        "qwen2",
+        Qwen2Config,
+        lambda hf: _llama(hf, (True, False, False), _window_by_layer_type(hf)),
+    ),
+    "Qwen3ForCausalLM": Family("qwen3", Qwen3Config, _qwen3),
+    "OPTForCausalLM": Family("opt", OPTConfig, _opt),
+    "GPT2LMHeadModel": Family("gpt2", GPT2Config, _gpt2),
+}
