@@ -8,6 +8,7 @@ nothing to run, so an idle server costs no CPU.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -31,6 +32,8 @@ __all__ = ["AsyncLLM"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+#: How often a prefix is computed again that was evicted before it could be pinned.
+_PIN_ATTEMPTS = 3
 Item = RequestOutput | BaseException
 
 
@@ -165,22 +168,47 @@ class AsyncLLM:
     async def pin_prefix(self, token_ids: list[int], *, cache_salt: str = "") -> PinnedPrefix:
         """Compute a prefix and keep it in memory: see :meth:`vmserve.LLM.pin_prefix`."""
         once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        request_id = f"pin-{uuid.uuid4().hex}"
-        async for _ in self.generate(token_ids, once, request_id=request_id, cache_salt=cache_salt):
-            pass
-        return await self._ask(lambda: self._engine.hold_prefix(token_ids, cache_salt=cache_salt))
+        whole_blocks = len(token_ids) // self.resolved.block_tokens * self.resolved.block_tokens
+        for attempt in range(_PIN_ATTEMPTS):
+            request_id = f"pin-{uuid.uuid4().hex}"
+            async for _ in self.generate(
+                token_ids, once, request_id=request_id, cache_salt=cache_salt
+            ):
+                pass
+            # Until then others may have evicted some of it.
+            pin = await self._ask(
+                lambda: self._engine.hold_prefix(token_ids, cache_salt=cache_salt),
+                lambda pin: self._engine.unpin_prefix(pin.handle),
+            )
+            if pin.num_tokens == whole_blocks or attempt == _PIN_ATTEMPTS - 1:
+                break
+            await self.unpin_prefix(pin.handle)
+        return pin
 
     async def unpin_prefix(self, handle: int) -> None:
         """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
         await self._ask(lambda: self._engine.unpin_prefix(handle))
 
-    async def _ask(self, question: Callable[[], T]) -> T:
-        """Run ``question`` in the engine's thread; its answer, or what it raises."""
+    async def _ask(
+        self, question: Callable[[], T], undo: Callable[[T], None] = lambda value: None
+    ) -> T:
+        """Run ``question`` in the engine's thread; its answer, or what it raises.
+
+        ``undo`` is run there when the caller has gone before the answer came.
+        """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
-        def tell(result: Callable[[], None]) -> None:
-            loop.call_soon_threadsafe(lambda: None if answer.done() else result())
+        def tell(result: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:
+            def deliver() -> None:
+                if not answer.done():
+                    result()
+                elif otherwise is not None:
+                    self._submit_quietly(_Command(otherwise))
+
+            # A loop that is closed has no one left to tell.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(deliver)
 
         def run() -> None:
             try:
@@ -188,7 +216,7 @@ class AsyncLLM:
             except (VmserveError, ValueError) as error:
                 tell(partial(answer.set_exception, error))
             else:
-                tell(partial(answer.set_result, value))
+                tell(partial(answer.set_result, value), partial(undo, value))
 
         self._submit(_Command(run, lambda error: tell(partial(answer.set_exception, error))))
         return await answer

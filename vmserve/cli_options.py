@@ -191,7 +191,21 @@ Preemption = Annotated[
 ]
 SchedulingPolicy = Annotated[
     _SchedulingPolicy | None,
-    _option("--scheduling-policy", help="Who runs first. Default: fcfs.", panel=_SCHEDULING),
+    _option(
+        "--scheduling-policy",
+        help="Who runs first: first come, or lowest priority number. Default: fcfs.",
+        panel=_SCHEDULING,
+    ),
+]
+
+TraceFile = Annotated[
+    str | None,
+    _option(
+        "--trace-file",
+        help="Write what each step did to this file, which opens in Perfetto.",
+        panel=_SCHEDULING,
+        metavar="PATH",
+    ),
 ]
 
 #: Parameter name (that of the field of EngineConfig) and its annotation.
@@ -220,6 +234,7 @@ ENGINE_OPTIONS: Final[dict[str, Any]] = {
     "max_num_batched_tokens": MaxNumBatchedTokens,
     "preemption": Preemption,
     "scheduling_policy": SchedulingPolicy,
+    "trace_file": TraceFile,
 }
 
 

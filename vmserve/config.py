@@ -100,6 +100,7 @@ class EngineConfig:
     scheduling_policy: SchedulingPolicy = "fcfs"
     enable_prefix_caching: bool | None = None
     attention_backend: str = "auto"
+    trace_file: str | None = None
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
 
@@ -192,6 +193,7 @@ class ResolvedConfig:
     swap_bytes: int
     preemption: Preemption
     scheduling_policy: SchedulingPolicy
+    trace_file: str | None
     seed: int
 
 
@@ -230,6 +232,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
         swap_bytes=parse_size(config.swap_space, "swap_space"),
         preemption=config.preemption,
         scheduling_policy=config.scheduling_policy,
+        trace_file=config.trace_file,
         seed=config.seed,
     )
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -29,12 +30,14 @@ from vmserve.models.config import ModelConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
 from vmserve.runner.model_runner import ModelRunner, RegimeKernels
 from vmserve.sampling import BeamSearchParams, GenerationParams, Sampler, SamplingParams
-from vmserve.scheduler.base import StepPlan
+from vmserve.scheduler.base import NoRoomError, StepPlan
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.telemetry.counters import EngineCounters
+from vmserve.telemetry.phases import StepPhases
+from vmserve.telemetry.trace import StepTrace
 from vmserve.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import RequestMetrics, RequestOutput
 
@@ -135,6 +138,8 @@ class LLMEngine:
         self._output = OutputProcessor(
             self.tokenizer, self.model_config.eos_token_ids, self.scheduler, self.counters
         )
+        trace_file = self.resolved.trace_file
+        self._trace = None if trace_file is None else StepTrace(Path(trace_file))
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         #: Handle -> the sequence in memory that keeps the blocks.
@@ -272,9 +277,15 @@ class LLMEngine:
         plan = self.memory.plan([], [Attach(memory_id, hit)])
         assert isinstance(plan, MemoryPlan), "whole blocks are referenced, nothing is copied"
         self.memory.complete(self.memory.apply(plan))
+        blocks_per_page = self.memory.layout.page_tokens // self.memory.layout.block_tokens
+        pages = {
+            int(block) // blocks_per_page
+            for pinned in (memory_id, *self._pins.values())
+            for block in self.memory.blocks(pinned)
+        }
         needed = self.memory.layout.pages_for(self.resolved.max_model_len)
-        left = self.memory.available_pages()
-        if not self._requests and left < needed:
+        left = self.memory.limit_pages - len(pages)
+        if left < needed:
             raise InvalidRequestError(
                 f"with {hit} tokens pinned {left} pages are left, and a sequence of "
                 f"{self.resolved.max_model_len} tokens needs {needed}: raise --kv-cache-memory",
@@ -301,37 +312,50 @@ class LLMEngine:
 
     def step(self) -> StepResult:
         """Compute once for every sequence that fits; returns what became known by it."""
+        phases = StepPhases()
         try:
             plan = self.scheduler.schedule()
-        except OutOfMemoryError as error:
-            return self._fail_alone(error)
+        except NoRoomError as error:
+            self.abort(error.request_id)
+            return StepResult(failures=(RequestFailure(error.request_id, error),))
         if plan is None:
             self._idle()
             return StepResult()
+        phases.end("schedule")
         try:
             epoch = self.memory.apply(plan.memory)
         except (OutOfMemoryError, DriverError) as error:
             return self._make_room_after(error, plan)
         self.scheduler.applied(plan)
         self._mark_scheduled(plan)
+        phases.end("memory")
         try:
-            began = time.perf_counter()
             logits = self._runner.execute(plan, self._places(plan))
-            self._learn(plan, time.perf_counter() - began)
+            self._learn(plan, phases.end("model"))
             self.memory.complete(epoch)
             self.scheduler.computed(plan)
             samples = self._sampler.sample(
                 logits.sampling_logits(), [sampling_row(seq) for seq in logits.samplers]
             )
+            phases.end("sample")
             outputs = self._output.process(logits, samples, self._sampler)
         except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
             self.memory.abandon(epoch)
             return self._fail_batch(error, plan)
         self._name_tokens(plan)
         self._retire(outputs)
-        self.counters.steps += 1
-        self.counters.tokens_computed += plan.num_tokens
+        phases.end("output")
+        self._record(plan, phases, outputs)
         return StepResult(outputs=tuple(outputs))
+
+    def _record(self, plan: StepPlan, phases: StepPhases, outputs: list[RequestOutput]) -> None:
+        self.counters.step(plan.num_tokens, phases)
+        if self._trace is None:
+            return
+        self._trace.step(plan, phases, self.scheduler, self.memory.stats())
+        for output in outputs:
+            if output.finished:
+                self._trace.request(output.request_id, output.metrics)
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Steps that mostly read prompts tell how fast tokens are computed again."""
@@ -361,12 +385,6 @@ class LLMEngine:
                 sequence.num_named = sequence.num_tokens
         self.memory.append_tokens(memory_ids, tokens)
 
-    def _fail_alone(self, error: OutOfMemoryError) -> StepResult:
-        """A sequence that runs alone finds no memory: its request ends, the engine goes on."""
-        request_id = self.scheduler.running_request_ids[0]
-        self.abort(request_id)
-        return StepResult(failures=(RequestFailure(request_id, error),))
-
     def _fail_batch(self, error: Exception, plan: StepPlan) -> StepResult:
         logger.error("a step of %d sequences failed", len(plan.scheduled), exc_info=error)
         request_ids = {item.sequence.request.request_id for item in plan.scheduled}
@@ -390,9 +408,8 @@ class LLMEngine:
 
     def _make_room_after(self, error: VmserveError, plan: StepPlan) -> StepResult:
         """The system refused memory that the plan counted on: the last arrival waits, or fails."""
-        victim = self.scheduler.make_room()
-        if victim is not None:
-            logger.warning("preempted %s: %s", victim.request.request_id, error)
+        if self.scheduler.make_room():
+            logger.warning("made room: %s", error)
             return StepResult()
         request = plan.scheduled[0].sequence.request
         self.abort(request.request_id)
@@ -482,6 +499,8 @@ class LLMEngine:
         """Abort what runs and give all memory back. Further calls are errors."""
         for request_id in self.request_ids:
             self.abort(request_id)
+        if self._trace is not None:
+            self._trace.close()
         self.memory.close()
 
 

@@ -13,8 +13,9 @@ from tests.scheduler.fake_memory import CountingMemory
 from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import Attach, Convert, Fork, Regime, Shortfall
 from vmserve.sampling.params import SamplingParams
-from vmserve.scheduler.base import StepPlan
+from vmserve.scheduler.base import NoRoomError, StepPlan
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
+from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 from vmserve.types import RequestMetrics
 
@@ -179,13 +180,12 @@ def test_after_a_refusal_of_the_system_nobody_is_admitted_until_one_ends() -> No
     scheduler.add(make_request("a", 4, max_tokens=2))
     scheduler.add(make_request("b", 4, max_tokens=2))
     assert len(shape(scheduler.schedule())) == 2
-    victim = scheduler.make_room()
-    assert victim is not None
-    assert victim.request.request_id == "b"
+    assert scheduler.make_room()
+    assert scheduler.running_request_ids == ["a"]
     assert shape(run(scheduler, memory)) == [("a", 0, 4)]
     assert shape(run(scheduler, memory)) == [("a", 4, 1)]
     assert shape(run(scheduler, memory)) == [("b", 0, 4)]
-    assert scheduler.make_room() is None
+    assert not scheduler.make_room()
 
 
 def test_slots_and_max_num_seqs_bound_what_runs() -> None:
@@ -469,7 +469,7 @@ def test_a_step_that_was_not_applied_is_planned_again_with_its_starts() -> None:
     assert plan is not None
     assert plan.memory.ops == (Attach(0, 8), Attach(1, 8))
     # The system refuses; the first stays, and by now the cache has less of its prompt.
-    assert scheduler.make_room() is not None
+    assert scheduler.make_room()
     memory.cached = 4
     plan = run(scheduler, memory)
     assert plan is not None
@@ -526,3 +526,147 @@ def test_a_conversion_waits_for_memory_and_nobody_is_preempted_for_it() -> None:
     assert [item.regime for item in taken.scheduled] == [Regime.PAGED]
     assert memory.regimes[0] is Regime.PAGED
     assert (request.metrics.kv_regime, scheduler.num_preemptions_total) == ("paged", 0)
+
+
+def test_a_request_for_which_there_is_no_memory_at_all_is_an_error() -> None:
+    memory = CountingMemory(8)
+    scheduler = make_scheduler(memory)
+    memory.lost_pages = 5
+    scheduler.add(make_request("a", 20))
+    with pytest.raises(NoRoomError, match="3 pages of the KV cache that can be had, of 8") as error:
+        scheduler.schedule()
+    assert error.value.request_id == "a"
+
+
+def waiting_beam(scheduler: FCFSScheduler, memory: CountingMemory, wide: Request) -> None:
+    """``wide``'s first beam has computed all, and waits for its second, which follows."""
+    [leader] = wide.sequences
+    second = branch(scheduler, leader, 1)
+    run(scheduler, memory)
+    leader.tokens.pop()  # as if its candidates were known, and nothing sampled yet
+    leader.num_computed = leader.num_tokens
+    scheduler._back_to_waiting(second)
+
+
+@pytest.mark.parametrize("obstacle", ["refusal", "preemption"])
+def test_beams_that_wait_let_the_missing_one_in_again(obstacle: str) -> None:
+    memory = CountingMemory(10, num_slots=16)
+    scheduler = make_scheduler(memory, budget=64)
+    wide = beams("wide", 8, width=2, max_tokens=30)
+    scheduler.add(wide)
+    run(scheduler, memory)
+    scheduler.add(make_request("late", 16, max_tokens=20))
+    waiting_beam(scheduler, memory, wide)
+    if obstacle == "refusal":
+        assert scheduler.make_room()
+    else:
+        memory.lost_pages = 4
+    plan = run(scheduler, memory)
+    assert plan is not None
+    assert next(item.sequence.request.request_id for item in plan.scheduled) == "wide"
+    assert wide.sequences[1].status is SequenceStatus.RUNNING
+
+
+def test_a_refusal_ends_wishes_and_donors_before_anybody_is_preempted() -> None:
+    memory = CountingMemory(64)
+    scheduler = make_scheduler(memory, budget=64)
+    request = make_request("a", 10, max_tokens=9)
+    scheduler.add(request)
+    run(scheduler, memory)
+    scheduler.convert(request, Regime.PAGED)
+    assert scheduler.schedule() is not None
+    assert scheduler.make_room()
+    plan = run(scheduler, memory)
+    assert plan is not None
+    assert plan.memory.ops == ()
+    assert [item.regime for item in plan.scheduled] == [Regime.VIRTUAL]
+    assert not scheduler.make_room()
+
+
+def test_a_forks_regime_is_its_parents_also_when_that_is_to_change() -> None:
+    memory = CountingMemory(64)
+    scheduler = make_scheduler(memory, budget=64)
+    wide = beams("wide", 8, width=2)
+    scheduler.add(wide)
+    run(scheduler, memory)
+    scheduler.convert(wide, Regime.PAGED)
+    child = branch(scheduler, wide.sequences[0], 1)
+    plan = run(scheduler, memory)
+    assert plan is not None
+    assert [item.regime for item in plan.scheduled] == [Regime.PAGED, Regime.VIRTUAL]
+    plan = run(scheduler, memory)
+    assert plan is not None
+    assert [item.regime for item in plan.scheduled] == [Regime.PAGED] * 2
+    assert memory.regimes[child.memory_id] is Regime.PAGED  # type: ignore[index]
+
+
+def test_newcomers_that_push_a_conversion_out_leave_the_regime_as_it_is() -> None:
+    memory = CountingMemory(64)
+    scheduler = make_scheduler(memory, budget=64)
+    first = make_request("a", 10, max_tokens=9)
+    scheduler.add(first)
+    run(scheduler, memory)
+    scheduler.convert(first, Regime.PAGED)
+    scheduler.add(make_request("b", 4))
+    plan = memory.plan
+
+    def short(growths: Any, ops: Any = ()) -> Any:
+        if len(growths) > 1 and any(isinstance(op, Convert) for op in ops):
+            return Shortfall(1, 0)
+        return plan(growths, ops)
+
+    memory.plan = short  # type: ignore[method-assign]
+    taken = run(scheduler, memory)
+    assert shape(taken) == [("a", 10, 1), ("b", 0, 4)]
+    assert taken is not None
+    assert [item.regime for item in taken.scheduled] == [Regime.VIRTUAL] * 2
+
+
+def test_swapped_sequences_come_back_before_newcomers_and_do_not_thrash() -> None:
+    memory = CountingMemory(12, num_slots=16, swap_pages=64)
+    limits = SchedulerLimits(8, 64, 0.0)
+    scheduler = FCFSScheduler(memory, limits, preemption=PreemptionPolicy("swap"))
+    first, second = make_request("a", 20, max_tokens=16), make_request("b", 20, max_tokens=16)
+    scheduler.add(first)
+    scheduler.add(second)
+    steps = 0
+    while second.sequences[0].status is not SequenceStatus.SWAPPED:
+        run(scheduler, memory)
+        steps += 1
+    assert second.sequences[0].num_computed == 20 + steps - 2
+    scheduler.add(make_request("c", 2, max_tokens=1))
+    order = []
+    while scheduler.num_running or scheduler.num_waiting:
+        order.append(shape(run(scheduler, memory)))
+    back = next(i for i, step in enumerate(order) if any(name == "b" for name, _, _ in step))
+    newcomer = next(i for i, step in enumerate(order) if any(name == "c" for name, _, _ in step))
+    assert back <= newcomer
+    assert (scheduler.num_preemptions_total, scheduler.num_swaps_total) == (1, 1)
+    assert (memory.page_lists, memory.swapped) == ({}, {})
+
+
+def test_the_cheaper_way_out_is_taken() -> None:
+    policy = PreemptionPolicy("auto")
+    policy.prefill_tokens_per_second = 1000.0
+    policy.copy_bytes_per_second = 1e6
+    assert policy.costs(num_tokens=100, num_bytes=20_000) == (0.1, 0.04)
+    assert policy.swaps(100, 20_000)
+    assert not policy.swaps(100, 60_000)
+    for _ in range(50):
+        policy.prefilled(512, 0.001)
+    assert not policy.swaps(100, 20_000)
+    assert not PreemptionPolicy("recompute").swaps(100, 1)
+    assert PreemptionPolicy("swap").swaps(1, 10**9)
+
+
+def test_lower_priority_numbers_run_first_and_are_preempted_last() -> None:
+    memory = CountingMemory(7)
+    scheduler = make_scheduler(memory, seqs=2, budget=64)
+    low, high = make_request("low", 8, max_tokens=20), make_request("high", 8, max_tokens=8)
+    low.rank, high.rank = 5, -1
+    for request in (low, make_request("later", 8), high):
+        scheduler.add(request)
+    assert [name for name, _, _ in shape(run(scheduler, memory))] == ["high", "later"]
+    while not high.finished:
+        run(scheduler, memory)
+    assert high.metrics.num_preemptions == 0

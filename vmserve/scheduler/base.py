@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import MemoryPlan, Regime
 from vmserve.scheduler.sequence import Request, Sequence
 
-__all__ = ["ScheduledSequence", "Scheduler", "StepPlan"]
+__all__ = ["NoRoomError", "ScheduledSequence", "Scheduler", "StepPlan"]
+
+
+class NoRoomError(OutOfMemoryError):
+    """``request_id`` can never go on: what it needs is not to be had."""
+
+    def __init__(self, request_id: str, text: str) -> None:
+        super().__init__(text)
+        self.request_id = request_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +69,8 @@ class Scheduler(Protocol):
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to run.
 
-        Raises :class:`~vmserve.errors.OutOfMemoryError` when a sequence that runs alone finds
-        no memory: the pool has lost pages, and waiting brings none.
+        Raises :class:`NoRoomError` when there is no memory for a request even alone: waiting
+        would bring none.
         """
         ...
 
@@ -81,8 +90,8 @@ class Scheduler(Protocol):
         """Keep the request in ``regime`` from the next step on that has the memory for it."""
         ...
 
-    def make_room(self) -> Sequence | None:
-        """The system refused memory: preempt the policy's victim; None when only one runs."""
+    def make_room(self) -> bool:
+        """The system refused memory: something gives way. False when only one request runs."""
         ...
 
     @property

@@ -17,12 +17,12 @@ The sequences of one request share its prompt: the first computes it, the others
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import (
     Attach,
     Convert,
@@ -35,15 +35,18 @@ from vmserve.memory.base import (
     Shortfall,
     SwapIn,
 )
-from vmserve.scheduler.base import ScheduledSequence, StepPlan
+from vmserve.scheduler.base import NoRoomError, ScheduledSequence, StepPlan
 from vmserve.scheduler.budget import StepBudget
 from vmserve.scheduler.demand import BlockDemand
+from vmserve.scheduler.followers import Followers
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 from vmserve.scheduler.siblings import has_yet_to_start, is_fork_of, leads
 
 __all__ = ["FCFSScheduler", "SchedulerLimits"]
+
+logger = logging.getLogger(__name__)
 
 _ORDER = attrgetter("order")
 
@@ -79,7 +82,7 @@ class FCFSScheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._swapped: list[Sequence] = []
-        self._following: list[Sequence] = []
+        self._followers = Followers()
         #: Finished sequences whose memory is kept for those that have yet to fork from it.
         self._donors: dict[str, Sequence] = {}
         #: Running sequences that are to change their regime.
@@ -100,7 +103,7 @@ class FCFSScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._following) + len(self._swapped)
+        return len(self._waiting) + len(self._followers) + len(self._swapped)
 
     # -- requests -----------------------------------------------------------------------
 
@@ -109,7 +112,7 @@ class FCFSScheduler:
         first, *others = request.sequences
         self._enqueue(first)
         for sequence in others:
-            self._follow(sequence)
+            self._followers.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:
@@ -121,7 +124,7 @@ class FCFSScheduler:
         elif sequence.status is SequenceStatus.SWAPPED:
             self._swapped.remove(sequence)
         elif sequence.status is SequenceStatus.FOLLOWING:
-            self._following.remove(sequence)
+            self._followers.remove(sequence)
         was_swapped = sequence.status is SequenceStatus.SWAPPED
         sequence.status = SequenceStatus.FINISHED
         request = sequence.request
@@ -130,6 +133,7 @@ class FCFSScheduler:
                 self._donors[request.request_id] = sequence
             else:
                 self._release(sequence)
+        self._followers.lost_one(request)
         if not any(has_yet_to_start(other) for other in request.sequences):
             self._drop_donor(request)
 
@@ -149,9 +153,12 @@ class FCFSScheduler:
         child.num_computed = child.num_named = parent.num_computed
         child.status = SequenceStatus.RUNNING
         insort(self._running, child, key=_ORDER)
+        if parent in self._converting:
+            self._converting[child] = self._converting[parent]
 
     def convert(self, request: Request, regime: Regime) -> None:
         request.regime = regime
+        request.metrics.kv_regime_reason = "converted"
         for sequence in request.sequences:
             if sequence.status in (SequenceStatus.RUNNING, SequenceStatus.SWAPPED):
                 self._converting[sequence] = regime
@@ -175,41 +182,77 @@ class FCFSScheduler:
 
     def schedule(self) -> StepPlan | None:
         plan = self._schedule()
-        while plan is None and (self._swapped or (self._donors and self._waiting)):
-            # Nothing runs, and what is kept (to be forked, or for beams that are swapped but do
-            # not fit together, since swapping shares nothing) is what stands in the way.
-            if self._donors:
-                self._drop_donors()
-            else:
-                self._recompute_swapped()
+        while plan is None and self._give_way():
             plan = self._schedule()
         return plan
 
-    def _recompute_swapped(self) -> None:
-        for sequence in list(self._swapped):
-            self._swapped.remove(sequence)
-            self._give_up(sequence)
-
     def _schedule(self) -> StepPlan | None:
-        self._start_followers()
+        for sequence in self._followers.take_ready(self._running, self._donors.values()):
+            self._enqueue(sequence)
         self._renew_starts()
         preempted_before = self.num_preemptions_total
         plan, memory_plan = self._schedule_running()
-        if self.num_preemptions_total == preempted_before:
+        # Beside beams that only wait, whoever was preempted just now may be the one to go on.
+        if self.num_preemptions_total == preempted_before or not plan:
             newcomers = self._admit(plan)
             if newcomers:
                 memory_plan = self._plan_with_newcomers(plan, newcomers)
         if not plan:
-            if self._running:
-                self._fail_stuck()
             return None
         assert memory_plan is not None
-        return StepPlan(tuple(plan), memory_plan)
+        return StepPlan(_as_planned(plan, memory_plan), memory_plan)
 
-    def make_room(self) -> Sequence | None:
-        victim = self._preempt_last()
-        self._is_short = victim is not None
-        return victim
+    def _give_way(self) -> bool:
+        """Nobody can compute: give up what stands in the way, if anything; False if all is done.
+
+        Each time less is kept or less runs, so that this ends: with a step, or with an error for
+        the request for which there is no memory even alone.
+        """
+        if self._is_short:
+            self._is_short = False
+            return True
+        if self._donors:
+            self._drop_donors()
+            return True
+        gangs = list(dict.fromkeys(sequence.request for sequence in self._running))
+        if gangs:
+            # All of them wait for beams of theirs, for which there is no room beside the others.
+            if len(gangs) > 1 or self._somebody_else_waits(gangs[0]):
+                victims = [seq for seq in self._running if seq.request is gangs[-1]]
+                self._preempt(victims, may_swap=False)  # swapped it would be the first to come back
+                return True
+            raise NoRoomError(gangs[0].request_id, self._no_room("the beams of a request"))
+        if self._swapped:
+            # Swapping shares nothing: together they do not fit, computed again they may.
+            for sequence in list(self._swapped):
+                self._swapped.remove(sequence)
+                self._give_up(sequence)
+            return True
+        if self._waiting:
+            request_id = self._waiting[0].request.request_id
+            raise NoRoomError(request_id, self._no_room("the next request"))
+        return False
+
+    def _somebody_else_waits(self, gang: Request) -> bool:
+        """Before ``gang`` in the order: what holds up its beams."""
+        return any(seq.request is not gang for seq in (*self._swapped[:1], *self._waiting[:1]))
+
+    def _no_room(self, who: str) -> str:
+        return (
+            f"{who} needs more than the {self._memory.available_pages()} pages of the KV cache "
+            f"that can be had, of {self._memory.limit_pages}: raise --kv-cache-memory, unpin "
+            "prefixes, or lower the beam width"
+        )
+
+    def make_room(self) -> bool:
+        if self._converting:
+            self._converting.clear()  # they were wishes
+            return True
+        if self._donors:
+            self._drop_donors()
+            return True
+        self._is_short = self._preempt_last()
+        return self._is_short
 
     # -- those that run -----------------------------------------------------------------
 
@@ -222,13 +265,14 @@ class FCFSScheduler:
                 return plan, answer
             if self._donors:
                 self._drop_donors()
-            elif self._preempt_last() is None:
+            elif not self._preempt_last():
                 # The engine checks at start that the pool holds the longest sequence, so either
                 # several beams share it, or pages are missing that the system does not take back.
-                raise OutOfMemoryError(
+                raise NoRoomError(
+                    self._running[0].request.request_id,
                     f"a request that runs alone needs {answer.needed_pages} pages of the KV cache "
                     f"and {answer.available_pages} can be had: raise --kv-cache-memory, or lower "
-                    "the beam width or --max-model-len"
+                    "the beam width or --max-model-len",
                 )
         return [], None
 
@@ -240,7 +284,6 @@ class FCFSScheduler:
             conversions = self._conversions()
             answer = self._memory.plan(growths, [*starts, *conversions])
             if isinstance(answer, MemoryPlan):
-                plan[:] = [_seen_in(item, self._converting) for item in plan]
                 return answer
         return self._memory.plan(growths, starts)
 
@@ -272,25 +315,34 @@ class FCFSScheduler:
     def _new_budget(self) -> StepBudget:
         return StepBudget(self._limits.max_num_batched_tokens, self._limits.max_scored_tokens)
 
-    def _preempt_last(self) -> Sequence | None:
-        """Everything that runs of the request that arrived last, if beams; else one sequence."""
+    def _preempt_last(self) -> bool:
+        """Everything that runs of the request that arrived last, if beams; else one sequence.
+
+        False if nobody else would run.
+        """
         if not self._running:
-            return None
-        victim = self._running[-1]
-        victims = [victim]
-        if victim.request.is_gang:
-            victims = [seq for seq in self._running if seq.request is victim.request]
+            return False
+        victims = self._running[-1:]
+        request = victims[0].request
+        if request.is_gang:
+            victims = [seq for seq in self._running if seq.request is request]
         if len(victims) == len(self._running):
-            return None
-        if not self._swap_out(victims):
+            return False
+        self._preempt(victims)
+        return True
+
+    def _preempt(self, victims: list[Sequence], *, may_swap: bool = True) -> None:
+        """Sequences of one request give their memory back, and come back later."""
+        request = victims[0].request
+        if not (may_swap and self._swap_out(victims)):
             for sequence in reversed(victims):
                 if sequence.status is SequenceStatus.RUNNING:  # else it went with its parent
                     self._back_to_waiting(sequence)
         for sequence in victims:
             sequence.was_preempted = True
-        victim.request.metrics.num_preemptions += 1
+        request.metrics.num_preemptions += 1
         self.num_preemptions_total += 1
-        return victim
+        logger.debug("preempted %d sequences of %s", len(victims), request.request_id)
 
     def _swap_out(self, victims: list[Sequence]) -> bool:
         """Whether the victims' keys and values are in host memory now."""
@@ -315,15 +367,6 @@ class FCFSScheduler:
             insort(self._swapped, sequence, key=_ORDER)
         self.num_swaps_total += len(victims)
         return True
-
-    def _fail_stuck(self) -> None:
-        """Nobody can compute: beams wait for one of theirs, for which there is no memory."""
-        raise OutOfMemoryError(
-            f"{len(self._waiting)} sequences find no memory beside the {len(self._running)} that "
-            f"wait for them; the KV cache has {self._memory.limit_pages} pages, "
-            f"{self._memory.available_pages()} can be had: raise --kv-cache-memory or lower the "
-            "beam width"
-        )
 
     # -- newcomers ----------------------------------------------------------------------
 
@@ -466,35 +509,11 @@ class FCFSScheduler:
 
     def _regime_of(self, request: Request) -> Regime:
         if request.regime is None:
-            request.regime, reason = self._regimes.choose(request)
-            request.metrics.kv_regime = request.regime.value
-            request.metrics.kv_regime_reason = reason
+            request.regime, request.metrics.kv_regime_reason = self._regimes.choose(request)
+        request.metrics.kv_regime = request.regime.value
         return request.regime
 
     # -- forks of one prompt ------------------------------------------------------------
-
-    def _start_followers(self) -> None:
-        """Followers queue up when a sibling has the prompt, or when none is left to compute it."""
-        if not self._following:
-            return
-        ready: dict[str, bool] = {}
-        for sequence in self._following:
-            request = sequence.request
-            if request.request_id not in ready:
-                ready[request.request_id] = request.request_id in self._donors or (
-                    any(other.has_prompt for other in request.sequences)
-                )
-        for sequence in [seq for seq in self._following if ready[seq.request.request_id]]:
-            self._following.remove(sequence)
-            self._enqueue(sequence)
-        # The one that was to compute the prompt has ended, or follows as well.
-        leaders = (*self._running, *self._waiting, *self._swapped)
-        led = {seq.request.request_id for seq in leaders}
-        for sequence in list(self._following):
-            if sequence.request.request_id not in led:
-                led.add(sequence.request.request_id)
-                self._following.remove(sequence)
-                self._enqueue(sequence)
 
     def _donor_for(self, sequence: Sequence) -> Sequence | None:
         """A sibling, in whichever regime, whose memory begins with the prompt of ``sequence``."""
@@ -563,10 +582,6 @@ class FCFSScheduler:
         sequence.status = SequenceStatus.WAITING
         insort(self._waiting, sequence, key=_ORDER)
 
-    def _follow(self, sequence: Sequence) -> None:
-        sequence.status = SequenceStatus.FOLLOWING
-        insort(self._following, sequence, key=_ORDER)
-
     def _back_to_waiting(self, sequence: Sequence) -> None:
         """Also whoever was to fork from it, in a step that has not been."""
         self._running.remove(sequence)
@@ -583,7 +598,7 @@ class FCFSScheduler:
         sequence.num_computed = 0
         # One sequence of a request computes the prompt, the others follow.
         if any(leads(other) for other in sequence.request.sequences if other is not sequence):
-            self._follow(sequence)
+            self._followers.add(sequence)
         else:
             self._enqueue(sequence)
 
@@ -602,14 +617,14 @@ class FCFSScheduler:
         sequence.memory_id = sequence.start = None
 
 
-def _seen_in(item: ScheduledSequence, regimes: dict[Sequence, Regime]) -> ScheduledSequence:
-    """The item as it is seen once its sequence is converted."""
-    sequence = item.sequence
-    if sequence.start is not None or sequence not in regimes:
-        return item
-    return ScheduledSequence(
-        sequence, item.memory_id, item.num_past, item.num_new, regimes[sequence]
-    )
+def _as_planned(
+    plan: list[ScheduledSequence], memory_plan: MemoryPlan
+) -> tuple[ScheduledSequence, ...]:
+    """The items as they are seen once the plan's conversions are done."""
+    regimes = {op.seq: op.regime for op in memory_plan.ops if isinstance(op, Convert)}
+    if not regimes:
+        return tuple(plan)
+    return tuple(replace(item, regime=regimes.get(item.memory_id, item.regime)) for item in plan)
 
 
 def _growths(plan: list[ScheduledSequence], window: int | None) -> list[Growth]:

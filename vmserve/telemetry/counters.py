@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from vmserve.telemetry.phases import PHASES, StepPhases
 
 __all__ = ["EngineCounters"]
 
@@ -15,9 +17,20 @@ class EngineCounters:
     generation_tokens: int = 0
     requests_finished: int = 0
     requests_aborted: int = 0
+    #: Seconds that steps spent, by phase.
+    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
-    def as_dict(self) -> dict[str, int]:
+    def step(self, num_tokens: int, phases: StepPhases) -> None:
+        """A step has ended."""
+        self.steps += 1
+        self.tokens_computed += num_tokens
+        for span in phases.spans:
+            self.phase_seconds[span.phase] += span.ended - span.began
+
+    def as_dict(self) -> dict[str, float | int]:
+        seconds = {f"step_{name}_seconds_total": s for name, s in self.phase_seconds.items()}
         return {
+            **seconds,
             "engine_steps_total": self.steps,
             "tokens_computed_total": self.tokens_computed,
             "prompt_tokens_total": self.prompt_tokens,

@@ -1,0 +1,62 @@
+"""Sequences that wait, in no queue, for a sibling to compute the prompt that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter
+
+from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
+from vmserve.scheduler.siblings import leads
+
+__all__ = ["Followers"]
+
+
+class Followers:
+    """By request, so that a step looks only at those for which something may have changed."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[Request, list[Sequence]] = {}
+        #: Requests that have lost a sequence since the last look.
+        self._bereft: set[Request] = set()
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.FOLLOWING
+        self._by_request.setdefault(sequence.request, []).append(sequence)
+        self._num += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        followers = self._by_request[sequence.request]
+        followers.remove(sequence)
+        if not followers:
+            del self._by_request[sequence.request]
+        self._num -= 1
+
+    def lost_one(self, request: Request) -> None:
+        """A sequence of the request has ended: its followers may have to go by themselves."""
+        if request in self._by_request:
+            self._bereft.add(request)
+
+    def take_ready(self, running: Iterable[Sequence], donors: Iterable[Sequence]) -> list[Sequence]:
+        """Those that can start now, in order; they follow no more.
+
+        All of a request's where a sibling has the prompt, else one if nobody computes it.
+        """
+        if not self._by_request:
+            return []
+        requests = {seq.request for seq in (*running, *donors)} | self._bereft
+        self._bereft.clear()
+        donating = {seq.request for seq in donors}
+        ready: list[Sequence] = []
+        for request in requests & self._by_request.keys():
+            followers = sorted(self._by_request[request], key=attrgetter("index"))
+            if request in donating or any(seq.has_prompt for seq in request.sequences):
+                ready += followers
+            elif not any(leads(seq) for seq in request.sequences):
+                ready.append(followers[0])
+        for sequence in ready:
+            self.remove(sequence)
+        return sorted(ready, key=attrgetter("order"))

@@ -1,0 +1,37 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+__all__ = ["PHASES", "PhaseSpan", "StepPhases"]
+
+#: In their order.
+PHASES = ("schedule", "memory", "model", "sample", "output")
+
+
+class PhaseSpan(NamedTuple):
+    """Seconds of ``time.perf_counter()``."""
+
+    phase: str
+    began: float
+    ended: float
+
+
+class StepPhases:
+    """Made as a step begins; each phase ends where the next one begins."""
+
+    __slots__ = ("_last", "spans")
+
+    def __init__(self) -> None:
+        self.spans: list[PhaseSpan] = []
+        self._last = time.perf_counter()
+
+    def end(self, phase: str) -> float:
+        """The phase ends here; how many seconds it took."""
+        now = time.perf_counter()
+        span = PhaseSpan(phase, self._last, now)
+        self.spans.append(span)
+        self._last = now
+        return now - span.began

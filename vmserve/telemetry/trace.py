@@ -1,0 +1,141 @@
+"""What each step did, as a file that opens in Perfetto (https://ui.perfetto.dev).
+
+The format is Chrome's trace event format, its array form: an array that is cut off (the process
+was killed) opens as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vmserve.errors import ConfigurationError
+from vmserve.memory.base import Regime
+
+if TYPE_CHECKING:
+    from vmserve.memory.base import MemoryStats
+    from vmserve.scheduler.base import Scheduler, StepPlan
+    from vmserve.telemetry.phases import StepPhases
+    from vmserve.types import RequestMetrics
+
+__all__ = ["StepTrace"]
+
+_STEPS, _REQUESTS = 1, 2
+_PAGES = ("free_pages", "used_pages", "idle_pages", "waiting_pages", "held_pages")
+_CALLS = ("unhidden_calls_total", "hidden_calls_total")
+_EVENTS = (
+    "num_preemptions_total",
+    "converted_to_virtual_total",
+    "converted_to_paged_total",
+    "forks_total",
+    "swapped_out_blocks_total",
+    "swapped_in_blocks_total",
+)
+
+
+class StepTrace:
+    """Writes events as they happen; raises :class:`ConfigurationError` for a file that cannot be.
+
+    One thread at a time. Times are microseconds since the trace began.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(
+                f"trace_file: cannot write {path}: {error.strerror}"
+            ) from error
+        self._began = time.perf_counter()
+        self._offset = time.monotonic() - self._began
+        self._last: dict[str, float] = {}
+        self._file.write("[")
+        self._is_first = True
+        for thread, name in ((_STEPS, "steps"), (_REQUESTS, "requests")):
+            self._event("M", "thread_name", 0.0, tid=thread, args={"name": name})
+
+    def step(
+        self, plan: StepPlan, phases: StepPhases, scheduler: Scheduler, stats: MemoryStats
+    ) -> None:
+        """One step: its phases, what it computed, and how the memory is after it."""
+        num_virtual = sum(item.regime is Regime.VIRTUAL for item in plan.scheduled)
+        num_decoding = sum(item.num_new == 1 for item in plan.scheduled)
+        args = {
+            "tokens": plan.num_tokens,
+            "sequences": len(plan.scheduled),
+            "decoding": num_decoding,
+            "virtual": num_virtual,
+            "paged": len(plan.scheduled) - num_virtual,
+            "needed_pages": plan.memory.needed_pages,
+        }
+        spans = phases.spans
+        self._span("step", spans[0].began, spans[-1].ended, args)
+        for span in spans:
+            self._span(span.phase, span.began, span.ended, {})
+        now = spans[-1].ended
+        values = {**stats.as_dict(), "num_preemptions_total": scheduler.num_preemptions_total}
+        self._count("pages", now, {name: values[name] for name in _PAGES})
+        running = {"virtual": stats.virtual_seqs, "paged": stats.paged_seqs}
+        self._count("sequences", now, {**running, "waiting": scheduler.num_waiting})
+        self._count("driver calls", now, self._since(values, _CALLS))
+        for name, count in self._since(values, _EVENTS).items():
+            if count:
+                label = name.removesuffix("_total")
+                self._event("i", label, now, tid=_STEPS, s="t", args={"count": count})
+
+    def request(self, request_id: str, metrics: RequestMetrics) -> None:
+        """A request that has ended, from its arrival on."""
+        if metrics.finished_time is None:
+            return
+        args = {
+            "regime": metrics.kv_regime,
+            "reason": metrics.kv_regime_reason,
+            "preemptions": metrics.num_preemptions,
+            "cached_tokens": metrics.num_cached_tokens,
+        }
+        marks = [
+            ("queued", metrics.arrival_time),
+            ("prefill", metrics.first_scheduled_time),
+            ("decode", metrics.first_token_time),
+            ("", metrics.finished_time),
+        ]
+        reached = [(name, when - self._offset) for name, when in marks if when is not None]
+        self._async("b", request_id, request_id, reached[0][1], args)
+        for (name, began), (_, ended) in itertools.pairwise(reached):
+            self._async("b", request_id, name, began, {})
+            self._async("e", request_id, name, ended, {})
+        self._async("e", request_id, request_id, reached[-1][1], {})
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.write("\n]\n")
+            self._file.close()
+
+    # -- events -------------------------------------------------------------------------
+
+    def _since(self, values: dict[str, Any], names: tuple[str, ...]) -> dict[str, float]:
+        """How far counters have moved since the step before."""
+        moved = {name: values[name] - self._last.get(name, 0) for name in names}
+        self._last |= {name: values[name] for name in names}
+        return moved
+
+    def _span(self, name: str, began: float, ended: float, args: dict[str, Any]) -> None:
+        self._event("X", name, began, tid=_STEPS, dur=(ended - began) * 1e6, args=args)
+
+    def _count(self, name: str, when: float, values: dict[str, float]) -> None:
+        self._event("C", name, when, tid=_STEPS, args=values)
+
+    def _async(
+        self, phase: str, request_id: str, name: str, when: float, args: dict[str, Any]
+    ) -> None:
+        self._event(phase, name, when, tid=_REQUESTS, cat="request", id=request_id, args=args)
+
+    def _event(self, phase: str, name: str, when: float, **fields: Any) -> None:
+        timestamp = max(0.0, (when - self._began) * 1e6)
+        event = {"ph": phase, "name": name, "ts": timestamp, "pid": os.getpid(), **fields}
+        self._file.write(("\n" if self._is_first else ",\n") + json.dumps(event))
+        self._is_first = False
