@@ -421,8 +421,15 @@ class LLMEngine:
             metrics = item.sequence.request.metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
+                self._count_lookup(item.sequence.request)
             if item.num_past < item.sequence.num_prompt:
                 metrics.num_prefill_chunks += 1
+
+    def _count_lookup(self, request: Request) -> None:
+        wants_logits = request.params.prompt_logprobs is not None
+        if self.resolved.prefix_caching and not wants_logits:
+            self.counters.prefix_cache_queries += len(request.prompt_token_ids)
+            self.counters.prefix_cache_hits += request.metrics.num_cached_tokens
 
     # -- building ---------------------------------------------------------------------
 
@@ -488,8 +495,6 @@ class LLMEngine:
             "num_preemptions_total": self.scheduler.num_preemptions_total,
             "num_swapped_out_total": self.scheduler.num_swaps_total,
             "num_sequences_swapped": memory.swapped_seqs,
-            "prefix_cache_queries_total": memory.prefix_query_blocks_total * memory.block_tokens,
-            "prefix_cache_hits_total": memory.prefix_hit_blocks_total * memory.block_tokens,
             "pinned_prefixes": len(self._pins),
             **self.counters.as_dict(),
             **memory.as_dict(),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from vmserve import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from vmserve.errors import InvalidRequestError, OutOfMemoryError
+from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import Regime
 from vmserve.sampling import GenerationParams
 

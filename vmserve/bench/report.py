@@ -82,11 +82,12 @@ def print_table(console: Console, table: Table) -> None:
         console.print(table.note)
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(option: str) -> None:
+    """Raises :class:`ConfigurationError` where the plots that ``option`` asks for cannot be."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError(
             "plots need matplotlib: install it with pip install 'vmserve[bench]', or leave out "
-            "--plots"
+            f"{option}"
         )
 
 

@@ -17,6 +17,9 @@ class EngineCounters:
     generation_tokens: int = 0
     requests_finished: int = 0
     requests_aborted: int = 0
+    #: Prompt tokens of requests, looked up once each, and those that the cache had.
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
     #: Seconds that steps spent, by phase.
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -37,4 +40,6 @@ class EngineCounters:
             "generation_tokens_total": self.generation_tokens,
             "request_success_total": self.requests_finished,
             "requests_aborted_total": self.requests_aborted,
+            "prefix_cache_queries_total": self.prefix_cache_queries,
+            "prefix_cache_hits_total": self.prefix_cache_hits,
         }

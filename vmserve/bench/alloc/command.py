@@ -62,7 +62,7 @@ def alloc_command(
     """Measure what allocating KV memory costs, and how little of it is wasted. No model needed."""
     names = chosen_sections(section, driver.value)
     if plots is not None:
-        require_matplotlib()
+        require_matplotlib("--plots")
     options = Options(quick=quick, seed=seed, driver=driver.value)
     if driver is Driver.cuda:
         make_driver("cuda", 2 << 20, 1)  # refuses here, before anything is measured

@@ -54,7 +54,7 @@ def kernels_command(
     """Measure the attention kernels against memory bandwidth and the stock kernel. No model."""
     names = chosen_sections(section)
     if plots is not None:
-        require_matplotlib()
+        require_matplotlib("--plots")
     options = Options(quick=quick, seed=seed)
     console = make_console()
     load_before = os.getloadavg()[0]

@@ -1,0 +1,31 @@
+"""Options of ``vmserve bench sharing``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["MODES", "Mode", "Options"]
+
+Mode = Literal["at once", "in turn"]
+MODES: tuple[Mode, ...] = ("at once", "in turn")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``num_requests``: of each run; None: enough for its section.
+
+    ``pairs``, ``modes`` and ``model`` are those of the section prefix.
+    """
+
+    num_requests: int | None = None
+    workloads: tuple[str, ...] = ("alpaca", "sharegpt")
+    widths: tuple[int, ...] = (2, 4, 6)
+    block_sizes: tuple[int, ...] = (8, 16, 32, 64, 128)
+    seed: int = 0
+    pairs: int = 6
+    modes: tuple[Mode, ...] = MODES
+    model: Path | None = None
