@@ -262,8 +262,9 @@ def told(asked: Asked) -> list[Any]:
 def num_by_rounding(found: list[Any], wanted: list[Any]) -> int:
     """Make equal what differs by rounding alone, and say how often that was.
 
-    A batch of another shape multiplies matrices in another order. A draw by inverse CDF whose number
-    lies within that noise of a token's share takes the token next to it; what follows differs.
+    A batch of another shape multiplies matrices in another order. A draw by inverse CDF whose
+    number lies within that noise of a token's share takes the token next to it, and what follows
+    differs.
     """
     num = 0
     for one, other in zip(found[0], wanted[0], strict=True):
