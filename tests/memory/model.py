@@ -92,7 +92,8 @@ class Model(Laws):
                 worth = write.stop if model.worthless_from is None else model.worthless_from
                 model.sealed = max(model.sealed, min(write.stop, worth))
                 if write.own and not model.swapped:
-                    model.surely_sealed = model.sealed
+                    until = model.sealed if model.surely_until is None else model.surely_until
+                    model.surely_sealed = max(model.surely_sealed, min(model.sealed, until))
                     sealing.append(seq)
         self._over(epoch, after)
         for seq in sealing:
@@ -104,6 +105,10 @@ class Model(Laws):
                 model.writes.remove(write)
                 if model.worthless_from is None or write.start < model.worthless_from:
                     model.worthless_from = write.start
+                # What is complete, but was not sealed for being swapped out, may stay so.
+                until = model.surely_until
+                sure = model.surely_sealed
+                model.surely_until = sure if until is None else min(until, sure)
         self._over(epoch, after)
 
     def _over(self, epoch: int, after: Observation) -> None:
@@ -118,21 +123,22 @@ class Model(Laws):
 
     # -- the prefix cache
 
-    def _sealed_blocks(self, model: ModelSequence) -> int:
+    def _publishable(self, model: ModelSequence, sealed: int) -> int:
+        """Blocks of which the prefix cache is told when so many tokens are sealed."""
         publishes = self.shape.prefix_caching and model.weights == self.weights
-        return min(model.sealed, model.known) // self.shape.block_tokens if publishes else 0
+        return min(sealed, model.known) // self.shape.block_tokens if publishes else 0
 
     def _may_publish(self, seq: int) -> None:
         model = self.seqs[seq]
         blocks = () if model.swapped else self.seen.seqs[seq].blocks
-        for index in range(model.published, self._sealed_blocks(model)):
+        for index in range(model.published, self._publishable(model, model.sealed)):
             self.may_match.add(model.key(self._end(index)))
             if index < len(blocks):
                 self.named[blocks[index]] = model.key(self._end(index))
 
     def _must_publish(self, seq: int) -> None:
         model, blocks = self.seqs[seq], self.seen.seqs[seq].blocks
-        sealed = self._sealed_blocks(model)
+        sealed = self._publishable(model, model.surely_sealed)
         for index in range(model.published, sealed):
             block = NO_BLOCK if model.swapped else blocks[index]
             if block != NO_BLOCK:
@@ -169,8 +175,16 @@ class Model(Laws):
 
     # -- plans
 
-    def check_plan(self, ops: Sequence[Op], plan: PlanSeen, *, held: int) -> None:
-        """`held`: pages that the mapper or a repair has."""
+    def check_plan(
+        self, ops: Sequence[Op], plan: PlanSeen, *, held: int, swap_blocks: int | None = None
+    ) -> None:
+        """`held`: pages that the mapper or a repair has.
+
+        `swap_blocks`: what host memory holds at most now, less than at first once the system has
+        refused some.
+        """
+        if swap_blocks is None:
+            swap_blocks = self.shape.swap_blocks
         most = self.most_pages(ops)
         expect(0 <= plan.needed <= most, f"plan needs {plan.needed} pages, {most} do for anything")
         room = self.limit_pages - len(self.used_pages()) - self.shape.null_page
@@ -186,7 +200,7 @@ class Model(Laws):
                     f"{plan.available} pages available, {room} are not in use",
                 )
         expect(plan.missing_slots <= highest, f"{plan.missing_slots} slots missing, not {highest}")
-        enough = most <= sure and swaps + swapped <= self.shape.swap_blocks and highest == 0
+        enough = most <= sure and swaps + swapped <= swap_blocks and highest == 0
         expect(
             plan.fits or not enough,
             f"{most} pages do for anything, {sure} are surely there, and the plan does not fit",
@@ -293,6 +307,8 @@ class Model(Laws):
         ]
         if parent.worthless_from is not None and parent.worthless_from < end:
             child.worthless_from = parent.worthless_from
+        if parent.surely_until is not None and parent.surely_until < end:
+            child.surely_until = parent.surely_until
 
     def failed(self, after: Observation) -> None:
         """A mutation threw: no sequence may have changed."""
