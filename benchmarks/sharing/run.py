@@ -8,24 +8,14 @@ All arguments are those of the command; an earlier result is never overwritten.
 from __future__ import annotations
 
 import datetime
-import re
 import sys
 from pathlib import Path
 
 from vmserve.bench.machine import cpu_model
+from vmserve.bench.report import fresh_directory
 from vmserve.cli import main
 
 RESULTS = Path(__file__).resolve().parent / "results"
-
-
-def fresh_directory(parent: Path, date: datetime.date, cpu: str) -> Path:
-    """``<date>-<cpu>`` in ``parent``, or the first of ``-2``, ``-3``, ... that is not there yet."""
-    stem = f"{date.isoformat()}-{re.sub('[^a-z0-9]+', '-', cpu.lower()).strip('-')}"
-    path, count = parent / stem, 1
-    while path.exists():
-        count += 1
-        path = parent / f"{stem}-{count}"
-    return path
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from rich.table import Table as RichTable
 from vmserve.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    import datetime
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "dump",
+    "fresh_directory",
     "make_console",
     "make_directory",
     "markdown",
@@ -51,7 +53,7 @@ def markdown(results: Mapping[str, SectionResult], described: Mapping[str, Any])
     machine = described["machine"]
     revision = machine["git_revision"] or "unknown"
     where = f"{machine['cpu']}, {machine['num_usable_cores']} cores, revision {revision[:12]}"
-    lines = [f"{described['date']}, {where}{', --quick' if described['quick'] else ''}."]
+    lines = [f"{described['date']}, {where}{', --quick' if described.get('quick') else ''}."]
     for name, result in results.items():
         lines.append(f"\n## {name}\n")
         lines += [table.to_markdown() for table in result.tables]
@@ -89,6 +91,16 @@ def require_matplotlib(option: str) -> None:
             "plots need matplotlib: install it with pip install 'vmserve[bench]', or leave out "
             f"{option}"
         )
+
+
+def fresh_directory(parent: Path, date: datetime.date, cpu: str) -> Path:
+    """``<date>-<cpu>`` in ``parent``, or the first of ``-2``, ``-3``, ... that is not there yet."""
+    stem = f"{date.isoformat()}-{re.sub('[^a-z0-9]+', '-', cpu.lower()).strip('-')}"
+    path, count = parent / stem, 1
+    while path.exists():
+        count += 1
+        path = parent / f"{stem}-{count}"
+    return path
 
 
 def make_directory(path: Path) -> None:

@@ -13,6 +13,7 @@ from vmserve.bench.report import (
     dump,
     make_console,
     make_directory,
+    markdown,
     print_table,
     progress,
     require_matplotlib,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from vmserve.bench.alloc.section import SectionResult
 
-__all__ = ["document", "markdown", "numbers", "sharing_command"]
+__all__ = ["document", "numbers", "sharing_command"]
 
 
 def sharing_command(
@@ -124,18 +125,6 @@ def document(results: Mapping[str, SectionResult], options: Options) -> dict[str
         "machine": machine_info(("vmserve", "numpy", "torch")),
         "sections": {name: dict(result.data) for name, result in results.items()},
     }
-
-
-def markdown(results: Mapping[str, SectionResult], described: Mapping[str, Any]) -> str:
-    """The tables, with the machine and the date above them."""
-    machine = described["machine"]
-    revision = machine["git_revision"] or "unknown"
-    where = f"{machine['cpu']}, {machine['num_usable_cores']} cores, revision {revision[:12]}"
-    lines = [f"{described['date']}, {where}."]
-    for name, result in results.items():
-        lines.append(f"\n## {name}\n")
-        lines += [table.to_markdown() for table in result.tables]
-    return "\n".join(lines)
 
 
 def _block_sizes(text: str) -> tuple[int, ...]:
