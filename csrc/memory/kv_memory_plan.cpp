@@ -269,7 +269,11 @@ void KVMemory::demand_op(Demand& demand, const Op& op) const {
       after.view = op.view;
       binds = op.view == View::kVirtual && seq.has.view == View::kPaged && seq.has.length > 0;
       if (binds) demand_bind(demand, seq, seq.has.blocks, seq.has.length, true);
-      if (binds && is_parent(demand, op.seq)) demand.pages += num_claims(seq);
+      if (binds && is_parent(demand, op.seq)) {
+        demand.pages += num_claims(seq, /*all=*/true);
+      } else if (binds && demand.dense) {
+        demand.pages += num_claims(seq, /*all=*/false);
+      }
       break;
     case OpKind::kSwapOut:
       for (std::int64_t i = 0; i < blocks_for(seq.has.length); ++i) {
@@ -294,11 +298,14 @@ bool KVMemory::is_parent(const Demand& demand, SeqId id) {
 }
 
 // Pages that a paged sequence would have for itself in the virtual view, but for its forks in the
-// same plan.
-std::int64_t KVMemory::num_claims(const Sequence& seq) const {
+// same plan (`all`), or for the packing that comes first: it may fill a page's gaps with other
+// blocks.
+std::int64_t KVMemory::num_claims(const Sequence& seq, bool all) const {
   const auto bound = bind_pages(seq.has.blocks, seq.has.length, /*own=*/true, 0);
-  return std::count_if(bound.begin(), bound.end(),
-                       [](const BoundPage& page) { return page.kind == BoundPage::Kind::kClaim; });
+  return std::count_if(bound.begin(), bound.end(), [&](const BoundPage& page) {
+    return page.kind == BoundPage::Kind::kClaim &&
+           (all || pool_.used(page.page) < config_.blocks_per_page);
+  });
 }
 
 void KVMemory::demand_swap_in(Demand& demand, SeqId id) const {

@@ -41,6 +41,7 @@ class Laws:
         self.named: dict[int, Key] = {}
         self._forked: set[int] = set()  # blocks of the parents of forks in this plan
         self._sliding: set[int] = set()  # sequences that give up their past in this plan
+        self._vacated: set[int] = set()  # blocks from which packing moved what they held
 
     # -- what every observation must satisfy
 
@@ -71,6 +72,7 @@ class Laws:
         self._check_tables(after)
         self._check_shares(after)
         self._check_slots(after)
+        self._vacated = _vacated(before, after) if packs else set()
         for seq in sorted(self.seqs):
             old, new = before.seqs.get(seq, Seen()), after.seqs[seq]
             moves = packs and old.paged
@@ -240,7 +242,7 @@ class Laws:
         cache, the rest of a page that it has a part of, or nobody's."""
         model, bpp, block = self.seqs[seq], self.shape.blocks_per_page, new.blocks[index]
         kind = None if op is None else op.kind
-        had = self.seen.refs.get(block, 0) > 0
+        had = self.seen.refs.get(block, 0) > 0 and block not in self._vacated
         same = self.named.get(block) == model.key(self._end(index))
         if kind is Kind.FORK and had:
             return
@@ -313,3 +315,14 @@ class Laws:
                 f"slot {pin.slot} no longer shows page {pin.page} at {pin.index}, "
                 f"but epoch {pin.epoch} may still read it",
             )
+
+
+def _vacated(before: Observation, after: Observation) -> set[int]:
+    """Blocks of paged sequences whose place in the sequence another block has taken."""
+    return {
+        was
+        for seq, old in before.seqs.items()
+        if old.paged and seq in after.seqs
+        for was, now in zip(old.blocks, after.seqs[seq].blocks, strict=False)
+        if was not in (now, NO_BLOCK)
+    }
