@@ -42,7 +42,7 @@ from vmserve.scheduler.followers import Followers
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
-from vmserve.scheduler.siblings import has_yet_to_start, is_fork_of, leads
+from vmserve.scheduler.siblings import has_followers, is_fork_of, leads, with_its_gang
 
 __all__ = ["FCFSScheduler", "SchedulerLimits"]
 
@@ -134,7 +134,7 @@ class FCFSScheduler:
             else:
                 self._release(sequence)
         self._followers.lost_one(request)
-        if not any(has_yet_to_start(other) for other in request.sequences):
+        if not has_followers(request):
             self._drop_donor(request)
 
     def abort(self, request: Request) -> None:
@@ -173,8 +173,8 @@ class FCFSScheduler:
                 converted = next(seq for seq in self._running if seq.memory_id == op.seq)
                 converted.regime = self._converting.pop(converted)
                 converted.request.metrics.kv_regime = converted.regime.value
-        for request_id in [name for name in self._donors if not self._is_needed(name)]:
-            self._release(self._donors.pop(request_id))
+        for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
+            self._drop_donor(donor.request)
 
     def computed(self, plan: StepPlan) -> None:
         for item in plan.scheduled:
@@ -322,10 +322,7 @@ class FCFSScheduler:
         """
         if not self._running:
             return False
-        victims = self._running[-1:]
-        request = victims[0].request
-        if request.is_gang:
-            victims = [seq for seq in self._running if seq.request is request]
+        victims = with_its_gang(self._running[-1], self._running)
         if len(victims) == len(self._running):
             return False
         self._preempt(victims)
@@ -419,9 +416,7 @@ class FCFSScheduler:
         back: list[Sequence] = []
         while self._swapped and budget.tokens > 0:
             first = self._swapped[0]
-            group = [first]
-            if first.request.is_gang:
-                group = [seq for seq in self._swapped if seq.request is first.request]
+            group = with_its_gang(first, self._swapped)
             blocks = sum(self._demand.next_token(seq) for seq in group)
             alone = not self._running
             reserve = 0 if alone else self._headroom(group)
@@ -535,17 +530,13 @@ class FCFSScheduler:
 
     def _is_wanted(self, sequence: Sequence) -> bool:
         """Whether siblings have yet to fork from this sequence, which has finished."""
-        others = sequence.request.sequences
+        request = sequence.request
         return (
             sequence.has_prompt
-            and sequence.request.request_id not in self._donors
-            and any(has_yet_to_start(other) for other in others)
-            and not any(other.has_prompt for other in others if other is not sequence)
+            and request.request_id not in self._donors
+            and has_followers(request)
+            and not any(other.has_prompt for other in request.sequences if other is not sequence)
         )
-
-    def _is_needed(self, request_id: str) -> bool:
-        request = self._donors[request_id].request
-        return any(has_yet_to_start(other) for other in request.sequences)
 
     def _drop_donor(self, request: Request) -> None:
         donor = self._donors.pop(request.request_id, None)
@@ -553,21 +544,14 @@ class FCFSScheduler:
             self._release(donor)
 
     def _drop_donors(self) -> None:
-        # Who starts in this step is forked from them: it waits again.
-        sources = {donor.memory_id for donor in self._donors.values()}
-        for sequence in list(self._running):
-            if sequence.status is SequenceStatus.RUNNING and is_fork_of(sequence, sources):
-                self._back_to_waiting(sequence)
+        self._send_back_forks({donor.memory_id for donor in self._donors.values()})
         for donor in self._donors.values():
             self._release(donor)
         self._donors.clear()
 
     def _back_to_swapped(self, newcomers: list[Sequence], plan: list[ScheduledSequence]) -> None:
         """The last newcomer, with the beams of its group, stays in host memory after all."""
-        request = newcomers[-1].request
-        group = [newcomers[-1]]
-        if request.is_gang:
-            group = [seq for seq in newcomers if seq.request is request]
+        group = with_its_gang(newcomers[-1], newcomers)
         for sequence in group:
             newcomers.remove(sequence)
             self._running.remove(sequence)
@@ -588,8 +572,13 @@ class FCFSScheduler:
         self._converting.pop(sequence, None)
         memory_id = sequence.memory_id
         self._give_up(sequence)
+        self._send_back_forks({memory_id})
+
+    def _send_back_forks(self, sources: set[int | None]) -> None:
+        """Whoever is to start as a fork of these, in the next plan, waits again."""
         for child in list(self._running):
-            if child.status is SequenceStatus.RUNNING and is_fork_of(child, {memory_id}):
+            # One that went with another fork on the way has left already.
+            if child.status is SequenceStatus.RUNNING and is_fork_of(child, sources):
                 self._back_to_waiting(child)
 
     def _give_up(self, sequence: Sequence) -> None:

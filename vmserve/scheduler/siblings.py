@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from vmserve.memory.base import Fork
-from vmserve.scheduler.sequence import Sequence, SequenceStatus
+from collections.abc import Iterable
 
-__all__ = ["has_yet_to_start", "is_fork_of", "leads"]
+from vmserve.memory.base import Fork
+from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
+
+__all__ = ["has_followers", "is_fork_of", "leads", "with_its_gang"]
 
 
 def leads(sequence: Sequence) -> bool:
@@ -22,7 +24,20 @@ def is_fork_of(sequence: Sequence, sources: set[int | None]) -> bool:
     return isinstance(sequence.start, Fork) and sequence.start.parent in sources
 
 
-def has_yet_to_start(sequence: Sequence) -> bool:
+def has_followers(request: Request) -> bool:
+    """Whether a sequence of the request has yet to start, perhaps as a fork of another."""
+    return any(_has_yet_to_start(sequence) for sequence in request.sequences)
+
+
+def with_its_gang(sequence: Sequence, among: Iterable[Sequence]) -> list[Sequence]:
+    """The sequence; of a gang, all of it that is ``among`` these."""
+    request = sequence.request
+    if not request.is_gang:
+        return [sequence]
+    return [other for other in among if other.request is request]
+
+
+def _has_yet_to_start(sequence: Sequence) -> bool:
     if sequence.status in (SequenceStatus.FOLLOWING, SequenceStatus.WAITING):
         return True
     return sequence.status is SequenceStatus.RUNNING and isinstance(sequence.start, Fork)
