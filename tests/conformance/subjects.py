@@ -57,8 +57,8 @@ class Subject:
     ``make(frame_bytes, num_frames)`` gives a fresh one. ``capabilities`` is what it must report.
     ``traps``: what the host touches at an unmapped address is a fault; only where the host
     may touch the addresses at all. ``contents``: what is written can be read again; without it
-    ``read`` and ``write`` cannot be called. ``rebuild``: an expression that gives this subject again in
-    another process, where everything in this module is known.
+    ``read`` and ``write`` cannot be called. ``rebuild``: an expression that gives this subject
+    again in another process, where everything in this module is known.
     """
 
     name: str

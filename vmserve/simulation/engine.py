@@ -7,6 +7,7 @@ here, and what they take is what the device profile says of the step's work.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -85,11 +86,10 @@ class _KnownSpeeds(PreemptionPolicy):
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended, and the step in which it came."""
+    """A request that has not ended."""
 
     what: Asked
     request: Request
-    step: int
 
 
 class SimulatedEngine:
@@ -180,7 +180,7 @@ class SimulatedEngine:
             what, self._num_arrived, arrived, by_priority=self.config.by_priority
         )
         self._num_arrived += 1
-        self._open[what.name] = _Open(what, request, self.num_steps)
+        self._open[what.name] = _Open(what, request)
         self.scheduler.add(request)
 
     def abort(self, name: str) -> None:
@@ -217,7 +217,7 @@ class SimulatedEngine:
                 num_preemptions=metrics.num_preemptions,
                 num_cached_tokens=metrics.num_cached_tokens,
                 regime=metrics.kv_regime,
-                steps=(entry.step, self.num_steps),
+                order=request.arrival,
             )
         )
 
@@ -299,7 +299,9 @@ class SimulatedEngine:
             self._abort(plan.scheduled[0].sequence.request.request_id, "failed")
 
     def _idle(self) -> None:
-        self.memory.trim(drop_idle=not self.config.prefix_caching)
+        # Refused, the pool keeps its pages.
+        with suppress(OutOfMemoryError, DriverError):
+            self.memory.trim(drop_idle=not self.config.prefix_caching)
 
     # -- the null model -----------------------------------------------------------------
 

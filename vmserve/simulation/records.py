@@ -52,8 +52,8 @@ class RequestRecord:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     regime: str = "virtual"
-    #: Steps of the engine when it came and when it ended.
-    steps: tuple[int, int] = (0, 0)
+    #: Its place in the order of arrivals.
+    order: int = 0
 
     @property
     def latency(self) -> float:
