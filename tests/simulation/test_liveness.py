@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from tests.simulation.test_engine import SECONDS
+from vmserve.memory.base import Regime
 from vmserve.memory.layout import plan_layout
 from vmserve.memory.manager import MemoryManager
+from vmserve.scheduler.base import NoRoomError
 from vmserve.scheduler.fcfs import FCFSScheduler
 from vmserve.simulation import Asked, SimulatedEngine, SimulationConfig, replay
 from vmserve.simulation.liveness import (
-    Violation,
     check_many,
     check_workload,
     draw,
@@ -75,14 +76,15 @@ def test_cached_blocks_beside_a_parked_slot_do_not_end_a_request() -> None:
         max_model_len=96,
         max_num_seqs=2,
         max_num_batched_tokens=64,
+        regime="virtual",
         check_every=1,
     )
     common = tuple(range(8))
     with SimulatedEngine(config) as engine:
         alone = Asked(name="virtual", prompt=(*common, *range(100, 108)), outputs=(59,))
         replay(engine, [alone])
-        forks = Asked(name="paged", prompt=(*common, *range(200, 280)), outputs=(3, 1))
-        engine.add(forks)
+        engine.add(Asked(name="paged", prompt=(*common, *range(200, 280)), outputs=(3,)))
+        engine.convert("paged", Regime.PAGED)
         replay(engine, [])
     assert [(r.name, r.end, r.regime) for r in engine.run.requests] == [
         ("virtual", "finished", "virtual"),
@@ -135,9 +137,17 @@ def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_request_that_fails_for_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FCFSScheduler, "_start_over", lambda self: False)
-    with pytest.raises(Violation, match="request 11 failed, and nothing was wrong with it"):
-        check_workload(470)
+    schedule, calls = FCFSScheduler.schedule, iter(range(1_000_000))
+
+    def fail(self: FCFSScheduler) -> Any:
+        running = self.running_request_ids
+        if running and next(calls) % 100 == 99:
+            raise NoRoomError(running[0], "for nothing")
+        return schedule(self)
+
+    assert "failed, and nothing was wrong with it" in breaks(
+        monkeypatch, FCFSScheduler, "schedule", fail
+    )
 
 
 def test_the_command_tells(

@@ -16,10 +16,11 @@ from vmserve.errors import DriverError, OutOfMemoryError
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.scheduler.base import NoRoomError
+from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import Preemption, PreemptionPolicy
 from vmserve.scheduler.profile import SequenceWork
-from vmserve.scheduler.regime import RegimePolicy
+from vmserve.scheduler.regime import CostModel, RegimePolicy
 from vmserve.simulation.records import MemorySample, RequestRecord, Run, StepRecord
 from vmserve.simulation.requests import Asked, build_request, null_candidates, null_token
 
@@ -61,7 +62,8 @@ class SimulationConfig:
     prefix_caching: bool = True
     mapper: Literal["manual", "off"] = "manual"
     lookahead_tokens: int = 16
-    by_priority: bool = False
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    fair_sharing: bool = False
     check_every: int = 0
     sample_every: int = 0
 
@@ -154,7 +156,9 @@ class SimulatedEngine:
         limits = SchedulerLimits(
             config.max_num_seqs, config.max_num_batched_tokens, watermark=config.watermark
         )
-        return FCFSScheduler(self.memory, limits, RegimePolicy(config.regime), preemption)
+        self._regimes = RegimePolicy(config.regime, CostModel(config.profile, config.layout))
+        shares = TenantShares() if config.fair_sharing else None
+        return FCFSScheduler(self.memory, limits, self._regimes, preemption, shares)
 
     # -- requests -----------------------------------------------------------------------
 
@@ -176,9 +180,8 @@ class SimulatedEngine:
                 f"request {what.name!r} cannot be added: too long, or its name is used"
             )
         arrived = min(self.now, what.arrival_s) if what.arrival_s else self.now
-        request = build_request(
-            what, self._num_arrived, arrived, by_priority=self.config.by_priority
-        )
+        by_priority = self.config.policy == "priority"
+        request = build_request(what, self._num_arrived, arrived, by_priority=by_priority)
         self._num_arrived += 1
         self._open[what.name] = _Open(what, request)
         self.scheduler.add(request)
@@ -257,7 +260,9 @@ class SimulatedEngine:
         ended = self._take_tokens(plan)
         self._name_tokens(plan)
         self._record(plan, seconds)
+        self._regimes.stepped(seconds)
         for request in ended:
+            self._regimes.finished(self._open[request.request_id].what.max_output)
             self._end(request.request_id, "finished")
         if not self._open:
             self._idle()

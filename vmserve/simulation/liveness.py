@@ -128,7 +128,8 @@ def _config(rng: random.Random, layout: KVLayout, max_len: int) -> SimulationCon
         prefix_caching=rng.random() < 0.6,
         mapper=mapper,
         lookahead_tokens=rng.choice([0, 8, 16]),
-        by_priority=rng.random() < 0.3,
+        policy="priority" if rng.random() < 0.3 else "fcfs",
+        fair_sharing=rng.random() < 0.2,
         check_every=rng.choice([1, 3]),
     )
 
@@ -152,6 +153,7 @@ def _request(
         beam_width=width,
         priority=rng.randint(0, 2),
         salt=rng.choice([b"", b"", b"other"]),
+        tenant=rng.choice(["one", "two"]),
         seed=rng.randrange(4),
     )
 
@@ -243,13 +245,20 @@ class _Life:
                 raise Violation(f"request {record.name} failed, and nothing was wrong with it")
             if record.end == "finished" and not what.beam_width:
                 _equal("tokens of a request", record.num_output, sum(what.outputs))
-        if not self.workload.config.by_priority:
-            _check_order([r for r in records if asked[r.name].num_branches == 1])
-        else:
-            for rank in range(3):
-                same = [r for r in records if asked[r.name].priority == rank]
-                _check_order([r for r in same if asked[r.name].num_branches == 1])
+        self._check_orders([r for r in records if asked[r.name].num_branches == 1], asked)
         self._check_memory()
+
+    def _check_orders(self, alone: list[RequestRecord], asked: dict[str, Asked]) -> None:
+        """Within a rank; between tenants that share fairly there is no order."""
+        config = self.workload.config
+
+        def queue(record: RequestRecord) -> tuple[int, str]:
+            what = asked[record.name]
+            rank = what.priority if config.policy == "priority" else 0
+            return rank, what.tenant if config.fair_sharing else ""
+
+        for key in {queue(record) for record in alone}:
+            _check_order([record for record in alone if queue(record) == key])
 
     def _check_memory(self) -> None:
         memory = self.engine.memory

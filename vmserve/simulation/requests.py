@@ -35,6 +35,7 @@ class Asked:
     arrival_s: float = 0.0
     priority: int = 0
     salt: bytes = b""
+    tenant: str = ""
     seed: int = 0
 
     @property
@@ -81,6 +82,7 @@ def build_request(what: Asked, arrival: int, now: float, *, by_priority: bool) -
         priority=what.priority,
         rank=what.priority if by_priority else 0,
         cache_salt=what.salt,
+        tenant=what.tenant,
         num_branches=what.num_branches,
     )
     request.sequences = [
