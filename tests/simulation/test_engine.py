@@ -141,7 +141,7 @@ def step_of(item: Any) -> tuple[str, int, int, int, str]:
 
 
 @pytest.mark.parametrize(
-    ("regime", "swap"), [("virtual", 0), ("paged", 16 << 20), ("auto", 16 << 20)]
+    ("regime", "swap"), [("virtual", 0), ("virtual", 16 << 20), ("paged", 16 << 20)]
 )
 def test_its_steps_are_those_of_the_real_engine(regime: Any, swap: int) -> None:
     requests = [
