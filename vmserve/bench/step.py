@@ -66,6 +66,8 @@ _MAX_PROMPT = 128
 #: Steps that nobody looks at: caches are cold, and pools grow.
 _WARM_UP = 24
 _BATCHED_TOKENS = 4096
+#: Keys and values of the embedded model, whose sizes the KV memory has.
+_TOKEN_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,12 @@ class SteppedEngine:
     def __init__(self, case: Case, num_steps: int) -> None:
         self.case = case
         self._tokens_left = _WARM_UP + num_steps + 8
+        max_len = _MAX_PROMPT + self._tokens_left + 8
         self.engine = LLMEngine(
             EngineConfig(
                 max_num_seqs=case.num_seqs,
-                max_model_len=_MAX_PROMPT + self._tokens_left + 8,
+                max_model_len=max_len,
+                kv_cache_memory=(case.num_seqs + 4) * 2 * max_len * _TOKEN_BYTES,
                 max_num_batched_tokens=_BATCHED_TOKENS,
                 kv_regime="virtual" if case.regime == "virtual" else "paged",
                 enable_prefix_caching=True,
