@@ -63,8 +63,8 @@ GOAL_NS_PER_SEQUENCE = 3_000
 GOAL_NUM_SEQS = 256
 
 _MAX_PROMPT = 128
-#: Steps that nobody looks at: caches are cold, and pools grow.
-_WARM_UP = 24
+#: Steps that nobody looks at: at most so many read prompts, then caches are cold and pools grow.
+_FILL, _WARM_UP = 64, 24
 _BATCHED_TOKENS = 4096
 #: Keys and values of the embedded model, whose sizes the KV memory has.
 _TOKEN_BYTES = 4096
@@ -124,7 +124,7 @@ class SteppedEngine:
 
     def __init__(self, case: Case, num_steps: int) -> None:
         self.case = case
-        self._tokens_left = _WARM_UP + num_steps + 8
+        self._tokens_left = _FILL + _WARM_UP + num_steps
         max_len = _MAX_PROMPT + self._tokens_left + 8
         self.engine = LLMEngine(
             EngineConfig(
