@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vmserve import _core
@@ -40,6 +42,9 @@ from vmserve.telemetry.phases import StepPhases
 from vmserve.telemetry.trace import StepTrace
 from vmserve.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import RequestMetrics, RequestOutput
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 
@@ -359,16 +364,13 @@ class LLMEngine:
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Steps that mostly read prompts tell how fast tokens are computed again."""
-        if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan.scheduled):
+        if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan):
             self._preemption.prefilled(plan.num_tokens, seconds)
 
-    def _places(self, plan: StepPlan) -> list[int]:
+    def _places(self, plan: StepPlan) -> NDArray[np.int32]:
         """Where kernels find the sequences: in a slot, or by a row of the block tables."""
-        places: list[int] = self.memory.slots([item.memory_id for item in plan.scheduled]).tolist()
-        for index, item in enumerate(plan.scheduled):
-            if item.regime is Regime.PAGED:
-                places[index] = item.memory_id
-        return places
+        memory_ids = np.array(plan.memory_ids, dtype=np.int32)
+        return np.where(plan.is_paged, memory_ids, self.memory.slots(plan.memory_ids))
 
     def _name_tokens(self, plan: StepPlan) -> None:
         """What became known names blocks for the prefix cache, once they are computed."""
@@ -376,18 +378,17 @@ class LLMEngine:
             return
         memory_ids: list[int] = []
         tokens: list[int] = []
-        for item in plan.scheduled:
-            sequence = item.sequence
-            if sequence.memory_id == item.memory_id:
+        for sequence, memory_id in zip(plan.sequences, plan.memory_ids, strict=True):
+            if sequence.memory_id == memory_id:
                 unnamed = sequence.tokens[sequence.num_named :]
-                memory_ids += [item.memory_id] * len(unnamed)
+                memory_ids += [memory_id] * len(unnamed)
                 tokens += unnamed
-                sequence.num_named = sequence.num_tokens
+                sequence.num_named += len(unnamed)
         self.memory.append_tokens(memory_ids, tokens)
 
     def _fail_batch(self, error: Exception, plan: StepPlan) -> StepResult:
-        logger.error("a step of %d sequences failed", len(plan.scheduled), exc_info=error)
-        request_ids = {item.sequence.request.request_id for item in plan.scheduled}
+        logger.error("a step of %d sequences failed", len(plan), exc_info=error)
+        request_ids = {sequence.request.request_id for sequence in plan.sequences}
         for request_id in request_ids:
             self.abort(request_id)
         told = VmserveError("the step that computed this request failed; send it again")
@@ -411,19 +412,20 @@ class LLMEngine:
         if self.scheduler.make_room():
             logger.warning("made room: %s", error)
             return StepResult()
-        request = plan.scheduled[0].sequence.request
+        request = plan.sequences[0].request
         self.abort(request.request_id)
         return StepResult(failures=(RequestFailure(request.request_id, error),))
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
         now = time.monotonic()
-        for item in plan.scheduled:
-            metrics = item.sequence.request.metrics
+        for sequence, num_past in zip(plan.sequences, plan.num_past, strict=True):
+            if num_past >= sequence.num_prompt:
+                continue
+            metrics = sequence.request.metrics
+            metrics.num_prefill_chunks += 1
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
-                self._count_lookup(item.sequence.request)
-            if item.num_past < item.sequence.num_prompt:
-                metrics.num_prefill_chunks += 1
+                self._count_lookup(sequence.request)
 
     def _count_lookup(self, request: Request) -> None:
         wants_logits = request.params.prompt_logprobs is not None

@@ -8,9 +8,11 @@ it (the virtual slots or the block-table arena) is decided before the model runs
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from vmserve.attention.rotary import Rotary
@@ -85,22 +87,22 @@ class RaggedBatch:
         return self.starts[-1] + self.num_new[-1] if self.starts else 0
 
     @staticmethod
-    def build(places: list[int], num_past: list[int], num_new: list[int]) -> RaggedBatch:
+    def build(places: Several[int], num_past: Several[int], num_new: Several[int]) -> RaggedBatch:
         """Lay the sequences out one after the other. Every ``num_new`` must be positive."""
-        starts: list[int] = []
-        total = 0
-        for count in num_new:
-            starts.append(total)
-            total += count
-        counts = torch.tensor(num_new, dtype=torch.int64)
-        first = torch.tensor(num_past, dtype=torch.int64) - torch.tensor(starts, dtype=torch.int64)
+        counts = np.array(num_new, dtype=np.int64)
+        ends = np.cumsum(counts)
+        starts = ends - counts
+        first = np.array(num_past, dtype=np.int64) - starts
+        total = int(ends[-1]) if len(ends) else 0
+        token_places = np.repeat(np.array(places, dtype=np.int64), counts)
+        token_positions = np.arange(total) + np.repeat(first, counts)
         return RaggedBatch(
             places=tuple(places),
             num_past=tuple(num_past),
             num_new=tuple(num_new),
-            starts=tuple(starts),
-            token_places=torch.repeat_interleave(torch.tensor(places, dtype=torch.int64), counts),
-            token_positions=torch.arange(total) + torch.repeat_interleave(first, counts),
+            starts=tuple(starts.tolist()),
+            token_places=torch.from_numpy(token_places),
+            token_positions=torch.from_numpy(token_positions),
         )
 
 

@@ -20,14 +20,16 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
 
 from vmserve.memory.base import (
     Attach,
     Convert,
     Fork,
-    Growth,
     KVMemory,
     MemoryOp,
     MemoryPlan,
@@ -35,7 +37,7 @@ from vmserve.memory.base import (
     Shortfall,
     SwapIn,
 )
-from vmserve.scheduler.base import NoRoomError, ScheduledSequence, StepPlan
+from vmserve.scheduler.base import NoRoomError, Share, StepPlan
 from vmserve.scheduler.budget import StepBudget
 from vmserve.scheduler.demand import BlockDemand
 from vmserve.scheduler.followers import Followers
@@ -43,6 +45,9 @@ from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 from vmserve.scheduler.siblings import has_followers, is_fork_of, leads, with_its_gang
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["FCFSScheduler", "SchedulerLimits"]
 
@@ -166,19 +171,24 @@ class FCFSScheduler:
     # -- the step -----------------------------------------------------------------------
 
     def applied(self, plan: StepPlan) -> None:
+        if plan.memory.ops:
+            self._started(plan.memory.ops)
+        for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
+            self._drop_donor(donor.request)
+
+    def _started(self, ops: tuple[MemoryOp, ...]) -> None:
         for sequence in self._running:
             sequence.start = None
-        for op in plan.memory.ops:
+        for op in ops:
             if isinstance(op, Convert):
                 converted = next(seq for seq in self._running if seq.memory_id == op.seq)
                 converted.regime = self._converting.pop(converted)
                 converted.request.metrics.kv_regime = converted.regime.value
-        for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
-            self._drop_donor(donor.request)
 
     def computed(self, plan: StepPlan) -> None:
-        for item in plan.scheduled:
-            item.sequence.num_computed = item.num_past + item.num_new
+        columns = zip(plan.sequences, plan.num_past, plan.num_new, strict=True)
+        for sequence, num_past, num_new in columns:
+            sequence.num_computed = num_past + num_new
 
     def schedule(self) -> StepPlan | None:
         plan = self._schedule()
@@ -200,7 +210,7 @@ class FCFSScheduler:
         if not plan:
             return None
         assert memory_plan is not None
-        return StepPlan(_as_planned(plan, memory_plan), memory_plan)
+        return StepPlan.of(plan, memory_plan, _conversions_in(memory_plan))
 
     def _give_way(self) -> bool:
         """Nobody can compute: give up what stands in the way, if anything; False if all is done.
@@ -256,7 +266,7 @@ class FCFSScheduler:
 
     # -- those that run -----------------------------------------------------------------
 
-    def _schedule_running(self) -> tuple[list[ScheduledSequence], MemoryPlan | None]:
+    def _schedule_running(self) -> tuple[list[Share], MemoryPlan | None]:
         """Decodes, then prompt chunks; preempts from the back until it fits."""
         while self._running:
             plan = self._share_budget()
@@ -276,7 +286,7 @@ class FCFSScheduler:
                 )
         return [], None
 
-    def _plan_memory(self, plan: list[ScheduledSequence]) -> MemoryPlan | Shortfall:
+    def _plan_memory(self, plan: list[Share]) -> MemoryPlan | Shortfall:
         """With the conversions that were asked for, unless there is no memory for them now."""
         growths = _growths(plan, self._limits.window)
         starts: list[MemoryOp] = [seq.start for seq in self._running if seq.start is not None]
@@ -300,15 +310,14 @@ class FCFSScheduler:
             and sequence.start is None
         ]
 
-    def _share_budget(self) -> list[ScheduledSequence]:
+    def _share_budget(self) -> list[Share]:
         budget = self._new_budget()
-        plan: list[ScheduledSequence] = []
-        decoding = [seq for seq in self._running if seq.num_uncomputed == 1]
-        reading = [seq for seq in self._running if seq.num_uncomputed > 1]
-        for sequence in decoding + reading:
-            if budget.tokens == 0:
-                break
-            if budget.can_take(sequence):
+        decoding = [seq for seq in self._running if len(seq.tokens) - seq.num_computed == 1]
+        plan = budget.take_next_tokens(decoding)
+        if len(decoding) == len(self._running):
+            return plan
+        for sequence in self._running:
+            if sequence.num_uncomputed > 1 and budget.can_take(sequence):
                 plan.append(budget.take(sequence))
         return plan
 
@@ -367,12 +376,12 @@ class FCFSScheduler:
 
     # -- newcomers ----------------------------------------------------------------------
 
-    def _admit(self, plan: list[ScheduledSequence]) -> list[Sequence]:
+    def _admit(self, plan: list[Share]) -> list[Sequence]:
         """Add newcomers to ``plan`` while budget, sequences and memory last; who they are."""
-        budget = self._new_budget()
-        budget.spend(plan)
         if not (self._waiting or self._swapped) or (self._is_short and self._running):
             return []
+        budget = self._new_budget()
+        budget.spend(plan)
         # What a newcomer may take, once every running sequence has what it is owed.
         blocks_per_page = self._demand.blocks_per_page
         room = self._memory.available_pages() * blocks_per_page - sum(
@@ -409,9 +418,7 @@ class FCFSScheduler:
             plan.append(budget.take(sequence))
         return newcomers
 
-    def _swap_in(
-        self, plan: list[ScheduledSequence], budget: StepBudget, room: int
-    ) -> list[Sequence]:
+    def _swap_in(self, plan: list[Share], budget: StepBudget, room: int) -> list[Sequence]:
         """Add the swapped ones to ``plan`` that fit, whole groups of beams; who they are."""
         back: list[Sequence] = []
         while self._swapped and budget.tokens > 0:
@@ -452,7 +459,7 @@ class FCFSScheduler:
         return others + (not newcomer.is_gang) + sum(gang.num_branches for gang in gangs)
 
     def _plan_with_newcomers(
-        self, plan: list[ScheduledSequence], newcomers: list[Sequence]
+        self, plan: list[Share], newcomers: list[Sequence]
     ) -> MemoryPlan | None:
         """Newcomers that do not fit after all (a slot is short, say) wait again, last first.
 
@@ -467,7 +474,7 @@ class FCFSScheduler:
             if isinstance(newcomer.start, SwapIn):
                 self._back_to_swapped(newcomers, plan)
                 continue
-            assert plan.pop().sequence is newcomer
+            assert plan.pop()[0] is newcomer
             if not isinstance(newcomer.start, Attach):
                 self._back_to_waiting(newcomers.pop())
                 continue
@@ -549,7 +556,7 @@ class FCFSScheduler:
             self._release(donor)
         self._donors.clear()
 
-    def _back_to_swapped(self, newcomers: list[Sequence], plan: list[ScheduledSequence]) -> None:
+    def _back_to_swapped(self, newcomers: list[Sequence], plan: list[Share]) -> None:
         """The last newcomer, with the beams of its group, stays in host memory after all."""
         group = with_its_gang(newcomers[-1], newcomers)
         for sequence in group:
@@ -558,7 +565,7 @@ class FCFSScheduler:
             sequence.start = None
             sequence.status = SequenceStatus.SWAPPED
             insort(self._swapped, sequence, key=_ORDER)
-        plan[:] = [item for item in plan if item.sequence not in group]
+        plan[:] = [share for share in plan if share[0] not in group]
 
     # -- queues -------------------------------------------------------------------------
 
@@ -606,21 +613,15 @@ class FCFSScheduler:
         sequence.memory_id = sequence.start = None
 
 
-def _as_planned(
-    plan: list[ScheduledSequence], memory_plan: MemoryPlan
-) -> tuple[ScheduledSequence, ...]:
-    """The items as they are seen once the plan's conversions are done."""
-    regimes = {op.seq: op.regime for op in memory_plan.ops if isinstance(op, Convert)}
-    if not regimes:
-        return tuple(plan)
-    return tuple(replace(item, regime=regimes.get(item.memory_id, item.regime)) for item in plan)
+def _conversions_in(plan: MemoryPlan) -> dict[int, Regime]:
+    return {op.seq: op.regime for op in plan.ops if isinstance(op, Convert)}
 
 
-def _growths(plan: list[ScheduledSequence], window: int | None) -> list[Growth]:
+def _growths(plan: list[Share], window: int | None) -> NDArray[np.int64]:
     """``window``: how many positions any layer sees; older ones are not needed any more."""
-    if window is None:
-        return [Growth(item.memory_id, item.num_past + item.num_new) for item in plan]
-    return [
-        Growth(item.memory_id, item.num_past + item.num_new, max(0, item.num_past - window + 1))
-        for item in plan
-    ]
+    rows = np.zeros((len(plan), 3), dtype=np.int64)
+    rows[:, 0] = cast("list[int]", [sequence.memory_id for sequence, _ in plan])
+    rows[:, 1] = [sequence.num_computed + num_new for sequence, num_new in plan]
+    if window is not None:
+        rows[:, 2] = [max(0, sequence.num_computed - window + 1) for sequence, _ in plan]
+    return rows

@@ -21,6 +21,8 @@ from vmserve.memory.manager import MemoryManager, MemoryOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from numpy.typing import NDArray
+
     from vmserve.config import EngineConfig
     from vmserve.scheduler.base import StepPlan
     from vmserve.scheduler.sequence import Sequence
@@ -60,7 +62,7 @@ class WatchedEngine(LLMEngine):
         super().__init__(config)
         self.watch: Callable[[StepPlan, list[Sequence]], None] | None = None
 
-    def _places(self, plan: StepPlan) -> list[int]:
+    def _places(self, plan: StepPlan) -> NDArray[np.int32]:
         if self.watch is not None:
             requests = self._requests.values()
             everyone = (sequence for request in requests for sequence in request.sequences)
