@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from vmserve.models.config import ModelConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
 from vmserve.runner.model_runner import ModelRunner, RegimeKernels
 from vmserve.sampling import BeamSearchParams, GenerationParams, Sampler, SamplingParams
-from vmserve.scheduler.base import NoRoomError, StepPlan
+from vmserve.scheduler.base import Ints, NoRoomError, StepPlan
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
@@ -42,9 +41,6 @@ from vmserve.telemetry.phases import StepPhases
 from vmserve.telemetry.trace import StepTrace
 from vmserve.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import RequestMetrics, RequestOutput
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 
@@ -367,10 +363,9 @@ class LLMEngine:
         if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan):
             self._preemption.prefilled(plan.num_tokens, seconds)
 
-    def _places(self, plan: StepPlan) -> NDArray[np.int32]:
+    def _places(self, plan: StepPlan) -> Ints:
         """Where kernels find the sequences: in a slot, or by a row of the block tables."""
-        memory_ids = np.array(plan.memory_ids, dtype=np.int32)
-        return np.where(plan.is_paged, memory_ids, self.memory.slots(plan.memory_ids))
+        return np.where(plan.is_paged, plan.memory_ids, self.memory.slots(plan.memory_ids))
 
     def _name_tokens(self, plan: StepPlan) -> None:
         """What became known names blocks for the prefix cache, once they are computed."""
@@ -378,12 +373,13 @@ class LLMEngine:
             return
         memory_ids: list[int] = []
         tokens: list[int] = []
-        for sequence, memory_id in zip(plan.sequences, plan.memory_ids, strict=True):
-            if sequence.memory_id == memory_id:
-                unnamed = sequence.tokens[sequence.num_named :]
-                memory_ids += [memory_id] * len(unnamed)
-                tokens += unnamed
-                sequence.num_named += len(unnamed)
+        for sequence, memory_id in zip(plan.sequences, plan.memory_ids.tolist(), strict=True):
+            if sequence.memory_id != memory_id:
+                continue  # it has finished
+            for token in sequence.tokens[sequence.num_named :]:
+                memory_ids.append(memory_id)
+                tokens.append(token)
+            sequence.num_named = len(sequence.tokens)
         self.memory.append_tokens(memory_ids, tokens)
 
     def _fail_batch(self, error: Exception, plan: StepPlan) -> StepResult:
@@ -418,9 +414,8 @@ class LLMEngine:
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
         now = time.monotonic()
-        for sequence, num_past in zip(plan.sequences, plan.num_past, strict=True):
-            if num_past >= sequence.num_prompt:
-                continue
+        for index in np.flatnonzero(plan.reads_prompt).tolist():
+            sequence = plan.sequences[index]
             metrics = sequence.request.metrics
             metrics.num_prefill_chunks += 1
             if metrics.first_scheduled_time is None:

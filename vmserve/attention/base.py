@@ -8,12 +8,12 @@ it (the virtual slots or the block-table arena) is decided before the model runs
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 
 from vmserve.attention.rotary import Rotary
 
@@ -70,10 +70,11 @@ class RaggedBatch:
     row of the block tables, ``places[i]``.
     """
 
-    places: tuple[int, ...]
-    num_past: tuple[int, ...]
-    num_new: tuple[int, ...]
-    starts: tuple[int, ...]
+    #: int64 ``[num_sequences]``
+    places: NDArray[np.int64]
+    num_past: NDArray[np.int64]
+    num_new: NDArray[np.int64]
+    starts: NDArray[np.int64]
     #: ``[num_tokens]`` int64: the place and the position of each row of the ragged batch.
     token_places: torch.Tensor
     token_positions: torch.Tensor
@@ -84,23 +85,24 @@ class RaggedBatch:
 
     @property
     def num_tokens(self) -> int:
-        return self.starts[-1] + self.num_new[-1] if self.starts else 0
+        return len(self.token_positions)
 
     @staticmethod
-    def build(places: Several[int], num_past: Several[int], num_new: Several[int]) -> RaggedBatch:
+    def build(places: ArrayLike, num_past: ArrayLike, num_new: ArrayLike) -> RaggedBatch:
         """Lay the sequences out one after the other. Every ``num_new`` must be positive."""
-        counts = np.array(num_new, dtype=np.int64)
-        ends = np.cumsum(counts)
-        starts = ends - counts
-        first = np.array(num_past, dtype=np.int64) - starts
-        total = int(ends[-1]) if len(ends) else 0
-        token_places = np.repeat(np.array(places, dtype=np.int64), counts)
-        token_positions = np.arange(total) + np.repeat(first, counts)
+        places, past = np.array(places, dtype=np.int64), np.array(num_past, dtype=np.int64)
+        new = np.array(num_new, dtype=np.int64)
+        starts = np.cumsum(new) - new
+        token_places, token_positions = places, past
+        num_tokens = int(new.sum())
+        if num_tokens != len(new):  # else there is one token of each
+            token_places = np.repeat(places, new)
+            token_positions = np.arange(num_tokens) + np.repeat(past - starts, new)
         return RaggedBatch(
-            places=tuple(places),
-            num_past=tuple(num_past),
-            num_new=tuple(num_new),
-            starts=tuple(starts.tolist()),
+            places=places,
+            num_past=past,
+            num_new=new,
+            starts=starts,
             token_places=torch.from_numpy(token_places),
             token_positions=torch.from_numpy(token_positions),
         )

@@ -263,7 +263,7 @@ class KVMemory(Protocol):
         """Do what was planned: all of it, or (on a driver failure) nothing. Begins an epoch."""
         ...
 
-    def slots(self, seqs: Sequence[int]) -> NDArray[np.int32]:
+    def slots(self, seqs: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
         """The slots of sequences, -1 where they have none: int32 ``[len(seqs)]``."""
         ...
 

@@ -202,7 +202,7 @@ class MemoryManager:
         """
         return self._core.apply_step(plan.rows, plan.version, _op_tuples(plan.ops))
 
-    def slots(self, seqs: Sequence[int]) -> NDArray[np.int32]:
+    def slots(self, seqs: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
         """The slots of sequences, -1 where they have none: int32 ``[len(seqs)]``."""
         return self._core.slots(seqs)
 

@@ -18,12 +18,10 @@ from vmserve.attention.base import (
 )
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
-from vmserve.scheduler.base import StepPlan
+from vmserve.scheduler.base import Ints, StepPlan
 from vmserve.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from vmserve.attention.rotary import Rotary
     from vmserve.models import LoadedModel
 
@@ -95,14 +93,14 @@ class ModelRunner:
         self._kernels = kernels
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, places: NDArray[np.int32]) -> StepLogits:
+    def execute(self, plan: StepPlan, places: Ints) -> StepLogits:
         """``places``: the slot, or the row of the block tables, of each sequence."""
         num_paged = int(np.count_nonzero(plan.is_paged))
         if 0 < num_paged < len(plan):
             # One stretch of rows for each regime; within it the order of the plan.
             order = np.argsort(~plan.is_paged, kind="stable")
             plan, places = plan.in_order(order), places[order]
-        parts = _parts(plan, places.tolist(), num_paged, self._kernels)
+        parts = _parts(plan, places, num_paged, self._kernels)
         wanted = _rows_wanted(plan)
         logits = self._model.forward(
             _as_tensor(_token_ids(plan)),
@@ -130,12 +128,12 @@ class _Part:
 
 
 def _token_ids(plan: StepPlan) -> list[int]:
-    columns = zip(plan.sequences, plan.num_past, plan.num_new, strict=True)
-    if plan.num_tokens == len(plan):
-        return [sequence.tokens[num_past] for sequence, num_past, _ in columns]
+    if plan.samples.all() and plan.num_tokens == len(plan):
+        return [sequence.tokens[-1] for sequence in plan.sequences]
     token_ids: list[int] = []
-    for sequence, num_past, num_new in columns:
-        token_ids += sequence.tokens[num_past : num_past + num_new]
+    ends = (plan.num_past + plan.num_new).tolist()
+    for sequence, num_past, end in zip(plan.sequences, plan.num_past.tolist(), ends, strict=True):
+        token_ids += sequence.tokens[num_past:end]
     return token_ids
 
 
@@ -151,14 +149,17 @@ def _positions(parts: list[_Part]) -> torch.Tensor:
 
 
 def _parts(
-    plan: StepPlan, places: list[int], num_paged: int, kernels: Mapping[Regime, RegimeKernels]
+    plan: StepPlan,
+    places: Ints,
+    num_paged: int,
+    kernels: Mapping[Regime, RegimeKernels],
 ) -> list[_Part]:
     """The first ``num_paged`` sequences are paged."""
     parts: list[_Part] = []
     first = 0
     stretches = ((Regime.PAGED, slice(num_paged)), (Regime.VIRTUAL, slice(num_paged, None)))
     for regime, stretch in stretches:
-        if not places[stretch]:
+        if not len(places[stretch]):
             continue
         batch = RaggedBatch.build(places[stretch], plan.num_past[stretch], plan.num_new[stretch])
         chosen = kernels[regime]
@@ -201,35 +202,46 @@ class _Wanted:
     beam_rows: list[int] = field(default_factory=list)
     prompt_rows: list[PromptRows] = field(default_factory=list)
 
-
-def _rows_wanted(plan: StepPlan) -> _Wanted:
-    wanted = _Wanted()
-    rows = wanted.rows
-    start = 0
-    for sequence, num_past, num_new in zip(
-        plan.sequences, plan.num_past, plan.num_new, strict=True
-    ):
-        end = num_past + num_new
-        drawing = [sequence]
+    def add(self, sequence: Sequence, num_past: int, end: int, last_row: int) -> None:
+        """The sequence computes positions ``num_past`` to ``end``, the last one in ``last_row``."""
         if num_past < sequence.num_prompt:
             scored = _prompt_positions(sequence, num_past, end)
             if scored:
                 targets = sequence.tokens[scored.start + 1 : scored.stop + 1]
-                wanted.prompt_rows.append(PromptRows(sequence, len(rows), targets))
-                rows.extend(start + position - num_past for position in scored)
+                self.prompt_rows.append(PromptRows(sequence, len(self.rows), targets))
+                self.rows.extend(last_row + 1 - end + position for position in scored)
+        if end < len(sequence.tokens):
+            return  # what follows is known
+        if sequence.request.beams is not None:
+            self.beams.append(sequence)
+            self.beam_rows.append(len(self.rows))
+        else:
+            drawing = [sequence]
             if sequence.num_output == 0:
                 drawing += sequence.request.first_tokens_due
-        start += num_new
-        if end < len(sequence.tokens):
-            continue  # what follows is known
-        if sequence.request.beams is not None:
-            wanted.beams.append(sequence)
-            wanted.beam_rows.append(len(rows))
-        else:
-            wanted.samplers += drawing
-            wanted.sample_rows += [len(rows)] * len(drawing)
-        rows.append(start - 1)
+            self.samplers += drawing
+            self.sample_rows += [len(self.rows)] * len(drawing)
+        self.rows.append(last_row)
+
+
+def _rows_wanted(plan: StepPlan) -> _Wanted:
+    last_rows = (np.cumsum(plan.num_new) - 1).tolist()
+    if _all_sample_next(plan):
+        return _Wanted(last_rows, plan.sequences, list(range(len(plan))))
+    wanted = _Wanted()
+    for sequence, num_past, num_new, last_row in zip(
+        plan.sequences, plan.num_past.tolist(), plan.num_new.tolist(), last_rows, strict=True
+    ):
+        wanted.add(sequence, num_past, num_past + num_new, last_row)
     return wanted
+
+
+def _all_sample_next(plan: StepPlan) -> bool:
+    """Whether each sequence goes on behind its prompt with a token that is drawn."""
+    if plan.reads_prompt.any() or not plan.samples.all():
+        return False
+    beams = [sequence for sequence in plan.sequences if sequence.request.beams is not None]
+    return not beams
 
 
 def _prompt_positions(sequence: Sequence, num_past: int, end: int) -> range:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vmserve.errors import OutOfMemoryError
-from vmserve.memory.base import MemoryPlan, Regime
+from vmserve.memory.base import Convert, MemoryPlan, Regime
 from vmserve.scheduler.sequence import Request, Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-__all__ = ["NoRoomError", "ScheduledSequence", "Scheduler", "Share", "StepPlan"]
+__all__ = ["Flags", "Ints", "NoRoomError", "ScheduledSequence", "Scheduler", "Share", "StepPlan"]
 
 #: A sequence's share of a step: how many tokens of it are computed.
 Share = tuple[Sequence, int]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 class NoRoomError(OutOfMemoryError):
@@ -39,50 +37,44 @@ class ScheduledSequence:
     num_past: int
     num_new: int
     regime: Regime
-
-    @property
-    def samples(self) -> bool:
-        """Whether the last new token is the last known one, so that the next can be drawn."""
-        return self.num_past + self.num_new == self.sequence.num_tokens
+    samples: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One step: what is computed and the memory that it needs.
 
-    In columns, with an entry for each sequence, as a step is made for hundreds of them: ``num_new``
-    tokens of ``sequences``, from position ``num_past`` on. ``memory_ids``: the sequence in the KV
-    memory; ``is_paged``, bool ``[sequences]``: kernels see it through its block table in this step,
-    else in its slot.
+    In columns, ``[sequences]`` each, as a step is made of hundreds of sequences: ``num_new`` tokens
+    are computed, from position ``num_past`` on, with the keys and values of ``memory_ids``.
     """
 
-    sequences: tuple[Sequence, ...]
-    memory_ids: tuple[int, ...]
-    num_past: tuple[int, ...]
-    num_new: tuple[int, ...]
-    is_paged: NDArray[np.bool_]
+    sequences: list[Sequence]
+    memory_ids: Ints
+    num_past: Ints
+    num_new: Ints
+    #: Kernels see it through its block table in this step, else in its slot.
+    is_paged: Flags
+    #: Some of its new tokens are of its prompt.
+    reads_prompt: Flags
+    #: The last new token is the last known one, so that the next can be drawn.
+    samples: Flags
     memory: MemoryPlan
 
     @staticmethod
-    def of(
-        shares: list[Share], memory: MemoryPlan, conversions: Mapping[int, Regime] | None = None
-    ) -> StepPlan:
-        """``conversions``: the regimes that memory ids are in once the memory is there."""
-        sequences, num_new = zip(*shares, strict=True)
-        paged = Regime.PAGED
-        is_paged = [sequence.regime is paged for sequence in sequences]
-        memory_ids = tuple([sequence.memory_id for sequence in sequences])
-        if conversions:
-            is_paged = [
-                conversions.get(memory_id, sequence.regime) is paged
-                for memory_id, sequence in zip(memory_ids, sequences, strict=True)
-            ]
+    def of(shares: list[Share], memory: MemoryPlan) -> StepPlan:
+        """``memory``: the growths of the shares, in their order."""
+        sequences = [sequence for sequence, _ in shares]
+        num_new = np.array([num_new for _, num_new in shares])
+        memory_ids, ends = memory.rows[:, 0], memory.rows[:, 1]
+        num_past = ends - num_new
         return StepPlan(
             sequences,
             memory_ids,
-            tuple([sequence.num_computed for sequence in sequences]),
+            num_past,
             num_new,
-            np.array(is_paged),
+            _is_paged(sequences, memory_ids, memory),
+            num_past < np.array([sequence.num_prompt for sequence in sequences]),
+            ends == np.array([len(sequence.tokens) for sequence in sequences]),
             memory,
         )
 
@@ -91,26 +83,44 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.num_new)
+        return int(self.num_new.sum())
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:
         """The columns, entry by entry."""
-        regimes = [Regime.PAGED if is_paged else Regime.VIRTUAL for is_paged in self.is_paged]
-        columns = (self.sequences, self.memory_ids, self.num_past, self.num_new, regimes)
-        return tuple(ScheduledSequence(*entry) for entry in zip(*columns, strict=True))
+        columns = zip(
+            self.sequences,
+            self.memory_ids.tolist(),
+            self.num_past.tolist(),
+            self.num_new.tolist(),
+            [Regime.PAGED if is_paged else Regime.VIRTUAL for is_paged in self.is_paged],
+            self.samples.tolist(),
+            strict=True,
+        )
+        return tuple(ScheduledSequence(*entry) for entry in columns)
 
-    def in_order(self, order: NDArray[np.int64]) -> StepPlan:
-        """The same step, entry ``order[i]`` of each column as its ``i``-th."""
-        rows = order.tolist()
+    def in_order(self, order: Ints) -> StepPlan:
+        """The same step; entry ``order[i]`` of each column is its ``i``-th."""
         return StepPlan(
-            tuple([self.sequences[row] for row in rows]),
-            tuple([self.memory_ids[row] for row in rows]),
-            tuple([self.num_past[row] for row in rows]),
-            tuple([self.num_new[row] for row in rows]),
+            [self.sequences[row] for row in order.tolist()],
+            self.memory_ids[order],
+            self.num_past[order],
+            self.num_new[order],
             self.is_paged[order],
+            self.reads_prompt[order],
+            self.samples[order],
             self.memory,
         )
+
+
+def _is_paged(sequences: list[Sequence], memory_ids: Ints, memory: MemoryPlan) -> Flags:
+    """As the sequences are once the plan's conversions are done."""
+    paged = Regime.PAGED
+    is_paged = np.array([sequence.regime is paged for sequence in sequences])
+    for op in memory.ops:
+        if isinstance(op, Convert):
+            is_paged[memory_ids == op.seq] = op.regime is paged
+    return is_paged
 
 
 class Scheduler(Protocol):

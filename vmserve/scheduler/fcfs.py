@@ -22,7 +22,7 @@ import time
 from bisect import insort
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from vmserve.memory.base import (
     Shortfall,
     SwapIn,
 )
-from vmserve.scheduler.base import NoRoomError, Share, StepPlan
+from vmserve.scheduler.base import Ints, NoRoomError, Share, StepPlan
 from vmserve.scheduler.budget import StepBudget
 from vmserve.scheduler.demand import BlockDemand
 from vmserve.scheduler.followers import Followers
@@ -45,9 +45,6 @@ from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 from vmserve.scheduler.siblings import has_followers, is_fork_of, leads, with_its_gang
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 __all__ = ["FCFSScheduler", "SchedulerLimits"]
 
@@ -186,9 +183,9 @@ class FCFSScheduler:
                 converted.request.metrics.kv_regime = converted.regime.value
 
     def computed(self, plan: StepPlan) -> None:
-        columns = zip(plan.sequences, plan.num_past, plan.num_new, strict=True)
-        for sequence, num_past, num_new in columns:
-            sequence.num_computed = num_past + num_new
+        ends = (plan.num_past + plan.num_new).tolist()
+        for sequence, num_computed in zip(plan.sequences, ends, strict=True):
+            sequence.num_computed = num_computed
 
     def schedule(self) -> StepPlan | None:
         plan = self._schedule()
@@ -210,7 +207,7 @@ class FCFSScheduler:
         if not plan:
             return None
         assert memory_plan is not None
-        return StepPlan.of(plan, memory_plan, _conversions_in(memory_plan))
+        return StepPlan.of(plan, memory_plan)
 
     def _give_way(self) -> bool:
         """Nobody can compute: give up what stands in the way, if anything; False if all is done.
@@ -613,11 +610,7 @@ class FCFSScheduler:
         sequence.memory_id = sequence.start = None
 
 
-def _conversions_in(plan: MemoryPlan) -> dict[int, Regime]:
-    return {op.seq: op.regime for op in plan.ops if isinstance(op, Convert)}
-
-
-def _growths(plan: list[Share], window: int | None) -> NDArray[np.int64]:
+def _growths(plan: list[Share], window: int | None) -> Ints:
     """``window``: how many positions any layer sees; older ones are not needed any more."""
     rows = np.zeros((len(plan), 3), dtype=np.int64)
     rows[:, 0] = cast("list[int]", [sequence.memory_id for sequence, _ in plan])

@@ -21,10 +21,8 @@ from vmserve.memory.manager import MemoryManager, MemoryOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from numpy.typing import NDArray
-
     from vmserve.config import EngineConfig
-    from vmserve.scheduler.base import StepPlan
+    from vmserve.scheduler.base import Ints, StepPlan
     from vmserve.scheduler.sequence import Sequence
 
 __all__ = ["ForkOf", "Recorder", "Step", "WatchedEngine", "count_memory", "replay"]
@@ -62,7 +60,7 @@ class WatchedEngine(LLMEngine):
         super().__init__(config)
         self.watch: Callable[[StepPlan, list[Sequence]], None] | None = None
 
-    def _places(self, plan: StepPlan) -> NDArray[np.int32]:
+    def _places(self, plan: StepPlan) -> Ints:
         if self.watch is not None:
             requests = self._requests.values()
             everyone = (sequence for request in requests for sequence in request.sequences)
