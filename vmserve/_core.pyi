@@ -8,7 +8,7 @@ Misuse raises ``ValueError``, a refusal of the system ``vmserve.errors.DriverErr
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -383,6 +383,12 @@ class KVMemory:
 
 #: (address, dtype, shape, strides in elements)
 _TensorTuple = tuple[int, str, Sequence[int], Sequence[int]]
+
+def columns(objects: list[Any], names: tuple[str, ...]) -> NDArray[np.int64]:
+    """Row i has the attribute ``names[i]`` of every object: int64 ``[names, objects]``.
+
+    An int as it is, a list's length, -1 for None; raises TypeError for others.
+    """
 
 def cpu_isas() -> list[str]: ...
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vmserve import _core
 from vmserve.attention import create_backend
@@ -31,7 +32,7 @@ from vmserve.models.config import ModelConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
 from vmserve.runner.model_runner import ModelRunner, RegimeKernels
 from vmserve.sampling import BeamSearchParams, GenerationParams, Sampler, SamplingParams
-from vmserve.scheduler.base import Ints, NoRoomError, StepPlan
+from vmserve.scheduler.base import NoRoomError, StepPlan
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
@@ -331,7 +332,7 @@ class LLMEngine:
         self._mark_scheduled(plan)
         phases.end("memory")
         try:
-            logits = self._runner.execute(plan, self._places(plan))
+            logits = self._runner.execute(plan, self._slots(plan))
             self._learn(plan, phases.end("model"))
             self.memory.complete(epoch)
             self.scheduler.computed(plan)
@@ -363,9 +364,9 @@ class LLMEngine:
         if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan):
             self._preemption.prefilled(plan.num_tokens, seconds)
 
-    def _places(self, plan: StepPlan) -> Ints:
-        """Where kernels find the sequences: in a slot, or by a row of the block tables."""
-        return np.where(plan.is_paged, plan.memory_ids, self.memory.slots(plan.memory_ids))
+    def _slots(self, plan: StepPlan) -> NDArray[np.int32]:
+        """-1 for a paged sequence: its row of the block tables is where kernels find it."""
+        return self.memory.slots(plan.memory_ids)
 
     def _name_tokens(self, plan: StepPlan) -> None:
         """What became known names blocks for the prefix cache, once they are computed."""

@@ -90,11 +90,12 @@ class RaggedBatch:
     @staticmethod
     def build(places: ArrayLike, num_past: ArrayLike, num_new: ArrayLike) -> RaggedBatch:
         """Lay the sequences out one after the other. Every ``num_new`` must be positive."""
-        places, past = np.array(places, dtype=np.int64), np.array(num_past, dtype=np.int64)
-        new = np.array(num_new, dtype=np.int64)
-        starts = np.cumsum(new) - new
+        places, past = np.asarray(places, dtype=np.int64), np.asarray(num_past, dtype=np.int64)
+        new = np.asarray(num_new, dtype=np.int64)
+        ends = np.cumsum(new)
+        starts = ends - new
+        num_tokens = int(ends[-1]) if len(ends) else 0
         token_places, token_positions = places, past
-        num_tokens = int(new.sum())
         if num_tokens != len(new):  # else there is one token of each
             token_places = np.repeat(places, new)
             token_positions = np.arange(num_tokens) + np.repeat(past - starts, new)

@@ -65,6 +65,8 @@ GOAL_NUM_SEQS = 256
 _MAX_PROMPT = 128
 #: Steps that nobody looks at: at most so many read prompts, then caches are cold and pools grow.
 _FILL, _WARM_UP = 64, 24
+#: So many steps of one regime, then of the next: whatever disturbs them disturbs all.
+_BLOCK = 25
 _BATCHED_TOKENS = 4096
 #: Keys and values of the embedded model, whose sizes the KV memory has.
 _TOKEN_BYTES = 4096
@@ -187,7 +189,6 @@ class SteppedEngine:
         watch(engine.memory, "plan", "plan")
         watch(engine.memory, "apply", "apply")
         watch(engine.memory, "slots", "apply")
-        watch(engine, "_places", "inputs")
         watch(engine._runner, "execute", "inputs")
         watch(engine.memory, "complete", "complete")
         watch(engine, "_name_tokens", "complete")
@@ -197,14 +198,15 @@ class SteppedEngine:
 
 
 def run(counts: Sequence[int], num_steps: int, report: Report) -> SectionResult:
-    """All regimes for each number of sequences, their steps interleaved."""
+    """All regimes for each number of sequences, blocks of their steps interleaved."""
     rows = []
     for index, num_seqs in enumerate(counts):
         engines = [SteppedEngine(Case(regime, num_seqs), num_steps) for regime in REGIMES]
-        for step in range(num_steps):
+        for done in range(0, num_steps, _BLOCK):
             for engine in engines:
-                engine.step()
-            report((index + step / num_steps) / len(counts))
+                for _ in range(min(_BLOCK, num_steps - done)):
+                    engine.step()
+            report((index + done / num_steps) / len(counts))
         for engine in engines:
             rows.append(_row(engine))
             engine.close()

@@ -18,10 +18,12 @@ from vmserve.attention.base import (
 )
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
-from vmserve.scheduler.base import Ints, StepPlan
+from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from vmserve.attention.rotary import Rotary
     from vmserve.models import LoadedModel
 
@@ -93,17 +95,21 @@ class ModelRunner:
         self._kernels = kernels
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, places: Ints) -> StepLogits:
-        """``places``: the slot, or the row of the block tables, of each sequence."""
-        num_paged = int(np.count_nonzero(plan.is_paged))
+    def execute(self, plan: StepPlan, slots: NDArray[np.int32]) -> StepLogits:
+        """``slots``: of each sequence; -1 where kernels find it by its row of the block tables."""
+        is_paged = slots < 0
+        places = np.where(is_paged, plan.memory_ids, slots)
+        num_paged = int(np.count_nonzero(is_paged))
         if 0 < num_paged < len(plan):
             # One stretch of rows for each regime; within it the order of the plan.
-            order = np.argsort(~plan.is_paged, kind="stable")
+            order = np.argsort(slots >= 0, kind="stable")
             plan, places = plan.in_order(order), places[order]
         parts = _parts(plan, places, num_paged, self._kernels)
-        wanted = _rows_wanted(plan)
+        only_decodes = plan.only_decodes
+        token_ids = _last_tokens(plan) if only_decodes else _new_tokens(plan)
+        wanted = _every_row(plan) if only_decodes else _rows_wanted(plan)
         logits = self._model.forward(
-            _as_tensor(_token_ids(plan)),
+            _as_tensor(token_ids),
             _positions(parts),
             parts[0].call if len(parts) == 1 else _MixedCall(parts),
             _as_tensor(wanted.rows),
@@ -127,9 +133,11 @@ class _Part:
     call: AttentionCall
 
 
-def _token_ids(plan: StepPlan) -> list[int]:
-    if plan.samples.all() and plan.num_tokens == len(plan):
-        return [sequence.tokens[-1] for sequence in plan.sequences]
+def _last_tokens(plan: StepPlan) -> list[int]:
+    return [sequence.tokens[-1] for sequence in plan.sequences]
+
+
+def _new_tokens(plan: StepPlan) -> list[int]:
     token_ids: list[int] = []
     ends = (plan.num_past + plan.num_new).tolist()
     for sequence, num_past, end in zip(plan.sequences, plan.num_past.tolist(), ends, strict=True):
@@ -150,7 +158,7 @@ def _positions(parts: list[_Part]) -> torch.Tensor:
 
 def _parts(
     plan: StepPlan,
-    places: Ints,
+    places: NDArray[np.int64],
     num_paged: int,
     kernels: Mapping[Regime, RegimeKernels],
 ) -> list[_Part]:
@@ -224,24 +232,22 @@ class _Wanted:
         self.rows.append(last_row)
 
 
-def _rows_wanted(plan: StepPlan) -> _Wanted:
-    last_rows = (np.cumsum(plan.num_new) - 1).tolist()
-    if _all_sample_next(plan):
-        return _Wanted(last_rows, plan.sequences, list(range(len(plan))))
-    wanted = _Wanted()
-    for sequence, num_past, num_new, last_row in zip(
-        plan.sequences, plan.num_past.tolist(), plan.num_new.tolist(), last_rows, strict=True
-    ):
-        wanted.add(sequence, num_past, num_past + num_new, last_row)
-    return wanted
-
-
-def _all_sample_next(plan: StepPlan) -> bool:
-    """Whether each sequence goes on behind its prompt with a token that is drawn."""
-    if plan.reads_prompt.any() or not plan.samples.all():
-        return False
+def _every_row(plan: StepPlan) -> _Wanted:
+    """Of a step that only decodes."""
+    rows = list(range(len(plan)))
     beams = [sequence for sequence in plan.sequences if sequence.request.beams is not None]
-    return not beams
+    return _rows_wanted(plan) if beams else _Wanted(rows, plan.sequences, rows)
+
+
+def _rows_wanted(plan: StepPlan) -> _Wanted:
+    wanted = _Wanted()
+    ends = (plan.num_past + plan.num_new).tolist()
+    last_rows = (np.cumsum(plan.num_new) - 1).tolist()
+    for sequence, num_past, end, last_row in zip(
+        plan.sequences, plan.num_past.tolist(), ends, last_rows, strict=True
+    ):
+        wanted.add(sequence, num_past, end, last_row)
+    return wanted
 
 
 def _prompt_positions(sequence: Sequence, num_past: int, end: int) -> range:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vmserve import _core
 from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import Convert, MemoryPlan, Regime
 from vmserve.scheduler.sequence import Request, Sequence
 
-__all__ = ["Flags", "Ints", "NoRoomError", "ScheduledSequence", "Scheduler", "Share", "StepPlan"]
+__all__ = [
+    "Flags",
+    "Ints",
+    "NoRoomError",
+    "ScheduledSequence",
+    "Scheduler",
+    "Share",
+    "StepDraft",
+    "StepPlan",
+]
 
 #: A sequence's share of a step: how many tokens of it are computed.
 Share = tuple[Sequence, int]
@@ -36,8 +47,37 @@ class ScheduledSequence:
     memory_id: int
     num_past: int
     num_new: int
+    #: How kernels see it in this step.
     regime: Regime
     samples: bool
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A step that is being put together: its shares, in two columns."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    num_new: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[Share]:
+        return zip(self.sequences, self.num_new, strict=True)
+
+    def append(self, share: Share) -> None:
+        sequence, num_new = share
+        self.sequences.append(sequence)
+        self.num_new.append(num_new)
+
+    def pop(self) -> Share:
+        return self.sequences.pop(), self.num_new.pop()
+
+    def drop(self, sequences: list[Sequence]) -> None:
+        """Without the shares of these."""
+        shares = [share for share in self if share[0] not in sequences]
+        self.sequences = [sequence for sequence, _ in shares]
+        self.num_new = [num_new for _, num_new in shares]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,38 +92,41 @@ class StepPlan:
     memory_ids: Ints
     num_past: Ints
     num_new: Ints
-    #: Kernels see it through its block table in this step, else in its slot.
-    is_paged: Flags
     #: Some of its new tokens are of its prompt.
     reads_prompt: Flags
     #: The last new token is the last known one, so that the next can be drawn.
     samples: Flags
+    num_tokens: int
     memory: MemoryPlan
 
     @staticmethod
-    def of(shares: list[Share], memory: MemoryPlan) -> StepPlan:
-        """``memory``: the growths of the shares, in their order."""
-        sequences = [sequence for sequence, _ in shares]
-        num_new = np.array([num_new for _, num_new in shares])
-        memory_ids, ends = memory.rows[:, 0], memory.rows[:, 1]
+    def of(draft: StepDraft, memory: MemoryPlan) -> StepPlan:
+        """``memory``: the growths of the draft's sequences, in their order."""
+        num_known, num_prompt = _core.columns(draft.sequences, ("tokens", "num_prompt"))
+        num_new = np.array(draft.num_new)
+        ends = memory.rows[:, 1]
         num_past = ends - num_new
         return StepPlan(
-            sequences,
-            memory_ids,
-            num_past,
-            num_new,
-            _is_paged(sequences, memory_ids, memory),
-            num_past < np.array([sequence.num_prompt for sequence in sequences]),
-            ends == np.array([len(sequence.tokens) for sequence in sequences]),
-            memory,
+            draft.sequences,
+            memory_ids=memory.rows[:, 0],
+            num_past=num_past,
+            num_new=num_new,
+            reads_prompt=num_past < num_prompt,
+            samples=ends == num_known,
+            num_tokens=sum(draft.num_new),
+            memory=memory,
         )
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
-    def num_tokens(self) -> int:
-        return int(self.num_new.sum())
+    def only_decodes(self) -> bool:
+        """Whether it computes the last known token of every sequence, behind its prompt."""
+        num = len(self)
+        if self.num_tokens != num or np.count_nonzero(self.samples) != num:
+            return False
+        return int(np.count_nonzero(self.reads_prompt)) == 0
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:
@@ -93,7 +136,7 @@ class StepPlan:
             self.memory_ids.tolist(),
             self.num_past.tolist(),
             self.num_new.tolist(),
-            [Regime.PAGED if is_paged else Regime.VIRTUAL for is_paged in self.is_paged],
+            self._regimes(),
             self.samples.tolist(),
             strict=True,
         )
@@ -106,21 +149,17 @@ class StepPlan:
             self.memory_ids[order],
             self.num_past[order],
             self.num_new[order],
-            self.is_paged[order],
             self.reads_prompt[order],
             self.samples[order],
+            self.num_tokens,
             self.memory,
         )
 
-
-def _is_paged(sequences: list[Sequence], memory_ids: Ints, memory: MemoryPlan) -> Flags:
-    """As the sequences are once the plan's conversions are done."""
-    paged = Regime.PAGED
-    is_paged = np.array([sequence.regime is paged for sequence in sequences])
-    for op in memory.ops:
-        if isinstance(op, Convert):
-            is_paged[memory_ids == op.seq] = op.regime is paged
-    return is_paged
+    def _regimes(self) -> list[Regime]:
+        """Once the plan's conversions are done."""
+        converted = {op.seq: op.regime for op in self.memory.ops if isinstance(op, Convert)}
+        ids = zip(self.sequences, self.memory_ids.tolist(), strict=True)
+        return [converted.get(memory_id, sequence.regime) for sequence, memory_id in ids]
 
 
 class Scheduler(Protocol):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import repeat
 
-from vmserve.scheduler.base import Share
+from vmserve.scheduler.base import Share, StepDraft
 from vmserve.scheduler.sequence import Sequence
 
 __all__ = ["StepBudget"]
@@ -29,14 +28,14 @@ class StepBudget:
         self.spend([(sequence, num_new)])
         return sequence, num_new
 
-    def take_next_tokens(self, decoding: list[Sequence]) -> list[Share]:
+    def take_next_tokens(self, decoding: list[Sequence]) -> StepDraft:
         """One token of each, as far as they go.
 
         Nothing of a prompt is scored by it: its last token but one scores the last.
         """
-        shares = list(zip(decoding[: self.tokens], repeat(1), strict=False))
-        self.tokens -= len(shares)
-        return shares
+        taken = decoding[: self.tokens]
+        self.tokens -= len(taken)
+        return StepDraft(taken, [1] * len(taken))
 
     def spend(self, shares: Iterable[Share]) -> None:
         for sequence, num_new in shares:

@@ -22,10 +22,10 @@ import time
 from bisect import insort
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import cast
 
 import numpy as np
 
+from vmserve import _core
 from vmserve.memory.base import (
     Attach,
     Convert,
@@ -37,7 +37,7 @@ from vmserve.memory.base import (
     Shortfall,
     SwapIn,
 )
-from vmserve.scheduler.base import Ints, NoRoomError, Share, StepPlan
+from vmserve.scheduler.base import Ints, NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import StepBudget
 from vmserve.scheduler.demand import BlockDemand
 from vmserve.scheduler.followers import Followers
@@ -263,7 +263,7 @@ class FCFSScheduler:
 
     # -- those that run -----------------------------------------------------------------
 
-    def _schedule_running(self) -> tuple[list[Share], MemoryPlan | None]:
+    def _schedule_running(self) -> tuple[StepDraft, MemoryPlan | None]:
         """Decodes, then prompt chunks; preempts from the back until it fits."""
         while self._running:
             plan = self._share_budget()
@@ -281,9 +281,9 @@ class FCFSScheduler:
                     f"and {answer.available_pages} can be had: raise --kv-cache-memory, or lower "
                     "the beam width or --max-model-len",
                 )
-        return [], None
+        return StepDraft(), None
 
-    def _plan_memory(self, plan: list[Share]) -> MemoryPlan | Shortfall:
+    def _plan_memory(self, plan: StepDraft) -> MemoryPlan | Shortfall:
         """With the conversions that were asked for, unless there is no memory for them now."""
         growths = _growths(plan, self._limits.window)
         starts: list[MemoryOp] = [seq.start for seq in self._running if seq.start is not None]
@@ -307,7 +307,7 @@ class FCFSScheduler:
             and sequence.start is None
         ]
 
-    def _share_budget(self) -> list[Share]:
+    def _share_budget(self) -> StepDraft:
         budget = self._new_budget()
         decoding = [seq for seq in self._running if len(seq.tokens) - seq.num_computed == 1]
         plan = budget.take_next_tokens(decoding)
@@ -373,7 +373,7 @@ class FCFSScheduler:
 
     # -- newcomers ----------------------------------------------------------------------
 
-    def _admit(self, plan: list[Share]) -> list[Sequence]:
+    def _admit(self, plan: StepDraft) -> list[Sequence]:
         """Add newcomers to ``plan`` while budget, sequences and memory last; who they are."""
         if not (self._waiting or self._swapped) or (self._is_short and self._running):
             return []
@@ -415,7 +415,7 @@ class FCFSScheduler:
             plan.append(budget.take(sequence))
         return newcomers
 
-    def _swap_in(self, plan: list[Share], budget: StepBudget, room: int) -> list[Sequence]:
+    def _swap_in(self, plan: StepDraft, budget: StepBudget, room: int) -> list[Sequence]:
         """Add the swapped ones to ``plan`` that fit, whole groups of beams; who they are."""
         back: list[Sequence] = []
         while self._swapped and budget.tokens > 0:
@@ -455,9 +455,7 @@ class FCFSScheduler:
         others = sum(not seq.request.is_gang for seq in self._running)
         return others + (not newcomer.is_gang) + sum(gang.num_branches for gang in gangs)
 
-    def _plan_with_newcomers(
-        self, plan: list[Share], newcomers: list[Sequence]
-    ) -> MemoryPlan | None:
+    def _plan_with_newcomers(self, plan: StepDraft, newcomers: list[Sequence]) -> MemoryPlan | None:
         """Newcomers that do not fit after all (a slot is short, say) wait again, last first.
 
         Taking a prefix from the cache can cost a page more than computing it: a page of which
@@ -553,7 +551,7 @@ class FCFSScheduler:
             self._release(donor)
         self._donors.clear()
 
-    def _back_to_swapped(self, newcomers: list[Sequence], plan: list[Share]) -> None:
+    def _back_to_swapped(self, newcomers: list[Sequence], plan: StepDraft) -> None:
         """The last newcomer, with the beams of its group, stays in host memory after all."""
         group = with_its_gang(newcomers[-1], newcomers)
         for sequence in group:
@@ -562,7 +560,7 @@ class FCFSScheduler:
             sequence.start = None
             sequence.status = SequenceStatus.SWAPPED
             insort(self._swapped, sequence, key=_ORDER)
-        plan[:] = [share for share in plan if share[0] not in group]
+        plan.drop(group)
 
     # -- queues -------------------------------------------------------------------------
 
@@ -610,11 +608,12 @@ class FCFSScheduler:
         sequence.memory_id = sequence.start = None
 
 
-def _growths(plan: list[Share], window: int | None) -> Ints:
+def _growths(plan: StepDraft, window: int | None) -> Ints:
     """``window``: how many positions any layer sees; older ones are not needed any more."""
+    memory_ids, num_past = _core.columns(plan.sequences, ("memory_id", "num_computed"))
     rows = np.zeros((len(plan), 3), dtype=np.int64)
-    rows[:, 0] = cast("list[int]", [sequence.memory_id for sequence, _ in plan])
-    rows[:, 1] = [sequence.num_computed + num_new for sequence, num_new in plan]
+    rows[:, 0] = memory_ids
+    rows[:, 1] = num_past + plan.num_new
     if window is not None:
-        rows[:, 2] = [max(0, sequence.num_computed - window + 1) for sequence, _ in plan]
+        rows[:, 2] = np.maximum(0, num_past - window + 1)
     return rows
