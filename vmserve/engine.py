@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,28 +15,33 @@ from numpy.typing import NDArray
 
 from vmserve import _core
 from vmserve.attention import create_backend
-from vmserve.attention.base import KVView
+from vmserve.attention.base import AttentionBackend, KVView
 from vmserve.config import EngineConfig, ResolvedConfig, format_size, resolve
 from vmserve.decoding import BeamGroup, BeamSearch
 from vmserve.errors import (
     ConfigurationError,
+    DeadlineError,
     DriverError,
     InvalidRequestError,
     OutOfMemoryError,
     VmserveError,
 )
 from vmserve.memory.base import Attach, MemoryPlan, Regime
-from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
+from vmserve.memory.layout import HOST_GRANULARITY, KVLayout, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models import load_model, resolve_dtype, resolve_model
 from vmserve.models.config import ModelConfig
+from vmserve.models.decoder_config import DecoderConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
+from vmserve.runner.calibration import HeadShape, measure_profile
 from vmserve.runner.model_runner import ModelRunner, RegimeKernels
 from vmserve.sampling import BeamSearchParams, GenerationParams, Sampler, SamplingParams
 from vmserve.scheduler.base import NoRoomError, StepPlan
+from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import PreemptionPolicy
-from vmserve.scheduler.regime import RegimePolicy
+from vmserve.scheduler.profile import DeviceProfile
+from vmserve.scheduler.regime import CostModel, RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.telemetry.phases import StepPhases
@@ -116,6 +122,10 @@ class LLMEngine:
         )
         swaps = self.resolved.swap_bytes > 0
         self._preemption = PreemptionPolicy(self.resolved.preemption if swaps else "recompute")
+        self._regimes = RegimePolicy(
+            self.resolved.kv_regime,
+            _cost_model(self.resolved, self.model_config, self.memory.layout, backends, dtype),
+        )
         self.scheduler = FCFSScheduler(
             self.memory,
             SchedulerLimits(
@@ -124,8 +134,9 @@ class LLMEngine:
                 window=_widest_window(self.model_config),
                 max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
             ),
-            RegimePolicy(self.resolved.kv_regime),
+            self._regimes,
             self._preemption,
+            TenantShares() if self.resolved.fair_sharing else None,
         )
         views: dict[Regime, KVView] = {
             Regime.VIRTUAL: self.memory.view(),
@@ -144,6 +155,8 @@ class LLMEngine:
         self._trace = None if trace_file is None else StepTrace(Path(trace_file))
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
+        #: A heap of deadlines and request ids; those that have ended are skipped.
+        self._deadlines: list[tuple[float, str]] = []
         #: Handle -> the sequence in memory that keeps the blocks.
         self._pins: dict[int, int] = {}
         self._num_pinned = 0
@@ -198,9 +211,15 @@ class LLMEngine:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
+        timeout: float | None = None,
         stream: bool = False,
     ) -> None:
         """Queue a request; its outputs come from later steps.
+
+        ``tenant``: on whose account it runs, for ``fair_sharing``. ``timeout``: seconds after
+        which it fails with :class:`~vmserve.errors.DeadlineError`, if ``request_timeout`` is not
+        less.
 
         Raises :class:`~vmserve.errors.InvalidRequestError`; nothing is queued then.
         """
@@ -211,11 +230,19 @@ class LLMEngine:
         request.priority = priority
         request.rank = priority if self.resolved.scheduling_policy == "priority" else 0
         request.cache_salt = cache_salt.encode()
+        request.tenant = tenant
+        self._set_deadline(request, timeout)
         request.stream = stream
         self._requests[request_id] = request
         self._output.open(request)
         self.scheduler.add(request)
         self.counters.prompt_tokens += len(prompt_token_ids)
+
+    def _set_deadline(self, request: Request, timeout: float | None) -> None:
+        limits = [each for each in (timeout, self.resolved.request_timeout) if each is not None]
+        if limits:
+            request.deadline = request.metrics.arrival_time + min(limits)
+            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
 
     def accepted_output(self, request_id: str) -> RequestOutput:
         """A delta without choices: tells a stream that its request is queued."""
@@ -314,6 +341,8 @@ class LLMEngine:
 
     def step(self) -> StepResult:
         """Compute once for every sequence that fits; returns what became known by it."""
+        if self._deadlines and (late := self._expire(time.monotonic())):
+            return StepResult(failures=tuple(late))
         phases = StepPhases()
         try:
             plan = self.scheduler.schedule()
@@ -350,8 +379,27 @@ class LLMEngine:
         self._record(plan, phases, outputs)
         return StepResult(outputs=tuple(outputs))
 
+    def _expire(self, now: float) -> list[RequestFailure]:
+        """End those whose time is over."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, request_id = heapq.heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            if request is None or request.deadline != deadline:
+                continue  # it has ended, and perhaps another has its id
+            seconds = deadline - request.metrics.arrival_time
+            num_output = sum(sequence.num_output for sequence in request.sequences)
+            self.abort(request_id)
+            error = DeadlineError(
+                f"the request did not end within its {seconds:g} seconds; {num_output} tokens were "
+                "generated: allow more time, or ask for fewer tokens"
+            )
+            late.append(RequestFailure(request_id, error))
+        return late
+
     def _record(self, plan: StepPlan, phases: StepPhases, outputs: list[RequestOutput]) -> None:
         self.counters.step(plan.num_tokens, phases)
+        self._regimes.stepped(phases.spans[-1].ended - phases.spans[0].began)
         if self._trace is None:
             return
         self._trace.step(plan, phases, self.scheduler, self.memory.stats())
@@ -394,7 +442,11 @@ class LLMEngine:
     def _retire(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             if output.finished:
-                del self._requests[output.request_id]
+                request = self._requests.pop(output.request_id)
+                # Beams have no sequences left, but come all at once.
+                lengths = [seq.num_output for seq in request.sequences]
+                lengths = lengths or [len(choice.token_ids) for choice in output.outputs]
+                self._regimes.finished(max(lengths, default=0))
         if not self._requests:
             self._idle()
 
@@ -552,6 +604,26 @@ def _create_memory(
             lookahead_tokens=LOOKAHEAD_TOKENS,
         ),
     )
+
+
+def _cost_model(
+    resolved: ResolvedConfig,
+    model: ModelConfig,
+    layout: KVLayout,
+    backends: Mapping[Regime, AttentionBackend],
+    dtype: torch.dtype,
+) -> CostModel | None:
+    """From the stored profile, or a short measurement; None where regimes are not chosen."""
+    if resolved.kv_regime != "auto":
+        return None
+    if resolved.regime_profile is not None:
+        profile = DeviceProfile.read(Path(resolved.regime_profile))
+    else:
+        network = model.network
+        q_heads = network.q_heads if isinstance(network, DecoderConfig) else model.kv_heads
+        heads = HeadShape(q_heads, model.kv_heads, model.head_dim, dtype)
+        profile = measure_profile(layout, backends, heads, resolved.max_model_len)
+    return CostModel(profile, layout)
 
 
 def _widest_window(model: ModelConfig) -> int | None:

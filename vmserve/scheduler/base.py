@@ -197,7 +197,7 @@ class Scheduler(Protocol):
         """``child`` runs from here on and starts as a fork of all that ``parent`` has computed."""
         ...
 
-    def convert(self, request: Request, regime: Regime) -> None:
+    def convert(self, request: Request, regime: Regime, reason: str = "converted") -> None:
         """Keep the request in ``regime`` from the next step on that has the memory for it."""
         ...
 

@@ -40,9 +40,10 @@ from vmserve.memory.base import (
 from vmserve.scheduler.base import Ints, NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import StepBudget
 from vmserve.scheduler.demand import BlockDemand
+from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.followers import Followers
 from vmserve.scheduler.preemption import PreemptionPolicy
-from vmserve.scheduler.regime import RegimePolicy
+from vmserve.scheduler.regime import RegimePolicy, RunningLength, Situation
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 from vmserve.scheduler.siblings import has_followers, is_fork_of, leads, with_its_gang
 
@@ -51,6 +52,10 @@ __all__ = ["FCFSScheduler", "SchedulerLimits"]
 logger = logging.getLogger(__name__)
 
 _ORDER = attrgetter("order")
+#: Share of the pool below which what can be had is scarce.
+_SCARCE = 0.2
+#: How often the regimes of those that run are looked at again.
+_RECONSIDER_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +79,14 @@ class FCFSScheduler:
         limits: SchedulerLimits,
         regimes: RegimePolicy | None = None,
         preemption: PreemptionPolicy | None = None,
+        shares: TenantShares | None = None,
     ) -> None:
         self._memory = memory
         self._limits = limits
         self._regimes = regimes or RegimePolicy("virtual")
         self._demand = BlockDemand(memory.layout)
         self._preemption = preemption or PreemptionPolicy("recompute")
+        self._shares = shares
         # All in the order in which sequences are served.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -92,6 +99,7 @@ class FCFSScheduler:
         #: The system refused memory that the limit promises: nobody is admitted beside those
         #: that run until one of them has ended, or the same refusal would come each step.
         self._is_short = False
+        self._num_steps = 0
         self.num_preemptions_total = 0
         self.num_swaps_total = 0
 
@@ -111,6 +119,8 @@ class FCFSScheduler:
 
     def add(self, request: Request) -> None:
         """Queue the request: its first sequence, which the others follow."""
+        if self._shares is not None:
+            self._shares.arrived(request)
         first, *others = request.sequences
         self._enqueue(first)
         for sequence in others:
@@ -138,6 +148,8 @@ class FCFSScheduler:
         self._followers.lost_one(request)
         if not has_followers(request):
             self._drop_donor(request)
+        if self._shares is not None and request.finished:
+            self._shares.left(request)
 
     def abort(self, request: Request) -> None:
         for sequence in request.sequences:
@@ -158,9 +170,9 @@ class FCFSScheduler:
         if parent in self._converting:
             self._converting[child] = self._converting[parent]
 
-    def convert(self, request: Request, regime: Regime) -> None:
+    def convert(self, request: Request, regime: Regime, reason: str = "converted") -> None:
         request.regime = regime
-        request.metrics.kv_regime_reason = "converted"
+        request.metrics.kv_regime_reason = reason
         for sequence in request.sequences:
             if sequence.status in (SequenceStatus.RUNNING, SequenceStatus.SWAPPED):
                 self._converting[sequence] = regime
@@ -186,8 +198,13 @@ class FCFSScheduler:
         ends = (plan.num_past + plan.num_new).tolist()
         for sequence, num_computed in zip(plan.sequences, ends, strict=True):
             sequence.num_computed = num_computed
+        if self._shares is not None:
+            for sequence, samples in zip(plan.sequences, plan.samples.tolist(), strict=True):
+                if samples:
+                    self._shares.served(sequence.request, num_generated=1)
 
     def schedule(self) -> StepPlan | None:
+        self._reconsider_regimes()
         plan = self._schedule()
         while plan is None and self._give_way():
             plan = self._schedule()
@@ -236,7 +253,7 @@ class FCFSScheduler:
                 self._give_up(sequence)
             return True
         if self._waiting:
-            request_id = self._waiting[0].request.request_id
+            request_id = self._next_waiting().request.request_id
             raise NoRoomError(request_id, self._no_room("the next request"))
         return False
 
@@ -389,8 +406,10 @@ class FCFSScheduler:
         if self._swapped:
             return newcomers  # who was swapped comes back first
         room -= sum(self._demand.next_token(seq) for seq in newcomers)
-        while self._waiting and budget.can_take(self._waiting[0]):
-            sequence = self._waiting[0]
+        while self._waiting:
+            sequence = self._next_waiting()
+            if not budget.can_take(sequence):
+                break
             if self._num_reserved(sequence.request) > self._limits.max_num_seqs:
                 break
             # Those that run may wait for this very one: then there is no room to leave.
@@ -407,13 +426,20 @@ class FCFSScheduler:
                 break
             if not self._open(sequence, donor):
                 break
-            self._waiting.pop(0)
+            self._waiting.remove(sequence)
             sequence.status = SequenceStatus.RUNNING
             insort(self._running, sequence, key=_ORDER)
             newcomers.append(sequence)
             room -= blocks
             plan.append(budget.take(sequence))
         return newcomers
+
+    def _next_waiting(self) -> Sequence:
+        """In order; with fair sharing whoever was preempted, then the tenant whose turn it is."""
+        if self._shares is None:
+            return self._waiting[0]
+        preempted = (seq for seq in self._waiting if seq.was_preempted)
+        return next(preempted, None) or self._shares.next_of(self._waiting)
 
     def _swap_in(self, plan: StepDraft, budget: StepBudget, room: int) -> list[Sequence]:
         """Add the swapped ones to ``plan`` that fit, whole groups of beams; who they are."""
@@ -498,17 +524,85 @@ class FCFSScheduler:
         # Whoever asks for the prompt's log-probabilities needs its logits computed.
         wants_logits = request.params.prompt_logprobs is not None
         hit = 0 if wants_logits else self._memory.match(memory_id)
+        if hit and sequence.num_output == 0 and self._regimes.predicts:
+            memory_id = self._reopen(sequence, memory_id, hit)
         sequence.start = Attach(memory_id, hit) if hit else None
         sequence.num_computed = hit
         if sequence.num_output == 0:
             request.metrics.num_cached_tokens = hit
+            if self._shares is not None and not sequence.was_preempted:
+                self._shares.served(request, num_read=sequence.num_prompt - hit)
         return True
 
+    def _reopen(self, sequence: Sequence, memory_id: int, num_hit: int) -> int:
+        """Which regime is better is another question with a cached prefix."""
+        request = sequence.request
+        regime = self._choose_regime(request, num_hit)
+        if regime is sequence.regime:
+            return memory_id
+        self._memory.release(memory_id)
+        reopened = self._memory.open(sequence.tokens, regime=regime, salt=request.cache_salt)
+        assert reopened is not None, "one was closed just now"
+        sequence.regime = regime
+        sequence.memory_id = reopened
+        return reopened
+
     def _regime_of(self, request: Request) -> Regime:
-        if request.regime is None:
-            request.regime, request.metrics.kv_regime_reason = self._regimes.choose(request)
-        request.metrics.kv_regime = request.regime.value
-        return request.regime
+        """Chosen when the request is first admitted, and kept unless somebody converts it."""
+        regime = request.regime or self._choose_regime(request, num_hit=0)
+        request.metrics.kv_regime = regime.value
+        return regime
+
+    def _choose_regime(self, request: Request, num_hit: int) -> Regime:
+        around = self._situation(num_hit) if self._regimes.predicts else None
+        choice = self._regimes.choose(request, around)
+        request.regime = choice.regime
+        metrics = request.metrics
+        metrics.kv_regime, metrics.kv_regime_reason = choice.regime.value, choice.reason
+        metrics.kv_regime_costs = choice.predicted
+        return choice.regime
+
+    def _situation(self, num_hit: int) -> Situation:
+        """What a request finds that is admitted now."""
+        stats = self._memory.stats()
+        num_virtual = sum(seq.regime is Regime.VIRTUAL for seq in self._running)
+        available = self._memory.available_pages() / self._memory.limit_pages
+        taken = stats.pages_mapped_total + stats.adopted_pages_total
+        return Situation(
+            num_virtual=num_virtual,
+            num_paged=len(self._running) - num_virtual,
+            has_free_slot=max(stats.used_slots, num_virtual) < stats.num_slots,
+            num_hit=num_hit,
+            pressure=min(1.0, max(0.0, 1 - available / _SCARCE)),
+            unmapped_share=stats.pages_mapped_total / taken if taken else 1.0,
+            limit_pages=self._memory.limit_pages,
+            step_seconds=self._regimes.step_seconds,
+        )
+
+    def _reconsider_regimes(self) -> None:
+        """From time to time: whether the batch costs less in one regime than in two."""
+        self._num_steps += 1
+        if self._num_steps % _RECONSIDER_STEPS or not self._regimes.predicts:
+            return
+        running: dict[Regime, list[RunningLength]] = {regime: [] for regime in Regime}
+        forking: set[Regime] = set()
+        for sequence in self._running:
+            request = sequence.request
+            if sequence in self._converting:
+                return
+            if request.is_gang or has_followers(request):
+                forking.add(sequence.regime)
+            left = self._regimes.expected_output(request) - sequence.num_output
+            running[sequence.regime].append(RunningLength(sequence.num_tokens, max(1, left)))
+        if not all(running.values()):
+            return
+        leaving = self._regimes.reconsider(running, forking)
+        if leaving is None:
+            return
+        other = Regime.PAGED if leaving is Regime.VIRTUAL else Regime.VIRTUAL
+        requests = [seq.request for seq in self._running if seq.regime is leaving]
+        for request in dict.fromkeys(requests):
+            self.convert(request, other, "batch")
 
     # -- forks of one prompt ------------------------------------------------------------
 
