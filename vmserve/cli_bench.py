@@ -7,6 +7,7 @@ import typer
 from vmserve.bench.alloc.command import alloc_command
 from vmserve.bench.kernels.command import kernels_command
 from vmserve.bench.sharing.command import sharing_command
+from vmserve.bench.step import step_command
 
 __all__ = ["app"]
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command("alloc")(alloc_command)
 app.command("kernels")(kernels_command)
 app.command("sharing")(sharing_command)
+app.command("step")(step_command)
 
 
 @app.callback()

@@ -20,14 +20,16 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
+import numpy as np
+
+from vmserve import _core
 from vmserve.memory.base import (
     Attach,
     Convert,
     Fork,
-    Growth,
     KVMemory,
     MemoryOp,
     MemoryPlan,
@@ -35,7 +37,7 @@ from vmserve.memory.base import (
     Shortfall,
     SwapIn,
 )
-from vmserve.scheduler.base import NoRoomError, ScheduledSequence, StepPlan
+from vmserve.scheduler.base import Ints, NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import StepBudget
 from vmserve.scheduler.demand import BlockDemand
 from vmserve.scheduler.fairness import TenantShares
@@ -178,23 +180,28 @@ class FCFSScheduler:
     # -- the step -----------------------------------------------------------------------
 
     def applied(self, plan: StepPlan) -> None:
+        if plan.memory.ops:
+            self._started(plan.memory.ops)
+        for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
+            self._drop_donor(donor.request)
+
+    def _started(self, ops: tuple[MemoryOp, ...]) -> None:
         for sequence in self._running:
             sequence.start = None
-        for op in plan.memory.ops:
+        for op in ops:
             if isinstance(op, Convert):
                 converted = next(seq for seq in self._running if seq.memory_id == op.seq)
                 converted.regime = self._converting.pop(converted)
                 converted.request.metrics.kv_regime = converted.regime.value
-        for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
-            self._drop_donor(donor.request)
 
     def computed(self, plan: StepPlan) -> None:
-        for item in plan.scheduled:
-            item.sequence.num_computed = item.num_past + item.num_new
+        ends = (plan.num_past + plan.num_new).tolist()
+        for sequence, num_computed in zip(plan.sequences, ends, strict=True):
+            sequence.num_computed = num_computed
         if self._shares is not None:
-            for item in plan.scheduled:
-                if item.samples:
-                    self._shares.served(item.sequence.request, num_generated=1)
+            for sequence, samples in zip(plan.sequences, plan.samples.tolist(), strict=True):
+                if samples:
+                    self._shares.served(sequence.request, num_generated=1)
 
     def schedule(self) -> StepPlan | None:
         self._reconsider_regimes()
@@ -217,7 +224,7 @@ class FCFSScheduler:
         if not plan:
             return None
         assert memory_plan is not None
-        return StepPlan(_as_planned(plan, memory_plan), memory_plan)
+        return StepPlan.of(plan, memory_plan)
 
     def _give_way(self) -> bool:
         """Nobody can compute: give up what stands in the way, if anything; False if all is done.
@@ -273,7 +280,7 @@ class FCFSScheduler:
 
     # -- those that run -----------------------------------------------------------------
 
-    def _schedule_running(self) -> tuple[list[ScheduledSequence], MemoryPlan | None]:
+    def _schedule_running(self) -> tuple[StepDraft, MemoryPlan | None]:
         """Decodes, then prompt chunks; preempts from the back until it fits."""
         while self._running:
             plan = self._share_budget()
@@ -291,9 +298,9 @@ class FCFSScheduler:
                     f"and {answer.available_pages} can be had: raise --kv-cache-memory, or lower "
                     "the beam width or --max-model-len",
                 )
-        return [], None
+        return StepDraft(), None
 
-    def _plan_memory(self, plan: list[ScheduledSequence]) -> MemoryPlan | Shortfall:
+    def _plan_memory(self, plan: StepDraft) -> MemoryPlan | Shortfall:
         """With the conversions that were asked for, unless there is no memory for them now."""
         growths = _growths(plan, self._limits.window)
         starts: list[MemoryOp] = [seq.start for seq in self._running if seq.start is not None]
@@ -317,15 +324,14 @@ class FCFSScheduler:
             and sequence.start is None
         ]
 
-    def _share_budget(self) -> list[ScheduledSequence]:
+    def _share_budget(self) -> StepDraft:
         budget = self._new_budget()
-        plan: list[ScheduledSequence] = []
-        decoding = [seq for seq in self._running if seq.num_uncomputed == 1]
-        reading = [seq for seq in self._running if seq.num_uncomputed > 1]
-        for sequence in decoding + reading:
-            if budget.tokens == 0:
-                break
-            if budget.can_take(sequence):
+        decoding = [seq for seq in self._running if len(seq.tokens) - seq.num_computed == 1]
+        plan = budget.take_next_tokens(decoding)
+        if len(decoding) == len(self._running):
+            return plan
+        for sequence in self._running:
+            if sequence.num_uncomputed > 1 and budget.can_take(sequence):
                 plan.append(budget.take(sequence))
         return plan
 
@@ -384,12 +390,12 @@ class FCFSScheduler:
 
     # -- newcomers ----------------------------------------------------------------------
 
-    def _admit(self, plan: list[ScheduledSequence]) -> list[Sequence]:
+    def _admit(self, plan: StepDraft) -> list[Sequence]:
         """Add newcomers to ``plan`` while budget, sequences and memory last; who they are."""
-        budget = self._new_budget()
-        budget.spend(plan)
         if not (self._waiting or self._swapped) or (self._is_short and self._running):
             return []
+        budget = self._new_budget()
+        budget.spend(plan)
         # What a newcomer may take, once every running sequence has what it is owed.
         blocks_per_page = self._demand.blocks_per_page
         room = self._memory.available_pages() * blocks_per_page - sum(
@@ -435,9 +441,7 @@ class FCFSScheduler:
         preempted = (seq for seq in self._waiting if seq.was_preempted)
         return next(preempted, None) or self._shares.next_of(self._waiting)
 
-    def _swap_in(
-        self, plan: list[ScheduledSequence], budget: StepBudget, room: int
-    ) -> list[Sequence]:
+    def _swap_in(self, plan: StepDraft, budget: StepBudget, room: int) -> list[Sequence]:
         """Add the swapped ones to ``plan`` that fit, whole groups of beams; who they are."""
         back: list[Sequence] = []
         while self._swapped and budget.tokens > 0:
@@ -477,9 +481,7 @@ class FCFSScheduler:
         others = sum(not seq.request.is_gang for seq in self._running)
         return others + (not newcomer.is_gang) + sum(gang.num_branches for gang in gangs)
 
-    def _plan_with_newcomers(
-        self, plan: list[ScheduledSequence], newcomers: list[Sequence]
-    ) -> MemoryPlan | None:
+    def _plan_with_newcomers(self, plan: StepDraft, newcomers: list[Sequence]) -> MemoryPlan | None:
         """Newcomers that do not fit after all (a slot is short, say) wait again, last first.
 
         Taking a prefix from the cache can cost a page more than computing it: a page of which
@@ -493,7 +495,7 @@ class FCFSScheduler:
             if isinstance(newcomer.start, SwapIn):
                 self._back_to_swapped(newcomers, plan)
                 continue
-            assert plan.pop().sequence is newcomer
+            assert plan.pop()[0] is newcomer
             if not isinstance(newcomer.start, Attach):
                 self._back_to_waiting(newcomers.pop())
                 continue
@@ -643,7 +645,7 @@ class FCFSScheduler:
             self._release(donor)
         self._donors.clear()
 
-    def _back_to_swapped(self, newcomers: list[Sequence], plan: list[ScheduledSequence]) -> None:
+    def _back_to_swapped(self, newcomers: list[Sequence], plan: StepDraft) -> None:
         """The last newcomer, with the beams of its group, stays in host memory after all."""
         group = with_its_gang(newcomers[-1], newcomers)
         for sequence in group:
@@ -652,7 +654,7 @@ class FCFSScheduler:
             sequence.start = None
             sequence.status = SequenceStatus.SWAPPED
             insort(self._swapped, sequence, key=_ORDER)
-        plan[:] = [item for item in plan if item.sequence not in group]
+        plan.drop(group)
 
     # -- queues -------------------------------------------------------------------------
 
@@ -700,21 +702,12 @@ class FCFSScheduler:
         sequence.memory_id = sequence.start = None
 
 
-def _as_planned(
-    plan: list[ScheduledSequence], memory_plan: MemoryPlan
-) -> tuple[ScheduledSequence, ...]:
-    """The items as they are seen once the plan's conversions are done."""
-    regimes = {op.seq: op.regime for op in memory_plan.ops if isinstance(op, Convert)}
-    if not regimes:
-        return tuple(plan)
-    return tuple(replace(item, regime=regimes.get(item.memory_id, item.regime)) for item in plan)
-
-
-def _growths(plan: list[ScheduledSequence], window: int | None) -> list[Growth]:
+def _growths(plan: StepDraft, window: int | None) -> Ints:
     """``window``: how many positions any layer sees; older ones are not needed any more."""
-    if window is None:
-        return [Growth(item.memory_id, item.num_past + item.num_new) for item in plan]
-    return [
-        Growth(item.memory_id, item.num_past + item.num_new, max(0, item.num_past - window + 1))
-        for item in plan
-    ]
+    memory_ids, num_past = _core.columns(plan.sequences, ("memory_id", "num_computed"))
+    rows = np.zeros((len(plan), 3), dtype=np.int64)
+    rows[:, 0] = memory_ids
+    rows[:, 1] = num_past + plan.num_new
+    if window is not None:
+        rows[:, 2] = np.maximum(0, num_past - window + 1)
+    return rows
