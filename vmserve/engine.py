@@ -454,7 +454,10 @@ class LLMEngine:
         """Nothing runs: give the pool's pages back to the system."""
         keep_pages = IDLE_BYTES // self.memory.layout.total_page_bytes
         # Cached prefixes are worth their memory; parked slots without any are not.
-        self.memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
+        try:
+            self.memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
+        except (OutOfMemoryError, DriverError) as error:
+            logger.warning("the pool keeps its pages for now: %s", error)
 
     def _make_room_after(self, error: VmserveError, plan: StepPlan) -> StepResult:
         """The system refused memory that the plan counted on: the last arrival waits, or fails."""

@@ -289,7 +289,7 @@ class FCFSScheduler:
                 return plan, answer
             if self._donors:
                 self._drop_donors()
-            elif not self._preempt_last():
+            elif not (self._preempt_last() or self._start_over()):
                 # The engine checks at start that the pool holds the longest sequence, so either
                 # several beams share it, or pages are missing that the system does not take back.
                 raise NoRoomError(
@@ -349,6 +349,21 @@ class FCFSScheduler:
         if len(victims) == len(self._running):
             return False
         self._preempt(victims)
+        return True
+
+    def _start_over(self) -> bool:
+        """Who runs alone and began with others' blocks gives them up, once; False if it cannot.
+
+        It may hold pages of which it uses a block, and which a parked slot keeps from being
+        packed; computed from nothing it has whole pages.
+        """
+        if len(self._running) != 1 or self._running[0].request.is_gang:
+            return False
+        [sequence] = self._running
+        if sequence.starts_over or not sequence.borrowed:
+            return False
+        sequence.starts_over = True
+        self._preempt([sequence], may_swap=False)
         return True
 
     def _preempt(self, victims: list[Sequence], *, may_swap: bool = True) -> None:
@@ -515,6 +530,7 @@ class FCFSScheduler:
         if memory_id is None:
             return False
         sequence.memory_id = memory_id
+        sequence.borrowed = donor is not None
         if donor is not None:
             assert donor.memory_id is not None
             sequence.start = Fork(memory_id, donor.memory_id, sequence.num_prompt)
@@ -523,9 +539,11 @@ class FCFSScheduler:
         sequence.num_named = len(known)
         # Whoever asks for the prompt's log-probabilities needs its logits computed.
         wants_logits = request.params.prompt_logprobs is not None
-        hit = 0 if wants_logits else self._memory.match(memory_id)
+        looks = not (wants_logits or sequence.starts_over)
+        hit = self._memory.match(memory_id) if looks else 0
         if hit and sequence.num_output == 0 and self._regimes.predicts:
             memory_id = self._reopen(sequence, memory_id, hit)
+        sequence.borrowed = hit > 0
         sequence.start = Attach(memory_id, hit) if hit else None
         sequence.num_computed = hit
         if sequence.num_output == 0:
