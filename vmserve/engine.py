@@ -133,6 +133,8 @@ class LLMEngine:
                 self.resolved.max_num_batched_tokens,
                 window=_widest_window(self.model_config),
                 max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
+                separates_phases=self.resolved.scheduling_policy == "v0",
+                delay_factor=self.resolved.scheduler_delay_factor,
             ),
             self._regimes,
             self._preemption,

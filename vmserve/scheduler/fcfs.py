@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -68,6 +69,10 @@ class SchedulerLimits:
     window: int | None = None
     #: Prompt tokens that a step scores at most: each takes a row of logits.
     max_scored_tokens: int = 1 << 20
+    #: A step reads prompts or decodes, never both, as in the paper (the policy "v0").
+    separates_phases: bool = False
+    #: Then prompts wait for so many times as long as the last ones took, to be read together.
+    delay_factor: float = 0.0
 
 
 class FCFSScheduler:
@@ -80,6 +85,7 @@ class FCFSScheduler:
         regimes: RegimePolicy | None = None,
         preemption: PreemptionPolicy | None = None,
         shares: TenantShares | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory = memory
         self._limits = limits
@@ -87,6 +93,10 @@ class FCFSScheduler:
         self._demand = BlockDemand(memory.layout)
         self._preemption = preemption or PreemptionPolicy("recompute")
         self._shares = shares
+        self._clock = clock
+        #: How long the last step of prompts alone took, and when it began, if it runs.
+        self._prompts_took = 0.0
+        self._prompts_began: float | None = None
         # All in the order in which sequences are served.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -205,6 +215,9 @@ class FCFSScheduler:
 
     def schedule(self) -> StepPlan | None:
         self._reconsider_regimes()
+        if self._prompts_began is not None:
+            self._prompts_took = self._clock() - self._prompts_began
+            self._prompts_began = None
         plan = self._schedule()
         while plan is None and self._give_way():
             plan = self._schedule()
@@ -214,11 +227,16 @@ class FCFSScheduler:
         for sequence in self._followers.take_ready(self._running, self._donors.values()):
             self._enqueue(sequence)
         self._renew_starts()
+        if self._limits.separates_phases:
+            draft, prompts_plan = self._schedule_prompts()
+            if draft:
+                assert prompts_plan is not None
+                return StepPlan.of(draft, prompts_plan)
         preempted_before = self.num_preemptions_total
         plan, memory_plan = self._schedule_running()
         # Beside beams that only wait, whoever was preempted just now may be the one to go on.
         if self.num_preemptions_total == preempted_before or not plan:
-            newcomers = self._admit(plan)
+            newcomers = self._admit(plan, prompts=not self._limits.separates_phases)
             if newcomers:
                 memory_plan = self._plan_with_newcomers(plan, newcomers)
         if not plan:
@@ -328,12 +346,39 @@ class FCFSScheduler:
         budget = self._new_budget()
         decoding = [seq for seq in self._running if len(seq.tokens) - seq.num_computed == 1]
         plan = budget.take_next_tokens(decoding)
-        if len(decoding) == len(self._running):
+        separate = self._limits.separates_phases and decoding
+        if separate or len(decoding) == len(self._running):
             return plan
         for sequence in self._running:
             if sequence.num_uncomputed > 1 and budget.can_take(sequence):
                 plan.append(budget.take(sequence))
         return plan
+
+    def _schedule_prompts(self) -> tuple[StepDraft, MemoryPlan | None]:
+        """Prompts alone, those of newcomers too; nothing while anybody is in host memory."""
+        draft = StepDraft()
+        if self._swapped or not self._may_read_prompts():
+            return draft, None
+        budget = self._new_budget()
+        for sequence in self._running:
+            if sequence.num_uncomputed > 1 and budget.can_take(sequence):
+                draft.append(budget.take(sequence))
+        answer = self._plan_memory(draft)
+        if not isinstance(answer, MemoryPlan):
+            return StepDraft(), None  # decodes go on, or make room
+        newcomers = self._admit(draft)
+        memory_plan = self._plan_with_newcomers(draft, newcomers) if newcomers else answer
+        if draft:
+            self._prompts_began = self._clock()
+        return draft, memory_plan
+
+    def _may_read_prompts(self) -> bool:
+        """Whether the first of the queue has waited for long enough, or holds nobody up."""
+        factor = self._limits.delay_factor
+        if not factor or not self._waiting or not self._running:
+            return True
+        waited = self._clock() - self._next_waiting().request.metrics.arrival_time
+        return waited > factor * self._prompts_took
 
     def _new_budget(self) -> StepBudget:
         return StepBudget(self._limits.max_num_batched_tokens, self._limits.max_scored_tokens)
@@ -405,8 +450,11 @@ class FCFSScheduler:
 
     # -- newcomers ----------------------------------------------------------------------
 
-    def _admit(self, plan: StepDraft) -> list[Sequence]:
-        """Add newcomers to ``plan`` while budget, sequences and memory last; who they are."""
+    def _admit(self, plan: StepDraft, *, prompts: bool = True) -> list[Sequence]:
+        """Add newcomers to ``plan`` while budget, sequences and memory last; who they are.
+
+        Without ``prompts`` only those who were swapped out come back.
+        """
         if not (self._waiting or self._swapped) or (self._is_short and self._running):
             return []
         budget = self._new_budget()
@@ -418,7 +466,7 @@ class FCFSScheduler:
         )
         watermark = int(self._limits.watermark * self._memory.limit_pages) * blocks_per_page
         newcomers = self._swap_in(plan, budget, room)
-        if self._swapped:
+        if self._swapped or not prompts:
             return newcomers  # who was swapped comes back first
         room -= sum(self._demand.next_token(seq) for seq in newcomers)
         while self._waiting:
