@@ -34,7 +34,7 @@ from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
 from vmserve.runner.calibration import HeadShape, measure_profile
-from vmserve.runner.model_runner import ModelRunner, RegimeKernels
+from vmserve.runner.model_runner import AttentionTime, ModelRunner, RegimeKernels
 from vmserve.sampling import BeamSearchParams, GenerationParams, Sampler, SamplingParams
 from vmserve.scheduler.base import NoRoomError, StepPlan
 from vmserve.scheduler.fairness import TenantShares
@@ -266,6 +266,11 @@ class LLMEngine:
     def request_ids(self) -> list[str]:
         return list(self._requests)
 
+    @property
+    def profile(self) -> DeviceProfile | None:
+        """What regimes are chosen by; None where they are not chosen."""
+        return self._regimes.profile
+
     # -- pinned prefixes --------------------------------------------------------------
 
     def hold_prefix(self, token_ids: list[int], *, cache_salt: str = "") -> PinnedPrefix:
@@ -365,6 +370,7 @@ class LLMEngine:
         try:
             logits = self._runner.execute(plan, self._slots(plan))
             self._learn(plan, phases.end("model"))
+            self._count_attention(logits.attention)
             self.memory.complete(epoch)
             self.scheduler.computed(plan)
             samples = self._sampler.sample(
@@ -413,6 +419,15 @@ class LLMEngine:
         """Steps that mostly read prompts tell how fast tokens are computed again."""
         if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan):
             self._preemption.prefilled(plan.num_tokens, seconds)
+
+    def _count_attention(self, parts: tuple[AttentionTime, ...]) -> None:
+        """Beside what the profile, if there is one, says that it should have taken."""
+        profile = self._regimes.profile
+        for regime, batch, seconds in parts:
+            predicted = 0.0
+            if profile is not None:
+                predicted = profile.kernels(regime).batch_seconds(batch.num_past, batch.num_new)
+            self.counters.attended(regime.value, seconds, predicted)
 
     def _slots(self, plan: StepPlan) -> NDArray[np.int32]:
         """-1 for a paged sequence: its row of the block tables is where kernels find it."""

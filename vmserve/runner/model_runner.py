@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from vmserve.attention.rotary import Rotary
     from vmserve.models import LoadedModel
 
-__all__ = ["ModelRunner", "RegimeKernels", "StepLogits"]
+__all__ = ["AttentionTime", "ModelRunner", "RegimeKernels", "StepLogits"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,14 @@ class RegimeKernels:
                 f"the attention backend {self.backend.name} cannot read the "
                 f"{type(self.view).__name__}: choose another --attention-backend"
             )
+
+
+class AttentionTime(NamedTuple):
+    """Seconds that the sequences of one regime, ``batch``, spent in attention in a step."""
+
+    regime: Regime
+    batch: RaggedBatch
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,8 @@ class StepLogits:
     beams: tuple[Sequence, ...]
     beam_rows: tuple[int, ...]
     prompt_rows: tuple[PromptRows, ...]
+    #: What attention took, of each regime that the step has.
+    attention: tuple[AttentionTime, ...]
 
     def sampling_logits(self) -> torch.Tensor:
         """``[samplers, vocab]``"""
@@ -121,6 +132,7 @@ class ModelRunner:
             tuple(wanted.beams),
             tuple(wanted.beam_rows),
             tuple(wanted.prompt_rows),
+            tuple(AttentionTime(part.regime, part.batch, part.call.seconds) for part in parts),
         )
 
 
@@ -128,9 +140,10 @@ class ModelRunner:
 class _Part:
     """The sequences of one regime: rows ``first : first + batch.num_tokens`` of the batch."""
 
+    regime: Regime
     first: int
     batch: RaggedBatch
-    call: AttentionCall
+    call: _TimedCall
 
 
 def _last_tokens(plan: StepPlan) -> list[int]:
@@ -171,9 +184,35 @@ def _parts(
             continue
         batch = RaggedBatch.build(places[stretch], plan.num_past[stretch], plan.num_new[stretch])
         chosen = kernels[regime]
-        parts.append(_Part(first, batch, chosen.backend.bind(chosen.view, batch)))
+        began = time.perf_counter()
+        call = chosen.backend.bind(chosen.view, batch)
+        timed = _TimedCall(call, time.perf_counter() - began)
+        parts.append(_Part(regime, first, batch, timed))
         first += batch.num_tokens
     return parts
+
+
+class _TimedCall:
+    """Adds up what the kernels of one regime take in a step, all layers and the binding."""
+
+    __slots__ = ("_call", "seconds")
+
+    def __init__(self, call: AttentionCall, seconds: float) -> None:
+        self._call = call
+        self.seconds = seconds
+
+    def __call__(
+        self,
+        spec: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None = None,
+    ) -> torch.Tensor:
+        began = time.perf_counter()
+        out = self._call(spec, q, k, v, rotary)
+        self.seconds += time.perf_counter() - began
+        return out
 
 
 class _MixedCall:
