@@ -6,6 +6,7 @@ import typer
 
 from vmserve.bench.alloc.command import alloc_command
 from vmserve.bench.kernels.command import kernels_command
+from vmserve.bench.papers.command import papers_command
 from vmserve.bench.sharing.command import sharing_command
 from vmserve.bench.step import step_command
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command("alloc")(alloc_command)
 app.command("kernels")(kernels_command)
+app.command("papers")(papers_command)
 app.command("sharing")(sharing_command)
 app.command("step")(step_command)
 

@@ -133,6 +133,8 @@ class LLMEngine:
                 self.resolved.max_num_batched_tokens,
                 window=_widest_window(self.model_config),
                 max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
+                separates_phases=self.resolved.scheduling_policy == "v0",
+                delay_factor=self.resolved.scheduler_delay_factor,
             ),
             self._regimes,
             self._preemption,
@@ -458,7 +460,10 @@ class LLMEngine:
         """Nothing runs: give the pool's pages back to the system."""
         keep_pages = IDLE_BYTES // self.memory.layout.total_page_bytes
         # Cached prefixes are worth their memory; parked slots without any are not.
-        self.memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
+        try:
+            self.memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
+        except (OutOfMemoryError, DriverError) as error:
+            logger.warning("the pool keeps its pages for now: %s", error)
 
     def _make_room_after(self, error: VmserveError, plan: StepPlan) -> StepResult:
         """The system refused memory that the plan counted on: the last arrival waits, or fails."""

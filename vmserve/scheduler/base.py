@@ -87,7 +87,9 @@ class StepDraft:
     def columns(self) -> Columns:
         numbers = _core.columns(self.sequences, Columns._fields[:-1])
         memory_id, num_computed, num_prompt, tokens = numbers
-        return Columns(memory_id, num_computed, num_prompt, tokens, np.array(self.num_new))
+        return Columns(
+            memory_id, num_computed, num_prompt, tokens, np.array(self.num_new, dtype=np.int64)
+        )
 
     def drop(self, sequences: list[Sequence]) -> None:
         """Without the shares of these."""
@@ -118,7 +120,7 @@ class StepPlan:
     @staticmethod
     def of(draft: StepDraft, columns: Columns, memory: MemoryPlan) -> StepPlan:
         return StepPlan(
-            draft.sequences,
+            list(draft.sequences),
             memory_ids=columns.memory_id,
             num_past=columns.num_computed,
             num_new=columns.num_new,
