@@ -442,10 +442,14 @@ class LLMEngine:
         for sequence, memory_id in zip(plan.sequences, plan.memory_ids.tolist(), strict=True):
             if sequence.memory_id != memory_id:
                 continue  # it has finished
-            for token in sequence.tokens[sequence.num_named :]:
+            known, num_named = sequence.tokens, sequence.num_named
+            sequence.num_named = len(known)
+            if num_named + 1 == len(known):
                 memory_ids.append(memory_id)
-                tokens.append(token)
-            sequence.num_named = len(sequence.tokens)
+                tokens.append(known[-1])
+            elif num_named < len(known):
+                memory_ids += [memory_id] * (len(known) - num_named)
+                tokens += known[num_named:]
         self.memory.append_tokens(memory_ids, tokens)
 
     def _fail_batch(self, error: Exception, plan: StepPlan) -> StepResult:

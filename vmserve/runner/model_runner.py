@@ -109,19 +109,18 @@ class ModelRunner:
     def execute(self, plan: StepPlan, slots: NDArray[np.int32]) -> StepLogits:
         """``slots``: of each sequence; -1 where kernels find it by its row of the block tables."""
         is_paged = slots < 0
-        places = np.where(is_paged, plan.memory_ids, slots)
         num_paged = int(np.count_nonzero(is_paged))
         if 0 < num_paged < len(plan):
             # One stretch of rows for each regime; within it the order of the plan.
-            order = np.argsort(slots >= 0, kind="stable")
-            plan, places = plan.in_order(order), places[order]
-        parts = _parts(plan, places, num_paged, self._kernels)
+            order = np.argsort(~is_paged, kind="stable")
+            plan, slots = plan.in_order(order), slots[order]
+        parts = _parts(plan, slots, num_paged, self._kernels)
         only_decodes = plan.only_decodes
         token_ids = _last_tokens(plan) if only_decodes else _new_tokens(plan)
         wanted = _every_row(plan) if only_decodes else _rows_wanted(plan)
         logits = self._model.forward(
             _as_tensor(token_ids),
-            _positions(parts),
+            torch.from_numpy(plan.num_past) if only_decodes else _positions(parts),
             parts[0].call if len(parts) == 1 else _MixedCall(parts),
             _as_tensor(wanted.rows),
         )
@@ -171,18 +170,22 @@ def _positions(parts: list[_Part]) -> torch.Tensor:
 
 def _parts(
     plan: StepPlan,
-    places: NDArray[np.int64],
+    slots: NDArray[np.int32],
     num_paged: int,
     kernels: Mapping[Regime, RegimeKernels],
 ) -> list[_Part]:
     """The first ``num_paged`` sequences are paged."""
     parts: list[_Part] = []
     first = 0
-    stretches = ((Regime.PAGED, slice(num_paged)), (Regime.VIRTUAL, slice(num_paged, None)))
-    for regime, stretch in stretches:
-        if not len(places[stretch]):
+    paged, virtual = slice(num_paged), slice(num_paged, None)
+    stretches = (
+        (Regime.PAGED, paged, plan.memory_ids[paged]),
+        (Regime.VIRTUAL, virtual, slots[virtual]),
+    )
+    for regime, stretch, places in stretches:
+        if not len(places):
             continue
-        batch = RaggedBatch.build(places[stretch], plan.num_past[stretch], plan.num_new[stretch])
+        batch = RaggedBatch.build(places, plan.num_past[stretch], plan.num_new[stretch])
         chosen = kernels[regime]
         began = time.perf_counter()
         call = chosen.backend.bind(chosen.view, batch)

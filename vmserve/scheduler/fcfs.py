@@ -26,7 +26,6 @@ from operator import attrgetter
 
 import numpy as np
 
-from vmserve import _core
 from vmserve.memory.base import (
     Attach,
     Convert,
@@ -38,7 +37,7 @@ from vmserve.memory.base import (
     Shortfall,
     SwapIn,
 )
-from vmserve.scheduler.base import Ints, NoRoomError, StepDraft, StepPlan
+from vmserve.scheduler.base import Columns, Ints, NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import StepBudget
 from vmserve.scheduler.demand import BlockDemand
 from vmserve.scheduler.fairness import TenantShares
@@ -109,6 +108,8 @@ class FCFSScheduler:
         #: The system refused memory that the limit promises: nobody is admitted beside those
         #: that run until one of them has ended, or the same refusal would come each step.
         self._is_short = False
+        #: A step was planned and not applied.
+        self._is_pending = False
         self._num_steps = 0
         self.num_preemptions_total = 0
         self.num_swaps_total = 0
@@ -190,6 +191,7 @@ class FCFSScheduler:
     # -- the step -----------------------------------------------------------------------
 
     def applied(self, plan: StepPlan) -> None:
+        self._is_pending = False
         if plan.memory.ops:
             self._started(plan.memory.ops)
         for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
@@ -226,23 +228,19 @@ class FCFSScheduler:
     def _schedule(self) -> StepPlan | None:
         for sequence in self._followers.take_ready(self._running, self._donors.values()):
             self._enqueue(sequence)
-        self._renew_starts()
-        if self._limits.separates_phases:
-            draft, prompts_plan = self._schedule_prompts()
-            if draft:
-                assert prompts_plan is not None
-                return StepPlan.of(draft, prompts_plan)
+        if self._is_pending:
+            self._renew_starts()
+        self._is_pending = True
+        if self._limits.separates_phases and (prompts := self._schedule_prompts()) is not None:
+            return prompts
         preempted_before = self.num_preemptions_total
-        plan, memory_plan = self._schedule_running()
+        draft, plan = self._schedule_running()
         # Beside beams that only wait, whoever was preempted just now may be the one to go on.
-        if self.num_preemptions_total == preempted_before or not plan:
-            newcomers = self._admit(plan, prompts=not self._limits.separates_phases)
+        if self.num_preemptions_total == preempted_before or not draft:
+            newcomers = self._admit(draft, prompts=not self._limits.separates_phases)
             if newcomers:
-                memory_plan = self._plan_with_newcomers(plan, newcomers)
-        if not plan:
-            return None
-        assert memory_plan is not None
-        return StepPlan.of(plan, memory_plan)
+                plan = self._plan_with_newcomers(draft, newcomers)
+        return plan if draft else None
 
     def _give_way(self) -> bool:
         """Nobody can compute: give up what stands in the way, if anything; False if all is done.
@@ -298,13 +296,13 @@ class FCFSScheduler:
 
     # -- those that run -----------------------------------------------------------------
 
-    def _schedule_running(self) -> tuple[StepDraft, MemoryPlan | None]:
+    def _schedule_running(self) -> tuple[StepDraft, StepPlan | None]:
         """Decodes, then prompt chunks; preempts from the back until it fits."""
         while self._running:
-            plan = self._share_budget()
-            answer = self._plan_memory(plan)
-            if isinstance(answer, MemoryPlan):
-                return plan, answer
+            draft = self._share_budget()
+            answer = self._plan_memory(draft)
+            if isinstance(answer, StepPlan):
+                return draft, answer
             if self._donors:
                 self._drop_donors()
             elif not (self._preempt_last() or self._start_over()):
@@ -318,16 +316,19 @@ class FCFSScheduler:
                 )
         return StepDraft(), None
 
-    def _plan_memory(self, plan: StepDraft) -> MemoryPlan | Shortfall:
+    def _plan_memory(self, draft: StepDraft) -> StepPlan | Shortfall:
         """With the conversions that were asked for, unless there is no memory for them now."""
-        growths = _growths(plan, self._limits.window)
+        columns = draft.columns()
+        growths = _growths(columns, self._limits.window)
         starts: list[MemoryOp] = [seq.start for seq in self._running if seq.start is not None]
+        answer: MemoryPlan | Shortfall | None = None
         if self._converting:
-            conversions = self._conversions()
-            answer = self._memory.plan(growths, [*starts, *conversions])
-            if isinstance(answer, MemoryPlan):
-                return answer
-        return self._memory.plan(growths, starts)
+            answer = self._memory.plan(growths, [*starts, *self._conversions()])
+        if not isinstance(answer, MemoryPlan):
+            answer = self._memory.plan(growths, starts)
+        if isinstance(answer, Shortfall):
+            return answer
+        return StepPlan.of(draft, columns, answer)
 
     def _conversions(self) -> list[Convert]:
         """Of those that run: not of one that starts in this step, or is there already."""
@@ -354,23 +355,24 @@ class FCFSScheduler:
                 plan.append(budget.take(sequence))
         return plan
 
-    def _schedule_prompts(self) -> tuple[StepDraft, MemoryPlan | None]:
+    def _schedule_prompts(self) -> StepPlan | None:
         """Prompts alone, those of newcomers too; nothing while anybody is in host memory."""
-        draft = StepDraft()
         if self._swapped or not self._may_read_prompts():
-            return draft, None
+            return None
+        draft = StepDraft()
         budget = self._new_budget()
         for sequence in self._running:
             if sequence.num_uncomputed > 1 and budget.can_take(sequence):
                 draft.append(budget.take(sequence))
-        answer = self._plan_memory(draft)
-        if not isinstance(answer, MemoryPlan):
-            return StepDraft(), None  # decodes go on, or make room
+        plan = self._plan_memory(draft)
+        if not isinstance(plan, StepPlan):
+            return None  # decodes go on, or make room
         newcomers = self._admit(draft)
-        memory_plan = self._plan_with_newcomers(draft, newcomers) if newcomers else answer
-        if draft:
-            self._prompts_began = self._clock()
-        return draft, memory_plan
+        with_newcomers = self._plan_with_newcomers(draft, newcomers) if newcomers else plan
+        if not draft:
+            return None
+        self._prompts_began = self._clock()
+        return with_newcomers
 
     def _may_read_prompts(self) -> bool:
         """Whether the first of the queue has waited for long enough, or holds nobody up."""
@@ -544,7 +546,7 @@ class FCFSScheduler:
         others = sum(not seq.request.is_gang for seq in self._running)
         return others + (not newcomer.is_gang) + sum(gang.num_branches for gang in gangs)
 
-    def _plan_with_newcomers(self, plan: StepDraft, newcomers: list[Sequence]) -> MemoryPlan | None:
+    def _plan_with_newcomers(self, plan: StepDraft, newcomers: list[Sequence]) -> StepPlan | None:
         """Newcomers that do not fit after all (a slot is short, say) wait again, last first.
 
         Taking a prefix from the cache can cost a page more than computing it: a page of which
@@ -552,7 +554,7 @@ class FCFSScheduler:
         """
         while plan:
             answer = self._plan_memory(plan)
-            if isinstance(answer, MemoryPlan):
+            if isinstance(answer, StepPlan):
                 return answer
             newcomer = newcomers[-1]
             if isinstance(newcomer.start, SwapIn):
@@ -768,12 +770,11 @@ class FCFSScheduler:
         sequence.memory_id = sequence.start = None
 
 
-def _growths(plan: StepDraft, window: int | None) -> Ints:
+def _growths(columns: Columns, window: int | None) -> Ints:
     """``window``: how many positions any layer sees; older ones are not needed any more."""
-    memory_ids, num_past = _core.columns(plan.sequences, ("memory_id", "num_computed"))
-    rows = np.zeros((len(plan), 3), dtype=np.int64)
-    rows[:, 0] = memory_ids
-    rows[:, 1] = num_past + plan.num_new
+    rows = np.zeros((len(columns.memory_id), 3), dtype=np.int64)
+    rows[:, 0] = columns.memory_id
+    rows[:, 1] = columns.num_computed + columns.num_new
     if window is not None:
-        rows[:, 2] = np.maximum(0, num_past - window + 1)
+        rows[:, 2] = np.maximum(0, columns.num_computed - window + 1)
     return rows
