@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONFIDENCE",
-    "MIN_PAIRS_FOR_INTERVAL",
-    "MIN_PAIRS_FOR_VERDICT",
+    "MIN_PAIRS",
     "Comparison",
     "Effect",
     "Verdict",
@@ -44,10 +43,8 @@ __all__ = [
 
 #: Of the intervals, and 1 - CONFIDENCE is the rate of false verdicts per comparison.
 CONFIDENCE = 0.99
-#: Below it there is no spread to speak of.
-MIN_PAIRS_FOR_INTERVAL = 3
-#: With five rounds or fewer the bootstrap has too few different resamples for corrected p-values.
-MIN_PAIRS_FOR_VERDICT = 6
+#: With fewer, resamples without any spread are so frequent that intervals have no end.
+MIN_PAIRS = 6
 NUM_RESAMPLES = 10_000
 
 Verdict = Literal["higher", "lower", "no difference shown"]
@@ -64,7 +61,7 @@ _LARGEST_LOGARITHM = 700.0
 class Effect:
     """The ratio variant / first of one metric.
 
-    ``low`` and ``high`` are None with too few pairs; ``high`` may be infinite.
+    ``low`` and ``high`` are None below :data:`MIN_PAIRS`; ``high`` may be infinite.
     """
 
     ratio: float
@@ -121,7 +118,7 @@ def paired_effects(
         raise ValueError("an effect needs at least 1 pair")
     mean = log_ratios.mean(axis=1)
     spread = log_ratios.std(axis=1)
-    if num_pairs < MIN_PAIRS_FOR_INTERVAL:
+    if num_pairs < MIN_PAIRS:
         return [Effect(_exp(m), None, None, 1.0, num_pairs) for m in mean.tolist()]
     varies = spread > _NO_SPREAD
     half_width = np.zeros(num_metrics)
@@ -218,7 +215,7 @@ def compare_metrics(
 def _judge(metric: str, effect: Effect, adjusted_p: float | None) -> Comparison:
     if adjusted_p is None:
         return Comparison(metric, effect, None, None)
-    if effect.num_pairs < MIN_PAIRS_FOR_VERDICT or adjusted_p > 1.0 - CONFIDENCE:
+    if adjusted_p > 1.0 - CONFIDENCE:
         return Comparison(metric, effect, NO_DIFFERENCE, adjusted_p)
     return Comparison(metric, effect, "higher" if effect.ratio > 1.0 else "lower", adjusted_p)
 
