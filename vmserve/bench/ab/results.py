@@ -8,6 +8,7 @@ import statistics
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from vmserve.bench.ab.html import render
 from vmserve.bench.ab.metrics import METRICS, Metric
 from vmserve.bench.ab.search import MAX_RATE
 from vmserve.bench.ab.statistics import (
@@ -122,10 +123,11 @@ def document(
 
 
 def write(described: Mapping[str, Any], directory: Path) -> list[Path]:
-    """``results.json``; the paths of what was written."""
-    results = directory / "results.json"
-    results.write_text(dump(described), encoding="utf-8")
-    return [results]
+    """``results.json`` and ``report.html``; the paths of what was written."""
+    texts = {"results.json": dump(described), "report.html": render(described)}
+    for name, text in texts.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    return [directory / name for name in texts]
 
 
 def _workload_dict(result: WorkloadResult) -> dict[str, Any]:
