@@ -30,7 +30,13 @@ from vmserve.bench.ab.variants import parse_variants
 from vmserve.bench.ab.watch import watch
 from vmserve.bench.alloc.section import Table
 from vmserve.bench.machine import cpu_model
-from vmserve.bench.report import fresh_directory, make_console, make_directory, print_table
+from vmserve.bench.report import (
+    dump,
+    fresh_directory,
+    make_console,
+    make_directory,
+    print_table,
+)
 from vmserve.errors import VmserveError
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -55,6 +61,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="of each kind; default 12, 2 with --quick")
     parser.add_argument("--workloads", nargs="+", choices=tuple(SIZES), default=list(SIZES))
     parser.add_argument("--model", help="a model directory; default: the embedded model")
+    parser.add_argument("--raw", action="store_true", help="keep every sample in results.json")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="default: results/<date>-<cpu>")
     options = parser.parse_args(arguments)
@@ -131,8 +138,8 @@ def percent(found: Regret) -> str:
     return f"{found.value:+.1%} [{found.low:+.1%}, {found.high:+.1%}]"
 
 
-def main() -> int:
-    options = parse_arguments()
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
     console = make_console()
     if busy := busy_warning():
         console.print(busy)
@@ -159,7 +166,12 @@ def main() -> int:
         [f"{head}{', --quick' if options.quick else ''}.\n", *(one.to_markdown() for one in tables)]
     )
     (directory / "tables.md").write_text(text, encoding="utf-8")
-    for path in [*write(measured, directory), directory / "tables.md"]:
+    written = write(measured, directory)
+    if not options.raw:  # the report has been drawn from it; megabytes that nobody reads again
+        for one in (one for workload in measured["workloads"] for one in workload["rounds"]):
+            del one["runs"]
+        (directory / "results.json").write_text(dump(measured), encoding="utf-8")
+    for path in [*written, directory / "tables.md"]:
         console.print(f"written: {path}")
     return 1 if any(regrets_of(result, "elapsed_s").outcome == "FAIL" for result in results) else 0
 

@@ -5,7 +5,9 @@ Times are made by hand or not looked at; the embedded model serves a few short r
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +33,7 @@ from vmserve.bench.ab.regret import regret
 from vmserve.bench.ab.results import SCHEMA, SCHEMA_VERSION, judgement
 from vmserve.bench.ab.search import Bracket, RateSearch, search_rate
 from vmserve.bench.ab.statistics import Comparison, Effect
+from vmserve.bench.ab.traffic import KINDS
 from vmserve.bench.ab.variants import Variant, parse_variants
 from vmserve.bench.workloads import RequestShape
 from vmserve.cli_bench import app
@@ -523,6 +526,26 @@ def test_regret_of_few_rounds_has_no_interval() -> None:
     assert (found.low, found.high, found.outcome) == (None, None, "not shown")
     exact = regret([1.0] * 6, {"virtual": [1.0] * 6, "paged": [2.0] * 6})
     assert (exact.low, exact.high, exact.outcome) == (0.0, 0.0, "PASS")
+
+
+def test_the_benchmark_of_regimes_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks/regimes"))
+    benchmark = importlib.import_module("run")
+    monkeypatch.delitem(sys.modules, "run")  # a later test may mean another module of that name
+    out = tmp_path / "out"
+    options = ["--quick", "--rounds", "1", "--workloads", "alpaca", "--output", str(out)]
+    assert benchmark.main(options) == 0
+    assert "regret of auto" in capsys.readouterr().out
+    assert "regret of auto" in (out / "tables.md").read_text()
+    assert (out / "report.html").exists()
+    results = json.loads((out / "results.json").read_text())
+    assert results["regrets"]["alpaca"]["elapsed_s"]["outcome"] == "not shown"
+    [one] = results["workloads"][0]["rounds"]
+    assert set(one["metrics"]) == {"virtual", "paged", "auto"}
+    assert "runs" not in one
+    assert set(benchmark.SIZES) <= set(KINDS)
 
 
 # -- words and the command

@@ -87,7 +87,7 @@ def _workload(document: Mapping[str, Any], workload: Json) -> str:
             f"<section><h2>{escape(workload['name'])}</h2><p>{escape(summary)}</p>",
             *(_verdicts(names[0], name, found) for name, found in workload["comparisons"].items()),
             "<div class='plots'>",
-            *(_figure(_forest(names[0], name, found), wide=True)
+            *(_figure(_forest(names[0], name, found))
               for name, found in workload["comparisons"].items()),
             *map(_figure, _latencies(names, rounds)),
             *map(_figure, _over_time(names, rounds)),
@@ -369,8 +369,8 @@ def _method(document: Mapping[str, Any]) -> str:
     )
 
 
-def _figure(plot: str, *, wide: bool = False) -> str:
-    return f"<figure{' class=wide' if wide else ''}>{plot}</figure>" if plot else ""
+def _figure(plot: str) -> str:
+    return f"<figure>{plot}</figure>" if plot else ""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

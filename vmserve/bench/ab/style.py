@@ -19,7 +19,7 @@ p { margin: 6px 0 10px; max-width: 82ch; } .facts { color: var(--dim); }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr));
   gap: 16px; margin: 16px 0; }
 figure { margin: 0; padding: 8px; background: var(--panel); border: 1px solid var(--rule);
-  border-radius: 8px; break-inside: avoid; } figure.wide { max-width: none; }
+  border-radius: 8px; break-inside: avoid; }
 svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-serif; }
 svg text { fill: var(--text); } svg .title { font-size: 13px; font-weight: 600; }
 svg .tick, svg .axis { fill: var(--dim); } svg .grid { stroke: var(--rule); stroke-width: 1; }

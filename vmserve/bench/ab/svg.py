@@ -133,9 +133,9 @@ def forest(title: str, x_title: str, rows: Sequence[tuple[str, float, float, flo
     inside = [value for value in inside if 0.2 <= value <= 5.0] or [1.0]
     low_x, high_x = min(*inside, 1 / 1.05) / 1.02, max(*inside, 1.05) * 1.02
     height = _TOP + _BOTTOM + _ROW * len(rows)
-    frame = _Frame(low_x, high_x, 0.0, 1.0, True, 640, height, 190)
+    frame = _Frame(low_x, high_x, 0.0, 1.0, True, _WIDTH, height, 150)
     body = [f'<text class="title" x="{frame.left}" y="16">{escape(title)}</text>']
-    body += _x_axis(frame, ticks(low_x, high_x, 6), x_title)
+    body += _x_axis(frame, ticks(low_x, high_x, 4), x_title)
     body.append(
         f'<line class="one" x1="{frame.x(1):.1f}" x2="{frame.x(1):.1f}" y1="{_TOP}" '
         f'y2="{height - _BOTTOM}"/>'
