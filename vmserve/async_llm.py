@@ -118,6 +118,8 @@ class AsyncLLM:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
+        timeout: float | None = None,
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of one request, until it has finished.
@@ -125,9 +127,11 @@ class AsyncLLM:
         ``stream=False``: one final output. ``stream=True``: outputs with ``delta`` set, whose
         choices hold what is new; the first has no choices and says that the request was
         accepted. Leaving the iterator early aborts the request and frees its pages. Cached
-        prefixes are shared between requests of equal ``cache_salt`` only.
+        prefixes are shared between requests of equal ``cache_salt`` only. ``tenant``: whose share
+        it counts against, under ``fair_sharing``. ``timeout``: seconds that it has, from now on.
 
-        Raises :class:`~vmserve.errors.InvalidRequestError` before the first output, and
+        Raises :class:`~vmserve.errors.InvalidRequestError` before the first output,
+        :class:`~vmserve.errors.DeadlineError` when its time is over, and
         :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
         """
         self._engine.prepare(prompt_token_ids, params)
@@ -142,6 +146,8 @@ class AsyncLLM:
                     prompt=prompt,
                     priority=priority,
                     cache_salt=cache_salt,
+                    tenant=tenant,
+                    timeout=timeout,
                     stream=stream,
                 )
             except VmserveError as error:

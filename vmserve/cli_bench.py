@@ -9,6 +9,7 @@ from vmserve.bench.ab.command import ab_command
 from vmserve.bench.alloc.command import alloc_command
 from vmserve.bench.kernels.command import kernels_command
 from vmserve.bench.sharing.command import sharing_command
+from vmserve.bench.step import step_command
 
 __all__ = ["app"]
 
@@ -24,6 +25,7 @@ app.command("ab", help=AB_HELP)(ab_command)
 app.command("alloc")(alloc_command)
 app.command("kernels")(kernels_command)
 app.command("sharing")(sharing_command)
+app.command("step")(step_command)
 
 
 @app.callback()

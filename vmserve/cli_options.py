@@ -193,8 +193,45 @@ SchedulingPolicy = Annotated[
     _SchedulingPolicy | None,
     _option(
         "--scheduling-policy",
-        help="Who runs first: first come, or lowest priority number. Default: fcfs.",
+        help="Who runs first: first come, or lowest priority number; v0 is the PagedAttention "
+        "paper's, steps of prompts or of decodes, for comparison. Default: fcfs.",
         panel=_SCHEDULING,
+    ),
+]
+SchedulerDelayFactor = Annotated[
+    float | None,
+    _option(
+        "--scheduler-delay-factor",
+        help="With the policy v0: prompts wait for so many times as long as the last ones took, "
+        "to be read together. Default: 0.",
+        panel=_SCHEDULING,
+    ),
+]
+FairSharing = Annotated[
+    bool | None,
+    _option(
+        "--fair-sharing/--no-fair-sharing",
+        help="Admit next whoever of the tenants (API keys) has had the fewest tokens. Default: no.",
+        panel=_SCHEDULING,
+    ),
+]
+RequestTimeout = Annotated[
+    float | None,
+    _option(
+        "--request-timeout",
+        help="Seconds in which a request must end, waiting included; then it fails. Default: none.",
+        panel=_SCHEDULING,
+        metavar="SECONDS",
+    ),
+]
+RegimeProfile = Annotated[
+    str | None,
+    _option(
+        "--regime-profile",
+        help="What --kv-regime auto goes by, as `vmserve bench profile` wrote it. Default: "
+        "measured at start.",
+        panel=_KV,
+        metavar="PATH",
     ),
 ]
 
@@ -234,6 +271,10 @@ ENGINE_OPTIONS: Final[dict[str, Any]] = {
     "max_num_batched_tokens": MaxNumBatchedTokens,
     "preemption": Preemption,
     "scheduling_policy": SchedulingPolicy,
+    "scheduler_delay_factor": SchedulerDelayFactor,
+    "fair_sharing": FairSharing,
+    "request_timeout": RequestTimeout,
+    "regime_profile": RegimeProfile,
     "trace_file": TraceFile,
 }
 

@@ -21,7 +21,7 @@ KVRegime = Literal["auto", "virtual", "paged"]
 ZeroPolicy = Literal["always", "tenant", "never"]
 KVMapper = Literal["auto", "off", "thread"]
 Preemption = Literal["auto", "recompute", "swap"]
-SchedulingPolicy = Literal["fcfs", "priority"]
+SchedulingPolicy = Literal["fcfs", "priority", "v0"]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
@@ -98,6 +98,10 @@ class EngineConfig:
     swap_space: int | str = 0
     preemption: Preemption = "auto"
     scheduling_policy: SchedulingPolicy = "fcfs"
+    scheduler_delay_factor: float = 0.0
+    fair_sharing: bool = False
+    request_timeout: float | None = None
+    regime_profile: str | None = None
     enable_prefix_caching: bool | None = None
     attention_backend: str = "auto"
     trace_file: str | None = None
@@ -157,6 +161,19 @@ class EngineConfig:
             raise ConfigurationError(
                 f"gpu_memory_utilization: {self.gpu_memory_utilization} is not in (0, 1]"
             )
+        if self.request_timeout is not None and not self.request_timeout > 0:
+            raise ConfigurationError(
+                f"request_timeout: {self.request_timeout} must be more than 0 seconds"
+            )
+        if not 0 <= self.scheduler_delay_factor <= 100:
+            raise ConfigurationError(
+                f"scheduler_delay_factor: {self.scheduler_delay_factor} is not in [0, 100]"
+            )
+        if self.scheduler_delay_factor and self.scheduling_policy != "v0":
+            raise ConfigurationError(
+                "scheduler_delay_factor: only the policy v0 waits before it reads prompts; "
+                "give --scheduling-policy v0 too"
+            )
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigurationError(f"seed: {self.seed} does not fit 64 bits")
 
@@ -193,6 +210,12 @@ class ResolvedConfig:
     swap_bytes: int
     preemption: Preemption
     scheduling_policy: SchedulingPolicy
+    scheduler_delay_factor: float
+    fair_sharing: bool
+    #: Seconds from its arrival in which a request must end, where it does not say less.
+    request_timeout: float | None
+    #: A stored device profile; None: measured at start, where the regime is chosen by it.
+    regime_profile: str | None
     trace_file: str | None
     seed: int
 
@@ -232,6 +255,10 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
         swap_bytes=parse_size(config.swap_space, "swap_space"),
         preemption=config.preemption,
         scheduling_policy=config.scheduling_policy,
+        scheduler_delay_factor=config.scheduler_delay_factor,
+        fair_sharing=config.fair_sharing,
+        request_timeout=config.request_timeout,
+        regime_profile=config.regime_profile,
         trace_file=config.trace_file,
         seed=config.seed,
     )

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vmserve import _core
 from vmserve.attention import create_backend
-from vmserve.attention.base import KVView
+from vmserve.attention.base import AttentionBackend, KVView
 from vmserve.config import EngineConfig, ResolvedConfig, format_size, resolve
 from vmserve.decoding import BeamGroup, BeamSearch
 from vmserve.errors import (
     ConfigurationError,
+    DeadlineError,
     DriverError,
     InvalidRequestError,
     OutOfMemoryError,
     VmserveError,
 )
 from vmserve.memory.base import Attach, MemoryPlan, Regime
-from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
+from vmserve.memory.layout import HOST_GRANULARITY, KVLayout, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models import load_model, resolve_dtype, resolve_model
 from vmserve.models.config import ModelConfig
+from vmserve.models.decoder_config import DecoderConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
+from vmserve.runner.calibration import HeadShape, measure_profile
 from vmserve.runner.model_runner import ModelRunner, RegimeKernels
 from vmserve.sampling import BeamSearchParams, GenerationParams, Sampler, SamplingParams
 from vmserve.scheduler.base import NoRoomError, StepPlan
+from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import PreemptionPolicy
-from vmserve.scheduler.regime import RegimePolicy
+from vmserve.scheduler.profile import DeviceProfile
+from vmserve.scheduler.regime import CostModel, RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.telemetry.phases import StepPhases
@@ -114,6 +122,10 @@ class LLMEngine:
         )
         swaps = self.resolved.swap_bytes > 0
         self._preemption = PreemptionPolicy(self.resolved.preemption if swaps else "recompute")
+        self._regimes = RegimePolicy(
+            self.resolved.kv_regime,
+            _cost_model(self.resolved, self.model_config, self.memory.layout, backends, dtype),
+        )
         self.scheduler = FCFSScheduler(
             self.memory,
             SchedulerLimits(
@@ -122,8 +134,9 @@ class LLMEngine:
                 window=_widest_window(self.model_config),
                 max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
             ),
-            RegimePolicy(self.resolved.kv_regime),
+            self._regimes,
             self._preemption,
+            TenantShares() if self.resolved.fair_sharing else None,
         )
         views: dict[Regime, KVView] = {
             Regime.VIRTUAL: self.memory.view(),
@@ -142,6 +155,8 @@ class LLMEngine:
         self._trace = None if trace_file is None else StepTrace(Path(trace_file))
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
+        #: A heap of deadlines and request ids; those that have ended are skipped.
+        self._deadlines: list[tuple[float, str]] = []
         #: Handle -> the sequence in memory that keeps the blocks.
         self._pins: dict[int, int] = {}
         self._num_pinned = 0
@@ -196,9 +211,15 @@ class LLMEngine:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
+        timeout: float | None = None,
         stream: bool = False,
     ) -> None:
         """Queue a request; its outputs come from later steps.
+
+        ``tenant``: on whose account it runs, for ``fair_sharing``. ``timeout``: seconds after
+        which it fails with :class:`~vmserve.errors.DeadlineError`, if ``request_timeout`` is not
+        less.
 
         Raises :class:`~vmserve.errors.InvalidRequestError`; nothing is queued then.
         """
@@ -209,11 +230,19 @@ class LLMEngine:
         request.priority = priority
         request.rank = priority if self.resolved.scheduling_policy == "priority" else 0
         request.cache_salt = cache_salt.encode()
+        request.tenant = tenant
+        self._set_deadline(request, timeout)
         request.stream = stream
         self._requests[request_id] = request
         self._output.open(request)
         self.scheduler.add(request)
         self.counters.prompt_tokens += len(prompt_token_ids)
+
+    def _set_deadline(self, request: Request, timeout: float | None) -> None:
+        limits = [each for each in (timeout, self.resolved.request_timeout) if each is not None]
+        if limits:
+            request.deadline = request.metrics.arrival_time + min(limits)
+            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
 
     def accepted_output(self, request_id: str) -> RequestOutput:
         """A delta without choices: tells a stream that its request is queued."""
@@ -312,6 +341,8 @@ class LLMEngine:
 
     def step(self) -> StepResult:
         """Compute once for every sequence that fits; returns what became known by it."""
+        if self._deadlines and (late := self._expire(time.monotonic())):
+            return StepResult(failures=tuple(late))
         phases = StepPhases()
         try:
             plan = self.scheduler.schedule()
@@ -330,7 +361,7 @@ class LLMEngine:
         self._mark_scheduled(plan)
         phases.end("memory")
         try:
-            logits = self._runner.execute(plan, self._places(plan))
+            logits = self._runner.execute(plan, self._slots(plan))
             self._learn(plan, phases.end("model"))
             self.memory.complete(epoch)
             self.scheduler.computed(plan)
@@ -348,8 +379,27 @@ class LLMEngine:
         self._record(plan, phases, outputs)
         return StepResult(outputs=tuple(outputs))
 
+    def _expire(self, now: float) -> list[RequestFailure]:
+        """End those whose time is over."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, request_id = heapq.heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            if request is None or request.deadline != deadline:
+                continue  # it has ended, and perhaps another has its id
+            seconds = deadline - request.metrics.arrival_time
+            num_output = sum(sequence.num_output for sequence in request.sequences)
+            self.abort(request_id)
+            error = DeadlineError(
+                f"the request did not end within its {seconds:g} seconds; {num_output} tokens were "
+                "generated: allow more time, or ask for fewer tokens"
+            )
+            late.append(RequestFailure(request_id, error))
+        return late
+
     def _record(self, plan: StepPlan, phases: StepPhases, outputs: list[RequestOutput]) -> None:
         self.counters.step(plan.num_tokens, phases)
+        self._regimes.stepped(phases.spans[-1].ended - phases.spans[0].began)
         if self._trace is None:
             return
         self._trace.step(plan, phases, self.scheduler, self.memory.stats())
@@ -359,16 +409,12 @@ class LLMEngine:
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Steps that mostly read prompts tell how fast tokens are computed again."""
-        if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan.scheduled):
+        if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan):
             self._preemption.prefilled(plan.num_tokens, seconds)
 
-    def _places(self, plan: StepPlan) -> list[int]:
-        """Where kernels find the sequences: in a slot, or by a row of the block tables."""
-        places: list[int] = self.memory.slots([item.memory_id for item in plan.scheduled]).tolist()
-        for index, item in enumerate(plan.scheduled):
-            if item.regime is Regime.PAGED:
-                places[index] = item.memory_id
-        return places
+    def _slots(self, plan: StepPlan) -> NDArray[np.int32]:
+        """-1 for a paged sequence: its row of the block tables is where kernels find it."""
+        return self.memory.slots(plan.memory_ids)
 
     def _name_tokens(self, plan: StepPlan) -> None:
         """What became known names blocks for the prefix cache, once they are computed."""
@@ -376,18 +422,18 @@ class LLMEngine:
             return
         memory_ids: list[int] = []
         tokens: list[int] = []
-        for item in plan.scheduled:
-            sequence = item.sequence
-            if sequence.memory_id == item.memory_id:
-                unnamed = sequence.tokens[sequence.num_named :]
-                memory_ids += [item.memory_id] * len(unnamed)
-                tokens += unnamed
-                sequence.num_named = sequence.num_tokens
+        for sequence, memory_id in zip(plan.sequences, plan.memory_ids.tolist(), strict=True):
+            if sequence.memory_id != memory_id:
+                continue  # it has finished
+            for token in sequence.tokens[sequence.num_named :]:
+                memory_ids.append(memory_id)
+                tokens.append(token)
+            sequence.num_named = len(sequence.tokens)
         self.memory.append_tokens(memory_ids, tokens)
 
     def _fail_batch(self, error: Exception, plan: StepPlan) -> StepResult:
-        logger.error("a step of %d sequences failed", len(plan.scheduled), exc_info=error)
-        request_ids = {item.sequence.request.request_id for item in plan.scheduled}
+        logger.error("a step of %d sequences failed", len(plan), exc_info=error)
+        request_ids = {sequence.request.request_id for sequence in plan.sequences}
         for request_id in request_ids:
             self.abort(request_id)
         told = VmserveError("the step that computed this request failed; send it again")
@@ -396,7 +442,11 @@ class LLMEngine:
     def _retire(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             if output.finished:
-                del self._requests[output.request_id]
+                request = self._requests.pop(output.request_id)
+                # Beams have no sequences left, but come all at once.
+                lengths = [seq.num_output for seq in request.sequences]
+                lengths = lengths or [len(choice.token_ids) for choice in output.outputs]
+                self._regimes.finished(max(lengths, default=0))
         if not self._requests:
             self._idle()
 
@@ -411,19 +461,19 @@ class LLMEngine:
         if self.scheduler.make_room():
             logger.warning("made room: %s", error)
             return StepResult()
-        request = plan.scheduled[0].sequence.request
+        request = plan.sequences[0].request
         self.abort(request.request_id)
         return StepResult(failures=(RequestFailure(request.request_id, error),))
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
         now = time.monotonic()
-        for item in plan.scheduled:
-            metrics = item.sequence.request.metrics
+        for index in np.flatnonzero(plan.reads_prompt).tolist():
+            sequence = plan.sequences[index]
+            metrics = sequence.request.metrics
+            metrics.num_prefill_chunks += 1
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
-                self._count_lookup(item.sequence.request)
-            if item.num_past < item.sequence.num_prompt:
-                metrics.num_prefill_chunks += 1
+                self._count_lookup(sequence.request)
 
     def _count_lookup(self, request: Request) -> None:
         wants_logits = request.params.prompt_logprobs is not None
@@ -554,6 +604,26 @@ def _create_memory(
             lookahead_tokens=LOOKAHEAD_TOKENS,
         ),
     )
+
+
+def _cost_model(
+    resolved: ResolvedConfig,
+    model: ModelConfig,
+    layout: KVLayout,
+    backends: Mapping[Regime, AttentionBackend],
+    dtype: torch.dtype,
+) -> CostModel | None:
+    """From the stored profile, or a short measurement; None where regimes are not chosen."""
+    if resolved.kv_regime != "auto":
+        return None
+    if resolved.regime_profile is not None:
+        profile = DeviceProfile.read(Path(resolved.regime_profile))
+    else:
+        network = model.network
+        q_heads = network.q_heads if isinstance(network, DecoderConfig) else model.kv_heads
+        heads = HeadShape(q_heads, model.kv_heads, model.head_dim, dtype)
+        profile = measure_profile(layout, backends, heads, resolved.max_model_len)
+    return CostModel(profile, layout)
 
 
 def _widest_window(model: ModelConfig) -> int | None:

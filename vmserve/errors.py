@@ -5,6 +5,7 @@
     ├── ConfigurationError (also a ValueError)    an engine option or a model directory is wrong
     │   └── UnsupportedError                      understood, but not offered by this version
     ├── OutOfMemoryError (also a MemoryError)     recoverable: carries numbers and a remedy
+    ├── DeadlineError (also a TimeoutError)       the request's time was over before its answer
     ├── DriverError (also an OSError)             the memory system refused a call
     └── EngineDeadError                           the engine stopped; nothing more can be served
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 __all__ = [
     "ConfigurationError",
+    "DeadlineError",
     "DriverError",
     "EngineDeadError",
     "InvalidRequestError",
@@ -51,6 +53,10 @@ class UnsupportedError(ConfigurationError):
 
 class OutOfMemoryError(VmserveError, MemoryError):
     """Memory that was asked for is not there; the engine's state is unchanged."""
+
+
+class DeadlineError(VmserveError, TimeoutError):
+    """The request had a time limit and was not finished within it; its memory is free again."""
 
 
 class DriverError(VmserveError, OSError):

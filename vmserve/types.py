@@ -70,8 +70,12 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     #: Regime in which the request's KV cache was kept ("virtual" or "paged").
     kv_regime: str = "virtual"
-    #: Why: "forced" (by an option), "alone" or "forks".
+    #: Why: "forced" (by an option), "converted" (on demand), "default" (no cost speaks for the
+    #: other), "slots" (none was free), or the cost that decided: "maps", "forks", "prefix",
+    #: "kernels", "memory", "batch".
     kv_regime_reason: str = ""
+    #: Predicted seconds of what differs between the regimes, by regime, when it was chosen.
+    kv_regime_costs: dict[str, float] = field(default_factory=dict)
 
     def token_at(self, now: float) -> None:
         """A token became known at ``now``."""

@@ -299,17 +299,18 @@ void KVMemory::complete_locked(Epoch epoch, bool sealed) {
   while (!records_.empty() && records_.front().epoch <= epoch) {
     const Record record = std::move(records_.front());
     records_.pop_front();
-    for (std::size_t i = 0; i < record.seqs.size(); ++i) {
-      const auto [id, generation] = record.seqs[i];
-      if (!seqs_[id].open || seqs_[id].generation != generation) continue;
+    for (const Written& written : record.written) {
+      Sequence& seq = seqs_[written.seq];
+      if (!seq.open || seq.generation != written.generation) continue;
       if (!sealed) {
-        // What lies behind is worthless, and so is what is computed from it.
-        Holding& has = seqs_[id].has;
-        if (record.lengths[i] > has.sealed) has.seal_limit = std::min(has.seal_limit, has.sealed);
+        // What was to be written is worthless, and so is what is computed from it.
+        if (written.start < written.length) {
+          seq.has.seal_limit = std::min(seq.has.seal_limit, written.start);
+        }
         continue;
       }
-      seal(id, record.lengths[i]);
-      grown.push_back(id);
+      seal(written.seq, written.length);
+      grown.push_back(written.seq);
     }
   }
   if (config_.seal_read_only && failure_.empty()) seal_slots(grown);

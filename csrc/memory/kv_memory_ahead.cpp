@@ -66,10 +66,8 @@ void KVMemory::settle_locked() {
 void KVMemory::tend(const std::vector<Op>& grows) {
   if (!works_ahead() || !failure_.empty()) return;
   if (config_.lookahead_tokens > 0) {
-    const Record& record = records_.back();
-    for (std::size_t i = 0; i < grows.size(); ++i) {
-      const SeqId id = record.seqs[i].first;
-      if (seqs_[id].has.view == View::kVirtual) look_ahead(id, grows[i].num_tokens);
+    for (const Op& op : grows) {
+      if (seqs_[op.seq].has.view == View::kVirtual) look_ahead(op.seq, op.num_tokens);
     }
   }
   grow_ahead();

@@ -155,15 +155,13 @@ void KVMemory::commit(Change& change) {
   for (const Change::SavedSlot& slot : change.slots) {
     if (!slots_[slot.slot].active()) park(slot.slot, begun_);
   }
-  Record record{begun_, {}, {}};
-  record.seqs.reserve(change.grows.size());
-  record.lengths.reserve(change.grows.size());
+  Record record{begun_, {}};
+  record.written.reserve(change.grows.size());
   for (const Op& op : change.grows) {
     Sequence& seq = seqs_[op.seq];
     const std::int64_t before = seq.has.length;
     seq.has.length = std::max(before, op.num_tokens);
-    record.seqs.emplace_back(op.seq, seq.generation);
-    record.lengths.push_back(seq.has.length);
+    record.written.push_back({op.seq, seq.generation, before, seq.has.length});
   }
   records_.push_back(std::move(record));
   for (const Forked& fork : change.forked) inherit(fork);
@@ -201,12 +199,14 @@ void KVMemory::inherit(const Forked& fork) {
   // What epochs that run still write of it is sealed, or worthless, with them.
   for (Record& record : records_) {
     if (record.epoch == begun_) break;
-    for (std::size_t i = 0; i < record.seqs.size(); ++i) {
-      if (record.seqs[i] != std::make_pair(fork.parent, parent.generation)) continue;
-      record.lengths.push_back(std::min(record.lengths[i], fork.num_tokens));
-      record.seqs.emplace_back(fork.child, child.generation);
-      break;
-    }
+    const auto of_parent =
+        std::find_if(record.written.begin(), record.written.end(), [&](const Written& written) {
+          return written.seq == fork.parent && written.generation == parent.generation;
+        });
+    if (of_parent == record.written.end()) continue;
+    record.written.push_back({fork.child, child.generation,
+                              std::min(of_parent->start, fork.num_tokens),
+                              std::min(of_parent->length, fork.num_tokens)});
   }
   const auto full = std::min(parent.digests.size(), known / config_.block_tokens);
   child.digests.assign(parent.digests.begin(),

@@ -16,6 +16,7 @@ from vmserve import LLM, BeamSearchParams, RequestOutput, SamplingParams
 import torch  # isort: skip
 from transformers import AutoModelForCausalLM  # isort: skip
 
+from tests.profiles import write_profile
 from vmserve.errors import InvalidRequestError
 from vmserve.memory.base import Regime
 
@@ -237,12 +238,19 @@ def test_beams_and_choices_change_their_regime_too(
 
 
 def test_every_method_in_one_batch(
-    prompts: Prompts, reference: Reference, beam_reference: BeamReference
+    prompts: Prompts, reference: Reference, beam_reference: BeamReference, tmp_path: Path
 ) -> None:
     """Greedy, parallel sampling and beams together; ``auto`` keeps what forks paged."""
     batch = prompts(9, 120, 14)
+    # Forks at 40 tokens and more copy more of a page than of a block.
+    batch[3:6] = [prompts(1, 40 + index, 20 + index)[0] for index in range(3)]
     drawn = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=20)
-    with LLM(dtype="float32", kv_cache_memory="32MiB", max_num_batched_tokens=64) as llm:
+    with LLM(
+        dtype="float32",
+        kv_cache_memory="32MiB",
+        max_num_batched_tokens=64,
+        regime_profile=write_profile(tmp_path),
+    ) as llm:
         alone = [llm.generate([prompt], drawn)[0] for prompt in batch[3:6]]
         llm.engine.memory.clear_cache()
         for index, prompt in enumerate(batch):
@@ -263,7 +271,7 @@ def test_every_method_in_one_batch(
             assert output.outputs[0].token_ids == reference(prompt, 20)
             assert (output.metrics.kv_regime, output.metrics.kv_regime_reason) == (
                 "virtual",
-                "alone",
+                "kernels",
             )
             continue
         assert (output.metrics.kv_regime, output.metrics.kv_regime_reason) == ("paged", "forks")

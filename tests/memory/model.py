@@ -92,8 +92,7 @@ class Model(Laws):
                 worth = write.stop if model.worthless_from is None else model.worthless_from
                 model.sealed = max(model.sealed, min(write.stop, worth))
                 if write.own and not model.swapped:
-                    until = model.sealed if model.surely_until is None else model.surely_until
-                    model.surely_sealed = max(model.surely_sealed, min(model.sealed, until))
+                    model.surely_sealed = model.sealed
                     sealing.append(seq)
         self._over(epoch, after)
         for seq in sealing:
@@ -105,10 +104,6 @@ class Model(Laws):
                 model.writes.remove(write)
                 if model.worthless_from is None or write.start < model.worthless_from:
                     model.worthless_from = write.start
-                # What is complete, but was not sealed for being swapped out, may stay so.
-                until = model.surely_until
-                sure = model.surely_sealed
-                model.surely_until = sure if until is None else min(until, sure)
         self._over(epoch, after)
 
     def _over(self, epoch: int, after: Observation) -> None:
@@ -307,8 +302,6 @@ class Model(Laws):
         ]
         if parent.worthless_from is not None and parent.worthless_from < end:
             child.worthless_from = parent.worthless_from
-        if parent.surely_until is not None and parent.surely_until < end:
-            child.surely_until = parent.surely_until
 
     def failed(self, after: Observation) -> None:
         """A mutation threw: no sequence may have changed."""

@@ -135,8 +135,6 @@ class ModelSequence:
     #: At least so much must show as sealed. What a fork inherits before its parent's epoch is
     #: complete, and what is complete while it is swapped out, may be sealed with its next growth.
     surely_sealed: int = 0
-    #: Behind here nothing need be sealed: an epoch was abandoned when no more was so for sure.
-    surely_until: int | None = None
     #: Blocks that were sealed with known tokens: the prefix cache was told of them.
     published: int = 0
 

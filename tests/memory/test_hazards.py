@@ -351,3 +351,36 @@ def test_eviction_leaves_the_rest_of_a_slot_that_a_kernel_may_read() -> None:
     grow(core, other, 4)  # takes one of the two: the others wait
     complete(core)
     grow(core, other, 16)
+
+
+def test_a_plan_that_packs_does_not_count_on_a_page_whose_gaps_packing_fills() -> None:
+    memory = rig(blocks_per_page=4, limit_pages=3, prefix_caching=False)
+    short = grown(memory, 8)  # blocks 0 and 1 of its page, the neighbour has the other two
+    neighbour = grown(memory, 8)
+    single = grown(memory, 4)  # alone in the second page
+    long = grown(memory, 16, paged=False)  # the third
+    complete(memory)
+    release(memory, neighbour)
+    complete(memory)
+    # For the long one's page the single block moves into the gaps of the short one's page, which
+    # then is no page to bind.
+    assert not memory.step([Op(Kind.CONVERT, short, paged=False), Op(Kind.GROW, long, 20)])
+    memory.check()
+    assert memory.step([Op(Kind.CONVERT, short, paged=False)])
+    memory.check()
+    assert memory.core.stats().copied_blocks_total == 0
+    assert memory.core.length(single) == 4
+
+
+def test_an_epoch_in_which_nothing_was_written_takes_nothing_with_it() -> None:
+    memory = rig()
+    seq = grown(memory, 4)
+    assert memory.step([Op(Kind.SWAP_OUT, seq)])
+    complete(memory)  # complete, and not sealed: it is in host memory
+    assert memory.step([Op(Kind.SWAP_IN, seq)])
+    grow(memory, seq, 4)
+    grow(memory, seq, 6)
+    memory.abandon(memory.model.begun - 1)
+    memory.check()
+    complete(memory)
+    assert memory.core.sealed(seq) == 6

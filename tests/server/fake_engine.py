@@ -142,6 +142,8 @@ class FakeAsyncLLM:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
+        timeout: float | None = None,
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         params.validate_for(self.model_config.vocab_size, self.resolved.max_logprobs)
@@ -150,6 +152,10 @@ class FakeAsyncLLM:
         extra = {"request_id": request_id, "prompt": prompt, "priority": priority}
         if cache_salt:
             extra["cache_salt"] = cache_salt
+        if tenant:
+            extra["tenant"] = tenant
+        if timeout is not None:
+            extra["timeout"] = timeout
         self.requests.append((prompt_token_ids, params, extra))
         run = _Run(self, prompt_token_ids, params, request_id, prompt)
         abort = self.running[request_id] = asyncio.Event()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vmserve.attention.base import (
@@ -18,10 +18,12 @@ from vmserve.attention.base import (
 )
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
-from vmserve.scheduler.base import ScheduledSequence, StepPlan
+from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from vmserve.attention.rotary import Rotary
     from vmserve.models import LoadedModel
 
@@ -45,9 +47,9 @@ class RegimeKernels:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows of ``StepLogits.logits`` that score ``targets``, prompt tokens of ``item``."""
+    """Rows of ``StepLogits.logits`` that score ``targets``, prompt tokens of ``sequence``."""
 
-    item: ScheduledSequence
+    sequence: Sequence
     first_row: int
     targets: list[int]
 
@@ -93,23 +95,24 @@ class ModelRunner:
         self._kernels = kernels
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, places: list[int]) -> StepLogits:
-        """``places``: the slot, or the row of the block tables, of each scheduled sequence."""
-        # One stretch of rows for each regime; within it the order of the plan.
-        order = sorted(range(len(places)), key=lambda i: plan.scheduled[i].regime.value)
-        items = tuple(plan.scheduled[i] for i in order)
-        parts = _parts(items, [places[i] for i in order], self._kernels)
-        token_ids: list[int] = []
-        starts: list[int] = []
-        for item in items:
-            starts.append(len(token_ids))
-            token_ids += item.sequence.tokens[item.num_past : item.num_past + item.num_new]
-        wanted = _rows_wanted(items, starts)
+    def execute(self, plan: StepPlan, slots: NDArray[np.int32]) -> StepLogits:
+        """``slots``: of each sequence; -1 where kernels find it by its row of the block tables."""
+        is_paged = slots < 0
+        places = np.where(is_paged, plan.memory_ids, slots)
+        num_paged = int(np.count_nonzero(is_paged))
+        if 0 < num_paged < len(plan):
+            # One stretch of rows for each regime; within it the order of the plan.
+            order = np.argsort(slots >= 0, kind="stable")
+            plan, places = plan.in_order(order), places[order]
+        parts = _parts(plan, places, num_paged, self._kernels)
+        only_decodes = plan.only_decodes
+        token_ids = _last_tokens(plan) if only_decodes else _new_tokens(plan)
+        wanted = _every_row(plan) if only_decodes else _rows_wanted(plan)
         logits = self._model.forward(
-            torch.tensor(token_ids, dtype=torch.int64),
-            torch.cat([part.batch.token_positions for part in parts]),
+            _as_tensor(token_ids),
+            _positions(parts),
             parts[0].call if len(parts) == 1 else _MixedCall(parts),
-            torch.tensor(wanted.rows, dtype=torch.int64),
+            _as_tensor(wanted.rows),
         )
         return StepLogits(
             logits,
@@ -130,20 +133,43 @@ class _Part:
     call: AttentionCall
 
 
+def _last_tokens(plan: StepPlan) -> list[int]:
+    return [sequence.tokens[-1] for sequence in plan.sequences]
+
+
+def _new_tokens(plan: StepPlan) -> list[int]:
+    token_ids: list[int] = []
+    ends = (plan.num_past + plan.num_new).tolist()
+    for sequence, num_past, end in zip(plan.sequences, plan.num_past.tolist(), ends, strict=True):
+        token_ids += sequence.tokens[num_past:end]
+    return token_ids
+
+
+def _as_tensor(numbers: list[int]) -> torch.Tensor:
+    """int64; by way of numpy, which reads a list much faster."""
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))
+
+
+def _positions(parts: list[_Part]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0].batch.token_positions
+    return torch.cat([part.batch.token_positions for part in parts])
+
+
 def _parts(
-    items: tuple[ScheduledSequence, ...],
-    places: list[int],
+    plan: StepPlan,
+    places: NDArray[np.int64],
+    num_paged: int,
     kernels: Mapping[Regime, RegimeKernels],
 ) -> list[_Part]:
+    """The first ``num_paged`` sequences are paged."""
     parts: list[_Part] = []
     first = 0
-    for regime, group in groupby(zip(items, places, strict=True), lambda pair: pair[0].regime):
-        members = list(group)
-        batch = RaggedBatch.build(
-            [place for _, place in members],
-            [item.num_past for item, _ in members],
-            [item.num_new for item, _ in members],
-        )
+    stretches = ((Regime.PAGED, slice(num_paged)), (Regime.VIRTUAL, slice(num_paged, None)))
+    for regime, stretch in stretches:
+        if not len(places[stretch]):
+            continue
+        batch = RaggedBatch.build(places[stretch], plan.num_past[stretch], plan.num_new[stretch])
         chosen = kernels[regime]
         parts.append(_Part(first, batch, chosen.backend.bind(chosen.view, batch)))
         first += batch.num_tokens
@@ -184,37 +210,50 @@ class _Wanted:
     beam_rows: list[int] = field(default_factory=list)
     prompt_rows: list[PromptRows] = field(default_factory=list)
 
-
-def _rows_wanted(items: tuple[ScheduledSequence, ...], starts: list[int]) -> _Wanted:
-    wanted = _Wanted()
-    rows = wanted.rows
-    for item, start in zip(items, starts, strict=True):
-        scored = _prompt_positions(item)
-        if scored:
-            targets = item.sequence.tokens[scored.start + 1 : scored.stop + 1]
-            wanted.prompt_rows.append(PromptRows(item, len(rows), targets))
-            rows.extend(start + position - item.num_past for position in scored)
-        if not item.samples:
-            continue
-        sequence = item.sequence
+    def add(self, sequence: Sequence, num_past: int, end: int, last_row: int) -> None:
+        """The sequence computes positions ``num_past`` to ``end``, the last one in ``last_row``."""
+        if num_past < sequence.num_prompt:
+            scored = _prompt_positions(sequence, num_past, end)
+            if scored:
+                targets = sequence.tokens[scored.start + 1 : scored.stop + 1]
+                self.prompt_rows.append(PromptRows(sequence, len(self.rows), targets))
+                self.rows.extend(last_row + 1 - end + position for position in scored)
+        if end < len(sequence.tokens):
+            return  # what follows is known
         if sequence.request.beams is not None:
-            wanted.beams.append(sequence)
-            wanted.beam_rows.append(len(rows))
+            self.beams.append(sequence)
+            self.beam_rows.append(len(self.rows))
         else:
             drawing = [sequence]
             if sequence.num_output == 0:
                 drawing += sequence.request.first_tokens_due
-            wanted.samplers += drawing
-            wanted.sample_rows += [len(rows)] * len(drawing)
-        rows.append(start + item.num_new - 1)
+            self.samplers += drawing
+            self.sample_rows += [len(self.rows)] * len(drawing)
+        self.rows.append(last_row)
+
+
+def _every_row(plan: StepPlan) -> _Wanted:
+    """Of a step that only decodes."""
+    rows = list(range(len(plan)))
+    beams = [sequence for sequence in plan.sequences if sequence.request.beams is not None]
+    return _rows_wanted(plan) if beams else _Wanted(rows, plan.sequences, rows)
+
+
+def _rows_wanted(plan: StepPlan) -> _Wanted:
+    wanted = _Wanted()
+    ends = (plan.num_past + plan.num_new).tolist()
+    last_rows = (np.cumsum(plan.num_new) - 1).tolist()
+    for sequence, num_past, end, last_row in zip(
+        plan.sequences, plan.num_past.tolist(), ends, last_rows, strict=True
+    ):
+        wanted.add(sequence, num_past, end, last_row)
     return wanted
 
 
-def _prompt_positions(item: ScheduledSequence) -> range:
+def _prompt_positions(sequence: Sequence, num_past: int, end: int) -> range:
     """Positions in this chunk whose logits score the next prompt token, not scored before."""
-    sequence = item.sequence
     if sequence.request.params.prompt_logprobs is None or sequence.index != 0:
         return range(0)
-    first = max(item.num_past, sequence.num_prompt_scored)
-    last = min(item.num_past + item.num_new, sequence.num_prompt - 1)
+    first = max(num_past, sequence.num_prompt_scored)
+    last = min(end, sequence.num_prompt - 1)
     return range(first, max(first, last))

@@ -20,14 +20,16 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
+import numpy as np
+
+from vmserve import _core
 from vmserve.memory.base import (
     Attach,
     Convert,
     Fork,
-    Growth,
     KVMemory,
     MemoryOp,
     MemoryPlan,
@@ -35,12 +37,13 @@ from vmserve.memory.base import (
     Shortfall,
     SwapIn,
 )
-from vmserve.scheduler.base import NoRoomError, ScheduledSequence, StepPlan
+from vmserve.scheduler.base import Ints, NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import StepBudget
 from vmserve.scheduler.demand import BlockDemand
+from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.followers import Followers
 from vmserve.scheduler.preemption import PreemptionPolicy
-from vmserve.scheduler.regime import RegimePolicy
+from vmserve.scheduler.regime import RegimePolicy, RunningLength, Situation
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 from vmserve.scheduler.siblings import has_followers, is_fork_of, leads, with_its_gang
 
@@ -49,6 +52,10 @@ __all__ = ["FCFSScheduler", "SchedulerLimits"]
 logger = logging.getLogger(__name__)
 
 _ORDER = attrgetter("order")
+#: Share of the pool below which what can be had is scarce.
+_SCARCE = 0.2
+#: How often the regimes of those that run are looked at again.
+_RECONSIDER_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +79,14 @@ class FCFSScheduler:
         limits: SchedulerLimits,
         regimes: RegimePolicy | None = None,
         preemption: PreemptionPolicy | None = None,
+        shares: TenantShares | None = None,
     ) -> None:
         self._memory = memory
         self._limits = limits
         self._regimes = regimes or RegimePolicy("virtual")
         self._demand = BlockDemand(memory.layout)
         self._preemption = preemption or PreemptionPolicy("recompute")
+        self._shares = shares
         # All in the order in which sequences are served.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -90,6 +99,7 @@ class FCFSScheduler:
         #: The system refused memory that the limit promises: nobody is admitted beside those
         #: that run until one of them has ended, or the same refusal would come each step.
         self._is_short = False
+        self._num_steps = 0
         self.num_preemptions_total = 0
         self.num_swaps_total = 0
 
@@ -109,6 +119,8 @@ class FCFSScheduler:
 
     def add(self, request: Request) -> None:
         """Queue the request: its first sequence, which the others follow."""
+        if self._shares is not None:
+            self._shares.arrived(request)
         first, *others = request.sequences
         self._enqueue(first)
         for sequence in others:
@@ -136,6 +148,8 @@ class FCFSScheduler:
         self._followers.lost_one(request)
         if not has_followers(request):
             self._drop_donor(request)
+        if self._shares is not None and request.finished:
+            self._shares.left(request)
 
     def abort(self, request: Request) -> None:
         for sequence in request.sequences:
@@ -156,9 +170,9 @@ class FCFSScheduler:
         if parent in self._converting:
             self._converting[child] = self._converting[parent]
 
-    def convert(self, request: Request, regime: Regime) -> None:
+    def convert(self, request: Request, regime: Regime, reason: str = "converted") -> None:
         request.regime = regime
-        request.metrics.kv_regime_reason = "converted"
+        request.metrics.kv_regime_reason = reason
         for sequence in request.sequences:
             if sequence.status in (SequenceStatus.RUNNING, SequenceStatus.SWAPPED):
                 self._converting[sequence] = regime
@@ -166,21 +180,31 @@ class FCFSScheduler:
     # -- the step -----------------------------------------------------------------------
 
     def applied(self, plan: StepPlan) -> None:
+        if plan.memory.ops:
+            self._started(plan.memory.ops)
+        for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
+            self._drop_donor(donor.request)
+
+    def _started(self, ops: tuple[MemoryOp, ...]) -> None:
         for sequence in self._running:
             sequence.start = None
-        for op in plan.memory.ops:
+        for op in ops:
             if isinstance(op, Convert):
                 converted = next(seq for seq in self._running if seq.memory_id == op.seq)
                 converted.regime = self._converting.pop(converted)
                 converted.request.metrics.kv_regime = converted.regime.value
-        for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
-            self._drop_donor(donor.request)
 
     def computed(self, plan: StepPlan) -> None:
-        for item in plan.scheduled:
-            item.sequence.num_computed = item.num_past + item.num_new
+        ends = (plan.num_past + plan.num_new).tolist()
+        for sequence, num_computed in zip(plan.sequences, ends, strict=True):
+            sequence.num_computed = num_computed
+        if self._shares is not None:
+            for sequence, samples in zip(plan.sequences, plan.samples.tolist(), strict=True):
+                if samples:
+                    self._shares.served(sequence.request, num_generated=1)
 
     def schedule(self) -> StepPlan | None:
+        self._reconsider_regimes()
         plan = self._schedule()
         while plan is None and self._give_way():
             plan = self._schedule()
@@ -200,7 +224,7 @@ class FCFSScheduler:
         if not plan:
             return None
         assert memory_plan is not None
-        return StepPlan(_as_planned(plan, memory_plan), memory_plan)
+        return StepPlan.of(plan, memory_plan)
 
     def _give_way(self) -> bool:
         """Nobody can compute: give up what stands in the way, if anything; False if all is done.
@@ -229,7 +253,7 @@ class FCFSScheduler:
                 self._give_up(sequence)
             return True
         if self._waiting:
-            request_id = self._waiting[0].request.request_id
+            request_id = self._next_waiting().request.request_id
             raise NoRoomError(request_id, self._no_room("the next request"))
         return False
 
@@ -256,7 +280,7 @@ class FCFSScheduler:
 
     # -- those that run -----------------------------------------------------------------
 
-    def _schedule_running(self) -> tuple[list[ScheduledSequence], MemoryPlan | None]:
+    def _schedule_running(self) -> tuple[StepDraft, MemoryPlan | None]:
         """Decodes, then prompt chunks; preempts from the back until it fits."""
         while self._running:
             plan = self._share_budget()
@@ -274,9 +298,9 @@ class FCFSScheduler:
                     f"and {answer.available_pages} can be had: raise --kv-cache-memory, or lower "
                     "the beam width or --max-model-len",
                 )
-        return [], None
+        return StepDraft(), None
 
-    def _plan_memory(self, plan: list[ScheduledSequence]) -> MemoryPlan | Shortfall:
+    def _plan_memory(self, plan: StepDraft) -> MemoryPlan | Shortfall:
         """With the conversions that were asked for, unless there is no memory for them now."""
         growths = _growths(plan, self._limits.window)
         starts: list[MemoryOp] = [seq.start for seq in self._running if seq.start is not None]
@@ -300,15 +324,14 @@ class FCFSScheduler:
             and sequence.start is None
         ]
 
-    def _share_budget(self) -> list[ScheduledSequence]:
+    def _share_budget(self) -> StepDraft:
         budget = self._new_budget()
-        plan: list[ScheduledSequence] = []
-        decoding = [seq for seq in self._running if seq.num_uncomputed == 1]
-        reading = [seq for seq in self._running if seq.num_uncomputed > 1]
-        for sequence in decoding + reading:
-            if budget.tokens == 0:
-                break
-            if budget.can_take(sequence):
+        decoding = [seq for seq in self._running if len(seq.tokens) - seq.num_computed == 1]
+        plan = budget.take_next_tokens(decoding)
+        if len(decoding) == len(self._running):
+            return plan
+        for sequence in self._running:
+            if sequence.num_uncomputed > 1 and budget.can_take(sequence):
                 plan.append(budget.take(sequence))
         return plan
 
@@ -367,12 +390,12 @@ class FCFSScheduler:
 
     # -- newcomers ----------------------------------------------------------------------
 
-    def _admit(self, plan: list[ScheduledSequence]) -> list[Sequence]:
+    def _admit(self, plan: StepDraft) -> list[Sequence]:
         """Add newcomers to ``plan`` while budget, sequences and memory last; who they are."""
-        budget = self._new_budget()
-        budget.spend(plan)
         if not (self._waiting or self._swapped) or (self._is_short and self._running):
             return []
+        budget = self._new_budget()
+        budget.spend(plan)
         # What a newcomer may take, once every running sequence has what it is owed.
         blocks_per_page = self._demand.blocks_per_page
         room = self._memory.available_pages() * blocks_per_page - sum(
@@ -383,8 +406,10 @@ class FCFSScheduler:
         if self._swapped:
             return newcomers  # who was swapped comes back first
         room -= sum(self._demand.next_token(seq) for seq in newcomers)
-        while self._waiting and budget.can_take(self._waiting[0]):
-            sequence = self._waiting[0]
+        while self._waiting:
+            sequence = self._next_waiting()
+            if not budget.can_take(sequence):
+                break
             if self._num_reserved(sequence.request) > self._limits.max_num_seqs:
                 break
             # Those that run may wait for this very one: then there is no room to leave.
@@ -401,7 +426,7 @@ class FCFSScheduler:
                 break
             if not self._open(sequence, donor):
                 break
-            self._waiting.pop(0)
+            self._waiting.remove(sequence)
             sequence.status = SequenceStatus.RUNNING
             insort(self._running, sequence, key=_ORDER)
             newcomers.append(sequence)
@@ -409,9 +434,14 @@ class FCFSScheduler:
             plan.append(budget.take(sequence))
         return newcomers
 
-    def _swap_in(
-        self, plan: list[ScheduledSequence], budget: StepBudget, room: int
-    ) -> list[Sequence]:
+    def _next_waiting(self) -> Sequence:
+        """In order; with fair sharing whoever was preempted, then the tenant whose turn it is."""
+        if self._shares is None:
+            return self._waiting[0]
+        preempted = (seq for seq in self._waiting if seq.was_preempted)
+        return next(preempted, None) or self._shares.next_of(self._waiting)
+
+    def _swap_in(self, plan: StepDraft, budget: StepBudget, room: int) -> list[Sequence]:
         """Add the swapped ones to ``plan`` that fit, whole groups of beams; who they are."""
         back: list[Sequence] = []
         while self._swapped and budget.tokens > 0:
@@ -451,9 +481,7 @@ class FCFSScheduler:
         others = sum(not seq.request.is_gang for seq in self._running)
         return others + (not newcomer.is_gang) + sum(gang.num_branches for gang in gangs)
 
-    def _plan_with_newcomers(
-        self, plan: list[ScheduledSequence], newcomers: list[Sequence]
-    ) -> MemoryPlan | None:
+    def _plan_with_newcomers(self, plan: StepDraft, newcomers: list[Sequence]) -> MemoryPlan | None:
         """Newcomers that do not fit after all (a slot is short, say) wait again, last first.
 
         Taking a prefix from the cache can cost a page more than computing it: a page of which
@@ -467,7 +495,7 @@ class FCFSScheduler:
             if isinstance(newcomer.start, SwapIn):
                 self._back_to_swapped(newcomers, plan)
                 continue
-            assert plan.pop().sequence is newcomer
+            assert plan.pop()[0] is newcomer
             if not isinstance(newcomer.start, Attach):
                 self._back_to_waiting(newcomers.pop())
                 continue
@@ -496,17 +524,85 @@ class FCFSScheduler:
         # Whoever asks for the prompt's log-probabilities needs its logits computed.
         wants_logits = request.params.prompt_logprobs is not None
         hit = 0 if wants_logits else self._memory.match(memory_id)
+        if hit and sequence.num_output == 0 and self._regimes.predicts:
+            memory_id = self._reopen(sequence, memory_id, hit)
         sequence.start = Attach(memory_id, hit) if hit else None
         sequence.num_computed = hit
         if sequence.num_output == 0:
             request.metrics.num_cached_tokens = hit
+            if self._shares is not None and not sequence.was_preempted:
+                self._shares.served(request, num_read=sequence.num_prompt - hit)
         return True
 
+    def _reopen(self, sequence: Sequence, memory_id: int, num_hit: int) -> int:
+        """Which regime is better is another question with a cached prefix."""
+        request = sequence.request
+        regime = self._choose_regime(request, num_hit)
+        if regime is sequence.regime:
+            return memory_id
+        self._memory.release(memory_id)
+        reopened = self._memory.open(sequence.tokens, regime=regime, salt=request.cache_salt)
+        assert reopened is not None, "one was closed just now"
+        sequence.regime = regime
+        sequence.memory_id = reopened
+        return reopened
+
     def _regime_of(self, request: Request) -> Regime:
-        if request.regime is None:
-            request.regime, request.metrics.kv_regime_reason = self._regimes.choose(request)
-        request.metrics.kv_regime = request.regime.value
-        return request.regime
+        """Chosen when the request is first admitted, and kept unless somebody converts it."""
+        regime = request.regime or self._choose_regime(request, num_hit=0)
+        request.metrics.kv_regime = regime.value
+        return regime
+
+    def _choose_regime(self, request: Request, num_hit: int) -> Regime:
+        around = self._situation(num_hit) if self._regimes.predicts else None
+        choice = self._regimes.choose(request, around)
+        request.regime = choice.regime
+        metrics = request.metrics
+        metrics.kv_regime, metrics.kv_regime_reason = choice.regime.value, choice.reason
+        metrics.kv_regime_costs = choice.predicted
+        return choice.regime
+
+    def _situation(self, num_hit: int) -> Situation:
+        """What a request finds that is admitted now."""
+        stats = self._memory.stats()
+        num_virtual = sum(seq.regime is Regime.VIRTUAL for seq in self._running)
+        available = self._memory.available_pages() / self._memory.limit_pages
+        taken = stats.pages_mapped_total + stats.adopted_pages_total
+        return Situation(
+            num_virtual=num_virtual,
+            num_paged=len(self._running) - num_virtual,
+            has_free_slot=max(stats.used_slots, num_virtual) < stats.num_slots,
+            num_hit=num_hit,
+            pressure=min(1.0, max(0.0, 1 - available / _SCARCE)),
+            unmapped_share=stats.pages_mapped_total / taken if taken else 1.0,
+            limit_pages=self._memory.limit_pages,
+            step_seconds=self._regimes.step_seconds,
+        )
+
+    def _reconsider_regimes(self) -> None:
+        """From time to time: whether the batch costs less in one regime than in two."""
+        self._num_steps += 1
+        if self._num_steps % _RECONSIDER_STEPS or not self._regimes.predicts:
+            return
+        running: dict[Regime, list[RunningLength]] = {regime: [] for regime in Regime}
+        forking: set[Regime] = set()
+        for sequence in self._running:
+            request = sequence.request
+            if sequence in self._converting:
+                return
+            if request.is_gang or has_followers(request):
+                forking.add(sequence.regime)
+            left = self._regimes.expected_output(request) - sequence.num_output
+            running[sequence.regime].append(RunningLength(sequence.num_tokens, max(1, left)))
+        if not all(running.values()):
+            return
+        leaving = self._regimes.reconsider(running, forking)
+        if leaving is None:
+            return
+        other = Regime.PAGED if leaving is Regime.VIRTUAL else Regime.VIRTUAL
+        requests = [seq.request for seq in self._running if seq.regime is leaving]
+        for request in dict.fromkeys(requests):
+            self.convert(request, other, "batch")
 
     # -- forks of one prompt ------------------------------------------------------------
 
@@ -549,7 +645,7 @@ class FCFSScheduler:
             self._release(donor)
         self._donors.clear()
 
-    def _back_to_swapped(self, newcomers: list[Sequence], plan: list[ScheduledSequence]) -> None:
+    def _back_to_swapped(self, newcomers: list[Sequence], plan: StepDraft) -> None:
         """The last newcomer, with the beams of its group, stays in host memory after all."""
         group = with_its_gang(newcomers[-1], newcomers)
         for sequence in group:
@@ -558,7 +654,7 @@ class FCFSScheduler:
             sequence.start = None
             sequence.status = SequenceStatus.SWAPPED
             insort(self._swapped, sequence, key=_ORDER)
-        plan[:] = [item for item in plan if item.sequence not in group]
+        plan.drop(group)
 
     # -- queues -------------------------------------------------------------------------
 
@@ -606,21 +702,12 @@ class FCFSScheduler:
         sequence.memory_id = sequence.start = None
 
 
-def _as_planned(
-    plan: list[ScheduledSequence], memory_plan: MemoryPlan
-) -> tuple[ScheduledSequence, ...]:
-    """The items as they are seen once the plan's conversions are done."""
-    regimes = {op.seq: op.regime for op in memory_plan.ops if isinstance(op, Convert)}
-    if not regimes:
-        return tuple(plan)
-    return tuple(replace(item, regime=regimes.get(item.memory_id, item.regime)) for item in plan)
-
-
-def _growths(plan: list[ScheduledSequence], window: int | None) -> list[Growth]:
+def _growths(plan: StepDraft, window: int | None) -> Ints:
     """``window``: how many positions any layer sees; older ones are not needed any more."""
-    if window is None:
-        return [Growth(item.memory_id, item.num_past + item.num_new) for item in plan]
-    return [
-        Growth(item.memory_id, item.num_past + item.num_new, max(0, item.num_past - window + 1))
-        for item in plan
-    ]
+    memory_ids, num_past = _core.columns(plan.sequences, ("memory_id", "num_computed"))
+    rows = np.zeros((len(plan), 3), dtype=np.int64)
+    rows[:, 0] = memory_ids
+    rows[:, 1] = num_past + plan.num_new
+    if window is not None:
+        rows[:, 2] = np.maximum(0, num_past - window + 1)
+    return rows

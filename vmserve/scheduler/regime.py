@@ -1,33 +1,272 @@
-"""Which regime a request is kept in."""
+"""Which regime a request is kept in: forced, or the one that is predicted to cost less.
+
+What differs between the two views of a request's pages, over its whole life, is added up from a
+:class:`~vmserve.scheduler.profile.DeviceProfile`: map calls, forks, what of a cached prefix must be
+copied, the kernels themselves, memory that page tails keep from others while it is short, and
+the calls of a second kernel family where nobody else in the batch uses it. The layers outside
+attention cost both alike and are left out.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vmserve.memory.base import Regime
-from vmserve.scheduler.sequence import Request
 
-__all__ = ["RegimeChoice", "RegimePolicy"]
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from vmserve.memory.layout import KVLayout
+    from vmserve.scheduler.profile import DeviceProfile
+    from vmserve.scheduler.sequence import Request
+
+__all__ = [
+    "CostModel",
+    "RegimeChoice",
+    "RegimeCosts",
+    "RegimePolicy",
+    "RunningLength",
+    "Situation",
+]
+
+#: The paged view must be predicted to save this share of all that differs: predictions are no
+#: better, and pages that fill in order leave every way open.
+_MARGIN = 0.1
+#: A running batch changes its regimes when that saves so many times what it costs.
+_WORTH = 2.0
+#: Weight of a new observation in a running average.
+_NEWEST = 0.05
+#: Tokens that a request is expected to generate before any has ended.
+_FIRST_GUESS = 256
+
+
+class Situation(NamedTuple):
+    """What surrounds a request when its regime is chosen."""
+
+    #: Running sequences by regime, without the request's own.
+    num_virtual: int = 0
+    num_paged: int = 0
+    has_free_slot: bool = True
+    #: Tokens of its prompt that the prefix cache has.
+    num_hit: int = 0
+    #: 0: memory to spare; 1: every page is wanted.
+    pressure: float = 0.0
+    #: Of the pages that a virtual sequence takes, the share that its slot does not show already.
+    unmapped_share: float = 1.0
+    #: Pages that the pool may have.
+    limit_pages: int = 1
+    #: Of a whole step, lately.
+    step_seconds: float = 0.0
+
+    def num_running(self, regime: Regime) -> int:
+        return self.num_virtual if regime is Regime.VIRTUAL else self.num_paged
+
+
+class RunningLength(NamedTuple):
+    """A running sequence's tokens, and how many it is expected to generate yet."""
+
+    num_tokens: int
+    num_left: int
+
+
+class RegimeCosts(NamedTuple):
+    """Seconds over the life of a request, by what causes them."""
+
+    maps: float
+    forks: float
+    prefix: float
+    kernels: float
+    memory: float
+    batch: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
 
 
 class RegimeChoice(NamedTuple):
+    """``reason``: "forced", "slots" (none is free), "default" (nothing speaks for the paged
+    view, or not enough), or the cost that decided."""
+
     regime: Regime
     reason: str
+    #: Predicted seconds of what differs, by regime; empty where nothing was predicted.
+    predicted: dict[str, float]
+
+
+class CostModel:
+    """What a request costs in each regime, from a device's profile and a layout."""
+
+    def __init__(self, profile: DeviceProfile, layout: KVLayout) -> None:
+        self.profile = profile
+        self._layout = layout
+        self._token_bytes = layout.total_page_bytes / layout.page_tokens
+
+    def costs(
+        self, request: Request, num_output: int, regime: Regime, around: Situation
+    ) -> RegimeCosts:
+        """``num_output``: tokens that each of its sequences is expected to generate."""
+        virtual = regime is Regime.VIRTUAL
+        num_prompt = len(request.prompt_token_ids)
+        end = num_prompt + num_output
+        unit = self._layout.page_tokens if virtual else self._layout.block_tokens
+        waste = unit / 2 * request.num_branches / self._layout.page_tokens / around.limit_pages
+        is_alone = around.num_running(regime) == 0
+        return RegimeCosts(
+            maps=self._maps(request, num_prompt, end, around) if virtual else 0.0,
+            forks=self._forks(request, num_prompt, end, unit, virtual=virtual),
+            prefix=self._copies(around.num_hit % unit),
+            kernels=self._kernels(request, num_prompt, num_output, regime, around.num_hit),
+            memory=around.pressure * waste * num_output * around.step_seconds,
+            batch=self.profile.kernels(regime).call * num_output if is_alone else 0.0,
+        )
+
+    def _maps(self, request: Request, num_prompt: int, end: int, around: Situation) -> float:
+        """The prompt's pages while the first step waits, the others behind the steps."""
+        at_once = self._layout.pages_for(num_prompt + 1)
+        later = self._layout.pages_for(end) - at_once
+        profile = self.profile
+        waited = profile.map_page * at_once
+        hidden = profile.map_page_hidden * later * request.num_branches
+        return around.unmapped_share * (waited + hidden)
+
+    def _forks(
+        self, request: Request, num_prompt: int, end: int, unit: int, *, virtual: bool
+    ) -> float:
+        """Choices fork once, at the end of the prompt; about half of the beams at every step.
+
+        A fork copies what of its last page, or block, is filled: half of it on average, and in
+        the virtual view maps every page at its own slot.
+        """
+        lengths: Iterable[int] = (num_prompt,)
+        num_forks = request.num_branches - 1
+        if request.is_gang:
+            lengths = range(num_prompt, end)
+            num_forks = request.num_branches // 2
+        if num_forks == 0:
+            return 0.0
+        copied = (num_prompt % unit) if not request.is_gang else (unit - 1) / 2
+        pages = sum(self._layout.pages_for(length) for length in lengths) if virtual else 0
+        times = 1 if not request.is_gang else end - num_prompt
+        return num_forks * (self.profile.map_page * pages + times * self._copies(copied))
+
+    def _copies(self, num_tokens: float) -> float:
+        return num_tokens * self._token_bytes / self.profile.copy_bytes_per_second
+
+    def _kernels(
+        self, request: Request, num_prompt: int, num_output: int, regime: Regime, num_hit: int
+    ) -> float:
+        kernel = self.profile.kernels(regime)
+        read = num_output * (num_prompt + (num_output + 1) / 2)
+        pairs = (num_prompt - num_hit) * (num_prompt + num_hit + 1) / 2
+        return (
+            request.num_branches * (kernel.sequence * num_output + kernel.read * read)
+            + kernel.pair * pairs
+        )
+
+    # -- those that run -----------------------------------------------------------------
+
+    def gain_of_leaving(
+        self, regime: Regime, leaving: list[RunningLength], num_steps: int
+    ) -> tuple[float, float]:
+        """What it saves, and what it costs, if all sequences of ``regime`` change to the other.
+
+        ``num_steps``: for how long both regimes are expected to run beside each other.
+        """
+        other = Regime.PAGED if regime is Regime.VIRTUAL else Regime.VIRTUAL
+        kernels, others = self.profile.kernels(regime), self.profile.kernels(other)
+        saved = kernels.call * num_steps
+        for length, left in leaving:
+            read = left * (length + left / 2)
+            saved += left * (kernels.sequence - others.sequence)
+            saved += read * (kernels.read - others.read)
+        if other is Regime.PAGED:
+            return saved, 0.0  # the pages' blocks are the block table
+        # At worst nothing lies in order and all of it is copied.
+        pages = sum(self._layout.pages_for(length) for length, _ in leaving)
+        tokens = sum(length for length, _ in leaving)
+        return saved, self.profile.map_page * pages + self._copies(tokens)
 
 
 class RegimePolicy:
-    """``virtual`` and ``paged`` are what they say; ``auto`` goes by what is shared.
+    """``virtual`` and ``paged`` are what they say; ``auto`` asks the cost model.
 
-    A fork costs the virtual view a map call for each shared page and a copy of the last one,
-    the paged view a list and, later, the copy of a block: requests that fork are paged.
+    Without a cost model ``auto`` keeps what forks paged and everything else virtual.
     """
 
-    def __init__(self, regime: Literal["auto", "virtual", "paged"]) -> None:
+    def __init__(
+        self, regime: Literal["auto", "virtual", "paged"], costs: CostModel | None = None
+    ) -> None:
         self._forced = None if regime == "auto" else Regime(regime)
+        self._model = costs
+        self._mean_output = float(_FIRST_GUESS)
+        self._step_seconds = 0.0
 
-    def choose(self, request: Request) -> RegimeChoice:
+    @property
+    def predicts(self) -> bool:
+        """Whether a choice asks what surrounds the request."""
+        return self._forced is None and self._model is not None
+
+    @property
+    def step_seconds(self) -> float:
+        return self._step_seconds
+
+    # -- what is observed ---------------------------------------------------------------
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long."""
+        self._step_seconds += _NEWEST * (seconds - self._step_seconds)
+
+    def finished(self, num_output: int) -> None:
+        """A sequence ended with so many tokens generated."""
+        self._mean_output += _NEWEST * (num_output - self._mean_output)
+
+    def expected_output(self, request: Request) -> int:
+        return max(1, min(request.max_tokens, round(self._mean_output)))
+
+    # -- choices ------------------------------------------------------------------------
+
+    def choose(self, request: Request, around: Situation | None = None) -> RegimeChoice:
         if self._forced is not None:
-            return RegimeChoice(self._forced, "forced")
-        if request.num_branches > 1:
-            return RegimeChoice(Regime.PAGED, "forks")
-        return RegimeChoice(Regime.VIRTUAL, "alone")
+            return RegimeChoice(self._forced, "forced", {})
+        if self._model is None or around is None:
+            forks = request.num_branches > 1
+            return RegimeChoice(
+                Regime.PAGED if forks else Regime.VIRTUAL, "forks" if forks else "default", {}
+            )
+        num_output = self.expected_output(request)
+        virtual = self._model.costs(request, num_output, Regime.VIRTUAL, around)
+        paged = self._model.costs(request, num_output, Regime.PAGED, around)
+        predicted = {"virtual": virtual.total, "paged": paged.total}
+        if not around.has_free_slot:
+            return RegimeChoice(Regime.PAGED, "slots", predicted)
+        if paged.total < (1 - _MARGIN) * virtual.total:
+            return RegimeChoice(Regime.PAGED, _deciding(paged, virtual), predicted)
+        if virtual.total < paged.total:
+            return RegimeChoice(Regime.VIRTUAL, _deciding(virtual, paged), predicted)
+        return RegimeChoice(Regime.VIRTUAL, "default", predicted)
+
+    def reconsider(
+        self, running: Mapping[Regime, list[RunningLength]], forking: Collection[Regime] = ()
+    ) -> Regime | None:
+        """The regime that all of its sequences should leave now; None if that does not pay.
+
+        ``running``: those of each regime; ``forking``: regimes in which some will fork again, and
+        stay for that.
+        """
+        if self._forced is not None or self._model is None:
+            return None
+        num_steps = min(max((left for _, left in each), default=0) for each in running.values())
+        best: tuple[float, Regime] | None = None
+        for regime, leaving in running.items():
+            if regime in forking:
+                continue
+            saved, cost = self._model.gain_of_leaving(regime, leaving, num_steps)
+            if saved > _WORTH * cost and (best is None or saved - cost > best[0]):
+                best = (saved - cost, regime)
+        return None if best is None else best[1]
+
+
+def _deciding(better: RegimeCosts, worse: RegimeCosts) -> str:
+    """The cost at which the better choice saves most."""
+    return max(better._fields, key=lambda name: getattr(worse, name) - getattr(better, name))

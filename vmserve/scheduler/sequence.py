@@ -47,6 +47,10 @@ class Request:
     priority: int = 0
     #: Lower ranks are served first: the priority, where the policy goes by it.
     rank: int = 0
+    #: ``time.monotonic()`` at which it fails if it has not ended; None: it has all the time.
+    deadline: float | None = None
+    #: On whose account it runs, where tenants share fairly.
+    tenant: str = ""
     #: Requests share cached prefixes only with those of the same salt.
     cache_salt: bytes = b""
     stream: bool = False

@@ -14,7 +14,7 @@ from vmserve.errors import InvalidRequestError
 from vmserve.server.body import read_model
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import below_minimum, not_implemented
-from vmserve.server.generation import ChoiceBuffer, Generation, Job, Piece
+from vmserve.server.generation import ChoiceBuffer, Generation, Job, Piece, Terms
 from vmserve.server.logprobs import LogprobShape, Position, chat_logprobs, prompt_logprobs
 from vmserve.server.messages import check_tools, content_text, conversation
 from vmserve.server.params import (
@@ -113,8 +113,7 @@ class ChatService:
             request.state.exit_stack,
             reply.id,
             [job],
-            body.priority or 0,
-            body.cache_salt or "",
+            Terms.of(request, body),
         )
         if body.stream:
             return EventStream(reply.chunks(await generation.stream()))

@@ -14,7 +14,7 @@ from vmserve.sampling import GenerationParams
 from vmserve.server.body import read_model
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import below_minimum, not_implemented
-from vmserve.server.generation import ChoiceBuffer, Generation, Job, Piece
+from vmserve.server.generation import ChoiceBuffer, Generation, Job, Piece, Terms
 from vmserve.server.logprobs import LogprobShape, Position, completion_logprobs, prompt_logprobs
 from vmserve.server.params import (
     StreamOptions,
@@ -67,8 +67,7 @@ class CompletionService:
             request.state.exit_stack,
             reply.id,
             jobs,
-            body.priority or 0,
-            body.cache_salt or "",
+            Terms.of(request, body),
         )
         if body.stream:
             return EventStream(reply.chunks(await generation.stream()))

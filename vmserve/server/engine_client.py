@@ -77,6 +77,8 @@ class EngineClient(Protocol):
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
+        timeout: float | None = None,
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]: ...
 

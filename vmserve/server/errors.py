@@ -11,7 +11,13 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 
-from vmserve.errors import EngineDeadError, InvalidRequestError, OutOfMemoryError, UnsupportedError
+from vmserve.errors import (
+    DeadlineError,
+    EngineDeadError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    UnsupportedError,
+)
 from vmserve.server.limits import MAX_MESSAGE_BYTES
 from vmserve.server.wire import JSON_TYPE, dump_json
 
@@ -93,6 +99,8 @@ def to_api_error(error: BaseException) -> ApiError:
             return _from_routing(error)
         case EngineDeadError():
             return ApiError(503, "The engine has stopped and cannot serve requests.")
+        case DeadlineError():
+            return ApiError(504, str(error))
         case OutOfMemoryError():
             return ApiError(503, str(error), headers={"retry-after": "1"})
         case _:

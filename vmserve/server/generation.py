@@ -7,14 +7,18 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from starlette.requests import Request
 
 from vmserve.errors import EngineDeadError
 from vmserve.sampling import GenerationParams
 from vmserve.server.context import ServerContext
+from vmserve.server.protocol import GenerationRequest
 from vmserve.server.scope import closing, gather
 from vmserve.types import CompletionOutput, LogprobsList, RequestOutput
 
-__all__ = ["ChoiceBuffer", "Generation", "Job", "Piece"]
+__all__ = ["ChoiceBuffer", "Generation", "Job", "Piece", "Terms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,27 @@ class Job:
     params: GenerationParams
 
 
+class Terms(NamedTuple):
+    """On what terms a request is served, beside what it asks for."""
+
+    priority: int = 0
+    cache_salt: str = ""
+    #: Whose share it counts against.
+    tenant: str = ""
+    #: Seconds that it has.
+    timeout: float | None = None
+
+    @staticmethod
+    def of(request: Request, body: GenerationRequest) -> Terms:
+        """A tenant is a key; where there are no keys, whom the client names as its user."""
+        return Terms(
+            body.priority or 0,
+            body.cache_salt or "",
+            request.state.tenant or body.user or "",
+            body.request_timeout,
+        )
+
+
 class Generation:
     """The engine requests of one HTTP request; what they hold is given back with ``stack``."""
 
@@ -35,14 +60,12 @@ class Generation:
         stack: AsyncExitStack,
         request_id: str,
         jobs: list[Job],
-        priority: int = 0,
-        cache_salt: str = "",
+        terms: Terms,
     ) -> None:
         self._context = context
         self._stack = stack
         self._jobs = jobs
-        self._priority = priority
-        self._cache_salt = cache_salt
+        self._terms = terms
         # Two clients may choose the same id; the engine's must be unique.
         self._engine_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
         ticket = context.admission.admit(len(jobs), sum(self._cost(job) for job in jobs))
@@ -92,8 +115,10 @@ class Generation:
             job.params,
             request_id=f"{self._engine_id}-{index}",
             prompt=job.text,
-            priority=self._priority,
-            cache_salt=self._cache_salt,
+            priority=self._terms.priority,
+            cache_salt=self._terms.cache_salt,
+            tenant=self._terms.tenant,
+            timeout=self._terms.timeout,
             stream=stream,
         )
 

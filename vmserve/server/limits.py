@@ -53,6 +53,7 @@ NUMBERS: Final[dict[str, Bounds]] = {
     **LIMITS,
     "max_completion_tokens": Bounds(1, INT64_MAX, integer=True),
     "priority": Bounds(-_INT32, _INT32, integer=True),
+    "request_timeout": Bounds(0, 86_400, open_low=True),
     "token_id": Bounds(0, INT64_MAX, integer=True),
     "top_logprobs": Bounds(-1, INT64_MAX, integer=True),
     "truncate_prompt_tokens": Bounds(-1, INT64_MAX, integer=True),
@@ -81,6 +82,7 @@ SIZES: Final[dict[str, tuple[int, int]]] = {
     "stream_options": (0, 64),
     "tokens": (0, MAX_BODY_BYTES),
     "tools": (1, 1024),
+    "user": (0, 1024),
 }
 
 

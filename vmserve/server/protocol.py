@@ -137,6 +137,10 @@ class GenerationRequest(RequestModel):
     priority: Annotated[int | None, bounded("priority")] = None
     request_id: Annotated[str | None, sized("request_id"), BeforeValidator(_printable)] = None
     cache_salt: Annotated[str | None, sized("cache_salt")] = None
+    #: Seconds in which the request must end.
+    request_timeout: Annotated[float | None, bounded("request_timeout")] = None
+    #: Counts against this tenant's share, where the server has no keys to tell tenants apart.
+    user: Annotated[str | None, sized("user")] = None
     echo: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

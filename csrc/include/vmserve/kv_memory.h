@@ -402,10 +402,17 @@ class KVMemory {
     std::vector<PageId> contested;
   };
 
+  // Positions [start, length) that an epoch writes of a sequence.
+  struct Written {
+    SeqId seq;
+    std::uint32_t generation;
+    std::int64_t start;
+    std::int64_t length;
+  };
+
   struct Record {
     Epoch epoch;
-    std::vector<std::pair<SeqId, std::uint32_t>> seqs;
-    std::vector<std::int64_t> lengths;
+    std::vector<Written> written;
   };
 
   struct Totals {

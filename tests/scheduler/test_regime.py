@@ -1,0 +1,204 @@
+"""Which regime a request is kept in, by predicted costs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.profiles import steady_profile
+from tests.scheduler.test_fcfs import make_request
+from vmserve.errors import ConfigurationError
+from vmserve.memory.base import Regime
+from vmserve.memory.layout import plan_layout
+from vmserve.scheduler.profile import DeviceProfile, KernelCosts, SequenceWork
+from vmserve.scheduler.regime import CostModel, RegimePolicy, RunningLength, Situation
+from vmserve.scheduler.sequence import Request
+
+#: 32 tokens a page of 2 blocks; 128 bytes a token.
+LAYOUT = plan_layout(1, 1, 16, torch.float32, 4096, page_bytes=4096, block_tokens=16)
+FREE = KernelCosts(call=0.0, sequence=0.0, read=0.0, pair=0.0)
+#: Everything for nothing: a test names the costs that it is about.
+NOTHING = DeviceProfile(
+    name="nothing",
+    virtual=FREE,
+    paged=FREE,
+    step=0.0,
+    weights=0.0,
+    token=0.0,
+    map_page=0.0,
+    map_page_hidden=0.0,
+    copy_bytes_per_second=1e30,
+    swap_bytes_per_second=1e30,
+)
+
+
+def policy(**costs: Any) -> RegimePolicy:
+    return RegimePolicy("auto", CostModel(replace(NOTHING, **costs), LAYOUT))
+
+
+def chosen(
+    policy: RegimePolicy, request: Request | None = None, **around: Any
+) -> tuple[Regime, str]:
+    request = request or make_request("r", 100, max_tokens=50)
+    choice = policy.choose(request, Situation(**around))
+    return choice.regime, choice.reason
+
+
+def test_layout_of_these_tests() -> None:
+    assert (LAYOUT.page_tokens, LAYOUT.block_tokens, LAYOUT.num_groups) == (32, 16, 1)
+
+
+def test_forced_regimes_ask_nothing() -> None:
+    for regime in Regime:
+        forced = RegimePolicy(regime.value)
+        assert not forced.predicts
+        choice = forced.choose(make_request("r", 10, n=4))
+        assert (choice.regime, choice.reason, choice.predicted) == (regime, "forced", {})
+
+
+def test_without_costs_what_forks_is_paged() -> None:
+    auto = RegimePolicy("auto")
+    assert not auto.predicts
+    assert auto.choose(make_request("r", 10))[:2] == (Regime.VIRTUAL, "default")
+    assert auto.choose(make_request("r", 10, n=2))[:2] == (Regime.PAGED, "forks")
+
+
+def test_nothing_to_choose_between_is_virtual() -> None:
+    assert chosen(policy()) == (Regime.VIRTUAL, "default")
+
+
+def test_map_calls_lean_paged_and_kernels_virtual() -> None:
+    dear_maps = policy(map_page=1e-3)
+    assert chosen(dear_maps) == (Regime.PAGED, "maps")
+    # In a slot that is mapped already they cost nothing.
+    assert chosen(dear_maps, unmapped_share=0.0) == (Regime.VIRTUAL, "default")
+    slow_paged = replace(FREE, read=1e-6)
+    assert chosen(policy(paged=slow_paged)) == (Regime.VIRTUAL, "kernels")
+    # 50 tokens read 100 + 25.5 positions each on average; four pages are mapped at once.
+    both = policy(paged=slow_paged, map_page=1e-3)
+    choice = both.choose(make_request("r", 100, max_tokens=50), Situation())
+    assert choice.predicted == {
+        "virtual": pytest.approx(4e-3),
+        "paged": pytest.approx(50 * 125.5e-6),
+    }
+    assert (choice.regime, choice.reason) == (Regime.VIRTUAL, "kernels")
+
+
+def test_a_saving_within_the_margin_is_none() -> None:
+    close = policy(virtual=replace(FREE, read=1.05e-6), paged=replace(FREE, read=1e-6))
+    assert chosen(close) == (Regime.VIRTUAL, "default")
+    clear = policy(virtual=replace(FREE, read=1.2e-6), paged=replace(FREE, read=1e-6))
+    assert chosen(clear) == (Regime.PAGED, "kernels")
+
+
+def test_forks_lean_paged_by_what_they_map_and_copy() -> None:
+    request = make_request("r", 40, max_tokens=50, n=3)
+    dear_copies = policy(copy_bytes_per_second=1e3)
+    # Two forks copy 8 of the last page's tokens, and 8 of the last block's.
+    choice = dear_copies.choose(request, Situation())
+    assert choice.predicted["virtual"] == choice.predicted["paged"] == pytest.approx(2 * 8 * 0.128)
+    longer = make_request("r", 60, max_tokens=50, n=3)
+    assert chosen(dear_copies, longer) == (Regime.PAGED, "forks")
+    assert chosen(policy(map_page=1e-3), request, unmapped_share=0.0) == (Regime.PAGED, "forks")
+
+
+def test_a_cached_prefix_that_ends_within_a_page_is_copied_for_the_virtual_view() -> None:
+    costs = policy(copy_bytes_per_second=1e3)
+    assert chosen(costs, num_hit=32) == (Regime.VIRTUAL, "default")
+    assert chosen(costs, num_hit=48) == (Regime.PAGED, "prefix")
+
+
+def test_scarce_memory_leans_to_the_finer_view() -> None:
+    around = {"limit_pages": 10, "step_seconds": 0.1}
+    assert chosen(policy(), **around) == (Regime.VIRTUAL, "default")
+    assert chosen(policy(), pressure=1.0, **around) == (Regime.PAGED, "memory")
+
+
+def test_no_slot_no_virtual_view() -> None:
+    slow_paged = policy(paged=replace(FREE, read=1.0))
+    assert chosen(slow_paged, has_free_slot=False) == (Regime.PAGED, "slots")
+
+
+def test_a_second_kernel_family_is_charged_to_whoever_brings_it() -> None:
+    calls = policy(virtual=replace(FREE, call=1e-3), paged=replace(FREE, call=1e-3))
+    assert chosen(calls) == (Regime.VIRTUAL, "default")
+    assert chosen(calls, num_paged=3) == (Regime.PAGED, "batch")
+    assert chosen(calls, num_virtual=1) == (Regime.VIRTUAL, "batch")
+    assert chosen(calls, num_virtual=1, num_paged=3) == (Regime.VIRTUAL, "default")
+
+
+def test_expected_lengths_follow_what_ended() -> None:
+    auto = policy()
+    request = make_request("r", 8, max_tokens=1000)
+    assert auto.expected_output(request) == 256
+    for _ in range(200):
+        auto.finished(10)
+    assert auto.expected_output(request) == 10
+    assert auto.expected_output(make_request("r", 8, max_tokens=4)) == 4
+
+
+def test_the_batch_leaves_a_regime_when_that_pays() -> None:
+    calls = policy(virtual=replace(FREE, call=1e-3), paged=replace(FREE, call=1e-3))
+    lone = {
+        Regime.VIRTUAL: [RunningLength(100, 50)],
+        Regime.PAGED: [RunningLength(100, 50)] * 4,
+    }
+    # To the block table costs nothing; to a slot it would cost maps.
+    maps = policy(virtual=replace(FREE, call=1e-3), paged=replace(FREE, call=1e-3), map_page=1e-3)
+    assert calls.reconsider(lone) is Regime.VIRTUAL
+    assert maps.reconsider(lone) is Regime.VIRTUAL
+    # What forks stays; the others may come to it.
+    assert maps.reconsider(lone, forking={Regime.PAGED}) is Regime.VIRTUAL
+    assert maps.reconsider(lone, forking=set(Regime)) is None
+    # The call is saved only while both would have run.
+    ending = {Regime.VIRTUAL: [RunningLength(100, 500)], Regime.PAGED: [RunningLength(100, 1)]}
+    slow = policy(virtual=replace(FREE, call=1e-3), paged=replace(FREE, read=1e-6))
+    assert slow.reconsider(ending, forking={Regime.PAGED}) is None
+    assert policy().reconsider(lone) is None
+    assert RegimePolicy("paged").reconsider(lone) is None
+
+
+def test_a_step_is_charged_for_each_regime_that_it_has() -> None:
+    kernel = KernelCosts(call=1.0, sequence=0.1, read=0.01, pair=0.001)
+    profile = replace(NOTHING, virtual=kernel, paged=kernel, step=5.0, weights=2.0, token=0.5)
+    virtual = SequenceWork(Regime.VIRTUAL, 9, 1)
+    prompt = SequenceWork(Regime.PAGED, 4, 6)
+    assert prompt.num_pairs == 5 + 6 + 7 + 8 + 9 + 10
+    assert profile.attention_seconds([virtual]) == pytest.approx(1 + 0.1 + 0.1)
+    assert profile.attention_seconds([virtual, virtual]) == pytest.approx(1 + 0.4)
+    assert profile.attention_seconds([virtual, prompt]) == pytest.approx(1.2 + 1.1 + 0.045)
+    assert profile.attention_seconds([]) == 0
+    assert profile.linear_seconds(1) == 7.0
+    assert profile.linear_seconds(10) == 10.0
+    step = replace(profile, map_page=0.25, copy_bytes_per_second=8.0).step_seconds(
+        [virtual], unhidden_pages=2, copied_bytes=4
+    )
+    assert step == pytest.approx(7 + 1.2 + 0.5 + 0.5)
+
+
+def test_profiles_are_stored_and_read_again() -> None:
+    profile = steady_profile()
+    assert DeviceProfile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda d: d.pop("version"), "no device profile of version 1"),
+        (lambda d: d.pop("map_page"), "DeviceProfile has the fields"),
+        (lambda d: d["paged"].pop("read"), "KernelCosts has the fields"),
+        (lambda d: d.update(map_page="5"), "map_page is '5'"),
+        (lambda d: d.update(map_page=-1), "map_page is -1; it must be 0 or more"),
+        (lambda d: d["virtual"].update(call=float("nan")), "virtual.call is nan"),
+        (lambda d: d.update(copy_bytes_per_second=0), "must be greater than 0"),
+    ],
+)
+def test_a_broken_profile_is_refused(change: Any, text: str) -> None:
+    data = json.loads(steady_profile().to_json())
+    change(data)
+    with pytest.raises(ConfigurationError, match=text):
+        DeviceProfile.from_json(json.dumps(data))

@@ -1,0 +1,243 @@
+"""A device profile, measured in a few tens of milliseconds as the engine starts.
+
+The kernels of both regimes run on a scratch pool with one group of the layout (so with the same
+strides and pages), at a few shapes; mapping is timed on the same pool. Times are the least of
+several interleaved tries, as other work on the machine only ever adds.
+
+Caches are warm, as one layer's keys and values are read again and again: what is measured compares
+the two views, and is the lower bound of what either costs in a model that fills memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vmserve.attention.base import AttentionBackend, KVView, LayerAttention, RaggedBatch
+from vmserve.memory.base import Growth, MemoryPlan, Regime
+from vmserve.memory.manager import MemoryManager, MemoryOptions
+from vmserve.scheduler.profile import DeviceProfile, KernelCosts
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from vmserve.memory.layout import KVLayout
+
+__all__ = ["HeadShape", "measure_profile"]
+
+_TRIES = 9
+#: Kernels of two regimes whose times differ by less are held to be equally fast: so much they
+#: differ by chance in a few tries on a machine with other work.
+_RESOLUTION = 0.15
+#: Sequences and positions of the decoding shapes, tokens of the prompt.
+_FEW, _MANY = 1, 4
+_SHORT, _LONG = 16, 512
+_PROMPT = 128
+_MAPPED_PAGES = 8
+_COPIED_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What a layer's queries look like."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def measure_profile(
+    layout: KVLayout,
+    backends: Mapping[Regime, AttentionBackend],
+    heads: HeadShape,
+    max_len: int,
+) -> DeviceProfile:
+    """What attention, mapping and copying cost here, for a model with this layout.
+
+    What a step costs beside them is not measured: those costs are 0 in the profile.
+    """
+    scratch = _Scratch(layout, max_len, max(b.read_slack_tokens for b in backends.values()))
+    try:
+        kernels = _measure_kernels(scratch, layout, backends, heads)
+        map_page = scratch.map_page_seconds() * layout.num_groups
+    finally:
+        scratch.close()
+    # A processor that the kernels leave free maps for nothing.
+    is_busy = torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    copy = _copy_bytes_per_second()
+    return DeviceProfile(
+        name="measured at start",
+        virtual=kernels[Regime.VIRTUAL],
+        paged=kernels[Regime.PAGED],
+        step=0.0,
+        weights=0.0,
+        token=0.0,
+        map_page=map_page,
+        map_page_hidden=map_page if is_busy else 0.0,
+        copy_bytes_per_second=copy,
+        swap_bytes_per_second=copy,
+    )
+
+
+class _Scratch:
+    """A small pool with the first group of a layout, and sequences in both regimes."""
+
+    def __init__(self, layout: KVLayout, max_len: int, read_slack_tokens: int) -> None:
+        per_group = layout.layers_per_group
+        self.layout = dataclasses.replace(layout, num_layers=per_group)
+        self.length = min(_LONG, max_len - 1)
+        pages = 2 * _MANY * self.layout.pages_for(self.length + 1 + read_slack_tokens)
+        self._memory = MemoryManager(
+            self.layout,
+            num_slots=_MANY + 1,
+            num_seqs=2 * _MANY + 1,
+            max_len=max(self.length + 1, self.layout.page_tokens * _MAPPED_PAGES),
+            limit_bytes=(pages + _MAPPED_PAGES) * self.layout.total_page_bytes,
+            options=MemoryOptions(
+                read_slack_tokens=read_slack_tokens,
+                zero_pages="never",
+                deferred_reclamation=False,
+                seal_read_only=False,  # the same positions are written again and again
+            ),
+        )
+        self.views: dict[Regime, KVView] = {
+            Regime.VIRTUAL: self._memory.view(),
+            Regime.PAGED: self._memory.paged_view(),
+        }
+        self.places = {regime: self._grown(regime) for regime in Regime}
+
+    def _grown(self, regime: Regime) -> list[int]:
+        seqs = [self._open(regime) for _ in range(_MANY)]
+        self._grow(seqs, self.length + 1)
+        if regime is Regime.PAGED:
+            return seqs
+        slots: list[int] = self._memory.slots(seqs).tolist()
+        return slots
+
+    def _open(self, regime: Regime) -> int:
+        seq = self._memory.open(regime=regime)
+        assert seq is not None, "the pool was made for these"
+        return seq
+
+    def _grow(self, seqs: list[int], num_tokens: int) -> None:
+        plan = self._memory.plan([Growth(seq, num_tokens) for seq in seqs])
+        assert isinstance(plan, MemoryPlan), "the pool was made for these"
+        self._memory.complete(self._memory.apply(plan))
+
+    def map_page_seconds(self) -> float:
+        """To map a page of the group in a slot and to take it back, the least of some tries."""
+
+        def map_and_release() -> None:
+            seq = self._open(Regime.VIRTUAL)
+            self._grow([seq], _MAPPED_PAGES * self.layout.page_tokens)
+            self._memory.release(seq)
+
+        return float(_samples([map_and_release]).min()) / _MAPPED_PAGES
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def _measure_kernels(
+    scratch: _Scratch,
+    layout: KVLayout,
+    backends: Mapping[Regime, AttentionBackend],
+    heads: HeadShape,
+) -> dict[Regime, KernelCosts]:
+    long = scratch.length
+    prompt = min(_PROMPT, long)
+    shapes = [
+        ([0], [_SHORT], [1]),
+        (range(_MANY), [_SHORT] * _MANY, [1] * _MANY),
+        (range(_MANY), [long] * _MANY, [1] * _MANY),
+        ([0], [0], [prompt]),
+    ]
+    regimes = list(Regime)
+    steps = [
+        _steps(backends[regime], scratch, regime, heads, shape)
+        for shape in shapes
+        for regime in regimes
+    ]
+    binds = _samples([bind for bind, _ in steps])
+    layers = _samples([layer for _, layer in steps])
+    seconds = [
+        bind + layer * layout.num_layers
+        for bind, layer in zip(_level(binds), _level(layers), strict=True)
+    ]
+    costs = {}
+    for index, regime in enumerate(regimes):
+        few, many, far, read = seconds[index :: len(regimes)]
+        sequence = max(0.0, (many - few) / (_MANY - _FEW))
+        per_token = max(0.0, (far - many) / (_MANY * max(1, long - _SHORT)))
+        call = max(0.0, few - sequence)
+        pairs = prompt * (prompt + 1) / 2
+        pair = max(0.0, (read - call - sequence) / pairs)
+        costs[regime] = KernelCosts(call=call, sequence=sequence, read=per_token, pair=pair)
+    return costs
+
+
+def _steps(
+    backend: AttentionBackend,
+    scratch: _Scratch,
+    regime: Regime,
+    heads: HeadShape,
+    shape: tuple[Sequence[int], list[int], list[int]],
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """What one step with these sequences does once, and what it does for one layer."""
+    which, num_past, num_new = shape
+    places = [scratch.places[regime][i] for i in which]
+    batch = RaggedBatch.build(places, num_past, num_new)
+    view = scratch.views[regime]
+    call = backend.bind(view, batch)
+    spec = LayerAttention(0, heads.head_dim**-0.5)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(num_heads: int) -> torch.Tensor:
+        size = (batch.num_tokens, num_heads, heads.head_dim)
+        return torch.randn(size, generator=generator).to(heads.dtype)
+
+    q, k, v = random(heads.q_heads), random(heads.kv_heads), random(heads.kv_heads)
+    return (
+        lambda: backend.bind(view, RaggedBatch.build(places, num_past, num_new)),
+        lambda: call(spec, q, k, v),
+    )
+
+
+def _level(samples: NDArray[np.float64]) -> list[float]:
+    """The least time of each; of neighbours, which do the same in two regimes, the same for both
+    unless their ratio, paired try by try, says that they differ.
+
+    samples: ``[calls, tries]``, an even number of calls.
+    """
+    least = samples.min(axis=1)
+    for first in range(0, len(least), 2):
+        ratio = float(np.median(samples[first] / samples[first + 1]))
+        if abs(math.log(ratio)) < math.log1p(_RESOLUTION):
+            least[first : first + 2] = least[first : first + 2].min()
+    return [float(seconds) for seconds in least]
+
+
+def _samples(calls: list[Callable[[], object]]) -> NDArray[np.float64]:
+    """Seconds of each in several tries that take turns: ``[calls, tries]``."""
+    samples = np.empty((len(calls), _TRIES))
+    for attempt in range(_TRIES):
+        for index, call in enumerate(calls):
+            began = time.perf_counter()
+            call()
+            samples[index, attempt] = time.perf_counter() - began
+    return samples
+
+
+def _copy_bytes_per_second() -> float:
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return _COPIED_BYTES / float(_samples([lambda: target.copy_(source)]).min())
