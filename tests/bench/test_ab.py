@@ -208,7 +208,7 @@ def sample(
     index: int, due: float, times: tuple[float, ...], outputs: int, width: int = 1
 ) -> RequestSample:
     return RequestSample(
-        index, "", 10, outputs, width, due, times, width == 1, 0, 0, "virtual", "digest"
+        index, "", 10, outputs, width, due, times, width == 1, 0, 0, "virtual", "alone", "digest"
     )
 
 
@@ -262,6 +262,7 @@ def test_metrics_by_hand() -> None:
         "kv_token_share": 0.8,
         "sharing_saved_share": 30 / 100,
         "prefix_hit_rate": 0.25,
+        "virtual_share": 1.0 / 1.4,
         "batch_mean": 2.0,
         "batch_max": 3,
         "conversions": 3,

@@ -247,6 +247,7 @@ class _Run:
                 num_cached_tokens=output.metrics.num_cached_tokens,
                 num_preemptions=output.metrics.num_preemptions,
                 kv_regime=output.metrics.kv_regime,
+                kv_regime_reason=output.metrics.kv_regime_reason,
                 digest=hashlib.sha256(repr(answers).encode()).hexdigest()[:16],
             )
         )

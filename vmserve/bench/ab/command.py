@@ -88,7 +88,7 @@ def ab_command(
         Path | None,
         typer.Option(help="Real prompts: one a line, or .jsonl as of vmserve generate."),
     ] = None,
-    num_requests: Annotated[int, typer.Option(min=1, help="Of each run of a workload.")] = 24,
+    num_requests: Annotated[int, typer.Option(min=1, help="Of each run of a workload.")] = 20,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each variant that count.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Runs of each before, that do not.")] = 1,
     max_len: Annotated[

@@ -99,6 +99,7 @@ _ALL = (
     Metric("kv_token_share", "of used memory, holding tokens", "share", "higher"),
     Metric("sharing_saved_share", "saved by sharing", "share", "higher"),
     Metric("prefix_hit_rate", "prefix cache hits", "share", "higher"),
+    Metric("virtual_share", "sequences in the virtual view", "share"),
     Metric("batch_mean", "batch, mean over steps", "count"),
     Metric("batch_max", "batch, largest", "count"),
     Metric("preemptions", "preemptions", "count", "lower"),
@@ -205,6 +206,8 @@ def _memory(record: RunRecord) -> dict[str, float | None]:
     used = mean([sample.used_bytes for sample in samples])
     waste = mean([sample.waste_bytes for sample in samples])
     saved = mean([sample.saved_bytes for sample in samples])
+    virtual = mean([sample.num_virtual for sample in samples])
+    paged = mean([sample.num_paged for sample in samples])
     return {
         "kv_used_peak_bytes": max(sample.used_bytes for sample in samples),
         "kv_used_mean_bytes": used,
@@ -213,6 +216,7 @@ def _memory(record: RunRecord) -> dict[str, float | None]:
         "kv_waste_mean_bytes": waste,
         "kv_token_share": (used - waste) / used if used else None,
         "sharing_saved_share": saved / (used + saved) if used + saved else None,
+        "virtual_share": virtual / (virtual + paged) if virtual + paged else None,
     }
 
 

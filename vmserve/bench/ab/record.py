@@ -38,6 +38,7 @@ class RequestSample:
     num_cached_tokens: int
     num_preemptions: int
     kv_regime: str
+    kv_regime_reason: str
     #: Of all sequences' tokens: equal digests, equal answers.
     digest: str
 
@@ -186,6 +187,7 @@ def _request_dict(request: RequestSample) -> dict[str, Any]:
         "cached_tokens": request.num_cached_tokens,
         "preemptions": request.num_preemptions,
         "kv_regime": request.kv_regime,
+        "kv_regime_reason": request.kv_regime_reason,
         "digest": request.digest,
     }
     return described | ({"part": request.part} if request.part else {})

@@ -54,6 +54,7 @@ _ALWAYS_SHOWN = (
     "kv_token_share",
     "sharing_saved_share",
     "prefix_hit_rate",
+    "virtual_share",
     "preemptions",
     "calls_unhidden",
     "calls_hidden",
