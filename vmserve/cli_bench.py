@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from vmserve.bench.ab.command import HELP as AB_HELP
+from vmserve.bench.ab.command import ab_command
 from vmserve.bench.alloc.command import alloc_command
 from vmserve.bench.kernels.command import kernels_command
 from vmserve.bench.papers.command import papers_command
@@ -21,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
+app.command("ab", help=AB_HELP)(ab_command)
 app.command("alloc")(alloc_command)
 app.command("kernels")(kernels_command)
 app.command("papers")(papers_command)
