@@ -119,6 +119,7 @@ class SimulatedEngine:
         self._num_arrived = 0
         #: The next step's batch fails as if its kernels had.
         self.fail_next_batch = False
+        self._num_generated = 0
         self._moved = (0, 0)
         self._swap_runs = 0
 
@@ -257,6 +258,7 @@ class SimulatedEngine:
             return
         self.memory.complete(epoch)
         self.scheduler.computed(plan)
+        self._num_generated = 0
         ended = self._take_tokens(plan)
         self._name_tokens(plan)
         self._record(plan, seconds)
@@ -336,6 +338,7 @@ class SimulatedEngine:
     def _take_token(self, sequence: Sequence) -> None:
         request = sequence.request
         sequence.tokens.append(null_token(sequence))
+        self._num_generated += 1
         request.metrics.token_at(self.now)
         if sequence.num_output >= self._open[request.request_id].what.outputs[sequence.index]:
             self.scheduler.finish(sequence)
@@ -345,6 +348,8 @@ class SimulatedEngine:
         assert request.beams is not None
         if request.beams.advance(self.scheduler):
             request.metrics.token_at(self.now)
+        if request.beams.done:
+            self._num_generated += request.num_branches * request.max_tokens
         return request.beams.done
 
     def _name_tokens(self, plan: StepPlan) -> None:
@@ -374,6 +379,7 @@ class SimulatedEngine:
                 len({item.sequence.request for item in plan.scheduled}),
                 self.scheduler.num_waiting,
                 sum(item.regime is Regime.VIRTUAL for item in plan.scheduled),
+                self._num_generated,
             )
         )
         if config.check_every and self.num_steps % config.check_every == 0:

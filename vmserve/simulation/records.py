@@ -27,6 +27,8 @@ class StepRecord(NamedTuple):
     num_requests: int
     num_waiting: int
     num_virtual: int
+    #: Tokens that it gave to answers; those of beams are counted when their search is over.
+    num_generated: int = 0
 
 
 class MemorySample(NamedTuple):
