@@ -8,7 +8,7 @@ Misuse raises ``ValueError``, a refusal of the system ``vmserve.errors.DriverErr
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -374,7 +374,7 @@ class KVMemory:
     def view(self, seq: int) -> View: ...
     def swapped(self, seq: int) -> bool: ...
     def slot(self, seq: int) -> int | None: ...
-    def slots(self, seqs: Sequence[int]) -> NDArray[np.int32]: ...
+    def slots(self, seqs: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]: ...
     def block_refs(self, block: int) -> int: ...
     @property
     def block_tables(self) -> NDArray[np.int32]: ...
@@ -390,6 +390,12 @@ class KVMemory:
 
 #: (address, dtype, shape, strides in elements)
 _TensorTuple = tuple[int, str, Sequence[int], Sequence[int]]
+
+def columns(objects: list[Any], names: tuple[str, ...]) -> NDArray[np.int64]:
+    """Row i has the attribute ``names[i]`` of every object: int64 ``[names, objects]``.
+
+    An int as it is, a list's length, -1 for None; raises TypeError for others.
+    """
 
 def cpu_isas() -> list[str]: ...
 
@@ -409,9 +415,9 @@ class CpuBatch:
     def __init__(
         self,
         view: CpuKvView,
-        places: Sequence[int],
-        num_past: Sequence[int],
-        num_new: Sequence[int],
+        places: Sequence[int] | NDArray[np.int64],
+        num_past: Sequence[int] | NDArray[np.int64],
+        num_new: Sequence[int] | NDArray[np.int64],
     ) -> None: ...
     @property
     def num_tokens(self) -> int: ...

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import typer
 
+from vmserve.bench.ab.command import HELP as AB_HELP
+from vmserve.bench.ab.command import ab_command
 from vmserve.bench.alloc.command import alloc_command
 from vmserve.bench.kernels.command import kernels_command
 from vmserve.bench.papers.command import papers_command
+from vmserve.bench.profile import profile_command
 from vmserve.bench.sharing.command import sharing_command
+from vmserve.bench.step import step_command
 
 __all__ = ["app"]
 
@@ -19,10 +23,13 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
+app.command("ab", help=AB_HELP)(ab_command)
 app.command("alloc")(alloc_command)
 app.command("kernels")(kernels_command)
 app.command("papers")(papers_command)
+app.command("profile")(profile_command)
 app.command("sharing")(sharing_command)
+app.command("step")(step_command)
 
 
 @app.callback()

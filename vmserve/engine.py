@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vmserve import _core
 from vmserve.attention import create_backend
@@ -32,7 +34,7 @@ from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
 from vmserve.runner.calibration import HeadShape, measure_profile
-from vmserve.runner.model_runner import ModelRunner, RegimeKernels
+from vmserve.runner.model_runner import AttentionTime, ModelRunner, RegimeKernels
 from vmserve.sampling import BeamSearchParams, GenerationParams, Sampler, SamplingParams
 from vmserve.scheduler.base import NoRoomError, StepPlan
 from vmserve.scheduler.fairness import TenantShares
@@ -131,6 +133,8 @@ class LLMEngine:
                 self.resolved.max_num_batched_tokens,
                 window=_widest_window(self.model_config),
                 max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
+                separates_phases=self.resolved.scheduling_policy == "v0",
+                delay_factor=self.resolved.scheduler_delay_factor,
             ),
             self._regimes,
             self._preemption,
@@ -262,6 +266,11 @@ class LLMEngine:
     def request_ids(self) -> list[str]:
         return list(self._requests)
 
+    @property
+    def profile(self) -> DeviceProfile | None:
+        """What regimes are chosen by; None where they are not chosen."""
+        return self._regimes.profile
+
     # -- pinned prefixes --------------------------------------------------------------
 
     def hold_prefix(self, token_ids: list[int], *, cache_salt: str = "") -> PinnedPrefix:
@@ -359,8 +368,9 @@ class LLMEngine:
         self._mark_scheduled(plan)
         phases.end("memory")
         try:
-            logits = self._runner.execute(plan, self._places(plan))
+            logits = self._runner.execute(plan, self._slots(plan))
             self._learn(plan, phases.end("model"))
+            self._count_attention(logits.attention)
             self.memory.complete(epoch)
             self.scheduler.computed(plan)
             samples = self._sampler.sample(
@@ -407,16 +417,21 @@ class LLMEngine:
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Steps that mostly read prompts tell how fast tokens are computed again."""
-        if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan.scheduled):
+        if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan):
             self._preemption.prefilled(plan.num_tokens, seconds)
 
-    def _places(self, plan: StepPlan) -> list[int]:
-        """Where kernels find the sequences: in a slot, or by a row of the block tables."""
-        places: list[int] = self.memory.slots([item.memory_id for item in plan.scheduled]).tolist()
-        for index, item in enumerate(plan.scheduled):
-            if item.regime is Regime.PAGED:
-                places[index] = item.memory_id
-        return places
+    def _count_attention(self, parts: tuple[AttentionTime, ...]) -> None:
+        """Beside what the profile, if there is one, says that it should have taken."""
+        profile = self._regimes.profile
+        for regime, batch, seconds in parts:
+            predicted = 0.0
+            if profile is not None:
+                predicted = profile.kernels(regime).batch_seconds(batch.num_past, batch.num_new)
+            self.counters.attended(regime.value, seconds, predicted)
+
+    def _slots(self, plan: StepPlan) -> NDArray[np.int32]:
+        """-1 for a paged sequence: its row of the block tables is where kernels find it."""
+        return self.memory.slots(plan.memory_ids)
 
     def _name_tokens(self, plan: StepPlan) -> None:
         """What became known names blocks for the prefix cache, once they are computed."""
@@ -424,18 +439,22 @@ class LLMEngine:
             return
         memory_ids: list[int] = []
         tokens: list[int] = []
-        for item in plan.scheduled:
-            sequence = item.sequence
-            if sequence.memory_id == item.memory_id:
-                unnamed = sequence.tokens[sequence.num_named :]
-                memory_ids += [item.memory_id] * len(unnamed)
-                tokens += unnamed
-                sequence.num_named = sequence.num_tokens
+        for sequence, memory_id in zip(plan.sequences, plan.memory_ids.tolist(), strict=True):
+            if sequence.memory_id != memory_id:
+                continue  # it has finished
+            known, num_named = sequence.tokens, sequence.num_named
+            sequence.num_named = len(known)
+            if num_named + 1 == len(known):
+                memory_ids.append(memory_id)
+                tokens.append(known[-1])
+            elif num_named < len(known):
+                memory_ids += [memory_id] * (len(known) - num_named)
+                tokens += known[num_named:]
         self.memory.append_tokens(memory_ids, tokens)
 
     def _fail_batch(self, error: Exception, plan: StepPlan) -> StepResult:
-        logger.error("a step of %d sequences failed", len(plan.scheduled), exc_info=error)
-        request_ids = {item.sequence.request.request_id for item in plan.scheduled}
+        logger.error("a step of %d sequences failed", len(plan), exc_info=error)
+        request_ids = {sequence.request.request_id for sequence in plan.sequences}
         for request_id in request_ids:
             self.abort(request_id)
         told = VmserveError("the step that computed this request failed; send it again")
@@ -466,19 +485,19 @@ class LLMEngine:
         if self.scheduler.make_room():
             logger.warning("made room: %s", error)
             return StepResult()
-        request = plan.scheduled[0].sequence.request
+        request = plan.sequences[0].request
         self.abort(request.request_id)
         return StepResult(failures=(RequestFailure(request.request_id, error),))
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
         now = time.monotonic()
-        for item in plan.scheduled:
-            metrics = item.sequence.request.metrics
+        for index in np.flatnonzero(plan.reads_prompt).tolist():
+            sequence = plan.sequences[index]
+            metrics = sequence.request.metrics
+            metrics.num_prefill_chunks += 1
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
-                self._count_lookup(item.sequence.request)
-            if item.num_past < item.sequence.num_prompt:
-                metrics.num_prefill_chunks += 1
+                self._count_lookup(sequence.request)
 
     def _count_lookup(self, request: Request) -> None:
         wants_logits = request.params.prompt_logprobs is not None

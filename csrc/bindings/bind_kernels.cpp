@@ -23,6 +23,11 @@ using Ints = std::vector<std::int64_t>;
 using TensorTuple = std::tuple<std::uintptr_t, std::string_view, Ints, Ints>;
 using Tables = py::array_t<std::int32_t, py::array::c_style>;
 using Doubles = py::array_t<double, py::array::c_style>;
+using IntArray = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
+
+Ints as_ints(const IntArray& array) {
+  return {array.data(), array.data() + array.size()};
+}
 
 TensorRef as_tensor(TensorTuple&& tuple) {
   auto& [address, dtype, shape, strides] = tuple;
@@ -124,10 +129,10 @@ void bind_kernels(py::module_& m) {
       .def(py::init(&paged_view), py::arg("keys"), py::arg("values"),
            py::arg("block_tables").noconvert(), py::arg("block_tokens"), py::keep_alive<1, 4>());
   py::class_<CpuBatch>(m, "CpuBatch")
-      .def(py::init([](const std::shared_ptr<CpuKvView>& view, Ints places, Ints num_past,
-                       Ints num_new) {
-             return std::make_unique<CpuBatch>(view, std::move(places), std::move(num_past),
-                                               std::move(num_new));
+      .def(py::init([](const std::shared_ptr<CpuKvView>& view, const IntArray& places,
+                       const IntArray& num_past, const IntArray& num_new) {
+             return std::make_unique<CpuBatch>(view, as_ints(places), as_ints(num_past),
+                                               as_ints(num_new));
            }),
            py::arg("view"), py::arg("places"), py::arg("num_past"), py::arg("num_new"))
       .def_property_readonly("num_tokens", &CpuBatch::num_tokens);

@@ -310,8 +310,8 @@ void bind_reading(py::class_<KVMemory>& memory) {
       .def("slot", &KVMemory::slot, py::arg("seq"), unlocked())
       .def(
           "slots",
-          [](const KVMemory& self, const std::vector<SeqId>& seqs) {
-            return as_array(self.slots(seqs));
+          [](const KVMemory& self, const Ints& seqs) {
+            return as_array(self.slots({seqs.data(), seqs.data() + seqs.size()}));
           },
           py::arg("seqs"))
       .def("block_refs", &KVMemory::block_refs, py::arg("block"), unlocked())

@@ -129,7 +129,7 @@ def test_a_batch_that_raises_fails_its_requests_and_not_the_engine() -> None:
         execute = runner.execute
 
         def poisoned(plan: StepPlan, slots: list[int]) -> object:
-            if any(item.sequence.tokens[0] == 13 for item in plan.scheduled):
+            if any(sequence.tokens[0] == 13 for sequence in plan.sequences):
                 raise RuntimeError("poison")
             return execute(plan, slots)
 

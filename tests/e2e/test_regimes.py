@@ -242,6 +242,8 @@ def test_every_method_in_one_batch(
 ) -> None:
     """Greedy, parallel sampling and beams together; ``auto`` keeps what forks paged."""
     batch = prompts(9, 120, 14)
+    # Forks at 40 tokens and more copy more of a page than of a block.
+    batch[3:6] = [prompts(1, 40 + index, 20 + index)[0] for index in range(3)]
     drawn = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=20)
     with LLM(
         dtype="float32",

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vmserve.memory.base import (
     Attach,
     Convert,
@@ -74,13 +77,14 @@ class CountingMemory:
         return most // self.layout.page_tokens * self.layout.page_tokens
 
     def plan(
-        self, growths: Sequence[Growth], ops: Sequence[MemoryOp] = ()
+        self, growths: Sequence[Growth] | NDArray[np.int64], ops: Sequence[MemoryOp] = ()
     ) -> MemoryPlan | Shortfall:
+        rows = np.asarray(growths, dtype=np.int64).reshape(-1, 3)
         assert all(self._is_legal(op) for op in ops)
         parents = {op.seq: op for op in ops if isinstance(op, Fork)}
         back = {op.seq: self.swapped[op.seq] for op in ops if isinstance(op, SwapIn)}
         needed = sum(back.values())
-        for growth in growths:
+        for growth in (Growth(*row) for row in rows.tolist()):
             fork = parents.get(growth.seq)
             has = len(self.page_lists[growth.seq])
             if fork is not None:
@@ -90,7 +94,7 @@ class CountingMemory:
         available = self.available_pages()
         if needed > available:
             return Shortfall(needed, available)
-        return MemoryPlan(tuple(growths), tuple(ops), needed, self.version)
+        return MemoryPlan(rows, tuple(ops), needed, self.version)
 
     def _is_legal(self, op: MemoryOp) -> bool:
         if isinstance(op, Attach):

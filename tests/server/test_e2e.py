@@ -244,13 +244,25 @@ def test_beams(real: Running) -> None:
 
 def test_metrics_tell_the_regime_and_why(real: Running) -> None:
     real.complete(prompt=PROMPT, max_tokens=2)
-    real.complete(prompt=PROMPT, max_tokens=2, n=2)
+    real.complete(prompt=PROMPT, max_tokens=16, n=4, use_beam_search=True)
     text = real.http.get("/metrics").text
     for labels in ('regime="virtual"', 'reason="forks",regime="paged"'):
         assert any(
             line.startswith("vmserve:request_regime_total{") and labels in line
             for line in text.splitlines()
         ), text
+
+
+def test_a_time_limit(real: Running) -> None:
+    endless = {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True, "request_timeout": 0.1}
+    late = real.post(COMPLETIONS, endless)
+    assert late.status_code == 504
+    assert error_of(late)["code"] == 504
+    assert "within its 0.1 seconds" in error_of(late)["message"]
+    *pieces, last = real.events(COMPLETIONS, endless)
+    assert pieces
+    assert json.loads(last)["error"]["code"] == 504
+    assert kv(real)["num_seqs"] == 0
 
 
 def test_drain_ends_what_runs(real: Running) -> None:

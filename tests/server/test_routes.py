@@ -94,6 +94,20 @@ def test_the_official_client_has_its_key_checked(keyed: Running) -> None:
         keyed.openai(api_key="third").models.list()
 
 
+def test_a_tenant_is_a_key_or_without_keys_whom_the_client_names(
+    keyed: Running, shared: Running
+) -> None:
+    body = {"prompt": "x", "user": "somebody"}
+    path = "/llm/v1/completions"
+    for key, tenant in (("first", "key-0"), ("second", "key-1")):
+        headers = {"authorization": f"Bearer {key}"}
+        assert keyed.http.post(path, json=body, headers=headers).status_code == 200
+        assert keyed.engine.requests[-1][2]["tenant"] == tenant
+    shared.complete(user="somebody", request_timeout=7.5)
+    assert shared.engine.requests[-1][2]["tenant"] == "somebody"
+    assert shared.engine.requests[-1][2]["timeout"] == 7.5
+
+
 def test_without_keys_any_header_is_fine(shared: Running) -> None:
     for value in ("", "Bearer x", "nonsense"):
         response = shared.http.get("/v1/models", headers={"authorization": value})

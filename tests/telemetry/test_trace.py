@@ -25,6 +25,7 @@ def test_every_step_and_request_is_there(tmp_path: Path) -> None:
     prompts = [[1, *range(5, 5 + length)] for length in (90, 60, 30)]
     with LLM(
         dtype="float32",
+        kv_regime="paged",
         kv_page_size="16KiB",
         kv_cache_memory="1MiB",
         max_model_len=256,
@@ -40,7 +41,7 @@ def test_every_step_and_request_is_there(tmp_path: Path) -> None:
     steps = named(events, "X", "step")
     assert len(steps) == stats["engine_steps_total"]
     assert sum(step["args"]["tokens"] for step in steps) == stats["tokens_computed_total"]
-    assert all(step["args"]["virtual"] == 0 for step in steps)  # all of them fork
+    assert all(step["args"]["virtual"] == 0 for step in steps)
     # The phases of a step fill it, in order.
     parts = [event for event in events if event["ph"] == "X" and event["name"] != "step"]
     assert [part["name"] for part in parts] == list(PHASES) * len(steps)

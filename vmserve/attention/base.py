@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 
 from vmserve.attention.rotary import Rotary
 
@@ -68,10 +70,11 @@ class RaggedBatch:
     row of the block tables, ``places[i]``.
     """
 
-    places: tuple[int, ...]
-    num_past: tuple[int, ...]
-    num_new: tuple[int, ...]
-    starts: tuple[int, ...]
+    #: int64 ``[num_sequences]``
+    places: NDArray[np.int64]
+    num_past: NDArray[np.int64]
+    num_new: NDArray[np.int64]
+    starts: NDArray[np.int64]
     #: ``[num_tokens]`` int64: the place and the position of each row of the ragged batch.
     token_places: torch.Tensor
     token_positions: torch.Tensor
@@ -82,25 +85,27 @@ class RaggedBatch:
 
     @property
     def num_tokens(self) -> int:
-        return self.starts[-1] + self.num_new[-1] if self.starts else 0
+        return len(self.token_positions)
 
     @staticmethod
-    def build(places: list[int], num_past: list[int], num_new: list[int]) -> RaggedBatch:
+    def build(places: ArrayLike, num_past: ArrayLike, num_new: ArrayLike) -> RaggedBatch:
         """Lay the sequences out one after the other. Every ``num_new`` must be positive."""
-        starts: list[int] = []
-        total = 0
-        for count in num_new:
-            starts.append(total)
-            total += count
-        counts = torch.tensor(num_new, dtype=torch.int64)
-        first = torch.tensor(num_past, dtype=torch.int64) - torch.tensor(starts, dtype=torch.int64)
+        places, past = np.asarray(places, dtype=np.int64), np.asarray(num_past, dtype=np.int64)
+        new = np.asarray(num_new, dtype=np.int64)
+        ends = np.cumsum(new)
+        starts = ends - new
+        num_tokens = int(ends[-1]) if len(ends) else 0
+        token_places, token_positions = places, past
+        if num_tokens != len(new):  # else there is one token of each
+            token_places = np.repeat(places, new)
+            token_positions = np.arange(num_tokens) + np.repeat(past - starts, new)
         return RaggedBatch(
-            places=tuple(places),
-            num_past=tuple(num_past),
-            num_new=tuple(num_new),
-            starts=tuple(starts),
-            token_places=torch.repeat_interleave(torch.tensor(places, dtype=torch.int64), counts),
-            token_positions=torch.arange(total) + torch.repeat_interleave(first, counts),
+            places=places,
+            num_past=past,
+            num_new=new,
+            starts=starts,
+            token_places=torch.from_numpy(token_places),
+            token_positions=torch.from_numpy(token_positions),
         )
 
 

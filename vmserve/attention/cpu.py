@@ -67,11 +67,13 @@ class CpuBackend:
 
         Raises ``ValueError`` for a sequence that does not fit its place.
         """
-        if self._view is None or self._view.view is not view:
-            self._view = _NativeView(view)
+        native = self._view
+        if native is None or native.view is not view:
+            # NOTE: another thread may bind in between: the one kept may be its view.
+            native = self._view = _NativeView(view)
         if self._num_threads is None:
             self._kernels.num_threads = torch.get_num_threads()
-        return CpuCall(self._kernels, self._view, batch)
+        return CpuCall(self._kernels, native, batch)
 
 
 class CpuCall:

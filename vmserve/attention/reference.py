@@ -46,7 +46,11 @@ class _ReferenceCall:
         output = torch.empty_like(q)
         batch = self._batch
         for place, past, new, start in zip(
-            batch.places, batch.num_past, batch.num_new, batch.starts, strict=True
+            batch.places.tolist(),
+            batch.num_past.tolist(),
+            batch.num_new.tolist(),
+            batch.starts.tolist(),
+            strict=True,
         ):
             rows = slice(start, start + new)
             written = self._index(place, past, past + new)

@@ -148,7 +148,11 @@ def _plan(batch: RaggedBatch, window: int | None, like: torch.Tensor) -> list[_T
     tiles: list[_Tile] = []
     masks: dict[tuple[int, int], torch.Tensor] = {}
     for slot, past, new, start in zip(
-        batch.places, batch.num_past, batch.num_new, batch.starts, strict=True
+        batch.places.tolist(),
+        batch.num_past.tolist(),
+        batch.num_new.tolist(),
+        batch.starts.tolist(),
+        strict=True,
     ):
         # torch's is_causal aligns the first query with the first key: right only without past.
         if new > 1 and past == 0 and (window is None or new <= window):

@@ -118,15 +118,20 @@ class Shortfall:
         return max(0, self.needed_pages - self.available_pages)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MemoryPlan:
     """What fits. Opaque to the scheduler; valid until memory changes in any way."""
 
-    growths: tuple[Growth, ...]
+    #: The growths as int64 ``[growths, 3]``.
+    rows: NDArray[np.int64]
     ops: tuple[MemoryOp, ...]
     needed_pages: int
     #: The state of the memory that this plan was made for; ``apply`` refuses a stale one.
     version: int
+
+    @property
+    def growths(self) -> tuple[Growth, ...]:
+        return tuple(Growth(*row) for row in self.rows.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,16 +251,19 @@ class KVMemory(Protocol):
         ...
 
     def plan(
-        self, growths: Sequence[Growth], ops: Sequence[MemoryOp] = ()
+        self, growths: Sequence[Growth] | NDArray[np.int64], ops: Sequence[MemoryOp] = ()
     ) -> MemoryPlan | Shortfall:
-        """Read-only: what the growths, and the ops before them, would take."""
+        """Read-only: what the growths, and the ops before them, would take.
+
+        Growths as an array are int64 ``[growths, 3]``: it is the plan's from here on.
+        """
         ...
 
     def apply(self, plan: MemoryPlan) -> int:
         """Do what was planned: all of it, or (on a driver failure) nothing. Begins an epoch."""
         ...
 
-    def slots(self, seqs: Sequence[int]) -> NDArray[np.int32]:
+    def slots(self, seqs: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
         """The slots of sequences, -1 where they have none: int32 ``[len(seqs)]``."""
         ...
 

@@ -175,15 +175,17 @@ class MemoryManager:
         return self._core.match(seq)
 
     def plan(
-        self, growths: Sequence[Growth], ops: Sequence[MemoryOp] = ()
+        self, growths: Sequence[Growth] | NDArray[np.int64], ops: Sequence[MemoryOp] = ()
     ) -> MemoryPlan | Shortfall:
         """Read-only: what the growths, and the ops before them, would take.
 
+        Growths as an array are int64 ``[growths, 3]``: it is the plan's from here on.
         Raises ``ValueError`` for a sequence that is not open or tokens above ``max_len``.
         """
-        plan = self._core.plan_step(_rows(growths), _op_tuples(ops))
+        rows = np.asarray(growths, dtype=np.int64).reshape(-1, 3)
+        plan = self._core.plan_step(rows, _op_tuples(ops))
         if plan.fits:
-            return MemoryPlan(tuple(growths), tuple(ops), plan.needed_pages, plan.version)
+            return MemoryPlan(rows, tuple(ops), plan.needed_pages, plan.version)
         return Shortfall(
             needed_pages=plan.needed_pages,
             available_pages=plan.available_pages,
@@ -198,9 +200,9 @@ class MemoryManager:
         Raises ``ValueError`` for a stale plan, :class:`OutOfMemoryError` when the system has
         less memory than the limit promises, :class:`DriverError` when it refuses a call.
         """
-        return self._core.apply_step(_rows(plan.growths), plan.version, _op_tuples(plan.ops))
+        return self._core.apply_step(plan.rows, plan.version, _op_tuples(plan.ops))
 
-    def slots(self, seqs: Sequence[int]) -> NDArray[np.int32]:
+    def slots(self, seqs: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
         """The slots of sequences, -1 where they have none: int32 ``[len(seqs)]``."""
         return self._core.slots(seqs)
 
@@ -364,10 +366,6 @@ def _create_driver(
             "request; use host"
         )
     return driver
-
-
-def _rows(growths: Sequence[Growth]) -> NDArray[np.int64]:
-    return np.array(growths, dtype=np.int64).reshape(-1, 3)
 
 
 def _op_tuples(

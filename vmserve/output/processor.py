@@ -215,7 +215,7 @@ class OutputProcessor:
 
     def _score_prompts(self, logits: StepLogits, sampler: Sampler) -> None:
         for rows in logits.prompt_rows:
-            sequence = rows.item.sequence
+            sequence = rows.sequence
             request = sequence.request
             k = request.params.prompt_logprobs
             scored = self._open[request.request_id].prompt_logprobs

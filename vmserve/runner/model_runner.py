@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from vmserve.attention.base import (
@@ -18,14 +19,16 @@ from vmserve.attention.base import (
 )
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
-from vmserve.scheduler.base import ScheduledSequence, StepPlan
+from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from vmserve.attention.rotary import Rotary
     from vmserve.models import LoadedModel
 
-__all__ = ["ModelRunner", "RegimeKernels", "StepLogits"]
+__all__ = ["AttentionTime", "ModelRunner", "RegimeKernels", "StepLogits"]
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,19 @@ class RegimeKernels:
             )
 
 
+class AttentionTime(NamedTuple):
+    """Seconds that the sequences of one regime, ``batch``, spent in attention in a step."""
+
+    regime: Regime
+    batch: RaggedBatch
+    seconds: float
+
+
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows of ``StepLogits.logits`` that score ``targets``, prompt tokens of ``item``."""
+    """Rows of ``StepLogits.logits`` that score ``targets``, prompt tokens of ``sequence``."""
 
-    item: ScheduledSequence
+    sequence: Sequence
     first_row: int
     targets: list[int]
 
@@ -66,6 +77,8 @@ class StepLogits:
     beams: tuple[Sequence, ...]
     beam_rows: tuple[int, ...]
     prompt_rows: tuple[PromptRows, ...]
+    #: What attention took, of each regime that the step has.
+    attention: tuple[AttentionTime, ...]
 
     def sampling_logits(self) -> torch.Tensor:
         """``[samplers, vocab]``"""
@@ -93,23 +106,23 @@ class ModelRunner:
         self._kernels = kernels
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, places: list[int]) -> StepLogits:
-        """``places``: the slot, or the row of the block tables, of each scheduled sequence."""
-        # One stretch of rows for each regime; within it the order of the plan.
-        order = sorted(range(len(places)), key=lambda i: plan.scheduled[i].regime.value)
-        items = tuple(plan.scheduled[i] for i in order)
-        parts = _parts(items, [places[i] for i in order], self._kernels)
-        token_ids: list[int] = []
-        starts: list[int] = []
-        for item in items:
-            starts.append(len(token_ids))
-            token_ids += item.sequence.tokens[item.num_past : item.num_past + item.num_new]
-        wanted = _rows_wanted(items, starts)
+    def execute(self, plan: StepPlan, slots: NDArray[np.int32]) -> StepLogits:
+        """``slots``: of each sequence; -1 where kernels find it by its row of the block tables."""
+        is_paged = slots < 0
+        num_paged = int(np.count_nonzero(is_paged))
+        if 0 < num_paged < len(plan):
+            # One stretch of rows for each regime; within it the order of the plan.
+            order = np.argsort(~is_paged, kind="stable")
+            plan, slots = plan.in_order(order), slots[order]
+        parts = _parts(plan, slots, num_paged, self._kernels)
+        only_decodes = plan.only_decodes
+        token_ids = _last_tokens(plan) if only_decodes else _new_tokens(plan)
+        wanted = _every_row(plan) if only_decodes else _rows_wanted(plan)
         logits = self._model.forward(
-            torch.tensor(token_ids, dtype=torch.int64),
-            torch.cat([part.batch.token_positions for part in parts]),
+            _as_tensor(token_ids),
+            torch.from_numpy(plan.num_past) if only_decodes else _positions(parts),
             parts[0].call if len(parts) == 1 else _MixedCall(parts),
-            torch.tensor(wanted.rows, dtype=torch.int64),
+            _as_tensor(wanted.rows),
         )
         return StepLogits(
             logits,
@@ -118,6 +131,7 @@ class ModelRunner:
             tuple(wanted.beams),
             tuple(wanted.beam_rows),
             tuple(wanted.prompt_rows),
+            tuple(AttentionTime(part.regime, part.batch, part.call.seconds) for part in parts),
         )
 
 
@@ -125,29 +139,83 @@ class ModelRunner:
 class _Part:
     """The sequences of one regime: rows ``first : first + batch.num_tokens`` of the batch."""
 
+    regime: Regime
     first: int
     batch: RaggedBatch
-    call: AttentionCall
+    call: _TimedCall
+
+
+def _last_tokens(plan: StepPlan) -> list[int]:
+    return [sequence.tokens[-1] for sequence in plan.sequences]
+
+
+def _new_tokens(plan: StepPlan) -> list[int]:
+    token_ids: list[int] = []
+    ends = (plan.num_past + plan.num_new).tolist()
+    for sequence, num_past, end in zip(plan.sequences, plan.num_past.tolist(), ends, strict=True):
+        token_ids += sequence.tokens[num_past:end]
+    return token_ids
+
+
+def _as_tensor(numbers: list[int]) -> torch.Tensor:
+    """int64; by way of numpy, which reads a list much faster."""
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))
+
+
+def _positions(parts: list[_Part]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0].batch.token_positions
+    return torch.cat([part.batch.token_positions for part in parts])
 
 
 def _parts(
-    items: tuple[ScheduledSequence, ...],
-    places: list[int],
+    plan: StepPlan,
+    slots: NDArray[np.int32],
+    num_paged: int,
     kernels: Mapping[Regime, RegimeKernels],
 ) -> list[_Part]:
+    """The first ``num_paged`` sequences are paged."""
     parts: list[_Part] = []
     first = 0
-    for regime, group in groupby(zip(items, places, strict=True), lambda pair: pair[0].regime):
-        members = list(group)
-        batch = RaggedBatch.build(
-            [place for _, place in members],
-            [item.num_past for item, _ in members],
-            [item.num_new for item, _ in members],
-        )
+    paged, virtual = slice(num_paged), slice(num_paged, None)
+    stretches = (
+        (Regime.PAGED, paged, plan.memory_ids[paged]),
+        (Regime.VIRTUAL, virtual, slots[virtual]),
+    )
+    for regime, stretch, places in stretches:
+        if not len(places):
+            continue
+        batch = RaggedBatch.build(places, plan.num_past[stretch], plan.num_new[stretch])
         chosen = kernels[regime]
-        parts.append(_Part(first, batch, chosen.backend.bind(chosen.view, batch)))
+        began = time.perf_counter()
+        call = chosen.backend.bind(chosen.view, batch)
+        timed = _TimedCall(call, time.perf_counter() - began)
+        parts.append(_Part(regime, first, batch, timed))
         first += batch.num_tokens
     return parts
+
+
+class _TimedCall:
+    """Adds up what the kernels of one regime take in a step, all layers and the binding."""
+
+    __slots__ = ("_call", "seconds")
+
+    def __init__(self, call: AttentionCall, seconds: float) -> None:
+        self._call = call
+        self.seconds = seconds
+
+    def __call__(
+        self,
+        spec: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None = None,
+    ) -> torch.Tensor:
+        began = time.perf_counter()
+        out = self._call(spec, q, k, v, rotary)
+        self.seconds += time.perf_counter() - began
+        return out
 
 
 class _MixedCall:
@@ -184,37 +252,50 @@ class _Wanted:
     beam_rows: list[int] = field(default_factory=list)
     prompt_rows: list[PromptRows] = field(default_factory=list)
 
-
-def _rows_wanted(items: tuple[ScheduledSequence, ...], starts: list[int]) -> _Wanted:
-    wanted = _Wanted()
-    rows = wanted.rows
-    for item, start in zip(items, starts, strict=True):
-        scored = _prompt_positions(item)
-        if scored:
-            targets = item.sequence.tokens[scored.start + 1 : scored.stop + 1]
-            wanted.prompt_rows.append(PromptRows(item, len(rows), targets))
-            rows.extend(start + position - item.num_past for position in scored)
-        if not item.samples:
-            continue
-        sequence = item.sequence
+    def add(self, sequence: Sequence, num_past: int, end: int, last_row: int) -> None:
+        """The sequence computes positions ``num_past`` to ``end``, the last one in ``last_row``."""
+        if num_past < sequence.num_prompt:
+            scored = _prompt_positions(sequence, num_past, end)
+            if scored:
+                targets = sequence.tokens[scored.start + 1 : scored.stop + 1]
+                self.prompt_rows.append(PromptRows(sequence, len(self.rows), targets))
+                self.rows.extend(last_row + 1 - end + position for position in scored)
+        if end < len(sequence.tokens):
+            return  # what follows is known
         if sequence.request.beams is not None:
-            wanted.beams.append(sequence)
-            wanted.beam_rows.append(len(rows))
+            self.beams.append(sequence)
+            self.beam_rows.append(len(self.rows))
         else:
             drawing = [sequence]
             if sequence.num_output == 0:
                 drawing += sequence.request.first_tokens_due
-            wanted.samplers += drawing
-            wanted.sample_rows += [len(rows)] * len(drawing)
-        rows.append(start + item.num_new - 1)
+            self.samplers += drawing
+            self.sample_rows += [len(self.rows)] * len(drawing)
+        self.rows.append(last_row)
+
+
+def _every_row(plan: StepPlan) -> _Wanted:
+    """Of a step that only decodes."""
+    rows = list(range(len(plan)))
+    beams = [sequence for sequence in plan.sequences if sequence.request.beams is not None]
+    return _rows_wanted(plan) if beams else _Wanted(rows, plan.sequences, rows)
+
+
+def _rows_wanted(plan: StepPlan) -> _Wanted:
+    wanted = _Wanted()
+    ends = (plan.num_past + plan.num_new).tolist()
+    last_rows = (np.cumsum(plan.num_new) - 1).tolist()
+    for sequence, num_past, end, last_row in zip(
+        plan.sequences, plan.num_past.tolist(), ends, last_rows, strict=True
+    ):
+        wanted.add(sequence, num_past, end, last_row)
     return wanted
 
 
-def _prompt_positions(item: ScheduledSequence) -> range:
+def _prompt_positions(sequence: Sequence, num_past: int, end: int) -> range:
     """Positions in this chunk whose logits score the next prompt token, not scored before."""
-    sequence = item.sequence
     if sequence.request.params.prompt_logprobs is None or sequence.index != 0:
         return range(0)
-    first = max(item.num_past, sequence.num_prompt_scored)
-    last = min(item.num_past + item.num_new, sequence.num_prompt - 1)
+    first = max(num_past, sequence.num_prompt_scored)
+    last = min(end, sequence.num_prompt - 1)
     return range(first, max(first, last))

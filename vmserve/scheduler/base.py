@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from vmserve import _core
 from vmserve.errors import OutOfMemoryError
-from vmserve.memory.base import MemoryPlan, Regime
+from vmserve.memory.base import Convert, MemoryPlan, Regime
 from vmserve.scheduler.sequence import Request, Sequence
 
-__all__ = ["NoRoomError", "ScheduledSequence", "Scheduler", "StepPlan"]
+__all__ = [
+    "Columns",
+    "Flags",
+    "Ints",
+    "NoRoomError",
+    "ScheduledSequence",
+    "Scheduler",
+    "Share",
+    "StepDraft",
+    "StepPlan",
+]
+
+#: A sequence's share of a step: how many tokens of it are computed.
+Share = tuple[Sequence, int]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 class NoRoomError(OutOfMemoryError):
@@ -22,33 +42,137 @@ class NoRoomError(OutOfMemoryError):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """``num_new`` tokens of ``sequence``, from position ``num_past`` on.
-
-    ``memory_id``: the sequence in the KV memory; ``regime``: how kernels see it in this step.
-    """
+    """An entry of a :class:`StepPlan`."""
 
     sequence: Sequence
     memory_id: int
     num_past: int
     num_new: int
-    regime: Regime = Regime.VIRTUAL
-
-    @property
-    def samples(self) -> bool:
-        """Whether the last new token is the last known one, so that the next can be drawn."""
-        return self.num_past + self.num_new == self.sequence.num_tokens
+    #: How kernels see it in this step.
+    regime: Regime
+    samples: bool
 
 
-@dataclass(frozen=True, slots=True)
+class Columns(NamedTuple):
+    """What a step needs to know of its sequences, by the attributes' names; ``tokens``: known."""
+
+    memory_id: Ints
+    num_computed: Ints
+    num_prompt: Ints
+    tokens: Ints
+    num_new: Ints
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A step that is being put together: its shares, in two columns."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    num_new: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[Share]:
+        return zip(self.sequences, self.num_new, strict=True)
+
+    def append(self, share: Share) -> None:
+        sequence, num_new = share
+        self.sequences.append(sequence)
+        self.num_new.append(num_new)
+
+    def pop(self) -> Share:
+        return self.sequences.pop(), self.num_new.pop()
+
+    def columns(self) -> Columns:
+        numbers = _core.columns(self.sequences, Columns._fields[:-1])
+        memory_id, num_computed, num_prompt, tokens = numbers
+        return Columns(
+            memory_id, num_computed, num_prompt, tokens, np.array(self.num_new, dtype=np.int64)
+        )
+
+    def drop(self, sequences: list[Sequence]) -> None:
+        """Without the shares of these."""
+        shares = [share for share in self if share[0] not in sequences]
+        self.sequences = [sequence for sequence, _ in shares]
+        self.num_new = [num_new for _, num_new in shares]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step: what is computed and the memory that it needs."""
+    """One step: what is computed and the memory that it needs.
 
-    scheduled: tuple[ScheduledSequence, ...]
+    In columns, ``[sequences]`` each, as a step is made of hundreds of sequences: ``num_new`` tokens
+    are computed, from position ``num_past`` on, with the keys and values of ``memory_ids``.
+    """
+
+    sequences: list[Sequence]
+    memory_ids: Ints
+    num_past: Ints
+    num_new: Ints
+    #: Some of its new tokens are of its prompt.
+    reads_prompt: Flags
+    #: The last new token is the last known one, so that the next can be drawn.
+    samples: Flags
+    num_tokens: int
     memory: MemoryPlan
 
+    @staticmethod
+    def of(draft: StepDraft, columns: Columns, memory: MemoryPlan) -> StepPlan:
+        return StepPlan(
+            list(draft.sequences),
+            memory_ids=columns.memory_id,
+            num_past=columns.num_computed,
+            num_new=columns.num_new,
+            reads_prompt=columns.num_computed < columns.num_prompt,
+            samples=columns.num_computed + columns.num_new == columns.tokens,
+            num_tokens=sum(draft.num_new),
+            memory=memory,
+        )
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
     @property
-    def num_tokens(self) -> int:
-        return sum(item.num_new for item in self.scheduled)
+    def only_decodes(self) -> bool:
+        """Whether it computes the last known token of every sequence, behind its prompt."""
+        num = len(self)
+        if self.num_tokens != num or np.count_nonzero(self.samples) != num:
+            return False
+        return int(np.count_nonzero(self.reads_prompt)) == 0
+
+    @property
+    def scheduled(self) -> tuple[ScheduledSequence, ...]:
+        """The columns, entry by entry."""
+        columns = zip(
+            self.sequences,
+            self.memory_ids.tolist(),
+            self.num_past.tolist(),
+            self.num_new.tolist(),
+            self._regimes(),
+            self.samples.tolist(),
+            strict=True,
+        )
+        return tuple(ScheduledSequence(*entry) for entry in columns)
+
+    def in_order(self, order: Ints) -> StepPlan:
+        """The same step; entry ``order[i]`` of each column is its ``i``-th."""
+        return StepPlan(
+            [self.sequences[row] for row in order.tolist()],
+            self.memory_ids[order],
+            self.num_past[order],
+            self.num_new[order],
+            self.reads_prompt[order],
+            self.samples[order],
+            self.num_tokens,
+            self.memory,
+        )
+
+    def _regimes(self) -> list[Regime]:
+        """Once the plan's conversions are done."""
+        converted = {op.seq: op.regime for op in self.memory.ops if isinstance(op, Convert)}
+        ids = zip(self.sequences, self.memory_ids.tolist(), strict=True)
+        return [converted.get(memory_id, sequence.regime) for sequence, memory_id in ids]
 
 
 class Scheduler(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vmserve.scheduler.base import ScheduledSequence
+from vmserve.scheduler.base import Share, StepDraft
 from vmserve.scheduler.sequence import Sequence
 
 __all__ = ["StepBudget"]
@@ -20,20 +20,25 @@ class StepBudget:
     def can_take(self, sequence: Sequence) -> bool:
         return self.tokens > 0 and (self.scored > 0 or not sequence.num_unscored)
 
-    def take(self, sequence: Sequence) -> ScheduledSequence:
+    def take(self, sequence: Sequence) -> Share:
         """As much of the sequence as there is room for."""
-        assert sequence.memory_id is not None
         num_new = min(sequence.num_uncomputed, self.tokens)
         if sequence.num_unscored:
             num_new = min(num_new, self.scored)
-        item = ScheduledSequence(
-            sequence, sequence.memory_id, sequence.num_computed, num_new, sequence.regime
-        )
-        self.spend([item])
-        return item
+        self.spend([(sequence, num_new)])
+        return sequence, num_new
 
-    def spend(self, items: Iterable[ScheduledSequence]) -> None:
-        for item in items:
-            self.tokens -= item.num_new
-            if item.sequence.num_unscored:
-                self.scored -= item.num_new
+    def take_next_tokens(self, decoding: list[Sequence]) -> StepDraft:
+        """One token of each, as far as they go.
+
+        Nothing of a prompt is scored by it: its last token but one scores the last.
+        """
+        taken = decoding[: self.tokens]
+        self.tokens -= len(taken)
+        return StepDraft(taken, [1] * len(taken))
+
+    def spend(self, shares: Iterable[Share]) -> None:
+        for sequence, num_new in shares:
+            self.tokens -= num_new
+            if sequence.num_unscored:
+                self.scored -= num_new

@@ -20,14 +20,16 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
+
+import numpy as np
 
 from vmserve.memory.base import (
     Attach,
     Convert,
     Fork,
-    Growth,
     KVMemory,
     MemoryOp,
     MemoryPlan,
@@ -35,7 +37,7 @@ from vmserve.memory.base import (
     Shortfall,
     SwapIn,
 )
-from vmserve.scheduler.base import NoRoomError, ScheduledSequence, StepPlan
+from vmserve.scheduler.base import Columns, Ints, NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import StepBudget
 from vmserve.scheduler.demand import BlockDemand
 from vmserve.scheduler.fairness import TenantShares
@@ -66,6 +68,10 @@ class SchedulerLimits:
     window: int | None = None
     #: Prompt tokens that a step scores at most: each takes a row of logits.
     max_scored_tokens: int = 1 << 20
+    #: A step reads prompts or decodes, never both, as in the paper (the policy "v0").
+    separates_phases: bool = False
+    #: Then prompts wait for so many times as long as the last ones took, to be read together.
+    delay_factor: float = 0.0
 
 
 class FCFSScheduler:
@@ -78,6 +84,7 @@ class FCFSScheduler:
         regimes: RegimePolicy | None = None,
         preemption: PreemptionPolicy | None = None,
         shares: TenantShares | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory = memory
         self._limits = limits
@@ -85,6 +92,10 @@ class FCFSScheduler:
         self._demand = BlockDemand(memory.layout)
         self._preemption = preemption or PreemptionPolicy("recompute")
         self._shares = shares
+        self._clock = clock
+        #: How long the last step of prompts alone took, and when it began, if it runs.
+        self._prompts_took = 0.0
+        self._prompts_began: float | None = None
         # All in the order in which sequences are served.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -97,6 +108,8 @@ class FCFSScheduler:
         #: The system refused memory that the limit promises: nobody is admitted beside those
         #: that run until one of them has ended, or the same refusal would come each step.
         self._is_short = False
+        #: A step was planned and not applied.
+        self._is_pending = False
         self._num_steps = 0
         self.num_preemptions_total = 0
         self.num_swaps_total = 0
@@ -178,26 +191,35 @@ class FCFSScheduler:
     # -- the step -----------------------------------------------------------------------
 
     def applied(self, plan: StepPlan) -> None:
+        self._is_pending = False
+        if plan.memory.ops:
+            self._started(plan.memory.ops)
+        for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
+            self._drop_donor(donor.request)
+
+    def _started(self, ops: tuple[MemoryOp, ...]) -> None:
         for sequence in self._running:
             sequence.start = None
-        for op in plan.memory.ops:
+        for op in ops:
             if isinstance(op, Convert):
                 converted = next(seq for seq in self._running if seq.memory_id == op.seq)
                 converted.regime = self._converting.pop(converted)
                 converted.request.metrics.kv_regime = converted.regime.value
-        for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
-            self._drop_donor(donor.request)
 
     def computed(self, plan: StepPlan) -> None:
-        for item in plan.scheduled:
-            item.sequence.num_computed = item.num_past + item.num_new
+        ends = (plan.num_past + plan.num_new).tolist()
+        for sequence, num_computed in zip(plan.sequences, ends, strict=True):
+            sequence.num_computed = num_computed
         if self._shares is not None:
-            for item in plan.scheduled:
-                if item.samples:
-                    self._shares.served(item.sequence.request, num_generated=1)
+            for sequence, samples in zip(plan.sequences, plan.samples.tolist(), strict=True):
+                if samples:
+                    self._shares.served(sequence.request, num_generated=1)
 
     def schedule(self) -> StepPlan | None:
         self._reconsider_regimes()
+        if self._prompts_began is not None:
+            self._prompts_took = self._clock() - self._prompts_began
+            self._prompts_began = None
         plan = self._schedule()
         while plan is None and self._give_way():
             plan = self._schedule()
@@ -206,18 +228,19 @@ class FCFSScheduler:
     def _schedule(self) -> StepPlan | None:
         for sequence in self._followers.take_ready(self._running, self._donors.values()):
             self._enqueue(sequence)
-        self._renew_starts()
+        if self._is_pending:
+            self._renew_starts()
+        self._is_pending = True
+        if self._limits.separates_phases and (prompts := self._schedule_prompts()) is not None:
+            return prompts
         preempted_before = self.num_preemptions_total
-        plan, memory_plan = self._schedule_running()
+        draft, plan = self._schedule_running()
         # Beside beams that only wait, whoever was preempted just now may be the one to go on.
-        if self.num_preemptions_total == preempted_before or not plan:
-            newcomers = self._admit(plan)
+        if self.num_preemptions_total == preempted_before or not draft:
+            newcomers = self._admit(draft, prompts=not self._limits.separates_phases)
             if newcomers:
-                memory_plan = self._plan_with_newcomers(plan, newcomers)
-        if not plan:
-            return None
-        assert memory_plan is not None
-        return StepPlan(_as_planned(plan, memory_plan), memory_plan)
+                plan = self._plan_with_newcomers(draft, newcomers)
+        return plan if draft else None
 
     def _give_way(self) -> bool:
         """Nobody can compute: give up what stands in the way, if anything; False if all is done.
@@ -274,13 +297,13 @@ class FCFSScheduler:
 
     # -- those that run -----------------------------------------------------------------
 
-    def _schedule_running(self) -> tuple[list[ScheduledSequence], MemoryPlan | None]:
+    def _schedule_running(self) -> tuple[StepDraft, StepPlan | None]:
         """Decodes, then prompt chunks; preempts from the back until it fits."""
         while self._running:
-            plan = self._share_budget()
-            answer = self._plan_memory(plan)
-            if isinstance(answer, MemoryPlan):
-                return plan, answer
+            draft = self._share_budget()
+            answer = self._plan_memory(draft)
+            if isinstance(answer, StepPlan):
+                return draft, answer
             if self._donors:
                 self._drop_donors()
             elif not (self._preempt_last() or self._start_over()):
@@ -292,18 +315,21 @@ class FCFSScheduler:
                     f"and {answer.available_pages} can be had: raise --kv-cache-memory, or lower "
                     "the beam width or --max-model-len",
                 )
-        return [], None
+        return StepDraft(), None
 
-    def _plan_memory(self, plan: list[ScheduledSequence]) -> MemoryPlan | Shortfall:
+    def _plan_memory(self, draft: StepDraft) -> StepPlan | Shortfall:
         """With the conversions that were asked for, unless there is no memory for them now."""
-        growths = _growths(plan, self._limits.window)
+        columns = draft.columns()
+        growths = _growths(columns, self._limits.window)
         starts: list[MemoryOp] = [seq.start for seq in self._running if seq.start is not None]
+        answer: MemoryPlan | Shortfall | None = None
         if self._converting:
-            conversions = self._conversions()
-            answer = self._memory.plan(growths, [*starts, *conversions])
-            if isinstance(answer, MemoryPlan):
-                return answer
-        return self._memory.plan(growths, starts)
+            answer = self._memory.plan(growths, [*starts, *self._conversions()])
+        if not isinstance(answer, MemoryPlan):
+            answer = self._memory.plan(growths, starts)
+        if isinstance(answer, Shortfall):
+            return answer
+        return StepPlan.of(draft, columns, answer)
 
     def _conversions(self) -> list[Convert]:
         """Of those that run: not of one that starts in this step, or is there already."""
@@ -318,17 +344,44 @@ class FCFSScheduler:
             and sequence.start is None
         ]
 
-    def _share_budget(self) -> list[ScheduledSequence]:
+    def _share_budget(self) -> StepDraft:
         budget = self._new_budget()
-        plan: list[ScheduledSequence] = []
-        decoding = [seq for seq in self._running if seq.num_uncomputed == 1]
-        reading = [seq for seq in self._running if seq.num_uncomputed > 1]
-        for sequence in decoding + reading:
-            if budget.tokens == 0:
-                break
-            if budget.can_take(sequence):
+        decoding = [seq for seq in self._running if len(seq.tokens) - seq.num_computed == 1]
+        plan = budget.take_next_tokens(decoding)
+        separate = self._limits.separates_phases and decoding
+        if separate or len(decoding) == len(self._running):
+            return plan
+        for sequence in self._running:
+            if sequence.num_uncomputed > 1 and budget.can_take(sequence):
                 plan.append(budget.take(sequence))
         return plan
+
+    def _schedule_prompts(self) -> StepPlan | None:
+        """Prompts alone, those of newcomers too; nothing while anybody is in host memory."""
+        if self._swapped or not self._may_read_prompts():
+            return None
+        draft = StepDraft()
+        budget = self._new_budget()
+        for sequence in self._running:
+            if sequence.num_uncomputed > 1 and budget.can_take(sequence):
+                draft.append(budget.take(sequence))
+        plan = self._plan_memory(draft)
+        if not isinstance(plan, StepPlan):
+            return None  # decodes go on, or make room
+        newcomers = self._admit(draft)
+        with_newcomers = self._plan_with_newcomers(draft, newcomers) if newcomers else plan
+        if not draft:
+            return None
+        self._prompts_began = self._clock()
+        return with_newcomers
+
+    def _may_read_prompts(self) -> bool:
+        """Whether the first of the queue has waited for long enough, or holds nobody up."""
+        factor = self._limits.delay_factor
+        if not factor or not self._waiting or not self._running:
+            return True
+        waited = self._clock() - self._next_waiting().request.metrics.arrival_time
+        return waited > factor * self._prompts_took
 
     def _new_budget(self) -> StepBudget:
         return StepBudget(self._limits.max_num_batched_tokens, self._limits.max_scored_tokens)
@@ -400,12 +453,15 @@ class FCFSScheduler:
 
     # -- newcomers ----------------------------------------------------------------------
 
-    def _admit(self, plan: list[ScheduledSequence]) -> list[Sequence]:
-        """Add newcomers to ``plan`` while budget, sequences and memory last; who they are."""
-        budget = self._new_budget()
-        budget.spend(plan)
+    def _admit(self, plan: StepDraft, *, prompts: bool = True) -> list[Sequence]:
+        """Add newcomers to ``plan`` while budget, sequences and memory last; who they are.
+
+        Without ``prompts`` only those who were swapped out come back.
+        """
         if not (self._waiting or self._swapped) or (self._is_short and self._running):
             return []
+        budget = self._new_budget()
+        budget.spend(plan)
         # What a newcomer may take, once every running sequence has what it is owed.
         blocks_per_page = self._demand.blocks_per_page
         room = self._memory.available_pages() * blocks_per_page - sum(
@@ -413,7 +469,7 @@ class FCFSScheduler:
         )
         watermark = int(self._limits.watermark * self._memory.limit_pages) * blocks_per_page
         newcomers = self._swap_in(plan, budget, room)
-        if self._swapped:
+        if self._swapped or not prompts:
             return newcomers  # who was swapped comes back first
         room -= sum(self._demand.next_token(seq) for seq in newcomers)
         while self._waiting:
@@ -451,9 +507,7 @@ class FCFSScheduler:
         preempted = (seq for seq in self._waiting if seq.was_preempted)
         return next(preempted, None) or self._shares.next_of(self._waiting)
 
-    def _swap_in(
-        self, plan: list[ScheduledSequence], budget: StepBudget, room: int
-    ) -> list[Sequence]:
+    def _swap_in(self, plan: StepDraft, budget: StepBudget, room: int) -> list[Sequence]:
         """Add the swapped ones to ``plan`` that fit, whole groups of beams; who they are."""
         back: list[Sequence] = []
         while self._swapped and budget.tokens > 0:
@@ -493,9 +547,7 @@ class FCFSScheduler:
         others = sum(not seq.request.is_gang for seq in self._running)
         return others + (not newcomer.is_gang) + sum(gang.num_branches for gang in gangs)
 
-    def _plan_with_newcomers(
-        self, plan: list[ScheduledSequence], newcomers: list[Sequence]
-    ) -> MemoryPlan | None:
+    def _plan_with_newcomers(self, plan: StepDraft, newcomers: list[Sequence]) -> StepPlan | None:
         """Newcomers that do not fit after all (a slot is short, say) wait again, last first.
 
         Taking a prefix from the cache can cost a page more than computing it: a page of which
@@ -503,13 +555,13 @@ class FCFSScheduler:
         """
         while plan:
             answer = self._plan_memory(plan)
-            if isinstance(answer, MemoryPlan):
+            if isinstance(answer, StepPlan):
                 return answer
             newcomer = newcomers[-1]
             if isinstance(newcomer.start, SwapIn):
                 self._back_to_swapped(newcomers, plan)
                 continue
-            assert plan.pop().sequence is newcomer
+            assert plan.pop()[0] is newcomer
             if not isinstance(newcomer.start, Attach):
                 self._back_to_waiting(newcomers.pop())
                 continue
@@ -662,7 +714,7 @@ class FCFSScheduler:
             self._release(donor)
         self._donors.clear()
 
-    def _back_to_swapped(self, newcomers: list[Sequence], plan: list[ScheduledSequence]) -> None:
+    def _back_to_swapped(self, newcomers: list[Sequence], plan: StepDraft) -> None:
         """The last newcomer, with the beams of its group, stays in host memory after all."""
         group = with_its_gang(newcomers[-1], newcomers)
         for sequence in group:
@@ -671,7 +723,7 @@ class FCFSScheduler:
             sequence.start = None
             sequence.status = SequenceStatus.SWAPPED
             insort(self._swapped, sequence, key=_ORDER)
-        plan[:] = [item for item in plan if item.sequence not in group]
+        plan.drop(group)
 
     # -- queues -------------------------------------------------------------------------
 
@@ -719,21 +771,11 @@ class FCFSScheduler:
         sequence.memory_id = sequence.start = None
 
 
-def _as_planned(
-    plan: list[ScheduledSequence], memory_plan: MemoryPlan
-) -> tuple[ScheduledSequence, ...]:
-    """The items as they are seen once the plan's conversions are done."""
-    regimes = {op.seq: op.regime for op in memory_plan.ops if isinstance(op, Convert)}
-    if not regimes:
-        return tuple(plan)
-    return tuple(replace(item, regime=regimes.get(item.memory_id, item.regime)) for item in plan)
-
-
-def _growths(plan: list[ScheduledSequence], window: int | None) -> list[Growth]:
+def _growths(columns: Columns, window: int | None) -> Ints:
     """``window``: how many positions any layer sees; older ones are not needed any more."""
-    if window is None:
-        return [Growth(item.memory_id, item.num_past + item.num_new) for item in plan]
-    return [
-        Growth(item.memory_id, item.num_past + item.num_new, max(0, item.num_past - window + 1))
-        for item in plan
-    ]
+    rows = np.zeros((len(columns.memory_id), 3), dtype=np.int64)
+    rows[:, 0] = columns.memory_id
+    rows[:, 1] = columns.num_computed + columns.num_new
+    if window is not None:
+        rows[:, 2] = np.maximum(0, columns.num_computed - window + 1)
+    return rows

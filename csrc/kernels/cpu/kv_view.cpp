@@ -23,6 +23,12 @@ void require(bool condition, const std::string& what) {
   if (!condition) throw MisuseError(what);
 }
 
+// Where it is checked for every sequence of a step: nobody builds a message that nobody reads.
+template <typename Text>
+void require_each(bool condition, Text what) {
+  if (!condition) throw MisuseError(what());
+}
+
 }  // namespace
 
 CpuKvView::CpuKvView(std::vector<TensorRef> keys, std::vector<TensorRef> values)
@@ -98,12 +104,16 @@ void CpuBatch::check_sequences() const {
   require(places_.size() == num_past_.size() && places_.size() == num_new_.size(),
           "places, num_past and num_new differ in length");
   for (std::size_t i = 0; i < places_.size(); ++i) {
-    require(places_[i] >= 0 && places_[i] < view_->num_places(),
-            "place " + text(places_[i]) + " is outside 0 .. " + text(view_->num_places() - 1));
-    require(num_past_[i] >= 0 && num_new_[i] > 0 && num_past_[i] <= view_->max_len() &&
-                num_new_[i] <= view_->max_len() - num_past_[i],
-            text(num_past_[i]) + " past and " + text(num_new_[i]) + " new tokens in place " +
-                text(places_[i]) + ", which holds 1 to " + text(view_->max_len()));
+    require_each(places_[i] >= 0 && places_[i] < view_->num_places(), [&] {
+      return "place " + text(places_[i]) + " is outside 0 .. " + text(view_->num_places() - 1);
+    });
+    require_each(num_past_[i] >= 0 && num_new_[i] > 0 && num_past_[i] <= view_->max_len() &&
+                     num_new_[i] <= view_->max_len() - num_past_[i],
+                 [&] {
+                   return text(num_past_[i]) + " past and " + text(num_new_[i]) +
+                          " new tokens in place " + text(places_[i]) + ", which holds 1 to " +
+                          text(view_->max_len());
+                 });
   }
   std::vector<std::int64_t> sorted = places_;
   std::sort(sorted.begin(), sorted.end());

@@ -21,6 +21,8 @@ from vmserve.memory.manager import MemoryManager, MemoryOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from numpy.typing import NDArray
+
     from vmserve.config import EngineConfig
     from vmserve.scheduler.base import StepPlan
     from vmserve.scheduler.sequence import Sequence
@@ -60,12 +62,12 @@ class WatchedEngine(LLMEngine):
         super().__init__(config)
         self.watch: Callable[[StepPlan, list[Sequence]], None] | None = None
 
-    def _places(self, plan: StepPlan) -> list[int]:
+    def _slots(self, plan: StepPlan) -> NDArray[np.int32]:
         if self.watch is not None:
             requests = self._requests.values()
             everyone = (sequence for request in requests for sequence in request.sequences)
             self.watch(plan, [seq for seq in everyone if seq.memory_id is not None])
-        return super()._places(plan)
+        return super()._slots(plan)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,183 @@
+"""Is the engine's own choice of the regime as good as the better one? Each kind of traffic apart.
+
+    python benchmarks/regimes/run.py           about ten minutes on two quiet cores
+    python benchmarks/regimes/run.py --quick   two rounds of little, to see that everything runs
+
+Writes ``results/<date>-<cpu>/``; an earlier result is never overwritten. The exit status is 1 where
+a regret of more than 5 % is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from pathlib import Path
+from typing import Any
+
+from vmserve.bench.ab.experiment import Engines, Settings, WorkloadResult, run_workload
+from vmserve.bench.ab.plan import LoadOptions, make_workload, sources
+from vmserve.bench.ab.regret import LIMIT, Regret, regret
+from vmserve.bench.ab.results import (
+    busy_warning,
+    describe_variants,
+    document,
+    median,
+    workload_table,
+    write,
+)
+from vmserve.bench.ab.variants import parse_variants
+from vmserve.bench.ab.watch import watch
+from vmserve.bench.alloc.section import Table
+from vmserve.bench.machine import cpu_model
+from vmserve.bench.report import (
+    dump,
+    fresh_directory,
+    make_console,
+    make_directory,
+    print_table,
+)
+from vmserve.errors import VmserveError
+
+RESULTS = Path(__file__).resolve().parent / "results"
+#: Traffic, its requests in a run and the context that it is scaled to: one to two seconds each.
+SIZES = {
+    "chat": (24, 1024),
+    "alpaca": (48, 1024),
+    "long": (3, 4096),
+    "shared-prefix": (32, 1024),
+    "beam": (24, 1024),
+    "parallel": (24, 1024),
+    "mix": (32, 1024),
+}
+FIXED = ("virtual", "paged")
+#: What regret is counted in: the time that users wait, and the processor's.
+COUNTED = ("elapsed_s", "cpu_s")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="little of everything")
+    parser.add_argument("--rounds", type=int, help="of each kind; default 12, 2 with --quick")
+    parser.add_argument("--workloads", nargs="+", choices=tuple(SIZES), default=list(SIZES))
+    parser.add_argument("--model", help="a model directory; default: the embedded model")
+    parser.add_argument("--raw", action="store_true", help="keep every sample in results.json")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="default: results/<date>-<cpu>")
+    options = parser.parse_args(arguments)
+    if options.rounds is None:
+        options.rounds = 2 if options.quick else 12
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return options
+
+
+def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[WorkloadResult]]:
+    """The variants, and each kind of traffic through all of them."""
+    settings = Settings(rounds=options.rounds, seed=options.seed)
+    variants = parse_variants([",".join((*FIXED, "auto"))])
+    common = {} if options.model is None else {"model": options.model}
+    results = []
+    with Engines(variants, common) as engines:
+        described = describe_variants(variants, engines)
+        runs = len(options.workloads) * len(variants) * (settings.warmup + settings.rounds)
+        with watch(runs) as progress:
+            for name in options.workloads:
+                num_requests, max_len = SIZES[name]
+                [source] = sources(
+                    [name], None, None,
+                    num_requests=max(2, num_requests // 8) if options.quick else num_requests,
+                    block_tokens=1, num_output_tokens=1, encode=lambda text: [],
+                )  # fmt: skip
+                length = 256 if options.quick else max_len
+                workload = make_workload(source, LoadOptions(), max_len=length, scale=None)
+                results.append(run_workload(engines, workload, settings, progress))
+    return described, results
+
+
+def regrets_of(result: WorkloadResult, metric: str) -> Regret:
+    times = {name: [float(v or 0) for v in result.values(name, metric)] for name in FIXED}
+    return regret([float(v or 0) for v in result.values("auto", metric)], times)
+
+
+def table(results: list[WorkloadResult]) -> Table:
+    rows = []
+    for result in results:
+        tokens = {
+            name: median(result.values(name, "output_tokens_per_s")) or 0.0
+            for name in (*FIXED, "auto")
+        }
+        time, cpu = (regrets_of(result, metric) for metric in COUNTED)
+        rows.append(
+            (
+                result.workload.name,
+                *(f"{value:,.0f}" for value in tokens.values()),
+                time.better,
+                percent(time),
+                time.outcome,
+                percent(cpu),
+                cpu.outcome,
+            )
+        )
+    return Table(
+        "regret of auto",
+        (
+            "workload", "virtual, tokens/s", "paged", "auto", "better one",
+            "regret in time, 95 %", f"at most {LIMIT:.0%}?",
+            "in processor time", f"at most {LIMIT:.0%}?",
+        ),
+        tuple(rows),
+        "Regret: time of auto over that of the better fixed regime, less 1. PASS only where the "
+        f"interval excludes more than {LIMIT:.0%}, FAIL only where it excludes less.",
+    )  # fmt: skip
+
+
+def percent(found: Regret) -> str:
+    if found.low is None or found.high is None:
+        return f"{found.value:+.1%}"
+    return f"{found.value:+.1%} [{found.low:+.1%}, {found.high:+.1%}]"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    console = make_console()
+    if busy := busy_warning():
+        console.print(busy)
+    described, results = measure(options)
+    for result in results:
+        print_table(console, workload_table(result))
+    summary = table(results)
+    print_table(console, summary)
+    today = datetime.datetime.now(datetime.UTC).date()
+    directory = options.output or fresh_directory(RESULTS, today, cpu_model())
+    make_directory(directory)
+    given = {name: str(value) for name, value in vars(options).items() if name != "output"}
+    settings = Settings(rounds=options.rounds, seed=options.seed)
+    measured = document(given, described, settings, results, [])
+    measured["regrets"] = {
+        result.workload.name: {metric: regrets_of(result, metric).to_dict() for metric in COUNTED}
+        for result in results
+    }
+    machine = measured["machine"]
+    where = f"{machine['cpu']}, {machine['num_usable_cores']} cores"
+    head = f"{measured['date']}, {where}, revision {(machine['git_revision'] or 'unknown')[:12]}"
+    tables = [summary, *(workload_table(result) for result in results)]
+    text = "\n".join(
+        [f"{head}{', --quick' if options.quick else ''}.\n", *(one.to_markdown() for one in tables)]
+    )
+    (directory / "tables.md").write_text(text, encoding="utf-8")
+    written = write(measured, directory)
+    if not options.raw:  # the report has been drawn from it; megabytes that nobody reads again
+        for one in (one for workload in measured["workloads"] for one in workload["rounds"]):
+            del one["runs"]
+        (directory / "results.json").write_text(dump(measured), encoding="utf-8")
+    for path in [*written, directory / "tables.md"]:
+        console.print(f"written: {path}")
+    return 1 if any(regrets_of(result, "elapsed_s").outcome == "FAIL" for result in results) else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except VmserveError as error:
+        sys.exit(f"run.py: {error}")

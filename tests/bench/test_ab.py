@@ -1,0 +1,650 @@
+"""``vmserve bench ab``: the client, metrics, rounds, the search and the command.
+
+Times are made by hand or not looked at; the embedded model serves a few short requests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vmserve.bench.ab.client import Load, RunFailedError, serve
+from vmserve.bench.ab.experiment import (
+    Engines,
+    Settings,
+    Workload,
+    orders,
+    run_once,
+    run_workload,
+)
+from vmserve.bench.ab.jobs import Decoding, Job, Prompts
+from vmserve.bench.ab.metrics import METRICS, Metric, Slo, headline_names, summarize
+from vmserve.bench.ab.plan import LoadOptions, duration
+from vmserve.bench.ab.record import MemorySample, RequestSample, RunRecord, StepSample
+from vmserve.bench.ab.regret import regret
+from vmserve.bench.ab.results import SCHEMA, SCHEMA_VERSION, judgement
+from vmserve.bench.ab.search import Bracket, RateSearch, search_rate
+from vmserve.bench.ab.statistics import Comparison, Effect
+from vmserve.bench.ab.traffic import KINDS
+from vmserve.bench.ab.variants import Variant, parse_variants
+from vmserve.bench.workloads import RequestShape
+from vmserve.cli_bench import app
+from vmserve.config import EngineConfig
+from vmserve.engine import LLMEngine
+from vmserve.errors import ConfigurationError, InvalidRequestError
+
+COMMON = {"max_model_len": 256, "kv_cache_memory": "64MiB", "max_num_seqs": 8}
+
+
+class Silent:
+    def __init__(self) -> None:
+        self.runs: list[str] = []
+        self.num_finished = 0
+
+    def starting(self, what: str, num_requests: int) -> None:
+        self.runs.append(what)
+
+    def finished(self) -> None:
+        self.num_finished += 1
+
+
+def job(num_in: int, num_out: int, index: int = 0, at: float = 0.0, **more: Any) -> Job:
+    return Job(RequestShape(num_in, num_out, at, index), **more)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LLMEngine]:
+    made = LLMEngine(EngineConfig.from_options({**COMMON, "kv_regime": "virtual"}))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    with Engines(parse_variants(["virtual,paged"]), COMMON) as made:
+        yield made
+
+
+# -- the client
+
+
+def test_every_job_gets_its_tokens(engine: LLMEngine) -> None:
+    jobs = [
+        job(20, 5, 0),
+        job(7, 1, 1),
+        job(20, 6, 2, decoding=Decoding("parallel", 3)),
+        job(20, 6, 3, decoding=Decoding("beam", 2)),
+    ]
+    record = run_once(engine, jobs, Load(), seed=1)
+    assert [
+        (one.num_input_tokens, one.num_output_tokens, one.num_sequences, one.is_streamed)
+        for one in record.requests
+    ] == [(20, 5, 1, True), (7, 1, 1, True), (20, 6, 3, True), (20, 6, 2, False)]
+    greedy, single, parallel, beam = record.requests
+    assert (len(greedy.token_times_s), len(single.token_times_s)) == (5, 1)
+    assert (len(greedy.itls_s), len(parallel.itls_s), len(beam.itls_s)) == (4, 5, 0)
+    assert (single.tpot_s, beam.tpot_s is not None) == (None, True)
+    assert beam.ttft_s < beam.e2e_s <= record.elapsed_s
+    assert {one.kv_regime for one in record.requests} == {"virtual"}
+    assert sum(step.num_tokens for step in record.steps) == record.counters["tokens_computed_total"]
+    assert record.steps[-1].ended_s == record.elapsed_s
+    assert record.memory[0].at_s == 0.0
+    assert record.memory[-1].used_bytes == 0
+    assert not engine.has_unfinished
+
+
+def test_a_run_says_the_same_again_and_in_the_other_view(engines: Engines) -> None:
+    jobs = [job(20, 8, 0), job(20, 8, 1, decoding=Decoding("parallel", 2))]
+    digests = []
+    for name in ("virtual", "paged", "virtual"):
+        with engines.use(name) as one:
+            record = run_once(one, jobs, Load(), seed=4)
+        digests.append([request.digest for request in record.requests])
+    assert digests[0] == digests[1] == digests[2]
+    assert digests[0][0] != digests[0][1]
+
+
+def test_the_prefix_cache_is_empty_when_a_run_begins(engine: LLMEngine) -> None:
+    shapes = [RequestShape(60, 2, 0.0, index, 0, 48) for index in range(3)]
+    jobs = [Job(shape) for shape in shapes]
+    for _ in range(2):
+        record = run_once(engine, jobs, Load(concurrency=1), seed=0)
+        assert [one.num_cached_tokens for one in record.requests] == [0, 48, 48]
+    assert summarize(record)["prefix_hit_rate"] == pytest.approx(96 / 180)
+
+
+def test_a_closed_loop_has_so_many_at_once(engine: LLMEngine) -> None:
+    jobs = [job(5, 6, index) for index in range(5)]
+    for concurrency, largest in ((1, 1), (2, 2), (None, 5)):
+        record = run_once(engine, jobs, Load(concurrency=concurrency), seed=0)
+        assert summarize(record)["batch_max"] == largest
+    alone = run_once(engine, jobs, Load(concurrency=1), seed=0)
+    ends = [one.token_times_s[-1] for one in alone.requests]
+    assert ends == sorted(ends)
+    assert all(one.due_s >= end for one, end in zip(alone.requests[1:], ends, strict=False))
+
+
+def test_turns_follow_each_other_with_their_history(engine: LLMEngine) -> None:
+    jobs = [
+        job(20, 12, 0),
+        job(40, 5, 1, previous=0, think_s=0.01),
+        job(70, 5, 2, previous=1),
+    ]
+    for load in (Load(), Load(is_open=True)):
+        record = run_once(engine, jobs, load, seed=0)
+        first, second, third = record.requests
+        assert second.due_s >= first.token_times_s[-1] + (0.01 if load.is_open else 0.0)
+        assert third.due_s >= second.token_times_s[-1]
+        # What was said before is in the cache, in whole blocks, answers included.
+        assert (second.num_cached_tokens, third.num_cached_tokens) == (16, 32)
+
+
+class FakeClock:
+    """Every look at it takes a millisecond."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+        self.slept: list[float] = []
+
+    def now(self) -> float:
+        self.time += 0.001
+        return self.time
+
+    def cpu(self) -> float:
+        return self.time / 2
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.time += seconds
+
+
+def test_an_open_loop_waits_and_counts_from_when_requests_were_due(engine: LLMEngine) -> None:
+    jobs = [job(5, 3, 0, at=2.0), job(5, 3, 1, at=50.0), job(5, 3, 2, at=50.0)]
+    clock = FakeClock()
+    prompts = Prompts(engine.model_config.vocab_size, 0)
+    record = serve(engine, jobs, Load(is_open=True), prompts, 0, clock=clock)
+    assert [one.due_s for one in record.requests] == [2.0, 50.0, 50.0]
+    assert [round(seconds) for seconds in clock.slept] == [2, 48]
+    # Two looks at the clock each step, one each time round: 0.002 to the first token or so.
+    assert all(0.0 < one.ttft_s < 0.01 for one in record.requests)
+    assert record.elapsed_s == pytest.approx(50.0, abs=0.05)
+    assert record.cpu_s == pytest.approx(record.elapsed_s / 2, abs=0.05)
+
+
+def test_what_cannot_be_served_is_said_before_the_run(engine: LLMEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="maximum context length is 256"):
+        run_once(engine, [job(300, 5)], Load(), seed=0)
+    wide = job(5, 5, decoding=Decoding("beam", 9))
+    with pytest.raises(InvalidRequestError, match="beam_width must be at most 8"):
+        run_once(engine, [wide], Load(), seed=0)
+
+
+def test_a_failed_request_ends_the_run_and_leaves_nothing(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(engine._runner, "execute", fail)
+    with pytest.raises(RunFailedError, match="request 0 failed"):
+        run_once(engine, [job(5, 5)], Load(), seed=0)
+    monkeypatch.undo()
+    assert not engine.has_unfinished
+    assert len(run_once(engine, [job(5, 5)], Load(), seed=0).requests) == 1
+
+
+# -- metrics
+
+
+def sample(
+    index: int, due: float, times: tuple[float, ...], outputs: int, width: int = 1
+) -> RequestSample:
+    return RequestSample(
+        index, "", 10, outputs, width, due, times, width == 1, 0, 0, "virtual", "alone", "digest"
+    )
+
+
+def by_hand() -> RunRecord:
+    counters = Counter(
+        prefix_cache_queries_total=40,
+        prefix_cache_hits_total=10,
+        converted_to_paged_total=2,
+        converted_to_virtual_total=1,
+        cow_blocks_total=3,
+        copied_blocks_total=4,
+    )
+    return RunRecord(
+        elapsed_s=10.0,
+        cpu_s=15.0,
+        requests=(
+            sample(0, 0.0, (1.0, 1.5, 3.0), 3),
+            sample(1, 1.0, (3.0, 9.0), 4, width=2),
+            sample(2, 2.0, (10.0,), 1),
+        ),
+        steps=(StepSample(5.0, 5.0, 1, 8), StepSample(10.0, 5.0, 3, 5)),
+        memory=(
+            MemorySample(0.0, (0, 0, 0, 0, 100), 0, 0, 0),
+            MemorySample(6.0, (40, 10, 20, 5, 25), 50, 1, 0),
+            MemorySample(10.0, (80, 20, 0, 0, 0), 0, 1, 1),
+        ),
+        counters=counters,
+    )
+
+
+def test_metrics_by_hand() -> None:
+    found = summarize(by_hand(), Slo(ttft_s=2.0), price_per_hour=3.6)
+    expected = {
+        "output_tokens_per_s": 1.2,  # 3 + 2 x 4 + 1
+        "total_tokens_per_s": 4.2,
+        "requests_per_s": 0.3,
+        "goodput_per_s": 0.2,
+        "goodput_share": 2 / 3,
+        "ttft_mean_s": 11 / 3,
+        "ttft_p50_s": 2.0,
+        "tpot_mean_s": (1.0 + 2.0) / 2,
+        "itl_mean_s": 1.0,  # 0.5 and 1.5; beams are seen at their end only
+        "itl_p99_s": 1.49,
+        "e2e_p50_s": 8.0,
+        "normalized_mean_s": (1.0 + 2.0 + 8.0) / 3,
+        "kv_used_peak_bytes": 100,
+        "kv_used_mean_bytes": 0.6 * 50 + 0.4 * 100,
+        "kv_mapped_peak_bytes": 100,
+        "kv_committed_peak_bytes": 100,
+        "kv_waste_mean_bytes": 0.6 * 10 + 0.4 * 20,
+        "kv_token_share": 0.8,
+        "sharing_saved_share": 30 / 100,
+        "prefix_hit_rate": 0.25,
+        "virtual_share": 1.0 / 1.4,
+        "batch_mean": 2.0,
+        "batch_max": 3,
+        "conversions": 3,
+        "blocks_copied": 7,
+        "preemptions": 0,
+        "cpu_s": 15.0,
+        "cost_per_million": 3.6 / (1.2 * 3600) * 1e6,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert list(found) == list(METRICS)
+
+
+def test_what_a_run_has_not_is_none() -> None:
+    found = summarize(by_hand())
+    assert found["goodput_share"] is found["goodput_per_s"] is found["cost_per_million"] is None
+    only_beams = RunRecord(10.0, 1.0, (by_hand().requests[1],), by_hand().steps,
+                           by_hand().memory, Counter())  # fmt: skip
+    found = summarize(only_beams)
+    assert found["itl_p99_s"] is found["prefix_hit_rate"] is None
+
+
+def test_slos() -> None:
+    fast, slow, single = by_hand().requests
+    assert [Slo(tpot_s=1.5).met_by(one) for one in (fast, slow, single)] == [True, False, True]
+    assert [Slo(ttft_s=2.0).met_by(one) for one in (fast, slow, single)] == [True, True, False]
+    assert not Slo()
+    assert Slo(tpot_s=1.0)
+
+
+def test_headlines_are_eight() -> None:
+    assert headline_names() == [
+        "output_tokens_per_s", "ttft_p50_s", "tpot_p50_s", "itl_p99_s", "e2e_p95_s",
+        "normalized_mean_s", "kv_used_peak_bytes", "cpu_s",
+    ]  # fmt: skip
+
+
+def test_memory_by_state_adds_up(engine: LLMEngine) -> None:
+    engine.add_request("a", [5] * 40, _params(30))
+    for _ in range(3):
+        engine.step()
+    stats = engine.memory.stats()
+    found = MemorySample.of(1.0, stats)
+    assert found.committed_bytes == stats.committed_pages * stats.page_bytes
+    assert found.used_bytes == stats.used_pages * stats.page_bytes
+    token_bytes = stats.page_bytes // stats.page_tokens
+    assert found.state_bytes[0] == stats.used_tokens * token_bytes
+    assert found.saved_bytes == 0
+    engine.abort("a")
+
+
+def test_saved_bytes_are_blocks_that_sequences_share() -> None:
+    paged = LLMEngine(EngineConfig.from_options({**COMMON, "kv_regime": "paged"}))
+    paged.add_request("a", [5] * 48, _params(30, n=4))
+    for _ in range(3):
+        paged.step()
+    stats = paged.memory.stats()
+    block_bytes = stats.page_bytes // stats.blocks_per_page
+    assert MemorySample.of(1.0, stats).saved_bytes == 3 * 3 * block_bytes
+    paged.close()
+
+
+def _params(num_tokens: int, n: int = 1) -> Any:
+    from vmserve.sampling import SamplingParams
+
+    return SamplingParams(n=n, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "text"),
+    [
+        ("ttft_p50_s", 0.01234, "12.3 ms"), ("ttft_p50_s", 2.5, "2.5 s"), ("map_s", 0.0, "0 us"),
+        ("kv_used_peak_bytes", 3 << 20, "3 MiB"), ("prefix_hit_rate", 0.123, "12.3%"),
+        ("output_tokens_per_s", 12345.6, "12,346"), ("preemptions", 3.0, "3"),
+        ("preemptions", None, "-"),
+    ],
+)  # fmt: skip
+def test_numbers_for_people(metric: str, value: float | None, text: str) -> None:
+    assert METRICS[metric].format(value) == text
+
+
+# -- variants and options
+
+
+def test_variants_and_their_options() -> None:
+    found = parse_variants(
+        ["virtual,paged", "small=kv-page-size=64KiB,kv_mapper=off,max_num_seqs=8",
+         "b=enable_prefix_caching=no,gpu_memory_utilization=0.5,kv_page_size=none"]
+    )  # fmt: skip
+    assert found == [
+        Variant("virtual", {"kv_regime": "virtual"}),
+        Variant("paged", {"kv_regime": "paged"}),
+        Variant("small", {"kv_page_size": "64KiB", "kv_mapper": "off", "max_num_seqs": 8}),
+        Variant(
+            "b",
+            {"enable_prefix_caching": False, "gpu_memory_utilization": 0.5, "kv_page_size": None},
+        ),
+    ]
+    config = found[2].config({"max_num_seqs": 4, "seed": 7})
+    assert (config.max_num_seqs, config.seed) == (8, 7)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["virtual"], "needs two or more, got virtual"),
+        (["virtual,virtual"], "virtual is given twice"),
+        (["virtual,segments"], "no variant is named 'segments': choose from virtual, paged, auto"),
+        (["virtual", "x=pages=3"], "x: no engine option is named 'pages': known are"),
+        (["virtual", "x=kv_mapper"], "x: 'kv_mapper' has no value"),
+        (["virtual", "x=max_num_seqs=many"], "x: max_num_seqs is a number, not 'many'"),
+        (["virtual", "x=enforce_eager=perhaps"], "x: enforce_eager is on or off, not 'perhaps'"),
+        (["virtual,x=kv_mapper=off"], "give variants with options a --variants of their own"),
+    ],
+)  # fmt: skip
+def test_bad_variants_are_told(given: list[str], told: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        parse_variants(given)
+    assert told in str(error.value)
+
+
+def test_a_bad_value_names_its_variant() -> None:
+    variant = Variant("x", {"kv_mapper": "sometimes"})
+    with pytest.raises(ConfigurationError, match="variant x: kv_mapper: 'sometimes' is not one of"):
+        variant.config({})
+
+
+def test_durations() -> None:
+    texts = ("200ms", "0.2s", "0.2", "5us", ".5")
+    assert [duration("--x", text) for text in texts] == pytest.approx([0.2, 0.2, 0.2, 5e-6, 0.5])
+    for wrong in ("", "fast", "-1", "0", "1 min"):
+        with pytest.raises(ConfigurationError, match=r"--x: .* is no duration"):
+            duration("--x", wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "has_slo", "told"),
+    [
+        (LoadOptions(concurrency=2, rate=1.0), False, "exclude each other"),
+        (LoadOptions(search=True, rate=1.0), True, "leave --rate"),
+        (LoadOptions(search=True), False, "needs an objective"),
+        (LoadOptions(burstiness=0.5), False, "give --rate"),
+    ],
+)
+def test_loads_that_exclude_each_other(options: LoadOptions, has_slo: bool, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        options.check(has_slo)
+
+
+# -- rounds
+
+
+@pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
+def test_orders_are_fair_to_places_and_neighbours(names: str) -> None:
+    found = orders(names, 2 * len(names))
+    assert all(sorted(order) == sorted(names) for order in found)
+    for place in range(len(names)):
+        assert set(Counter(order[place] for order in found).values()) == {2}
+    after = Counter(
+        (order[place], order[place + 1]) for order in found for place in range(len(names) - 1)
+    )
+    assert all(after[a, b] == after[b, a] for a in names for b in names if a != b)
+    assert orders(names, 1)[0] == tuple(names)
+
+
+def test_rounds_pair_the_same_requests(engines: Engines) -> None:
+    seeds: list[int] = []
+
+    def make(seed: int) -> list[Job]:
+        seeds.append(seed)
+        return [job(10 + seed % 3, 3, index) for index in range(2)]
+
+    progress = Silent()
+    result = run_workload(
+        engines, Workload("w", make), Settings(rounds=3, warmup=1, seed=5), progress
+    )
+    assert seeds == [1_000_005, 5, 6, 7]
+    assert [one.order for one in result.rounds] == orders(["virtual", "paged"], 3)
+    assert progress.num_finished == 2 * 2 * 4
+    assert [len(set(run.split(","))) for run in progress.runs] == [3] * 8
+    for one in result.rounds:
+        assert list(one.records) == ["virtual", "paged"]
+        virtual, paged = one.records.values()
+        assert [r.num_input_tokens for r in virtual.requests] == [10 + one.seed % 3] * 2
+        assert [r.digest for r in virtual.requests] == [r.digest for r in paged.requests]
+        assert {r.kv_regime for r in paged.requests} == {"paged"}
+    assert result.same_answers == {"paged": (6, 6)}
+    assert [c.metric for c in result.comparisons["paged"]][:1] == ["elapsed_s"]
+
+
+def test_engines_are_kept_or_made_anew() -> None:
+    variants = parse_variants(["virtual,paged"])
+    for rebuild in (False, True):
+        with Engines(variants, COMMON, rebuild=rebuild) as made:
+            with made.use("virtual") as first:
+                pass
+            with made.use("virtual") as second:
+                assert (first is second) is not rebuild
+
+
+# -- the search
+
+
+def test_a_bracket_finds_a_rate() -> None:
+    bracket = Bracket(1.0, 64.0)
+    for _ in range(12):
+        bracket.learn(bracket.middle, bracket.middle <= 10.0)
+    assert bracket.found == pytest.approx(10.0, rel=0.01)
+    always, never = Bracket(1.0, 2.0), Bracket(1.0, 2.0)
+    for _ in range(3):
+        always.learn(always.middle, True)
+        never.learn(never.middle, False)
+    assert always.found is never.found is None
+
+
+def test_a_search_probes_every_variant_in_every_round(engines: Engines) -> None:
+    def make(seed: int, rate: float | None) -> list[Job]:
+        return [job(5, 2, index, at=0.0 if rate is None else 1e-3 / rate) for index in range(2)]
+
+    generous = Settings(rounds=2, slo=Slo(ttft_s=100.0))
+    search = RateSearch("s", make, steps=2)
+    result = search_rate(engines, search, generous, Silent())
+    assert len(result.probes) == 2 * 2 * 2
+    assert all(probe.passed for probe in result.probes)
+    assert result.rates == {"virtual": [None, None], "paged": [None, None]}
+    assert result.comparisons == {"paged": None}
+    low, high = result.bounds
+    assert all(low < probe.rate < high for probe in result.probes)
+    strict = Settings(rounds=1, slo=Slo(ttft_s=1e-9))
+    assert not any(probe.passed for probe in search_rate(engines, search, strict, Silent()).probes)
+
+
+# -- regret
+
+
+def test_regret_is_against_the_better_one() -> None:
+    wobble = [1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01, 0.99]
+    virtual = [2.0 * w for w in wobble]
+    paged = [3.0 * w for w in wobble]
+
+    def times(factor: float) -> list[float]:
+        return [2.0 * factor * w for w in reversed(wobble)]
+
+    equal = regret(times(1.0), {"virtual": virtual, "paged": paged})
+    assert (equal.better, equal.outcome) == ("virtual", "PASS")
+    assert equal.value == pytest.approx(0.0, abs=1e-9)
+    assert equal.low is not None
+    assert equal.high is not None
+    assert equal.low < 0.0 < equal.high < 0.05
+    slow = regret(times(1.2), {"virtual": virtual, "paged": paged})
+    assert (slow.outcome, round(slow.value, 6)) == ("FAIL", 0.2)
+    unclear = regret(times(1.045), {"virtual": virtual, "paged": paged})
+    assert unclear.outcome == "not shown"
+    # Better than one and worse than the other: the better one counts.
+    assert regret(times(1.2), {"paged": paged, "virtual": virtual}).outcome == "FAIL"
+    faster = regret(times(0.9), {"virtual": virtual, "paged": paged})
+    assert faster.outcome == "PASS"
+    assert faster.value == pytest.approx(-0.1)
+
+
+def test_regret_of_few_rounds_has_no_interval() -> None:
+    found = regret([1.0] * 5, {"virtual": [1.0] * 5, "paged": [2.0] * 5})
+    assert (found.low, found.high, found.outcome) == (None, None, "not shown")
+    exact = regret([1.0] * 6, {"virtual": [1.0] * 6, "paged": [2.0] * 6})
+    assert (exact.low, exact.high, exact.outcome) == (0.0, 0.0, "PASS")
+
+
+def test_the_benchmark_of_regimes_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks/regimes"))
+    benchmark = importlib.import_module("run")
+    monkeypatch.delitem(sys.modules, "run")  # a later test may mean another module of that name
+    out = tmp_path / "out"
+    options = ["--quick", "--rounds", "1", "--workloads", "alpaca", "--output", str(out)]
+    assert benchmark.main(options) == 0
+    assert "regret of auto" in capsys.readouterr().out
+    assert "regret of auto" in (out / "tables.md").read_text()
+    assert (out / "report.html").exists()
+    results = json.loads((out / "results.json").read_text())
+    assert results["regrets"]["alpaca"]["elapsed_s"]["outcome"] == "not shown"
+    [one] = results["workloads"][0]["rounds"]
+    assert set(one["metrics"]) == {"virtual", "paged", "auto"}
+    assert "runs" not in one
+    assert set(benchmark.SIZES) <= set(KINDS)
+
+
+# -- words and the command
+
+
+def test_verdicts_in_words() -> None:
+    effect = Effect(1.5, 1.2, 1.9, 0.0001, 8)
+    lower, higher, neither = (Metric("m", "m", "s", better) for better in ("lower", "higher", None))  # type: ignore[arg-type]
+    rise = Comparison("m", effect, "higher", 0.001)
+    assert [judgement(rise, one) for one in (lower, higher, neither)] == [
+        "worse", "better", "higher",
+    ]  # fmt: skip
+    assert judgement(Comparison("m", effect, "lower", 0.001), lower) == "better"
+    assert judgement(Comparison("m", effect, "no difference shown", 1.0), lower) == (
+        "no difference shown"
+    )
+    assert judgement(Comparison("m", effect, None, None), lower) == ""
+
+
+SMALL = ["--num-requests", "2", "--max-len", "64", "--rounds", "1", "--warmup", "0",
+         "--kv-cache-memory", "64MiB", "--max-model-len", "256"]  # fmt: skip
+
+
+def invoke(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["ab", *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_command_writes_everything(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    told = invoke(*SMALL, "--workload", "chat,beam", "--slo-ttft", "100s", "--price-per-hour", "2",
+                  "--output", str(out))  # fmt: skip
+    assert "chat: 2 requests" in told
+    assert "beam: 2 requests" in told
+    results = json.loads((out / "results.json").read_text())
+    assert (results["schema"], results["schema_version"]) == (SCHEMA, SCHEMA_VERSION)
+    assert [one["name"] for one in results["variants"]] == ["virtual", "paged", "auto"]
+    assert [one["name"] for one in results["workloads"]] == ["chat", "beam"]
+    chat, beam = results["workloads"]
+    [first] = chat["rounds"]
+    assert first["order"] == ["virtual", "paged", "auto"]
+    assert first["metrics"]["auto"]["goodput_share"] == 1.0
+    run = first["runs"]["paged"]
+    assert [request["kv_regime"] for request in run["requests"]] == ["paged", "paged"]
+    assert len(run["requests"][0]["itl_us"]) == run["requests"][0]["output_tokens"] - 1
+    assert len({len(column) for column in run["memory"].values()}) == 1
+    assert len({len(column) for column in run["steps"].values()}) == 1
+    assert beam["described"]["decoding"] == ["beam 4"]
+    assert results["machine"]["python"]
+
+
+def test_the_command_takes_traces_prompts_and_named_variants(tmp_path: Path) -> None:
+    trace = tmp_path / "mine.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 30, "output_length": 2}\n')
+    prompts = tmp_path / "asked.txt"
+    prompts.write_text("Once upon a time\n")
+    out = tmp_path / "out"
+    files = ["--trace", str(trace), "--prompts", str(prompts), "--output", str(out)]
+    variants = ["--variants", "paged", "--variants", "off=kv_mapper=off"]
+    invoke(*SMALL, *files, *variants, "--output-len", "3")
+    results = json.loads((out / "results.json").read_text())
+    assert [one["name"] for one in results["workloads"]] == ["mine", "asked"]
+    assert [one["name"] for one in results["variants"]] == ["paged", "off"]
+    assert results["variants"][1]["resolved"]["kv_mapper"] == "off"
+    mine, asked = results["workloads"]
+    assert (mine["load"]["is_open"], asked["load"]["is_open"]) == (True, False)
+    assert mine["rounds"][0]["runs"]["off"]["requests"][0]["input_tokens"] == 30
+    assert asked["rounds"][0]["runs"]["off"]["requests"][0]["output_tokens"] == 3
+
+
+def test_the_command_searches(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    told = invoke(*SMALL, "--search", "--search-steps", "1", "--slo-ttft", "100s", "--variants",
+                  "virtual,paged", "--output", str(out))  # fmt: skip
+    assert "highest rate with 90% of requests in time" in told
+    [search] = json.loads((out / "results.json").read_text())["searches"]
+    assert [probe["passed"] for probe in search["probes"]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--workload", "chats"], "--workload: no workload is named 'chats'"),
+        (["--variants", "virtual"], "needs two or more"),
+        (["--rate", "0"], "--rate: 0 is not a number above 0"),
+        (["--scale", "nan"], "--scale: nan is not a number above 0"),
+        (["--slo-ttft", "soon"], "--slo-ttft: 'soon' is no duration"),
+        (["--max-len", "9000"], "--max-len: 9000 is above the 8192 tokens"),
+        (["--trace", "none.jsonl"], "none.jsonl: No such file"),
+        (["--kv-cache-memory", "lots"], "kv_cache_memory: 'lots' is not a size"),
+    ],
+)
+def test_bad_input_is_told_before_anything_runs(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError) as error:
+        CliRunner().invoke(app, ["ab", *arguments], catch_exceptions=False)
+    assert told in str(error.value)
+    assert list(tmp_path.iterdir()) == []

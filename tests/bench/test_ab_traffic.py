@@ -1,0 +1,342 @@
+"""Workloads of ``vmserve bench ab``: published shapes, scaling, conversations, files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vmserve.bench.ab.jobs import Decoding, Job, Prompts, fit, generation_params, with_arrivals
+from vmserve.bench.ab.traces import at_rate, read_prompts, read_trace
+from vmserve.bench.ab.traffic import ARXIV, KINDS, MIX, get_kind, sessions
+from vmserve.bench.workloads import RequestShape
+from vmserve.errors import ConfigurationError
+from vmserve.sampling import BeamSearchParams, SamplingParams
+
+MANY = 20_000
+
+
+def lengths(jobs: list[Job]) -> tuple[list[int], list[int]]:
+    shapes = [job.shape for job in jobs]
+    return [s.num_input_tokens for s in shapes], [s.num_output_tokens for s in shapes]
+
+
+def job(num_in: int, num_out: int, index: int = 0, **more: Any) -> Job:
+    return Job(RequestShape(num_in, num_out, index=index), **more)
+
+
+# -- shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "mean_in", "mean_out"),
+    [("chat", 161.31, 337.99), ("alpaca", 19.31, 58.45), ("beam", 19.31, 58.45),
+     ("parallel", 19.31, 58.45), ("long", 2588, 291)],
+)  # fmt: skip
+def test_means_are_the_published_ones(name: str, mean_in: float, mean_out: float) -> None:
+    inputs, outputs = lengths(get_kind(name).make(MANY, 3))
+    assert np.mean(inputs) == pytest.approx(mean_in, rel=0.02)
+    assert np.mean(outputs) == pytest.approx(mean_out, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs"),
+    [("azure-conversation", (1020, 2734, 4142), (129, 424, 601)),
+     ("azure-code", (1469, 5188, 7436), (13, 55, 251))],
+)  # fmt: skip
+def test_azure_has_the_published_percentiles(
+    name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]
+) -> None:
+    columns = lengths(get_kind(name).make(MANY, 3))
+    for column, expected in zip(columns, (inputs, outputs), strict=True):
+        found = np.percentile(column, (50, 90, 99))
+        assert found == pytest.approx(expected, rel=0.06, abs=1)
+
+
+def test_arxiv_has_the_published_percentiles_and_means() -> None:
+    inputs, outputs = ARXIV.sample(200_000, np.random.default_rng(1))
+    assert np.percentile(inputs, (50, 90)) == pytest.approx((2730, 3702), rel=0.01)
+    assert np.percentile(outputs, (50, 90)) == pytest.approx((167, 372), rel=0.02)
+    assert inputs.mean() == pytest.approx(2588, rel=0.005)
+    assert outputs.mean() == pytest.approx(291, rel=0.01)
+
+
+def test_azure_bursts_are_the_traces() -> None:
+    assert get_kind("azure-code").burstiness == pytest.approx(1 / 13.2**2)
+    assert get_kind("azure-conversation").burstiness == pytest.approx(1 / 1.09**2)
+
+
+def test_long_context_has_every_prompt_with_every_ratio() -> None:
+    jobs = get_kind("long-context").make(9, 0)
+    expected = {(n, n // r) for n in (32768, 65536, 131072) for r in (500, 100, 50)}
+    assert set(zip(*lengths(jobs), strict=True)) == expected
+
+
+def test_shared_prefix_has_groups_of_16() -> None:
+    jobs = get_kind("shared-prefix").make(64, 0)
+    assert Counter(job.shape.prefix_group for job in jobs) == {0: 16, 1: 16, 2: 16, 3: 16}
+    assert {(j.shape.num_prefix_tokens, *ls) for j in jobs for ls in [(2176, 256)]} == {
+        (2048, 2176, 256)
+    }
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("wmt-one-shot", 80), ("wmt-five-shot", 341)])
+def test_translations_share_one_prefix(name: str, prefix: int) -> None:
+    jobs = get_kind(name).make(200, 0)
+    assert {(job.shape.num_prefix_tokens, job.shape.prefix_group) for job in jobs} == {(prefix, 0)}
+    own = [job.shape.num_input_tokens - prefix for job in jobs]
+    assert (min(own), max(own)) == (40, 60)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_same_seed_same_jobs_and_indices_are_places(name: str) -> None:
+    kind = get_kind(name)
+    jobs = kind.make(40, 5)
+    assert len(jobs) == 40
+    assert jobs == kind.make(40, 5)
+    assert jobs != kind.make(40, 6)
+    assert [job.shape.index for job in jobs] == list(range(40))
+    assert all(job.previous is None or job.previous < job.shape.index for job in jobs)
+    fitted = fit(jobs, min(1.0, 512 / kind.context), 512)
+    assert fitted
+    assert all(
+        0 < job.shape.num_output_tokens <= 512 - job.shape.num_input_tokens for job in fitted
+    )
+
+
+def test_sessions_say_all_that_was_said_before() -> None:
+    jobs = sessions(200, 0)
+    turns = [job for job in jobs if job.previous is not None]
+    assert len(turns) > 80
+    for turn in turns:
+        before = jobs[turn.previous or 0].shape
+        assert turn.shape.num_input_tokens > before.num_input_tokens + before.num_output_tokens
+        assert turn.think_s > 0
+    assert all(job.think_s == 0 for job in jobs if job.previous is None)
+
+
+def test_a_mix_has_every_part_in_its_share_and_conversations_whole() -> None:
+    jobs = get_kind("mix").make(200, 1)
+    expected = {name: round(200 * share) for name, share in MIX.items()}
+    assert Counter(job.part for job in jobs) == expected
+    assert sum(MIX.values()) == pytest.approx(1.0)
+    for one in jobs:
+        if one.previous is not None:
+            assert one.part == jobs[one.previous].part == "sessions"
+    assert {str(job.decoding) for job in jobs} == {"greedy", "beam 4", "n = 4"}
+    # Drawn order: parts do not come one after the other.
+    assert len({job.part for job in jobs[:20]}) > 3
+
+
+def test_unknown_kinds_are_told_the_known() -> None:
+    with pytest.raises(ValueError, match="'chats': choose from chat, alpaca"):
+        get_kind("chats")
+
+
+# -- scaling
+
+
+def test_fit_scales_and_cuts_to_the_context() -> None:
+    jobs = [job(100, 40, 0), job(1000, 40, 1), job(1, 1, 2), job(190, 1000, 3)]
+    fitted = fit(jobs, 0.5, 100)
+    assert list(zip(*lengths(fitted), strict=True)) == [(50, 20), (99, 1), (1, 1), (95, 5)]
+
+
+def test_fit_scales_prefixes_and_cuts_them_first() -> None:
+    shape = RequestShape(90, 10, index=0, prefix_group=3, num_prefix_tokens=80)
+    half, cut = (
+        fit([Job(shape)], scale, length)[0].shape for scale, length in [(0.5, 99), (1, 50)]
+    )
+    assert (half.num_prefix_tokens, half.num_input_tokens, half.num_output_tokens) == (40, 45, 5)
+    assert (cut.num_prefix_tokens, cut.num_input_tokens, cut.num_output_tokens) == (39, 49, 1)
+
+
+def test_fit_ends_conversations_for_which_there_is_no_room() -> None:
+    jobs = [
+        job(10, 20, 0),
+        job(40, 20, 1, previous=0),  # 10 of its own
+        job(160, 20, 2, previous=1),  # 100 of its own: too long
+        job(190, 5, 3, previous=2),
+        job(7, 7, 4),
+        job(20, 4, 5, previous=4),
+    ]
+    fitted = fit(jobs, 1.0, 100)
+    assert [(j.shape.index, j.previous, j.shape.num_input_tokens) for j in fitted] == [
+        (0, None, 10), (1, 0, 40), (2, None, 7), (3, 2, 20),
+    ]  # fmt: skip
+    halved = fit(jobs, 0.5, 100)
+    assert lengths(halved)[0][:3] == [5, 5 + 10 + 5, 20 + 10 + 50]
+
+
+def test_given_prompts_are_not_cut() -> None:
+    given = job(5, 100, token_ids=(1, 2, 3, 4, 5), source="p.txt:7")
+    [fitted] = fit([given], 0.5, 20)
+    assert (fitted.shape.num_input_tokens, fitted.shape.num_output_tokens) == (5, 15)
+    assert Prompts(100, 0).of(fitted) == [1, 2, 3, 4, 5]
+    with pytest.raises(ConfigurationError, match=r"p.txt:7: the prompt has 5 tokens, and 5 fit"):
+        fit([given], 1.0, 5)
+
+
+def test_arrivals_have_the_rate_over_all_turns() -> None:
+    jobs = sessions(100, 0)
+    timed = with_arrivals(jobs, 4.0, 1.0, 0)
+    roots = [one.shape.arrival_s for one in timed if one.previous is None]
+    assert max(roots) == pytest.approx(100 / 4.0)
+    assert all(one.shape.arrival_s == 0 for one in timed if one.previous is not None)
+    assert [one.shape.arrival_s for one in with_arrivals(jobs, None, 1.0, 0)] == [0.0] * 100
+    twice = with_arrivals(jobs, 8.0, 1.0, 0)
+    assert twice[50].shape.arrival_s == pytest.approx(timed[50].shape.arrival_s / 2)
+
+
+# -- prompts and parameters
+
+
+def test_turns_begin_with_their_history() -> None:
+    jobs = [job(3, 2, 0), job(9, 1, 1, previous=0)]
+    prompts = Prompts(50, 0, reserved=(0, 1))
+    first = prompts.of(jobs[0])
+    second = prompts.of(jobs[1], [*first, 30, 31])
+    assert second[:5] == [*first, 30, 31]
+    assert len(second) == 9
+    assert not {0, 1} & set(second)
+
+
+def test_equal_hash_ids_are_equal_tokens() -> None:
+    a = job(10, 1, 0, hash_ids=(7, 8, 9), block_tokens=4)
+    b = job(12, 1, 1, hash_ids=(7, 8, 5), block_tokens=4)
+    short = job(11, 1, 2, hash_ids=(7,), block_tokens=4)
+    prompts = Prompts(1000, 0, reserved=(3,))
+    assert prompts.of(a)[:8] == prompts.of(b)[:8]
+    assert prompts.of(a)[8:] != prompts.of(b)[8:10]
+    assert list(map(len, map(prompts.of, (a, b, short)))) == [10, 12, 11]
+    assert prompts.of(short)[:4] == prompts.of(a)[:4]
+    assert Prompts(1000, 1).of(a) != prompts.of(a)
+
+
+def test_every_sequence_gets_exactly_its_tokens() -> None:
+    greedy = generation_params(job(1, 9, 3), seed=2)
+    sampled = generation_params(job(1, 9, 3, decoding=Decoding("parallel", 4)), seed=2)
+    beams = generation_params(job(1, 9, 3, decoding=Decoding("beam", 4)), seed=2)
+    assert isinstance(greedy, SamplingParams)
+    assert isinstance(sampled, SamplingParams)
+    assert isinstance(beams, BeamSearchParams)
+    assert (greedy.temperature, greedy.n) == (0.0, 1)
+    assert (sampled.temperature, sampled.n, sampled.seed) == (1.0, 4, greedy.seed)
+    assert beams.beam_width == 4
+    for params in (greedy, sampled, beams):
+        assert params.max_tokens == 9
+        assert params.ignore_eos
+    other = generation_params(job(1, 9, 4), seed=2)
+    assert isinstance(other, SamplingParams)
+    assert other.seed != greedy.seed
+
+
+# -- files
+
+
+def write(path: Path, *rows: Any) -> Path:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_trace_in_milliseconds_from_its_first_request(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.jsonl",
+        {"timestamp": 1000, "input_length": 900, "output_length": 40, "hash_ids": [1, 2]},
+        "",
+        {"timestamp": 1250, "input_length": 10, "output_length": 2, "other": "ignored"},
+    )
+    first, second = read_trace(path)
+    assert (first.shape.arrival_s, second.shape.arrival_s) == (0.0, 0.25)
+    assert (first.hash_ids, first.block_tokens, second.hash_ids) == ((1, 2), 512, ())
+    assert (second.shape.num_input_tokens, second.shape.index) == (10, 1)
+    [slow, fast] = at_rate([first, second], 4.0)
+    assert (slow.shape.arrival_s, fast.shape.arrival_s) == (0.0, 0.5)
+    [half, _] = fit([first, second], 0.5, 1000)
+    assert (half.shape.num_input_tokens, half.block_tokens) == (450, 256)
+
+
+GOOD = {"timestamp": 5, "input_length": 9, "output_length": 4}
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("{", "t.jsonl:3: not JSON"),
+        ([1], "t.jsonl:3: an object with timestamp"),
+        ({**GOOD, "timestamp": "soon"}, "t.jsonl:3: timestamp: milliseconds from 0, not 'soon'"),
+        ({**GOOD, "timestamp": 1}, "t.jsonl:3: timestamp 1 is before the one of the line above, 5"),
+        ({"timestamp": 5, "input_length": 9}, "t.jsonl:3: output_length is missing"),
+        ({**GOOD, "input_length": 0}, "t.jsonl:3: input_length: a whole number of at least 1"),
+        ({**GOOD, "output_length": True}, "t.jsonl:3: output_length: a whole number"),
+        ({**GOOD, "hash_ids": [1.5]}, "t.jsonl:3: hash_ids: a list of whole numbers"),
+        ({**GOOD, "hash_ids": [1, 2]}, "t.jsonl:3: 2 hash_ids for 9 tokens, which are 1 blocks"),
+    ],
+)
+def test_what_is_wrong_with_a_trace_is_told_with_its_line(
+    tmp_path: Path, row: Any, told: str
+) -> None:
+    path = write(tmp_path / "t.jsonl", GOOD, "", row)
+    with pytest.raises(ConfigurationError) as error:
+        read_trace(path)
+    assert told in str(error.value)
+
+
+def test_files_that_are_no_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No such file"):
+        read_trace(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigurationError, match="no request in it"):
+        read_trace(write(tmp_path / "empty.jsonl", ""))
+    with pytest.raises(ConfigurationError, match="no prompt in it"):
+        read_prompts(write(tmp_path / "empty.txt", ""), list, 4)
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigurationError, match="not UTF-8"):
+        read_prompts(tmp_path / "bytes.txt", list, 4)
+
+
+def test_a_trace_that_arrives_at_once_has_no_rate(tmp_path: Path) -> None:
+    jobs = read_trace(write(tmp_path / "t.jsonl", GOOD, GOOD))
+    with pytest.raises(ConfigurationError, match="all arrive at once"):
+        at_rate(jobs, 1.0)
+
+
+def encode(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def test_prompts_of_text_and_of_json(tmp_path: Path) -> None:
+    text = read_prompts(write(tmp_path / "p.txt", "ab", "", "[1]"), encode, 6)
+    assert [(one.token_ids, one.shape.num_output_tokens) for one in text] == [
+        ((97, 98), 6), (tuple(map(ord, "[1]")), 6),
+    ]  # fmt: skip
+    rows = ["x", [4, 5], {"prompt": "y", "max_tokens": 3}, {"prompt_token_ids": [9], "n": 1}]
+    lines = [json.dumps(row) for row in rows]
+    listed = read_prompts(write(tmp_path / "p.jsonl", *lines), encode, 6)
+    assert [(one.token_ids, one.shape.num_output_tokens) for one in listed] == [
+        ((120,), 6), ((4, 5), 6), ((121,), 3), ((9,), 6),
+    ]  # fmt: skip
+    assert [one.shape.index for one in listed] == [0, 1, 2, 3]
+    assert listed[2].source.endswith("p.jsonl:3")
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("5", ":1: a string, a list of token ids, or an object"),
+        ('{"text": "a"}', ":1: a string, a list of token ids, or an object"),
+        ('""', ":1: the prompt is empty"),
+        ('{"prompt": "a", "max_tokens": 0}', ":1: max_tokens: a whole number of at least 1"),
+        ("[1, -1]", ":1: a string, a list of token ids"),
+    ],
+)
+def test_what_is_wrong_with_prompts_is_told_with_its_line(
+    tmp_path: Path, row: str, told: str
+) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        read_prompts(write(tmp_path / "p.jsonl", row), encode, 4)
+    assert told in str(error.value)

@@ -1,0 +1,96 @@
+"""Requests that have a time limit end within it, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from vmserve import LLM, AsyncLLM, RequestOutput, SamplingParams
+from vmserve.engine import LLMEngine
+from vmserve.errors import ConfigurationError, DeadlineError
+
+ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture
+def engine() -> Iterator[LLMEngine]:
+    with LLM(kv_cache_memory="64MiB", max_model_len=4096) as llm:
+        yield llm.engine
+
+
+def test_a_late_request_fails_and_the_others_go_on(engine: LLMEngine) -> None:
+    engine.add_request("late", [5, 6, 7], ENDLESS, timeout=1000.0)
+    engine.add_request("other", [5, 6, 7], ENDLESS)
+    engine.step()
+    assert engine._deadlines[0][1] == "late"
+    # Its time is over, without anybody having to wait for it.
+    engine._requests["late"].deadline = 0.0
+    engine._deadlines[0] = (0.0, "late")
+    result = engine.step()
+    [failure] = result.failures
+    assert failure.request_id == "late"
+    assert isinstance(failure.error, DeadlineError)
+    assert "1 tokens were generated" in str(failure.error)
+    assert engine.request_ids == ["other"]
+    assert engine.memory.stats().num_seqs == 1
+    assert engine.step().failures == ()
+
+
+def test_an_id_that_is_used_again_is_another_request(engine: LLMEngine) -> None:
+    engine.add_request("same", [5, 6, 7], SHORT, timeout=0.001)
+    engine.abort("same")
+    time.sleep(0.002)
+    engine.add_request("same", [5, 6, 7], SHORT)
+    assert engine.step().failures == ()
+    assert engine.request_ids == ["same"]
+
+
+def test_a_waiting_request_is_late_too(engine: LLMEngine) -> None:
+    for index in range(engine.resolved.max_num_seqs):
+        engine.add_request(f"first-{index}", [5, 6, 7], ENDLESS)
+    engine.add_request("waits", [5, 6, 7], ENDLESS, timeout=0.01)
+    engine.step()
+    assert engine.scheduler.num_waiting == 1
+    time.sleep(0.02)
+    assert [failure.request_id for failure in engine.step().failures] == ["waits"]
+    assert engine.scheduler.num_waiting == 0
+
+
+def test_the_engines_limit_holds_for_all() -> None:
+    with (
+        LLM(kv_cache_memory="32MiB", request_timeout=0.05) as llm,
+        pytest.raises(DeadlineError, match=r"within its 0\.05 seconds"),
+    ):
+        llm.generate([[5, 6, 7]], ENDLESS)
+
+
+async def collect(stream: AsyncIterator[RequestOutput], outputs: list[RequestOutput]) -> None:
+    async for output in stream:
+        outputs.append(output)  # noqa: PERF401  what came before the error is wanted
+
+
+def test_a_stream_is_told() -> None:
+    async def run() -> None:
+        llm = AsyncLLM(kv_cache_memory="32MiB")
+        try:
+            stream = llm.generate([5, 6, 7], ENDLESS, request_id="r", timeout=0.2, stream=True)
+            outputs: list[RequestOutput] = []
+            with pytest.raises(DeadlineError):
+                await collect(stream, outputs)
+            assert sum(len(output.outputs) for output in outputs) > 0
+            done = [o async for o in llm.generate([5, 6, 7], SHORT, request_id="r")]
+            assert len(done[-1].outputs[0].token_ids) == 4
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_a_limit_that_is_none_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigurationError, match="request_timeout"):
+        LLM(request_timeout=seconds)

@@ -1,0 +1,1 @@
+"""``vmserve bench ab``: the same requests through several engine options, compared in pairs."""

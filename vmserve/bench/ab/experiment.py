@@ -1,0 +1,240 @@
+"""Rounds: the same requests through every variant, one after the other, in a turning order."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vmserve.bench.ab.client import Load, check_jobs, serve
+from vmserve.bench.ab.jobs import Prompts
+from vmserve.bench.ab.metrics import METRICS, Slo, headline_names, summarize
+from vmserve.bench.ab.statistics import compare_metrics
+from vmserve.engine import LLMEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from vmserve.bench.ab.jobs import Job
+    from vmserve.bench.ab.record import RunRecord
+    from vmserve.bench.ab.statistics import Comparison
+    from vmserve.bench.ab.variants import Variant
+
+__all__ = [
+    "Engines",
+    "Progress",
+    "Round",
+    "Settings",
+    "Workload",
+    "WorkloadResult",
+    "orders",
+    "run_once",
+    "run_workload",
+]
+
+#: Seeds of warm-up rounds begin here, away from those of the rounds that count.
+_WARMUP_SEED = 1_000_000
+
+
+class Progress(Protocol):
+    """Told what runs now, and each time a request has ended."""
+
+    def starting(self, what: str, num_requests: int) -> None: ...
+
+    def finished(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """``make(seed)`` gives a round's jobs, scaled to the context and with their arrivals."""
+
+    name: str
+    make: Callable[[int], list[Job]]
+    load: Load = field(default_factory=Load)
+    #: What was asked for, for the results.
+    described: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    rounds: int = 10
+    warmup: int = 1
+    seed: int = 0
+    slo: Slo = field(default_factory=Slo)
+    price_per_hour: float | None = None
+
+
+class Engines:
+    """An engine for each variant.
+
+    They are made once and kept, for three reasons: a server runs for days, so that what the first
+    minute costs is not its speed; whatever an engine learns while running (what preemption costs,
+    which regime pays) it learns in the warm-up; and loading between two runs would put seconds,
+    and a different state of the machine, between the halves of a pair. A run begins with an empty
+    prefix cache all the same (:func:`~vmserve.bench.ab.client.reset`). With ``rebuild`` they are
+    made anew for every run, where the weights do not fit into memory several times.
+    """
+
+    def __init__(
+        self, variants: Sequence[Variant], common: Mapping[str, Any], *, rebuild: bool = False
+    ) -> None:
+        self._configs = {variant.name: variant.config(common) for variant in variants}
+        self._rebuild = rebuild
+        self._kept: dict[str, LLMEngine] = {}
+        self.names = list(self._configs)
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[LLMEngine]:
+        """The variant's engine, idle."""
+        engine = self._kept.get(name)
+        if engine is None:
+            engine = LLMEngine(self._configs[name])
+            if not self._rebuild:
+                self._kept[name] = engine
+            # As the server does: a full collection that visits torch's modules takes a quarter of
+            # a second, and would hit whichever variant happens to run.
+            gc.collect()
+            gc.freeze()
+        try:
+            yield engine
+        finally:
+            if self._rebuild:
+                engine.close()
+
+    def close(self) -> None:
+        for engine in self._kept.values():
+            engine.close()
+        self._kept.clear()
+        gc.unfreeze()
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """``records`` and ``metrics`` by variant, which ran in ``order``."""
+
+    index: int
+    seed: int
+    order: tuple[str, ...]
+    records: Mapping[str, RunRecord]
+    metrics: Mapping[str, Mapping[str, float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadResult:
+    """``comparisons``: every variant but the first, against the first."""
+
+    workload: Workload
+    rounds: tuple[Round, ...]
+    comparisons: Mapping[str, Sequence[Comparison]]
+    #: Of each variant: answers that are the first variant's to the token, of how many.
+    same_answers: Mapping[str, tuple[int, int]]
+
+    def values(self, variant: str, metric: str) -> list[float | None]:
+        """One per round."""
+        return [one.metrics[variant][metric] for one in self.rounds]
+
+
+def orders(names: Sequence[str], num_rounds: int) -> list[tuple[str, ...]]:
+    """Who runs when: rotated every second round, and every second round is the reverse.
+
+    Over 2 x len(names) rounds every variant runs as often in every place, and as often after
+    each other one.
+    """
+    found = []
+    for index in range(num_rounds):
+        turn = (index // 2) % len(names)
+        rotated = (*names[turn:], *names[:turn])
+        found.append(rotated if index % 2 == 0 else rotated[::-1])
+    return found
+
+
+def run_once(
+    engine: LLMEngine,
+    jobs: Sequence[Job],
+    load: Load,
+    seed: int,
+    on_finished: Callable[[], None] = lambda: None,
+) -> RunRecord:
+    """The jobs of one round through one engine."""
+    special = engine.tokenizer.hf.all_special_ids
+    vocab_size = engine.model_config.vocab_size
+    reserved = {one for one in (*special, *engine.model_config.eos_token_ids) if one < vocab_size}
+    prompts = Prompts(vocab_size, seed, reserved)
+    check_jobs(engine, jobs, prompts, seed)
+    return serve(engine, jobs, load, prompts, seed, on_finished=on_finished)
+
+
+def run_workload(
+    engines: Engines, workload: Workload, settings: Settings, progress: Progress
+) -> WorkloadResult:
+    """Warm-up rounds, which are forgotten, then the rounds that count."""
+    total = settings.warmup + settings.rounds
+    for index in range(settings.warmup):
+        jobs = workload.make(_WARMUP_SEED + settings.seed + index)
+        for name in engines.names:
+            progress.starting(f"{workload.name}, warm-up, {name}", len(jobs))
+            with engines.use(name) as engine:
+                run_once(engine, jobs, workload.load, settings.seed, progress.finished)
+    rounds = []
+    for index, order in enumerate(orders(engines.names, settings.rounds)):
+        what = f"{workload.name}, round {index + 1} of {total - settings.warmup}"
+        rounds.append(_run_round(engines, workload, settings, index, order, what, progress))
+    return WorkloadResult(
+        workload, tuple(rounds), _compare(engines.names, rounds), _same_answers(rounds)
+    )
+
+
+def _run_round(
+    engines: Engines,
+    workload: Workload,
+    settings: Settings,
+    index: int,
+    order: tuple[str, ...],
+    what: str,
+    progress: Progress,
+) -> Round:
+    """Every round draws its own requests: the interval is then about such traffic, not about one
+    sample of it. A trace has none to draw.
+    """
+    seed = settings.seed + index
+    jobs = workload.make(seed)
+    records: dict[str, RunRecord] = {}
+    for name in order:
+        progress.starting(f"{what}, {name}", len(jobs))
+        with engines.use(name) as engine:
+            records[name] = run_once(engine, jobs, workload.load, seed, progress.finished)
+    records = {name: records[name] for name in engines.names}
+    metrics = {
+        name: summarize(record, settings.slo, settings.price_per_hour)
+        for name, record in records.items()
+    }
+    return Round(index, seed, order, records, metrics)
+
+
+def _compare(names: Sequence[str], rounds: Sequence[Round]) -> dict[str, list[Comparison]]:
+    columns = {
+        name: {metric: [one.metrics[name][metric] for one in rounds] for metric in METRICS}
+        for name in names
+    }
+    first = columns[names[0]]
+    return {name: compare_metrics(first, columns[name], headline_names()) for name in names[1:]}
+
+
+def _same_answers(rounds: Sequence[Round]) -> dict[str, tuple[int, int]]:
+    names = list(rounds[0].records)
+    counts = {}
+    for name in names[1:]:
+        pairs = [
+            (a.digest, b.digest)
+            for one in rounds
+            for a, b in zip(one.records[names[0]].requests, one.records[name].requests, strict=True)
+        ]
+        counts[name] = (sum(a == b for a, b in pairs), len(pairs))
+    return counts

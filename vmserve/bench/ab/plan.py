@@ -1,0 +1,200 @@
+"""From the command's options to workloads: what is served, at which load, scaled to what."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vmserve.bench.ab.client import Load
+from vmserve.bench.ab.experiment import Workload
+from vmserve.bench.ab.jobs import fit, with_arrivals
+from vmserve.bench.ab.search import RateSearch
+from vmserve.bench.ab.traces import at_rate, read_prompts, read_trace
+from vmserve.bench.ab.traffic import get_kind
+from vmserve.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vmserve.bench.ab.jobs import Job
+    from vmserve.bench.ab.traffic import Kind
+
+__all__ = [
+    "EMBEDDED_MAX_LEN",
+    "LoadOptions",
+    "Source",
+    "duration",
+    "make_search",
+    "make_workload",
+    "sources",
+]
+
+#: The context that workloads are scaled to on the embedded model: two cores serve it in seconds.
+EMBEDDED_MAX_LEN = 1024
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|ms|us)?")
+_UNITS = {"s": 1.0, None: 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """As given: None where not."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+    burstiness: float | None = None
+    search: bool = False
+
+    def check(self, slo_given: bool) -> None:
+        """Raises ConfigurationError for options that exclude each other, or are of no use."""
+        if self.concurrency is not None and self.rate is not None:
+            raise ConfigurationError(
+                "--concurrency (closed loop) and --rate (open loop) exclude each other: give one"
+            )
+        if self.search and (self.concurrency is not None or self.rate is not None):
+            raise ConfigurationError("--search finds the rate: leave --rate and --concurrency out")
+        if self.search and not slo_given:
+            raise ConfigurationError(
+                "--search needs an objective: give --slo-ttft, --slo-tpot or both, e.g. 200ms"
+            )
+        if self.burstiness is not None and self.rate is None and not self.search:
+            raise ConfigurationError("--burstiness is about arrivals: give --rate or --search too")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where requests come from: ``make(seed)`` gives them unscaled.
+
+    ``has_times``: they bring arrivals of their own. ``context`` None: lengths stay as they are,
+    cut to the context, unless ``--scale`` is given.
+    """
+
+    name: str
+    make: Callable[[int], list[Job]]
+    context: int | None
+    concurrency: int | None = None
+    burstiness: float = 1.0
+    has_times: bool = False
+
+
+def sources(
+    workloads: list[str],
+    trace: Path | None,
+    prompts: Path | None,
+    *,
+    num_requests: int,
+    block_tokens: int,
+    num_output_tokens: int,
+    encode: Callable[[str], list[int]],
+) -> list[Source]:
+    """Raises ConfigurationError for an unknown workload or a file that cannot be read."""
+    found = [_of_kind(name, num_requests) for name in workloads]
+    if trace is not None:
+        jobs = read_trace(trace, block_tokens)
+        found.append(Source(trace.stem, lambda seed: jobs, None, has_times=True))
+    if prompts is not None:
+        given = read_prompts(prompts, encode, num_output_tokens)
+        found.append(Source(prompts.stem, lambda seed: given, None))
+    return found
+
+
+def _of_kind(name: str, num_requests: int) -> Source:
+    try:
+        kind: Kind = get_kind(name)
+    except ValueError as error:
+        raise ConfigurationError(f"--workload: {error}") from None
+    return Source(
+        kind.name,
+        lambda seed: kind.make(num_requests, seed),
+        kind.context,
+        kind.concurrency,
+        kind.burstiness,
+    )
+
+
+def make_workload(
+    source: Source, options: LoadOptions, *, max_len: int, scale: float | None
+) -> Workload:
+    """One load for all rounds. Raises ConfigurationError for prompts that do not fit."""
+    scaled = _scale(source, max_len, scale)
+    burstiness = options.burstiness or source.burstiness
+    is_open = options.rate is not None or (source.has_times and options.concurrency is None)
+
+    def make(seed: int) -> list[Job]:
+        jobs = fit(source.make(seed), scaled, max_len)
+        return _timed(jobs, source, options.rate, burstiness, seed) if is_open else jobs
+
+    load = Load(True) if is_open else Load(False, options.concurrency or source.concurrency)
+    told = _told(source, load, options.rate, options.burstiness or source.burstiness)
+    return Workload(
+        source.name, make, load, _described(make(0), max_len=max_len, scale=scaled, load=told)
+    )
+
+
+def make_search(
+    source: Source,
+    options: LoadOptions,
+    *,
+    max_len: int,
+    scale: float | None,
+    goodput: float,
+    steps: int,
+) -> RateSearch:
+    """Raises ConfigurationError for prompts that do not fit."""
+    scaled = _scale(source, max_len, scale)
+    burstiness = options.burstiness or source.burstiness
+
+    def make(seed: int, rate: float | None) -> list[Job]:
+        jobs = fit(source.make(seed), scaled, max_len)
+        return jobs if rate is None else _timed(jobs, source, rate, burstiness, seed)
+
+    described = _described(
+        make(0, None), max_len=max_len, scale=scaled, load=f"burstiness {burstiness:.3g}"
+    )
+    return RateSearch(source.name, make, goodput, steps, described)
+
+
+def duration(option: str, text: str) -> float:
+    """Seconds of e.g. ``200ms``, ``0.2s`` or ``0.2``. Raises ConfigurationError."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None or not float(match.group(1)) > 0:
+        raise ConfigurationError(f"{option}: {text!r} is no duration: write e.g. 200ms or 0.2s")
+    return float(match.group(1)) * _UNITS[match.group(2)]
+
+
+def _scale(source: Source, max_len: int, scale: float | None) -> float:
+    if scale is not None:
+        return scale
+    return 1.0 if source.context is None else min(1.0, max_len / source.context)
+
+
+def _timed(
+    jobs: list[Job], source: Source, rate: float | None, burstiness: float, seed: int
+) -> list[Job]:
+    if source.has_times:
+        return jobs if rate is None else at_rate(jobs, rate)
+    return with_arrivals(jobs, rate, burstiness, seed)
+
+
+def _told(source: Source, load: Load, rate: float | None, burstiness: float) -> str:
+    if not load.is_open:
+        return "all at once" if load.concurrency is None else f"{load.concurrency} at a time"
+    if source.has_times:
+        return "at its own times" if rate is None else f"its own arrivals at {rate:g}/s"
+    return f"{rate:g}/s with burstiness {burstiness:.3g}"
+
+
+def _described(jobs: list[Job], **more: Any) -> dict[str, Any]:
+    """The first round's requests; ``num_requests`` may differ a little from round to round, where
+    conversations run out of context.
+    """
+    shapes = [job.shape for job in jobs]
+    return {
+        "num_requests": len(jobs),
+        "mean_input_tokens": statistics.fmean(shape.num_input_tokens for shape in shapes),
+        "mean_output_tokens": statistics.fmean(shape.num_output_tokens for shape in shapes),
+        "decoding": sorted({str(job.decoding) for job in jobs}),
+        **more,
+    }

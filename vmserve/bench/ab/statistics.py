@@ -1,0 +1,233 @@
+"""Is a variant's metric different from the first variant's, and by how much?
+
+A pair is a round: in it every variant serves the same requests, one variant after the other.
+The effect is the geometric mean over rounds of the ratio variant / first. Taking ratios round by
+round cancels what all suffered in that round (its requests, the machine's mood), and on the
+logarithmic scale A against B is the mirror image of B against A. A ratio of medians over rounds
+would do neither, and with the few rounds that a benchmark has its bootstrap distribution has too
+few values to cut off a tail of 0.5 %.
+
+The interval is the symmetric studentised bootstrap (Hall 1988; Efron & Tibshirani 1993, chapter
+12): resampled means are measured in their own standard errors. The plain percentile bootstrap is
+too narrow for ten rounds, because it cannot see beyond the range of what was measured; this one
+can, and errs on the wide side where there are few rounds or outliers.
+
+A verdict needs more than its 99 % interval to exclude 1: the p-values of one comparison's
+headline metrics are corrected together (Holm 1979), so that a comparison of equals yields any
+verdict in at most 1 % of benchmarks, however many metrics it has.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = [
+    "CONFIDENCE",
+    "MIN_PAIRS",
+    "Comparison",
+    "Effect",
+    "Verdict",
+    "compare_metrics",
+    "holm",
+    "paired_effects",
+]
+
+#: Of the intervals, and 1 - CONFIDENCE is the rate of false verdicts per comparison.
+CONFIDENCE = 0.99
+#: With fewer, resamples without any spread are so frequent that intervals have no end.
+MIN_PAIRS = 6
+NUM_RESAMPLES = 10_000
+
+Verdict = Literal["higher", "lower", "no difference shown"]
+NO_DIFFERENCE: Verdict = "no difference shown"
+
+#: Values of one block of the resampled means, to bound memory (doubles).
+_BLOCK = 8_000_000
+#: Spread of the logarithms below which rounds count as equal: they differ by rounding only.
+_NO_SPREAD = 1e-12
+_LARGEST_LOGARITHM = 700.0
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """The ratio variant / first of one metric.
+
+    ``low`` and ``high`` are None below :data:`MIN_PAIRS`; ``high`` may be infinite.
+    """
+
+    ratio: float
+    low: float | None
+    high: float | None
+    p_value: float
+    num_pairs: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ratio": self.ratio,
+            "low": self.low,
+            "high": self.high if self.high != math.inf else None,
+            "p_value": self.p_value,
+            "num_pairs": self.num_pairs,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One metric of one variant against the first variant.
+
+    ``verdict`` is None for a metric that is not a headline: it is shown, not judged.
+    """
+
+    metric: str
+    effect: Effect
+    verdict: Verdict | None
+    #: Corrected for the comparison's other headline metrics; None where there is no verdict.
+    adjusted_p: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "metric": self.metric,
+            **self.effect.to_dict(),
+            "verdict": self.verdict,
+            "adjusted_p": self.adjusted_p,
+        }
+
+
+def paired_effects(
+    log_ratios: NDArray[np.float64],
+    *,
+    seed: int = 0,
+    confidence: float = CONFIDENCE,
+    num_resamples: int = NUM_RESAMPLES,
+) -> list[Effect]:
+    """The effect behind each row of log(variant / first): ``[metrics, rounds]``.
+
+    All rows share their resamples. Raises ValueError without a round.
+    """
+    num_metrics, num_pairs = log_ratios.shape
+    if num_pairs < 1:
+        raise ValueError("an effect needs at least 1 pair")
+    mean = log_ratios.mean(axis=1)
+    spread = log_ratios.std(axis=1)
+    if num_pairs < MIN_PAIRS:
+        return [Effect(_exp(m), None, None, 1.0, num_pairs) for m in mean.tolist()]
+    varies = spread > _NO_SPREAD
+    half_width = np.zeros(num_metrics)
+    # Rounds that all say the same leave no doubt; where they all say 1, there is no difference.
+    p_value = np.where(np.abs(mean) > _NO_SPREAD, 0.0, 1.0)
+    if varies.any():
+        z = (log_ratios[varies] - mean[varies, None]) / spread[varies, None]
+        weights = _resample_weights(num_pairs, num_resamples, seed)
+        width, p = _studentised(z, mean[varies] / spread[varies], weights, confidence)
+        half_width[varies] = width * spread[varies]
+        p_value[varies] = p
+    return [
+        Effect(_exp(m), _exp(m - w), _exp(m + w), p, num_pairs)
+        for m, w, p in zip(mean.tolist(), half_width.tolist(), p_value.tolist(), strict=True)
+    ]
+
+
+def _exp(logarithm: float) -> float:
+    """Infinite where one outlier among few rounds leaves the interval without an end."""
+    return math.exp(logarithm) if logarithm < _LARGEST_LOGARITHM else math.inf
+
+
+def _resample_weights(num_pairs: int, num_resamples: int, seed: int) -> NDArray[np.float64]:
+    """How often each pair is drawn, over the number of draws: ``[pairs, resamples]``."""
+    even = np.full(num_pairs, 1.0 / num_pairs)
+    counts = np.random.default_rng(seed).multinomial(num_pairs, even, size=num_resamples)
+    weights: NDArray[np.float64] = counts.T / num_pairs
+    return weights
+
+
+def _studentised(
+    z: NDArray[np.float64],
+    t: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    confidence: float,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Half widths in units of each row's spread, and p-values of a mean of 0.
+
+    ``z`` are rows of mean 0 and spread 1, ``t`` the rows' original means over their spreads.
+    """
+    num_resamples = weights.shape[1]
+    kept = min(num_resamples - 1, math.ceil(confidence * num_resamples))
+    width, p_value = np.empty(len(z)), np.empty(len(z))
+    step = max(1, _BLOCK // num_resamples)
+    for begin in range(0, len(z), step):
+        rows = slice(begin, begin + step)
+        means = z[rows] @ weights
+        variances = np.maximum((z[rows] * z[rows]) @ weights - means * means, 0.0)
+        # A resample without spread says nothing about the error of its mean: infinitely far.
+        variances[variances <= _NO_SPREAD] = 0.0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            distances = np.nan_to_num(np.abs(means) / np.sqrt(variances), nan=np.inf, posinf=np.inf)
+        beyond = (distances >= np.abs(t[rows])[:, None]).sum(axis=1)
+        p_value[rows] = (1 + beyond) / (1 + num_resamples)
+        width[rows] = np.partition(distances, kept, axis=1)[:, kept]
+    return width, p_value
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction: p-values that may each be held against the same level."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted = [1.0] * len(p_values)
+    largest = 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def compare_metrics(
+    first: Mapping[str, Sequence[float | None]],
+    variant: Mapping[str, Sequence[float | None]],
+    headline: Sequence[str],
+    *,
+    seed: int = 0,
+) -> list[Comparison]:
+    """Every metric that both have, in the order of ``first``; one value per round.
+
+    A metric that is None, not finite or not positive in some round has no ratio and is left out.
+    """
+    rows: dict[str, NDArray[np.float64]] = {}
+    for name in first:
+        ratios = _log_ratios(first[name], variant.get(name, ()))
+        if ratios is not None:
+            rows[name] = ratios
+    if not rows:
+        return []
+    effects = dict(zip(rows, paired_effects(np.stack(list(rows.values())), seed=seed), strict=True))
+    judged = [name for name in rows if name in set(headline)]
+    adjusted = dict(zip(judged, holm([effects[name].p_value for name in judged]), strict=True))
+    return [_judge(name, effect, adjusted.get(name)) for name, effect in effects.items()]
+
+
+def _judge(metric: str, effect: Effect, adjusted_p: float | None) -> Comparison:
+    if adjusted_p is None:
+        return Comparison(metric, effect, None, None)
+    if adjusted_p > 1.0 - CONFIDENCE:
+        return Comparison(metric, effect, NO_DIFFERENCE, adjusted_p)
+    return Comparison(metric, effect, "higher" if effect.ratio > 1.0 else "lower", adjusted_p)
+
+
+def _log_ratios(
+    first: Sequence[float | None], variant: Sequence[float | None]
+) -> NDArray[np.float64] | None:
+    if len(first) != len(variant) or not first:
+        return None
+    logs = []
+    for a, b in zip(first, variant, strict=True):
+        if a is None or b is None or not (0 < a < math.inf and 0 < b < math.inf):
+            return None
+        logs.append(math.log(b) - math.log(a))
+    return np.asarray(logs)

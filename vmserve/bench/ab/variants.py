@@ -1,0 +1,115 @@
+"""What is compared: engine options under a name."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+
+from vmserve.config import EngineConfig
+from vmserve.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["REGIMES", "Variant", "parse_variants"]
+
+REGIMES = ("virtual", "paged", "auto")
+_FALSE, _TRUE = ("false", "no", "off", "0"), ("true", "yes", "on", "1")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """``options`` are fields of :class:`~vmserve.config.EngineConfig`."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, common: Mapping[str, Any]) -> EngineConfig:
+        """``common``: what all variants have, unless they say otherwise."""
+        try:
+            return EngineConfig.from_options({**common, **self.options})
+        except ConfigurationError as error:
+            raise ConfigurationError(f"variant {self.name}: {error}") from None
+
+
+def parse_variants(text: Sequence[str]) -> list[Variant]:
+    """``virtual,paged,auto`` and ``name=option=value,option=value``, in their order.
+
+    Raises ConfigurationError for what cannot be understood, names given twice and fewer than two.
+    """
+    variants: list[Variant] = []
+    for item in text:
+        if "=" in item:
+            variants.append(_named(item))
+        else:
+            variants += [_regime(name.strip()) for name in item.split(",") if name.strip()]
+    names = [variant.name for variant in variants]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigurationError(f"--variants: {', '.join(twice)} is given twice: name each once")
+    if len(variants) < 2:
+        raise ConfigurationError(
+            f"--variants: a comparison needs two or more, got {', '.join(names) or 'none'}: "
+            f"write e.g. --variants virtual,paged"
+        )
+    return variants
+
+
+def _regime(name: str) -> Variant:
+    if name not in REGIMES:
+        raise ConfigurationError(
+            f"--variants: no variant is named {name!r}: choose from {', '.join(REGIMES)}, or "
+            f"write name=option=value,option=value"
+        )
+    return Variant(name, {"kv_regime": name})
+
+
+def _named(item: str) -> Variant:
+    name, _, assignments = item.partition("=")
+    name = name.strip()
+    if not name or "," in name:
+        raise ConfigurationError(
+            f"--variants: {item!r}: give variants with options a --variants of their own, as "
+            f"name=option=value,option=value"
+        )
+    options: dict[str, Any] = {}
+    for assignment in assignments.split(","):
+        option, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigurationError(
+                f"--variants: {name}: {assignment!r} has no value: write name=option=value,..."
+            )
+        key = option.strip().removeprefix("--").replace("-", "_")
+        options[key] = _value(name, key, value.strip())
+    return Variant(name, options)
+
+
+def _value(variant: str, option: str, text: str) -> Any:
+    """``text`` as the option's type."""
+    hints = get_type_hints(EngineConfig)
+    known = [one.name for one in dataclasses.fields(EngineConfig)]
+    if option not in known:
+        raise ConfigurationError(
+            f"--variants: {variant}: no engine option is named {option!r}: known are "
+            f"{', '.join(sorted(known))}"
+        )
+    hint = hints[option]
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    accepted = get_args(hint) if is_union else (hint,)
+    if text.lower() == "none" and type(None) in accepted:
+        return None
+    if bool in accepted:
+        if text.lower() in _TRUE + _FALSE:
+            return text.lower() in _TRUE
+        raise ConfigurationError(f"--variants: {variant}: {option} is on or off, not {text!r}")
+    for number in (int, float):
+        if number in accepted and str not in accepted:
+            try:
+                return number(text)
+            except ValueError:
+                raise ConfigurationError(
+                    f"--variants: {variant}: {option} is a number, not {text!r}"
+                ) from None
+    return text

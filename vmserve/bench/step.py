@@ -1,0 +1,307 @@
+"""``vmserve bench step``: what a step costs beside the model, by part.
+
+The whole engine steps as it serves: scheduler, KV memory (host driver, prefix caching on), input
+preparation, sampler and output processor. Only the model is null: its logits are always the same.
+Stopwatches are put around the calls that a step makes, each without what another of them takes,
+so that the parts of a step add up to the step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+
+import torch
+import typer
+
+from vmserve.bench.alloc.section import SectionResult, Table, microseconds, summarize
+from vmserve.bench.machine import machine_info
+from vmserve.bench.report import (
+    dump,
+    make_console,
+    make_directory,
+    markdown,
+    print_table,
+    progress,
+)
+from vmserve.config import EngineConfig
+from vmserve.engine import LLMEngine
+from vmserve.errors import ConfigurationError
+from vmserve.memory.base import Regime
+from vmserve.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vmserve.attention.base import AttentionCall
+    from vmserve.bench.alloc.section import Report
+    from vmserve.models import LoadedModel
+
+__all__ = [
+    "BEYOND",
+    "GOAL_NS_PER_SEQUENCE",
+    "PARTS",
+    "REGIMES",
+    "Case",
+    "SteppedEngine",
+    "run",
+    "step_command",
+]
+
+Regimes = Literal["virtual", "paged", "mixed"]
+REGIMES: tuple[Regimes, ...] = get_args(Regimes)
+#: What the goal is about: scheduler, memory and input preparation.
+PARTS = ("schedule", "plan", "apply", "inputs", "complete")
+#: What else a step does, the null model included.
+BEYOND = ("model", "sample", "output", "rest")
+#: Of all parts together, where 256 sequences decode.
+GOAL_NS_PER_SEQUENCE = 3_000
+GOAL_NUM_SEQS = 256
+
+_MAX_PROMPT = 128
+#: Steps that nobody looks at: at most so many read prompts, then caches are cold and pools grow.
+_FILL, _WARM_UP = 64, 24
+#: So many steps of one regime, then of the next: whatever disturbs them disturbs all.
+_BLOCK = 25
+_BATCHED_TOKENS = 4096
+#: Keys and values of the embedded model, whose sizes the KV memory has.
+_TOKEN_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    regime: Regimes
+    num_seqs: int
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Nanoseconds by part, each without what is watched within."""
+
+    spent: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _within: int = 0
+
+    def watch(self, owner: object, method: str, part: str) -> None:
+        """Each call of ``owner.method`` counts for ``part`` from now on."""
+        call: Callable[..., Any] = getattr(owner, method)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            around, self._within = self._within, 0
+            began = perf_counter_ns()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                took = perf_counter_ns() - began
+                self.spent[part] += took - self._within
+                self._within = around + took
+
+        setattr(owner, method, watched)
+
+
+class NullModel:
+    """Every row of logits is the same: the sampler takes token 17."""
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self._logits = torch.zeros(max_rows, vocab_size)
+        self._logits[:, 17] = 1.0
+        self.num_tokens = 0
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionCall,
+        logits_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        self.num_tokens = len(token_ids)
+        return self._logits[: len(logits_rows)]
+
+
+class SteppedEngine:
+    """An engine in which ``case.num_seqs`` sequences decode for ``num_steps``."""
+
+    def __init__(self, case: Case, num_steps: int) -> None:
+        self.case = case
+        self._tokens_left = _FILL + _WARM_UP + num_steps
+        max_len = _MAX_PROMPT + self._tokens_left + 8
+        self.engine = LLMEngine(
+            EngineConfig(
+                max_num_seqs=case.num_seqs,
+                max_model_len=max_len,
+                kv_cache_memory=(case.num_seqs + 4) * 2 * max_len * _TOKEN_BYTES,
+                max_num_batched_tokens=_BATCHED_TOKENS,
+                kv_regime="virtual" if case.regime == "virtual" else "paged",
+                enable_prefix_caching=True,
+            )
+        )
+        self.model = NullModel(case.num_seqs, self.engine.model_config.vocab_size)
+        self.engine._runner._model = cast("LoadedModel", self.model)
+        self._add_requests()
+        while self.model.num_tokens != case.num_seqs or self.engine.scheduler.num_waiting:
+            self._checked_step()
+        for _ in range(_WARM_UP):
+            self._checked_step()
+        self._stopwatch = Stopwatch()
+        self._put_watches()
+        #: Nanoseconds of each step, by part; "step" is all of it.
+        self.samples: dict[str, list[int]] = {part: [] for part in (*PARTS, *BEYOND, "step")}
+
+    def step(self) -> None:
+        spent = self._stopwatch.spent
+        spent.clear()
+        began = perf_counter_ns()
+        self.engine.step()
+        spent["step"] = perf_counter_ns() - began
+        spent["rest"] = spent["step"] - sum(spent[part] for part in (*PARTS, *BEYOND[:-1]))
+        if self.model.num_tokens != self.case.num_seqs:
+            raise RuntimeError(f"a step computed {self.model.num_tokens} tokens: not what is timed")
+        for part, samples in self.samples.items():
+            samples.append(spent[part])
+
+    def close(self) -> None:
+        self.engine.memory.check()
+        self.engine.close()
+
+    def _add_requests(self) -> None:
+        """Prompts of 1 to 128 tokens that nobody shares, so that pages fill in different steps."""
+        params = SamplingParams(max_tokens=self._tokens_left, temperature=0.0, ignore_eos=True)
+        for index in range(self.case.num_seqs):
+            length = 1 + 7 * index % _MAX_PROMPT
+            name = str(index)
+            prompt = [100 + index % 1024, 100 + index // 1024] * length
+            self.engine.add_request(name, prompt[:length], params)
+            if self.case.regime == "mixed" and index % 2:
+                self.engine.convert(name, Regime.VIRTUAL)  # kept so from its start on
+
+    def _checked_step(self) -> None:
+        for failure in self.engine.step().failures:
+            raise failure.error
+
+    def _put_watches(self) -> None:
+        engine, watch = self.engine, self._stopwatch.watch
+        for method in ("schedule", "applied", "computed"):
+            watch(engine.scheduler, method, "complete" if method == "computed" else "schedule")
+        watch(engine, "_mark_scheduled", "schedule")
+        watch(engine.memory, "plan", "plan")
+        watch(engine.memory, "apply", "apply")
+        watch(engine.memory, "slots", "apply")
+        watch(engine._runner, "execute", "inputs")
+        watch(engine.memory, "complete", "complete")
+        watch(engine, "_name_tokens", "complete")
+        watch(self.model, "forward", "model")
+        watch(engine._sampler, "sample", "sample")
+        watch(engine._output, "process", "output")
+
+
+def run(counts: Sequence[int], num_steps: int, report: Report) -> SectionResult:
+    """All regimes for each number of sequences, blocks of their steps interleaved."""
+    rows = []
+    for index, num_seqs in enumerate(counts):
+        engines = [SteppedEngine(Case(regime, num_seqs), num_steps) for regime in REGIMES]
+        for done in range(0, num_steps, _BLOCK):
+            for engine in engines:
+                for _ in range(min(_BLOCK, num_steps - done)):
+                    engine.step()
+            report((index + done / num_steps) / len(counts))
+        for engine in engines:
+            rows.append(_row(engine))
+            engine.close()
+    data = {
+        "num_steps": num_steps,
+        "goal_ns_per_sequence": GOAL_NS_PER_SEQUENCE,
+        "goal_num_seqs": GOAL_NUM_SEQS,
+        "rows": rows,
+    }
+    return SectionResult(data, (_goal_table(rows), _beyond_table(rows)))
+
+
+def step_command(
+    num_seqs: Annotated[
+        str, typer.Option(help="Numbers of decoding sequences, with commas between.")
+    ] = "1,16,64,256,1024",
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, of each case.")] = 300,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write everything measured to this file.")
+    ] = None,
+    markdown_path: Annotated[
+        Path | None, typer.Option("--markdown", help="Write the tables to this file.")
+    ] = None,
+) -> None:
+    """Measure what a decoding step costs beside the model, by part. The model is null."""
+    counts = _counts(num_seqs)
+    with progress("step") as report:
+        results = {"step": run(counts, steps, report)}
+    console = make_console()
+    for table in results["step"].tables:
+        print_table(console, table)
+    described = {
+        "benchmark": "step",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": machine_info(("vmserve", "numpy", "torch")),
+        "sections": {name: dict(result.data) for name, result in results.items()},
+    }
+    for path, text in ((json_path, dump(described)), (markdown_path, markdown(results, described))):
+        if path is not None:
+            make_directory(path.parent)
+            path.write_text(text, encoding="utf-8")
+
+
+def _counts(text: str) -> list[int]:
+    """Raises ConfigurationError for what is no number of sequences."""
+    parts = [part.strip() for part in text.split(",")]
+    wrong = [part for part in parts if not part.isdecimal() or not 1 <= int(part) <= 1024]
+    if wrong:
+        raise ConfigurationError(
+            f"--num-seqs: {wrong[0]!r} is no whole number from 1 to 1024; write e.g. 16,256"
+        )
+    return sorted({int(part) for part in parts})
+
+
+def _row(engine: SteppedEngine) -> dict[str, Any]:
+    samples = engine.samples
+    together = [sum(parts) for parts in zip(*(samples[part] for part in PARTS), strict=True)]
+    return {
+        "regime": engine.case.regime,
+        "num_seqs": engine.case.num_seqs,
+        "parts_ns": {part: summarize(values).to_dict() for part, values in samples.items()},
+        "overhead_ns": summarize(together).to_dict(),
+        "overhead_ns_per_sequence": summarize(together).median / engine.case.num_seqs,
+    }
+
+
+def _goal_table(rows: list[dict[str, Any]]) -> Table:
+    return Table(
+        "scheduler, memory and input preparation of a decoding step: microseconds, median",
+        ("sequences", "regime", *PARTS, "together", "p95", "us / sequence"),
+        tuple(
+            (
+                f"{row['num_seqs']:,}",
+                row["regime"],
+                *(microseconds(row["parts_ns"][part]["median"]) for part in PARTS),
+                microseconds(row["overhead_ns"]["median"]),
+                microseconds(row["overhead_ns"]["p95"]),
+                f"{row['overhead_ns_per_sequence'] / 1e3:.2f}",
+            )
+            for row in rows
+        ),
+        f"Goal: {GOAL_NS_PER_SEQUENCE / 1e3:g} us per sequence where {GOAL_NUM_SEQS} decode.",
+    )
+
+
+def _beyond_table(rows: list[dict[str, Any]]) -> Table:
+    return Table(
+        "what else a step does, its model being null: microseconds, median",
+        ("sequences", "regime", *BEYOND, "whole step"),
+        tuple(
+            (
+                f"{row['num_seqs']:,}",
+                row["regime"],
+                *(microseconds(row["parts_ns"][part]["median"]) for part in (*BEYOND, "step")),
+            )
+            for row in rows
+        ),
+    )
