@@ -94,6 +94,13 @@ class HostDriver(PageDriver):
         limits: SystemLimits = ...,
     ) -> None: ...
 
+class NullDriver(PageDriver):
+    """Counts pages and touches nothing: for simulations. Its addresses lead nowhere."""
+
+    def __init__(self, frame_bytes: int, num_frames: int) -> None: ...
+    def work(self) -> tuple[int, int, int]:
+        """Bytes zeroed, copied within the device, and copied to or from the host, so far."""
+
 class CudaDriver(PageDriver):
     def __init__(
         self,

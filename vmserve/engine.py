@@ -34,7 +34,7 @@ from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
 from vmserve.runner.calibration import HeadShape, measure_profile
-from vmserve.runner.model_runner import ModelRunner, RegimeKernels
+from vmserve.runner.model_runner import AttentionTime, ModelRunner, RegimeKernels
 from vmserve.sampling import BeamSearchParams, GenerationParams, Sampler, SamplingParams
 from vmserve.scheduler.base import NoRoomError, StepPlan
 from vmserve.scheduler.fairness import TenantShares
@@ -133,6 +133,8 @@ class LLMEngine:
                 self.resolved.max_num_batched_tokens,
                 window=_widest_window(self.model_config),
                 max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
+                separates_phases=self.resolved.scheduling_policy == "v0",
+                delay_factor=self.resolved.scheduler_delay_factor,
             ),
             self._regimes,
             self._preemption,
@@ -264,6 +266,11 @@ class LLMEngine:
     def request_ids(self) -> list[str]:
         return list(self._requests)
 
+    @property
+    def profile(self) -> DeviceProfile | None:
+        """What regimes are chosen by; None where they are not chosen."""
+        return self._regimes.profile
+
     # -- pinned prefixes --------------------------------------------------------------
 
     def hold_prefix(self, token_ids: list[int], *, cache_salt: str = "") -> PinnedPrefix:
@@ -363,6 +370,7 @@ class LLMEngine:
         try:
             logits = self._runner.execute(plan, self._slots(plan))
             self._learn(plan, phases.end("model"))
+            self._count_attention(logits.attention)
             self.memory.complete(epoch)
             self.scheduler.computed(plan)
             samples = self._sampler.sample(
@@ -412,6 +420,15 @@ class LLMEngine:
         if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan):
             self._preemption.prefilled(plan.num_tokens, seconds)
 
+    def _count_attention(self, parts: tuple[AttentionTime, ...]) -> None:
+        """Beside what the profile, if there is one, says that it should have taken."""
+        profile = self._regimes.profile
+        for regime, batch, seconds in parts:
+            predicted = 0.0
+            if profile is not None:
+                predicted = profile.kernels(regime).batch_seconds(batch.num_past, batch.num_new)
+            self.counters.attended(regime.value, seconds, predicted)
+
     def _slots(self, plan: StepPlan) -> NDArray[np.int32]:
         """-1 for a paged sequence: its row of the block tables is where kernels find it."""
         return self.memory.slots(plan.memory_ids)
@@ -425,10 +442,14 @@ class LLMEngine:
         for sequence, memory_id in zip(plan.sequences, plan.memory_ids.tolist(), strict=True):
             if sequence.memory_id != memory_id:
                 continue  # it has finished
-            for token in sequence.tokens[sequence.num_named :]:
+            known, num_named = sequence.tokens, sequence.num_named
+            sequence.num_named = len(known)
+            if num_named + 1 == len(known):
                 memory_ids.append(memory_id)
-                tokens.append(token)
-            sequence.num_named = len(sequence.tokens)
+                tokens.append(known[-1])
+            elif num_named < len(known):
+                memory_ids += [memory_id] * (len(known) - num_named)
+                tokens += known[num_named:]
         self.memory.append_tokens(memory_ids, tokens)
 
     def _fail_batch(self, error: Exception, plan: StepPlan) -> StepResult:
@@ -454,7 +475,10 @@ class LLMEngine:
         """Nothing runs: give the pool's pages back to the system."""
         keep_pages = IDLE_BYTES // self.memory.layout.total_page_bytes
         # Cached prefixes are worth their memory; parked slots without any are not.
-        self.memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
+        try:
+            self.memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
+        except (OutOfMemoryError, DriverError) as error:
+            logger.warning("the pool keeps its pages for now: %s", error)
 
     def _make_room_after(self, error: VmserveError, plan: StepPlan) -> StepResult:
         """The system refused memory that the plan counted on: the last arrival waits, or fails."""

@@ -10,6 +10,7 @@
 #include "vmserve/driver.h"
 #include "vmserve/fault_driver.h"
 #include "vmserve/host_driver.h"
+#include "vmserve/null_driver.h"
 #include "vmserve/system_limits.h"
 
 namespace py = pybind11;
@@ -132,6 +133,13 @@ void bind_driver(py::module_& m) {
            }),
            py::arg("frame_bytes"), py::arg("num_frames"), py::kw_only(),
            py::arg("max_map_count") = 0, py::arg("limits") = SystemLimits());
+
+  py::class_<NullDriver, PageDriver, std::shared_ptr<NullDriver>>(m, "NullDriver")
+      .def(py::init<std::size_t, std::int64_t>(), py::arg("frame_bytes"), py::arg("num_frames"))
+      .def("work", [](const NullDriver& driver) {
+        const NullDriver::Work work = driver.work();
+        return py::make_tuple(work.zeroed_bytes, work.copied_bytes, work.swapped_bytes);
+      });
 
   py::class_<FaultInjectingDriver, PageDriver, std::shared_ptr<FaultInjectingDriver>>(
       m, "FaultInjectingDriver")

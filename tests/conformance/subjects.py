@@ -13,6 +13,7 @@ from vmserve._core import (
     CudaDriver,
     FaultInjectingDriver,
     HostDriver,
+    NullDriver,
     PageDriver,
     PluginDriver,
 )
@@ -55,8 +56,9 @@ class Subject:
 
     ``make(frame_bytes, num_frames)`` gives a fresh one. ``capabilities`` is what it must report.
     ``traps``: what the host touches at an unmapped address is a fault; only where the host
-    may touch the addresses at all. ``rebuild``: an expression that gives this subject again in
-    another process, where everything in this module is known.
+    may touch the addresses at all. ``contents``: what is written can be read again; without it
+    ``read`` and ``write`` cannot be called. ``rebuild``: an expression that gives this subject
+    again in another process, where everything in this module is known.
     """
 
     name: str
@@ -66,11 +68,13 @@ class Subject:
     read: Callable[[PageDriver, int, int], bytes] = read_on_host
     write: Callable[[PageDriver, int, bytes], None] = write_on_host
     traps: bool = True
+    contents: bool = True
     rebuild: str = ""
 
     @property
     def features(self) -> frozenset[str]:
-        return self.capabilities | ({"traps"} if self.traps else set())
+        seen = {"traps": self.traps, "contents": self.contents}
+        return self.capabilities | {name for name, there in seen.items() if there}
 
 
 def _sample(frame_bytes: int, num_frames: int, **options: str) -> PageDriver:
@@ -99,6 +103,7 @@ _ON_HOST = frozenset({"unmap", "read_only", "zeros_backing", "host_memory"})
 _REGISTERED = (
     Subject("host", HostDriver, _ON_HOST),
     Subject("faults", lambda size, n: FaultInjectingDriver(HostDriver(size, n)), _ON_HOST),
+    Subject("null", NullDriver, _ON_HOST, traps=False, contents=False),
     Subject("sample", _sample, _ON_HOST),
     Subject("lean", _lean, _ON_HOST - {"host_memory"}, frame_bytes=8192),
     Subject("uvm", _uvm, frozenset({"host_memory", "asynchronous"}), frame_bytes=1 << 16),

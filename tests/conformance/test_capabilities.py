@@ -17,7 +17,7 @@ from vmserve._core import Access, Backing
 RW, RO, NONE = Access.READ_WRITE, Access.READ, Access.NONE
 
 
-@needs("unmap")
+@needs("unmap", "contents")
 def test_unmapping_one_alias_keeps_the_other(bench: Bench) -> None:
     size, driver = bench.size, bench.driver
     base = bench.reserve(2)
@@ -31,7 +31,7 @@ def test_unmapping_one_alias_keeps_the_other(bench: Bench) -> None:
     assert bench.read(base, 4) == b"kept"
 
 
-@needs("unmap")
+@needs("unmap", "contents")
 def test_unmapped_addresses_take_other_frames(bench: Bench) -> None:
     base, size = bench.mapped(4), bench.size
     bench.write(base + size, b"x" * 2 * size)
@@ -97,7 +97,7 @@ def test_without_unmap_only_freeing_the_reservation_unmaps(bench: Bench) -> None
     assert bench.driver.stats().created_frames == 0
 
 
-@needs("read_only")
+@needs("read_only", "contents")
 def test_work_does_not_write_to_read_only_addresses(bench: Bench) -> None:
     base, size = bench.mapped(2), bench.size
     bench.write(base, b"kept")
@@ -109,6 +109,7 @@ def test_work_does_not_write_to_read_only_addresses(bench: Bench) -> None:
     assert bench.read(base, 4) + bench.read(base + size, 4) == b"keptkept"
 
 
+@needs("contents")
 @lacks("read_only")
 def test_without_read_only_such_addresses_can_still_be_read(bench: Bench) -> None:
     base, size = bench.mapped(2), bench.size
@@ -118,7 +119,7 @@ def test_without_read_only_such_addresses_can_still_be_read(bench: Bench) -> Non
     assert bench.read(base, 4) == b"data"
 
 
-@needs("zeros_backing")
+@needs("zeros_backing", "contents")
 def test_a_backing_of_zeros_reads_as_zero(bench: Bench) -> None:
     base, size = bench.reserve(4, Backing.ZEROS), bench.size
     bench.driver.create([(0, 1)])
@@ -129,7 +130,7 @@ def test_a_backing_of_zeros_reads_as_zero(bench: Bench) -> None:
     bench.refuses(lambda: bench.driver.zero([(base, 4)]))
 
 
-@needs("zeros_backing", "unmap")
+@needs("zeros_backing", "unmap", "contents")
 def test_zeros_come_back_when_the_frame_goes(bench: Bench) -> None:
     base, size = bench.reserve(1, Backing.ZEROS), bench.size
     bench.driver.create([(0, 1)])
@@ -145,7 +146,7 @@ def test_without_zeros_backing_it_is_refused(bench: Bench) -> None:
     bench.refuses(lambda: bench.reserve(1, Backing.ZEROS))
 
 
-@needs("host_memory")
+@needs("host_memory", "contents")
 def test_data_goes_out_to_host_memory_and_comes_back(bench: Bench) -> None:
     base, size, driver = bench.mapped(3), bench.size, bench.driver
     data = bytes(i % 251 for i in range(size))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.conftest import Bench, numbers
+from tests.conformance.gates import needs
 from tests.conformance.subjects import NUM_FRAMES, Subject, reported
 from vmserve._core import Access, Backing
 
@@ -70,6 +71,7 @@ def test_created_frames_are_counted_and_there(bench: Bench) -> None:
     assert stats.allocated_bytes == 3 * bench.size
 
 
+@needs("contents")
 def test_created_frames_read_as_zero_each_time(bench: Bench) -> None:
     for _ in range(2):
         base = bench.mapped(3)
@@ -127,6 +129,7 @@ def test_a_mapping_shows_its_frames_in_order(bench: Bench) -> None:
     assert bench.driver.stats().mapped_frames == 4
 
 
+@needs("contents")
 def test_aliases_show_the_same_memory(bench: Bench) -> None:
     base = bench.mapped(4)
     other = bench.reserve(3)
@@ -208,6 +211,7 @@ def test_a_wrong_change_of_access_stops_the_batch_there(
     assert [bench.driver.query(base + i * bench.size)[1] for i in range(2)] == [RW, RO]
 
 
+@needs("contents")
 def test_zero_and_copy_touch_exactly_their_bytes(bench: Bench) -> None:
     size = bench.size
     base = bench.mapped(4)
@@ -219,6 +223,7 @@ def test_zero_and_copy_touch_exactly_their_bytes(bench: Bench) -> None:
     assert bench.read(base + 2 * size, 2 * size) == bytes(2 * size)
 
 
+@needs("contents")
 def test_work_is_done_in_the_order_of_the_calls(bench: Bench) -> None:
     base = bench.mapped(3)
     first, second, third = (base + i * bench.size for i in range(3))
@@ -231,6 +236,7 @@ def test_work_is_done_in_the_order_of_the_calls(bench: Bench) -> None:
     assert bench.read(third, 64) == b"x" * 32 + bytes(32)
 
 
+@needs("contents")
 def test_work_crosses_frames_and_reservations(bench: Bench) -> None:
     base, size = bench.mapped(2), bench.size
     other = bench.mapped(2, first=8)
@@ -241,6 +247,7 @@ def test_work_crosses_frames_and_reservations(bench: Bench) -> None:
     assert bench.read(base + size - 2, 4) == b"l\0\0r"
 
 
+@needs("contents")
 def test_work_on_what_is_not_mapped_stops_the_batch_there(bench: Bench) -> None:
     size, driver = bench.size, bench.driver
     base = bench.reserve(4)
@@ -302,6 +309,7 @@ def test_calls_may_come_from_several_threads(bench: Bench) -> None:
     assert bench.frames(base, 4) == [0, 1, -1, -1]
 
 
+@needs("contents")
 def test_drivers_do_not_know_of_each_other(subject: Subject) -> None:
     left, right = (Bench(subject, subject.make(subject.frame_bytes, NUM_FRAMES)) for _ in range(2))
     mine, yours = left.mapped(2), right.mapped(2)
@@ -318,6 +326,7 @@ def held_by_process() -> tuple[int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), sum("/memfd:" in line for line in maps)
 
 
+@needs("contents")
 def test_a_dropped_driver_gives_everything_back(subject: Subject) -> None:
     def use() -> None:
         bench = Bench(subject, subject.make(subject.frame_bytes, NUM_FRAMES))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from vmserve import LLM, SamplingParams
+from vmserve.errors import DriverError
 
 
 def pss_bytes() -> int:
@@ -43,3 +46,20 @@ def test_allocated_blocks_and_pss_follow_the_pages() -> None:
         assert llm.stats()["memfd_allocated_bytes"] <= idle_blocks
         assert pss_bytes() - idle_pss <= 0.25 * kv_bytes
         assert stats["pages_mapped_total"] > 0
+
+
+def test_an_idle_pool_that_is_refused_keeps_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last answer of a busy engine is not lost for it, and the engine goes on."""
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    refusals = []
+
+    def refuse(keep_pages: int = 0, *, drop_idle: bool = False) -> int:
+        refusals.append((keep_pages, drop_idle))
+        raise DriverError(12, "munmap failed (injected)")
+
+    with LLM(dtype="float32", kv_cache_memory="32MiB") as llm:
+        [first] = llm.generate([[5, 6, 7]], params)
+        monkeypatch.setattr(llm.engine.memory, "trim", refuse)
+        [second] = llm.generate([[5, 6, 7]], params)
+    assert refusals
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids

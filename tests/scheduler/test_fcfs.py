@@ -288,6 +288,27 @@ def test_a_sequence_that_fits_no_more_is_an_error_and_not_a_livelock() -> None:
     assert scheduler.running_request_ids == ["a"]
 
 
+def test_who_began_with_cached_blocks_and_fits_no_more_starts_over_once() -> None:
+    """Cached blocks can lie in pages that nobody packs; whole pages of one's own always fit."""
+    memory = CountingMemory(8, cached=8)
+    scheduler = make_scheduler(memory)
+    scheduler.add(request := make_request("a", 12))
+    assert shape(run(scheduler, memory)) == [("a", 8, 4)]
+    memory.lost_pages = 5  # what the cached blocks strand
+    release = memory.release
+
+    def unstrand(seq: int) -> None:
+        memory.lost_pages = 0
+        release(seq)
+
+    memory.release = unstrand  # type: ignore[method-assign]
+    assert shape(run(scheduler, memory)) == [("a", 0, 13)]
+    assert request.metrics.num_preemptions == 1
+    memory.lost_pages = 5
+    with pytest.raises(NoRoomError, match="a request that runs alone"):
+        scheduler.schedule()
+
+
 def test_newcomers_that_do_not_fit_after_all_wait_again() -> None:
     memory = CountingMemory(16)
     scheduler = make_scheduler(memory, budget=64)

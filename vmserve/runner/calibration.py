@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HeadShape", "measure_profile"]
 
-_TRIES = 9
+_TRIES = 5
 #: Kernels of two regimes whose times differ by less are held to be equally fast: so much they
 #: differ by chance in a few tries on a machine with other work.
 _RESOLUTION = 0.15
@@ -227,10 +227,14 @@ def _level(samples: NDArray[np.float64]) -> list[float]:
 
 
 def _samples(calls: list[Callable[[], object]]) -> NDArray[np.float64]:
-    """Seconds of each in several tries that take turns: ``[calls, tries]``."""
+    """Seconds of each in several tries that take turns: ``[calls, tries]``.
+
+    Each runs once before it is timed: what ran before it must not tell in its time.
+    """
     samples = np.empty((len(calls), _TRIES))
     for attempt in range(_TRIES):
         for index, call in enumerate(calls):
+            call()
             began = time.perf_counter()
             call()
             samples[index, attempt] = time.perf_counter() - began

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from vmserve.attention.rotary import Rotary
     from vmserve.models import LoadedModel
 
-__all__ = ["ModelRunner", "RegimeKernels", "StepLogits"]
+__all__ = ["AttentionTime", "ModelRunner", "RegimeKernels", "StepLogits"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,14 @@ class RegimeKernels:
                 f"the attention backend {self.backend.name} cannot read the "
                 f"{type(self.view).__name__}: choose another --attention-backend"
             )
+
+
+class AttentionTime(NamedTuple):
+    """Seconds that the sequences of one regime, ``batch``, spent in attention in a step."""
+
+    regime: Regime
+    batch: RaggedBatch
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,8 @@ class StepLogits:
     beams: tuple[Sequence, ...]
     beam_rows: tuple[int, ...]
     prompt_rows: tuple[PromptRows, ...]
+    #: What attention took, of each regime that the step has.
+    attention: tuple[AttentionTime, ...]
 
     def sampling_logits(self) -> torch.Tensor:
         """``[samplers, vocab]``"""
@@ -98,19 +109,18 @@ class ModelRunner:
     def execute(self, plan: StepPlan, slots: NDArray[np.int32]) -> StepLogits:
         """``slots``: of each sequence; -1 where kernels find it by its row of the block tables."""
         is_paged = slots < 0
-        places = np.where(is_paged, plan.memory_ids, slots)
         num_paged = int(np.count_nonzero(is_paged))
         if 0 < num_paged < len(plan):
             # One stretch of rows for each regime; within it the order of the plan.
-            order = np.argsort(slots >= 0, kind="stable")
-            plan, places = plan.in_order(order), places[order]
-        parts = _parts(plan, places, num_paged, self._kernels)
+            order = np.argsort(~is_paged, kind="stable")
+            plan, slots = plan.in_order(order), slots[order]
+        parts = _parts(plan, slots, num_paged, self._kernels)
         only_decodes = plan.only_decodes
         token_ids = _last_tokens(plan) if only_decodes else _new_tokens(plan)
         wanted = _every_row(plan) if only_decodes else _rows_wanted(plan)
         logits = self._model.forward(
             _as_tensor(token_ids),
-            _positions(parts),
+            torch.from_numpy(plan.num_past) if only_decodes else _positions(parts),
             parts[0].call if len(parts) == 1 else _MixedCall(parts),
             _as_tensor(wanted.rows),
         )
@@ -121,6 +131,7 @@ class ModelRunner:
             tuple(wanted.beams),
             tuple(wanted.beam_rows),
             tuple(wanted.prompt_rows),
+            tuple(AttentionTime(part.regime, part.batch, part.call.seconds) for part in parts),
         )
 
 
@@ -128,9 +139,10 @@ class ModelRunner:
 class _Part:
     """The sequences of one regime: rows ``first : first + batch.num_tokens`` of the batch."""
 
+    regime: Regime
     first: int
     batch: RaggedBatch
-    call: AttentionCall
+    call: _TimedCall
 
 
 def _last_tokens(plan: StepPlan) -> list[int]:
@@ -158,22 +170,52 @@ def _positions(parts: list[_Part]) -> torch.Tensor:
 
 def _parts(
     plan: StepPlan,
-    places: NDArray[np.int64],
+    slots: NDArray[np.int32],
     num_paged: int,
     kernels: Mapping[Regime, RegimeKernels],
 ) -> list[_Part]:
     """The first ``num_paged`` sequences are paged."""
     parts: list[_Part] = []
     first = 0
-    stretches = ((Regime.PAGED, slice(num_paged)), (Regime.VIRTUAL, slice(num_paged, None)))
-    for regime, stretch in stretches:
-        if not len(places[stretch]):
+    paged, virtual = slice(num_paged), slice(num_paged, None)
+    stretches = (
+        (Regime.PAGED, paged, plan.memory_ids[paged]),
+        (Regime.VIRTUAL, virtual, slots[virtual]),
+    )
+    for regime, stretch, places in stretches:
+        if not len(places):
             continue
-        batch = RaggedBatch.build(places[stretch], plan.num_past[stretch], plan.num_new[stretch])
+        batch = RaggedBatch.build(places, plan.num_past[stretch], plan.num_new[stretch])
         chosen = kernels[regime]
-        parts.append(_Part(first, batch, chosen.backend.bind(chosen.view, batch)))
+        began = time.perf_counter()
+        call = chosen.backend.bind(chosen.view, batch)
+        timed = _TimedCall(call, time.perf_counter() - began)
+        parts.append(_Part(regime, first, batch, timed))
         first += batch.num_tokens
     return parts
+
+
+class _TimedCall:
+    """Adds up what the kernels of one regime take in a step, all layers and the binding."""
+
+    __slots__ = ("_call", "seconds")
+
+    def __init__(self, call: AttentionCall, seconds: float) -> None:
+        self._call = call
+        self.seconds = seconds
+
+    def __call__(
+        self,
+        spec: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None = None,
+    ) -> torch.Tensor:
+        began = time.perf_counter()
+        out = self._call(spec, q, k, v, rotary)
+        self.seconds += time.perf_counter() - began
+        return out
 
 
 class _MixedCall:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from vmserve.memory.base import Convert, MemoryPlan, Regime
 from vmserve.scheduler.sequence import Request, Sequence
 
 __all__ = [
+    "Columns",
     "Flags",
     "Ints",
     "NoRoomError",
@@ -52,6 +53,16 @@ class ScheduledSequence:
     samples: bool
 
 
+class Columns(NamedTuple):
+    """What a step needs to know of its sequences, by the attributes' names; ``tokens``: known."""
+
+    memory_id: Ints
+    num_computed: Ints
+    num_prompt: Ints
+    tokens: Ints
+    num_new: Ints
+
+
 @dataclass(slots=True)
 class StepDraft:
     """A step that is being put together: its shares, in two columns."""
@@ -72,6 +83,13 @@ class StepDraft:
 
     def pop(self) -> Share:
         return self.sequences.pop(), self.num_new.pop()
+
+    def columns(self) -> Columns:
+        numbers = _core.columns(self.sequences, Columns._fields[:-1])
+        memory_id, num_computed, num_prompt, tokens = numbers
+        return Columns(
+            memory_id, num_computed, num_prompt, tokens, np.array(self.num_new, dtype=np.int64)
+        )
 
     def drop(self, sequences: list[Sequence]) -> None:
         """Without the shares of these."""
@@ -100,19 +118,14 @@ class StepPlan:
     memory: MemoryPlan
 
     @staticmethod
-    def of(draft: StepDraft, memory: MemoryPlan) -> StepPlan:
-        """``memory``: the growths of the draft's sequences, in their order."""
-        num_known, num_prompt = _core.columns(draft.sequences, ("tokens", "num_prompt"))
-        num_new = np.array(draft.num_new)
-        ends = memory.rows[:, 1]
-        num_past = ends - num_new
+    def of(draft: StepDraft, columns: Columns, memory: MemoryPlan) -> StepPlan:
         return StepPlan(
-            draft.sequences,
-            memory_ids=memory.rows[:, 0],
-            num_past=num_past,
-            num_new=num_new,
-            reads_prompt=num_past < num_prompt,
-            samples=ends == num_known,
+            list(draft.sequences),
+            memory_ids=columns.memory_id,
+            num_past=columns.num_computed,
+            num_new=columns.num_new,
+            reads_prompt=columns.num_computed < columns.num_prompt,
+            samples=columns.num_computed + columns.num_new == columns.tokens,
             num_tokens=sum(draft.num_new),
             memory=memory,
         )

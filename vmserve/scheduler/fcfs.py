@@ -20,12 +20,12 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
 
-from vmserve import _core
 from vmserve.memory.base import (
     Attach,
     Convert,
@@ -37,7 +37,7 @@ from vmserve.memory.base import (
     Shortfall,
     SwapIn,
 )
-from vmserve.scheduler.base import Ints, NoRoomError, StepDraft, StepPlan
+from vmserve.scheduler.base import Columns, Ints, NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import StepBudget
 from vmserve.scheduler.demand import BlockDemand
 from vmserve.scheduler.fairness import TenantShares
@@ -68,6 +68,10 @@ class SchedulerLimits:
     window: int | None = None
     #: Prompt tokens that a step scores at most: each takes a row of logits.
     max_scored_tokens: int = 1 << 20
+    #: A step reads prompts or decodes, never both, as in the paper (the policy "v0").
+    separates_phases: bool = False
+    #: Then prompts wait for so many times as long as the last ones took, to be read together.
+    delay_factor: float = 0.0
 
 
 class FCFSScheduler:
@@ -80,6 +84,7 @@ class FCFSScheduler:
         regimes: RegimePolicy | None = None,
         preemption: PreemptionPolicy | None = None,
         shares: TenantShares | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory = memory
         self._limits = limits
@@ -87,6 +92,10 @@ class FCFSScheduler:
         self._demand = BlockDemand(memory.layout)
         self._preemption = preemption or PreemptionPolicy("recompute")
         self._shares = shares
+        self._clock = clock
+        #: How long the last step of prompts alone took, and when it began, if it runs.
+        self._prompts_took = 0.0
+        self._prompts_began: float | None = None
         # All in the order in which sequences are served.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -99,6 +108,8 @@ class FCFSScheduler:
         #: The system refused memory that the limit promises: nobody is admitted beside those
         #: that run until one of them has ended, or the same refusal would come each step.
         self._is_short = False
+        #: A step was planned and not applied.
+        self._is_pending = False
         self._num_steps = 0
         self.num_preemptions_total = 0
         self.num_swaps_total = 0
@@ -180,6 +191,7 @@ class FCFSScheduler:
     # -- the step -----------------------------------------------------------------------
 
     def applied(self, plan: StepPlan) -> None:
+        self._is_pending = False
         if plan.memory.ops:
             self._started(plan.memory.ops)
         for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
@@ -205,6 +217,9 @@ class FCFSScheduler:
 
     def schedule(self) -> StepPlan | None:
         self._reconsider_regimes()
+        if self._prompts_began is not None:
+            self._prompts_took = self._clock() - self._prompts_began
+            self._prompts_began = None
         plan = self._schedule()
         while plan is None and self._give_way():
             plan = self._schedule()
@@ -213,18 +228,19 @@ class FCFSScheduler:
     def _schedule(self) -> StepPlan | None:
         for sequence in self._followers.take_ready(self._running, self._donors.values()):
             self._enqueue(sequence)
-        self._renew_starts()
+        if self._is_pending:
+            self._renew_starts()
+        self._is_pending = True
+        if self._limits.separates_phases and (prompts := self._schedule_prompts()) is not None:
+            return prompts
         preempted_before = self.num_preemptions_total
-        plan, memory_plan = self._schedule_running()
+        draft, plan = self._schedule_running()
         # Beside beams that only wait, whoever was preempted just now may be the one to go on.
-        if self.num_preemptions_total == preempted_before or not plan:
-            newcomers = self._admit(plan)
+        if self.num_preemptions_total == preempted_before or not draft:
+            newcomers = self._admit(draft, prompts=not self._limits.separates_phases)
             if newcomers:
-                memory_plan = self._plan_with_newcomers(plan, newcomers)
-        if not plan:
-            return None
-        assert memory_plan is not None
-        return StepPlan.of(plan, memory_plan)
+                plan = self._plan_with_newcomers(draft, newcomers)
+        return plan if draft else None
 
     def _give_way(self) -> bool:
         """Nobody can compute: give up what stands in the way, if anything; False if all is done.
@@ -280,16 +296,16 @@ class FCFSScheduler:
 
     # -- those that run -----------------------------------------------------------------
 
-    def _schedule_running(self) -> tuple[StepDraft, MemoryPlan | None]:
+    def _schedule_running(self) -> tuple[StepDraft, StepPlan | None]:
         """Decodes, then prompt chunks; preempts from the back until it fits."""
         while self._running:
-            plan = self._share_budget()
-            answer = self._plan_memory(plan)
-            if isinstance(answer, MemoryPlan):
-                return plan, answer
+            draft = self._share_budget()
+            answer = self._plan_memory(draft)
+            if isinstance(answer, StepPlan):
+                return draft, answer
             if self._donors:
                 self._drop_donors()
-            elif not self._preempt_last():
+            elif not (self._preempt_last() or self._start_over()):
                 # The engine checks at start that the pool holds the longest sequence, so either
                 # several beams share it, or pages are missing that the system does not take back.
                 raise NoRoomError(
@@ -300,16 +316,19 @@ class FCFSScheduler:
                 )
         return StepDraft(), None
 
-    def _plan_memory(self, plan: StepDraft) -> MemoryPlan | Shortfall:
+    def _plan_memory(self, draft: StepDraft) -> StepPlan | Shortfall:
         """With the conversions that were asked for, unless there is no memory for them now."""
-        growths = _growths(plan, self._limits.window)
+        columns = draft.columns()
+        growths = _growths(columns, self._limits.window)
         starts: list[MemoryOp] = [seq.start for seq in self._running if seq.start is not None]
+        answer: MemoryPlan | Shortfall | None = None
         if self._converting:
-            conversions = self._conversions()
-            answer = self._memory.plan(growths, [*starts, *conversions])
-            if isinstance(answer, MemoryPlan):
-                return answer
-        return self._memory.plan(growths, starts)
+            answer = self._memory.plan(growths, [*starts, *self._conversions()])
+        if not isinstance(answer, MemoryPlan):
+            answer = self._memory.plan(growths, starts)
+        if isinstance(answer, Shortfall):
+            return answer
+        return StepPlan.of(draft, columns, answer)
 
     def _conversions(self) -> list[Convert]:
         """Of those that run: not of one that starts in this step, or is there already."""
@@ -328,12 +347,40 @@ class FCFSScheduler:
         budget = self._new_budget()
         decoding = [seq for seq in self._running if len(seq.tokens) - seq.num_computed == 1]
         plan = budget.take_next_tokens(decoding)
-        if len(decoding) == len(self._running):
+        separate = self._limits.separates_phases and decoding
+        if separate or len(decoding) == len(self._running):
             return plan
         for sequence in self._running:
             if sequence.num_uncomputed > 1 and budget.can_take(sequence):
                 plan.append(budget.take(sequence))
         return plan
+
+    def _schedule_prompts(self) -> StepPlan | None:
+        """Prompts alone, those of newcomers too; nothing while anybody is in host memory."""
+        if self._swapped or not self._may_read_prompts():
+            return None
+        draft = StepDraft()
+        budget = self._new_budget()
+        for sequence in self._running:
+            if sequence.num_uncomputed > 1 and budget.can_take(sequence):
+                draft.append(budget.take(sequence))
+        plan = self._plan_memory(draft)
+        if not isinstance(plan, StepPlan):
+            return None  # decodes go on, or make room
+        newcomers = self._admit(draft)
+        with_newcomers = self._plan_with_newcomers(draft, newcomers) if newcomers else plan
+        if not draft:
+            return None
+        self._prompts_began = self._clock()
+        return with_newcomers
+
+    def _may_read_prompts(self) -> bool:
+        """Whether the first of the queue has waited for long enough, or holds nobody up."""
+        factor = self._limits.delay_factor
+        if not factor or not self._waiting or not self._running:
+            return True
+        waited = self._clock() - self._next_waiting().request.metrics.arrival_time
+        return waited > factor * self._prompts_took
 
     def _new_budget(self) -> StepBudget:
         return StepBudget(self._limits.max_num_batched_tokens, self._limits.max_scored_tokens)
@@ -349,6 +396,21 @@ class FCFSScheduler:
         if len(victims) == len(self._running):
             return False
         self._preempt(victims)
+        return True
+
+    def _start_over(self) -> bool:
+        """Who runs alone and began with others' blocks gives them up, once; False if it cannot.
+
+        It may hold pages of which it uses a block, and which a parked slot keeps from being
+        packed; computed from nothing it has whole pages.
+        """
+        if len(self._running) != 1 or self._running[0].request.is_gang:
+            return False
+        [sequence] = self._running
+        if sequence.starts_over or not sequence.borrowed:
+            return False
+        sequence.starts_over = True
+        self._preempt([sequence], may_swap=False)
         return True
 
     def _preempt(self, victims: list[Sequence], *, may_swap: bool = True) -> None:
@@ -390,8 +452,11 @@ class FCFSScheduler:
 
     # -- newcomers ----------------------------------------------------------------------
 
-    def _admit(self, plan: StepDraft) -> list[Sequence]:
-        """Add newcomers to ``plan`` while budget, sequences and memory last; who they are."""
+    def _admit(self, plan: StepDraft, *, prompts: bool = True) -> list[Sequence]:
+        """Add newcomers to ``plan`` while budget, sequences and memory last; who they are.
+
+        Without ``prompts`` only those who were swapped out come back.
+        """
         if not (self._waiting or self._swapped) or (self._is_short and self._running):
             return []
         budget = self._new_budget()
@@ -403,7 +468,7 @@ class FCFSScheduler:
         )
         watermark = int(self._limits.watermark * self._memory.limit_pages) * blocks_per_page
         newcomers = self._swap_in(plan, budget, room)
-        if self._swapped:
+        if self._swapped or not prompts:
             return newcomers  # who was swapped comes back first
         room -= sum(self._demand.next_token(seq) for seq in newcomers)
         while self._waiting:
@@ -481,7 +546,7 @@ class FCFSScheduler:
         others = sum(not seq.request.is_gang for seq in self._running)
         return others + (not newcomer.is_gang) + sum(gang.num_branches for gang in gangs)
 
-    def _plan_with_newcomers(self, plan: StepDraft, newcomers: list[Sequence]) -> MemoryPlan | None:
+    def _plan_with_newcomers(self, plan: StepDraft, newcomers: list[Sequence]) -> StepPlan | None:
         """Newcomers that do not fit after all (a slot is short, say) wait again, last first.
 
         Taking a prefix from the cache can cost a page more than computing it: a page of which
@@ -489,7 +554,7 @@ class FCFSScheduler:
         """
         while plan:
             answer = self._plan_memory(plan)
-            if isinstance(answer, MemoryPlan):
+            if isinstance(answer, StepPlan):
                 return answer
             newcomer = newcomers[-1]
             if isinstance(newcomer.start, SwapIn):
@@ -515,6 +580,7 @@ class FCFSScheduler:
         if memory_id is None:
             return False
         sequence.memory_id = memory_id
+        sequence.borrowed = donor is not None
         if donor is not None:
             assert donor.memory_id is not None
             sequence.start = Fork(memory_id, donor.memory_id, sequence.num_prompt)
@@ -523,9 +589,11 @@ class FCFSScheduler:
         sequence.num_named = len(known)
         # Whoever asks for the prompt's log-probabilities needs its logits computed.
         wants_logits = request.params.prompt_logprobs is not None
-        hit = 0 if wants_logits else self._memory.match(memory_id)
+        looks = not (wants_logits or sequence.starts_over)
+        hit = self._memory.match(memory_id) if looks else 0
         if hit and sequence.num_output == 0 and self._regimes.predicts:
             memory_id = self._reopen(sequence, memory_id, hit)
+        sequence.borrowed = hit > 0
         sequence.start = Attach(memory_id, hit) if hit else None
         sequence.num_computed = hit
         if sequence.num_output == 0:
@@ -702,12 +770,11 @@ class FCFSScheduler:
         sequence.memory_id = sequence.start = None
 
 
-def _growths(plan: StepDraft, window: int | None) -> Ints:
+def _growths(columns: Columns, window: int | None) -> Ints:
     """``window``: how many positions any layer sees; older ones are not needed any more."""
-    memory_ids, num_past = _core.columns(plan.sequences, ("memory_id", "num_computed"))
-    rows = np.zeros((len(plan), 3), dtype=np.int64)
-    rows[:, 0] = memory_ids
-    rows[:, 1] = num_past + plan.num_new
+    rows = np.zeros((len(columns.memory_id), 3), dtype=np.int64)
+    rows[:, 0] = columns.memory_id
+    rows[:, 1] = columns.num_computed + columns.num_new
     if window is not None:
-        rows[:, 2] = np.maximum(0, num_past - window + 1)
+        rows[:, 2] = np.maximum(0, columns.num_computed - window + 1)
     return rows

@@ -12,10 +12,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["PROFILE_VERSION", "DeviceProfile", "KernelCosts", "SequenceWork"]
 
@@ -57,6 +62,14 @@ class KernelCosts:
             else:
                 total += self.sequence + self.pair * item.num_pairs
         return total + self.call if total else 0.0
+
+    def batch_seconds(self, num_past: NDArray[np.int64], num_new: NDArray[np.int64]) -> float:
+        """The same of one step's batch in columns, which has sequences."""
+        decodes = num_new == 1
+        reads = float(num_past[decodes].sum() + np.count_nonzero(decodes))
+        past, new = num_past[~decodes], num_new[~decodes]
+        pairs = float((new * (past + (new + 1) / 2)).sum())
+        return self.call + self.sequence * len(num_new) + self.read * reads + self.pair * pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -211,6 +211,11 @@ class RegimePolicy:
     def step_seconds(self) -> float:
         return self._step_seconds
 
+    @property
+    def profile(self) -> DeviceProfile | None:
+        """What predictions are made from; None where none are made."""
+        return None if self._model is None else self._model.profile
+
     # -- what is observed ---------------------------------------------------------------
 
     def stepped(self, seconds: float) -> None:

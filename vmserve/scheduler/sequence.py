@@ -103,6 +103,10 @@ class Sequence:
     start: Attach | Fork | SwapIn | None = None
     #: A preempted sequence comes back only when there is room for more than its next token.
     was_preempted: bool = False
+    #: It began with blocks that others had written, in the cache or of a sibling.
+    borrowed: bool = False
+    #: It found no room even alone with those: it looks for none any more.
+    starts_over: bool = False
     #: How many of the tokens the KV memory knows (names for its prefix cache).
     num_named: int = 0
     status: SequenceStatus = SequenceStatus.WAITING

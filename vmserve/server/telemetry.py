@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from vmserve.sampling import GenerationParams
+from vmserve.telemetry.counters import STEP_TOKENS
 from vmserve.types import RequestMetrics, RequestOutput
 
 __all__ = ["Histogram", "Telemetry"]
@@ -62,6 +63,8 @@ _GAUGES: Final = {
     "num_requests_waiting": "Requests that wait for the engine.",
     "kv_cache_usage_perc": "Share of the KV cache that live requests hold, 0 to 1.",
 }
+#: Cumulative buckets of the engine's histogram of a step's tokens.
+_STEP_TOKENS: Final = "iteration_tokens_le_"
 _OWN_COUNTERS: Final = ("request_success_total",)
 _VLLM_FAMILIES: Final = frozenset(
     [
@@ -69,6 +72,7 @@ _VLLM_FAMILIES: Final = frozenset(
         *_COUNTERS,
         *_GAUGES,
         "cache_config_info",
+        "iteration_tokens_total",
         "num_requests_waiting_by_reason",
         "request_success",
     ]
@@ -220,8 +224,15 @@ def _engine_families(
         **{f"{name}_total": 0 for name in _COUNTERS},
         **stats,
     }
+    steps = figures.get("engine_steps_total", 0)
+    below = [(str(float(bound)), figures.get(f"{_STEP_TOKENS}{bound}", 0)) for bound in STEP_TOKENS]
+    tokens = HistogramMetricFamily(
+        "iteration_tokens_total", "Tokens computed in a step.", labels=names
+    )
+    tokens.add_metric(values, [*below, ("+Inf", steps)], figures.get("tokens_computed_total", 0))
+    yield tokens
     for name, value in figures.items():
-        if name in _OWN_COUNTERS:
+        if name in _OWN_COUNTERS or name.startswith(_STEP_TOKENS):
             continue
         counted = name.removesuffix("_total")
         kind = CounterMetricFamily if name != counted else GaugeMetricFamily

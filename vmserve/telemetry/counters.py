@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from vmserve.telemetry.phases import PHASES, StepPhases
 
-__all__ = ["EngineCounters"]
+__all__ = ["STEP_TOKENS", "EngineCounters"]
+
+REGIMES = ("virtual", "paged")
+#: Bounds of the histogram of a step's tokens.
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(slots=True)
@@ -22,18 +28,36 @@ class EngineCounters:
     prefix_cache_hits: int = 0
     #: Seconds that steps spent, by phase.
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    #: Seconds in attention by regime: as measured, and as the device profile has it.
+    attention_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REGIMES, 0.0))
+    predicted_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REGIMES, 0.0))
+    #: Steps by the tokens that they computed: as many as each of STEP_TOKENS, or more than all.
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     def step(self, num_tokens: int, phases: StepPhases) -> None:
         """A step has ended."""
         self.steps += 1
         self.tokens_computed += num_tokens
+        self.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
         for span in phases.spans:
             self.phase_seconds[span.phase] += span.ended - span.began
 
+    def attended(self, regime: str, seconds: float, predicted: float) -> None:
+        """A step's sequences of a regime spent so long in attention."""
+        self.attention_seconds[regime] += seconds
+        self.predicted_seconds[regime] += predicted
+
     def as_dict(self) -> dict[str, float | int]:
         seconds = {f"step_{name}_seconds_total": s for name, s in self.phase_seconds.items()}
+        for regime in REGIMES:
+            seconds[f"attention_{regime}_seconds_total"] = self.attention_seconds[regime]
+            predicted = self.predicted_seconds[regime]
+            seconds[f"attention_{regime}_predicted_seconds_total"] = predicted
+        below = accumulate(self.steps_by_tokens)
+        names = [f"iteration_tokens_le_{bound}" for bound in STEP_TOKENS]
         return {
             **seconds,
+            **dict(zip(names, below, strict=False)),
             "engine_steps_total": self.steps,
             "tokens_computed_total": self.tokens_computed,
             "prompt_tokens_total": self.prompt_tokens,

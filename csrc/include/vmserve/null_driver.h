@@ -1,0 +1,62 @@
+// Pages that are counted and nothing else: for simulations of pools that no machine at hand has.
+//
+// Keeps the books of the contract, and refuses what breaks it in the same words as any driver, but
+// asks nothing of the system: addresses lead nowhere (a touch is a fault), frames have no content,
+// zero and copy are checked, counted and dropped. The system never refuses a call.
+#pragma once
+
+#include "vmserve/driver.h"
+#include "vmserve/frame_ledger.h"
+
+namespace vmserve {
+
+class NullDriver final : public PageDriver {
+ public:
+  // Bytes that a real driver would have moved; they only grow.
+  struct Work {
+    std::int64_t zeroed_bytes = 0;
+    std::int64_t copied_bytes = 0;   // within the device
+    std::int64_t swapped_bytes = 0;  // to or from host memory
+  };
+
+  NullDriver(std::size_t frame_bytes, std::int64_t num_frames);
+
+  std::size_t granularity() const override { return kGranularity; }
+  std::size_t frame_bytes() const override { return frame_bytes_; }
+  std::int64_t num_frames() const override { return ledger_.num_frames(); }
+
+  Address reserve(std::size_t bytes, Backing backing) override;
+  void free_reservation(Address addr) override;
+  void create(const std::vector<FrameRun>& runs) override;
+  void destroy(const std::vector<FrameRun>& runs) override;
+  void map(const std::vector<MapRun>& runs) override;
+  void unmap(const std::vector<AddressRun>& runs) override;
+  void set_access(const std::vector<AccessRun>& runs) override;
+  void zero(const std::vector<AddressRun>& runs) override;
+  void copy(const std::vector<CopyRun>& runs) override;
+  void fence() override { ledger_.check_process(); }
+  Mark mark() override { return ++last_mark_; }
+  bool reached(Mark mark) override { return mark <= last_mark_; }
+  Address alloc_host(std::size_t bytes) override;
+  void free_host(Address addr) override;
+  Mapping query(Address addr) const override { return ledger_.query(addr); }
+  DriverStats stats() const override;
+
+  Work work() const { return work_; }
+
+ private:
+  static constexpr std::size_t kGranularity = 4096;
+  // Above all that Linux gives to a process (47 bits, unless it asks for more).
+  static constexpr Address kNowhere = Address{1} << 48;
+
+  Address take_addresses(std::size_t bytes);
+  bool is_host_memory(Address addr) const;
+
+  std::size_t frame_bytes_;
+  FrameLedger ledger_;
+  Address next_ = kNowhere;
+  Mark last_mark_ = 0;
+  Work work_;
+};
+
+}  // namespace vmserve

@@ -1,0 +1,86 @@
+"""``vmserve bench profile`` and the calibration behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tests.profiles import steady_profile
+from vmserve import LLM, SamplingParams
+from vmserve.bench.profile import measured_profile
+from vmserve.cli_bench import app
+from vmserve.errors import ConfigurationError
+from vmserve.memory.base import Regime
+from vmserve.runner import calibration
+from vmserve.scheduler.profile import DeviceProfile, SequenceWork
+
+
+def test_the_profile_is_measured_written_and_used(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "profile.json"
+    result = CliRunner().invoke(
+        app, ["profile", "--kv-cache-memory", "32MiB", "--output", str(path)]
+    )
+    assert result.exit_code == 0, result.output
+    assert "each token read in decode" in result.output
+    profile = DeviceProfile.read(path)
+    for kernel in (profile.virtual, profile.paged):
+        assert 0 < kernel.call < 1
+        assert 0 < kernel.read < 1e-3
+        assert 0 < kernel.pair < 1e-3
+    assert 0 < profile.map_page < 1
+    assert 0 < profile.token < profile.weights < 1
+    assert 0 < profile.step < 1
+    assert profile.copy_bytes_per_second > 1e8
+    with LLM(kv_cache_memory="32MiB", regime_profile=str(path)) as llm:
+        assert llm.engine.profile == profile
+
+
+def test_forced_regimes_have_no_profile() -> None:
+    with LLM(kv_cache_memory="32MiB", kv_regime="paged") as llm:
+        assert llm.engine.profile is None
+        with pytest.raises(ConfigurationError, match="use auto"):
+            measured_profile(llm.engine)
+
+
+def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot read the device profile"):
+        LLM(kv_cache_memory="32MiB", regime_profile=str(tmp_path / "none.json"))
+
+
+def test_kernels_that_differ_by_chance_are_equally_fast() -> None:
+    """Pairs of calls, the same in two regimes: one pair differs at random, one by a half."""
+    chance = np.array([[1.0, 1.1, 1.0, 1.2, 1.0], [1.1, 1.0, 1.05, 1.1, 1.2]])
+    real = np.array([[1.5, 1.6, 1.55, 1.5, 1.7], [1.0, 1.1, 1.0, 1.0, 1.1]])
+    assert calibration._level(np.concatenate([chance, real])) == [1.0, 1.0, 1.5, 1.0]
+
+
+def test_attention_is_counted_beside_what_was_predicted(tmp_path: Path) -> None:
+    profile = steady_profile()
+    path = tmp_path / "profile.json"
+    path.write_text(profile.to_json())
+    with LLM(kv_cache_memory="32MiB", regime_profile=str(path), enable_prefix_caching=False) as llm:
+        llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+        stats = llm.stats()
+    # A prompt of three tokens, and two steps that read four and five.
+    work = [SequenceWork(Regime.VIRTUAL, past, new) for past, new in ((0, 3), (3, 1), (4, 1))]
+    expected = sum(profile.attention_seconds([item]) for item in work)
+    assert expected == pytest.approx(6e-8 + 9e-6)
+    predicted = [stats[f"attention_{regime.value}_predicted_seconds_total"] for regime in Regime]
+    measured = [stats[f"attention_{regime.value}_seconds_total"] for regime in Regime]
+    [used] = {index for index, seconds in enumerate(measured) if seconds}
+    scale = profile.paged.read / profile.virtual.read
+    assert predicted[used] == pytest.approx(expected if used == 0 else 6e-8 + 9e-6 * scale)
+    assert predicted[1 - used] == 0
+    assert stats["iteration_tokens_le_1"] == 2
+    assert stats["iteration_tokens_le_8"] == 3
+
+
+def test_columns_and_sequences_cost_the_same() -> None:
+    kernel = dataclasses.replace(steady_profile().virtual, call=1e-4, sequence=1e-5)
+    past, new = np.array([10, 0, 700, 5]), np.array([1, 40, 1, 2])
+    work = [SequenceWork(Regime.VIRTUAL, int(p), int(n)) for p, n in zip(past, new, strict=True)]
+    assert kernel.batch_seconds(past, new) == pytest.approx(kernel.seconds(work))

@@ -1,0 +1,161 @@
+"""A slice of the random workloads, what they found, and that each property can be broken.
+
+The whole: ``python -m vmserve.simulation.liveness --workloads 10000``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.simulation.test_engine import SECONDS
+from vmserve.memory.base import Regime
+from vmserve.memory.layout import plan_layout
+from vmserve.memory.manager import MemoryManager
+from vmserve.scheduler.base import NoRoomError
+from vmserve.scheduler.fcfs import FCFSScheduler
+from vmserve.simulation import Asked, SimulatedEngine, SimulationConfig, replay
+from vmserve.simulation.liveness import (
+    check_many,
+    check_workload,
+    draw,
+    main,
+    step_bound,
+)
+
+NUM_WORKLOADS = 60
+
+
+@pytest.fixture(scope="module")
+def report() -> Any:
+    return check_many(0, NUM_WORKLOADS)
+
+
+def test_every_request_ends_and_nothing_is_left(report: Any) -> None:
+    assert report.violations == {}
+    assert report.tally["workloads"] == NUM_WORKLOADS
+
+
+def test_the_workloads_reach_what_they_are_about(report: Any) -> None:
+    for what in (
+        "finished",
+        "failed",
+        "aborted",
+        "faults",
+        "num_preemptions_total",
+        "num_swaps_total",
+        "converted_to_virtual_total",
+        "converted_to_paged_total",
+        "forks_total",
+        "prefix_hit_blocks_total",
+        "hidden_calls_total",
+    ):
+        assert report.tally[what] > 0, what
+
+
+def test_a_seed_is_one_workload() -> None:
+    assert draw(7) == draw(7)
+    assert check_workload(7) == check_workload(7)
+    assert draw(7).requests != draw(8).requests
+
+
+def test_the_bound_counts_what_is_to_be_computed() -> None:
+    one = Asked(name="a", prompt=(1, 2, 3), outputs=(4, 2))
+    beams = Asked(name="b", prompt=(1, 2), outputs=(4,), beam_width=3)
+    assert step_bound([one, beams]) == 8 * (7 * 2 + 6 * 3) + 100
+
+
+def test_cached_blocks_beside_a_parked_slot_do_not_end_a_request() -> None:
+    """It began with one cached block of a page that a parked slot shows, and needs all pages."""
+    layout = plan_layout(1, 1, 64, "float32", 4096, page_tokens=32, block_tokens=8)
+    config = SimulationConfig(
+        layout=layout,
+        limit_bytes=3 * layout.total_page_bytes,
+        profile=SECONDS,
+        max_model_len=96,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        regime="virtual",
+        check_every=1,
+    )
+    common = tuple(range(8))
+    with SimulatedEngine(config) as engine:
+        alone = Asked(name="virtual", prompt=(*common, *range(100, 108)), outputs=(59,))
+        replay(engine, [alone])
+        engine.add(Asked(name="paged", prompt=(*common, *range(200, 280)), outputs=(3,)))
+        engine.convert("paged", Regime.PAGED)
+        replay(engine, [])
+    assert [(r.name, r.end, r.regime) for r in engine.run.requests] == [
+        ("virtual", "finished", "virtual"),
+        ("paged", "finished", "paged"),
+    ]
+    assert engine.run.requests[1].num_preemptions == 1
+
+
+# -- each property notices
+
+
+def breaks(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, broken: Any) -> str:
+    """What is violated, in one of a few workloads, with this method instead."""
+    monkeypatch.setattr(kind, name, broken)
+    texts = check_many(0, 12).violations.values()
+    assert texts
+    return "\n".join(texts)
+
+
+def test_a_scheduler_that_stops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = FCFSScheduler.schedule
+
+    def stop(self: FCFSScheduler) -> Any:
+        return None if self.num_running == 2 else schedule(self)
+
+    assert "computed nothing and ended nobody" in breaks(
+        monkeypatch, FCFSScheduler, "schedule", stop
+    )
+
+
+def test_a_queue_that_serves_the_last_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def push(self: Any, sequence: Any) -> None:
+        FCFSScheduler.__dict__["_was_enqueue"](self, sequence)
+        self._waiting.reverse()
+
+    monkeypatch.setattr(
+        FCFSScheduler, "_was_enqueue", FCFSScheduler.__dict__["_enqueue"], raising=False
+    )
+    assert "has its first token before" in breaks(monkeypatch, FCFSScheduler, "_enqueue", push)
+
+
+def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, count = MemoryManager.release, iter(range(1_000_000))
+
+    def forget(self: MemoryManager, seq: int) -> None:
+        if next(count) % 50 != 49:
+            release(self, seq)
+
+    assert "at the end" in breaks(monkeypatch, MemoryManager, "release", forget)
+
+
+def test_a_request_that_fails_for_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule, calls = FCFSScheduler.schedule, iter(range(1_000_000))
+
+    def fail(self: FCFSScheduler) -> Any:
+        running = self.running_request_ids
+        if running and next(calls) % 100 == 99:
+            raise NoRoomError(running[0], "for nothing")
+        return schedule(self)
+
+    assert "failed, and nothing was wrong with it" in breaks(
+        monkeypatch, FCFSScheduler, "schedule", fail
+    )
+
+
+def test_the_command_tells(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["liveness", "--workloads", "2", "--seed", "3"])
+    assert main() == 0
+    assert '"workloads": 2' in capsys.readouterr().out
+    monkeypatch.setattr(FCFSScheduler, "schedule", lambda self: None)
+    assert main() == 1
+    assert "--- seed 3" in capsys.readouterr().out

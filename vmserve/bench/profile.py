@@ -1,0 +1,146 @@
+"""``vmserve bench profile``: what work costs here for a model, as a file.
+
+The file is what ``--regime-profile`` takes, and what a simulation of this machine is made of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vmserve.bench.alloc.section import Table
+from vmserve.bench.report import make_console, make_directory, print_table, progress
+from vmserve.cli_options import with_engine_options
+from vmserve.config import EngineConfig
+from vmserve.engine import LLMEngine
+from vmserve.errors import ConfigurationError
+from vmserve.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vmserve.scheduler.profile import DeviceProfile
+
+__all__ = ["measured_profile", "profile_command"]
+
+_PROMPT_TOKENS = 256
+_DECODE_STEPS = 32
+_TRIES = 5
+
+
+@with_engine_options
+def profile_command(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the profile to this file.")
+    ] = None,
+    **engine_options: Any,
+) -> None:
+    """Measure what --kv-regime auto goes by: kernels of both regimes, map calls, copies, layers.
+
+    Example: vmserve bench profile --model PATH -o profile.json, then
+    vmserve serve --model PATH --regime-profile profile.json
+    """
+    options = {**engine_options, "kv_regime": "auto", "enable_prefix_caching": False}
+    engine = LLMEngine(EngineConfig.from_options(options))
+    try:
+        with progress("profile") as report:
+            profile = measured_profile(engine, report)
+    finally:
+        engine.close()
+    print_table(make_console(), _table(profile))
+    if output is not None:
+        make_directory(output.parent)
+        try:
+            output.write_text(profile.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {output}: {error.strerror}") from error
+
+
+def measured_profile(
+    engine: LLMEngine, report: Callable[[float], None] = lambda done: None
+) -> DeviceProfile:
+    """The profile that the engine measured at start, with the costs of its model's layers.
+
+    The engine must be idle, choose regimes itself and cache no prefixes.
+    """
+    profile = engine.profile
+    if profile is None:
+        raise ConfigurationError("a profile is measured where the regime is chosen: use auto")
+    num_prompt = min(_PROMPT_TOKENS, engine.resolved.max_model_len - _DECODE_STEPS - 1)
+    num_prompt = min(num_prompt, engine.resolved.max_num_batched_tokens)
+    if num_prompt < 2:
+        raise ConfigurationError(
+            f"max_model_len: {engine.resolved.max_model_len} leaves no room for {_DECODE_STEPS} "
+            "steps behind a prompt: raise it"
+        )
+    tries = []
+    for attempt in range(_TRIES):
+        report(attempt / _TRIES)
+        tries.append(_time_steps(engine, num_prompt))
+    decode = min(layers for steps in tries for layers, _ in steps[1:])
+    prefill = min(steps[0][0] for steps in tries)
+    around = min(rest for steps in tries for _, rest in steps[1:])
+    return dataclasses.replace(
+        profile,
+        name=f"measured with {engine.model_config.architecture}",
+        step=around,
+        weights=decode,
+        token=prefill / num_prompt,
+    )
+
+
+def _time_steps(engine: LLMEngine, num_prompt: int) -> list[tuple[float, float]]:
+    """One request: of each step, the seconds in layers outside attention, and outside the model."""
+    engine.add_request(
+        "profile",
+        [index % engine.model_config.vocab_size for index in range(num_prompt)],
+        SamplingParams(temperature=0, max_tokens=_DECODE_STEPS, ignore_eos=True, detokenize=False),
+    )
+    steps = []
+    while engine.has_unfinished:
+        before = _spent(engine)
+        failures = engine.step().failures
+        if failures:
+            raise failures[0].error
+        after = _spent(engine)
+        model, attention, whole = (b - a for a, b in zip(before, after, strict=True))
+        steps.append((model - attention, whole - model))
+    return steps
+
+
+def _spent(engine: LLMEngine) -> tuple[float, float, float]:
+    phases = engine.counters.phase_seconds
+    attention = sum(engine.counters.attention_seconds.values())
+    return phases["model"], attention, sum(phases.values())
+
+
+def _table(profile: DeviceProfile) -> Table:
+    def microseconds(seconds: float) -> str:
+        return f"{seconds * 1e6:,.4g}"
+
+    rows: list[Sequence[str]] = [
+        (f"attention: {text}", *(microseconds(getattr(kernels, name)) for kernels in both))
+        for both in [(profile.virtual, profile.paged)]
+        for name, text in (
+            ("call", "a step that has any"),
+            ("sequence", "each sequence"),
+            ("read", "each token read in decode"),
+            ("pair", "each pair of query and key in prefill"),
+        )
+    ]
+    rows += [
+        ("mapping a page that the step waits for", microseconds(profile.map_page), ""),
+        ("mapping a page behind a step", microseconds(profile.map_page_hidden), ""),
+        ("a step outside the model", microseconds(profile.step), ""),
+        ("reading the weights once", microseconds(profile.weights), ""),
+        ("each token outside attention", microseconds(profile.token), ""),
+    ]
+    return Table(
+        f"{profile.name}: microseconds, all layers",
+        ("", "virtual, or either", "paged"),
+        tuple(tuple(row) for row in rows),
+        f"Copies {profile.copy_bytes_per_second / 1e9:.1f} GB/s.",
+    )

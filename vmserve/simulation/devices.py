@@ -1,0 +1,164 @@
+"""Device profiles by arithmetic: a model's work over a device's published speeds.
+
+Nothing here was measured by us. Each number has its source beside it, or the word "assumed": those
+are shares of a peak that kernels reach, chosen once for all systems that are compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vmserve.memory.layout import CUDA_GRANULARITY, KVLayout, plan_layout
+from vmserve.scheduler.profile import DeviceProfile, KernelCosts
+
+__all__ = ["A100_40GB", "OPT_13B", "OPT_13B_A100", "Accelerator", "Decoder", "Device"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    name: str
+    #: Published peaks.
+    memory_bytes_per_second: float
+    flops: float
+    host_bytes_per_second: float
+    #: Shares of the peaks that kernels reach.
+    weights_share: float
+    attention_share: float
+    gemm_share: float
+    prefill_attention_share: float
+    copy_share: float
+    #: Time of a decode kernel that goes through a block table, over one that does not.
+    paged_factor: float
+    #: Seconds.
+    launch: float
+    map_granule: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    name: str
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    num_parameters: float
+    itemsize: int
+    kernels_per_layer: int
+
+    @property
+    def hidden(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def token_kv_bytes(self) -> int:
+        """Multi-head attention: K and V of every head."""
+        return 2 * self.num_layers * self.hidden * self.itemsize
+
+
+#: Bandwidth and FLOP/s: NVIDIA's A100 data sheet (SXM4, 40 GB; float16 tensor cores without
+#: sparsity). To the host: PCIe 4.0 x16 is 32 GB/s a direction. The paged kernel's price:
+#: PagedAttention, section 7.1, 20 to 26 % over FasterTransformer's. To map and give access to
+#: 2 MiB: kvcached's table for the A100, 1.45 + 36 microseconds. Shares, launches: assumed.
+A100_40GB = Accelerator(
+    name="A100 40GB",
+    memory_bytes_per_second=1555e9,
+    flops=312e12,
+    host_bytes_per_second=32e9,
+    weights_share=0.8,
+    attention_share=0.6,
+    gemm_share=0.5,
+    prefill_attention_share=0.3,
+    copy_share=0.75,
+    paged_factor=1.23,
+    launch=5e-6,
+    map_granule=37.5e-6,
+)
+
+#: Shape: Zhang et al., "OPT: Open Pre-trained Transformer Language Models". Parameters: 40 x 12 x
+#: 5,120^2 in the layers and 52,322 x 5,120 in the embeddings. Kernels per layer: assumed.
+OPT_13B = Decoder(
+    name="OPT-13B",
+    num_layers=40,
+    num_heads=40,
+    head_dim=128,
+    num_parameters=12.85e9,
+    itemsize=2,
+    kernels_per_layer=10,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A model on an accelerator, with so much memory for its KV cache."""
+
+    name: str
+    layout: KVLayout
+    kv_bytes: int
+    profile: DeviceProfile
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.kv_bytes // (self.layout.total_page_bytes // self.layout.page_tokens)
+
+
+def derive_profile(model: Decoder, device: Accelerator, page_bytes: int) -> DeviceProfile:
+    """``page_bytes``: of one page over all layers."""
+    weight_bytes = model.num_parameters * model.itemsize
+    read = model.token_kv_bytes / (device.memory_bytes_per_second * device.attention_share)
+    # Two products of head_dim multiply-adds, for each pair, head and layer.
+    pair_flops = 4 * model.hidden * model.num_layers
+    pair = pair_flops / (device.flops * device.prefill_attention_share)
+    launches = model.num_layers * device.launch
+    map_page = device.map_granule * page_bytes / CUDA_GRANULARITY
+
+    def kernels(factor: float) -> KernelCosts:
+        return KernelCosts(call=launches, sequence=0.0, read=read * factor, pair=pair)
+
+    return DeviceProfile(
+        name=f"{model.name} on {device.name}, derived",
+        virtual=kernels(1.0),
+        paged=kernels(device.paged_factor),
+        step=launches * (model.kernels_per_layer - 1),
+        weights=weight_bytes / (device.memory_bytes_per_second * device.weights_share),
+        token=2 * model.num_parameters / (device.flops * device.gemm_share),
+        map_page=map_page,
+        map_page_hidden=0.0,
+        copy_bytes_per_second=device.memory_bytes_per_second * device.copy_share / 2,
+        swap_bytes_per_second=device.host_bytes_per_second * device.copy_share,
+    )
+
+
+def opt_13b(*, block_tokens: int = 16, page_tokens: int = 64, kv_bytes: int = 12 << 30) -> Device:
+    """The paper's smallest set-up: 12 GiB of KV cache, 15,728 tokens (its table 1: 15.7K slots).
+
+    Pages of 64 tokens of all layers fill 25 granules of 2 MiB exactly.
+    """
+    layout = plan_layout(
+        OPT_13B.num_layers,
+        OPT_13B.num_heads,
+        OPT_13B.head_dim,
+        "float16",
+        4096 if page_tokens % 64 else CUDA_GRANULARITY,
+        layers_per_group=OPT_13B.num_layers,
+        page_tokens=page_tokens,
+        block_tokens=block_tokens,
+    )
+    profile = derive_profile(OPT_13B, A100_40GB, layout.total_page_bytes)
+    return Device(profile.name, layout, kv_bytes, profile)
+
+
+OPT_13B_A100 = opt_13b()
+
+
+def described(device: Device) -> dict[str, Any]:
+    """Every number of the latency model, for what is written beside a result."""
+    return {
+        "simulated": True,
+        "device": device.name,
+        "accelerator": {name: getattr(A100_40GB, name) for name in A100_40GB.__slots__},
+        "model": {name: getattr(OPT_13B, name) for name in OPT_13B.__slots__},
+        "kv_bytes": device.kv_bytes,
+        "kv_tokens": device.kv_tokens,
+        "page_tokens": device.layout.page_tokens,
+        "block_tokens": device.layout.block_tokens,
+    }
