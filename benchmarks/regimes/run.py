@@ -42,13 +42,13 @@ from vmserve.errors import VmserveError
 RESULTS = Path(__file__).resolve().parent / "results"
 #: Traffic, its requests in a run and the context that it is scaled to: one to two seconds each.
 SIZES = {
-    "chat": (24, 1024),
+    "chat": (20, 1024),
     "alpaca": (48, 1024),
     "long": (3, 4096),
     "shared-prefix": (32, 1024),
     "beam": (24, 1024),
     "parallel": (24, 1024),
-    "mix": (32, 1024),
+    "mix": (24, 2048),
 }
 FIXED = ("virtual", "paged")
 #: What regret is counted in: the time that users wait, and the processor's.

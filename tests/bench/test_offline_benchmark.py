@@ -26,8 +26,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
 
     modules = {name: importlib.import_module(name) for name in names}
     for name in names:
-        # A later test may mean another module of that name.
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]  # a later test may mean another module of that name
     return modules
 
 
