@@ -232,6 +232,7 @@ def run(
                     str(point.num_clients),
                     f"{point.tokens_per_second:,.0f}",
                     f"{100 * point.tokens_per_second / best:.0f} %",
+                    str(point.num_steps),
                     str(point.num_preemptions),
                     str(point.num_swaps),
                 )
@@ -241,7 +242,16 @@ def run(
         tables.append(
             Table(
                 f"Throughput by load ({what})",
-                ("way", "load", "clients", "tokens/s", "of the best", "preemptions", "swapped"),
+                (
+                    "way",
+                    "load",
+                    "clients",
+                    "tokens/s",
+                    "of the best",
+                    "steps",
+                    "preemptions",
+                    "swapped",
+                ),
                 tuple(rows),
                 f"Goal: {100 * GOAL:.0f} % at loads of 1, 2 and 4.",
             )
