@@ -273,6 +273,8 @@ void KVMemory::demand_op(Demand& demand, const Op& op) const {
         demand.pages += num_claims(seq, /*all=*/true);
       } else if (binds && demand.dense) {
         demand.pages += num_claims(seq, /*all=*/false);
+      } else if (binds) {
+        demand.blocks[seq.tenant] += num_claimed_gaps(seq);
       }
       break;
     case OpKind::kSwapOut:
@@ -306,6 +308,17 @@ std::int64_t KVMemory::num_claims(const Sequence& seq, bool all) const {
     return page.kind == BoundPage::Kind::kClaim &&
            (all || pool_.used(page.page) < config_.blocks_per_page);
   });
+}
+
+// Blocks that split pages offer to others until the sequence has the pages for itself.
+std::int64_t KVMemory::num_claimed_gaps(const Sequence& seq) const {
+  std::int64_t gaps = 0;
+  for (const BoundPage& bound : bind_pages(seq.has.blocks, seq.has.length, /*own=*/true, 0)) {
+    if (bound.kind != BoundPage::Kind::kClaim) continue;
+    if (pool_.state(bound.page) != PageState::kSplit) continue;
+    gaps += config_.blocks_per_page - pool_.used(bound.page) - pool_.cached(bound.page);
+  }
+  return gaps;
 }
 
 void KVMemory::demand_swap_in(Demand& demand, SeqId id) const {

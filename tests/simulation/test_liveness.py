@@ -93,6 +93,62 @@ def test_cached_blocks_beside_a_parked_slot_do_not_end_a_request() -> None:
     assert engine.run.requests[1].num_preemptions == 1
 
 
+def test_beams_that_never_fit_do_not_keep_another_tenant_waiting() -> None:
+    """Preempted, they would be the first to come back, before whoever waits longer."""
+    layout = plan_layout(1, 1, 64, "float32", 4096, page_tokens=8, block_tokens=8)
+    config = SimulationConfig(
+        layout=layout,
+        limit_bytes=6 * layout.total_page_bytes,
+        profile=SECONDS,
+        max_model_len=48,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        regime="virtual",
+        fair_sharing=True,
+        check_every=1,
+    )
+    requests = [
+        Asked(name="first", prompt=tuple(range(40)), outputs=(5,), tenant="one"),
+        Asked(name="second", prompt=tuple(range(40, 80)), outputs=(5,), tenant="one"),
+        Asked(name="beams", prompt=tuple(range(6)), outputs=(42,), beam_width=4, tenant="two"),
+    ]
+    with SimulatedEngine(config) as engine:
+        run = replay(engine, requests, max_steps=500)
+    assert {record.name: record.end for record in run.requests} == {
+        "first": "finished",
+        "beams": "failed",
+        "second": "finished",
+    }
+
+
+def test_a_conversion_takes_the_gaps_that_others_could_have_had() -> None:
+    """What fits by the plan fits: a page that becomes a slot's offers no blocks any more."""
+    layout = plan_layout(1, 1, 64, "float32", 4096, page_tokens=32, block_tokens=16)
+    config = SimulationConfig(
+        layout=layout,
+        limit_bytes=3 * layout.total_page_bytes,
+        profile=SECONDS,
+        max_model_len=96,
+        max_num_seqs=8,
+        max_num_batched_tokens=16,
+        watermark=0.0,
+        regime="paged",
+        mapper="off",
+        check_every=1,
+    )
+    with SimulatedEngine(config) as engine:
+        engine.add(Asked(name="long", prompt=tuple(range(39)), outputs=(20,)))
+        engine.add(Asked(name="cached", prompt=tuple(range(100, 143)), outputs=(1,)))
+        engine.add(Asked(name="again", prompt=tuple(range(100, 121)), outputs=(8,)))
+        while engine.has_unfinished:
+            if engine.num_steps == 6:  # "again" comes: its blocks are a page, and a gap of "long"
+                engine.convert("long", Regime.VIRTUAL)
+            engine.step()
+            assert len(engine.run.steps) == engine.num_steps
+    assert [record.end for record in engine.run.requests] == ["finished"] * 3
+    assert engine.run.counters["converted_to_virtual_total"] == 1
+
+
 # -- each property notices
 
 

@@ -95,7 +95,7 @@ class RaggedBatch:
         ends = np.cumsum(new)
         starts = ends - new
         num_tokens = int(ends[-1]) if len(ends) else 0
-        token_places, token_positions = places, past
+        token_places, token_positions = places.copy(), past.copy()
         if num_tokens != len(new):  # else there is one token of each
             token_places = np.repeat(places, new)
             token_positions = np.arange(num_tokens) + np.repeat(past - starts, new)

@@ -115,10 +115,10 @@ class NullModel:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionCall,
-        logits_rows: torch.Tensor,
+        logits_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.num_tokens = len(token_ids)
-        return self._logits[: len(logits_rows)]
+        return self._logits[: len(token_ids if logits_rows is None else logits_rows)]
 
 
 class SteppedEngine:

@@ -115,14 +115,19 @@ class ModelRunner:
             order = np.argsort(~is_paged, kind="stable")
             plan, slots = plan.in_order(order), slots[order]
         parts = _parts(plan, slots, num_paged, self._kernels)
-        only_decodes = plan.only_decodes
-        token_ids = _last_tokens(plan) if only_decodes else _new_tokens(plan)
-        wanted = _every_row(plan) if only_decodes else _rows_wanted(plan)
+        if plan.only_decodes:
+            wanted = _every_row(plan)
+            # A copy: the plan's own columns are not the model's to touch.
+            positions, rows = torch.from_numpy(plan.num_past.copy()), None
+            token_ids = _last_tokens(plan)
+        else:
+            wanted = _rows_wanted(plan)
+            token_ids, positions, rows = _new_tokens(plan), _positions(parts), wanted.rows
         logits = self._model.forward(
             _as_tensor(token_ids),
-            torch.from_numpy(plan.num_past) if only_decodes else _positions(parts),
+            positions,
             parts[0].call if len(parts) == 1 else _MixedCall(parts),
-            _as_tensor(wanted.rows),
+            None if rows is None else _as_tensor(rows),
         )
         return StepLogits(
             logits,
@@ -275,7 +280,7 @@ class _Wanted:
 
 
 def _every_row(plan: StepPlan) -> _Wanted:
-    """Of a step that only decodes."""
+    """Of a step that only decodes: it has a row for each sequence, and no other."""
     rows = list(range(len(plan)))
     beams = [sequence for sequence in plan.sequences if sequence.request.beams is not None]
     return _rows_wanted(plan) if beams else _Wanted(rows, plan.sequences, rows)

@@ -275,7 +275,8 @@ class FCFSScheduler:
 
     def _somebody_else_waits(self, gang: Request) -> bool:
         """Before ``gang`` in the order: what holds up its beams."""
-        return any(seq.request is not gang for seq in (*self._swapped[:1], *self._waiting[:1]))
+        first = [*self._swapped[:1], *([self._next_waiting()] if self._waiting else [])]
+        return any(seq.request is not gang for seq in first)
 
     def _no_room(self, who: str) -> str:
         return (

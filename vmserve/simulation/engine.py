@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from vmserve.memory.layout import KVLayout
-    from vmserve.scheduler.base import StepPlan
+    from vmserve.scheduler.base import ScheduledSequence, StepPlan
     from vmserve.scheduler.profile import DeviceProfile
     from vmserve.scheduler.sequence import Request, Sequence
     from vmserve.simulation.devices import Device
     from vmserve.simulation.records import End
+
+    Scheduled = tuple[ScheduledSequence, ...]
 
 __all__ = ["SimulatedEngine", "SimulationConfig"]
 
@@ -62,7 +64,7 @@ class SimulationConfig:
     prefix_caching: bool = True
     mapper: Literal["manual", "off"] = "manual"
     lookahead_tokens: int = 16
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: Literal["fcfs", "priority", "v0"] = "fcfs"
     fair_sharing: bool = False
     check_every: int = 0
     sample_every: int = 0
@@ -155,11 +157,16 @@ class SimulatedEngine:
             prefill_tokens_per_second=1 / config.profile.token if config.profile.token else 1e12,
         )
         limits = SchedulerLimits(
-            config.max_num_seqs, config.max_num_batched_tokens, watermark=config.watermark
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            watermark=config.watermark,
+            separates_phases=config.policy == "v0",
         )
         self._regimes = RegimePolicy(config.regime, CostModel(config.profile, config.layout))
         shares = TenantShares() if config.fair_sharing else None
-        return FCFSScheduler(self.memory, limits, self._regimes, preemption, shares)
+        return FCFSScheduler(
+            self.memory, limits, self._regimes, preemption, shares, clock=lambda: self.now
+        )
 
     # -- requests -----------------------------------------------------------------------
 
@@ -245,23 +252,24 @@ class SimulatedEngine:
             self._make_room_after_refusal(plan)
             return
         self.scheduler.applied(plan)
+        scheduled = plan.scheduled
         unhidden = self._pages_mapped() - mapped
-        self._mark_scheduled(plan)
+        self._mark_scheduled(scheduled)
         hidden = self._map_ahead() - mapped - unhidden
-        seconds = self._seconds(plan, unhidden, hidden)
+        seconds = self._seconds(scheduled, unhidden, hidden)
         self.now += seconds
         if self.fail_next_batch:
             self.fail_next_batch = False
             self.memory.abandon(epoch)
-            for name in {item.sequence.request.request_id for item in plan.scheduled}:
+            for name in {item.sequence.request.request_id for item in scheduled}:
                 self._abort(name, "failed")
             return
         self.memory.complete(epoch)
         self.scheduler.computed(plan)
         self._num_generated = 0
-        ended = self._take_tokens(plan)
-        self._name_tokens(plan)
-        self._record(plan, seconds)
+        ended = self._take_tokens(scheduled)
+        self._name_tokens(scheduled)
+        self._record(scheduled, seconds)
         self._regimes.stepped(seconds)
         for request in ended:
             self._regimes.finished(self._open[request.request_id].what.max_output)
@@ -278,12 +286,12 @@ class SimulatedEngine:
             self._core.settle_mapper()
         return self._pages_mapped()
 
-    def _seconds(self, plan: StepPlan, unhidden: int, hidden: int) -> float:
+    def _seconds(self, scheduled: Scheduled, unhidden: int, hidden: int) -> float:
         _, copied, swapped = self._driver.work()
         copied_before, swapped_before = self._moved
         self._moved = (copied, swapped)
         seconds = self.config.profile.step_seconds(
-            [SequenceWork(item.regime, item.num_past, item.num_new) for item in plan.scheduled],
+            [SequenceWork(item.regime, item.num_past, item.num_new) for item in scheduled],
             unhidden_pages=unhidden,
             hidden_pages=hidden,
             copied_bytes=copied - copied_before,
@@ -295,15 +303,15 @@ class SimulatedEngine:
             self._swap_runs = runs
         return seconds
 
-    def _mark_scheduled(self, plan: StepPlan) -> None:
-        for item in plan.scheduled:
+    def _mark_scheduled(self, scheduled: Scheduled) -> None:
+        for item in scheduled:
             metrics = item.sequence.request.metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = self.now
 
     def _make_room_after_refusal(self, plan: StepPlan) -> None:
         if not self.scheduler.make_room():
-            self._abort(plan.scheduled[0].sequence.request.request_id, "failed")
+            self._abort(plan.sequences[0].request.request_id, "failed")
 
     def _idle(self) -> None:
         # Refused, the pool keeps its pages.
@@ -312,11 +320,11 @@ class SimulatedEngine:
 
     # -- the null model -----------------------------------------------------------------
 
-    def _take_tokens(self, plan: StepPlan) -> list[Request]:
+    def _take_tokens(self, scheduled: Scheduled) -> list[Request]:
         """The requests that are complete by it."""
         touched: dict[Request, None] = {}
         beams: dict[Request, None] = {}
-        for item in plan.scheduled:
+        for item in scheduled:
             if not item.samples:
                 continue
             sequence, request = item.sequence, item.sequence.request
@@ -352,12 +360,12 @@ class SimulatedEngine:
             self._num_generated += request.num_branches * request.max_tokens
         return request.beams.done
 
-    def _name_tokens(self, plan: StepPlan) -> None:
+    def _name_tokens(self, scheduled: Scheduled) -> None:
         if not self.config.prefix_caching:
             return
         memory_ids: list[int] = []
         tokens: list[int] = []
-        for item in plan.scheduled:
+        for item in scheduled:
             sequence = item.sequence
             if sequence.memory_id == item.memory_id:
                 unnamed = sequence.tokens[sequence.num_named :]
@@ -368,17 +376,17 @@ class SimulatedEngine:
 
     # -- records ------------------------------------------------------------------------
 
-    def _record(self, plan: StepPlan, seconds: float) -> None:
+    def _record(self, scheduled: Scheduled, seconds: float) -> None:
         config = self.config
         self.run.steps.append(
             StepRecord(
                 self.now,
                 seconds,
-                plan.num_tokens,
-                len(plan.scheduled),
-                len({item.sequence.request for item in plan.scheduled}),
+                sum(item.num_new for item in scheduled),
+                len(scheduled),
+                len({item.sequence.request for item in scheduled}),
                 self.scheduler.num_waiting,
-                sum(item.regime is Regime.VIRTUAL for item in plan.scheduled),
+                sum(item.regime is Regime.VIRTUAL for item in scheduled),
                 self._num_generated,
             )
         )

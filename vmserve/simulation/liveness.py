@@ -128,7 +128,7 @@ def _config(rng: random.Random, layout: KVLayout, max_len: int) -> SimulationCon
         prefix_caching=rng.random() < 0.6,
         mapper=mapper,
         lookahead_tokens=rng.choice([0, 8, 16]),
-        policy="priority" if rng.random() < 0.3 else "fcfs",
+        policy=rng.choice(["fcfs", "fcfs", "priority", "v0"]),
         fair_sharing=rng.random() < 0.2,
         check_every=rng.choice([1, 3]),
     )

@@ -452,6 +452,7 @@ class KVMemory {
   void demand_grow(Demand& demand, const Op& op) const;
   static bool is_parent(const Demand& demand, SeqId id);
   std::int64_t num_claims(const Sequence& seq, bool all) const;
+  std::int64_t num_claimed_gaps(const Sequence& seq) const;
   void demand_swap_in(Demand& demand, SeqId id) const;
   void demand_bind(Demand& demand, const Sequence& seq, const std::vector<BlockId>& blocks,
                    std::int64_t num_tokens, bool own) const;

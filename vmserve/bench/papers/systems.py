@@ -24,18 +24,19 @@ __all__ = [
     "sustained_rate",
 ]
 
-Kind = Literal["engine", "orca", "static"]
+Kind = Literal["engine", "v0", "orca", "static"]
 
 #: What a system is: our engine in a regime, or a baseline and what it knows of a request.
 SYSTEMS: dict[str, tuple[Kind, str]] = {
     "vmserve, paged": ("engine", "paged"),
     "vmserve, virtual": ("engine", "virtual"),
+    "vmserve, the paper's policy": ("v0", "paged"),
     "Orca (Oracle)": ("orca", "oracle"),
     "Orca (Pow2)": ("orca", "pow2"),
     "Orca (Max)": ("orca", "max"),
     "static": ("static", "max"),
 }
-OURS = ("vmserve, paged", "vmserve, virtual")
+OURS = ("vmserve, paged", "vmserve, virtual", "vmserve, the paper's policy")
 BASELINES = ("Orca (Oracle)", "Orca (Pow2)", "Orca (Max)", "static")
 
 #: A trace is served for this many times its length at most; who is not done by then counts with
@@ -78,10 +79,13 @@ def measure(system: str, trace: Trace, request_rate: float) -> Point:
     requests = asked(shapes, seed=trace.seed, n=trace.n, beam_width=trace.beam_width)
     until = _PATIENCE * trace.seconds
     kind, how = SYSTEMS[system]
-    if kind == "engine":
-        regime: Any = how
+    if kind in ("engine", "v0"):
         config = SimulationConfig.of(
-            OPT_13B_A100, regime=regime, prefix_caching=False, max_num_seqs=256
+            OPT_13B_A100,
+            regime=how,
+            policy="v0" if kind == "v0" else "fcfs",
+            prefix_caching=False,
+            max_num_seqs=256,
         )
         with SimulatedEngine(config) as engine:
             run = replay(engine, requests, until=until)

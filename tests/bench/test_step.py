@@ -1,0 +1,108 @@
+"""``vmserve bench step``: what is timed is a decoding step, and its parts add up to it.
+
+Nothing here looks at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from vmserve.bench.step import (
+    BEYOND,
+    PARTS,
+    REGIMES,
+    Case,
+    SteppedEngine,
+    Stopwatch,
+    run,
+    step_command,
+)
+from vmserve.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vmserve.bench.step import Regimes
+    from vmserve.scheduler.sequence import Sequence
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_the_parts_of_a_step_add_up_to_it(regime: Regimes) -> None:
+    engine = SteppedEngine(Case(regime, 6), 5)
+    stats = engine.engine.memory.stats()
+    num_virtual = {"virtual": 6, "paged": 0, "mixed": 3}[regime]
+    assert (stats.virtual_seqs, stats.paged_seqs) == (num_virtual, 6 - num_virtual)
+    before = [list(seq.tokens) for seq in sequences(engine)]
+    for _ in range(5):
+        engine.step()
+    assert [seq.tokens for seq in sequences(engine)] == [tokens + [17] * 5 for tokens in before]
+    assert {part: len(samples) for part, samples in engine.samples.items()} == dict.fromkeys(
+        (*PARTS, *BEYOND, "step"), 5
+    )
+    for index, whole in enumerate(engine.samples["step"]):
+        parts = {part: engine.samples[part][index] for part in (*PARTS, *BEYOND)}
+        assert all(part > 0 for part in parts.values())
+        assert sum(parts.values()) == whole
+    engine.close()
+
+
+def test_a_step_that_is_no_decode_of_everybody_is_refused() -> None:
+    engine = SteppedEngine(Case("virtual", 2), 5)
+    engine.engine.abort("0")
+    with pytest.raises(RuntimeError, match="computed 1 tokens"):
+        engine.step()
+    engine.close()
+
+
+def test_a_part_is_without_what_is_watched_within() -> None:
+    class Nested:
+        def outer(self) -> str:
+            return self.inner() + self.inner()
+
+        def inner(self) -> str:
+            return "x"
+
+    nested, watch = Nested(), Stopwatch()
+    watch.watch(nested, "inner", "inner")
+    watch.watch(nested, "outer", "outer")
+    watch.watch(nested, "outer", "around")
+    assert nested.outer() == "xx"
+    assert set(watch.spent) == {"inner", "outer", "around"}
+    assert watch._within == sum(watch.spent.values())
+
+
+def test_rows_have_every_case() -> None:
+    result = run([1, 3], 2, lambda _: None)
+    rows = result.data["rows"]
+    assert [(row["num_seqs"], row["regime"]) for row in rows] == [
+        (count, regime) for count in (1, 3) for regime in REGIMES
+    ]
+    for row in rows:
+        assert row["overhead_ns_per_sequence"] == row["overhead_ns"]["median"] / row["num_seqs"]
+        assert row["parts_ns"]["step"]["num_samples"] == 2
+    assert [len(table.rows) for table in result.tables] == [6, 6]
+
+
+def test_the_command_writes_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step_command("2", 2, tmp_path / "out" / "r.json", tmp_path / "t.md")
+    written = json.loads((tmp_path / "out" / "r.json").read_text())
+    assert written["benchmark"] == "step"
+    assert written["machine"]["num_cores"] >= 1
+    assert len(written["sections"]["step"]["rows"]) == 3
+    assert "us / sequence" in capsys.readouterr().out
+    assert "| 2 | mixed |" in (tmp_path / "t.md").read_text()
+
+
+@pytest.mark.parametrize("counts", ["0", "2000", "a", "1,,2"])
+def test_counts_that_are_none(counts: str) -> None:
+    with pytest.raises(ConfigurationError, match="no whole number from 1 to 1024"):
+        step_command(counts)
+
+
+def sequences(engine: SteppedEngine) -> list[Sequence]:
+    requests = engine.engine._requests.values()
+    return [sequence for request in requests for sequence in request.sequences]
