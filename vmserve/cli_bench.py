@@ -7,6 +7,7 @@ import typer
 from vmserve.bench.ab.command import HELP as AB_HELP
 from vmserve.bench.ab.command import ab_command
 from vmserve.bench.alloc.command import alloc_command
+from vmserve.bench.compare import compare_command
 from vmserve.bench.kernels.command import kernels_command
 from vmserve.bench.papers.command import papers_command
 from vmserve.bench.profile import profile_command
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command("ab", help=AB_HELP)(ab_command)
 app.command("alloc")(alloc_command)
+app.command("compare")(compare_command)
 app.command("kernels")(kernels_command)
 app.command("papers")(papers_command)
 app.command("profile")(profile_command)
