@@ -14,6 +14,7 @@ from vmserve.bench.profile import profile_command
 from vmserve.bench.serve.command import HELP as SERVE_HELP
 from vmserve.bench.serve.command import serve_load_command
 from vmserve.bench.sharing.command import sharing_command
+from vmserve.bench.startup import startup_command
 from vmserve.bench.step import step_command
 
 __all__ = ["app"]
@@ -34,6 +35,7 @@ app.command("papers")(papers_command)
 app.command("profile")(profile_command)
 app.command("serve", help=SERVE_HELP)(serve_load_command)
 app.command("sharing")(sharing_command)
+app.command("startup")(startup_command)
 app.command("step")(step_command)
 
 
