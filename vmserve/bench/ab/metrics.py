@@ -198,6 +198,8 @@ def _statistic(name: str, values: Sequence[float]) -> float | None:
 
 def _memory(record: RunRecord) -> dict[str, float | None]:
     samples = record.memory
+    if not samples:  # a run over HTTP sees nothing of it
+        return {}
     weights = _weights(samples, record.elapsed_s)
 
     def mean(values: list[int]) -> float:
@@ -232,6 +234,8 @@ def _weights(samples: Sequence[MemorySample], elapsed_s: float) -> NDArray[np.fl
 
 def _counts(record: RunRecord) -> dict[str, float | None]:
     counters = record.counters
+    if not (counters and record.steps):
+        return {}
     batch = [step.num_sequences for step in record.steps]
     queries = counters["prefix_cache_queries_total"]
     return {
