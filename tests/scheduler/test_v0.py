@@ -87,3 +87,12 @@ def test_nobody_waits_where_nothing_runs() -> None:
     scheduler._prompts_took = 10.0
     scheduler.add(make_request("a", 6))
     assert shape(run(scheduler, memory)) == [("a", 0, 6)]
+
+
+def test_the_last_token_of_a_prompt_that_the_budget_cut_off_is_read_before_later_prompts() -> None:
+    memory = CountingMemory(64)
+    scheduler = make(memory)
+    scheduler.add(make_request("first", 17))
+    assert shape(run(scheduler, memory)) == [("first", 0, 16)]
+    scheduler.add(make_request("second", 6))
+    assert shape(run(scheduler, memory)) == [("first", 16, 1), ("second", 0, 6)]

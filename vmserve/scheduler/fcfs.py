@@ -333,7 +333,9 @@ class FCFSScheduler:
         draft = StepDraft()
         budget = self._new_budget()
         for sequence in self._running:
-            if sequence.num_uncomputed > 1 and budget.can_take(sequence):
+            # The last token of a prompt, too, that a budget cut off before it.
+            reads = sequence.num_uncomputed > 1 or sequence.num_computed < sequence.num_prompt
+            if reads and budget.can_take(sequence):
                 draft.append(budget.take(sequence))
         plan = self._plan_memory(draft)
         if not isinstance(plan, StepPlan):
