@@ -220,6 +220,10 @@ def by_hand() -> RunRecord:
         converted_to_virtual_total=1,
         cow_blocks_total=3,
         copied_blocks_total=4,
+        attention_virtual_seconds_total=3,
+        attention_paged_seconds_total=1,
+        attention_virtual_predicted_seconds_total=1,
+        attention_paged_predicted_seconds_total=1,
     )
     return RunRecord(
         elapsed_s=10.0,

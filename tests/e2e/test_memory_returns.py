@@ -19,7 +19,12 @@ def pss_bytes() -> int:
 
 def test_allocated_blocks_and_pss_follow_the_pages() -> None:
     num_prompts, num_prompt = 8, 2_000
-    with LLM(dtype="float32", kv_cache_memory="512MiB", max_num_batched_tokens=1024) as llm:
+    with LLM(
+        dtype="float32",
+        kv_regime="virtual",
+        kv_cache_memory="512MiB",
+        max_num_batched_tokens=1024,
+    ) as llm:
         prompts = [[1 + (i * 37 + j * 11) % 500 for j in range(num_prompt)] for i in range(8)]
         # Long enough that the first still decodes when the last prompt has been read.
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

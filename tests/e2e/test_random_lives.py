@@ -218,7 +218,12 @@ class Life:
         stats = engine.stats()
         assert stats["num_seqs"] == stats["used_pages"] == stats["waiting_pages"] == 0
         assert scheduler.num_running == scheduler.num_waiting == 0
-        left = (scheduler._donors, scheduler._converting, engine._output._open, engine._requests)
+        left = (
+            scheduler._donors,
+            scheduler._regimes._converting,
+            engine._output._open,
+            engine._requests,
+        )
         assert not any(left), left
 
     def _check_failure(self, name: str) -> None:

@@ -28,7 +28,6 @@ import numpy as np
 
 from vmserve.memory.base import (
     Attach,
-    Convert,
     Fork,
     KVMemory,
     MemoryOp,
@@ -43,7 +42,8 @@ from vmserve.scheduler.demand import BlockDemand
 from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.followers import Followers
 from vmserve.scheduler.preemption import PreemptionPolicy
-from vmserve.scheduler.regime import RegimePolicy, RunningLength, Situation
+from vmserve.scheduler.regime import RegimeChoice, RegimePolicy
+from vmserve.scheduler.regime_keeper import RegimeKeeper
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 from vmserve.scheduler.siblings import has_followers, is_fork_of, leads, with_its_gang
 
@@ -52,10 +52,6 @@ __all__ = ["FCFSScheduler", "SchedulerLimits"]
 logger = logging.getLogger(__name__)
 
 _ORDER = attrgetter("order")
-#: Share of the pool below which what can be had is scarce.
-_SCARCE = 0.2
-#: How often the regimes of those that run are looked at again.
-_RECONSIDER_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +84,6 @@ class FCFSScheduler:
     ) -> None:
         self._memory = memory
         self._limits = limits
-        self._regimes = regimes or RegimePolicy("virtual")
         self._demand = BlockDemand(memory.layout)
         self._preemption = preemption or PreemptionPolicy("recompute")
         self._shares = shares
@@ -101,16 +96,14 @@ class FCFSScheduler:
         self._running: list[Sequence] = []
         self._swapped: list[Sequence] = []
         self._followers = Followers()
+        self._regimes = RegimeKeeper(regimes or RegimePolicy("virtual"), memory, self._running)
         #: Finished sequences whose memory is kept for those that have yet to fork from it.
         self._donors: dict[str, Sequence] = {}
-        #: Running sequences that are to change their regime.
-        self._converting: dict[Sequence, Regime] = {}
         #: The system refused memory that the limit promises: nobody is admitted beside those
         #: that run until one of them has ended, or the same refusal would come each step.
         self._is_short = False
         #: A step was planned and not applied.
         self._is_pending = False
-        self._num_steps = 0
         self.num_preemptions_total = 0
         self.num_swaps_total = 0
 
@@ -140,7 +133,7 @@ class FCFSScheduler:
     def finish(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
-            self._converting.pop(sequence, None)
+            self._regimes.forget(sequence)
             self._is_short = False
         elif sequence.status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
@@ -170,7 +163,7 @@ class FCFSScheduler:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         assert parent.memory_id is not None
-        child.regime = parent.regime
+        self._regimes.inherit(parent, child)
         memory_id = self._memory.open(regime=child.regime, salt=child.request.cache_salt)
         assert memory_id is not None, "the beams that were outdone are dropped before the forks"
         child.memory_id = memory_id
@@ -178,15 +171,9 @@ class FCFSScheduler:
         child.num_computed = child.num_named = parent.num_computed
         child.status = SequenceStatus.RUNNING
         insort(self._running, child, key=_ORDER)
-        if parent in self._converting:
-            self._converting[child] = self._converting[parent]
 
     def convert(self, request: Request, regime: Regime, reason: str = "converted") -> None:
-        request.regime = regime
-        request.metrics.kv_regime_reason = reason
-        for sequence in request.sequences:
-            if sequence.status in (SequenceStatus.RUNNING, SequenceStatus.SWAPPED):
-                self._converting[sequence] = regime
+        self._regimes.convert(request, regime, reason)
 
     # -- the step -----------------------------------------------------------------------
 
@@ -200,11 +187,7 @@ class FCFSScheduler:
     def _started(self, ops: tuple[MemoryOp, ...]) -> None:
         for sequence in self._running:
             sequence.start = None
-        for op in ops:
-            if isinstance(op, Convert):
-                converted = next(seq for seq in self._running if seq.memory_id == op.seq)
-                converted.regime = self._converting.pop(converted)
-                converted.request.metrics.kv_regime = converted.regime.value
+        self._regimes.converted(ops)
 
     def computed(self, plan: StepPlan) -> None:
         ends = (plan.num_past + plan.num_new).tolist()
@@ -216,7 +199,7 @@ class FCFSScheduler:
                     self._shares.served(sequence.request, num_generated=1)
 
     def schedule(self) -> StepPlan | None:
-        self._reconsider_regimes()
+        self._regimes.reconsider()
         if self._prompts_began is not None:
             self._prompts_took = self._clock() - self._prompts_began
             self._prompts_began = None
@@ -288,8 +271,7 @@ class FCFSScheduler:
         )
 
     def make_room(self) -> bool:
-        if self._converting:
-            self._converting.clear()  # they were wishes
+        if self._regimes.give_up():
             return True
         if self._donors:
             self._drop_donors()
@@ -325,26 +307,14 @@ class FCFSScheduler:
         growths = _growths(columns, self._limits.window)
         starts: list[MemoryOp] = [seq.start for seq in self._running if seq.start is not None]
         answer: MemoryPlan | Shortfall | None = None
-        if self._converting:
-            answer = self._memory.plan(growths, [*starts, *self._conversions()])
+        conversions = self._regimes.conversions()
+        if conversions:
+            answer = self._memory.plan(growths, [*starts, *conversions])
         if not isinstance(answer, MemoryPlan):
             answer = self._memory.plan(growths, starts)
         if isinstance(answer, Shortfall):
             return answer
         return StepPlan.of(draft, columns, answer)
-
-    def _conversions(self) -> list[Convert]:
-        """Of those that run: not of one that starts in this step, or is there already."""
-        for sequence, regime in list(self._converting.items()):
-            if sequence.regime is regime:
-                del self._converting[sequence]
-        return [
-            Convert(sequence.memory_id, regime)
-            for sequence, regime in self._converting.items()
-            if sequence.status is SequenceStatus.RUNNING
-            and sequence.memory_id is not None
-            and sequence.start is None
-        ]
 
     def _share_budget(self) -> StepDraft:
         budget = self._new_budget()
@@ -478,14 +448,16 @@ class FCFSScheduler:
         room -= sum(self._demand.next_token(seq) for seq in newcomers)
         while self._waiting:
             sequence = self._next_waiting()
+            request = sequence.request
             if not budget.can_take(sequence):
                 break
-            if self._num_reserved(sequence.request) > self._limits.max_num_seqs:
+            if self._num_reserved(request) > self._limits.max_num_seqs:
                 break
             # Those that run may wait for this very one: then there is no room to leave.
-            gang = sequence.request if sequence.request.is_gang else None
+            gang = request if request.is_gang else None
             alone = all(other.request is gang for other in self._running)
-            sequence.regime = self._regime_of(sequence.request)
+            choice = self._regimes.choose(request)
+            sequence.regime = choice.regime
             donor = self._donor_for(sequence)
             shared = sequence.num_prompt if donor else 0
             blocks = self._demand.next_token(sequence) - self._demand.shared(sequence, shared)
@@ -494,7 +466,7 @@ class FCFSScheduler:
                 reserve = max(reserve, self._headroom([sequence]))
             if blocks + reserve > room:
                 break
-            if not self._open(sequence, donor):
+            if not self._open(sequence, donor, choice):
                 break
             self._waiting.remove(sequence)
             sequence.status = SequenceStatus.RUNNING
@@ -577,8 +549,11 @@ class FCFSScheduler:
             plan.append(budget.take(newcomer))
         return None
 
-    def _open(self, sequence: Sequence, donor: Sequence | None) -> bool:
-        """The sequence's place in memory, and what it starts with; False if there is none."""
+    def _open(self, sequence: Sequence, donor: Sequence | None, choice: RegimeChoice) -> bool:
+        """The sequence's place in memory, and what it starts with; False if there is none.
+
+        ``choice``: its request's regime, which is kept from now on.
+        """
         request = sequence.request
         known = () if donor is not None else sequence.tokens
         memory_id = self._memory.open(known, regime=sequence.regime, salt=request.cache_salt)
@@ -586,6 +561,8 @@ class FCFSScheduler:
             return False
         sequence.memory_id = memory_id
         sequence.borrowed = donor is not None
+        is_new = request.regime is None
+        self._regimes.keep(request, choice)
         if donor is not None:
             assert donor.memory_id is not None
             sequence.start = Fork(memory_id, donor.memory_id, sequence.num_prompt)
@@ -596,8 +573,12 @@ class FCFSScheduler:
         wants_logits = request.params.prompt_logprobs is not None
         looks = not (wants_logits or sequence.starts_over)
         hit = self._memory.match(memory_id) if looks else 0
-        if hit and sequence.num_output == 0 and self._regimes.predicts:
-            memory_id = self._reopen(sequence, memory_id, hit)
+        if hit and is_new and self._regimes.predicts:
+            request.regime = None
+            choice = self._regimes.choose(request, hit)
+            if choice.regime is not sequence.regime:
+                memory_id = self._reopen(sequence, memory_id, choice.regime)
+            self._regimes.keep(request, choice)
         sequence.borrowed = hit > 0
         sequence.start = Attach(memory_id, hit) if hit else None
         sequence.num_computed = hit
@@ -607,75 +588,16 @@ class FCFSScheduler:
                 self._shares.served(request, num_read=sequence.num_prompt - hit)
         return True
 
-    def _reopen(self, sequence: Sequence, memory_id: int, num_hit: int) -> int:
-        """Which regime is better is another question with a cached prefix."""
-        request = sequence.request
-        regime = self._choose_regime(request, num_hit)
-        if regime is sequence.regime:
-            return memory_id
+    def _reopen(self, sequence: Sequence, memory_id: int, regime: Regime) -> int:
+        """In the other regime, which is the better one with a cached prefix."""
         self._memory.release(memory_id)
-        reopened = self._memory.open(sequence.tokens, regime=regime, salt=request.cache_salt)
+        reopened = self._memory.open(
+            sequence.tokens, regime=regime, salt=sequence.request.cache_salt
+        )
         assert reopened is not None, "one was closed just now"
         sequence.regime = regime
         sequence.memory_id = reopened
         return reopened
-
-    def _regime_of(self, request: Request) -> Regime:
-        """Chosen when the request is first admitted, and kept unless somebody converts it."""
-        regime = request.regime or self._choose_regime(request, num_hit=0)
-        request.metrics.kv_regime = regime.value
-        return regime
-
-    def _choose_regime(self, request: Request, num_hit: int) -> Regime:
-        around = self._situation(num_hit) if self._regimes.predicts else None
-        choice = self._regimes.choose(request, around)
-        request.regime = choice.regime
-        metrics = request.metrics
-        metrics.kv_regime, metrics.kv_regime_reason = choice.regime.value, choice.reason
-        metrics.kv_regime_costs = choice.predicted
-        return choice.regime
-
-    def _situation(self, num_hit: int) -> Situation:
-        """What a request finds that is admitted now."""
-        stats = self._memory.stats()
-        num_virtual = sum(seq.regime is Regime.VIRTUAL for seq in self._running)
-        available = self._memory.available_pages() / self._memory.limit_pages
-        taken = stats.pages_mapped_total + stats.adopted_pages_total
-        return Situation(
-            num_virtual=num_virtual,
-            num_paged=len(self._running) - num_virtual,
-            has_free_slot=max(stats.used_slots, num_virtual) < stats.num_slots,
-            num_hit=num_hit,
-            pressure=min(1.0, max(0.0, 1 - available / _SCARCE)),
-            unmapped_share=stats.pages_mapped_total / taken if taken else 1.0,
-            limit_pages=self._memory.limit_pages,
-            step_seconds=self._regimes.step_seconds,
-        )
-
-    def _reconsider_regimes(self) -> None:
-        """From time to time: whether the batch costs less in one regime than in two."""
-        self._num_steps += 1
-        if self._num_steps % _RECONSIDER_STEPS or not self._regimes.predicts:
-            return
-        running: dict[Regime, list[RunningLength]] = {regime: [] for regime in Regime}
-        forking: set[Regime] = set()
-        for sequence in self._running:
-            request = sequence.request
-            if sequence in self._converting:
-                return
-            if request.is_gang or has_followers(request):
-                forking.add(sequence.regime)
-            left = self._regimes.expected_output(request) - sequence.num_output
-            running[sequence.regime].append(RunningLength(sequence.num_tokens, max(1, left)))
-        if not all(running.values()):
-            return
-        leaving = self._regimes.reconsider(running, forking)
-        if leaving is None:
-            return
-        other = Regime.PAGED if leaving is Regime.VIRTUAL else Regime.VIRTUAL
-        requests = [seq.request for seq in self._running if seq.regime is leaving]
-        for request in dict.fromkeys(requests):
-            self.convert(request, other, "batch")
 
     # -- forks of one prompt ------------------------------------------------------------
 
@@ -738,7 +660,7 @@ class FCFSScheduler:
     def _back_to_waiting(self, sequence: Sequence) -> None:
         """Also whoever was to fork from it, in a step that has not been."""
         self._running.remove(sequence)
-        self._converting.pop(sequence, None)
+        self._regimes.forget(sequence)
         memory_id = sequence.memory_id
         self._give_up(sequence)
         self._send_back_forks({memory_id})

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vmserve.bench.ab.experiment import WorkloadResult
     from vmserve.bench.ab.search import SearchResult
 
-__all__ = ["HELP", "ab_command"]
+__all__ = ["HELP", "ab_command", "check_positive", "fresh_output"]
 
 HELP = f"""Compare engine options on the same requests, with error bars.
 
@@ -162,7 +162,7 @@ def ab_command(
         None if slo_tpot is None else duration("--slo-tpot", slo_tpot),
     )
     load.check(bool(slo))
-    _check_positive(rate=rate, burstiness=burstiness, scale=scale, price_per_hour=price_per_hour)
+    check_positive(rate=rate, burstiness=burstiness, scale=scale, price_per_hour=price_per_hour)
     parsed = parse_variants(variants or ["virtual,paged,auto"])
     names = _workload_names(workload, has_files=trace is not None or prompts is not None)
     settings = Settings(rounds, warmup, engine_options.get("seed", 0), slo, price_per_hour)
@@ -184,7 +184,7 @@ def ab_command(
                 num_output_tokens=output_len,
                 encode=engine.tokenizer.encode,
             )
-        directory = output or _fresh_output()
+        directory = output or fresh_output("vmserve-ab")
         make_directory(directory)
         if search:
             searches = [
@@ -210,7 +210,7 @@ def ab_command(
         console.print(f"written: {path}")
 
 
-def _check_positive(**numbers: float | None) -> None:
+def check_positive(**numbers: float | None) -> None:
     for name, value in numbers.items():
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ConfigurationError(
@@ -247,9 +247,9 @@ def _context(
     return max_len
 
 
-def _fresh_output() -> Path:
+def fresh_output(name: str) -> Path:
     """In the current directory, never one that is there already."""
-    stem = f"vmserve-ab-{datetime.now(UTC).date().isoformat()}"
+    stem = f"{name}-{datetime.now(UTC).date().isoformat()}"
     path, count = Path(stem), 1
     while path.exists():
         count += 1

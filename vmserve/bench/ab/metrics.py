@@ -109,6 +109,8 @@ _ALL = (
     Metric("pages_adopted", "pages found mapped", "count"),
     Metric("map_s", "time in driver calls", "s", "lower"),
     Metric("conversions", "conversions", "count"),
+    Metric("attention_s", "time in attention", "s", "lower"),
+    Metric("attention_predicted", "attention, predicted of measured", "share"),
     Metric("forks", "forks", "count"),
     Metric("blocks_copied", "blocks copied", "count", "lower"),
     Metric("cpu_s", "processor time", "s", "lower", True),
@@ -198,6 +200,8 @@ def _statistic(name: str, values: Sequence[float]) -> float | None:
 
 def _memory(record: RunRecord) -> dict[str, float | None]:
     samples = record.memory
+    if not samples:  # a run over HTTP sees nothing of it
+        return {}
     weights = _weights(samples, record.elapsed_s)
 
     def mean(values: list[int]) -> float:
@@ -232,6 +236,8 @@ def _weights(samples: Sequence[MemorySample], elapsed_s: float) -> NDArray[np.fl
 
 def _counts(record: RunRecord) -> dict[str, float | None]:
     counters = record.counters
+    if not (counters and record.steps):
+        return {}
     batch = [step.num_sequences for step in record.steps]
     queries = counters["prefix_cache_queries_total"]
     return {
@@ -247,6 +253,18 @@ def _counts(record: RunRecord) -> dict[str, float | None]:
         "conversions": (
             counters["converted_to_virtual_total"] + counters["converted_to_paged_total"]
         ),
+        **_attention(counters),
         "forks": counters["forks_total"],
         "blocks_copied": counters["copied_blocks_total"] + counters["cow_blocks_total"],
+    }
+
+
+def _attention(counters: Mapping[str, float]) -> dict[str, float | None]:
+    """Time in the kernels of both views; what the device profile says of it, where there is one."""
+    views = ("virtual", "paged")
+    measured = sum(counters[f"attention_{view}_seconds_total"] for view in views)
+    predicted = sum(counters[f"attention_{view}_predicted_seconds_total"] for view in views)
+    return {
+        "attention_s": measured,
+        "attention_predicted": predicted / measured if predicted and measured else None,
     }

@@ -55,6 +55,7 @@ _ALWAYS_SHOWN = (
     "sharing_saved_share",
     "prefix_hit_rate",
     "virtual_share",
+    "attention_predicted",
     "preemptions",
     "calls_unhidden",
     "calls_hidden",

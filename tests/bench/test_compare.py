@@ -1,0 +1,219 @@
+"""``vmserve bench compare``: planted differences are found, what cannot be compared is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vmserve.bench.ab.metrics import METRICS
+from vmserve.cli_bench import app
+from vmserve.errors import ConfigurationError
+
+MACHINE = {"cpu": "a", "num_usable_cores": 2, "packages": {"vmserve": "1"}}
+DESCRIBED = {"num_requests": 3, "decoding": ["greedy"], "load": "all at once"}
+LOAD = {"is_open": False, "concurrency": None}
+
+
+def request(index: int, ttft_us: int) -> dict[str, Any]:
+    return {
+        "index": index,
+        "input_tokens": 10,
+        "output_tokens": 5,
+        "sequences": 1,
+        "ttft_us": ttft_us,
+        "e2e_us": ttft_us + 40_000,
+    }
+
+
+def serve_file(num_rounds: int = 8, **scaled: float) -> dict[str, Any]:
+    """Every metric is 1 and a little, times what ``scaled`` says."""
+    rounds = []
+    for seed in range(num_rounds):
+        metrics = {name: (1 + seed / 100) * scaled.get(name, 1.0) for name in METRICS}
+        ttft = [round((10_000 + 100 * one) * scaled.get("ttft_us", 1.0)) for one in range(12)]
+        rounds.append(
+            {
+                "index": seed,
+                "seed": seed,
+                "metrics": {**metrics, "cpu_s": None},
+                "run": {"requests": [request(*pair) for pair in enumerate(ttft)]},
+                "failures": [],
+            }
+        )
+    return {
+        "schema": "vmserve-bench-serve",
+        "schema_version": 1,
+        "machine": MACHINE,
+        "server": {"model": "m"},
+        "options": {"rate": None},
+        "workload": {"name": "chat", "described": DESCRIBED, "load": LOAD},
+        "rounds": rounds,
+    }
+
+
+def ab_file(**scaled: float) -> dict[str, Any]:
+    served = serve_file(**scaled)
+    names = ("virtual", "paged")
+    return {
+        **{name: served[name] for name in ("machine", "options", "schema_version")},
+        "schema": "vmserve-bench-ab",
+        "variants": [{"name": name} for name in names],
+        "workloads": [
+            {
+                "name": "chat",
+                "described": DESCRIBED,
+                "load": LOAD,
+                "rounds": [
+                    {
+                        "seed": one["seed"],
+                        "metrics": dict.fromkeys(names, one["metrics"]),
+                        "runs": dict.fromkeys(names, one["run"]),
+                    }
+                    for one in served["rounds"]
+                ],
+            }
+        ],
+    }
+
+
+def startup_file(factor: float, repeats: int = 7) -> dict[str, Any]:
+    seconds = [factor * (2 + 0.01 * one) for one in range(repeats)]
+    return {
+        "schema": "vmserve-bench-startup",
+        "schema_version": 1,
+        "machine": MACHINE,
+        "options": {},
+        "phases": {"first_token": {"title": "first token", "seconds": seconds}},
+    }
+
+
+class Compare:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __call__(self, files: list[Any], *more: str) -> Any:
+        paths = []
+        for index, content in enumerate(files):
+            path = self.directory / f"{'abc'[index]}.json"
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
+            paths.append(str(path))
+        return CliRunner().invoke(app, ["compare", *paths, *more])
+
+    def refused(self, files: list[Any], *more: str) -> str:
+        result = self(files, *more)
+        assert isinstance(result.exception, ConfigurationError), result.output
+        return str(result.exception)
+
+
+@pytest.fixture
+def compare(tmp_path: Path) -> Compare:
+    return Compare(tmp_path)
+
+
+def found(path: Path) -> dict[str, dict[str, Any]]:
+    (other,) = json.loads(path.read_text())["others"]
+    (case,) = other["cases"]
+    return {one["metric"]: one for one in case["comparisons"]}
+
+
+def test_a_planted_difference_is_found_and_fails_a_check(compare: Compare, tmp_path: Path) -> None:
+    files = [serve_file(), serve_file(output_tokens_per_s=0.8, e2e_p95_s=1.2)]
+    told = tmp_path / "out" / "c.json"
+    result = compare(files, "--fail-above", "15", "--json", str(told))
+    assert result.exit_code == 1
+    assert "worse by more than 15 %: chat: output tokens/s 0.800 [0.800, 0.800]" in result.output
+    assert "worse by more than 15 %: chat: end to end p95 1.200 [1.200, 1.200]" in result.output
+    one = found(told)["output_tokens_per_s"]
+    assert one["ratio"] == pytest.approx(0.8)
+    assert (one["verdict"], one["num_pairs"]) == ("lower", 8)
+    assert found(told)["ttft_p50_s"]["verdict"] == "no difference shown"
+    assert compare(files, "--fail-above", "25").exit_code == 0
+    assert compare(files[::-1], "--fail-above", "15").exit_code == 0  # better is no failure
+    assert compare(files).exit_code == 0
+
+
+def test_an_interval_that_includes_less_is_no_failure(compare: Compare) -> None:
+    noisy = serve_file()
+    for index, one in enumerate(noisy["rounds"]):
+        one["metrics"]["e2e_p95_s"] *= 3.0 if index % 2 else 0.6
+    assert compare([serve_file(), noisy], "--fail-above", "10").exit_code == 0
+
+
+def test_few_rounds_are_compared_request_by_request(compare: Compare, tmp_path: Path) -> None:
+    told = tmp_path / "c.json"
+    files = [serve_file(1), serve_file(1, ttft_us=2.0)]
+    result = compare(files, "--fail-above", "50", "--json", str(told))
+    assert result.exit_code == 1
+    effects = found(told)
+    assert set(effects) == {"ttft", "tpot", "e2e"}
+    assert effects["ttft"]["ratio"] == pytest.approx(2.0)
+    assert (effects["tpot"]["ratio"], effects["tpot"]["num_pairs"]) == (pytest.approx(1.0), 12)
+    assert "TTFT of a request" in result.output
+    assert "too narrow" in result.output
+
+
+def test_other_requests_have_no_interval(compare: Compare) -> None:
+    other = serve_file(1)
+    for one in other["rounds"]:
+        one["seed"] = 99
+    assert "Nothing could be paired" in compare([serve_file(1), other]).output
+    assert "no headline metric has an interval" in compare.refused(
+        [serve_file(1), other], "--fail-above", "5"
+    )
+
+
+def test_variants_are_matched_by_name(compare: Compare) -> None:
+    result = compare([ab_file(), ab_file(output_tokens_per_s=0.5)], "--fail-above", "5")
+    assert result.exit_code == 1
+    assert "chat, virtual: output tokens/s 0.500" in result.output
+    assert "chat, paged: output tokens/s 0.500" in result.output
+
+
+def test_startups(compare: Compare) -> None:
+    result = compare([startup_file(1.0), startup_file(1.5), startup_file(1.0)], "--fail-above", "9")
+    assert result.exit_code == 1
+    assert result.output.count("worse by more than") == 1
+    assert "no headline metric" in compare.refused(
+        [startup_file(1.0, 3), startup_file(2.0, 3)], "--fail-above", "9"
+    )
+
+
+def test_what_differs_besides_is_said(compare: Compare) -> None:
+    other = copy.deepcopy(serve_file())
+    other["machine"] = {**MACHINE, "cpu": "b", "packages": {"vmserve": "2"}}
+    other["options"] = {"rate": 3}
+    other["rounds"][0]["failures"] = [{"index": 0}]
+    other["workload"]["described"] = {**DESCRIBED, "num_requests": 4}
+    output = compare([serve_file(), other]).output
+    for line in (
+        "cpu: a and b",
+        "vmserve: 1 and 2",
+        "options, rate: None and 3",
+        "failed requests, which no latency has: 0 and 1",
+        "workload chat: other lengths",
+    ):
+        assert line in output
+    assert "differ in more" not in compare([serve_file(), serve_file()]).output
+
+
+def test_what_is_refused(compare: Compare) -> None:
+    assert "two files or more" in compare.refused([serve_file()])
+    assert "different commands" in compare.refused([serve_file(), ab_file()])
+    assert "no JSON" in compare.refused([serve_file(), "{"])
+    assert "no results file" in compare.refused([serve_file(), {"benchmark": "step"}])
+    assert "version 2 of its schema" in compare.refused(
+        [serve_file(), {**serve_file(), "schema_version": 2}]
+    )
+    other = copy.deepcopy(serve_file())
+    other["workload"]["name"] = "alpaca"
+    assert "no workload and variant is in both" in compare.refused([serve_file(), other])
+    other["workload"] |= {"name": "chat", "load": {"is_open": True}}
+    assert "different kinds" in compare.refused([serve_file(), other])
+    assert "no number from 0" in compare.refused([serve_file()] * 2, "--fail-above", "-1")
+    result = CliRunner().invoke(app, ["compare", "none.json", "none.json"])
+    assert "cannot read none.json" in str(result.exception)

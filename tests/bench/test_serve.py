@@ -1,0 +1,360 @@
+"""``vmserve bench serve``: what the client sends, counts and tells, against servers on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.server.conftest import Running
+from tests.server.fake_engine import VOCAB_SIZE, FakeAsyncLLM, FakeTokenizer
+from vmserve.bench.ab.client import Load
+from vmserve.bench.ab.jobs import Decoding, Job, Prompts
+from vmserve.bench.ab.metrics import Slo
+from vmserve.bench.serve.client import ServedRun, Target, retry_after_s, send_load
+from vmserve.bench.serve.events import Answer, EventReader
+from vmserve.bench.serve.results import ServedRound, notes
+from vmserve.bench.serve.server import api_url, look
+from vmserve.bench.workloads import RequestShape
+from vmserve.cli_bench import app
+from vmserve.errors import ConfigurationError
+
+Reply = tuple[int, dict[str, str], str]
+
+
+def job(num_in: int, num_out: int, index: int = 0, at: float = 0.0, **more: Any) -> Job:
+    return Job(RequestShape(num_in, num_out, at, index), **more)
+
+
+def send(target: Target, jobs: list[Job], load: Load | None = None) -> ServedRun:
+    prompts = Prompts(VOCAB_SIZE, 0, range(3))
+    return asyncio.run(send_load(target, jobs, load or Load(), prompts, 7))
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    engine = FakeAsyncLLM()
+    # No end of sequence among the tokens: it has no text, and the server sends no event for it.
+    engine.reply = lambda prompt, index: FakeTokenizer().encode("hello", False)
+    server = Running(engine)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def target(running: Running) -> Target:
+    return Target(f"{running.url}/v1", "fake")
+
+
+class Scripted:
+    """A server that gives prepared replies to POST, one after the other, then the last again."""
+
+    def __init__(self, replies: list[Reply], models: Reply) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        script = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._give(models)
+
+            def do_POST(self) -> None:
+                length = int(self.headers["content-length"])
+                script.bodies.append(json.loads(self.rfile.read(length)))
+                self._give(replies.pop(0) if len(replies) > 1 else replies[0])
+
+            def _give(self, reply: Reply) -> None:
+                status, headers, text = reply
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("content-length", str(len(text.encode())))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+MODELS: Reply = (200, {}, json.dumps({"data": [{"id": "m", "max_model_len": 64}]}))
+
+
+@pytest.fixture
+def scripted() -> Iterator[Callable[..., Scripted]]:
+    made: list[Scripted] = []
+
+    def make(*replies: Reply, models: Reply = MODELS) -> Scripted:
+        made.append(Scripted(list(replies) or [(500, {}, "")], models))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def stream(*events: Any, done: bool = True) -> Reply:
+    texts = [json.dumps(event) for event in events] + (["[DONE]"] if done else [])
+    return 200, {"content-type": "text/event-stream"}, "".join(f"data: {t}\n\n" for t in texts)
+
+
+def text_event(text: str, finish: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": text, "finish_reason": finish}]}
+
+
+# -- events
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_events_however_the_network_cuts_them(size: int) -> None:
+    sent = (
+        b': hi\r\ndata: {"a":1}\r\n\r\nevent: x\ndata:one\ndata: two\n\n\ndata: [DONE]\n\ndata: no'
+    )
+    reader = EventReader()
+    events = [e for at in range(0, len(sent), size) for e in reader.feed(sent[at : at + size])]
+    assert events == [b'{"a":1}', b"one\ntwo", b"[DONE]"]
+
+
+def test_which_events_count() -> None:
+    answer = Answer()
+    told: list[Any] = [
+        {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+        {"choices": [{"index": 0, "delta": {"content": ""}}]},
+        {"choices": [{"index": 0, "delta": {"content": "a"}}]},
+        {"choices": [{"index": 1, "delta": {"content": "b"}, "finish_reason": "length"}]},
+        {
+            "choices": [],
+            "usage": {
+                "prompt_tokens": 5,
+                "completion_tokens": 3,
+                "prompt_tokens_details": {"cached_tokens": 4},
+            },
+        },
+    ]
+    for at, event in enumerate(told):
+        answer.take(json.dumps(event).encode(), float(at))
+    assert answer.times_s == {0: [1.0, 2.0], 1: [3.0]}
+    assert answer.token_times_s() == [1.0, 2.0, 3.0]
+    assert answer.texts == {0: "a", 1: "b"}
+    assert (answer.num_prompt_tokens, answer.num_output_tokens) == (5, 3)
+    assert (answer.num_cached_tokens, answer.num_events) == (4, 3)
+
+
+# -- the client against vmserve's server
+
+
+def test_lengths_are_exact_and_every_token_has_a_time(running: Running, target: Target) -> None:
+    engine = running.engine
+    assert isinstance(engine, FakeAsyncLLM)
+    before = len(engine.requests)
+    run = send(
+        target, [job(20, 9, 0), job(7, 1, 1), job(5, 4, 2, decoding=Decoding("parallel", 3))]
+    )
+    assert run.failures == ()
+    assert [
+        (one.num_input_tokens, one.num_output_tokens, one.num_sequences)
+        for one in run.record.requests
+    ] == [(20, 9, 1), (7, 1, 1), (5, 4, 3)]
+    first, single, parallel = run.record.requests
+    assert (len(first.itls_s), single.tpot_s) == (8, None)
+    assert len(parallel.token_times_s) in (4, 5)
+    assert first.e2e_s >= first.ttft_s > 0
+    assert first.tpot_s == pytest.approx((first.e2e_s - first.ttft_s) / 8)
+    assert (run.num_counted, run.num_other_length, run.num_retries) == (0, 0, 0)
+    sent = {len(ids): (ids, params) for ids, params, _ in engine.requests[before:]}
+    assert sent[20][0] == Prompts(VOCAB_SIZE, 0, range(3)).of(job(20, 9, 0))
+    assert (sent[20][1].ignore_eos, sent[20][1].temperature) == (True, 0.0)
+    assert (sent[5][1].n, sent[5][1].temperature) == (3, 1.0)
+
+
+def test_a_chat_grows_by_its_answers(running: Running, target: Target) -> None:
+    engine = running.engine
+    assert isinstance(engine, FakeAsyncLLM)
+    before = len(engine.requests)
+    chat = Target(target.base_url, "fake", "chat")
+    run = send(chat, [job(2, 5, 0), job(9, 5, 1, previous=0)])
+    assert run.failures == ()
+    first, second = (engine.tokenizer.decode(ids) for ids, _, _ in engine.requests[before:])
+    begin = first.removesuffix("[assistant]")
+    assert second.startswith(f"{begin}[assistant]hello|[user]")
+    # The fake's tokens are bytes: the server's own count is what is kept.
+    assert [one.num_input_tokens for one in run.record.requests] == [len(first), len(second)]
+    assert [len(one.token_times_s) for one in run.record.requests] == [5, 5]
+
+
+def test_a_conversation_of_token_ids_begins_with_what_was_said(
+    running: Running, target: Target
+) -> None:
+    engine = running.engine
+    assert isinstance(engine, FakeAsyncLLM)
+    before = len(engine.requests)
+    run = send(target, [job(4, 3, 0), job(10, 3, 1, previous=0)], Load(concurrency=1))
+    assert run.failures == ()
+    first, second = (ids for ids, _, _ in engine.requests[before:])
+    assert (len(first), len(second), second[:4]) == (4, 10, first)
+
+
+def test_open_loop_waits_for_arrivals(target: Target) -> None:
+    run = send(target, [job(4, 2, 0, 0.15), job(4, 2, 1, 0.0)], Load(is_open=True))
+    late, early = run.record.requests
+    assert (late.due_s, early.due_s) == (0.15, 0.0)
+    assert late.token_times_s[0] > 0.15
+    assert run.record.elapsed_s == late.token_times_s[-1]
+
+
+def test_concurrency_bounds_what_is_under_way(target: Target) -> None:
+    run = send(target, [job(4, 4, index) for index in range(6)], Load(concurrency=1))
+    spans = sorted((one.due_s, one.token_times_s[-1]) for one in run.record.requests)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+
+
+def test_failures_are_counted_by_status(target: Target) -> None:
+    # The fake's context is 256 tokens.
+    run = send(target, [job(4, 2, 0), job(300, 2, 1), job(310, 2, 2, previous=1)])
+    assert [one.index for one in run.record.requests] == [0]
+    assert run.statuses == {"400": 1, "not sent": 1}
+    one = ServedRound.of(0, 7, run, Slo(ttft_s=100.0), None)
+    assert one.metrics["goodput_share"] == pytest.approx(1 / 3)
+    assert one.metrics["cpu_s"] is None
+    assert one.metrics["kv_used_peak_bytes"] is None
+    assert any(line.startswith("Failed with 400: 1 (") for line in notes([one]))
+
+
+# -- other servers
+
+
+def test_tokens_are_counted_where_no_usage_is_told(scripted: Callable[..., Scripted]) -> None:
+    server = scripted(stream(text_event("a"), text_event(""), text_event("b", "length")))
+    run = send(Target(server.url, "m"), [job(4, 3)])
+    assert (run.num_counted, run.num_other_length) == (1, 0)
+    (one,) = run.record.requests
+    assert (one.num_input_tokens, one.num_output_tokens) == (4, 3)
+    told = ServedRound.of(0, 0, run, Slo(), None)
+    assert any("no usage for 1 answers" in line for line in notes([told]))
+
+
+def test_a_busy_server_is_asked_again_if_wanted(scripted: Callable[..., Scripted]) -> None:
+    busy: Reply = (429, {"retry-after": "0"}, '{"error": {"message": "later"}}')
+    good = stream(text_event("a", "length"))
+    server = scripted(busy, busy, good)
+    run = send(Target(server.url, "m", max_retries=2), [job(4, 1)])
+    assert (run.num_retries, run.failures, len(server.bodies)) == (2, (), 3)
+    server = scripted(busy, good)
+    run = send(Target(server.url, "m"), [job(4, 1)])
+    assert run.statuses == {"429": 1}
+    assert run.failures[0].message == "later"
+
+
+@pytest.mark.parametrize(
+    ("reply", "status"),
+    [
+        (stream(text_event("a"), done=False), "cut off"),
+        (stream(), "cut off"),
+        (stream(text_event("a"), {"error": {"message": "dead"}}), "error event"),
+        ((200, {}, "data: {oops\n\n"), "bad event"),
+        ((200, {}, "data: [1]\n\n"), "bad event"),
+        ((500, {}, "<html>"), "500"),
+    ],
+)
+def test_how_an_answer_fails(scripted: Callable[..., Scripted], reply: Reply, status: str) -> None:
+    run = send(Target(scripted(reply).url, "m"), [job(4, 2)])
+    assert run.statuses == {status: 1}
+
+
+def test_retry_after() -> None:
+    assert [retry_after_s(text) for text in (None, "0.5", "-3", "999", "soon")] == [
+        1.0, 0.5, 0.0, 60.0, 1.0,
+    ]  # fmt: skip
+    assert retry_after_s("Thu, 01 Jan 1970 00:00:00 GMT") == 0.0
+
+
+def test_addresses() -> None:
+    assert api_url("http://h:1") == api_url("h:1/") == api_url("http://h:1/v1/") == "http://h:1/v1"
+    assert api_url("https://h/llm/v1") == "https://h/llm/v1"
+    for wrong in ("ftp://h", "http://", "http://user:secret@h"):
+        with pytest.raises(ConfigurationError, match="--base-url"):
+            api_url(wrong)
+
+
+def test_what_the_server_says_of_itself(
+    running: Running, scripted: Callable[..., Scripted]
+) -> None:
+    info = look(f"{running.url}/v1", None, {})
+    assert (info.model, info.max_len) == ("fake", 256)
+    assert info.version is not None
+    with pytest.raises(ConfigurationError, match="serves no 'other' but fake"):
+        look(f"{running.url}/v1", "other", {})
+    bare = scripted(models=(404, {}, "no"))
+    assert look(bare.url, "mine", {}).model == "mine"
+    with pytest.raises(ConfigurationError, match="answers 404 and names no model"):
+        look(bare.url, None, {})
+
+
+# -- the command
+
+
+def test_the_command_writes_what_it_measured(running: Running, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "a.json"
+    args = ["serve", "--base-url", running.url, "--requests", "5", "--concurrency", "2"]
+    args += ["--vocab-size", "200", "--rounds", "2", "--slo-ttft", "10s", "--json", str(path)]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    assert "requests that meet the SLOs" in result.output
+    assert "TTFT p50" in result.output
+    told = json.loads(path.read_text())
+    assert (told["schema"], told["schema_version"]) == ("vmserve-bench-serve", 1)
+    assert told["server"]["model"] == "fake"
+    assert [len(one["run"]["requests"]) for one in told["rounds"]] == [5, 5]
+    assert [one["seed"] for one in told["rounds"]] == [0, 1]
+    for one in told["rounds"]:
+        assert one["metrics"]["goodput_share"] == 1.0
+        for request in one["run"]["requests"]:
+            assert len(request["itl_us"]) == request["output_tokens"] - 1
+    assert "api_key" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--workload", "beam"], "no part of the API"),
+        (["--workload", "nothing"], "no workload is named"),
+        (["--rate", "1", "--concurrency", "2"], "exclude each other"),
+        (["--extra-body", "[1]"], "JSON object"),
+        (["--rate", "-1"], "not a number above 0"),
+        (["--max-len", "9999"], "above the 256 tokens"),
+        (["--model", "other"], "serves no 'other'"),
+        (["--extra-body", '{"logit_bias": 3}'], "of the warm-up with 400"),
+    ],
+)
+def test_wrong_options(running: Running, tmp_path: Path, more: list[str], told: str) -> None:
+    args = ["serve", "--base-url", running.url, "--vocab-size", "200", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, [*args, *more])
+    assert isinstance(result.exception, ConfigurationError)
+    assert told in str(result.exception)
+
+
+def test_a_server_that_cannot_be_used(scripted: Callable[..., Scripted], tmp_path: Path) -> None:
+    closed = scripted()
+    closed.close()
+    locked = scripted(models=(401, {}, '{"error": {"message": "a key"}}'))
+    for url, told in ((closed.url, "no server answers"), (locked.url, "--api-key")):
+        result = CliRunner().invoke(app, ["serve", "--base-url", url, "--output", str(tmp_path)])
+        assert isinstance(result.exception, ConfigurationError)
+        assert told in str(result.exception)
+    assert list(tmp_path.iterdir()) == []

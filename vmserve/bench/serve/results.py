@@ -1,0 +1,144 @@
+"""``results.json`` and the table of a load over HTTP."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from vmserve.bench.ab.metrics import METRICS, Slo, summarize
+from vmserve.bench.ab.results import median
+from vmserve.bench.alloc.section import Table
+from vmserve.bench.machine import machine_info
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vmserve.bench.ab.experiment import Workload
+    from vmserve.bench.serve.client import ServedRun
+    from vmserve.bench.serve.server import ServerInfo
+
+__all__ = ["SCHEMA", "SCHEMA_VERSION", "ServedRound", "document", "notes", "table"]
+
+SCHEMA = "vmserve-bench-serve"
+#: Raised when a reader of older files would misread newer ones.
+SCHEMA_VERSION = 1
+#: Share of one core above which the client's own work may show in the latencies.
+_BUSY_CLIENT = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRound:
+    index: int
+    seed: int
+    run: ServedRun
+    metrics: Mapping[str, float | None]
+
+    @classmethod
+    def of(
+        cls, index: int, seed: int, run: ServedRun, slo: Slo, price: float | None
+    ) -> ServedRound:
+        # The processor time is the client's and says nothing of the server.
+        metrics = {**summarize(run.record, slo, price), "cpu_s": None}
+        if run.failures and metrics["goodput_share"] is not None:
+            num_good = metrics["goodput_share"] * len(run.record.requests)
+            num_all = len(run.record.requests) + len(run.failures)
+            metrics["goodput_share"] = num_good / num_all
+        return cls(index, seed, run, metrics)
+
+    @property
+    def client_share(self) -> float:
+        """Of one core, what the client took."""
+        return self.run.record.cpu_s / max(self.run.record.elapsed_s, 1e-9)
+
+
+def document(
+    options: Mapping[str, Any],
+    server: ServerInfo,
+    workload: Workload,
+    slo: Slo,
+    rounds: Sequence[ServedRound],
+) -> dict[str, Any]:
+    """Everything, raw samples included, ready for JSON. ``machine`` is the client's."""
+    return {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": machine_info(),
+        "server": server.to_dict(),
+        "options": dict(options),
+        "slo": dataclasses.asdict(slo),
+        "workload": {
+            "name": workload.name,
+            "described": dict(workload.described),
+            "load": dataclasses.asdict(workload.load),
+        },
+        "rounds": [
+            {
+                "index": one.index,
+                "seed": one.seed,
+                "metrics": dict(one.metrics),
+                "run": one.run.record.to_dict(),
+                "failures": [dataclasses.asdict(failure) for failure in one.run.failures],
+                "num_retries": one.run.num_retries,
+                "num_counted": one.run.num_counted,
+                "num_other_length": one.run.num_other_length,
+            }
+            for one in rounds
+        ],
+    }
+
+
+def table(server: ServerInfo, workload: Workload, rounds: Sequence[ServedRound]) -> Table:
+    """Every metric that there is; medians where there are several rounds."""
+    rows = []
+    for metric in METRICS.values():
+        value = median([one.metrics[metric.name] for one in rounds])
+        if value is not None:
+            rows.append((metric.title, metric.format(value)))
+    described = workload.described
+    num_ok = sum(len(one.run.record.requests) for one in rounds)
+    num_failed = sum(len(one.run.failures) for one in rounds)
+    rows += [("requests answered", f"{num_ok:,}"), ("requests failed", f"{num_failed:,}")]
+    title = (
+        f"{server.model}, {workload.name}: {described['num_requests']} requests, "
+        f"{described['mean_input_tokens']:.0f} tokens in and "
+        f"{described['mean_output_tokens']:.0f} out on average, {described['load']}"
+    )
+    return Table(title, ("", server.model), tuple(rows), " ".join(notes(rounds)))
+
+
+def notes(rounds: Sequence[ServedRound]) -> list[str]:
+    """What a reader must know beside the numbers; empty where all went as asked."""
+    lines = []
+    if len(rounds) > 1:
+        lines.append(f"Medians of {len(rounds)} rounds.")
+    statuses: Counter[str] = Counter()
+    messages: dict[str, str] = {}
+    for one in rounds:
+        for failure in one.run.failures:
+            statuses[failure.status] += 1
+            messages.setdefault(failure.status, failure.message)
+    lines += [
+        f"Failed with {status}: {count} ({messages[status]})."
+        for status, count in statuses.most_common()
+    ]
+    if retries := sum(one.run.num_retries for one in rounds):
+        lines.append(f"Asked again after a busy server's answer: {retries} times.")
+    if counted := sum(one.run.num_counted for one in rounds):
+        lines.append(
+            f"The server told no usage for {counted} answers: their events were counted as tokens."
+        )
+    if other := sum(one.run.num_other_length for one in rounds):
+        lines.append(
+            f"{other} answers are not as long as was asked: the server heeds no ignore_eos, or "
+            "cuts answers."
+        )
+    share = max(one.client_share for one in rounds)
+    if share > _BUSY_CLIENT:
+        lines.append(
+            f"The client was busy for {share:.0%} of a core's time: latencies may be its own."
+        )
+    return lines

@@ -1,0 +1,216 @@
+"""``vmserve bench startup``: from a process's start to its first token, and where the time goes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import httpx
+import typer
+
+from vmserve.bench.ab.client import RunFailedError
+from vmserve.bench.ab.metrics import Metric
+from vmserve.bench.alloc.section import Table
+from vmserve.bench.machine import machine_info
+from vmserve.bench.report import dump, make_console, make_directory, print_table, progress
+from vmserve.bench.serve.events import Answer, EventReader
+from vmserve.cli_options import with_engine_options
+
+__all__ = ["PHASES", "SCHEMA", "document", "startup_command", "table"]
+
+SCHEMA = "vmserve-bench-startup"
+SCHEMA_VERSION = 1
+
+#: In the order in which an engine comes to them; each counts from the process's start.
+PHASES: Mapping[str, str] = {
+    "imports": "imports done",
+    "kv_pool": "KV pool ready",
+    "model": "model loaded",
+    "engine": "engine ready",
+    "first_token": "first token",
+    "http_ready": "/ready answers",
+    "http_first_token": "first token over HTTP",
+}
+_TIMEOUT_S = 600.0
+_STOP_S = 30.0
+_POLL_S = 0.01
+_COMMAND = (sys.executable, "-m", "vmserve.bench.startup_child")
+
+
+@with_engine_options
+def startup_command(
+    repeats: Annotated[int, typer.Option(min=1, help="Fresh processes of each kind.")] = 5,
+    with_server: Annotated[
+        bool, typer.Option("--serve", help="Time vmserve serve too, to its first token over HTTP.")
+    ] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write everything measured to this file.")
+    ] = None,
+    **engine_options: Any,
+) -> None:
+    """Time fresh processes from their start to their first token.
+
+    Each time counts from before the process existed. The first process may read files that the
+    others find in the system's cache: --json has every sample.
+
+    Example: vmserve bench startup --model PATH --repeats 7 --serve --json startup.json
+    """
+    seconds: dict[str, list[float]] = {}
+    with progress("startup") as report:
+        for index in range(repeats):
+            found = time_offline(engine_options)
+            if with_server:
+                report((index + 0.5) / repeats)
+                found |= time_server(engine_options)
+            for name, value in found.items():
+                seconds.setdefault(name, []).append(value)
+            report((index + 1) / repeats)
+    print_table(make_console(), table(seconds))
+    if json_path is not None:
+        make_directory(json_path.parent)
+        json_path.write_text(dump(document(engine_options, seconds)), encoding="utf-8")
+
+
+def time_offline(options: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds to each phase. Raises RunFailedError with what the process said."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [*_COMMAND, "offline", json.dumps(dict(options))],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RunFailedError(f"the process did not start: {_last_line(done.stderr)}")
+    reached = json.loads(done.stdout.strip().splitlines()[-1])
+    return {name: float(at) - began for name, at in reached.items()}
+
+
+def time_server(options: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds to an answer of /ready, and to the first token of a request after it."""
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    began = time.monotonic()
+    with (
+        _server([*_COMMAND, "serve", json.dumps(dict(options)), str(port)]) as process,
+        # Straight to this machine, whatever proxies the environment names.
+        httpx.Client(base_url=url, trust_env=False) as client,
+    ):
+        _wait_ready(client, process, began)
+        ready = time.monotonic() - began
+        return {"http_ready": ready, "http_first_token": _first_token(client) - began}
+
+
+class _Process:
+    def __init__(self, popen: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+        self.popen = popen
+        self._log = log
+
+    def said(self) -> str:
+        self._log.seek(0)
+        return _last_line(self._log.read().decode("utf-8", "replace"))
+
+
+@contextlib.contextmanager
+def _server(command: Sequence[str]) -> Iterator[_Process]:
+    # With a key of the environment's, the server would turn us away.
+    environment = {name: v for name, v in os.environ.items() if name != "VMSERVE_API_KEY"}
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=environment) as popen,
+    ):
+        try:
+            yield _Process(popen, log)
+        finally:
+            popen.terminate()
+            try:
+                popen.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                popen.kill()
+
+
+def _wait_ready(client: httpx.Client, process: _Process, began: float) -> None:
+    """The port is open before the engine is loaded: most of the wait is for one answer."""
+    while time.monotonic() < began + _TIMEOUT_S:
+        try:
+            if client.get("/ready", timeout=5.0).is_success:
+                return
+        except httpx.TransportError:
+            if process.popen.poll() is not None:
+                raise RunFailedError(f"the server did not start: {process.said()}") from None
+        time.sleep(_POLL_S)
+    raise RunFailedError(f"the server is not ready after {_TIMEOUT_S:g} s: {process.said()}")
+
+
+def _first_token(client: httpx.Client) -> float:
+    body = {
+        "model": "startup",
+        "prompt": list(range(10, 26)),
+        "max_tokens": 1,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    reader, answer = EventReader(), Answer()
+    with client.stream("POST", "/v1/completions", json=body, timeout=_TIMEOUT_S) as response:
+        for received in response.iter_bytes():
+            now = time.monotonic()
+            for data in reader.feed(received) if response.is_success else ():
+                answer.take(data, now)
+            if answer.times_s:
+                return answer.token_times_s()[0]
+    raise RunFailedError(f"the server answered {response.status_code} and no token")
+
+
+def document(options: Mapping[str, Any], seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Every sample, ready for JSON."""
+    return {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": machine_info(),
+        "options": dict(options),
+        "phases": {
+            name: {"title": title, "seconds": [round(one, 6) for one in seconds[name]]}
+            for name, title in PHASES.items()
+            if name in seconds
+        },
+    }
+
+
+def table(seconds: Mapping[str, Sequence[float]]) -> Table:
+    """Medians, the fastest and the slowest."""
+    show = Metric("", "", "s").format
+    rows = tuple(
+        (title, *(show(found(seconds[name])) for found in (statistics.median, min, max)))
+        for name, title in PHASES.items()
+        if name in seconds
+    )
+    count = len(next(iter(seconds.values())))
+    return Table(
+        f"from the start of the process, {count} of them",
+        ("", "median", "fastest", "slowest"),
+        rows,
+    )
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

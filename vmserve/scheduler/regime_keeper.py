@@ -1,0 +1,141 @@
+"""Regimes of the sequences that a scheduler serves: chosen, kept, and changed while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vmserve.memory.base import Convert, KVMemory, MemoryOp, Regime
+from vmserve.scheduler.regime import RegimeChoice, RegimePolicy, RunningLength, Situation
+from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
+from vmserve.scheduler.siblings import has_followers
+
+__all__ = ["RegimeKeeper"]
+
+#: Share of the pool below which what can be had is scarce.
+_SCARCE = 0.2
+#: How often the regimes of those that run are looked at again.
+_RECONSIDER_STEPS = 32
+
+
+class RegimeKeeper:
+    """``running``: the scheduler's own list of running sequences."""
+
+    def __init__(self, policy: RegimePolicy, memory: KVMemory, running: list[Sequence]) -> None:
+        self._policy = policy
+        self._memory = memory
+        self._running = running
+        #: Running sequences that are to change their regime.
+        self._converting: dict[Sequence, Regime] = {}
+        self._num_steps = 0
+
+    # -- choices ------------------------------------------------------------------------
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a choice depends on what surrounds the request."""
+        return self._policy.predicts
+
+    def choose(self, request: Request, num_hit: int = 0) -> RegimeChoice:
+        """Where the request is kept, or else should be as things are.
+
+        ``num_hit``: tokens of its prompt that are cached.
+        """
+        metrics = request.metrics
+        if request.regime is not None:
+            return RegimeChoice(request.regime, metrics.kv_regime_reason, metrics.kv_regime_costs)
+        return self._policy.choose(request, self._situation(num_hit) if self.predicts else None)
+
+    @staticmethod
+    def keep(request: Request, choice: RegimeChoice) -> None:
+        """The request is kept there from now on."""
+        request.regime = choice.regime
+        metrics = request.metrics
+        metrics.kv_regime, metrics.kv_regime_reason = choice.regime.value, choice.reason
+        metrics.kv_regime_costs = choice.predicted
+
+    def _situation(self, num_hit: int) -> Situation:
+        """What a request finds that is admitted now."""
+        stats = self._memory.stats()
+        num_virtual = sum(seq.regime is Regime.VIRTUAL for seq in self._running)
+        available = self._memory.available_pages() / self._memory.limit_pages
+        taken = stats.pages_mapped_total + stats.adopted_pages_total
+        return Situation(
+            num_virtual=num_virtual,
+            num_paged=len(self._running) - num_virtual,
+            has_free_slot=max(stats.used_slots, num_virtual) < stats.num_slots,
+            num_hit=num_hit,
+            pressure=min(1.0, max(0.0, 1 - available / _SCARCE)),
+            unmapped_share=stats.pages_mapped_total / taken if taken else 1.0,
+            limit_pages=self._memory.limit_pages,
+            step_seconds=self._policy.step_seconds,
+        )
+
+    # -- changes ------------------------------------------------------------------------
+
+    def convert(self, request: Request, regime: Regime, reason: str) -> None:
+        """Whatever of the request has memory changes as soon as there is memory for that."""
+        request.regime = regime
+        request.metrics.kv_regime_reason = reason
+        for sequence in request.sequences:
+            if sequence.status in (SequenceStatus.RUNNING, SequenceStatus.SWAPPED):
+                self._converting[sequence] = regime
+
+    def inherit(self, parent: Sequence, child: Sequence) -> None:
+        """A fork is to go where its parent goes."""
+        child.regime = parent.regime
+        if parent in self._converting:
+            self._converting[child] = self._converting[parent]
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has no memory that could change."""
+        self._converting.pop(sequence, None)
+
+    def give_up(self) -> bool:
+        """Conversions are wishes: without memory for them there are none. Whether there were."""
+        had_some = bool(self._converting)
+        self._converting.clear()
+        return had_some
+
+    def conversions(self) -> list[Convert]:
+        """Of those that run: not of one that starts in this step, or is there already."""
+        for sequence, regime in list(self._converting.items()):
+            if sequence.regime is regime:
+                del self._converting[sequence]
+        return [
+            Convert(sequence.memory_id, regime)
+            for sequence, regime in self._converting.items()
+            if sequence.status is SequenceStatus.RUNNING
+            and sequence.memory_id is not None
+            and sequence.start is None
+        ]
+
+    def converted(self, ops: Iterable[MemoryOp]) -> None:
+        """The memory has done these."""
+        for op in ops:
+            if isinstance(op, Convert):
+                sequence = next(seq for seq in self._running if seq.memory_id == op.seq)
+                sequence.regime = self._converting.pop(sequence)
+                sequence.request.metrics.kv_regime = sequence.regime.value
+
+    def reconsider(self) -> None:
+        """Once a step; now and then, whether the batch costs less in one regime than in two."""
+        self._num_steps += 1
+        if self._num_steps % _RECONSIDER_STEPS or not self.predicts or self._converting:
+            return
+        running: dict[Regime, list[RunningLength]] = {regime: [] for regime in Regime}
+        forking: set[Regime] = set()
+        for sequence in self._running:
+            request = sequence.request
+            if request.is_gang or has_followers(request):
+                forking.add(sequence.regime)
+            left = self._policy.expected_output(request) - sequence.num_output
+            running[sequence.regime].append(RunningLength(sequence.num_tokens, max(1, left)))
+        if not all(running.values()):
+            return
+        leaving = self._policy.reconsider(running, forking)
+        if leaving is None:
+            return
+        other = Regime.PAGED if leaving is Regime.VIRTUAL else Regime.VIRTUAL
+        requests = [seq.request for seq in self._running if seq.regime is leaving]
+        for request in dict.fromkeys(requests):
+            self.convert(request, other, "batch")
