@@ -220,7 +220,9 @@ class FCFSScheduler:
         draft, plan = self._schedule_running()
         # Beside beams that only wait, whoever was preempted just now may be the one to go on.
         if self.num_preemptions_total == preempted_before or not draft:
-            newcomers = self._admit(draft, prompts=not self._limits.separates_phases)
+            # Where nobody decodes after all, prompts may be read in this step, too.
+            mixes = not self._limits.separates_phases or len(draft) == 0
+            newcomers = self._admit(draft, prompts=mixes)
             if newcomers:
                 plan = self._plan_with_newcomers(draft, newcomers)
         return plan if draft else None
