@@ -1,6 +1,6 @@
 """Throughput against offered load, simulated and on this machine's CPU.
 
-    python benchmarks/overload/run.py [--kind simulated,real] [--seed 0]
+    python benchmarks/overload/run.py [--kind simulated,real] [--rounds 3] [--seed 0]
 
 Prints the tables and keeps them in ``results/<date>-<cpu>/``; the real part takes a few minutes and
 wants the machine for itself.
@@ -31,11 +31,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", default="simulated,real")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=3, help="Of the real engine.")
     arguments = parser.parse_args()
     now = datetime.datetime.now(datetime.UTC)
     console = make_console()
     with progress("overload") as report:
-        result = run(arguments.kind.split(","), report, seed=arguments.seed)
+        result = run(
+            arguments.kind.split(","), report, seed=arguments.seed, rounds=arguments.rounds
+        )
     for table in result.tables:
         print_table(console, table)
     data = {

@@ -11,6 +11,8 @@ this machine's processor with the embedded model and a tiny pool.
 from __future__ import annotations
 
 import itertools
+import random
+import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ __all__ = ["LOADS", "Measured", "num_clients", "real", "run", "simulated"]
 LOADS = (0.5, 1.0, 2.0, 4.0)
 Preempts = Literal["recompute", "swap"]
 Regime = Literal["virtual", "paged"]
+Kind = Literal["simulated", "real"]
 #: Of the best point, at 1, 2 and 4 times the pool.
 GOAL = 0.9
 
@@ -132,7 +135,7 @@ def simulated(
 
 
 def real(
-    load: float, preempts: Preempts, regime: Regime, *, num_requests: int = 160, seed: int = 0
+    load: float, preempts: Preempts, regime: Regime, *, num_requests: int = 96, seed: int = 0
 ) -> Measured:
     """The embedded model; a pool of 1,024 tokens, requests of 128 on average."""
     shapes = lognormal(
@@ -198,62 +201,76 @@ def _real_engine(preempts: Preempts, regime: Regime) -> LLMEngine:
     )
 
 
-def run(
-    kinds: Sequence[Literal["simulated", "real"]], report: Report, *, seed: int = 0
-) -> SectionResult:
-    """All loads, preemptions and regimes of each kind."""
-    functions: dict[str, Callable[..., Measured]] = {"simulated": simulated, "real": real}
-    # The real engine takes seconds for each run: one regime there.
-    regimes: dict[str, tuple[Regime, ...]] = {
-        "simulated": ("paged", "virtual"),
-        "real": ("paged",),
-    }
-    both: tuple[Preempts, ...] = ("recompute", "swap")
+def run(kinds: Sequence[Kind], report: Report, *, seed: int = 0, rounds: int = 3) -> SectionResult:
+    """All loads, preemptions and regimes of each kind.
+
+    ``rounds``: of the real engine, whose times differ from run to run; each serves the same
+    requests at every load, in a drawn order. The simulated one has one: its times are computed.
+    """
     data: dict[str, Any] = {}
     tables = []
-    total = sum(len(regimes[kind]) * len(both) * len(LOADS) for kind in kinds)
-    done = 0
-    for kind in kinds:
-        rows = []
-        if kind == "real":
-            real(1.0, "recompute", "paged", num_requests=32, seed=seed)  # warm
-        for regime, preempts in itertools.product(regimes[kind], both):
-            points = []
-            for load in LOADS:
-                points.append(functions[kind](load, preempts, regime, seed=seed))
-                done += 1
-                report(done / total)
-            data[f"{kind}, {regime}, {preempts}"] = [point.to_dict() for point in points]
-            best = max(point.tokens_per_second for point in points)
-            rows += [
-                (
-                    f"{regime}, {preempts}",
-                    f"{point.load:g}",
-                    str(point.num_clients),
-                    f"{point.tokens_per_second:,.0f}",
-                    f"{100 * point.tokens_per_second / best:.0f} %",
-                    str(point.num_steps),
-                    str(point.num_preemptions),
-                    str(point.num_swaps),
-                )
-                for point in points
-            ]
-        what = "OPT-13B on an A100 40GB, simulated" if kind == "simulated" else "this machine's CPU"
-        tables.append(
-            Table(
-                f"Throughput by load ({what})",
-                (
-                    "way",
-                    "load",
-                    "clients",
-                    "tokens/s",
-                    "of the best",
-                    "steps",
-                    "preemptions",
-                    "swapped",
-                ),
-                tuple(rows),
-                f"Goal: {100 * GOAL:.0f} % at loads of 1, 2 and 4.",
+    for index, kind in enumerate(kinds):
+
+        def report_kind(done: float, index: int = index) -> None:
+            report((index + done) / len(kinds))
+
+        cells = _measure(kind, 1 if kind == "simulated" else rounds, seed, report_kind)
+        for (regime, preempts, load), runs in cells.items():
+            name = f"{kind}, {regime}, {preempts}"
+            data.setdefault(name, {})[f"{load:g}"] = [one.to_dict() for one in runs]
+        tables.append(_table(kind, cells))
+    return SectionResult(data, tuple(tables))
+
+
+def _measure(
+    kind: Kind, rounds: int, seed: int, report: Report
+) -> dict[tuple[Regime, Preempts, float], list[Measured]]:
+    function: Callable[..., Measured] = simulated if kind == "simulated" else real
+    # The real engine takes seconds for each run: one regime there.
+    regimes: tuple[Regime, ...] = ("paged", "virtual") if kind == "simulated" else ("paged",)
+    both: tuple[Preempts, ...] = ("recompute", "swap")
+    cells: dict[tuple[Regime, Preempts, float], list[Measured]] = {
+        cell: [] for cell in itertools.product(regimes, both, LOADS)
+    }
+    if kind == "real":
+        real(1.0, "recompute", "paged", num_requests=32, seed=seed)  # warm
+    order, done = list(cells), 0
+    shuffle = random.Random(seed).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for regime, preempts, load in order:
+            cells[regime, preempts, load].append(function(load, preempts, regime, seed=seed))
+            done += 1
+            report(done / (rounds * len(order)))
+    return cells
+
+
+def _table(kind: Kind, cells: dict[tuple[Regime, Preempts, float], list[Measured]]) -> Table:
+    def rate(runs: list[Measured]) -> float:
+        return statistics.median(one.tokens_per_second for one in runs)
+
+    rows = []
+    for (regime, preempts, load), runs in cells.items():
+        best = max(rate(each) for cell, each in cells.items() if cell[:2] == (regime, preempts))
+        rates = sorted(one.tokens_per_second for one in runs)
+        rows.append(
+            (
+                f"{regime}, {preempts}",
+                f"{load:g}",
+                str(runs[0].num_clients),
+                f"{rate(runs):,.0f}"
+                + (f" ({rates[0]:,.0f} to {rates[-1]:,.0f})" * (len(runs) > 1)),
+                f"{100 * rate(runs) / best:.0f} %",
+                str(runs[0].num_steps),
+                str(runs[0].num_preemptions),
+                str(runs[0].num_swaps),
             )
         )
-    return SectionResult(data, tuple(tables))
+    what = "OPT-13B on an A100 40GB, simulated" if kind == "simulated" else "this machine's CPU"
+    return Table(
+        f"Throughput by load ({what})",
+        ("way", "load", "clients", "tokens/s", "of the best", "steps", "preemptions", "swapped"),
+        tuple(rows),
+        f"Goal: {100 * GOAL:.0f} % at loads of 1, 2 and 4."
+        + (" Medians of the rounds, and their range." if kind == "real" else ""),
+    )

@@ -69,6 +69,7 @@ class StepDraft:
 
     sequences: list[Sequence] = field(default_factory=list)
     num_new: list[int] = field(default_factory=list)
+    _columns: Columns | None = None
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -80,19 +81,27 @@ class StepDraft:
         sequence, num_new = share
         self.sequences.append(sequence)
         self.num_new.append(num_new)
+        self._columns = None
 
     def pop(self) -> Share:
+        self._columns = None
         return self.sequences.pop(), self.num_new.pop()
 
     def columns(self) -> Columns:
-        numbers = _core.columns(self.sequences, Columns._fields[:-1])
-        memory_id, num_computed, num_prompt, tokens = numbers
-        return Columns(
-            memory_id, num_computed, num_prompt, tokens, np.array(self.num_new, dtype=np.int64)
-        )
+        """Read once: shares may come and go, their sequences stay as they are meanwhile."""
+        if self._columns is None:
+            numbers = _core.columns(self.sequences, Columns._fields[:-1])
+            self._columns = Columns(*numbers, np.array(self.num_new, dtype=np.int64))
+        return self._columns
+
+    def takes_last_tokens(self) -> bool:
+        """Whether each share is all that its sequence has to compute."""
+        columns = self.columns()
+        return np.array_equal(columns.num_computed + columns.num_new, columns.tokens)
 
     def drop(self, sequences: list[Sequence]) -> None:
         """Without the shares of these."""
+        self._columns = None
         shares = [share for share in self if share[0] not in sequences]
         self.sequences = [sequence for sequence, _ in shares]
         self.num_new = [num_new for _, num_new in shares]

@@ -318,6 +318,10 @@ class FCFSScheduler:
 
     def _share_budget(self) -> StepDraft:
         budget = self._new_budget()
+        if len(self._running) <= budget.tokens:
+            everybody = StepDraft(list(self._running), [1] * len(self._running))
+            if everybody.takes_last_tokens():  # most steps: all decode
+                return everybody
         decoding = [seq for seq in self._running if len(seq.tokens) - seq.num_computed == 1]
         plan = budget.take_next_tokens(decoding)
         separate = self._limits.separates_phases and decoding
