@@ -91,7 +91,9 @@ class StepDraft:
         """Read once: shares may come and go, their sequences stay as they are meanwhile."""
         if self._columns is None:
             numbers = _core.columns(self.sequences, Columns._fields[:-1])
-            self._columns = Columns(*numbers, np.array(self.num_new, dtype=np.int64))
+            memory_id, num_computed, num_prompt, tokens = numbers
+            num_new = np.array(self.num_new, dtype=np.int64)
+            self._columns = Columns(memory_id, num_computed, num_prompt, tokens, num_new)
         return self._columns
 
     def takes_last_tokens(self) -> bool:
