@@ -89,9 +89,9 @@ def test_map_calls_lean_paged_and_kernels_virtual() -> None:
 
 
 def test_a_saving_within_the_margin_is_none() -> None:
-    close = policy(virtual=replace(FREE, read=1.05e-6), paged=replace(FREE, read=1e-6))
+    close = policy(virtual=replace(FREE, read=1.01e-6), paged=replace(FREE, read=1e-6))
     assert chosen(close) == (Regime.VIRTUAL, "default")
-    clear = policy(virtual=replace(FREE, read=1.2e-6), paged=replace(FREE, read=1e-6))
+    clear = policy(virtual=replace(FREE, read=1.05e-6), paged=replace(FREE, read=1e-6))
     assert chosen(clear) == (Regime.PAGED, "kernels")
 
 

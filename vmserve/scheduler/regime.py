@@ -29,9 +29,9 @@ __all__ = [
     "Situation",
 ]
 
-#: The paged view must be predicted to save this share of all that differs: predictions are no
-#: better, and pages that fill in order leave every way open.
-_MARGIN = 0.1
+#: The paged view must be predicted to save this share of all that differs; kernels whose times
+#: differ by chance are equal in the profile already.
+_MARGIN = 0.02
 #: A running batch changes its regimes when that saves so many times what it costs.
 _WORTH = 2.0
 #: Weight of a new observation in a running average.
