@@ -242,9 +242,13 @@ class LLMEngine:
 
     def _set_deadline(self, request: Request, timeout: float | None) -> None:
         limits = [each for each in (timeout, self.resolved.request_timeout) if each is not None]
-        if limits:
-            request.deadline = request.metrics.arrival_time + min(limits)
-            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+        if not limits:
+            return
+        if len(self._deadlines) > 2 * len(self._requests) + 64:  # most of them have ended
+            self._deadlines = [each for each in self._deadlines if each[1] in self._requests]
+            heapq.heapify(self._deadlines)
+        request.deadline = request.metrics.arrival_time + min(limits)
+        heapq.heappush(self._deadlines, (request.deadline, request.request_id))
 
     def accepted_output(self, request_id: str) -> RequestOutput:
         """A delta without choices: tells a stream that its request is queued."""

@@ -49,6 +49,15 @@ def test_an_id_that_is_used_again_is_another_request(engine: LLMEngine) -> None:
     assert engine.request_ids == ["same"]
 
 
+def test_deadlines_of_what_has_ended_are_forgotten(engine: LLMEngine) -> None:
+    engine.add_request("stays", [5, 6, 7], ENDLESS, timeout=1000.0)
+    for index in range(200):
+        engine.add_request(f"r{index}", [5, 6, 7], ENDLESS, timeout=1000.0)
+        engine.abort(f"r{index}")
+    assert len(engine._deadlines) < 80
+    assert "stays" in {request_id for _, request_id in engine._deadlines}
+
+
 def test_a_waiting_request_is_late_too(engine: LLMEngine) -> None:
     for index in range(engine.resolved.max_num_seqs):
         engine.add_request(f"first-{index}", [5, 6, 7], ENDLESS)

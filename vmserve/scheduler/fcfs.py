@@ -556,7 +556,8 @@ class FCFSScheduler:
     def _open(self, sequence: Sequence, donor: Sequence | None, choice: RegimeChoice) -> bool:
         """The sequence's place in memory, and what it starts with; False if there is none.
 
-        ``choice``: its request's regime, which is kept from now on.
+        ``choice``: its request's regime, which is kept from now on. A new request's is chosen once
+        more where its prompt turns out to be cached.
         """
         request = sequence.request
         known = () if donor is not None else sequence.tokens
@@ -565,24 +566,22 @@ class FCFSScheduler:
             return False
         sequence.memory_id = memory_id
         sequence.borrowed = donor is not None
-        is_new = request.regime is None
-        self._regimes.keep(request, choice)
         if donor is not None:
             assert donor.memory_id is not None
             sequence.start = Fork(memory_id, donor.memory_id, sequence.num_prompt)
             sequence.num_computed = sequence.num_named = sequence.num_prompt
+            self._regimes.keep(request, choice)
             return True
         sequence.num_named = len(known)
         # Whoever asks for the prompt's log-probabilities needs its logits computed.
         wants_logits = request.params.prompt_logprobs is not None
         looks = not (wants_logits or sequence.starts_over)
         hit = self._memory.match(memory_id) if looks else 0
-        if hit and is_new and self._regimes.predicts:
-            request.regime = None
+        if hit and self._regimes.predicts:
             choice = self._regimes.choose(request, hit)
             if choice.regime is not sequence.regime:
                 memory_id = self._reopen(sequence, memory_id, choice.regime)
-            self._regimes.keep(request, choice)
+        self._regimes.keep(request, choice)
         sequence.borrowed = hit > 0
         sequence.start = Attach(memory_id, hit) if hit else None
         sequence.num_computed = hit
