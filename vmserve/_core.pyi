@@ -422,6 +422,59 @@ class CpuBatch:
     @property
     def num_tokens(self) -> int: ...
 
+class CpuDecoder:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        mlp_size: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        norm_eps: float,
+        kv_dtype: str,
+        quantized: bool,
+        num_threads: int,
+        isa: str = "",
+    ) -> None: ...
+    def add_layer(
+        self,
+        *,
+        attention_norm: _TensorTuple,
+        q: _TensorTuple,
+        k: _TensorTuple,
+        v: _TensorTuple,
+        output: _TensorTuple,
+        mlp_norm: _TensorTuple,
+        gate: _TensorTuple,
+        up: _TensorTuple,
+        down: _TensorTuple,
+        q_bias: _TensorTuple | None,
+        k_bias: _TensorTuple | None,
+        v_bias: _TensorTuple | None,
+        q_norm: _TensorTuple | None,
+        k_norm: _TensorTuple | None,
+        head_dim: int,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> None: ...
+    def set_ends(
+        self, embedding: _TensorTuple, final_norm: _TensorTuple, head: _TensorTuple
+    ) -> None: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    num_threads: int
+    def forward(
+        self,
+        token_ids: NDArray[np.int64],
+        rotary: tuple[_TensorTuple, _TensorTuple],
+        batches: list[CpuBatch],
+        wanted: NDArray[np.int64],
+        logits: int,
+    ) -> list[float]: ...
+
 class CpuAttention:
     def __init__(self, num_threads: int, isa: str = "") -> None: ...
     @property

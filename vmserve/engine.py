@@ -29,7 +29,7 @@ from vmserve.errors import (
 from vmserve.memory.base import Attach, MemoryPlan, Regime
 from vmserve.memory.layout import HOST_GRANULARITY, KVLayout, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
-from vmserve.models import load_model, resolve_dtype, resolve_model
+from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
@@ -103,7 +103,9 @@ class LLMEngine:
         self.model_config = ModelConfig.from_directory(path)
         self.tokenizer: Tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))
         self.resolved: ResolvedConfig = resolve(config, self.model_config)
-        dtype = resolve_dtype(config.dtype, self.model_config, "cpu")
+        dtype, native = choose_native(
+            _linear_backend(config), config.quantization, config.dtype, self.model_config
+        )
         head_dim = self.model_config.head_dim
         backends = {
             regime: create_backend(
@@ -118,6 +120,8 @@ class LLMEngine:
             dtype,
             config=self.model_config,
             max_model_len=self.resolved.max_model_len,
+            native=native,
+            quantized=config.quantization == "int8",
             progress=progress,
         )
         swaps = self.resolved.swap_bytes > 0
@@ -652,6 +656,13 @@ def _cost_model(
         heads = HeadShape(q_heads, model.kv_heads, model.head_dim, dtype)
         profile = measure_profile(layout, backends, heads, resolved.max_model_len)
     return CostModel(profile, layout)
+
+
+def _linear_backend(config: EngineConfig) -> str:
+    """The native decoder attends with our own kernels: another choice of these is one of torch."""
+    if config.linear_backend == "auto" and config.attention_backend not in ("auto", "cpu"):
+        return "torch"
+    return config.linear_backend
 
 
 def _widest_window(model: ModelConfig) -> int | None:
