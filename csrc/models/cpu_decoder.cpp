@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "../kernels/cpu/isa.h"
@@ -20,6 +21,8 @@ constexpr std::int64_t kSerialWork = 1 << 15;
 // go by, and of many rows a part, so that there are items for every thread.
 constexpr std::int64_t kItemBytes = 192 << 10;
 constexpr std::int64_t kItemsPerThread = 4;
+// Of the weights of an item that are widened at a time.
+constexpr std::int64_t kWidenedBytes = 192 << 10;
 constexpr std::size_t kBigPage = std::size_t{2} << 20;
 
 std::int64_t round_up(std::int64_t n, std::int64_t unit) {
@@ -164,8 +167,13 @@ void CpuDecoder::set_num_threads(int num_threads) {
 
 template <class Body>
 void CpuDecoder::parallel(std::int64_t num_items, std::int64_t work, const Body& body) {
-  const auto call = [](void* context, std::int64_t item, int) {
-    (*static_cast<const Body*>(context))(item);
+  const auto call = [](void* context, std::int64_t item, int worker) {
+    const Body& body = *static_cast<const Body*>(context);
+    if constexpr (std::is_invocable_v<Body, std::int64_t, int>) {
+      body(item, worker);
+    } else {
+      body(item);
+    }
   };
   // The pool hands the pointer back as it is.
   pool_->run(num_items, work < kSerialWork ? 1 : ThreadPool::kMaxThreads, call,
@@ -311,8 +319,13 @@ void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t 
   const std::int64_t num_items = (linear.num_panels + panels - 1) / panels;
   const auto kernel = kernels_->linear[static_cast<std::size_t>(linear.type)];
   const std::int64_t work = num_rows * linear.num_panels * kernels_->panel_outputs * linear.depth;
-  parallel(num_items, work, [&](std::int64_t item) {
+  const std::int64_t panel_floats = kernels_->panel_outputs * linear.depth;
+  args.scratch_floats =
+      std::max(kWidenedBytes / static_cast<std::int64_t>(sizeof(float)), panel_floats);
+  grow(scratch_, args.scratch_floats * pool_->num_threads());
+  parallel(num_items, work, [&](std::int64_t item, int worker) {
     cpu::LinearArgs mine = args;
+    mine.scratch = scratch_.data() + worker * args.scratch_floats;
     mine.first_panel = static_cast<std::int32_t>(item * panels);
     mine.num_panels =
         static_cast<std::int32_t>(std::min(panels, linear.num_panels - item * panels));

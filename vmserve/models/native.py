@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
@@ -14,7 +15,7 @@ import torch
 
 from vmserve import _core
 from vmserve.attention.base import AttentionCall
-from vmserve.attention.cpu import CpuCall, tensor_tuple
+from vmserve.attention.cpu import ISA_VARIABLE, CpuCall, head_refusal, tensor_tuple
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
@@ -49,8 +50,8 @@ def refusal(config: object, dtype: torch.dtype) -> str | None:
     """Why there is no native decoder for such a model with such a KV cache; None if there is."""
     if not isinstance(config, DecoderConfig):
         return "it runs the architectures of vmserve.models.families only"
-    if dtype not in _DTYPES:
-        return f"its kernels have no {str(dtype).removeprefix('torch.')}"
+    if (reason := head_refusal(config.head_dim, dtype)) is not None:
+        return reason
     if not (config.norm.rms and config.norm.affine and config.norm_first and config.final_norm):
         return "it has RMSNorm before attention and MLP only"
     if not isinstance(config.positions, RopeConfig) or config.query_scale is not None:
@@ -183,6 +184,7 @@ def load_native(
         kv_dtype=_DTYPES[dtype],
         quantized=quantized,
         num_threads=torch.get_num_threads(),
+        isa=os.environ.get(ISA_VARIABLE, ""),
     )
     names = config.names
     source = _Source(stored, progress)

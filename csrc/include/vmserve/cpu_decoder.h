@@ -122,7 +122,7 @@ class CpuDecoder {
   std::unique_ptr<Linear> head_;
   std::mutex mutex_;  // one call at a time
   // Of a step; grown as needed, kept.
-  std::vector<float> x_, kept_, packed_, gated_, qkv_, attended_;
+  std::vector<float> x_, kept_, packed_, gated_, qkv_, attended_, scratch_;
 };
 
 }  // namespace vmserve

@@ -120,6 +120,8 @@ struct LinearArgs {
   Epilogue epilogue;
   void* out;                 // row r, output n: out + r * out_stride + n; kGate: packed rows
   std::int64_t out_stride;   // elements; kGate: the depth of what is packed
+  float* scratch;            // for widened weights: a panel's at least, or none
+  std::int64_t scratch_floats;
 };
 
 // Weights [outputs, depth] of up to three tensors, one after the other (or, gated, the two that a
