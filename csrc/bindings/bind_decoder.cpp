@@ -62,12 +62,12 @@ void bind_decoder(py::module_& m) {
   py::class_<CpuDecoder>(m, "CpuDecoder")
       .def(py::init([](std::int64_t vocab_size, std::int64_t hidden_size, std::int64_t mlp_size,
                        std::int64_t q_heads, std::int64_t kv_heads, std::int64_t head_dim,
-                       float norm_eps, const std::string& kv_dtype, bool quantized,
-                       int num_threads, const std::string& isa) {
+                       float norm_eps, const std::string& kv_dtype, bool quantized, int num_threads,
+                       const std::string& isa) {
              const DecoderShape shape{vocab_size, hidden_size, mlp_size, q_heads,
                                       kv_heads,   head_dim,    norm_eps};
-             return std::make_unique<CpuDecoder>(shape, as_dtype(kv_dtype), quantized,
-                                                 num_threads, isa);
+             return std::make_unique<CpuDecoder>(shape, as_dtype(kv_dtype), quantized, num_threads,
+                                                 isa);
            }),
            py::kw_only(), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("mlp_size"),
            py::arg("q_heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"),
@@ -108,8 +108,7 @@ void bind_decoder(py::module_& m) {
           py::arg("softcap"))
       .def(
           "set_ends",
-          [](CpuDecoder& decoder, TensorTuple embedding, TensorTuple final_norm,
-             TensorTuple head) {
+          [](CpuDecoder& decoder, TensorTuple embedding, TensorTuple final_norm, TensorTuple head) {
             const TensorRef table = as_tensor(std::move(embedding));
             const TensorRef norm = as_tensor(std::move(final_norm));
             const TensorRef last = as_tensor(std::move(head));

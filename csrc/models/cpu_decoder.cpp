@@ -35,9 +35,12 @@ std::int64_t padded_depth(std::int64_t depth) {
 
 std::int64_t weight_size(cpu::WeightType type) {
   switch (type) {
-    case cpu::WeightType::kFloat32: return 4;
-    case cpu::WeightType::kBFloat16: return 2;
-    case cpu::WeightType::kInt8: return 1;
+    case cpu::WeightType::kFloat32:
+      return 4;
+    case cpu::WeightType::kBFloat16:
+      return 2;
+    case cpu::WeightType::kInt8:
+      return 1;
   }
   return 0;
 }
@@ -48,15 +51,15 @@ void require(bool condition, const std::string& what) {
 
 void check_matrix(const TensorRef& tensor, const char* name, std::int64_t outputs,
                   std::int64_t inputs) {
-  require(tensor.shape == std::vector<std::int64_t>{outputs, inputs} && tensor.strides.size() == 2 &&
-              tensor.strides[1] == 1,
+  require(tensor.shape == std::vector<std::int64_t>{outputs, inputs} &&
+              tensor.strides.size() == 2 && tensor.strides[1] == 1,
           std::string(name) + " is not [" + std::to_string(outputs) + ", " +
               std::to_string(inputs) + "] with contiguous rows");
 }
 
 std::vector<float> copy_vector(const TensorRef& tensor, const char* name, std::int64_t size) {
-  require(tensor.shape == std::vector<std::int64_t>{size} && tensor.strides == std::vector<std::int64_t>{1} &&
-              tensor.dtype == DType::kFloat32,
+  require(tensor.shape == std::vector<std::int64_t>{size} &&
+              tensor.strides == std::vector<std::int64_t>{1} && tensor.dtype == DType::kFloat32,
           std::string(name) + " is not [" + std::to_string(size) + "] in contiguous float32");
   const auto* const from = reinterpret_cast<const float*>(tensor.data);
   return {from, from + size};
@@ -276,12 +279,13 @@ void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids, const Te
   require(head_ != nullptr && !layers_.empty(), "the decoder has no weights yet");
   const auto num_rows = static_cast<std::int64_t>(token_ids.size());
   for (const std::int64_t id : token_ids) {
-    require(id >= 0 && id < shape_.vocab_size, "token id " + std::to_string(id) + " is outside 0 .. " +
+    require(id >= 0 && id < shape_.vocab_size, "token id " + std::to_string(id) +
+                                                   " is outside 0 .. " +
                                                    std::to_string(shape_.vocab_size - 1));
   }
   for (const std::int64_t row : wanted) {
-    require(row >= 0 && row < num_rows, "row " + std::to_string(row) + " of " +
-                                            std::to_string(num_rows) + " has no logits");
+    require(row >= 0 && row < num_rows,
+            "row " + std::to_string(row) + " of " + std::to_string(num_rows) + " has no logits");
   }
   std::int64_t rows = 0;
   for (const Part& part : parts) {
@@ -410,7 +414,8 @@ void CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
   const bool narrow = kv_dtype_ == DType::kBFloat16;
   if (layer.q_norm.empty()) {
     const auto epilogue = narrow ? cpu::Epilogue::kNarrow : cpu::Epilogue::kStore;
-    multiply(layer.qkv, packed_.data(), num_rows, static_cast<int>(epilogue), qkv_.data(), row_size);
+    multiply(layer.qkv, packed_.data(), num_rows, static_cast<int>(epilogue), qkv_.data(),
+             row_size);
     return;
   }
   multiply(layer.qkv, packed_.data(), num_rows, static_cast<int>(cpu::Epilogue::kStore),
@@ -423,8 +428,8 @@ void CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
     std::uint32_t bits;
     std::memcpy(&bits, qkv_.data() + i, sizeof bits);
     const bool is_nan = (bits & 0x7fffffffU) > 0x7f800000U;
-    const auto half = static_cast<std::uint16_t>(
-        is_nan ? 0x7fc0U : (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
+    const auto half =
+        static_cast<std::uint16_t>(is_nan ? 0x7fc0U : (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
     std::memcpy(to + 2 * i, &half, sizeof half);
   }
 }

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vmserve import _core
-from vmserve.attention.base import AttentionCall
+from vmserve.attention.base import AttentionCall, LayerAttention
 from vmserve.attention.cpu import ISA_VARIABLE, CpuCall, head_refusal, tensor_tuple
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.config import ModelConfig
@@ -189,35 +189,8 @@ def load_native(
     names = config.names
     source = _Source(stored, progress)
     for spec in config.layers:
-        prefix = names.base + names.layer.format(spec.layer)
         with source:
-            weights = {
-                name: source.matrix(f"{prefix}{module}.weight")
-                for name, module in zip(
-                    ("q", "k", "v", "output", "gate", "up", "down"),
-                    (*names.qkv, names.output, *names.mlp),
-                    strict=True,
-                )
-            }
-            biases = {
-                f"{name}_bias": source.vector(f"{prefix}{module}.bias") if config.qkv_bias else None
-                for name, module in zip("qkv", names.qkv, strict=True)
-            }
-            norms = dict.fromkeys(("q_norm", "k_norm"), None) | {
-                name: source.vector(f"{prefix}{module}.weight")
-                for name, module in zip(("q_norm", "k_norm"), names.qk_norms, strict=False)
-            }
-            core.add_layer(
-                attention_norm=source.vector(f"{prefix}{names.attention_norm}.weight"),
-                mlp_norm=source.vector(f"{prefix}{names.mlp_norm}.weight"),
-                **weights,
-                **biases,
-                **norms,
-                head_dim=config.head_dim,
-                scale=spec.scale,
-                window=spec.window or 0,
-                softcap=spec.softcap or 0.0,
-            )
+            _add_layer(core, config, spec, source)
     embedding_name = f"{names.base}{names.embedding}.weight"
     head_name = embedding_name if config.tied_embeddings else f"{names.head}.weight"
     with source:
@@ -229,6 +202,37 @@ def load_native(
         )
     rotary = RotaryEmbedding(rope, max_len, torch.device("cpu"))
     return NativeDecoder(core, rotary, config, dtype, embedding)
+
+
+def _add_layer(
+    core: _core.CpuDecoder, config: DecoderConfig, spec: LayerAttention, source: _Source
+) -> None:
+    names = config.names
+    prefix = names.base + names.layer.format(spec.layer)
+    q, k, v = (f"{prefix}{module}" for module in names.qkv)
+    gate, up, down = (source.matrix(f"{prefix}{module}.weight") for module in names.mlp)
+    norms = [source.vector(f"{prefix}{module}.weight") for module in names.qk_norms]
+    q_norm, k_norm = norms or (None, None)
+    core.add_layer(
+        attention_norm=source.vector(f"{prefix}{names.attention_norm}.weight"),
+        q=source.matrix(f"{q}.weight"),
+        k=source.matrix(f"{k}.weight"),
+        v=source.matrix(f"{v}.weight"),
+        q_bias=source.vector(f"{q}.bias") if config.qkv_bias else None,
+        k_bias=source.vector(f"{k}.bias") if config.qkv_bias else None,
+        v_bias=source.vector(f"{v}.bias") if config.qkv_bias else None,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        output=source.matrix(f"{prefix}{names.output}.weight"),
+        mlp_norm=source.vector(f"{prefix}{names.mlp_norm}.weight"),
+        gate=gate,
+        up=up,
+        down=down,
+        head_dim=config.head_dim,
+        scale=spec.scale,
+        window=spec.window or 0,
+        softcap=spec.softcap or 0.0,
+    )
 
 
 class _Source:

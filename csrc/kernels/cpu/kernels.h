@@ -106,8 +106,8 @@ enum class Epilogue : std::int32_t {
 //
 // Weights are packed: panels of panel_outputs outputs, each [depth, panel_outputs] in the order
 // that the instruction set reads them in (linear.h). `depth` is a multiple of kDepthUnit; what is
-// not there is zero. Rows are packed as well, in blocks of as many as block_rows says; the block whose
-// first row is r begins at rows + r * depth: [depth, rows of the block].
+// not there is zero. Rows are packed as well, in blocks of as many as block_rows says; the block
+// whose first row is r begins at rows + r * depth: [depth, rows of the block].
 struct LinearArgs {
   const char* weights;
   const float* scales;  // of each output; int8 only
@@ -118,9 +118,9 @@ struct LinearArgs {
   std::int32_t first_panel, num_panels;
   std::int32_t num_outputs;  // the last panel may have fewer
   Epilogue epilogue;
-  void* out;                 // row r, output n: out + r * out_stride + n; kGate: packed rows
-  std::int64_t out_stride;   // elements; kGate: the depth of what is packed
-  float* scratch;            // for widened weights: a panel's at least, or none
+  void* out;                // row r, output n: out + r * out_stride + n; kGate: packed rows
+  std::int64_t out_stride;  // elements; kGate: the depth of what is packed
+  float* scratch;           // for widened weights: a panel's at least, or none
   std::int64_t scratch_floats;
 };
 

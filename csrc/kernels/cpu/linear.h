@@ -1,8 +1,8 @@
 // Linear layers: y = x W^T with weights in float32, bfloat16 or int8, and sums in float32.
 //
 // Outputs lie across the lanes, two vectors to a panel; the elements of x are broadcast. A panel
-// is read once for each block of up to kLinearRows rows, as one stream, and widened in registers: with
-// few rows the memory bus is the limit, with many the multipliers are. Within a panel, `kStep`
+// is read once for each block of up to kLinearRows rows, as one stream, and widened in registers:
+// with few rows the memory bus is the limit, with many the multipliers are. Within a panel, `kStep`
 // successive elements of a lane's weights lie side by side (2 of bfloat16, 4 of int8), so that
 // widening takes a shift or a mask and no shuffle.
 //
@@ -156,8 +156,7 @@ void finish(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
     float* const to = static_cast<float*>(a.out) + at;
     const bool adds = a.epilogue == Epilogue::kAdd;
     const Vec::R low = adds ? Vec::add(Vec::load(to), sums[0][r]) : sums[0][r];
-    const Vec::R high =
-        adds ? Vec::add(Vec::load(to + Vec::kWidth), sums[1][r]) : sums[1][r];
+    const Vec::R high = adds ? Vec::add(Vec::load(to + Vec::kWidth), sums[1][r]) : sums[1][r];
     Vec::store(to, low);
     Vec::store(to + Vec::kWidth, high);
   }
@@ -182,7 +181,8 @@ void panels(const LinearArgs& a, const W* weights, std::int32_t first_row, std::
     for (int p = 0; p < kPanels; ++p) {
 #pragma GCC unroll 4
       for (int line = 0; line < kStepBytes; line += kLine) {
-        __builtin_prefetch(reinterpret_cast<const char*>(weights + p * panel_stride) + kWeightsAhead + line);
+        __builtin_prefetch(reinterpret_cast<const char*>(weights + p * panel_stride) +
+                           kWeightsAhead + line);
       }
     }
     weights += kStep * kPanelOutputs;
@@ -248,7 +248,8 @@ template <class W, int i>
 inline void widen_step(const W* from, float* to) {
   if constexpr (i < Stored<W>::kStep) {
     Vec::store(to, Stored<W>::template part<i>(from));
-    Vec::store(to + Vec::kWidth, Stored<W>::template part<i>(from + Vec::kWidth * Stored<W>::kStep));
+    Vec::store(to + Vec::kWidth,
+               Stored<W>::template part<i>(from + Vec::kWidth * Stored<W>::kStep));
     widen_step<W, i + 1>(from, to + kPanelOutputs);
   }
 }
@@ -363,9 +364,15 @@ void pack_panel(const PackArgs& a, std::int32_t panel) {
 inline void pack(const PackArgs& a) {
   for (std::int32_t panel = a.first_panel; panel < a.first_panel + a.num_panels; ++panel) {
     switch (a.type) {
-      case WeightType::kFloat32: pack_panel<float>(a, panel); break;
-      case WeightType::kBFloat16: pack_panel<Bf16>(a, panel); break;
-      case WeightType::kInt8: pack_panel<std::int8_t>(a, panel); break;
+      case WeightType::kFloat32:
+        pack_panel<float>(a, panel);
+        break;
+      case WeightType::kBFloat16:
+        pack_panel<Bf16>(a, panel);
+        break;
+      case WeightType::kInt8:
+        pack_panel<std::int8_t>(a, panel);
+        break;
     }
   }
 }
