@@ -99,6 +99,10 @@ class Tokenizer:
         """The transformers tokenizer, for users: a copy, since its calls change its state."""
         return deepcopy(self._hf)
 
+    def to_json(self) -> str:
+        """The tokenizer of the ``tokenizers`` library, as its own JSON."""
+        return str(self._backend.to_str())
+
     # -- text to ids --------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -182,6 +182,7 @@ class _Reply:
         if as_ids is None:
             as_ids = context.config.return_tokens_as_token_ids
         exact = body.logprob_token_ids is not None or body.top_logprobs == -1
+        self._eos_ids = context.engine.tokenizer.eos_ids
         self._shape = LogprobShape(None if exact else body.top_logprobs or 0, as_ids)
         every = body.prompt_logprobs == -1
         self._prompt_shape = LogprobShape(None if every else body.prompt_logprobs, as_ids)
@@ -299,6 +300,15 @@ class _Reply:
             part.finish_reason == "stop"
             and not isinstance(part.stop_reason, str)
             and not self._job.params.as_sampling().include_stop_str_in_output
+            and self._ends_with_stop_token(part.token_ids)
         )
         kept: list[Position] = list(part.logprobs or [])
         return chat_logprobs(kept, self._shape, ends_unseen=ends_unseen)
+
+    def _ends_with_stop_token(self, token_ids: list[int]) -> bool:
+        """Not so where a grammar has said that nothing can follow."""
+        params = self._job.params.as_sampling()
+        if params.structured_outputs is None or not token_ids:
+            return True
+        last = token_ids[-1]
+        return last in self._eos_ids or last in params.stop_token_ids

@@ -149,7 +149,7 @@ class GenerationRequest(RequestModel):
     length_penalty: Annotated[float | None, bounded("length_penalty")] = None
     early_stopping: bool | Literal["never"] | None = None
     response_format: Anything = None
-    structured_outputs: NotServed = None
+    structured_outputs: Anything = None
     prompt_embeds: NotServed = None
 
 
