@@ -158,6 +158,12 @@ class Tokenizer:
 
     # -- chats --------------------------------------------------------------------------
 
+    @property
+    def chat_template_text(self) -> str:
+        """The model's template (of several, all of them); empty where it has none."""
+        template = self._hf.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -82,6 +82,7 @@ SIZES: Final[dict[str, tuple[int, int]]] = {
     "stream_options": (0, 64),
     "tokens": (0, MAX_BODY_BYTES),
     "tools": (1, 1024),
+    "tools.name": (1, 256),
     "user": (0, 1024),
 }
 

@@ -176,6 +176,7 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: Annotated[dict[str, Any] | None, sized("chat_template_kwargs")] = None
     tools: Anything = None
     tool_choice: Anything = None
+    parallel_tool_calls: bool | None = None
 
     chat_template: NotServed = None
     audio: NotServed = None
