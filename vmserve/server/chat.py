@@ -36,7 +36,7 @@ from vmserve.server.wire import JSON_TYPE, dump_json
 from vmserve.tools.registry import parser_for_template
 from vmserve.types import CompletionOutput, RequestOutput
 
-__all__ = ["ChatService", "RenderedChat", "render_chat"]
+__all__ = ["ChatService", "RenderedChat", "StartedChat", "render_chat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,17 @@ async def render_chat(
     return RenderedChat(text, token_ids, role, echo)
 
 
+@dataclass(frozen=True, slots=True)
+class StartedChat:
+    """A chat that was admitted and can be generated."""
+
+    model: str
+    chat: RenderedChat
+    use: ToolUse
+    job: Job
+    generation: Generation
+
+
 class ChatService:
     """Messages in, a message out."""
 
@@ -105,26 +116,31 @@ class ChatService:
         return await unless_disconnected(request.receive, self._serve(request, body))
 
     async def _serve(self, request: Request, body: ChatCompletionRequest) -> Response:
+        options = stream_options(body, self._context.config.force_include_usage)
+        reply_id = f"chatcmpl-{body.request_id or request.state.request_id}"
+        started = await self.start(request, body, reply_id)
+        reply = _Reply(self._context, body, options, started, reply_id)
+        if body.stream:
+            return EventStream(reply.chunks(await started.generation.stream()))
+        [result] = await started.generation.run()
+        return Response(dump_json(reply.full(result)), media_type=JSON_TYPE)
+
+    async def start(
+        self, request: Request, body: ChatCompletionRequest, reply_id: str
+    ) -> StartedChat:
+        """Check and admit; what it holds is given back with the request.
+
+        Raises :class:`InvalidRequestError` and :class:`~vmserve.server.errors.ApiError`.
+        """
         context = self._context
         model = context.served_name(body.model)
-        options = stream_options(body, context.config.force_include_usage)
         _check(body)
         use = tool_use(body, self._parser)
         chat = await render_chat(body, context, use.shown)
         job = self._job(body, chat, use)
-        request_id = body.request_id or request.state.request_id
-        reply = _Reply(context, body, options, job, chat, use, model, request_id)
-        generation = Generation(
-            context,
-            request.state.exit_stack,
-            reply.id,
-            [job],
-            Terms.of(request, body),
-        )
-        if body.stream:
-            return EventStream(reply.chunks(await generation.stream()))
-        [result] = await generation.run()
-        return Response(dump_json(reply.full(result)), media_type=JSON_TYPE)
+        terms = Terms.of(request, body)
+        generation = Generation(context, request.state.exit_stack, reply_id, [job], terms)
+        return StartedChat(model, chat, use, job, generation)
 
     def _job(self, body: ChatCompletionRequest, chat: RenderedChat, use: ToolUse) -> Job:
         context = self._context
@@ -174,20 +190,16 @@ class _Reply:
         context: ServerContext,
         body: ChatCompletionRequest,
         options: StreamOptions,
-        job: Job,
-        chat: RenderedChat,
-        use: ToolUse,
-        model: str,
-        request_id: str,
+        started: StartedChat,
+        reply_id: str,
     ) -> None:
-        self.id = f"chatcmpl-{request_id}"
         self._body = body
         self._options = options
-        self._job = job
-        self._role = chat.role
-        self._use = use
-        self._echo = chat.echo if body.echo else ""
-        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._job = started.job
+        self._role = started.chat.role
+        self._use = started.use
+        self._echo = started.chat.echo if body.echo else ""
+        self._head = {"id": reply_id, "created": int(time.time()), "model": started.model}
         self._has_metrics = context.config.per_request_metrics and (body.n or 1) == 1
         as_ids = body.return_tokens_as_token_ids
         if as_ids is None:
