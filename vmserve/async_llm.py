@@ -154,8 +154,8 @@ class AsyncLLM:
                 listener.put(error)
                 return
             self._listeners[request_id] = listener
-            if stream:
-                listener.put(self._engine.accepted_output(request_id))
+            if stream and (accepted := self._engine.accepted_output(request_id)) is not None:
+                listener.put(accepted)
 
         self._submit(_Command(add, listener.put))
         finished = False

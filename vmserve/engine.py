@@ -43,6 +43,7 @@ from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.profile import DeviceProfile
 from vmserve.scheduler.regime import CostModel, RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence
+from vmserve.structured.requests import StructuredRequests
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.telemetry.phases import StepPhases
 from vmserve.telemetry.trace import StepTrace
@@ -153,6 +154,10 @@ class LLMEngine:
             {regime: RegimeKernels(backends[regime], views[regime]) for regime in Regime},
         )
         self._sampler = Sampler(self.model_config.vocab_size)
+        #: Requests whose answers have to match a grammar.
+        self.structured = StructuredRequests(
+            self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
+        )
         self.counters = EngineCounters()
         self._output = OutputProcessor(
             self.tokenizer, self.model_config.eos_token_ids, self.scheduler, self.counters
@@ -241,7 +246,10 @@ class LLMEngine:
         request.stream = stream
         self._requests[request_id] = request
         self._output.open(request)
-        self.scheduler.add(request)
+        if params.structured_outputs is not None:
+            self.structured.add(request)
+        else:
+            self.scheduler.add(request)
         self.counters.prompt_tokens += len(prompt_token_ids)
 
     def _set_deadline(self, request: Request, timeout: float | None) -> None:
@@ -254,16 +262,23 @@ class LLMEngine:
         request.deadline = request.metrics.arrival_time + min(limits)
         heapq.heappush(self._deadlines, (request.deadline, request.request_id))
 
-    def accepted_output(self, request_id: str) -> RequestOutput:
-        """A delta without choices: tells a stream that its request is queued."""
-        return self._output.accepted(self._requests[request_id])
+    def accepted_output(self, request_id: str) -> RequestOutput | None:
+        """A delta without choices: tells a stream that its request is queued.
+
+        None while its grammar is being compiled, which may refuse it; a later step then has it.
+        """
+        request = self._requests[request_id]
+        return None if request.is_compiling else self._output.accepted(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and free its pages. Unknown or finished ids are ignored."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        self.scheduler.abort(request)
+        if request.is_compiling:
+            self.structured.drop(request)
+        else:
+            self.scheduler.abort(request)
         return self._output.abort(request)
 
     @property
@@ -358,6 +373,8 @@ class LLMEngine:
         """Compute once for every sequence that fits; returns what became known by it."""
         if self._deadlines and (late := self._expire(time.monotonic())):
             return StepResult(failures=tuple(late))
+        if self.structured.num_compiling and (news := self._take_compiled()):
+            return news
         phases = StepPhases()
         try:
             plan = self.scheduler.schedule()
@@ -366,6 +383,7 @@ class LLMEngine:
             return StepResult(failures=(RequestFailure(error.request_id, error),))
         if plan is None:
             self._idle()
+            self.structured.wait()
             return StepResult()
         phases.end("schedule")
         try:
@@ -381,11 +399,13 @@ class LLMEngine:
             self._count_attention(logits.attention)
             self.memory.complete(epoch)
             self.scheduler.computed(plan)
+            masks = self.structured.masks(logits.samplers)
             samples = self._sampler.sample(
-                logits.sampling_logits(), [sampling_row(seq) for seq in logits.samplers]
+                logits.sampling_logits(), list(map(sampling_row, logits.samplers, masks))
             )
             phases.end("sample")
-            outputs = self._output.process(logits, samples, self._sampler)
+            beam_masks = self.structured.masks(logits.beams) if logits.beams else ()
+            outputs = self._output.process(logits, samples, self._sampler, beam_masks)
         except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
             self.memory.abandon(epoch)
             return self._fail_batch(error, plan)
@@ -393,7 +413,33 @@ class LLMEngine:
         self._retire(outputs)
         phases.end("output")
         self._record(plan, phases, outputs)
+        if self.structured.broken:
+            return self._without_broken(outputs)
         return StepResult(outputs=tuple(outputs))
+
+    def _take_compiled(self) -> StepResult | None:
+        """Queue the requests whose grammars are compiled, and end those that are refused."""
+        ready, failed = self.structured.take_compiled()
+        outputs = []
+        for request in ready:
+            self.scheduler.add(request)
+            if request.stream:
+                outputs.append(self._output.accepted(request))
+        failures = []
+        for request, error in failed:
+            self.abort(request.request_id)
+            failures.append(RequestFailure(request.request_id, error))
+        return StepResult(tuple(outputs), tuple(failures)) if outputs or failures else None
+
+    def _without_broken(self, outputs: list[RequestOutput]) -> StepResult:
+        """End the requests whose grammars met a limit in this step."""
+        failures = []
+        for request_id, error in self.structured.take_broken():
+            self.abort(request_id)
+            failures.append(RequestFailure(request_id, error))
+        ended = {failure.request_id for failure in failures}
+        left = tuple(output for output in outputs if output.request_id not in ended)
+        return StepResult(left, tuple(failures))
 
     def _expire(self, now: float) -> list[RequestFailure]:
         """End those whose time is over."""
@@ -554,7 +600,10 @@ class LLMEngine:
                 length_penalty=beams.length_penalty,
                 early_stopping=beams.early_stopping,
                 min_tokens=beams.min_tokens,
-                eos_token_ids=() if beams.ignore_eos else self.model_config.eos_token_ids,
+                # A grammar says itself where an answer may end.
+                eos_token_ids=()
+                if beams.ignore_eos and beams.structured_outputs is None
+                else self.model_config.eos_token_ids,
             )
             request.beams = BeamGroup(request, search, params.logprobs)
         return request
@@ -588,6 +637,7 @@ class LLMEngine:
             self.abort(request_id)
         if self._trace is not None:
             self._trace.close()
+        self.structured.close()
         self.memory.close()
 
 

@@ -50,6 +50,8 @@ def test_the_routes_of_the_contract_are_there() -> None:
         "/v1/kv",
         "/v1/models",
         "/v1/models/fake",
+        "/v1/responses",
+        "/v1/responses/{response_id}",
         "/version",
     }
 

@@ -27,8 +27,10 @@ from vmserve.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     RequestModel,
+    ResponsesRequest,
     TokenizeRequest,
 )
+from vmserve.server.responses import ResponsesService
 from vmserve.server.tokenization import TokenizationService
 
 __all__ = ["create_app"]
@@ -93,6 +95,12 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
 
     post("/v1/completions", completions.create, CompletionRequest)
     post("/v1/chat/completions", chat.create, ChatCompletionRequest)
+    responses = ResponsesService(context, chat)
+    post("/v1/responses", responses.create, ResponsesRequest)
+    get("/v1/responses/{response_id}", responses.retrieve)
+    app.add_api_route(
+        "/v1/responses/{response_id}", responses.delete, methods=["DELETE"], response_model=None
+    )
     post("/invocations", invocations.create, ChatCompletionRequest, CompletionRequest)
     post("/tokenize", tokenization.tokenize, TokenizeRequest)
     post("/detokenize", tokenization.detokenize, DetokenizeRequest)

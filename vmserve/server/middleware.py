@@ -19,7 +19,9 @@ from vmserve.server.scope import route_path
 
 __all__ = ["GENERATION_PATHS", "Boundary", "Gate", "RequestScope"]
 
-GENERATION_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/invocations"})
+GENERATION_PATHS: Final = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"}
+)
 #: What operators look at must answer while requests drain.
 _ANSWERED_WHILE_DRAINING: Final = frozenset({"/metrics", "/load", "/v1/kv", "/version"})
 _ALWAYS_OPEN: Final = frozenset({"/health"})

@@ -13,6 +13,7 @@ from vmserve.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     RequestModel,
+    ResponsesRequest,
     TokenizeRequest,
 )
 
@@ -21,6 +22,7 @@ __all__ = ["body_of", "install_openapi"]
 _MODELS: Final[tuple[type[RequestModel], ...]] = (
     CompletionRequest,
     ChatCompletionRequest,
+    ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )
