@@ -95,14 +95,14 @@ class Gate:
         # A preflight carries no key; an OPTIONS request to a route gets a 405 like any other.
         if scope["method"] != "OPTIONS" and path not in self._open_paths:
             authorization = dict(scope["headers"]).get(b"authorization")
-            tenant = self._keys.tenant(authorization)
-            if tenant is None:
+            caller = self._keys.caller(authorization)
+            if caller is None:
                 raise ApiError(
                     401,
                     "This server needs an API key: send it as 'Authorization: Bearer <key>'.",
                     headers={"www-authenticate": "Bearer"},
                 )
-            scope["state"]["tenant"] = tenant
+            scope["state"]["caller"] = caller
         if self._lifecycle.draining and path not in _ANSWERED_WHILE_DRAINING:
             raise ApiError(
                 503,
