@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import logging
 import time
@@ -48,7 +49,7 @@ from vmserve.telemetry.counters import EngineCounters
 from vmserve.telemetry.phases import StepPhases
 from vmserve.telemetry.trace import StepTrace
 from vmserve.tokenizer import Tokenizer, load_tokenizer
-from vmserve.types import RequestMetrics, RequestOutput
+from vmserve.types import PinnedPrefix, RequestMetrics, RequestOutput
 
 __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 
@@ -71,14 +72,6 @@ class RequestFailure:
 
     request_id: str
     error: VmserveError
-
-
-@dataclass(frozen=True, slots=True)
-class PinnedPrefix:
-    """``num_tokens``: how many of its tokens are kept (whole blocks)."""
-
-    handle: int
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +216,14 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        isolation: str = "",
         timeout: float | None = None,
         stream: bool = False,
     ) -> None:
         """Queue a request; its outputs come from later steps.
 
-        ``tenant``: on whose account it runs, for ``fair_sharing``. ``timeout``: seconds after
+        ``tenant``: on whose account it runs, for ``fair_sharing``. ``isolation``: whose memory it
+        uses; pages are scrubbed before a request of another gets them. ``timeout``: seconds after
         which it fails with :class:`~vmserve.errors.DeadlineError`, if ``request_timeout`` is not
         less.
 
@@ -242,6 +237,7 @@ class LLMEngine:
         request.rank = priority if self.resolved.scheduling_policy == "priority" else 0
         request.cache_salt = cache_salt.encode()
         request.tenant = tenant
+        request.memory_tenant = memory_tenant(isolation)
         self._set_deadline(request, timeout)
         request.stream = stream
         self._requests[request_id] = request
@@ -296,7 +292,9 @@ class LLMEngine:
 
     # -- pinned prefixes --------------------------------------------------------------
 
-    def hold_prefix(self, token_ids: list[int], *, cache_salt: str = "") -> PinnedPrefix:
+    def hold_prefix(
+        self, token_ids: list[int], *, cache_salt: str = "", isolation: str = ""
+    ) -> PinnedPrefix:
         """Keep what the prefix cache has of these tokens, whatever else is evicted.
 
         Raises :class:`~vmserve.errors.InvalidRequestError` where it has nothing, or where too
@@ -311,7 +309,12 @@ class LLMEngine:
                 f"{MAX_PINNED_PREFIXES} prefixes are pinned already: unpin one", "prompt"
             )
         # A match never has the last token; one more lets it have the whole prefix.
-        memory_id = self.memory.open([*token_ids, 0], regime=Regime.PAGED, salt=cache_salt.encode())
+        memory_id = self.memory.open(
+            [*token_ids, 0],
+            regime=Regime.PAGED,
+            tenant=memory_tenant(isolation),
+            salt=cache_salt.encode(),
+        )
         if memory_id is None:
             raise InvalidRequestError("too many sequences are open: try again", "prompt")
         try:
@@ -639,6 +642,13 @@ class LLMEngine:
             self._trace.close()
         self.structured.close()
         self.memory.close()
+
+
+def memory_tenant(isolation: str) -> int:
+    """The memory core's number for whoever must not see what others leave behind."""
+    if not isolation:
+        return 0
+    return int.from_bytes(hashlib.sha256(isolation.encode()).digest()[:8], "little", signed=True)
 
 
 def _create_memory(

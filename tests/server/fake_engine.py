@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +119,7 @@ class FakeAsyncLLM:
         self.num_waiting = 0
         self.stopped = False
         self.num_cached = 0
+        self.died: Future[None] = Future()
 
     def stats(self) -> dict[str, float | int]:
         return {
@@ -128,6 +130,13 @@ class FakeAsyncLLM:
             "prompt_tokens_total": 7,
             "generation_tokens_total": 9,
         }
+
+    async def fetch_stats(self) -> dict[str, float | int]:
+        return self.stats()
+
+    async def until_dead(self) -> None:
+        """``died`` says when; by itself it never does."""
+        await asyncio.wrap_future(self.died)
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         self.stopped = True
@@ -144,6 +153,7 @@ class FakeAsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        isolation: str = "",
         timeout: float | None = None,
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]:
@@ -155,6 +165,8 @@ class FakeAsyncLLM:
             extra["cache_salt"] = cache_salt
         if tenant:
             extra["tenant"] = tenant
+        if isolation:
+            extra["isolation"] = isolation
         if timeout is not None:
             extra["timeout"] = timeout
         self.requests.append((prompt_token_ids, params, extra))

@@ -27,7 +27,7 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
     monkeypatch.setattr(
         cli_serve,
         "_run",
-        lambda config, options, pinned, show_tokenizer: seen.append((config, options)),
+        lambda config, options, pinned, **how: seen.append((config, options)),
     )
 
     def run(*args: str) -> tuple[ServerConfig, dict[str, Any]]:

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vmserve import __version__
-from vmserve.server.auth import KeyRing
 from vmserve.server.chat import ChatService
 from vmserve.server.completions import CompletionService
 from vmserve.server.config import ServerConfig
@@ -60,13 +59,13 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     )
     app.state.context = context
     _add_routes(app, context)
-    install_openapi(app, needs_key=bool(config.api_keys))
+    install_openapi(app, needs_key=bool(config.keys))
     app.add_exception_handler(StarletteHTTPException, _routing_error)
     # The last one added is the outermost.
     app.add_middleware(RequestScope, lifecycle=context.lifecycle)
     app.add_middleware(
         Gate,
-        keys=KeyRing(config.api_keys),
+        keys=context.keys,
         lifecycle=context.lifecycle,
         open_status_routes=config.open_status_routes,
     )
