@@ -24,6 +24,7 @@ from vmserve.engine import LLMEngine, PinnedPrefix, Progress, StepResult
 from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.models.config import ModelConfig
 from vmserve.sampling import GenerationParams, SamplingParams
+from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.tokenizer import Tokenizer
 from vmserve.types import RequestOutput
 
@@ -108,6 +109,13 @@ class AsyncLLM:
     def stats(self) -> dict[str, float | int]:
         """The engine's metrics as of its last step."""
         return self._stats
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Memory, queues and requests as they are between two steps: for live views.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
+        """
+        return await self._ask(self._engine.snapshot)
 
     async def generate(
         self,

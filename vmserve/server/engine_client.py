@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from vmserve.sampling import GenerationParams
+from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.types import RequestOutput
 
 __all__ = ["EngineClient", "TokenizerLike"]
@@ -83,5 +84,7 @@ class EngineClient(Protocol):
     ) -> AsyncIterator[RequestOutput]: ...
 
     def stats(self) -> dict[str, float | int]: ...
+
+    async def snapshot(self) -> EngineSnapshot: ...
 
     async def shutdown(self, timeout: float = 0.0) -> None: ...
