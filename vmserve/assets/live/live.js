@@ -171,8 +171,8 @@ const codeAt = (cell) => state.data.pool.cells.charCodeAt(cell) - 48;
 const useOf = (code) => state.data.pool.uses[code & 15];
 
 function layOut(width, num) {
-  const height = Math.max(260, Math.min(520, width * 0.45));
-  const size = Math.max(3, Math.min(26, Math.floor(Math.sqrt((width * height) / Math.max(1, num)))));
+  const height = Math.max(240, Math.min(420, width * 0.36));
+  const size = Math.max(3, Math.min(20, Math.floor(Math.sqrt((width * height) / Math.max(1, num)))));
   const columns = Math.max(1, Math.floor(width / size));
   return { size, columns, rows: Math.ceil(num / columns), gap: size > 4 ? 1 : 0 };
 }
@@ -317,10 +317,16 @@ function showSlots(slots) {
   });
 }
 
+const REASONS = {
+  forced: "by option", default: "nothing speaks against it", slots: "no slot is free",
+  converted: "converted on demand", forks: "cheaper forks", maps: "fewer map calls",
+  prefix: "less of the prefix is copied", kernels: "faster kernels",
+  memory: "less waste while memory is short", batch: "as the rest of the batch",
+};
+
 function reasonOf(request) {
   const costs = request.costs;
-  const told = { forced: "by option", default: "nothing speaks against it", slots: "no slot is free" };
-  const why = told[request.reason] || request.reason;
+  const why = REASONS[request.reason] || request.reason;
   if (!("virtual" in costs && "paged" in costs)) return why;
   return `${why}; predicted ${seconds(costs.virtual)} virtual, ${seconds(costs.paged)} paged`;
 }
@@ -335,6 +341,7 @@ function showRequests({ requests, num_requests: total, num_others: others }) {
   resize(body, requests.length, () => {
     const row = document.createElement("tr");
     for (let i = 0; i < 9; i += 1) row.append(document.createElement("td"));
+    row.children[2].append(document.createElement("b"), document.createElement("span"));
     return row;
   });
   requests.forEach((request, i) => {
@@ -343,7 +350,7 @@ function showRequests({ requests, num_requests: total, num_others: others }) {
     const texts = [
       request.request_id,
       request.num_preemptions ? `${request.state}, preempted ${request.num_preemptions}×` : request.state,
-      request.regime ? `${request.regime}: ${reasonOf(request)}` : "not chosen yet",
+      null,
       `${count(request.num_prompt_tokens)}${cached}`,
       `${count(request.num_output_tokens)} of ${count(request.max_tokens)}${times}`,
       request.slots.join(" ") || "–",
@@ -352,8 +359,13 @@ function showRequests({ requests, num_requests: total, num_others: others }) {
       seconds(request.itl_seconds),
     ];
     const cells = body.children[i].children;
-    texts.forEach((text, j) => { if (cells[j].textContent !== text) cells[j].textContent = text; });
-    cells[2].className = request.regime;
+    texts.forEach((text, j) => {
+      if (text !== null && cells[j].textContent !== text) cells[j].textContent = text;
+    });
+    const [regime, why] = cells[2].children;
+    regime.className = request.regime;
+    regime.textContent = request.regime || "not chosen yet";
+    why.textContent = request.regime ? ` ${reasonOf(request)}` : "";
   });
 }
 
