@@ -16,6 +16,7 @@ from vmserve.errors import ConfigurationError
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.live import LIVE_PAGE_PATHS
+from vmserve.server.openapi_replies import REPLIES
 
 Start = Callable[..., Running]
 
@@ -238,6 +239,9 @@ def test_openapi(shared: Running, keyed: Running) -> None:
         for operation in methods.values()
     ]
     assert len(operations) == len(set(operations))
+    assert REPLIES.keys() == document["paths"].keys()
+    [name] = document["paths"]["/v1/models/{model}"]["get"]["parameters"]
+    assert name["schema"]["enum"] == ["fake"]
     assert "text/html" in shared.http.get("/docs").headers["content-type"]
     headers = {"authorization": "Bearer first"}
     assert keyed.http.get("/openapi.json", headers=headers).json()["security"] == [{"key": []}]

@@ -59,7 +59,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     )
     app.state.context = context
     _add_routes(app, context)
-    install_openapi(app, needs_key=bool(config.api_keys))
+    install_openapi(app, needs_key=bool(config.api_keys), model_names=config.served_model_names)
     app.add_exception_handler(StarletteHTTPException, _routing_error)
     # The last one added is the outermost.
     app.add_middleware(RequestScope, lifecycle=context.lifecycle)
