@@ -24,6 +24,7 @@ from vmserve.engine_loop import Command, EngineLoop
 from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.models.config import ModelConfig
 from vmserve.sampling import GenerationParams, SamplingParams
+from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.tokenizer import Tokenizer
 from vmserve.types import RequestOutput
 
@@ -109,6 +110,13 @@ class AsyncLLM:
         self._mourners.append(mourner)
         if not self.errored:  # looked at once it is sure to be told
             await mourner.queue.get()
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Memory, queues and requests as they are between two steps: for live views.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
+        """
+        return await self._ask(self._engine.snapshot)
 
     async def generate(
         self,

@@ -47,6 +47,7 @@ from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.structured.requests import StructuredRequests
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.telemetry.phases import StepPhases
+from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
 from vmserve.telemetry.trace import StepTrace
 from vmserve.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import PinnedPrefix, RequestMetrics, RequestOutput
@@ -633,6 +634,10 @@ class LLMEngine:
             **self.counters.as_dict(),
             **memory.as_dict(),
         }
+
+    def snapshot(self) -> EngineSnapshot:
+        """For live views; see :mod:`vmserve.telemetry.snapshot`."""
+        return take_snapshot(self.stats(), self.memory, self._requests.values())
 
     def close(self) -> None:
         """Abort what runs and give all memory back. Further calls are errors."""

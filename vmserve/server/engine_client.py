@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from vmserve.sampling import GenerationParams
+from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.types import RequestOutput
 
 __all__ = ["EngineClient", "TokenizerLike"]
@@ -97,5 +98,7 @@ class EngineClient(Protocol):
     async def fetch_stats(self) -> dict[str, float | int]: ...
 
     async def until_dead(self) -> None: ...
+
+    async def snapshot(self) -> EngineSnapshot: ...
 
     async def shutdown(self, timeout: float = 0.0) -> None: ...
