@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vmserve import __version__
+from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.wire import JSON_TYPE, dump_json
@@ -78,7 +79,8 @@ class LiveView:
         """
         taken, snapshot = await self._snapshots.newest()
         context, now = self._context, time.monotonic()
-        tenant: str = request.state.tenant
+        caller: Caller = request.state.caller
+        tenant = caller.name
         shown = [each for each in snapshot.requests if not tenant or each.tenant == tenant]
         reply = {
             "version": __version__,
