@@ -15,9 +15,9 @@ For CUDA graphs, buffers and grids of a fixed size, whose contents change betwee
     plan = backend.plan_capacity(
         view, max_seqs=64, max_tokens=64, max_len=8192, q_heads=32, windows=(None,)
     )
-    plan.update(batch)                      # any batch that fits; asynchronous, on the current stream
+    plan.update(batch)                  # any batch that fits; asynchronous, on this stream
     with torch.cuda.graph(graph):
-        out = plan.call(spec, q, k, v, rotary, out=buffer)   # once per layer; q has max_tokens rows
+        out = plan.call(spec, q, k, v, rotary, out=buffer)  # once per layer
     ...
     plan.update(next_batch)                 # before every replay, on the stream of the replay
     graph.replay()
@@ -28,8 +28,7 @@ Rules of a captured plan:
   replay; rows past ``batch.num_tokens`` are neither written to the cache nor attended, and their
   rows of the output are left as they are.
 * ``update`` makes a plan for each of ``windows``: every ``spec.window`` that a layer asks for must
-  be among them. It returns when the plan is enqueued; it never waits for the device, except for
-  its own copy of four updates before.
+  be among them. It returns when the plan is enqueued; it does not wait for the device.
 * Plans are made for one ``view``: slots may be remapped, lengths and block tables may change
   between replays, the tensors of the view must stay where they are. ``view.block_tables`` may be
   on the host (then ``update`` copies the rows that the batch needs) or on the device (then it is
@@ -44,4 +43,15 @@ fp16.
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from vmserve.attention.cuda.backend import CapacityPlan, CudaCall, CudaPagedBackend
+from vmserve.attention.cuda.launcher import CudaLauncher, Launcher
+from vmserve.attention.cuda.plan import SharedPrefix
+
+__all__ = [
+    "CapacityPlan",
+    "CudaCall",
+    "CudaLauncher",
+    "CudaPagedBackend",
+    "Launcher",
+    "SharedPrefix",
+]
