@@ -64,6 +64,7 @@ inline Fp16 round_to<Fp16>(float x) {
   if (std::isnan(x)) return {0x7fff};
   const u16 sign = std::signbit(x) ? 0x8000 : 0;
   const float size = std::fabs(x);
+  if (size == 0.0F) return {sign};
   if (size >= 65520.0F) return {static_cast<u16>(sign | 0x7c00)};
   int exponent = 0;
   std::frexp(size, &exponent);  // size < 2^exponent

@@ -405,3 +405,9 @@ extern "C" const char* emu_launch(const char* name, std::int64_t blocks, std::in
   m.error = "no such kernel";
   return m.error.c_str();
 }
+
+// The element type's conversions, to be checked: bits of a float rounded, and a float's bits widened.
+extern "C" std::uint32_t emu_round(float x) { return ptx::pack<VMS_TYPE>(x, 0.0F) & 0xffff; }
+extern "C" float emu_widen(std::uint32_t bits) {
+  return ptx::widen(VMS_TYPE{static_cast<u16>(bits)});
+}
