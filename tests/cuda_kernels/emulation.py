@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import subprocess
-import threading
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +82,12 @@ class _Library:
         self.shared_bytes = library.emu_shared_bytes
         self.shared_bytes.argtypes = [ctypes.c_char_p]
         self.shared_bytes.restype = ctypes.c_int64
+        self.round_bits = library.emu_round
+        self.round_bits.argtypes = [ctypes.c_float]
+        self.round_bits.restype = ctypes.c_uint32
+        self.widen_bits = library.emu_widen
+        self.widen_bits.argtypes = [ctypes.c_uint32]
+        self.widen_bits.restype = ctypes.c_float
         self.run = library.emu_launch
         self.run.argtypes = [
             ctypes.c_char_p,
@@ -96,7 +102,7 @@ class _Library:
 
 
 class Emulators:
-    """Compiles variants into ``directory``, each once; ``prepare`` starts several side by side.
+    """Compiles variants into ``directory``, each once, two at a time; ``prepare`` does not wait.
 
     ``sources``: of the kernels; None is the project's own.
     """
@@ -104,29 +110,27 @@ class Emulators:
     def __init__(self, directory: Path, sources: Path | None = None) -> None:
         self._directory = directory
         self._sources = sources or source_directory()
-        self._building: dict[Variant, subprocess.Popen[bytes]] = {}
-        self._loaded: dict[Variant, _Library] = {}
-        self._lock = threading.Lock()
+        self._compilers = ThreadPoolExecutor(2)
+        self._libraries: dict[Variant, Future[_Library]] = {}
 
     def prepare(self, variants: Iterable[Variant]) -> None:
         for variant in variants:
-            if variant not in self._building and not self._path(variant).exists():
-                self._building[variant] = subprocess.Popen(self._command(variant))
+            if variant not in self._libraries:
+                self._libraries[variant] = self._compilers.submit(self._compile, variant)
 
     def get(self, variant: Variant) -> _Library:
-        with self._lock:
-            if variant not in self._loaded:
-                self.prepare([variant])
-                process = self._building.pop(variant, None)
-                if process is not None and process.wait() != 0:
-                    raise RuntimeError(f"the emulator of {variant.name} did not compile")
-                self._loaded[variant] = _Library(self._path(variant))
-            return self._loaded[variant]
+        self.prepare([variant])
+        return self._libraries[variant].result()
 
     def close(self) -> None:
-        """Waits for compilers that nobody asked for."""
-        for process in self._building.values():
-            process.wait()
+        """Waits for a compiler that nobody asked for."""
+        self._compilers.shutdown(cancel_futures=True)
+
+    def _compile(self, variant: Variant) -> _Library:
+        path = self._path(variant)
+        if not path.exists():
+            subprocess.run(self._command(variant), check=True)
+        return _Library(path)
 
     def _path(self, variant: Variant) -> Path:
         """By its sources, so that a directory may be kept."""

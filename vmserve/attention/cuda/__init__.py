@@ -45,6 +45,7 @@ from __future__ import annotations
 
 from vmserve.attention.cuda.backend import CapacityPlan, CudaCall, CudaPagedBackend
 from vmserve.attention.cuda.launcher import CudaLauncher, Launcher
+from vmserve.attention.cuda.moves import Mover
 from vmserve.attention.cuda.plan import SharedPrefix
 
 __all__ = [
@@ -53,5 +54,6 @@ __all__ = [
     "CudaLauncher",
     "CudaPagedBackend",
     "Launcher",
+    "Mover",
     "SharedPrefix",
 ]

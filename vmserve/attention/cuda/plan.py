@@ -133,9 +133,9 @@ def chunk_limit(resident: int, kv_heads: int) -> int:
 def choose_chunk(lengths: IntArray, kv_heads: int, resident: int) -> int:
     """The number of keys of a chunk with which items of such lengths are done soonest.
 
-    Splits the longest into 1, 2, 3, 4, 6, 8, 12 ... chunks and estimates: where all items run at
-    once, a chunk and its cost; else the mean load of a block plus half a chunk, which is what a
-    last wave adds on average; plus the combination if anything is split.
+    Splits the longest into 1, 2, 3, 4, 6, 8, 12 ... chunks and estimates: a chunk and its cost, or
+    as many whole waves as there are blocks for, of the mean item; and the combination, if anything
+    is split.
     """
     longest = int(lengths.max())
     most = max(1, longest // LEAST_CHUNK)
@@ -149,9 +149,9 @@ def choose_chunk(lengths: IntArray, kv_heads: int, resident: int) -> int:
     num_items = (-(-lengths[None, :] // sizes[:, None])).sum(1)
     allowed = (num_items <= chunk_limit(resident, kv_heads)) | (num_items == len(lengths))
     sizes, num_items = sizes[allowed], num_items[allowed]
-    blocks = num_items * kv_heads
-    mean = (int(lengths.sum()) * kv_heads + blocks * ITEM_COST) / resident
-    time = np.where(blocks <= resident, sizes + ITEM_COST, np.maximum(mean, sizes) + sizes / 2)
+    waves = -(-(num_items * kv_heads) // resident)
+    mean = lengths.sum() / num_items + ITEM_COST
+    time = np.maximum(sizes + ITEM_COST, waves * mean)
     time = time + np.where(num_items > len(lengths), SPLIT_COST, 0)
     return int(sizes[np.argmin(time)])
 
