@@ -3,6 +3,9 @@
 // silently wrong ends the launch with an error:
 // - global memory outside the ranges that the test allowed, or not aligned to the access;
 // - a warp whose threads meet at different instructions, or never (a deadlock);
+// - what an asynchronous copy brought is read by other threads without a sync_warp or sync_block
+//   after the wait of the thread that started it, or a copy is started to where others may still
+//   read (that a warp meets at another instruction orders nothing);
 // - asynchronous copies are done as late as the wait allows (or at once, as a test chooses); until
 //   then, and wherever shared memory was never written, there is NaN.
 #pragma once
@@ -23,7 +26,8 @@ int block_index();
 int grid_blocks();
 char* shared_memory();
 void check_global(const void* address, std::size_t bytes, bool write);
-void check_shared(const void* address, std::size_t bytes);
+// A lane's row of a matrix in shared memory, which its whole warp reads now.
+void check_row(const void* address, int lane);
 void meet_block();
 // All threads of the warp bring `mine`; the last to come does `work` on what all brought.
 void meet_warp(Op op, void* mine, void (*work)(void** lanes));
@@ -84,7 +88,7 @@ void read_matrices(void** lanes) {
     const void* const from = static_cast<const Rows*>(lanes[8 * matrix + row])->row;
     return static_cast<const u16*>(from)[column];
   };
-  for (int i = 0; i < kWarp; ++i) check_shared(static_cast<const Rows*>(lanes[i])->row, 16);
+  for (int i = 0; i < kWarp; ++i) check_row(static_cast<const Rows*>(lanes[i])->row, i);
   for (int lane = 0; lane < kWarp; ++lane) {
     const int row = lane / 4, column = 2 * (lane % 4);
     for (int m = 0; m < 4; ++m) {

@@ -183,6 +183,8 @@ class EmulatedLauncher:
         self.emulators = emulators
         self.device = torch.device("cpu")
         self.launches: list[Launch] = []
+        #: At most so many blocks of an attention kernel, each of which then has more items.
+        self.launch_blocks = 1 << 30
         self._resident = resident
         self._order, self._seed, self._eager = ORDERS.index(order), seed, eager_copies
         self._ranges: NDArray[np.int64] = np.array([[4096, 2**62, 1]], np.int64)
@@ -206,6 +208,8 @@ class EmulatedLauncher:
         threads = next(k.threads for k in KERNELS if k.name == kernel)
         shared = emulated_sizes(variant).shared_bytes(kernel)
         self.launches.append(Launch(kernel, blocks))
+        if kernel in ("vms_decode", "vms_append"):
+            blocks = min(blocks, self.launch_blocks)
         error = library.run(
             kernel.encode(),
             blocks,

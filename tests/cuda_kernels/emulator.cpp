@@ -96,6 +96,19 @@ struct Range {
   bool writable;
 };
 
+// How often a thread's warp, and the block, had met at a sync when something happened.
+struct Moment {
+  unsigned warp = 0, block = 0;
+};
+constexpr int kNobody = -1, kSeveral = -2;
+
+// Who touched 16 bytes of shared memory last: by an asynchronous copy, and as rows of matrices.
+struct Access {
+  int writer = kNobody;       // a thread
+  int reading_warp = kNobody;  // kSeveral: more than one since the block met
+  Moment written, read;
+};
+
 // How threads take turns, and when copies are done.
 enum Order { kForward, kBackward, kRandom };
 
@@ -104,6 +117,9 @@ struct Machine {
   std::size_t last_range = 0;
   std::vector<Thread> threads;
   std::vector<Meeting> warps;
+  std::vector<unsigned> warp_syncs;
+  unsigned block_syncs = 0;
+  std::vector<Access> accesses;
   Meeting block_meeting;
   char* stacks = nullptr;
   std::size_t num_stacks = 0;
@@ -178,6 +194,26 @@ void run_thread() {
   yield();
 }
 
+Moment now(int warp) { return {m.warp_syncs[static_cast<std::size_t>(warp)], m.block_syncs}; }
+
+// Whether the block, or if `same_warp` the warp, has met at a sync since.
+bool met_since(const Moment& then, int warp, bool same_warp) {
+  const Moment at = now(warp);
+  return at.block != then.block || (same_warp && at.warp != then.warp);
+}
+
+Access& access_of(const void* address) {
+  return m.accesses[static_cast<std::size_t>(static_cast<const char*>(address) - m.shared_base) / 16];
+}
+
+void check_shared(const void* address, std::size_t bytes) {
+  const char* const at = static_cast<const char*>(address);
+  if (at < m.shared_base || at + bytes > m.shared_base + m.shared_bytes) {
+    fail("shared memory at %td of %zu bytes", at - m.shared_base, m.shared_bytes);
+  }
+  if (reinterpret_cast<std::uintptr_t>(at) % bytes != 0) fail("shared memory is not aligned");
+}
+
 void arrive(Meeting& meeting, Op op, int expected, void* mine, int slot, void (*work)(void**)) {
   if (meeting.arrived == 0) meeting.op = op;
   if (meeting.op != op) {
@@ -188,6 +224,8 @@ void arrive(Meeting& meeting, Op op, int expected, void* mine, int slot, void (*
   if (++meeting.arrived == expected) {
     meeting.arrived = 0;
     if (work != nullptr) work(meeting.lanes);
+    if (op == Op::kWarp) ++m.warp_syncs[static_cast<std::size_t>(m.current / kWarp)];
+    if (op == Op::kBlock) ++m.block_syncs;
     ++meeting.generation;
     return;
   }
@@ -200,6 +238,9 @@ void arrive(Meeting& meeting, Op op, int expected, void* mine, int slot, void (*
 
 void perform(const std::vector<Copy>& copies) {
   for (const Copy& copy : copies) {
+    Access& access = access_of(copy.to);
+    access.writer = m.current;
+    access.written = now(m.current / kWarp);
     if (copy.valid) {
       std::memcpy(copy.to, copy.from, 16);
     } else {
@@ -212,6 +253,7 @@ void run_block(int threads) {
   std::fill(m.shared.begin(), m.shared.end(), static_cast<char>(0xff));
   for (Meeting& warp : m.warps) warp = Meeting{};
   m.block_meeting = Meeting{};
+  m.accesses.assign(m.shared_bytes / 16, Access{});
   for (int i = 0; i < threads; ++i) {
     Thread& thread = m.threads[static_cast<std::size_t>(i)];
     thread.done = false;
@@ -257,6 +299,7 @@ const Entry kEntries[] = {
 void make_room(int threads, std::size_t shared_bytes) {
   m.threads.resize(static_cast<std::size_t>(threads));
   m.warps.resize(static_cast<std::size_t>(threads) / kWarp);
+  m.warp_syncs.resize(m.warps.size());
   if (m.num_stacks < static_cast<std::size_t>(threads)) {
     if (m.stacks != nullptr) munmap(m.stacks, m.num_stacks * kStackBytes);
     m.num_stacks = static_cast<std::size_t>(threads);
@@ -305,12 +348,19 @@ void check_global(const void* address, std::size_t bytes, bool write) {
   m.last_range = static_cast<std::size_t>(after - m.ranges.begin());
 }
 
-void check_shared(const void* address, std::size_t bytes) {
-  const char* const at = static_cast<const char*>(address);
-  if (at < m.shared_base || at + bytes > m.shared_base + m.shared_bytes) {
-    fail("shared memory at %td of %zu bytes", at - m.shared_base, m.shared_bytes);
+void check_row(const void* address, int lane) {
+  check_shared(address, 16);
+  Access& access = access_of(address);
+  const int warp = m.current / kWarp, writer = access.writer;
+  if (writer != kNobody && writer != warp * kWarp + lane &&
+      !met_since(access.written, warp, writer / kWarp == warp)) {
+    fail("thread %d reads what thread %d copied, and they have not met since", warp * kWarp + lane,
+         writer);
   }
-  if (reinterpret_cast<std::uintptr_t>(at) % bytes != 0) fail("shared memory is not aligned");
+  const bool others = access.reading_warp != kNobody && access.reading_warp != warp &&
+                      access.read.block == m.block_syncs;
+  access.reading_warp = others ? kSeveral : warp;
+  access.read = now(warp);
 }
 
 void meet_block() {
@@ -324,6 +374,12 @@ void meet_warp(Op op, void* mine, void (*work)(void**)) {
 void copy_async(void* to, const void* from, bool valid) {
   check_shared(to, 16);
   if (valid) check_global(from, 16, false);
+  const Access& access = access_of(to);
+  const int warp = m.current / kWarp;
+  if (access.reading_warp != kNobody &&
+      !met_since(access.read, warp, access.reading_warp == warp)) {
+    fail("a copy to where a warp reads, and they have not met since");
+  }
   const Copy copy = {to, from, valid};
   if (m.eager) {
     perform({copy});
