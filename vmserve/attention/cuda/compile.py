@@ -111,6 +111,7 @@ def compile_cubin(variant: Variant, sizes: Sizes, architecture: str) -> tuple[by
     Raises :class:`CompileError` with the compiler's log.
     """
     core = _imported("cuda.core")
+    refused = _imported("cuda.core._utils.cuda_utils").CUDAError  # it has no public name
     log = io.StringIO()
     options = core.ProgramOptions(
         arch=architecture,
@@ -121,7 +122,7 @@ def compile_cubin(variant: Variant, sizes: Sizes, architecture: str) -> tuple[by
     try:
         program = core.Program(source_text(), "c++", options)
         code = program.compile("cubin", logs=log)
-    except RuntimeError as error:
+    except (RuntimeError, refused) as error:
         raise CompileError(
             f"{variant.name} for {architecture}: {error}\n{log.getvalue()}"
         ) from error
