@@ -125,6 +125,9 @@ class _Tiles(NamedTuple):
         return _Tiles(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
+_NO_TILES = _Tiles(*(np.zeros(0, np.int64) for _ in _Tiles._fields))
+
+
 def chunk_limit(resident: int, kv_heads: int) -> int:
     """Items of one kernel (per KV head) beyond which nothing is split."""
     return max(1, MAX_WAVES * resident // kv_heads)
@@ -218,13 +221,15 @@ def _first_visible(position: IntArray | int, window: int | None) -> IntArray:
 def _sequence_tiles(
     step: Step, chosen: IntArray, rows: int, heads: Heads, window: int | None, shared: IntArray
 ) -> _Tiles:
+    if not len(chosen):
+        return _NO_TILES
     per_tile = rows // heads.group
-    if per_tile == 0 and len(chosen):
+    if per_tile == 0:
         raise UnsupportedError(
             f"{heads.group} query heads for each KV head: the cuda backend has tiles for {rows}"
         )
     new = step.num_new[chosen]
-    num_tiles = -(-new // max(per_tile, 1))
+    num_tiles = -(-new // per_tile)
     sequence = np.repeat(chosen, num_tiles)
     ends = np.cumsum(num_tiles)
     first = (np.arange(len(sequence)) - np.repeat(ends - num_tiles, num_tiles)) * per_tile
@@ -317,35 +322,52 @@ def _with_parts(
         of_prefix = tiles.sequence < 0
         prefix_parts[-1 - tiles.sequence[of_prefix]] = counts[of_prefix]
     parts_before = prefix_parts[prefix_of]
-    token_parts = np.zeros(num_tokens, np.int64)
-    for tiles, (counts, _) in zip((decode, append), chunks, strict=True):
-        own = tiles.sequence >= 0
-        before = parts_before[tiles.sequence[own]]
-        # The tiles of a kernel are in the order of their tokens.
-        length = tiles.num_tokens[own]
-        token = np.repeat(tiles.token[own] - (np.cumsum(length) - length), length)
-        token_parts[token + np.arange(len(token))] = np.repeat(counts[own] + before, length)
-    in_parts = np.flatnonzero(token_parts > 1)
-    counts = token_parts[in_parts]
-    first = np.cumsum(counts) - counts
     part_starts = np.full(num_tokens, -1, np.int32)
-    part_starts[in_parts] = first
-    split = np.zeros((len(in_parts), 4), np.int32)
-    split[:, 0], split[:, 1], split[:, 2] = in_parts, first, counts
+    if not prefixes and all((counts == 1).all() for counts, _ in chunks):
+        split, num_parts = np.zeros((0, 4), np.int32), 0
+    else:
+        token_parts = _parts_of_tokens(num_tokens, (decode, append), chunks, parts_before)
+        in_parts = np.flatnonzero(token_parts > 1)
+        of_token = token_parts[in_parts]
+        first = np.cumsum(of_token) - of_token
+        part_starts[in_parts] = first
+        split = np.zeros((len(in_parts), 4), np.int32)
+        split[:, 0], split[:, 1], split[:, 2] = in_parts, first, of_token
+        num_parts = int(of_token.sum())
     return Plan(
         decode=_items(decode, *chunks[0], parts_before),
         append=_items(append, *chunks[1], parts_before),
         lists=lists.astype(np.int32),
         part_starts=part_starts,
         split=split,
-        num_parts=int(counts.sum()),
+        num_parts=num_parts,
     )
+
+
+def _parts_of_tokens(
+    num_tokens: int,
+    kernels: Sequence[_Tiles],
+    chunks: Sequence[tuple[IntArray, IntArray]],
+    parts_before: IntArray,
+) -> IntArray:
+    """How many items each token is in: those of its prefix and its own."""
+    token_parts = np.zeros(num_tokens, np.int64)
+    for tiles, (counts, _) in zip(kernels, chunks, strict=True):
+        own = tiles.sequence >= 0
+        parts = counts[own] + parts_before[tiles.sequence[own]]
+        # The tiles of a kernel are in the order of their tokens.
+        length = tiles.num_tokens[own]
+        token = np.repeat(tiles.token[own] - (np.cumsum(length) - length), length)
+        token_parts[token + np.arange(len(token))] = np.repeat(parts, length)
+    return token_parts
 
 
 def _items(
     tiles: _Tiles, counts: IntArray, sizes: IntArray, parts_before: IntArray
 ) -> NDArray[np.int32]:
     """The chunks of all tiles, the longest first: what runs last should be short."""
+    if not len(counts):
+        return np.zeros((0, len(ITEM_FIELDS)), np.int32)
     tile = np.repeat(np.arange(len(counts)), counts)
     chunk = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
     begin = tiles.begin[tile] + chunk * sizes[tile]
