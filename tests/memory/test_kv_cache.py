@@ -127,7 +127,9 @@ def test_the_limit_and_trim() -> None:
 
 def test_drivers_that_cannot_be_used_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
-    with pytest.raises(ConfigurationError, match="is a build without CUDA: install one .* use host"):
+    with pytest.raises(
+        ConfigurationError, match="is a build without CUDA: install one .* use host"
+    ):
         KVCache(LAYOUT, driver="cuda", num_slots=1, max_len=16, limit_bytes=PAGE)
     with pytest.raises(ConfigurationError, match="driver 'rocm' is unknown: use host, cuda, or"):
         KVCache(LAYOUT, driver="rocm", num_slots=1, max_len=16, limit_bytes=PAGE)

@@ -288,8 +288,14 @@ class MemoryManager:
     # -- the pool -----------------------------------------------------------------------
 
     def available_pages(self) -> int:
-        """Pages that growths can get now: free, evictable, or not committed yet."""
-        return self._core.plan(()).available_pages
+        """Pages that growths can get now: free, evictable, or not committed yet.
+
+        Where a step or a copy that runs holds some back, it is waited for.
+        """
+        plan = self._core.plan(())
+        if plan.waiting_pages and self._catch_up():
+            plan = self._core.plan(())
+        return plan.available_pages
 
     def trim(self, keep_pages: int = 0, *, drop_idle: bool = False) -> int:
         """Give free pages above ``keep_pages`` back to the system; returns how many.
