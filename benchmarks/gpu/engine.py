@@ -120,7 +120,7 @@ TINY = Plan(
     prompts=(16, 64),
     requests=5,
     longest=24,
-    page_mib=(1 / 64, 1 / 32),
+    page_mib=(1 / 32,),
     groups=(1, 2),
     max_len=256,
 )

@@ -41,7 +41,7 @@ case "$part" in
   sanitize)
     # memcheck over the tests of our kernels and of the engine; slow, so only those named here.
     limited compute-sanitizer --tool memcheck --error-exitcode 9 --target-processes all \
-      "$python" -m pytest -m gpu tests/gpu -p no:cacheprovider -k "${SANITIZE:-backends or isolation}" \
+      "$python" -m pytest -m gpu tests/gpu -p no:cacheprovider -k "${SANITIZE:-backends or tenant}" \
       "$@" 2>&1 | tee "$results/sanitize/sanitize.log"
     ;;
   vmm) limited "$python" -c 'from vmserve.cli import main; main()' bench alloc --driver cuda \

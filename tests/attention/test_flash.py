@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import vmserve  # noqa: F401  first: it sets how torch's threads wait
 import torch  # isort: skip
 
 from tests.attention.flash_op import EmulatedFlash, flash_op
-from vmserve.attention import BACKENDS, create_backend
+from vmserve.attention import BACKENDS, PREFERRED, create_backend
 from vmserve.attention.base import ContiguousView, LayerAttention, PlansAhead, RaggedBatch
 from vmserve.attention.flash import FlashAttn2, FlashAttn3, FlashBackend, SlotTensors, TorchFlash
 from vmserve.attention.reference import ReferenceBackend
@@ -265,3 +267,38 @@ def test_slack_is_that_of_the_kernel() -> None:
                                                                 FlashAttn3())}  # fmt: skip
     assert slack == {"torch-flash": 0, "flash-attn": 0, "flash-attn-3": 256}
     assert np.all([FlashBackend(k).views == (ContiguousView,) for k in (TorchFlash(),)])
+
+
+def test_the_example_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/kernels.md: a kernel of one's own, registered and chosen."""
+    text = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    source = text.split("```python\n")[1].split("```")[0]
+    monkeypatch.setattr("vmserve.attention.BACKENDS", dict(BACKENDS))
+    monkeypatch.setattr("vmserve.attention.PREFERRED", dict(PREFERRED))
+
+    def decode(
+        q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *args: Any
+    ) -> torch.Tensor:
+        places, lengths, scale = args
+        function = RecordingKvcache()
+        out = function(
+            q[:, None], keys, values, cache_seqlens=lengths, cache_batch_idx=places,
+            softmax_scale=scale, causal=False, window_size=(-1, -1), softcap=0.0,
+        )  # fmt: skip
+        return out[:, 0]
+
+    exec(source, {"my_kernels": SimpleNamespace(decode=decode)})
+    chosen = create_backend("auto", Regime.VIRTUAL, 128, torch.bfloat16, device="cuda")
+    assert chosen.name == "mine"
+    assert create_backend("auto", Regime.VIRTUAL, 64, torch.bfloat16, device="cuda").name != "mine"
+    batch, view, expected_view = (
+        RaggedBatch.build([3, 1], [4, 30], [1, 1]),
+        slot_view(),
+        slot_view(),
+    )
+    for each in (view, expected_view):
+        fill_past(each, batch)
+    q, k, v, _ = inputs(2, 4)
+    spec = LayerAttention(0, 0.3)
+    expected = ReferenceBackend().bind(expected_view, batch)(spec, q, k, v)
+    torch.testing.assert_close(chosen.bind(view, batch)(spec, q, k, v), expected)

@@ -51,7 +51,8 @@ class Rig:
             num_slots=slots,
             max_len=MAX_LEN,
             limit_bytes=slots * layout.pages_for(MAX_LEN + 256) * layout.total_page_bytes,
-            options=MemoryOptions(driver=pages, read_slack_tokens=256),
+            # The pasts are written after their pages are there, and again for each backend.
+            options=MemoryOptions(driver=pages, read_slack_tokens=256, seal_read_only=False),
         )
         self.views: dict[Regime, KVView] = {
             Regime.VIRTUAL: self.memory.view(),

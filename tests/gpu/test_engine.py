@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ NUM_TOKENS = 48
 
 
 @pytest.fixture(scope="module")
-def reference(model_dir: Path, runtime: DeviceRuntime) -> Iterator[Callable[[torch.dtype], Logits]]:
+def reference(model_dir: Path, runtime: DeviceRuntime) -> Callable[[torch.dtype], Logits]:
     models: dict[torch.dtype, Any] = {}
 
     def of(dtype: torch.dtype) -> Logits:
@@ -47,7 +47,7 @@ def reference(model_dir: Path, runtime: DeviceRuntime) -> Iterator[Callable[[tor
 
         return logits
 
-    yield of
+    return of
 
 
 def generate(

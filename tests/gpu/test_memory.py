@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from vmserve.memory.base import Convert, Fork, Growth, MemoryPlan, Regime
+from vmserve.memory.base import Convert, Fork, Growth, MemoryPlan, Regime, SwapIn
 from vmserve.memory.layout import KVLayout, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.runner.runtime import DeviceRuntime
@@ -170,8 +170,6 @@ class Life:
         return True
 
     def swap(self) -> bool:
-        from vmserve.memory.base import SwapIn
-
         if not self.seqs:
             return False
         seq = self.rng.choice(self.seqs)
@@ -228,7 +226,7 @@ def test_no_tenant_reads_a_byte_of_another(active: DeviceRuntime) -> None:
 
 
 def test_memory_goes_back_to_the_device(active: DeviceRuntime) -> None:
-    memory = make(active, 16)
+    memory = make(active, 40)
     seq = memory.open()
     assert seq is not None
     plan = memory.plan([Growth(seq, MAX_LEN)])

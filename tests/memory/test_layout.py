@@ -15,6 +15,7 @@ from vmserve.memory.layout import (
     HOST_GRANULARITY,
     KVLayout,
     candidates,
+    layers_for_granularity,
     plan_layout,
 )
 from vmserve.memory.plan_report import PRESETS, block_size_table
