@@ -184,13 +184,14 @@ class LLMEngine:
         kernels = {regime: RegimeKernels(backends[regime], views[regime]) for regime in Regime}
         self._graphs: DecodeGraphs | None = None
         if self.resolved.captures_graphs and self._runtime.wants_graphs:
-            self._graphs = DecodeGraphs.of(
-                self._model,
-                kernels,
-                self._runtime,
-                self.resolved.max_num_seqs,
-                self.resolved.max_model_len,
-            )
+            with self._runtime.active():
+                self._graphs = DecodeGraphs.of(
+                    self._model,
+                    kernels,
+                    self._runtime,
+                    self.resolved.max_num_seqs,
+                    self.resolved.max_model_len,
+                )
         self._runner = ModelRunner(self._model, kernels, self._runtime, self._graphs)
         vocab = self.model_config.vocab_size
         self._sampler = (
@@ -424,6 +425,8 @@ class LLMEngine:
         phases.end("memory")
         try:
             logits = self._execute(plan)
+            if _reads_prompts_mostly(plan):
+                self._runtime.synchronize()  # or only its launches would be timed
             self._learn(plan, phases.end("model"))
             self._count_attention(logits.attention)
             self.memory.launched(epoch)
@@ -492,7 +495,7 @@ class LLMEngine:
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Steps that mostly read prompts tell how fast tokens are computed again."""
-        if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan):
+        if _reads_prompts_mostly(plan):
             self._preemption.prefilled(plan.num_tokens, seconds)
 
     def _count_attention(self, parts: tuple[AttentionTime, ...]) -> None:
@@ -551,6 +554,7 @@ class LLMEngine:
         keep_pages = IDLE_BYTES // self.memory.layout.total_page_bytes
         # Cached prefixes are worth their memory; parked slots without any are not.
         try:
+            self.memory.wait()
             self.memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
         except (OutOfMemoryError, DriverError) as error:
             logger.warning("the pool keeps its pages for now: %s", error)
@@ -730,6 +734,10 @@ def _cost_model(
         heads = HeadShape(q_heads, model.kv_heads, model.head_dim, dtype)
         profile = measure_profile(layout, backends, heads, resolved.max_model_len, runtime)
     return CostModel(profile, layout)
+
+
+def _reads_prompts_mostly(plan: StepPlan) -> bool:
+    return plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan)
 
 
 def _widest_window(model: ModelConfig) -> int | None:

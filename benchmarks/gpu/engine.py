@@ -11,6 +11,7 @@ nothing. Each part writes its rows to ``results.json`` and its table to ``engine
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import random
@@ -158,7 +159,8 @@ class Bench:
             yield engine
         finally:
             engine.close()
-            del engine
+            vars(engine).clear()  # whoever has it in a variable keeps no weights and pages alive
+            gc.collect()
             if self.device == "cuda":
                 torch.cuda.empty_cache()
 

@@ -17,7 +17,7 @@ __all__ = ["MARGINS", "disagreement"]
 #: of them add up; float32 has 2^-19.
 MARGINS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.4}
 
-#: ``logits(token_ids)``: of the token that follows, ``[vocab]``.
+#: ``logits(token_ids)``: of the tokens that follow each, ``[tokens, vocab]``.
 Logits = Callable[[list[int]], torch.Tensor]
 
 
@@ -29,16 +29,14 @@ def disagreement(
 
     Raises ``AssertionError`` where that is more than ``margin``.
     """
-    tokens = list(prompt)
-    for position, token in enumerate(ours):
-        found = logits(tokens).float()
-        best = int(found.argmax())
-        if best != token:
-            gap = float(found[best] - found[token])
-            assert gap <= margin, (
-                f"token {position} is {token}, and the reference prefers {best} by {gap:.4f}, "
-                f"more than {margin}"
-            )
-            return position, gap
-        tokens.append(token)
+    found = logits([*prompt, *ours[:-1]])[len(prompt) - 1 :].float()
+    for position, (token, best) in enumerate(zip(ours, found.argmax(-1).tolist(), strict=True)):
+        if best == token:
+            continue
+        gap = float(found[position, best] - found[position, token])
+        assert gap <= margin, (
+            f"token {position} is {token}, and the reference prefers {best} by {gap:.4f}, more "
+            f"than {margin}"
+        )
+        return position, gap
     return len(ours), 0.0

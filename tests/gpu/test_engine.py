@@ -42,8 +42,8 @@ def reference(model_dir: Path, runtime: DeviceRuntime) -> Callable[[torch.dtype]
         @torch.inference_mode()
         def logits(tokens: list[int]) -> torch.Tensor:
             ids = torch.tensor([tokens], device=runtime.device)
-            found: torch.Tensor = models[dtype](ids, use_cache=False, logits_to_keep=1).logits
-            return found[0, -1]
+            found: torch.Tensor = models[dtype](ids, use_cache=False).logits
+            return found[0]
 
         return logits
 

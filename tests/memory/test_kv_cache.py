@@ -128,7 +128,7 @@ def test_the_limit_and_trim() -> None:
 def test_drivers_that_cannot_be_used_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
     with pytest.raises(
-        ConfigurationError, match="is a build without CUDA: install one .* use host"
+        ConfigurationError, match=r"is a build without CUDA: install one .* use host"
     ):
         KVCache(LAYOUT, driver="cuda", num_slots=1, max_len=16, limit_bytes=PAGE)
     with pytest.raises(ConfigurationError, match="driver 'rocm' is unknown: use host, cuda, or"):

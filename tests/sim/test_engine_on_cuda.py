@@ -206,7 +206,7 @@ def test_what_torch_holds_without_need_is_asked_for_before_giving_up(sim: SimCud
     memory.close()
 
 
-def test_swapping_out_does_not_wait(sim: SimCuda) -> None:
+def test_pages_that_are_swapped_out_can_be_had_at_once(sim: SimCuda) -> None:
     pages = SimulatedMemory(sim)
     memory = MemoryManager(
         LAYOUT,
@@ -219,11 +219,11 @@ def test_swapping_out_does_not_wait(sim: SimCuda) -> None:
     assert seq is not None
     memory.launched(grow(memory, seq, 64))
     assert memory.swap_out([seq])
-    assert pages.num_waits == 0
-    assert memory.stats().waiting_pages == 4
+    assert pages.num_waits == 1  # for the copies, which read these pages
+    assert memory.stats().waiting_pages == 0
     other = memory.open()
     assert other is not None
-    memory.launched(grow(memory, other, 64))  # waits for the copies, which read these pages
+    memory.launched(grow(memory, other, 64))
     assert pages.num_waits == 1
     memory.check()
     memory.close()

@@ -273,8 +273,7 @@ class MemoryManager:
         """Copy the sequences' blocks to host memory and give their pages up: all, or nothing.
 
         False where host memory has no room for them, or the system refuses it. No step may run:
-        the pages can be had at once (of a GPU, as soon as the copies are done, which a plan that
-        needs them waits for).
+        the pages can be had at once. Waits for the copies, behind which kernels would wait too.
         """
         plan = self.plan((), [SwapOut(seq) for seq in seqs])
         if not isinstance(plan, MemoryPlan):
@@ -283,6 +282,7 @@ class MemoryManager:
             self.launched(self.apply(plan))
         except (OutOfMemoryError, DriverError):
             return False
+        self._catch_up()
         return True
 
     # -- the pool -----------------------------------------------------------------------

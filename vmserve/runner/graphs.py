@@ -140,6 +140,7 @@ class DecodeGraphs:
         self._whole: dict[tuple[Regime, int, int], tuple[AttentionPlan, _Captured]] = {}
         self._pieces: dict[int, _Captured] = {}
         self._disabled = ""
+        runtime.new_graphs()
         #: What the device gave for graphs so far.
         self.captured_bytes = 0
 

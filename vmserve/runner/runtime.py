@@ -70,6 +70,10 @@ class DeviceRuntime(Protocol):
         """Copies on the host, one wait for all."""
         ...
 
+    def new_graphs(self) -> None:
+        """The graphs from here on share memory with each other, and with none before."""
+        ...
+
     def begin_capture(self) -> None:
         """Record the work of this thread from here on. A GPU does not do it meanwhile."""
         ...
@@ -120,6 +124,9 @@ class CpuRuntime:
 
     def download(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
         return [tensor.numpy() for tensor in tensors]
+
+    def new_graphs(self) -> None:
+        """Each has its own tensors."""
 
     def begin_capture(self) -> None:
         self._recorder = _Recorder()
@@ -189,11 +196,13 @@ class CudaRuntime:
         _cuda.current_stream(self.device).synchronize()
         return [copy.numpy() for copy in copies]
 
+    def new_graphs(self) -> None:
+        # NOTE: torch refuses a pool again once all of its graphs are gone.
+        self._pool = _cuda.graph_pool_handle()
+
     def begin_capture(self) -> None:
         self.synchronize()
         graph = _cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = _cuda.graph_pool_handle()
         # Other threads go on mapping pages: what they call must not end the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graph = graph
