@@ -67,13 +67,7 @@ def test_wrong_values(options: dict[str, Any], text: str) -> None:
         EngineConfig(**options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"device": "cuda"},
-        {"tensor_parallel_size": 2},
-    ],
-)
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}])
 def test_what_is_not_there_yet_is_refused_by_name(options: dict[str, Any]) -> None:
     [name] = options
     with pytest.raises(UnsupportedError, match=name):
@@ -97,6 +91,20 @@ def test_defaults(model: ModelConfig) -> None:
     assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == (64, 512)
     # Never more than all slots can hold: 4 layers x K and V x 2 heads x 64 x 4 bytes a token.
     assert 0 < resolved.kv_limit_bytes <= 64 * 8192 * 4096
+
+
+def test_on_a_gpu_the_cap_is_what_the_share_leaves(model: ModelConfig) -> None:
+    gib = 1 << 30
+    resolved = resolve(EngineConfig(dtype="float16"), model, gpu_bytes=8 * gib)
+    assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == (256, 2048)
+    weights = 2 * model.num_weights
+    assert resolved.kv_limit_bytes == int(0.9 * 8 * gib) - weights - resolved.activation_bytes
+    half = resolve(EngineConfig(dtype="float16", gpu_memory_utilization=0.5), model, 8 * gib)
+    assert resolved.kv_limit_bytes - half.kv_limit_bytes == int(0.9 * 8 * gib) - 4 * gib
+    exact = resolve(EngineConfig(kv_cache_memory="1GiB"), model, gpu_bytes=8 * gib)
+    assert exact.kv_limit_bytes == gib
+    with pytest.raises(ConfigurationError, match=r"0\.01 of the GPU's 8 GiB is less than"):
+        resolve(EngineConfig(gpu_memory_utilization=0.01), model, gpu_bytes=8 * gib)
 
 
 def test_limits_that_contradict_each_other(model: ModelConfig) -> None:

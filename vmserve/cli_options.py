@@ -163,7 +163,17 @@ KVDriver = Annotated[
     str | None,
     _option(
         "--kv-driver",
-        help="host, or the path of a page driver's shared library. Default: host.",
+        help="host, cuda, or the path of a page driver's shared library. Default: auto, the "
+        "device's own.",
+        panel=_KV,
+    ),
+]
+KVLayersPerGroup = Annotated[
+    int | None,
+    _option(
+        "--kv-layers-per-group",
+        help="Layers whose keys and values lie side by side in a page: more of them make pages of "
+        "fewer tokens. Default: planned for the device.",
         panel=_KV,
     ),
 ]
@@ -284,6 +294,7 @@ ENGINE_OPTIONS: Final[dict[str, Any]] = {
     "kv_zero_pages": KVZeroPages,
     "kv_mapper": KVMapper,
     "kv_driver": KVDriver,
+    "kv_layers_per_group": KVLayersPerGroup,
     "block_size": BlockSize,
     "swap_space": SwapSpace,
     "enable_prefix_caching": EnablePrefixCaching,

@@ -43,6 +43,11 @@ MIN_KV_BYTES = 64 << 20
 #: while the weights are already read far fewer times than they are multiplied.
 DEFAULT_BATCHED_TOKENS = 512
 DEFAULT_NUM_SEQS = 64
+#: The same on a GPU, which reads its weights in a millisecond or a few and needs wide batches.
+GPU_BATCHED_TOKENS = 2048
+GPU_NUM_SEQS = 256
+#: Share of a GPU's memory that all of the engine may take: weights, activations and KV cache.
+GPU_SHARE = 0.9
 
 
 def parse_size(value: int | str, name: str = "size") -> int:
@@ -96,7 +101,8 @@ class EngineConfig:
     kv_page_size: int | str | None = None
     kv_zero_pages: ZeroPolicy = "tenant"
     kv_mapper: KVMapper = "auto"
-    kv_driver: str = "host"
+    kv_driver: str = "auto"
+    kv_layers_per_group: int | None = None
     gpu_memory_utilization: float | None = None
     block_size: int = 16
     swap_space: int | str = 0
@@ -155,6 +161,7 @@ class EngineConfig:
             "max_num_batched_tokens": 1,
             "max_logprobs": -1,
             "block_size": 1,
+            "kv_layers_per_group": 1,
             "tensor_parallel_size": 1,
         }
         for name, minimum in minima.items():
@@ -187,7 +194,6 @@ class EngineConfig:
 
     def _check_supported(self) -> None:
         refusals = [
-            (self.device == "cuda", "device=cuda", "use cpu or auto"),
             (self.tensor_parallel_size > 1, "tensor_parallel_size above 1", "use 1"),
         ]
         if self.preemption == "swap" and parse_size(self.swap_space, "swap_space") == 0:
@@ -212,7 +218,7 @@ class ResolvedConfig:
     kv_page_bytes: int | None
     kv_zero_pages: ZeroPolicy
     kv_mapper: Literal["off", "thread"]
-    kv_driver: str
+    kv_layers_per_group: int | None
     prefix_caching: bool
     block_tokens: int
     swap_bytes: int
@@ -225,11 +231,20 @@ class ResolvedConfig:
     #: A stored device profile; None: measured at start, where the regime is chosen by it.
     regime_profile: str | None
     trace_file: str | None
+    #: Decoding steps are captured as graphs, where the device gains by it.
+    captures_graphs: bool
+    #: The most that activations take: what a GPU must keep free beside weights and KV cache.
+    activation_bytes: int
     seed: int
 
 
-def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
-    """Fill in what the user left open, and check the options against the model."""
+def resolve(
+    config: EngineConfig, model: ModelConfig, gpu_bytes: int | None = None
+) -> ResolvedConfig:
+    """Fill in what the user left open, and check the options against the model.
+
+    ``gpu_bytes``: all memory of the GPU that the model runs on; None on a CPU.
+    """
     context = model.max_position_embeddings
     max_model_len = config.max_model_len or context
     if max_model_len > context:
@@ -237,8 +252,10 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
             f"max_model_len: {max_model_len} is above the model's own context of {context} tokens: "
             f"lower --max-model-len to {context} or less"
         )
-    max_num_seqs = config.max_num_seqs or DEFAULT_NUM_SEQS
-    batched = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS, max_num_seqs)
+    on_gpu = gpu_bytes is not None
+    max_num_seqs = config.max_num_seqs or (GPU_NUM_SEQS if on_gpu else DEFAULT_NUM_SEQS)
+    default_batched = GPU_BATCHED_TOKENS if on_gpu else DEFAULT_BATCHED_TOKENS
+    batched = config.max_num_batched_tokens or max(default_batched, max_num_seqs)
     if batched < max_num_seqs:
         raise ConfigurationError(
             f"max_num_batched_tokens: {batched} is below max_num_seqs, {max_num_seqs}, so that not "
@@ -247,16 +264,21 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
     vocabulary = model.vocab_size
     max_logprobs = config.max_logprobs
     page = config.kv_page_size
+    activations = activation_bytes(model, batched, max_num_seqs)
+    if gpu_bytes is None:
+        kv_limit_bytes = _kv_limit_bytes(config, model, max_num_seqs, max_model_len, activations)
+    else:
+        kv_limit_bytes = _gpu_limit_bytes(config, model, gpu_bytes, activations)
     return ResolvedConfig(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         max_logprobs=vocabulary if max_logprobs == -1 else min(max_logprobs, vocabulary),
         kv_regime=config.kv_regime,
-        kv_limit_bytes=_kv_limit_bytes(config, model, max_num_seqs, max_model_len, batched),
+        kv_limit_bytes=kv_limit_bytes,
         kv_page_bytes=None if page is None else parse_size(page, "kv_page_size"),
         kv_zero_pages=config.kv_zero_pages,
-        kv_driver=config.kv_driver,
+        kv_layers_per_group=config.kv_layers_per_group,
         kv_mapper="off" if config.kv_mapper == "off" else "thread",
         prefix_caching=config.enable_prefix_caching is not False,
         block_tokens=config.block_size,
@@ -268,12 +290,42 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
         request_timeout=config.request_timeout,
         regime_profile=config.regime_profile,
         trace_file=config.trace_file,
+        captures_graphs=not config.enforce_eager,
+        activation_bytes=activations,
         seed=config.seed,
     )
 
 
+def _gpu_limit_bytes(
+    config: EngineConfig, model: ModelConfig, gpu_bytes: int, activations: int
+) -> int:
+    """The cap: as asked, or what weights and activations leave of the engine's share.
+
+    Raises :class:`ConfigurationError` where they leave next to nothing.
+    """
+    if config.kv_cache_memory is not None:
+        return parse_size(config.kv_cache_memory, "kv_cache_memory")
+    share = config.gpu_memory_utilization or GPU_SHARE
+    weights = weight_bytes(model, _itemsize(config, model))
+    left = int(share * gpu_bytes) - weights - activations
+    if left < MIN_KV_BYTES:
+        raise ConfigurationError(
+            f"gpu_memory_utilization: {share:g} of the GPU's {format_size(gpu_bytes)} is less than "
+            f"{format_size(weights)} of weights, {format_size(activations)} of activations and "
+            f"{format_size(MIN_KV_BYTES)} of KV cache take: raise --gpu-memory-utilization, lower "
+            "--max-num-batched-tokens, or use a half-precision --dtype"
+        )
+    return left
+
+
+def _itemsize(config: EngineConfig, model: ModelConfig) -> int:
+    if config.dtype == "auto":
+        return model.dtype.itemsize
+    return 2 if config.dtype in ("bfloat16", "float16", "half") else 4
+
+
 def _kv_limit_bytes(
-    config: EngineConfig, model: ModelConfig, num_slots: int, max_len: int, batched: int
+    config: EngineConfig, model: ModelConfig, num_slots: int, max_len: int, activations: int
 ) -> int:
     """The cap: as asked, or a share of what is free beside weights and activations."""
     if config.kv_cache_memory is not None:
@@ -286,6 +338,6 @@ def _kv_limit_bytes(
     token_bytes = model.num_layers * 2 * model.kv_heads * model.head_dim * 4
     itemsize = 2 if config.dtype in ("bfloat16", "float16", "half") else 4
     free, _ = _core.SystemLimits().available_memory()  # of the system, or of the control group
-    free -= weight_bytes(model, itemsize) + activation_bytes(model, batched, num_slots)
+    free -= weight_bytes(model, itemsize) + activations
     share = max(MIN_KV_BYTES, int(CPU_KV_SHARE * free))
     return min(share, num_slots * max_len * token_bytes)

@@ -28,15 +28,29 @@ from vmserve.errors import (
     VmserveError,
 )
 from vmserve.memory.base import Attach, MemoryPlan, Regime
-from vmserve.memory.layout import HOST_GRANULARITY, KVLayout, plan_layout
+from vmserve.memory.device import MemoryDevice
+from vmserve.memory.layout import (
+    HOST_GRANULARITY,
+    KVLayout,
+    layers_for_granularity,
+    plan_layout,
+)
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
 from vmserve.runner.calibration import HeadShape, measure_profile
-from vmserve.runner.model_runner import AttentionTime, ModelRunner, RegimeKernels
-from vmserve.sampling import BeamSearchParams, GenerationParams, Sampler, SamplingParams
+from vmserve.runner.graphs import DecodeGraphs
+from vmserve.runner.model_runner import AttentionTime, ModelRunner, RegimeKernels, StepLogits
+from vmserve.runner.runtime import DeviceRuntime, open_runtime
+from vmserve.sampling import (
+    BeamSearchParams,
+    DeviceSampler,
+    GenerationParams,
+    Sampler,
+    SamplingParams,
+)
 from vmserve.scheduler.base import NoRoomError, StepPlan
 from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
@@ -92,38 +106,65 @@ class LLMEngine:
     cannot be used, and :class:`~vmserve.errors.OutOfMemoryError` when there is no room.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        runtime: DeviceRuntime | None = None,
+    ) -> None:
         self.config = config
         path = resolve_model(config.model)
         self.model_config = ModelConfig.from_directory(path)
         self.tokenizer: Tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))
-        self.resolved: ResolvedConfig = resolve(config, self.model_config)
+        self._runtime = runtime or open_runtime(config.device, config.kv_driver)
+        device = self._runtime.device
+        self.resolved: ResolvedConfig = resolve(config, self.model_config, self._runtime.gpu_bytes)
         dtype, native = choose_native(
-            _linear_backend(config), config.quantization, config.dtype, self.model_config
+            _linear_backend(config, self._runtime),
+            config.quantization,
+            config.dtype,
+            self.model_config,
+            device,
         )
         head_dim = self.model_config.head_dim
         backends = {
             regime: create_backend(
-                config.attention_backend, regime, head_dim, dtype, self.model_config.attention
+                config.attention_backend,
+                regime,
+                head_dim,
+                dtype,
+                self.model_config.attention,
+                device.type,
             )
             for regime in Regime
         }
         slack = max(backend.read_slack_tokens for backend in backends.values())
-        self.memory = _create_memory(self.resolved, self.model_config, dtype, slack)
-        self._model = load_model(
-            path,
-            dtype,
-            config=self.model_config,
-            max_model_len=self.resolved.max_model_len,
-            native=native,
-            quantized=config.quantization == "int8",
-            progress=progress,
-        )
+        pages = self._runtime.memory(self.resolved.activation_bytes)
+        with self._runtime.active():
+            self._model = load_model(
+                path,
+                dtype,
+                device,
+                config=self.model_config,
+                max_model_len=self.resolved.max_model_len,
+                native=native,
+                quantized=config.quantization == "int8",
+                progress=progress,
+            )
+            self._runtime.synchronize()
+        self.memory = _create_memory(self.resolved, self.model_config, dtype, slack, pages)
         swaps = self.resolved.swap_bytes > 0
         self._preemption = PreemptionPolicy(self.resolved.preemption if swaps else "recompute")
         self._regimes = RegimePolicy(
             self.resolved.kv_regime,
-            _cost_model(self.resolved, self.model_config, self.memory.layout, backends, dtype),
+            _cost_model(
+                self.resolved,
+                self.model_config,
+                self.memory.layout,
+                backends,
+                dtype,
+                self._runtime,
+            ),
         )
         self.scheduler = FCFSScheduler(
             self.memory,
@@ -143,11 +184,22 @@ class LLMEngine:
             Regime.VIRTUAL: self.memory.view(),
             Regime.PAGED: self.memory.paged_view(),
         }
-        self._runner = ModelRunner(
-            self._model,
-            {regime: RegimeKernels(backends[regime], views[regime]) for regime in Regime},
+        kernels = {regime: RegimeKernels(backends[regime], views[regime]) for regime in Regime}
+        self._graphs: DecodeGraphs | None = None
+        if self.resolved.captures_graphs and self._runtime.wants_graphs:
+            with self._runtime.active():
+                self._graphs = DecodeGraphs.of(
+                    self._model,
+                    kernels,
+                    self._runtime,
+                    self.resolved.max_num_seqs,
+                    self.resolved.max_model_len,
+                )
+        self._runner = ModelRunner(self._model, kernels, self._runtime, self._graphs)
+        vocab = self.model_config.vocab_size
+        self._sampler = (
+            Sampler(vocab) if device.type == "cpu" else DeviceSampler(vocab, self._runtime)
         )
-        self._sampler = Sampler(self.model_config.vocab_size)
         #: Requests whose answers have to match a grammar.
         self.structured = StructuredRequests(
             self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
@@ -339,7 +391,7 @@ class LLMEngine:
             )
         plan = self.memory.plan([], [Attach(memory_id, hit)])
         assert isinstance(plan, MemoryPlan), "whole blocks are referenced, nothing is copied"
-        self.memory.complete(self.memory.apply(plan))
+        self.memory.launched(self.memory.apply(plan))
         blocks_per_page = self.memory.layout.page_tokens // self.memory.layout.block_tokens
         pages = {
             int(block) // blocks_per_page
@@ -375,6 +427,10 @@ class LLMEngine:
 
     def step(self) -> StepResult:
         """Compute once for every sequence that fits; returns what became known by it."""
+        with self._runtime.active():
+            return self._step()
+
+    def _step(self) -> StepResult:
         if self._deadlines and (late := self._expire(time.monotonic())):
             return StepResult(failures=tuple(late))
         if self.structured.num_compiling and (news := self._take_compiled()):
@@ -398,10 +454,12 @@ class LLMEngine:
         self._mark_scheduled(plan)
         phases.end("memory")
         try:
-            logits = self._runner.execute(plan, self._slots(plan))
+            logits = self._execute(plan)
+            if _reads_prompts_mostly(plan):
+                self._runtime.synchronize()  # or only its launches would be timed
             self._learn(plan, phases.end("model"))
             self._count_attention(logits.attention)
-            self.memory.complete(epoch)
+            self.memory.launched(epoch)
             self.scheduler.computed(plan)
             masks = self.structured.masks(logits.samplers)
             samples = self._sampler.sample(
@@ -411,7 +469,7 @@ class LLMEngine:
             beam_masks = self.structured.masks(logits.beams) if logits.beams else ()
             outputs = self._output.process(logits, samples, self._sampler, beam_masks)
         except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
-            self.memory.abandon(epoch)
+            self._give_up(epoch)
             return self._fail_batch(error, plan)
         self._name_tokens(plan)
         self._retire(outputs)
@@ -445,6 +503,26 @@ class LLMEngine:
         left = tuple(output for output in outputs if output.request_id not in ended)
         return StepResult(left, tuple(failures))
 
+    def _execute(self, plan: StepPlan) -> StepLogits:
+        """Once more where a GPU had no room for activations, with what the pool can spare."""
+        slots = self._slots(plan)
+        try:
+            return self._runner.execute(plan, slots)
+        except torch.OutOfMemoryError as error:
+            self._runtime.synchronize()
+            if not self.memory.trim(0, drop_idle=True):
+                raise
+            logger.warning("the KV cache gave its free pages to activations: %s", error)
+        return self._runner.execute(plan, slots)
+
+    def _give_up(self, epoch: int) -> None:
+        """What the step wrote is worthless; no page of it is used again before it has ended."""
+        try:
+            self._runtime.synchronize()
+        except RuntimeError as error:
+            logger.error("the device failed", exc_info=error)
+        self.memory.abandon(epoch)
+
     def _expire(self, now: float) -> list[RequestFailure]:
         """End those whose time is over."""
         late = []
@@ -475,7 +553,7 @@ class LLMEngine:
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Steps that mostly read prompts tell how fast tokens are computed again."""
-        if plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan):
+        if _reads_prompts_mostly(plan):
             self._preemption.prefilled(plan.num_tokens, seconds)
 
     def _count_attention(self, parts: tuple[AttentionTime, ...]) -> None:
@@ -534,6 +612,7 @@ class LLMEngine:
         keep_pages = IDLE_BYTES // self.memory.layout.total_page_bytes
         # Cached prefixes are worth their memory; parked slots without any are not.
         try:
+            self.memory.wait()
             self.memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
         except (OutOfMemoryError, DriverError) as error:
             logger.warning("the pool keeps its pages for now: %s", error)
@@ -646,6 +725,7 @@ class LLMEngine:
         if self._trace is not None:
             self._trace.close()
         self.structured.close()
+        self._runtime.synchronize()
         self.memory.close()
 
 
@@ -657,20 +737,25 @@ def memory_tenant(isolation: str) -> int:
 
 
 def _create_memory(
-    resolved: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, read_slack_tokens: int
+    resolved: ResolvedConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    read_slack_tokens: int,
+    device: MemoryDevice,
 ) -> MemoryManager:
     """The KV memory for these options; refuses a pool that cannot hold the longest sequence."""
     limit_bytes = resolved.kv_limit_bytes
+    shape = (model.num_layers, model.kv_heads, model.head_dim, dtype, device.granularity)
     layout = plan_layout(
-        model.num_layers,
-        model.kv_heads,
-        model.head_dim,
-        dtype,
-        HOST_GRANULARITY,
+        *shape,
+        layers_per_group=resolved.kv_layers_per_group or layers_for_granularity(*shape),
         page_bytes=resolved.kv_page_bytes,
         block_tokens=resolved.block_tokens,
         limit_bytes=limit_bytes,
-        max_map_count=_core.SystemLimits().max_map_count(),
+        # The mappings of a GPU are not the system's.
+        max_map_count=(
+            _core.SystemLimits().max_map_count() if device.granularity == HOST_GRANULARITY else None
+        ),
     )
     max_len = resolved.max_model_len
     needed = layout.pages_for(max_len + read_slack_tokens)
@@ -697,7 +782,7 @@ def _create_memory(
             prefix_caching=resolved.prefix_caching,
             mapper=resolved.kv_mapper,
             swap_bytes=resolved.swap_bytes,
-            driver=resolved.kv_driver,
+            driver=device,
             lookahead_tokens=LOOKAHEAD_TOKENS,
         ),
     )
@@ -709,6 +794,7 @@ def _cost_model(
     layout: KVLayout,
     backends: Mapping[Regime, AttentionBackend],
     dtype: torch.dtype,
+    runtime: DeviceRuntime,
 ) -> CostModel | None:
     """From the stored profile, or a short measurement; None where regimes are not chosen."""
     if resolved.kv_regime != "auto":
@@ -719,15 +805,23 @@ def _cost_model(
         network = model.network
         q_heads = network.q_heads if isinstance(network, DecoderConfig) else model.kv_heads
         heads = HeadShape(q_heads, model.kv_heads, model.head_dim, dtype)
-        profile = measure_profile(layout, backends, heads, resolved.max_model_len)
+        profile = measure_profile(layout, backends, heads, resolved.max_model_len, runtime)
     return CostModel(profile, layout)
 
 
-def _linear_backend(config: EngineConfig) -> str:
-    """The native decoder attends with our own kernels: another choice of these is one of torch."""
-    if config.linear_backend == "auto" and config.attention_backend not in ("auto", "cpu"):
+def _linear_backend(config: EngineConfig, runtime: DeviceRuntime) -> str:
+    """The native decoder is one call on a CPU, with our own kernels for attention: other kernels,
+    other devices and captured layers are torch's."""
+    others = config.attention_backend not in ("auto", "cpu")
+    if config.linear_backend == "auto" and (
+        others or runtime.device.type != "cpu" or runtime.wants_graphs
+    ):
         return "torch"
     return config.linear_backend
+
+
+def _reads_prompts_mostly(plan: StepPlan) -> bool:
+    return plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan)
 
 
 def _widest_window(model: ModelConfig) -> int | None:

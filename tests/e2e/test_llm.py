@@ -11,7 +11,6 @@ from vmserve import (
     InvalidRequestError,
     RequestOutput,
     SamplingParams,
-    UnsupportedError,
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -146,10 +145,11 @@ def test_chat_ends_by_itself(llm: LLM) -> None:
     assert result.prompt_token_ids.count(tokenizer.bos_token_id) == 1
 
 
-def test_unknown_and_unsupported_options() -> None:
+def test_unknown_and_unusable_options(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="unknown engine option no_such"):
         LLM(no_such=1)
-    with pytest.raises(UnsupportedError, match="cuda"):
+    monkeypatch.setattr("torch.version.cuda", None)
+    with pytest.raises(ConfigurationError, match=r"device: cuda cannot be used: .* --device cpu"):
         LLM(device="cuda")
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import vmserve
 from tests.conformance import plugins
 from vmserve import _core
-from vmserve.errors import ConfigurationError, OutOfMemoryError, UnsupportedError
+from vmserve.errors import ConfigurationError, OutOfMemoryError
 from vmserve.memory import kv_cache
 from vmserve.memory.kv_cache import KVCache
 from vmserve.memory.layout import plan_layout
@@ -125,9 +125,14 @@ def test_the_limit_and_trim() -> None:
         assert cache.stats().memfd_allocated_bytes == PAGE
 
 
-def test_other_drivers_are_not_offered() -> None:
-    with pytest.raises(UnsupportedError, match="driver 'cuda' is not available in this version"):
+def test_drivers_that_cannot_be_used_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", None)
+    with pytest.raises(
+        ConfigurationError, match=r"is a build without CUDA: install one .* use host"
+    ):
         KVCache(LAYOUT, driver="cuda", num_slots=1, max_len=16, limit_bytes=PAGE)
+    with pytest.raises(ConfigurationError, match="driver 'rocm' is unknown: use host, cuda, or"):
+        KVCache(LAYOUT, driver="rocm", num_slots=1, max_len=16, limit_bytes=PAGE)
 
 
 def test_a_driver_from_a_shared_library() -> None:

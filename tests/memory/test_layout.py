@@ -15,6 +15,7 @@ from vmserve.memory.layout import (
     HOST_GRANULARITY,
     KVLayout,
     candidates,
+    layers_for_granularity,
     plan_layout,
 )
 from vmserve.memory.plan_report import PRESETS, block_size_table
@@ -219,3 +220,19 @@ def test_block_sizes_of_the_vattention_paper() -> None:
         cells = found.setdefault((row.model, row.tensor_parallel), {})
         cells[row.page_bytes // KIB] = (row.tokens_per_page, row.worst_case_waste_bytes / MIB)
     assert found == TABLE_8
+
+
+@pytest.mark.parametrize(
+    ("shape", "granularity", "layers"),
+    [
+        ((32, 8, 128, "bfloat16"), CUDA_GRANULARITY, 2),  # Llama-3-8B: 256 tokens of 2 x 4 KiB
+        ((16, 8, 64, "bfloat16"), CUDA_GRANULARITY, 4),  # Llama-3.2-1B
+        ((32, 32, 128, "float16"), CUDA_GRANULARITY, 1),  # Llama-2-7B
+        ((4, 2, 64, "float32"), CUDA_GRANULARITY, 4),  # too few layers for so large a page
+        ((32, 8, 128, "bfloat16"), HOST_GRANULARITY, 1),
+    ],
+)
+def test_layers_are_grouped_for_pages_of_256_tokens(
+    shape: tuple[int, int, int, str], granularity: int, layers: int
+) -> None:
+    assert layers_for_granularity(*shape, granularity) == layers

@@ -9,18 +9,27 @@ import torch
 from vmserve.attention.base import AttentionBackend, ContiguousView, LayerAttention, PagedView
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.cuda import CudaPagedBackend
+from vmserve.attention.flash import FlashAttn2, FlashAttn3, FlashBackend, TorchFlash
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.sdpa import SdpaBackend
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
 
-__all__ = ["BACKENDS", "check_backend", "create_backend"]
+__all__ = ["BACKENDS", "PREFERRED", "check_backend", "create_backend"]
 
 BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
     "cpu": CpuBackend,
     "cuda": CudaPagedBackend,
+    "flash-attn": lambda: FlashBackend(FlashAttn2()),
+    "flash-attn-3": lambda: FlashBackend(FlashAttn3()),
     "reference": ReferenceBackend,
     "sdpa": SdpaBackend,
+    "torch-flash": lambda: FlashBackend(TorchFlash()),
+}
+#: What "auto" tries on each type of device, in this order.
+PREFERRED: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("cpu", "sdpa", "reference"),
+    "cuda": ("flash-attn-3", "flash-attn", "torch-flash", "cuda", "sdpa", "reference"),
 }
 
 
@@ -30,24 +39,32 @@ def create_backend(
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
     layers: Sequence[LayerAttention] = (),
+    device: str = "cpu",
 ) -> AttentionBackend:
     """The backend called ``name`` if it reads the regime's view, else the best that does.
 
-    "auto" is the best one: our own kernels, which are ahead of the stock ones on a CPU
-    (benchmarks/kernels), where they have the head size and the dtype; else the stock ones, or for
-    the paged regime the slow but general reference. ``layers``: what the model asks for.
+    "auto" is the best one for the type of ``device``, of those that have the head size and the
+    dtype. On a CPU: our own kernels, which are ahead of the stock ones there (benchmarks/kernels),
+    then the stock ones, then the slow but general reference. On a GPU: FlashAttention over the
+    slots. ``layers``: what the model asks for.
 
     Raises :class:`~vmserve.errors.ConfigurationError` for an unknown name, or a backend that
-    cannot serve such heads, and :class:`~vmserve.errors.UnsupportedError` for one that lacks
-    what the layers need.
+    cannot serve such heads on that device, and :class:`~vmserve.errors.UnsupportedError` for one
+    that lacks what the layers need.
     """
     if name != "auto" and name not in BACKENDS:
         raise ConfigurationError(
             f"attention_backend: {name!r} is not one of auto, {', '.join(sorted(BACKENDS))}"
         )
+    able = PREFERRED[device]
+    if name != "auto" and name not in able:
+        raise ConfigurationError(
+            f"attention_backend: {name} has no kernels for the device {device}: use auto or one of "
+            f"{', '.join(each for each in able if each in BACKENDS)}"
+        )
     view = ContiguousView if regime is Regime.VIRTUAL else PagedView
-    for chosen in (name, "cpu", "sdpa", "reference"):
-        if chosen == "auto":
+    for chosen in (name, *able):
+        if chosen not in BACKENDS:
             continue
         backend = BACKENDS[chosen]()
         if view not in backend.views:
@@ -73,7 +90,7 @@ def check_backend(backend: AttentionBackend, layers: Iterable[LayerAttention]) -
         return
     capped = [layer for layer in layers if layer.softcap is not None]
     if capped:
-        able = [name for name, create in BACKENDS.items() if create().softcap]
+        able = [name for name in PREFERRED["cpu"] if BACKENDS[name]().softcap]
         remedy = f"use --attention-backend {able[0]}" if able else "choose another model"
         raise UnsupportedError(
             f"{len(capped)} layers of this model cap their attention scores at "

@@ -8,8 +8,9 @@ it (the virtual slots or the block-table arena) is decided before the model runs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,10 +21,12 @@ from vmserve.attention.rotary import Rotary
 __all__ = [
     "AttentionBackend",
     "AttentionCall",
+    "AttentionPlan",
     "ContiguousView",
     "KVView",
     "LayerAttention",
     "PagedView",
+    "PlansAhead",
     "RaggedBatch",
 ]
 
@@ -163,4 +166,47 @@ class AttentionBackend(Protocol):
 
     def bind(self, view: KVView, batch: RaggedBatch) -> AttentionCall:
         """Prepare one step (masks, index tensors) and return the per-layer call."""
+        ...
+
+
+class AttentionPlan(Protocol):
+    """A step over buffers of a fixed size, which stay where they are while steps come and go."""
+
+    def update(self, batch: RaggedBatch) -> None:
+        """Make it ``batch``'s; asynchronous, on the current stream. Raises ``ValueError`` for a
+        batch that does not fit."""
+        ...
+
+    def call(
+        self,
+        spec: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As :class:`AttentionCall`, and can be captured. Rows of q, k and v past the batch's are
+        nobody's: no page changes by them, and their results mean nothing."""
+        ...
+
+
+@runtime_checkable
+class PlansAhead(Protocol):
+    """A backend whose steps CUDA graphs can capture."""
+
+    def plan_capacity(
+        self,
+        view: KVView,
+        *,
+        max_seqs: int,
+        max_tokens: int,
+        max_len: int,
+        q_heads: int,
+        windows: Sequence[int | None],
+    ) -> AttentionPlan:
+        """For batches of up to so many sequences, new tokens, and tokens of a sequence.
+
+        ``windows``: those that the layers ask for.
+        """
         ...

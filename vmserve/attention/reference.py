@@ -62,12 +62,13 @@ class _ReferenceCall:
 
     def _index(self, place: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where positions ``first`` to ``end`` lie: rows and tokens of the view's tensors."""
-        positions = torch.arange(first, end)
+        positions = torch.arange(first, end, device=self._view.keys[0].device)
         if isinstance(self._view, ContiguousView):
             return torch.full_like(positions, place), positions
         size = self._view.block_tokens
         blocks_per_page = self._view.keys[0].shape[1] // size
-        blocks = self._view.block_tables[place].to(torch.int64)[positions // size]
+        table = self._view.block_tables[place].to(positions.device, torch.int64)
+        blocks = table[positions // size]
         tokens = blocks % blocks_per_page * size + positions % size
         return blocks // blocks_per_page, tokens
 
@@ -82,8 +83,8 @@ def _attend(
     scores = torch.einsum("qhd,khd->hqk", q.float(), wide_keys) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    position = torch.arange(past, past + q.shape[0]).unsqueeze(1)
-    key = torch.arange(keys.shape[0])
+    position = torch.arange(past, past + q.shape[0], device=q.device).unsqueeze(1)
+    key = torch.arange(keys.shape[0], device=q.device)
     hidden = key > position
     if spec.window is not None:
         hidden |= key <= position - spec.window

@@ -190,7 +190,7 @@ class SteppedEngine:
         watch(engine.memory, "apply", "apply")
         watch(engine.memory, "slots", "apply")
         watch(engine._runner, "execute", "inputs")
-        watch(engine.memory, "complete", "complete")
+        watch(engine.memory, "launched", "complete")
         watch(engine, "_name_tokens", "complete")
         watch(self.model, "forward", "model")
         watch(engine._sampler, "sample", "sample")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from vmserve.memory.base import MemoryStats
+    from vmserve.memory.device import MemoryDevice
     from vmserve.memory.layout import KVLayout
 
 __all__ = ["KVCache"]
@@ -46,7 +47,11 @@ class KVCache:
     fork shares. ``tensors(unmapped="zero")`` can be read everywhere. After :meth:`close`,
     tensors that are still held may be dropped at any time; the memory goes with the last.
 
-    ``driver``: "host", or the path of a driver's shared library (drivers_ext/README.md).
+    ``driver``: "host", "cuda", or the path of a driver's shared library (drivers_ext/README.md).
+    With "cuda" the tensors are the GPU's (plan the layout with ``CUDA_GRANULARITY``), and kernels
+    that use them must run on the stream that was torch's current one when the cache was made.
+    Each call that changes memory waits its turn behind the kernels launched before it; pages that
+    they may read are not unmapped before they are done.
 
     Raises :class:`ConfigurationError` when ``limit_bytes`` holds no page, and
     :class:`DriverError` when ``num_slots`` times ``max_len`` cannot be reserved.
@@ -55,7 +60,7 @@ class KVCache:
     def __init__(
         self,
         layout: KVLayout,
-        driver: str = "host",
+        driver: str | MemoryDevice = "host",
         *,
         num_slots: int,
         max_len: int,
@@ -70,6 +75,8 @@ class KVCache:
         #: Slot -> the sequence in it.
         self._seqs: dict[int, int] = {}
         self._tenants: dict[int, int] = {}
+        #: Of the last change: the kernels that use what it made are launched after it.
+        self._epoch = 0
         # Blocks are whole pages: what kernels that take block tables are given.
         self._memory = MemoryManager(
             dataclasses.replace(layout, block_tokens=layout.page_tokens),
@@ -111,6 +118,7 @@ class KVCache:
 
     def _start(self, tenant: int, forks: list[tuple[int, int]]) -> int | None:
         """A slot for a new sequence: empty, or a fork of (parent, length)."""
+        self._follow()
         seq = self._memory.open(tenant=tenant)
         if seq is None:
             return None
@@ -140,7 +148,9 @@ class KVCache:
         They stay mapped until somebody needs them: the slot's next sequence finds them there.
         Raises ``ValueError`` for a slot that is not allocated.
         """
-        self._memory.release(self._seq(slot))
+        seq = self._seq(slot)
+        self._follow()
+        self._memory.release(seq)
         del self._seqs[slot]
 
     def _seq(self, slot: int) -> int:
@@ -149,8 +159,11 @@ class KVCache:
         return self._seqs[slot]
 
     def _apply(self, plan: MemoryPlan) -> None:
-        # Kernels on the host are over before the next call comes: epochs end as they begin.
-        self._memory.complete(self._memory.apply(plan))
+        self._epoch = self._memory.apply(plan)
+
+    def _follow(self) -> None:
+        """Whatever uses the last change has been launched by now; on the host it is over."""
+        self._memory.launched(self._epoch)
 
     def step(self, lengths: Mapping[int, int] | Sequence[int]) -> int:
         """Make the first ``length`` positions of every slot usable: how many pages are missing.
@@ -164,6 +177,7 @@ class KVCache:
         """
         pairs = lengths.items() if isinstance(lengths, Mapping) else enumerate(lengths)
         growths = [Growth(self._seq(slot), length) for slot, length in pairs if length != 0]
+        self._follow()
         plan = self._memory.plan(growths)
         if isinstance(plan, Shortfall):
             return plan.missing_pages
@@ -189,10 +203,13 @@ class KVCache:
 
     def set_limit(self, limit_bytes: int) -> None:
         """Change the cap of the pool; what is free above it goes back to the system at once."""
+        self._follow()
         self._memory.set_limit(limit_bytes)
 
     def trim(self, keep_pages: int = 0) -> int:
         """Give pages that no slot uses, above ``keep_pages``, back to the system; how many."""
+        self._follow()
+        self._memory.wait()
         return self._memory.trim(keep_pages, drop_idle=True)
 
     def stats(self) -> MemoryStats:

@@ -25,7 +25,14 @@ from vmserve.errors import ConfigurationError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CUDA_GRANULARITY", "HOST_GRANULARITY", "KVLayout", "candidates", "plan_layout"]
+__all__ = [
+    "CUDA_GRANULARITY",
+    "HOST_GRANULARITY",
+    "KVLayout",
+    "candidates",
+    "layers_for_granularity",
+    "plan_layout",
+]
 
 HOST_GRANULARITY = 4 << 10
 CUDA_GRANULARITY = 2 << 20
@@ -267,6 +274,23 @@ def candidates(
     if not layouts and refusals:
         raise refusals[0]
     return layouts
+
+
+def layers_for_granularity(
+    num_layers: int, kv_heads: int, head_dim: int, dtype: str | torch.dtype, granularity: int
+) -> int:
+    """The fewest layers per group for which the least page holds 256 tokens or less.
+
+    On the host that is one; pages of 2 MiB would hold 512 tokens of one layer with 8 heads of 128
+    in half precision. Where even all layers together are too few, all of them.
+    """
+    name = str(dtype).removeprefix("torch.")
+    _check_shape(num_layers, kv_heads, head_dim, name, 1, 1)
+    layer_bytes = 2 * kv_heads * head_dim * _ITEMSIZE[name]
+    divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
+    return next(
+        (n for n in divisors if granularity <= _MAX_PAGE_TOKENS * n * layer_bytes), num_layers
+    )
 
 
 def _alignment(token_bytes: int) -> int:

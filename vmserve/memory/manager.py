@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -12,12 +11,7 @@ import torch
 from vmserve import _core
 from vmserve.attention.base import ContiguousView, PagedView
 from vmserve.config import format_size
-from vmserve.errors import (
-    ConfigurationError,
-    DriverError,
-    OutOfMemoryError,
-    UnsupportedError,
-)
+from vmserve.errors import ConfigurationError, DriverError, OutOfMemoryError
 from vmserve.memory.base import (
     Attach,
     Convert,
@@ -30,7 +24,8 @@ from vmserve.memory.base import (
     SwapIn,
     SwapOut,
 )
-from vmserve.memory.tensors import as_tensor, layer_tensors
+from vmserve.memory.device import HostMemory, MemoryDevice, memory_device
+from vmserve.memory.tensors import layer_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,14 +44,13 @@ _ZERO_POLICIES = {
 }
 _VIEWS = {Regime.VIRTUAL: _core.View.VIRTUAL, Regime.PAGED: _core.View.PAGED}
 _REGIMES = {view: regime for regime, view in _VIEWS.items()}
+#: Block tables are always the processor's.
+_HOST = HostMemory()
 _MAPPERS = {
     "off": _core.MapperMode.OFF,
     "manual": _core.MapperMode.MANUAL,
     "thread": _core.MapperMode.THREAD,
 }
-#: The pool grows by this much at a time: taking memory from the system is the slow part
-#: of a step that grows, and a page at a time would pay its fixed cost every time.
-_GROW_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +81,8 @@ class MemoryOptions:
     eager_tokens: int = 0
     #: Parked slots are unmapped while less than this share of the pool is at hand.
     reclaim_share: float = 0.10
-    #: "host", or the path of a driver's shared library (drivers_ext/README.md). Its memory must
-    #: be addressable by the processor, as the tensors over it are the CPU's.
-    driver: str = "host"
+    #: "host", "cuda", the path of a driver's shared library, or the device itself.
+    driver: str | MemoryDevice = "host"
 
 
 class MemoryManager:
@@ -121,9 +114,14 @@ class MemoryManager:
         self.max_len = max_len
         self.options = options
         self.limit_pages = _pages(layout, limit_bytes)
-        max_bytes = max(limit_bytes, options.max_limit_bytes or _physical_bytes())
+        chosen = options.driver
+        device = self.device = memory_device(chosen) if isinstance(chosen, str) else chosen
+        max_bytes = max(limit_bytes, options.max_limit_bytes or device.total_bytes)
         max_pages = max(self.limit_pages, layout.num_pages(max_bytes))
-        driver = _create_driver(options.driver, layout, layout.num_groups * max_pages, limits)
+        num_frames = layout.num_groups * max_pages
+        driver = device.create_driver(layout.page_bytes, num_frames, limits)
+        self._is_asynchronous = driver.capabilities.asynchronous
+        self._launched_epoch = 0
         if wrap_driver is not None:
             driver = wrap_driver(driver)
         block_bytes = layout.num_groups * layout.block_tokens * layout.token_stride
@@ -139,7 +137,7 @@ class MemoryManager:
             read_slack=options.read_slack_tokens,
             limit_pages=self.limit_pages,
             max_pages=max_pages,
-            grow_pages=max(1, min(_GROW_BYTES, limit_bytes // 8) // layout.total_page_bytes),
+            grow_pages=max(1, min(device.grow_bytes, limit_bytes // 8) // layout.total_page_bytes),
             zero_policy=_ZERO_POLICIES[options.zero_pages],
             prefix_caching=options.prefix_caching,
             null_page=options.null_page,
@@ -184,6 +182,8 @@ class MemoryManager:
         """
         rows = np.asarray(growths, dtype=np.int64).reshape(-1, 3)
         plan = self._core.plan_step(rows, _op_tuples(ops))
+        if not plan.fits and plan.waiting_pages and self._catch_up():
+            plan = self._core.plan_step(rows, _op_tuples(ops))
         if plan.fits:
             return MemoryPlan(rows, tuple(ops), plan.needed_pages, plan.version)
         return Shortfall(
@@ -200,11 +200,54 @@ class MemoryManager:
         Raises ``ValueError`` for a stale plan, :class:`OutOfMemoryError` when the system has
         less memory than the limit promises, :class:`DriverError` when it refuses a call.
         """
-        return self._core.apply_step(plan.rows, plan.version, _op_tuples(plan.ops))
+        try:
+            return self._core.apply_step(plan.rows, plan.version, _op_tuples(plan.ops))
+        except OutOfMemoryError:
+            # Torch keeps what it freed; on a device both live in the same memory.
+            if not self.device.release_unused():
+                raise
+        again = self.plan(plan.rows, plan.ops)
+        if not isinstance(again, MemoryPlan):
+            raise OutOfMemoryError(
+                f"the plan needs {again.needed_pages} pages, {again.available_pages} can be had "
+                "since the device has no more memory: free device memory"
+            )
+        return self._core.apply_step(again.rows, again.version, _op_tuples(again.ops))
 
     def slots(self, seqs: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
         """The slots of sequences, -1 where they have none: int32 ``[len(seqs)]``."""
         return self._core.slots(seqs)
+
+    def launched(self, epoch: int) -> None:
+        """The step's work is with the device: the epoch is complete when that is done.
+
+        On the host it is done by now. Nobody waits: what the epoch holds back is found to be
+        free by a later call.
+        """
+        if not self._is_asynchronous:
+            self._core.complete(epoch)
+            return
+        try:
+            self._core.launched(epoch)
+        except DriverError as error:
+            if error.sticky:
+                raise
+            self.device.wait()  # in place of a mark
+            self._core.complete(epoch)
+        self._launched_epoch = epoch
+
+    def wait(self) -> None:
+        """Until the steps that were launched are complete; what they held back is free then."""
+        self._catch_up()
+
+    def _catch_up(self) -> bool:
+        """Wait for the steps that run, if nothing is begun that is not with the device yet."""
+        begun = self._core.begun_epoch
+        if not self._is_asynchronous or self._launched_epoch < begun:
+            return False
+        self.device.wait()
+        self._core.complete(begun)
+        return True
 
     def complete(self, epoch: int) -> None:
         """The step of this epoch, and those before, have computed: what they wrote is kept."""
@@ -230,22 +273,29 @@ class MemoryManager:
         """Copy the sequences' blocks to host memory and give their pages up: all, or nothing.
 
         False where host memory has no room for them, or the system refuses it. No step may run:
-        the pages can be had at once.
+        the pages can be had at once. Waits for the copies, behind which kernels would wait too.
         """
         plan = self.plan((), [SwapOut(seq) for seq in seqs])
         if not isinstance(plan, MemoryPlan):
             return False
         try:
-            self.complete(self.apply(plan))
+            self.launched(self.apply(plan))
         except (OutOfMemoryError, DriverError):
             return False
+        self._catch_up()
         return True
 
     # -- the pool -----------------------------------------------------------------------
 
     def available_pages(self) -> int:
-        """Pages that growths can get now: free, evictable, or not committed yet."""
-        return self._core.plan(()).available_pages
+        """Pages that growths can get now: free, evictable, or not committed yet.
+
+        Where a step or a copy that runs holds some back, it is waited for.
+        """
+        plan = self._core.plan(())
+        if plan.waiting_pages and self._catch_up():
+            plan = self._core.plan(())
+        return plan.available_pages
 
     def trim(self, keep_pages: int = 0, *, drop_idle: bool = False) -> int:
         """Give free pages above ``keep_pages`` back to the system; returns how many.
@@ -283,9 +333,8 @@ class MemoryManager:
 
     def view(self) -> ContiguousView:
         """K and V per layer, ``[slots, max_len, kv_heads, head_dim]``, over the slots."""
-        groups = range(self.layout.num_groups)
         keys, values = layer_tensors(
-            self.layout, [self._core.slots_buffer(g) for g in groups], self.max_len
+            self.layout, self._tensors(self._core.slots_buffer), self.max_len
         )
         return ContiguousView(keys=keys, values=values)
 
@@ -295,24 +344,28 @@ class MemoryManager:
         return PagedView(
             keys=keys,
             values=values,
-            block_tables=as_tensor(self._core.block_tables),
+            block_tables=_HOST.tensor(self._core.block_tables),
             block_tokens=self.layout.block_tokens,
         )
 
+    def _tensors(self, buffer: Callable[[int], NDArray[np.uint8]]) -> list[torch.Tensor]:
+        return [self.device.tensor(buffer(group)) for group in range(self.layout.num_groups)]
+
     def safe_view(self) -> ContiguousView:
-        """Like :meth:`view`, but reads of what is not mapped give zero. Writing anywhere traps."""
-        groups = range(self.layout.num_groups)
+        """Like :meth:`view`, but reads of what is not mapped give zero. Writing anywhere traps.
+
+        Raises ``ValueError`` on a GPU: what is not mapped there is a fault.
+        """
         keys, values = layer_tensors(
-            self.layout, [self._core.shadow_buffer(g) for g in groups], self.max_len
+            self.layout, self._tensors(self._core.shadow_buffer), self.max_len
         )
         return ContiguousView(keys=keys, values=values)
 
     def arena_tensors(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """K and V per layer over the arena, ``[pages, page_tokens, kv_heads, head_dim]``."""
-        groups = range(self.layout.num_groups)
         return layer_tensors(
             self.layout,
-            [self._core.arena_buffer(g) for g in groups],
+            self._tensors(self._core.arena_buffer),
             self.layout.page_tokens,
         )
 
@@ -353,30 +406,6 @@ class MemoryManager:
         self._core.close()
 
 
-def _create_driver(
-    name: str, layout: KVLayout, num_frames: int, limits: _core.SystemLimits | None
-) -> _core.PageDriver:
-    if name == "host":
-        return _core.HostDriver(
-            layout.page_bytes, num_frames, limits=limits or _core.SystemLimits()
-        )
-    if "/" not in name:
-        raise UnsupportedError(
-            f"driver {name!r} is not available in this version: use host, or the path of a "
-            "driver's shared library"
-        )
-    try:
-        driver = _core.PluginDriver(name, layout.page_bytes, num_frames)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
-    if not driver.capabilities.unmap:
-        raise ConfigurationError(
-            f"the driver {driver.plugin_name} cannot unmap: its pages could never serve another "
-            "request; use host"
-        )
-    return driver
-
-
 def _op_tuples(
     ops: Sequence[MemoryOp],
 ) -> list[tuple[_core.OpKind, int, int, int, int, _core.View]]:
@@ -406,7 +435,3 @@ def _pages(layout: KVLayout, limit_bytes: int) -> int:
             "raise --kv-cache-memory or lower --kv-page-size"
         )
     return pages
-
-
-def _physical_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

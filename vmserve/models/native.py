@@ -66,7 +66,11 @@ def refusal(config: object, dtype: torch.dtype) -> str | None:
 
 
 def choose_native(
-    linear_backend: str, quantization: str, dtype: str, model: ModelConfig
+    linear_backend: str,
+    quantization: str,
+    dtype: str,
+    model: ModelConfig,
+    device: str | torch.device = "cpu",
 ) -> tuple[torch.dtype, bool]:
     """The KV cache's type and whether the native decoder runs the model, from the user's options.
 
@@ -74,15 +78,17 @@ def choose_native(
 
     Raises :class:`~vmserve.errors.ConfigurationError` where the options ask for what it cannot do.
     """
-    chosen = resolve_dtype(dtype, model, "cpu", force=True)
+    chosen = resolve_dtype(dtype, model, device, force=True)
     reason = refusal(model.network, chosen)
+    if torch.device(device).type != "cpu":
+        reason = "it runs on a CPU only"
     if linear_backend != "torch" and reason is None:
         return chosen, True
     asked = "linear_backend: native" if linear_backend == "native" else "quantization: int8"
     if linear_backend == "native" or quantization != "none":
         why = reason or "it needs --linear-backend native"
         raise ConfigurationError(f"{asked} cannot serve this model: {why}")
-    return resolve_dtype(dtype, model, "cpu"), False
+    return resolve_dtype(dtype, model, device), False
 
 
 class NativeDecoder:

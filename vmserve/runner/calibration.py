@@ -24,6 +24,7 @@ import torch
 from vmserve.attention.base import AttentionBackend, KVView, LayerAttention, RaggedBatch
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.manager import MemoryManager, MemoryOptions
+from vmserve.runner.runtime import CpuRuntime, DeviceRuntime
 from vmserve.scheduler.profile import DeviceProfile, KernelCosts
 
 if TYPE_CHECKING:
@@ -60,20 +61,27 @@ def measure_profile(
     backends: Mapping[Regime, AttentionBackend],
     heads: HeadShape,
     max_len: int,
+    runtime: DeviceRuntime | None = None,
 ) -> DeviceProfile:
     """What attention, mapping and copying cost here, for a model with this layout.
 
-    What a step costs beside them is not measured: those costs are 0 in the profile.
+    What a step costs beside them is not measured: those costs are 0 in the profile. On a GPU,
+    launches are part of what kernels take, as they are of a step that is not captured.
     """
-    scratch = _Scratch(layout, max_len, max(b.read_slack_tokens for b in backends.values()))
-    try:
-        kernels = _measure_kernels(scratch, layout, backends, heads)
-        map_page = scratch.map_page_seconds() * layout.num_groups
-    finally:
-        scratch.close()
+    runtime = runtime or CpuRuntime()
+    slack = max(b.read_slack_tokens for b in backends.values())
+    with runtime.active():
+        scratch = _Scratch(layout, max_len, slack, runtime)
+        try:
+            kernels = _measure_kernels(scratch, layout, backends, heads)
+            map_page = scratch.map_page_seconds() * layout.num_groups
+        finally:
+            runtime.synchronize()
+            scratch.close()
+        copy = _copy_bytes_per_second(runtime)
     # A processor that the kernels leave free maps for nothing.
-    is_busy = torch.get_num_threads() >= len(os.sched_getaffinity(0))
-    copy = _copy_bytes_per_second()
+    on_cpu = runtime.device.type == "cpu"
+    is_busy = on_cpu and torch.get_num_threads() >= len(os.sched_getaffinity(0))
     return DeviceProfile(
         name="measured at start",
         virtual=kernels[Regime.VIRTUAL],
@@ -91,7 +99,10 @@ def measure_profile(
 class _Scratch:
     """A small pool with the first group of a layout, and sequences in both regimes."""
 
-    def __init__(self, layout: KVLayout, max_len: int, read_slack_tokens: int) -> None:
+    def __init__(
+        self, layout: KVLayout, max_len: int, read_slack_tokens: int, runtime: DeviceRuntime
+    ) -> None:
+        self.runtime = runtime
         per_group = layout.layers_per_group
         self.layout = dataclasses.replace(layout, num_layers=per_group)
         self.length = min(_LONG, max_len - 1)
@@ -107,6 +118,7 @@ class _Scratch:
                 zero_pages="never",
                 deferred_reclamation=False,
                 seal_read_only=False,  # the same positions are written again and again
+                driver=runtime.memory(),
             ),
         )
         self.views: dict[Regime, KVView] = {
@@ -131,7 +143,7 @@ class _Scratch:
     def _grow(self, seqs: list[int], num_tokens: int) -> None:
         plan = self._memory.plan([Growth(seq, num_tokens) for seq in seqs])
         assert isinstance(plan, MemoryPlan), "the pool was made for these"
-        self._memory.complete(self._memory.apply(plan))
+        self._memory.launched(self._memory.apply(plan))
 
     def map_page_seconds(self) -> float:
         """To map a page of the group in a slot and to take it back, the least of some tries."""
@@ -141,7 +153,7 @@ class _Scratch:
             self._grow([seq], _MAPPED_PAGES * self.layout.page_tokens)
             self._memory.release(seq)
 
-        return float(_samples([map_and_release]).min()) / _MAPPED_PAGES
+        return float(_samples([map_and_release], self.runtime).min()) / _MAPPED_PAGES
 
     def close(self) -> None:
         self._memory.close()
@@ -167,8 +179,8 @@ def _measure_kernels(
         for shape in shapes
         for regime in regimes
     ]
-    binds = _samples([bind for bind, _ in steps])
-    layers = _samples([layer for _, layer in steps])
+    binds = _samples([bind for bind, _ in steps], scratch.runtime)
+    layers = _samples([layer for _, layer in steps], scratch.runtime)
     seconds = [
         bind + layer * layout.num_layers
         for bind, layer in zip(_level(binds), _level(layers), strict=True)
@@ -203,7 +215,8 @@ def _steps(
 
     def random(num_heads: int) -> torch.Tensor:
         size = (batch.num_tokens, num_heads, heads.head_dim)
-        return torch.randn(size, generator=generator).to(heads.dtype)
+        numbers = torch.randn(size, generator=generator).to(heads.dtype)
+        return numbers.to(scratch.runtime.device)
 
     q, k, v = random(heads.q_heads), random(heads.kv_heads), random(heads.kv_heads)
     return (
@@ -226,7 +239,7 @@ def _level(samples: NDArray[np.float64]) -> list[float]:
     return [float(seconds) for seconds in least]
 
 
-def _samples(calls: list[Callable[[], object]]) -> NDArray[np.float64]:
+def _samples(calls: list[Callable[[], object]], runtime: DeviceRuntime) -> NDArray[np.float64]:
     """Seconds of each in several tries that take turns: ``[calls, tries]``.
 
     Each runs once before it is timed: what ran before it must not tell in its time.
@@ -235,13 +248,19 @@ def _samples(calls: list[Callable[[], object]]) -> NDArray[np.float64]:
     for attempt in range(_TRIES):
         for index, call in enumerate(calls):
             call()
+            runtime.synchronize()
             began = time.perf_counter()
             call()
+            runtime.synchronize()
             samples[index, attempt] = time.perf_counter() - began
     return samples
 
 
-def _copy_bytes_per_second() -> float:
+def _copy_bytes_per_second(runtime: DeviceRuntime) -> float:
+    """From host memory to the device: what swapping takes."""
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return _COPIED_BYTES / float(_samples([lambda: target.copy_(source)]).min())
+    target = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=runtime.device)
+    if runtime.device.type != "cpu":
+        source = source.pin_memory()
+    copies = _samples([lambda: target.copy_(source, non_blocking=True)], runtime)
+    return _COPIED_BYTES / float(copies.min())

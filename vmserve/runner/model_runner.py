@@ -19,6 +19,7 @@ from vmserve.attention.base import (
 )
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
+from vmserve.runner.runtime import CpuRuntime, DeviceRuntime
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.sequence import Sequence
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from vmserve.attention.rotary import Rotary
     from vmserve.models import LoadedModel
+    from vmserve.runner.graphs import DecodeGraphs
 
 __all__ = ["AttentionTime", "ModelRunner", "RegimeKernels", "StepLogits"]
 
@@ -101,43 +103,92 @@ class ModelRunner:
     A batch may hold sequences of both regimes: each layer calls the kernels of each on its part.
     """
 
-    def __init__(self, model: LoadedModel, kernels: Mapping[Regime, RegimeKernels]) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        kernels: Mapping[Regime, RegimeKernels],
+        runtime: DeviceRuntime | None = None,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self._model = model
         self._kernels = kernels
+        self._runtime = runtime or CpuRuntime()
+        self._graphs = graphs
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, slots: NDArray[np.int32]) -> StepLogits:
-        """``slots``: of each sequence; -1 where kernels find it by its row of the block tables."""
+        """``slots``: of each sequence; -1 where kernels find it by its row of the block tables.
+
+        On a GPU the work is given to the engine's stream, and nobody waits for it.
+        """
+        self._runtime.check()
         is_paged = slots < 0
         num_paged = int(np.count_nonzero(is_paged))
         if 0 < num_paged < len(plan):
             # One stretch of rows for each regime; within it the order of the plan.
             order = np.argsort(~is_paged, kind="stable")
             plan, slots = plan.in_order(order), slots[order]
-        parts = _parts(plan, slots, num_paged, self._kernels)
         if plan.only_decodes:
             wanted = _every_row(plan)
-            # A copy: the plan's own columns are not the model's to touch.
-            positions, rows = torch.from_numpy(plan.num_past.copy()), None
-            token_ids = _last_tokens(plan)
+            if self._graphs is not None and self._graphs.takes(len(plan)):
+                return self._replay(plan, slots, num_paged, wanted, self._graphs)
+            token_ids, rows = _last_tokens(plan), None
         else:
             wanted = _rows_wanted(plan)
-            token_ids, positions, rows = _new_tokens(plan), _positions(parts), wanted.rows
+            token_ids, rows = _new_tokens(plan), wanted.rows
+        parts = _parts(plan, slots, num_paged, self._kernels)
+        # A copy: the plan's own columns are not the model's to touch.
+        positions = plan.num_past.copy() if rows is None else _positions(parts)
         logits = self._model.forward(
-            _as_tensor(token_ids),
-            positions,
+            self._upload(token_ids),
+            self._runtime.upload(positions),
             parts[0].call if len(parts) == 1 else _MixedCall(parts),
-            None if rows is None else _as_tensor(rows),
+            None if rows is None else self._upload(rows),
         )
-        return StepLogits(
-            logits,
-            tuple(wanted.samplers),
-            tuple(wanted.sample_rows),
-            tuple(wanted.beams),
-            tuple(wanted.beam_rows),
-            tuple(wanted.prompt_rows),
-            tuple(AttentionTime(part.regime, part.batch, part.call.seconds) for part in parts),
-        )
+        return _step_logits(logits, wanted, self._times(parts))
+
+    def _upload(self, numbers: list[int]) -> torch.Tensor:
+        """int64; by way of numpy, which reads a list much faster."""
+        return self._runtime.upload(np.array(numbers, dtype=np.int64))
+
+    def _replay(
+        self,
+        plan: StepPlan,
+        slots: NDArray[np.int32],
+        num_paged: int,
+        wanted: _Wanted,
+        graphs: DecodeGraphs,
+    ) -> StepLogits:
+        """A step that was captured, or is now; of both regimes, all of it but attention is."""
+        token_ids = np.array(_last_tokens(plan), dtype=np.int64)
+        stretches = _stretches(plan, slots, num_paged)
+        if len(stretches) == 1 and graphs.captures_attention(stretches[0][0]):
+            [(regime, batch)] = stretches
+            return _step_logits(graphs.whole(token_ids, regime, batch), wanted, ())
+        parts = _bound(stretches, self._kernels)
+        attention = parts[0].call if len(parts) == 1 else _MixedCall(parts)
+        logits = graphs.in_pieces(token_ids, plan.num_past, attention)
+        return _step_logits(logits, wanted, self._times(parts))
+
+    def _times(self, parts: list[_Part]) -> tuple[AttentionTime, ...]:
+        """Of kernels that are over when their call returns: of a GPU nothing is known."""
+        if self._runtime.device.type != "cpu":
+            return ()
+        return tuple(AttentionTime(part.regime, part.batch, part.call.seconds) for part in parts)
+
+
+def _step_logits(
+    logits: torch.Tensor, wanted: _Wanted, attention: tuple[AttentionTime, ...]
+) -> StepLogits:
+    return StepLogits(
+        logits,
+        tuple(wanted.samplers),
+        tuple(wanted.sample_rows),
+        tuple(wanted.beams),
+        tuple(wanted.beam_rows),
+        tuple(wanted.prompt_rows),
+        attention,
+    )
 
 
 @dataclass(frozen=True)
@@ -162,15 +213,24 @@ def _new_tokens(plan: StepPlan) -> list[int]:
     return token_ids
 
 
-def _as_tensor(numbers: list[int]) -> torch.Tensor:
-    """int64; by way of numpy, which reads a list much faster."""
-    return torch.from_numpy(np.array(numbers, dtype=np.int64))
+def _positions(parts: list[_Part]) -> NDArray[np.int64]:
+    positions = [part.batch.token_positions.numpy() for part in parts]
+    return positions[0] if len(parts) == 1 else np.concatenate(positions)
 
 
-def _positions(parts: list[_Part]) -> torch.Tensor:
-    if len(parts) == 1:
-        return parts[0].batch.token_positions
-    return torch.cat([part.batch.token_positions for part in parts])
+def _stretches(
+    plan: StepPlan, slots: NDArray[np.int32], num_paged: int
+) -> list[tuple[Regime, RaggedBatch]]:
+    """The first ``num_paged`` sequences are paged."""
+    paged, virtual = slice(num_paged), slice(num_paged, None)
+    return [
+        (regime, RaggedBatch.build(places, plan.num_past[stretch], plan.num_new[stretch]))
+        for regime, stretch, places in (
+            (Regime.PAGED, paged, plan.memory_ids[paged]),
+            (Regime.VIRTUAL, virtual, slots[virtual]),
+        )
+        if len(places)
+    ]
 
 
 def _parts(
@@ -179,18 +239,15 @@ def _parts(
     num_paged: int,
     kernels: Mapping[Regime, RegimeKernels],
 ) -> list[_Part]:
-    """The first ``num_paged`` sequences are paged."""
+    return _bound(_stretches(plan, slots, num_paged), kernels)
+
+
+def _bound(
+    stretches: list[tuple[Regime, RaggedBatch]], kernels: Mapping[Regime, RegimeKernels]
+) -> list[_Part]:
     parts: list[_Part] = []
     first = 0
-    paged, virtual = slice(num_paged), slice(num_paged, None)
-    stretches = (
-        (Regime.PAGED, paged, plan.memory_ids[paged]),
-        (Regime.VIRTUAL, virtual, slots[virtual]),
-    )
-    for regime, stretch, places in stretches:
-        if not len(places):
-            continue
-        batch = RaggedBatch.build(places, plan.num_past[stretch], plan.num_new[stretch])
+    for regime, batch in stretches:
         chosen = kernels[regime]
         began = time.perf_counter()
         call = chosen.backend.bind(chosen.view, batch)

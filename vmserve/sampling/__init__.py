@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
 
 if TYPE_CHECKING:
+    from vmserve.sampling.device import DeviceSampler
     from vmserve.sampling.sampler import SampledToken, Sampler, SamplingRow
 
 __all__ = [
     "BeamSearchParams",
+    "DeviceSampler",
     "GenerationParams",
     "SampledToken",
     "Sampler",
@@ -24,4 +26,5 @@ def __getattr__(name: str) -> Any:
     # The sampler needs torch; whoever only builds parameters must not wait for it.
     if name not in __all__:
         raise AttributeError(f"module 'vmserve.sampling' has no attribute {name!r}")
-    return getattr(importlib.import_module("vmserve.sampling.sampler"), name)
+    module = "device" if name == "DeviceSampler" else "sampler"
+    return getattr(importlib.import_module(f"vmserve.sampling.{module}"), name)

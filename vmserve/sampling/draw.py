@@ -20,7 +20,7 @@ from vmserve.sampling.rows import Ids, Values, at_least, kth_largest
 if TYPE_CHECKING:
     from vmserve.sampling.params import SamplingParams
 
-__all__ = ["draw", "inverse_cdf", "kept"]
+__all__ = ["draw", "inverse_cdf", "inverse_cdf_at", "is_cut", "kept"]
 
 #: Weights are summed by blocks of this many before the cumulative sum.
 BLOCK = 128
@@ -34,7 +34,7 @@ def draw(x: Tensor, params: Sequence[SamplingParams], uniforms: NDArray[np.float
     """
     if any(p.temperature != 1.0 for p in params):
         x = x / torch.tensor([[p.temperature] for p in params], device=x.device)
-    cut = [i for i, p in enumerate(params) if _is_cut(p, x.shape[1])]
+    cut = [i for i, p in enumerate(params) if is_cut(p, x.shape[1])]
     if not cut:
         return inverse_cdf(x.softmax(dim=-1), uniforms)
     if len(cut) == len(params):
@@ -53,6 +53,11 @@ def inverse_cdf(weights: Tensor, uniforms: NDArray[np.float64]) -> Tensor:
     are float64. Two levels (blocks, then within one) read the weights once: a float64
     cumulative sum over a large vocabulary costs ten times as much.
     """
+    return inverse_cdf_at(weights, torch.from_numpy(uniforms).to(weights.device))
+
+
+def inverse_cdf_at(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The same for float64 numbers that are where the weights are."""
     columns = weights.shape[1]
     full = columns // BLOCK * BLOCK
     # unfold, unlike view, also takes the rows of a wider matrix.
@@ -60,7 +65,7 @@ def inverse_cdf(weights: Tensor, uniforms: NDArray[np.float64]) -> Tensor:
     if full < columns:
         sums = torch.cat([sums, weights[:, full:].sum(dim=-1, keepdim=True)], dim=-1)
     upto = sums.double().cumsum(dim=-1)
-    targets = torch.from_numpy(uniforms).to(weights.device) * upto[:, -1]
+    targets = uniforms * upto[:, -1]
     block = _locate(upto, sums, targets)
     before = torch.where(block > 0, upto.gather(1, (block - 1).clamp(min=0)[:, None])[:, 0], 0.0)
     place = block[:, None] * BLOCK + torch.arange(BLOCK, device=weights.device)
@@ -80,7 +85,8 @@ def _locate(upto: Tensor, weights: Tensor, targets: Tensor) -> Tensor:
 # -- rows that keep only some tokens ----------------------------------------------------
 
 
-def _is_cut(params: SamplingParams, vocab: int) -> bool:
+def is_cut(params: SamplingParams, vocab: int) -> bool:
+    """Whether only some tokens of the vocabulary can be drawn."""
     return params.min_p > 0.0 or params.top_p < 1.0 or 0 < params.top_k < vocab
 
 

@@ -1,0 +1,457 @@
+"""The engine on a GPU: decoding, prompts, whole workloads, memory, mapping, layouts.
+
+    python benchmarks/gpu/engine.py --out DIR              # Llama-3-8B's shapes, 420 s at most
+    python benchmarks/gpu/engine.py --out DIR --shape llama-3.2-1b --parts decode,mapping
+    python benchmarks/gpu/engine.py --out DIR --dry-run    # tiny shapes on the CPU: its own logic
+
+Weights are random and made on the device: nothing is downloaded, and what is generated means
+nothing. Each part writes its rows to ``results.json`` and its table to ``engine.md`` as it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from vmserve import SamplingParams  # first: it sets how torch's threads wait
+
+import torch  # isort: skip
+import vmserve.engine  # isort: skip
+from vmserve.bench.machine import machine_info
+from vmserve.config import EngineConfig
+from vmserve.engine import LLMEngine
+from vmserve.errors import ConfigurationError, OutOfMemoryError
+from vmserve.models import LoadedModel, ModelConfig, resolve_model
+from vmserve.models.decoder import Decoder
+from vmserve.models.weights import assemble, tensor_shapes
+from vmserve.runner.runtime import CpuRuntime
+
+Row = dict[str, Any]
+MIB = 1 << 20
+REGIMES = ("paged", "virtual", "auto")
+
+#: config.json of each shape, of what differs from the others.
+SHAPES: dict[str, Row] = {
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 32768,
+    },
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 2048,
+        "max_position_embeddings": 512,
+    },
+}
+COMMON: Row = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured. Lengths are tokens."""
+
+    batches: tuple[int, ...]
+    context: int
+    steps: int
+    prompts: tuple[int, ...]
+    requests: int
+    longest: int
+    page_mib: tuple[float, ...]
+    groups: tuple[int, ...]
+    max_len: int
+
+
+FULL = Plan(
+    batches=(1, 8, 32, 128),
+    context=1024,
+    steps=64,
+    prompts=(512, 2048, 8192),
+    requests=128,
+    longest=1024,
+    page_mib=(2, 4, 8),
+    groups=(1, 2, 4, 8),
+    max_len=16384,
+)
+TINY = Plan(
+    batches=(1, 3),
+    context=24,
+    steps=6,
+    prompts=(16, 64),
+    requests=5,
+    longest=24,
+    page_mib=(1 / 32,),
+    groups=(1, 2),
+    max_len=256,
+)
+
+
+class Bench:
+    """What every part needs: the model's files, the options, and the time that is left."""
+
+    def __init__(
+        self, directory: Path, device: str, dtype: str, plan: Plan, seconds: float
+    ) -> None:
+        self.directory = directory
+        self.device = device
+        self.dtype = dtype
+        self.plan = plan
+        self._deadline = time.monotonic() + seconds
+
+    def out_of_time(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    @contextmanager
+    def engine(self, **options: Any) -> Iterator[LLMEngine]:
+        config = EngineConfig(
+            model=str(self.directory),
+            device=self.device,
+            dtype=self.dtype,
+            max_model_len=self.plan.max_len,
+            **({"enable_prefix_caching": False} | options),
+        )
+        with mock.patch.object(vmserve.engine, "load_model", random_model):
+            # A dry run captures steps, too.
+            runtime = CpuRuntime(graphs=True) if self.device == "cpu" else None
+            engine = LLMEngine(config, runtime=runtime)
+        try:
+            yield engine
+        finally:
+            engine.close()
+            vars(engine).clear()  # whoever has it in a variable keeps no weights and pages alive
+            gc.collect()
+            if self.device == "cuda":
+                torch.cuda.empty_cache()
+
+    def free_bytes(self) -> int:
+        """Of the device as the driver sees it; 0 on the CPU, where others use it too."""
+        return int(torch.cuda.mem_get_info()[0]) if self.device == "cuda" else 0
+
+
+def random_model(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    config: ModelConfig,
+    max_model_len: int,
+    progress: Any = None,
+) -> LoadedModel:
+    """In the place of ``load_model``: small random weights, ones in the norms."""
+    generator = torch.Generator(device).manual_seed(0)
+    tensors = {}
+    for name, shape in tensor_shapes(config.network).items():
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if len(shape) == 1:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, 0.02, generator=generator)
+        tensors[name] = tensor
+    network = Decoder(config.network, assemble(config.network, tensors), max_model_len)
+    return LoadedModel(config, dtype, device, sum(t.nbytes for t in tensors.values()), network)
+
+
+def write_model(directory: Path, shape: str, dtype: str) -> None:
+    """config.json of the shape, and the embedded model's tokenizer, whose ids all shapes have."""
+    config = COMMON | SHAPES[shape] | {"dtype": dtype}
+    (directory / "config.json").write_text(json.dumps(config))
+    embedded = resolve_model(None)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).write_bytes((embedded / name).read_bytes())
+
+
+def add(engine: LLMEngine, key: str, num_prompt: int, num_output: int, seed: int = 0) -> None:
+    rng = random.Random(seed)
+    prompt = [rng.randrange(3, 1000) for _ in range(num_prompt)]
+    params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
+    engine.add_request(key, prompt, params)
+
+
+def step(engine: LLMEngine) -> None:
+    result = engine.step()
+    if result.failures:
+        raise result.failures[0].error
+
+
+def run_until_decoding(engine: LLMEngine, num: int) -> None:
+    """All prompts are read, and each of ``num`` requests has a token or more."""
+    while True:
+        step(engine)
+        sequences = [seq for req in engine._requests.values() for seq in req.sequences]
+        if len(sequences) == num and all(seq.num_output > 2 for seq in sequences):
+            return
+
+
+def step_seconds(engine: LLMEngine, count: int) -> list[float]:
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        step(engine)
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def decoding(bench: Bench, batch: int, steps: int, **options: Any) -> list[float]:
+    """Seconds of each step in which ``batch`` requests decode, behind ``context`` tokens."""
+    with bench.engine(max_num_seqs=max(batch, 1), **options) as engine:
+        for index in range(batch):
+            add(engine, str(index), bench.plan.context, 3 * steps + 16, index)
+        run_until_decoding(engine, batch)
+        step_seconds(engine, 3)  # whatever is made at first use
+        return step_seconds(engine, steps)
+
+
+# -- parts -----------------------------------------------------------------------------------
+
+
+def part_decode(bench: Bench) -> Iterator[Row]:
+    """Decode tokens/s by batch, regime and whether steps are captured."""
+    for batch, regime, eager in itertools.product(
+        bench.plan.batches, ("virtual", "paged"), (False, True)
+    ):
+        times = decoding(bench, batch, bench.plan.steps, kv_regime=regime, enforce_eager=eager)
+        middle = statistics.median(times)
+        yield {
+            "batch": batch,
+            "regime": regime,
+            "steps": "eager" if eager else "captured",
+            "step_ms": 1e3 * middle,
+            "tokens_per_s": batch / middle,
+        }
+
+
+def part_ttft(bench: Bench) -> Iterator[Row]:
+    """From a request's arrival to its first token, alone, by prompt length."""
+    for regime in ("virtual", "paged"):
+        with bench.engine(kv_regime=regime) as engine:
+            for length in bench.plan.prompts:
+                samples = []
+                for attempt in range(3):  # the first one loads what is loaded at first use
+                    add(engine, f"{length}-{attempt}", length, 1, attempt)
+                    began = time.perf_counter()
+                    while engine.has_unfinished:
+                        step(engine)
+                    samples.append(time.perf_counter() - began)
+                yield {"regime": regime, "prompt": length, "ttft_ms": 1e3 * min(samples[1:])}
+
+
+def part_makespan(bench: Bench) -> Iterator[Row]:
+    """Requests of many lengths, all there at once, until the last one ends."""
+    rng = random.Random(7)
+    lengths = [
+        (
+            max(4, int(bench.plan.longest * rng.random() ** 3)),
+            rng.randint(4, bench.plan.longest // 2),
+        )
+        for _ in range(bench.plan.requests)
+    ]
+    for regime in REGIMES:
+        with bench.engine(kv_regime=regime) as engine:
+            for index, (num_prompt, num_output) in enumerate(lengths):
+                add(engine, str(index), num_prompt, num_output, index)
+            began = time.perf_counter()
+            while engine.has_unfinished:
+                step(engine)
+            seconds = time.perf_counter() - began
+            stats = engine.stats()
+        yield {
+            "regime": regime,
+            "makespan_s": seconds,
+            "output_tokens_per_s": sum(out for _, out in lengths) / seconds,
+            "preemptions": stats["num_preemptions_total"],
+            "map_calls": stats["map_calls_total"],
+            "unhidden_calls": stats["unhidden_calls_total"],
+        }
+
+
+def part_idle(bench: Bench) -> Iterator[Row]:
+    """Memory before, while and after requests run: what an idle engine gives back."""
+    with bench.engine() as engine:
+
+        def row(when: str) -> Row:
+            stats = engine.memory.stats()
+            return {
+                "when": when,
+                "pool_mib": stats.committed_pages * stats.page_bytes / MIB,
+                "limit_mib": stats.limit_pages * stats.page_bytes / MIB,
+                "device_free_mib": bench.free_bytes() / MIB,
+            }
+
+        yield row("at start")
+        num = max(bench.plan.batches)
+        for index in range(num):
+            add(engine, str(index), bench.plan.context, 8, index)
+        run_until_decoding(engine, num)
+        yield row("serving")
+        while engine.has_unfinished:
+            step(engine)
+        step(engine)  # finds nothing to do
+        yield row("idle")
+
+
+def part_mapping(bench: Bench) -> Iterator[Row]:
+    """Latency of steps that map pages themselves, against a mapper that maps ahead."""
+    batch = bench.plan.batches[-2]
+    for mapper in ("off", "auto"):
+        steps = 4 * bench.plan.steps
+        times = sorted(decoding(bench, batch, steps, kv_regime="virtual", kv_mapper=mapper))
+        yield {
+            "mapping": "synchronous" if mapper == "off" else "overlapped",
+            "batch": batch,
+            "median_ms": 1e3 * statistics.median(times),
+            "p99_ms": 1e3 * times[int(0.99 * (len(times) - 1))],
+            "max_ms": 1e3 * times[-1],
+        }
+
+
+def part_layout(bench: Bench) -> Iterator[Row]:
+    """What interleaving layers and the size of pages cost a decoding step."""
+    batch = bench.plan.batches[-2]
+    for groups, mib, regime in itertools.product(
+        bench.plan.groups, bench.plan.page_mib, ("virtual", "paged")
+    ):
+        options: dict[str, Any] = {
+            "kv_regime": regime,
+            "kv_layers_per_group": groups,
+            "kv_page_size": int(mib * MIB),
+        }
+        row: Row = {"layers_per_group": groups, "page_mib": mib, "regime": regime}
+        try:
+            times = decoding(bench, batch, bench.plan.steps // 2, **options)
+        except (ConfigurationError, OutOfMemoryError) as error:
+            yield row | {"step_ms": None, "refused": str(error)}
+        else:
+            yield row | {"step_ms": 1e3 * statistics.median(times), "refused": ""}
+
+
+PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    "decode": part_decode,
+    "mapping": part_mapping,
+    "ttft": part_ttft,
+    "makespan": part_makespan,
+    "idle": part_idle,
+    "layout": part_layout,
+}
+
+
+# -- results ---------------------------------------------------------------------------------
+
+
+def table(title: str, rows: list[Row]) -> str:
+    """The rows in Markdown, numbers to four figures."""
+    names = list(rows[0]) if rows else []
+    lines = [f"**{title}**", "", "| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for row in rows:
+        cells = [_cell(row.get(name)) for name in names]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value is None else str(value)
+
+
+def run(names: list[str], bench: Bench, out: Path, described: Row) -> Row:
+    """Every part, or as many as time allows; files are written as each ends."""
+    results: Row = described | {"parts": {}, "left_out": []}
+    texts = []
+    for name in names:
+        rows: list[Row] = []
+        for row in PARTS[name](bench):
+            print(f"{name}: {row}", flush=True)
+            rows.append(row)
+            if bench.out_of_time():
+                results["left_out"].append(f"{name}, after {len(rows)} rows")
+                break
+        results["parts"][name] = rows
+        texts.append(table((PARTS[name].__doc__ or name).splitlines()[0], rows))
+        (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        head = (
+            ""
+            if described["device"] != "cpu"
+            else "Dry run on a CPU: no figure means anything.\n\n"
+        )
+        (out / "engine.md").write_text(head + "\n".join(texts))
+        if bench.out_of_time():
+            results["left_out"] += names[names.index(name) + 1 :]
+            break
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    parser.add_argument("--seconds", type=float, default=420.0, help="no part begins after these")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
+    options = parser.parse_args(arguments)
+    names = options.parts.split(",")
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        parser.error(f"unknown parts: {', '.join(unknown)}; known: {', '.join(PARTS)}")
+    shape, dtype, device = options.shape, options.dtype, "cuda"
+    if options.dry_run:
+        shape, dtype, device = "tiny", "float32", "cpu"
+    options.out.mkdir(parents=True, exist_ok=True)
+    described = {
+        "shape": shape,
+        "dtype": dtype,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "machine": machine_info(),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), shape, dtype)
+        plan = TINY if options.dry_run else FULL
+        bench = Bench(Path(folder), device, dtype, plan, options.seconds)
+        run(names, bench, options.out, described)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,304 @@
+"""FlashAttention over slots: what it is called with, and what comes out of an emulated one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vmserve  # noqa: F401  first: it sets how torch's threads wait
+
+import torch  # isort: skip
+
+from tests.attention.flash_op import EmulatedFlash, flash_op
+from vmserve.attention import BACKENDS, PREFERRED, create_backend
+from vmserve.attention.base import ContiguousView, LayerAttention, PlansAhead, RaggedBatch
+from vmserve.attention.flash import FlashAttn2, FlashAttn3, FlashBackend, SlotTensors, TorchFlash
+from vmserve.attention.reference import ReferenceBackend
+from vmserve.attention.rotary import Rotary
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.memory.base import Regime
+
+SLOTS, MAX_LEN, TOKENS, KV_HEADS, DIM = 5, 40, 48, 2, 16
+
+
+def slot_view(fill: float = float("nan"), layers: int = 2) -> ContiguousView:
+    """Slots 48 tokens apart, of which 40 are theirs; K beside V, two layers for each token."""
+    shape = (SLOTS, TOKENS, layers, 2, KV_HEADS, DIM)
+    pool = torch.full(shape, fill)
+    keys = tuple(pool[:, :MAX_LEN, layer, 0] for layer in range(layers))
+    values = tuple(pool[:, :MAX_LEN, layer, 1] for layer in range(layers))
+    return ContiguousView(keys, values)
+
+
+def fill_past(view: ContiguousView, batch: RaggedBatch, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    for tensor in (*view.keys, *view.values):
+        for slot, past in zip(batch.places, batch.num_past, strict=True):
+            tensor[slot, :past] = torch.randn(past, KV_HEADS, DIM)
+
+
+def inputs(rows: int, q_heads: int, seed: int = 1) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(seed)
+    angles = torch.randn(rows, 1, DIM // 2)
+    cos, sin = angles.cos(), angles.sin()
+    rotary = Rotary(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    q, k, v = (torch.randn(rows, heads, DIM) for heads in (q_heads, KV_HEADS, KV_HEADS))
+    return q, k, v, rotary  # type: ignore[return-value]
+
+
+BATCHES = {
+    "decodes": ([3, 0, 4], [7, 39, 0], [1, 1, 1]),
+    "one prompt": ([2], [0], [21]),
+    "a chunk behind a past": ([1], [17], [9]),
+    "mixed": ([4, 1, 0, 2], [12, 30, 0, 5], [1, 8, 11, 1]),
+}
+
+
+@pytest.mark.parametrize("window", [None, 4, 64])
+@pytest.mark.parametrize("q_heads", [2, 6])
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_same_as_the_reference(name: str, q_heads: int, window: int | None) -> None:
+    """What lies past a sequence's length is NaN throughout, and does not tell."""
+    batch = RaggedBatch.build(*BATCHES[name])
+    q, k, v, rotary = inputs(batch.num_tokens, q_heads)
+    spec = LayerAttention(1, 0.3, window=window)
+    results = []
+    for backend in (FlashBackend(EmulatedFlash()), ReferenceBackend()):
+        view = slot_view()
+        fill_past(view, batch)
+        out = backend.bind(view, batch)(spec, q.clone(), k.clone(), v.clone(), rotary)  # type: ignore[arg-type]
+        results.append((out, view))
+    (out, view), (expected, reference_view) = results
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    for mine, other in zip(view.keys + view.values, reference_view.keys + reference_view.values,
+                           strict=True):  # fmt: skip
+        assert torch.equal(mine.isnan(), other.isnan())
+        assert torch.allclose(mine.nan_to_num(), other.nan_to_num())
+
+
+class Recording:
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = [a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments]
+        self.calls.append(dict(zip(names, args, strict=False)) | kwargs)
+        return flash_op(*args, **kwargs)
+
+
+def test_what_the_operator_is_given() -> None:
+    """Decodes apart from chunks, and without what would turn their split along the keys off."""
+    seen = Recording()
+    batch = RaggedBatch.build(*BATCHES["mixed"])
+    view = slot_view(0.0)
+    call = FlashBackend(TorchFlash(seen)).bind(view, batch)
+    q, k, v, _ = inputs(batch.num_tokens, 4)
+    call(LayerAttention(0, 0.25), q, k, v)
+    decode, chunk = seen.calls
+    assert decode["cum_seq_k"].tolist() == [4 * TOKENS, 2 * TOKENS, 0]
+    assert decode["seqused_k"].tolist() == [13, 6]
+    assert decode["cum_seq_q"].tolist() == [0, 1, 2]
+    assert (decode["max_q"], decode["max_k"], decode["is_causal"]) == (1, 13, False)
+    assert (decode["window_size_left"], decode["window_size_right"]) == (-1, -1)
+    assert chunk["cum_seq_k"].tolist() == [1 * TOKENS, 0, 0]
+    assert chunk["seqused_k"].tolist() == [38, 11]
+    assert chunk["cum_seq_q"].tolist() == [0, 8, 19]
+    assert (chunk["max_q"], chunk["max_k"], chunk["is_causal"]) == (11, 38, True)
+    assert decode["scale"] == chunk["scale"] == 0.25
+    # In place: the same memory, as one row of tokens.
+    assert decode["key"].data_ptr() == view.keys[0].data_ptr()
+    assert decode["key"].shape == ((SLOTS - 1) * TOKENS + MAX_LEN, KV_HEADS, DIM)
+    call(LayerAttention(1, 0.25, window=3), q, k, v)
+    assert (seen.calls[2]["is_causal"], seen.calls[2]["window_size_left"]) == (True, 2)
+
+
+class RecordingKvcache:
+    """``flash_attn_with_kvcache`` as flash-attn documents it, by way of the emulation."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        cache_seqlens: torch.Tensor,
+        cache_batch_idx: torch.Tensor,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+        softcap: float,
+    ) -> torch.Tensor:
+        self.num_calls += 1
+        assert softcap == 0.0
+        batch, rows = q.shape[:2]
+        tensors = SlotTensors(ContiguousView((k_cache,), (v_cache,)))
+        out = flash_op(
+            q.flatten(0, 1),
+            tensors.flat_keys[0],
+            tensors.flat_values[0],
+            torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32),
+            torch.cat((cache_batch_idx * tensors.slot_tokens, cache_batch_idx[:1])),
+            rows,
+            int(cache_seqlens.max()),
+            0.0,
+            causal,
+            False,
+            scale=softmax_scale,
+            window_size_left=window_size[0],
+            window_size_right=window_size[1],
+            seqused_k=cache_seqlens,
+        )
+        return out[0].view(q.shape)
+
+
+@pytest.mark.parametrize("kind", [FlashAttn2, FlashAttn3])
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_kvcache_functions(name: str, kind: type[FlashAttn2]) -> None:
+    batch = RaggedBatch.build(*BATCHES[name])
+    q, k, v, rotary = inputs(batch.num_tokens, 4)
+    spec = LayerAttention(0, 0.3)
+    function = RecordingKvcache()
+    views = [slot_view(), slot_view()]
+    for view in views:
+        fill_past(view, batch)
+    out = FlashBackend(kind(function)).bind(views[0], batch)(spec, q, k, v, rotary)  # type: ignore[arg-type]
+    expected = ReferenceBackend().bind(views[1], batch)(spec, q, k, v, rotary)  # type: ignore[arg-type]
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    # One call for all decodes; chunks of unequal length one after the other.
+    assert function.num_calls == {"mixed": 3}.get(name, 1)
+
+
+def test_a_plan_serves_batches_of_other_widths_and_writes_nothing_else() -> None:
+    """Rows of the padding: never a page that is not the batch's, whatever they hold."""
+    backend = FlashBackend(EmulatedFlash())
+    assert isinstance(backend, PlansAhead)
+    view, expected_view = slot_view(), slot_view()
+    plan = backend.plan_capacity(
+        view, max_seqs=4, max_tokens=4, max_len=MAX_LEN, q_heads=4, windows=(None,)
+    )
+    spec = LayerAttention(0, 0.3)
+    for step, (places, past) in enumerate(
+        [([1, 3, 0, 2], [3, 8, 0, 39]), ([3], [9]), ([4, 1], [0, 4])]
+    ):
+        batch = RaggedBatch.build(places, past, [1] * len(places))
+        for each in (view, expected_view):
+            fill_past(each, batch, step)
+        q, k, v, rotary = inputs(4, 4, seed=step)
+        plan.update(batch)
+        out = plan.call(spec, q, k, v, rotary)  # type: ignore[arg-type]
+        n = len(places)
+        expected = ReferenceBackend().bind(expected_view, batch)(
+            spec,
+            q[:n],
+            k[:n],
+            v[:n],
+            rotary.rows(0, n),  # type: ignore[attr-defined]
+        )
+        torch.testing.assert_close(out[:n], expected, rtol=1e-5, atol=1e-5)
+        assert not out.isnan().any()
+        for mine, other in zip(view.keys + view.values, expected_view.keys + expected_view.values,
+                               strict=True):  # fmt: skip
+            assert torch.equal(mine.isnan(), other.isnan())
+            assert torch.allclose(mine.nan_to_num(), other.nan_to_num())
+    out = torch.full((4, 4, DIM), 7.0)
+    assert plan.call(spec, q, k, v, None, out=out) is out
+
+
+def test_a_batch_that_does_not_fit_its_plan_is_refused() -> None:
+    backend, view = FlashBackend(EmulatedFlash()), slot_view()
+    sizes: dict[str, Any] = {"max_len": 20, "q_heads": 2, "windows": (None,)}
+    plan = backend.plan_capacity(view, max_seqs=2, max_tokens=2, **sizes)
+    for batch in (([0, 1, 2], [1, 1, 1], [1, 1, 1]), ([0], [20], [1]), ([0], [0], [2])):
+        with pytest.raises(ValueError, match="do not fit a plan for 2 sequences of 20"):
+            plan.update(RaggedBatch.build(*batch))
+    with pytest.raises(UnsupportedError, match="one token of each sequence, not 8 of 2"):
+        backend.plan_capacity(view, max_seqs=2, max_tokens=8, **sizes)
+
+
+def test_more_tokens_than_32_bits_count_are_refused() -> None:
+    like = torch.empty(0)
+    tensor = like.new_empty(1, 1, 1, 8).as_strided((1, 1, 1, 8), (2**31 * 8, 8, 8, 1))
+    with pytest.raises(ConfigurationError, match="2,147,483,648, and kernels address less than"):
+        SlotTensors(ContiguousView((tensor,), (tensor,)))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dim", "dtype", "why"),
+    [
+        (TorchFlash(), 64, torch.float32, "has no float32"),
+        (TorchFlash(), 20, torch.bfloat16, "multiple of 8 up to 256"),
+        (TorchFlash(), 264, torch.float16, "multiple of 8 up to 256"),
+        (FlashAttn2(), 64, torch.float16, "flash_attn is not installed"),
+        (FlashAttn3(), 64, torch.float16, "flash_attn_interface is not installed"),
+    ],
+)
+def test_refusals(kernel: Any, dim: int, dtype: torch.dtype, why: str) -> None:
+    assert why in (FlashBackend(kernel).refusal(dim, dtype) or "")
+    assert TorchFlash().refusal(128, torch.bfloat16) is None
+
+
+def test_auto_chooses_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(regime: Regime, dtype: torch.dtype, dim: int = 64) -> str:
+        return create_backend("auto", regime, dim, dtype, device="cuda").name
+
+    assert chosen(Regime.VIRTUAL, torch.bfloat16) == "torch-flash"
+    assert chosen(Regime.VIRTUAL, torch.float32) == "sdpa"
+    assert chosen(Regime.VIRTUAL, torch.bfloat16, 20) == "sdpa"
+    installed = FlashBackend(FlashAttn2(RecordingKvcache()))
+    monkeypatch.setitem(BACKENDS, "flash-attn", lambda: installed)  # type: ignore[arg-type]
+    assert chosen(Regime.VIRTUAL, torch.bfloat16) == "flash-attn"
+    with pytest.raises(ConfigurationError, match="torch-flash has no kernels for the device cpu"):
+        create_backend("torch-flash")
+    with pytest.raises(ConfigurationError, match="cpu has no kernels for the device cuda"):
+        create_backend("cpu", device="cuda")
+    with pytest.raises(ConfigurationError, match=r"torch\.float32: FlashAttention has no float32"):
+        create_backend("torch-flash", device="cuda")
+
+
+def test_slack_is_that_of_the_kernel() -> None:
+    slack = {k.name: FlashBackend(k).read_slack_tokens for k in (TorchFlash(), FlashAttn2(),
+                                                                FlashAttn3())}  # fmt: skip
+    assert slack == {"torch-flash": 0, "flash-attn": 0, "flash-attn-3": 256}
+    assert np.all([FlashBackend(k).views == (ContiguousView,) for k in (TorchFlash(),)])
+
+
+def test_the_example_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/kernels.md: a kernel of one's own, registered and chosen."""
+    text = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    source = text.split("```python\n")[1].split("```")[0]
+    monkeypatch.setattr("vmserve.attention.BACKENDS", dict(BACKENDS))
+    monkeypatch.setattr("vmserve.attention.PREFERRED", dict(PREFERRED))
+
+    def decode(
+        q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *args: Any
+    ) -> torch.Tensor:
+        places, lengths, scale = args
+        function = RecordingKvcache()
+        out = function(
+            q[:, None], keys, values, cache_seqlens=lengths, cache_batch_idx=places,
+            softmax_scale=scale, causal=False, window_size=(-1, -1), softcap=0.0,
+        )  # fmt: skip
+        return out[:, 0]
+
+    exec(source, {"my_kernels": SimpleNamespace(decode=decode)})
+    chosen = create_backend("auto", Regime.VIRTUAL, 128, torch.bfloat16, device="cuda")
+    assert chosen.name == "mine"
+    assert create_backend("auto", Regime.VIRTUAL, 64, torch.bfloat16, device="cuda").name != "mine"
+    batch, view, expected_view = (
+        RaggedBatch.build([3, 1], [4, 30], [1, 1]),
+        slot_view(),
+        slot_view(),
+    )
+    for each in (view, expected_view):
+        fill_past(each, batch)
+    q, k, v, _ = inputs(2, 4)
+    spec = LayerAttention(0, 0.3)
+    expected = ReferenceBackend().bind(expected_view, batch)(spec, q, k, v)
+    torch.testing.assert_close(chosen.bind(view, batch)(spec, q, k, v), expected)

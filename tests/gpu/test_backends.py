@@ -1,0 +1,176 @@
+"""Every backend that the device has, in both regimes, against attention written out in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from vmserve.attention import BACKENDS, PREFERRED
+from vmserve.attention.base import (
+    AttentionBackend,
+    ContiguousView,
+    KVView,
+    LayerAttention,
+    PagedView,
+    PlansAhead,
+    RaggedBatch,
+)
+from vmserve.memory.base import Growth, MemoryPlan, Regime
+from vmserve.memory.layout import plan_layout
+from vmserve.memory.manager import MemoryManager, MemoryOptions
+from vmserve.runner.runtime import DeviceRuntime
+
+import torch  # isort: skip
+
+pytestmark = pytest.mark.gpu
+
+KV_HEADS, DIM, MAX_LEN = 2, 64, 1024
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+PAST = [0, 3, 100, 700, 31, 512]
+CHUNKS = {"decodes": [1] * 6, "chunks": [20, 7, 130, 64, 1, 33]}
+
+
+def available(runtime: DeviceRuntime, regime: Regime, dtype: torch.dtype) -> list[AttentionBackend]:
+    view = ContiguousView if regime is Regime.VIRTUAL else PagedView
+    made = [BACKENDS[name]() for name in PREFERRED[runtime.device.type] if name in BACKENDS]
+    return [b for b in made if view in b.views and b.refusal(DIM, dtype) is None]
+
+
+class Rig:
+    """Sequences with random pasts in both regimes, and the same numbers dense, in float64."""
+
+    def __init__(self, runtime: DeviceRuntime, num_new: list[int], dtype: torch.dtype) -> None:
+        pages = runtime.memory()
+        layout = plan_layout(
+            2, KV_HEADS, DIM, dtype, pages.granularity, layers_per_group=2, block_tokens=16
+        )
+        slots = 2 * len(PAST)
+        self.memory = MemoryManager(
+            layout,
+            num_slots=slots,
+            max_len=MAX_LEN,
+            limit_bytes=slots * layout.pages_for(MAX_LEN + 256) * layout.total_page_bytes,
+            # The pasts are written after their pages are there, and again for each backend.
+            options=MemoryOptions(driver=pages, read_slack_tokens=256, seal_read_only=False),
+        )
+        self.views: dict[Regime, KVView] = {
+            Regime.VIRTUAL: self.memory.view(),
+            Regime.PAGED: self.memory.paged_view(),
+        }
+        self.batches = {regime: self._batch(regime, num_new) for regime in Regime}
+        self.device, self.dtype = runtime.device, dtype
+
+    def _batch(self, regime: Regime, num_new: list[int]) -> RaggedBatch:
+        seqs = []
+        for past, new in zip(PAST, num_new, strict=True):
+            seq = self.memory.open(regime=regime)
+            assert seq is not None
+            plan = self.memory.plan([Growth(seq, past + new)])
+            assert isinstance(plan, MemoryPlan)
+            self.memory.launched(self.memory.apply(plan))
+            seqs.append(seq)
+        places = seqs if regime is Regime.PAGED else self.memory.slots(seqs).tolist()
+        return RaggedBatch.build(places, PAST, num_new)
+
+    def random(self, *shape: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(shape, generator=generator).to(self.device, self.dtype)
+
+    def fill(self, regime: Regime, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Random pasts in the memory; what they are."""
+        view, batch = self.views[regime], self.batches[regime]
+        pasts = []
+        for index, (place, past) in enumerate(zip(batch.places.tolist(), PAST, strict=True)):
+            pair = tuple(
+                self.random(past, KV_HEADS, DIM, seed=10 * index + which) for which in (0, 1)
+            )
+            where = self._where(view, place, past)
+            for tensors, numbers in zip((view.keys, view.values), pair, strict=True):
+                tensors[layer][where] = numbers
+            pasts.append(pair)
+        return pasts  # type: ignore[return-value]
+
+    def _where(self, view: KVView, place: int, past: int) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(past)
+        if isinstance(view, ContiguousView):
+            rows, tokens = torch.full_like(positions, place), positions
+        else:
+            per_page = view.keys[0].shape[1] // view.block_tokens
+            blocks = view.block_tables[place].to(torch.int64)[positions // view.block_tokens]
+            rows = blocks // per_page
+            tokens = blocks % per_page * view.block_tokens + positions % view.block_tokens
+        return rows.to(self.device), tokens.to(self.device)
+
+
+def expected(
+    rig: Rig,
+    pasts: list[tuple[torch.Tensor, torch.Tensor]],
+    batch: RaggedBatch,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    spec: LayerAttention,
+) -> torch.Tensor:
+    q, k, v = (tensor.double() for tensor in qkv)
+    group = q.shape[1] // KV_HEADS
+    parts = []
+    for (keys, values), past, new, start in zip(
+        pasts, PAST, batch.num_new.tolist(), batch.starts.tolist(), strict=True
+    ):
+        rows = slice(start, start + new)
+        all_keys = torch.cat((keys.double(), k[rows])).repeat_interleave(group, 1)
+        all_values = torch.cat((values.double(), v[rows])).repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q[rows], all_keys) * spec.scale
+        query = torch.arange(past, past + new, device=q.device)[:, None]
+        key = torch.arange(past + new, device=q.device)
+        hidden = key > query
+        if spec.window is not None:
+            hidden |= key <= query - spec.window
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, all_values))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("q_heads", [2, 8])
+@pytest.mark.parametrize("shape", CHUNKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_against_float64(
+    active: DeviceRuntime, dtype: torch.dtype, shape: str, q_heads: int, window: int | None
+) -> None:
+    rig = Rig(active, CHUNKS[shape], dtype)
+    spec = LayerAttention(1, DIM**-0.5, window=window)
+    for regime in Regime:
+        batch, view = rig.batches[regime], rig.views[regime]
+        backends = available(active, regime, dtype)
+        assert backends
+        for backend in backends:
+            pasts = rig.fill(regime, spec.layer)
+            sizes = (q_heads, KV_HEADS, KV_HEADS)
+            q, k, v = (
+                rig.random(batch.num_tokens, heads, DIM, seed=100 + i)
+                for i, heads in enumerate(sizes)
+            )
+            truth = expected(rig, pasts, batch, (q, k, v), spec)
+            out = backend.bind(view, batch)(spec, q.clone(), k.clone(), v.clone())
+            check(out, truth, dtype, backend.name)
+            if shape == "decodes" and isinstance(backend, PlansAhead):
+                plan = backend.plan_capacity(
+                    view, max_seqs=8, max_tokens=8, max_len=MAX_LEN, q_heads=q_heads,
+                    windows=(window,),
+                )  # fmt: skip
+                plan.update(batch)
+                padded = [torch.cat((tensor, tensor[:2])) for tensor in (q, k, v)]
+                planned = plan.call(spec, *padded)
+                check(planned[: batch.num_tokens], truth, dtype, f"{backend.name}, planned")
+    active.synchronize()
+    rig.memory.close()
+
+
+def check(out: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    error = float((out.double() - truth).norm() / truth.norm())
+    assert error < TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
+
+
+def test_the_gpu_has_stock_flash_attention(active: DeviceRuntime) -> None:
+    names = {b.name for b in available(active, Regime.VIRTUAL, torch.bfloat16)}
+    assert "torch-flash" in names or active.device.type == "cpu"

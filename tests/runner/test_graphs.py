@@ -1,0 +1,221 @@
+"""Captured decoding steps: the same tokens as without, whatever comes and goes in the batch.
+
+On the CPU a graph is a tape of operations on the tensors that it was recorded with, so that what
+a GPU would have frozen is frozen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.attention.flash_op import EmulatedFlash
+from tests.runner.planned import PlannedCpu
+from vmserve import BeamSearchParams, SamplingParams
+from vmserve.attention import BACKENDS, PREFERRED
+from vmserve.attention.flash import FlashBackend
+from vmserve.config import EngineConfig
+from vmserve.engine import LLMEngine
+from vmserve.memory.base import Regime
+from vmserve.runner.graphs import DecodeGraphs, widths
+from vmserve.runner.runtime import CpuRuntime
+
+PROMPTS = [
+    "Once upon a time there was a little fox",
+    "The cat",
+    "A big dog ran to the river and saw",
+    "Tom said that",
+    "One day, Mia",
+    "In the box there were seven coins and a key.",
+]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PlannedCpu]]:
+    """Backends that plan ahead, in the place of the CPU's own; as they are made."""
+    made: list[PlannedCpu] = []
+
+    def create() -> PlannedCpu:
+        made.append(PlannedCpu())
+        return made[-1]
+
+    monkeypatch.setitem(BACKENDS, "cpu", create)  # type: ignore[arg-type]
+    return iter([made])
+
+
+def serve(
+    *,
+    graphs: bool,
+    params: Callable[[int], Any],
+    change: Callable[[LLMEngine, int], None] = lambda engine, step: None,
+    **options: Any,
+) -> tuple[dict[str, list[list[int]]], DecodeGraphs | None]:
+    """Requests arrive one by one, so that the batch grows and shrinks."""
+    defaults = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory": "32MiB"}
+    config = EngineConfig(**(defaults | options))  # type: ignore[arg-type]
+    engine = LLMEngine(config, runtime=CpuRuntime(graphs=graphs))
+    done: dict[str, list[list[int]]] = {}
+    waiting = list(enumerate(PROMPTS))
+    step = 0
+    while waiting or engine.has_unfinished:
+        if waiting and step % 3 == 0:
+            index, prompt = waiting.pop(0)
+            engine.add_request(str(index), engine.tokenizer.encode(prompt), params(index))
+        change(engine, step)
+        result = engine.step()
+        assert not result.failures
+        for output in result.outputs:
+            if output.finished:
+                done[output.request_id] = [choice.token_ids for choice in output.outputs]
+        engine.memory.check()
+        step += 1
+    captured = engine._graphs
+    engine.close()
+    return done, captured
+
+
+def mixed_params(index: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0 if index % 2 else 0.9,
+        top_p=0.95 if index % 3 else 1.0,
+        seed=index,
+        n=1 + index % 2,
+        max_tokens=10 + 5 * index,
+        ignore_eos=True,
+    )
+
+
+def regimes_in_turn(engine: LLMEngine, step: int) -> None:
+    """Half of the requests change their regime, so that batches are mixed."""
+    for index in range(len(PROMPTS)):
+        regime = Regime.PAGED if (index + step // 4) % 2 else Regime.VIRTUAL
+        engine.convert(str(index), regime)
+
+
+@pytest.mark.parametrize("regime", ["virtual", "paged"])
+def test_whole_steps_of_one_regime(regime: str, planned: Iterator[list[PlannedCpu]]) -> None:
+    [made] = planned
+    expected, none = serve(graphs=False, params=mixed_params, kv_regime=regime)
+    assert none is None
+    made.clear()
+    tokens, captured = serve(graphs=True, params=mixed_params, kv_regime=regime)
+    assert tokens == expected
+    assert captured is not None
+    assert captured._pieces == {}
+    assert captured.num_captured == len({width for _, width, _ in captured._whole}) >= 3
+    assert sum(backend.num_updates for backend in made) > 3 * captured.num_captured
+
+
+def test_mixed_batches_are_captured_in_pieces(planned: Iterator[list[PlannedCpu]]) -> None:
+    [made] = planned
+    options: dict[str, Any] = {"params": mixed_params, "change": regimes_in_turn}
+    expected, _ = serve(graphs=False, **options)
+    made.clear()
+    tokens, captured = serve(graphs=True, **options)
+    assert tokens == expected
+    assert captured is not None
+    assert len(captured._pieces) >= 2
+    for step in captured._pieces.values():
+        assert len(step.pieces) == 4  # one before each layer's attention
+    assert captured._whole  # there were batches of one regime, too
+    assert sum(backend.num_updates for backend in made) > 0
+
+
+@pytest.mark.parametrize("regime", ["virtual", "paged", "auto"])
+def test_kernels_that_cannot_be_captured_stay_outside(regime: str) -> None:
+    expected, _ = serve(graphs=False, params=mixed_params, kv_regime=regime)
+    tokens, captured = serve(graphs=True, params=mixed_params, kv_regime=regime)
+    assert tokens == expected
+    assert captured is not None
+    assert captured._whole == {}
+    assert len(captured._pieces) >= 3
+
+
+def test_beams(planned: Iterator[list[PlannedCpu]]) -> None:
+    def beams(index: int) -> Any:
+        return BeamSearchParams(beam_width=3, max_tokens=12 + index)
+
+    expected, _ = serve(graphs=False, params=beams)
+    tokens, captured = serve(graphs=True, params=beams)
+    assert tokens == expected
+    assert captured is not None
+    assert captured.num_captured > 0
+
+
+def test_stock_flash_attention_over_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "torch-flash", lambda: FlashBackend(EmulatedFlash()))  # type: ignore[arg-type]
+    monkeypatch.setitem(PREFERRED, "cpu", ("torch-flash", "cpu"))  # type: ignore[arg-type]
+
+    def greedy(index: int) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=8 + index, ignore_eos=True)
+
+    options: dict[str, Any] = {"params": greedy, "kv_regime": "virtual"}
+    eager, _ = serve(graphs=False, **options)
+    tokens, captured = serve(graphs=True, **options)
+    monkeypatch.undo()
+    expected, _ = serve(graphs=False, **options)
+    assert eager == tokens == expected
+    assert captured is not None
+    assert len(captured._whole) >= 2
+    assert captured._pieces == {}
+
+
+def test_widths() -> None:
+    assert widths(1) == [1]
+    assert widths(6) == [1, 2, 4, 6]
+    assert widths(64) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    assert widths(100)[-2:] == [96, 100]
+    for most in (1, 7, 64, 256):
+        sizes = widths(most)
+        for need in range(1, most + 1):
+            width = next(size for size in sizes if size >= need)
+            assert width <= max(need + 7, need * 3 / 2)
+
+
+def test_lengths_are_far_apart(planned: Iterator[list[PlannedCpu]]) -> None:
+    [made] = planned
+
+    def long(index: int) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+    config = EngineConfig(dtype="float32", kv_cache_memory="64MiB", kv_regime="virtual")
+    engine = LLMEngine(config, runtime=CpuRuntime(graphs=True))
+    for length in (20, 505, 600, 2100):
+        engine.add_request(str(length), [7] * length, long(0))
+        while engine.has_unfinished:
+            engine.step()
+    engine.close()
+    assert [max_len for backend in made for _, max_len in backend.capacities] == [512, 2048, 8192]
+
+
+def test_a_failed_capture_fails_one_step_and_is_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(CpuRuntime):
+        def end_capture(self) -> Any:
+            raise RuntimeError("this operation cannot be captured")
+
+    config = EngineConfig(dtype="float32", kv_cache_memory="16MiB", max_model_len=256)
+    engine = LLMEngine(config, runtime=Failing(graphs=True))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    outcomes = []
+    for index in range(2):
+        engine.add_request(str(index), [5, 6, 7], params)
+        failures = 0
+        while engine.has_unfinished:
+            failures += len(engine.step().failures)
+        outcomes.append(failures)
+    engine.memory.check()
+    engine.close()
+    assert outcomes == [1, 0]
+    assert "--enforce-eager" in caplog.text
+
+
+def test_enforce_eager_captures_nothing() -> None:
+    options: dict[str, Any] = {"kv_cache_memory": "16MiB", "max_model_len": 256}
+    config = EngineConfig(dtype="float32", enforce_eager=True, **options)
+    engine = LLMEngine(config, runtime=CpuRuntime(graphs=True))
+    assert engine._graphs is None
+    engine.close()

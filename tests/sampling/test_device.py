@@ -1,0 +1,103 @@
+"""Sampling on the device draws what the host draws, from the same numbers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+import vmserve  # noqa: F401  first: it sets how torch's threads wait
+
+import torch  # isort: skip
+
+from vmserve.runner.runtime import CpuRuntime
+from vmserve.sampling import DeviceSampler, Sampler, SamplingParams, SamplingRow
+
+VOCAB = 300
+
+
+def row(seed: int, position: int, **params: Any) -> SamplingRow:
+    return SamplingRow(
+        params=SamplingParams(max_tokens=100, **params),
+        seed=seed,
+        index=seed % 3,
+        prompt_token_ids=[1, 2],
+        output_token_ids=[5] * position,
+        stop_ids=frozenset(),
+    )
+
+
+def random_params(rng: random.Random) -> dict[str, Any]:
+    return {
+        "temperature": rng.choice([0.0, 0.3, 1.0, 1.0, 1.7]),
+        "top_k": rng.choice([0, 0, 1, 5, 40, VOCAB, VOCAB + 1]),
+        "top_p": rng.choice([1.0, 1.0, 0.95, 0.5, 0.01]),
+        "min_p": rng.choice([0.0, 0.0, 0.05, 1.0]),
+    }
+
+
+class Counting(CpuRuntime):
+    """Counts the waits."""
+
+    num_downloads = 0
+
+    def download(self, tensors: Any) -> Any:
+        self.num_downloads += 1
+        return super().download(tensors)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("coarse", [False, True])
+def test_the_same_tokens(seed: int, coarse: bool) -> None:
+    """Coarse logits, as half precision gives them, have many equals at every limit."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    logits = 3 * torch.randn(40, VOCAB)
+    if coarse:
+        logits = logits.round()
+    rows = [row(rng.randrange(2**63), rng.randrange(50), **random_params(rng)) for _ in logits]
+    runtime = Counting()
+    there = DeviceSampler(VOCAB, runtime).sample(logits.clone(), rows)
+    here = Sampler(VOCAB).sample(logits.clone(), rows)
+    assert [token.token_id for token in there] == [token.token_id for token in here]
+    for mine, other in zip(there, here, strict=True):
+        assert mine.logprob == pytest.approx(other.logprob, abs=1e-5)
+        assert mine.top is None
+    assert runtime.num_downloads == 1
+
+
+def test_a_batch_of_one_kind_takes_its_short_way() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(30, VOCAB)
+    for params in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 7}):
+        rows = [row(i, i, **params) for i in range(30)]
+        there = DeviceSampler(VOCAB, CpuRuntime()).sample(logits, rows)
+        here = Sampler(VOCAB).sample(logits, rows)
+        assert [token.token_id for token in there] == [token.token_id for token in here]
+
+
+@pytest.mark.parametrize(
+    "params", [{"logprobs": 2}, {"logit_bias": {3: 5.0}}, {"presence_penalty": 1.0}]
+)
+def test_what_is_not_common_goes_the_usual_way(params: dict[str, Any]) -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(3, VOCAB)
+    rows = [row(1, 4), row(2, 4, **params), row(3, 4)]
+    runtime = Counting()
+    assert DeviceSampler(VOCAB, runtime).sample(logits, rows) == Sampler(VOCAB).sample(logits, rows)
+    assert runtime.num_downloads == 0
+
+
+def test_broken_logits_are_repaired() -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(3, VOCAB)
+    logits[1, 7] = float("nan")
+    rows = [row(i, 0, temperature=0.0) for i in range(3)]
+    sampler = DeviceSampler(VOCAB, CpuRuntime())
+    assert sampler.sample(logits, rows) == Sampler(VOCAB).sample(logits, rows)
+    assert sampler.num_repaired_rows == 1
+
+
+def test_no_rows() -> None:
+    assert DeviceSampler(VOCAB, CpuRuntime()).sample(torch.empty(0, VOCAB), []) == []

@@ -1,0 +1,256 @@
+"""The whole engine over ``CudaDriver`` on the simulated library: the same tokens as on the host.
+
+The processor's kernels read and write simulated device memory at its addresses. What the driver
+queues (clearing, copies, marks) runs late: before a step's kernels, as their stream would have it,
+and otherwise when chance says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.sim.simcuda import NOTHING, SimConfig, SimCuda
+from vmserve import KVCache, SamplingParams, plan_layout
+from vmserve.config import EngineConfig
+from vmserve.engine import LLMEngine
+from vmserve.errors import ConfigurationError, OutOfMemoryError
+from vmserve.memory.base import Growth, MemoryPlan, Regime, Shortfall
+from vmserve.memory.device import CudaMemory, MemoryDevice
+from vmserve.memory.manager import MemoryManager, MemoryOptions
+from vmserve.runner.runtime import CpuRuntime
+
+import torch  # isort: skip
+
+
+class SimulatedMemory(CudaMemory):
+    """``CudaMemory`` of the simulated machine, whose addresses are the processor's."""
+
+    def __init__(self, sim: SimCuda, total_bytes: int = 1 << 24) -> None:
+        super().__init__(library=str(sim.path), spare_bytes=0)
+        self._sim = sim
+        self._total_bytes = total_bytes
+        self.num_waits = 0
+        #: Bytes that torch holds without need.
+        self.unused = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self._total_bytes
+
+    def tensor(self, buffer: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(buffer)
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        self._sim.pump()
+
+    def release_unused(self) -> bool:
+        held, self.unused = self.unused, 0
+        return held > 0
+
+
+class SimulatedRuntime(CpuRuntime):
+    def __init__(self, sim: SimCuda, **options: Any) -> None:
+        super().__init__(**options)
+        self._sim = sim
+        self.pages = SimulatedMemory(sim)
+
+    def memory(self, spare_bytes: int | None = None) -> MemoryDevice:
+        return self.pages
+
+    def check(self) -> None:
+        self._sim.pump()  # kernels run behind what was queued before them
+
+
+PROMPTS = ["Once upon a time", "The cat sat", "A big dog ran to the river and", "Tom said"]
+
+
+def tokens_of(engine: LLMEngine, num_tokens: int, **params: Any) -> dict[str, list[list[int]]]:
+    for index, prompt in enumerate(PROMPTS):
+        asked = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=index, **params)
+        engine.add_request(str(index), engine.tokenizer.encode(prompt), asked)
+    done: dict[str, list[list[int]]] = {}
+    while engine.has_unfinished:
+        result = engine.step()
+        assert not result.failures
+        for output in result.outputs:
+            if output.finished:
+                done[output.request_id] = [choice.token_ids for choice in output.outputs]
+    engine.memory.check()
+    return done
+
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "counter"),
+    [
+        ({"kv_regime": "virtual"}, "adopted_pages_total"),
+        ({"kv_regime": "paged"}, "published_blocks_total"),
+        (
+            {
+                "kv_regime": "virtual",
+                "kv_cache_memory": "1MiB",
+                "swap_space": "8MiB",
+                "preemption": "swap",
+            },
+            "swapped_in_blocks_total",
+        ),
+        ({"kv_regime": "paged", "kv_cache_memory": "1MiB"}, "num_preemptions_total"),
+    ],
+)
+def test_the_same_tokens_as_on_the_host(
+    sim: SimCuda, options: dict[str, Any], counter: str
+) -> None:
+    sim.configure(SimConfig(seed=1, pump_per_mille=50, total_bytes=1 << 24))
+    config = EngineConfig(**(OPTIONS | {"kv_cache_memory": "8MiB"} | options))
+    host = LLMEngine(config, runtime=CpuRuntime())
+    expected = tokens_of(host, 70, temperature=0.7, n=2)
+    host.close()
+    runtime = SimulatedRuntime(sim)
+    engine = LLMEngine(config, runtime=runtime)
+    assert tokens_of(engine, 70, temperature=0.7, n=2) == expected
+    assert engine.stats()[counter] > 0
+    assert engine.stats()["used_pages"] == 0
+    engine.close()
+    del engine
+    assert sim.violations() == []
+    assert sim.counts() == NOTHING
+
+
+def test_captured_steps_over_device_memory(sim: SimCuda) -> None:
+    config = EngineConfig(**OPTIONS, kv_cache_memory="8MiB", kv_regime="virtual")
+    host = LLMEngine(config, runtime=CpuRuntime())
+    expected = tokens_of(host, 20, temperature=0)
+    host.close()
+    engine = LLMEngine(config, runtime=SimulatedRuntime(sim, graphs=True))
+    assert tokens_of(engine, 20, temperature=0) == expected
+    engine.close()
+    assert sim.violations() == []
+
+
+LAYOUT = plan_layout(2, 2, 16, "float32", 4096, page_tokens=16)
+PAGE = LAYOUT.total_page_bytes
+
+
+def manager(pages: SimulatedMemory, limit_pages: int) -> MemoryManager:
+    return MemoryManager(
+        LAYOUT,
+        num_slots=4,
+        max_len=128,
+        limit_bytes=limit_pages * PAGE,
+        options=MemoryOptions(driver=pages, deferred_reclamation=False),
+    )
+
+
+def grow(memory: MemoryManager, seq: int, num_tokens: int) -> int:
+    plan = memory.plan([Growth(seq, num_tokens)])
+    assert isinstance(plan, MemoryPlan)
+    return memory.apply(plan)
+
+
+def test_pages_of_a_running_step_are_waited_for_where_nothing_else_is_left(sim: SimCuda) -> None:
+    pages = SimulatedMemory(sim)
+    memory = manager(pages, 2)
+    first, second = memory.open(), memory.open()
+    assert first is not None
+    assert second is not None
+    epoch = grow(memory, first, 32)
+    sim.launch_write(memory.view().keys[0].data_ptr(), 8, 1)
+    memory.release(first)
+    # Not launched: its kernels may still come.
+    assert isinstance(memory.plan([Growth(second, 32)]), Shortfall)
+    memory.launched(epoch)
+    assert pages.num_waits == 0
+    assert isinstance(memory.plan([Growth(second, 32)]), MemoryPlan)
+    assert pages.num_waits == 1
+    memory.launched(grow(memory, second, 32))
+    memory.check()
+    memory.close()
+    assert sim.violations() == []
+
+
+def test_without_a_mark_the_device_is_waited_for(sim: SimCuda) -> None:
+    pages = SimulatedMemory(sim)
+    memory = manager(pages, 4)
+    seq = memory.open()
+    assert seq is not None
+    epoch = grow(memory, seq, 16)
+    sim.fail(1, 1, name="cuEventCreate")
+    memory.launched(epoch)
+    assert pages.num_waits == 1
+    memory.release(seq)
+    assert memory.stats().waiting_pages == 0
+    memory.close()
+
+
+def test_what_torch_holds_without_need_is_asked_for_before_giving_up(sim: SimCuda) -> None:
+    pages = SimulatedMemory(sim)
+    memory = manager(pages, 4)
+    seq = memory.open()
+    assert seq is not None
+    memory.launched(grow(memory, seq, 16))
+    sim.fail(1, 2, name="cuMemCreate")
+    with pytest.raises(OutOfMemoryError):
+        grow(memory, seq, 32)
+    pages.unused = 1
+    sim.fail(1, 2, name="cuMemCreate")
+    memory.launched(grow(memory, seq, 32))
+    assert memory.length(seq) == 32
+    assert pages.unused == 0
+    memory.check()
+    memory.close()
+
+
+def test_pages_that_are_swapped_out_can_be_had_at_once(sim: SimCuda) -> None:
+    pages = SimulatedMemory(sim)
+    memory = MemoryManager(
+        LAYOUT,
+        num_slots=2,
+        max_len=64,
+        limit_bytes=4 * PAGE,
+        options=MemoryOptions(driver=pages, swap_bytes=8 * PAGE, mapper="off"),
+    )
+    seq = memory.open(regime=Regime.PAGED)
+    assert seq is not None
+    memory.launched(grow(memory, seq, 64))
+    assert memory.swap_out([seq])
+    assert pages.num_waits == 1  # for the copies, which read these pages
+    assert memory.stats().waiting_pages == 0
+    other = memory.open()
+    assert other is not None
+    memory.launched(grow(memory, other, 64))
+    assert pages.num_waits == 1
+    memory.check()
+    memory.close()
+    assert sim.violations() == []
+
+
+def test_a_cache_for_other_frameworks(sim: SimCuda) -> None:
+    """Kernels launched between two calls are over before what they may read is unmapped."""
+    pages = SimulatedMemory(sim)
+    cache = KVCache(LAYOUT, pages, num_slots=2, max_len=64, limit_bytes=4 * PAGE)
+    slot = cache.alloc_slot()
+    assert slot is not None
+    assert cache.step({slot: 64}) == 0
+    keys, _ = cache.tensors()[0]
+    sim.launch_write(keys[slot, 40].data_ptr(), 64, 5)
+    cache.free_slot(slot)
+    assert cache.trim() == 4
+    assert sim.violations() == []
+    assert sim.counts().handles == 0
+    with pytest.raises(ValueError, match="addresses that read as zero"):
+        cache.tensors(unmapped="zero")
+    cache.close()
+
+
+def test_where_the_pool_grows_the_device_is_told_how_much_it_has(sim: SimCuda) -> None:
+    sim.configure(SimConfig(total_bytes=1 << 20))
+    pages = SimulatedMemory(sim, total_bytes=1 << 20)
+    assert pages.granularity == 4096
+    with pytest.raises(ConfigurationError, match="does not hold one page"):
+        manager(pages, 0)

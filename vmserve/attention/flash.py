@@ -1,0 +1,438 @@
+"""Stock FlashAttention (Dao et al.) over the slots of the virtual view, unmodified.
+
+Every sequence is one contiguous range of its slot, so that a kernel written for dense keys and
+values reads it in place: no block table, no gather. Which kernel that is, is one class with one
+call, :class:`SlotKernel`; all else (rotating, writing K and V, laying out the batch, buffers for
+CUDA graphs) is the same for all of them. ``docs/kernels.md`` adds one as an example.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vmserve.attention.base import ContiguousView, KVView, LayerAttention, RaggedBatch
+from vmserve.attention.rotary import Rotary, rotate
+from vmserve.attention.transfer import upload
+from vmserve.errors import ConfigurationError, UnsupportedError
+
+__all__ = [
+    "FlashAttn2",
+    "FlashAttn3",
+    "FlashBackend",
+    "SlotKernel",
+    "SlotPart",
+    "SlotTensors",
+    "TorchFlash",
+]
+
+#: Kernels count the tokens of all slots in 32 bits.
+MAX_FLAT_TOKENS = 2**31
+MAX_HEAD_DIM = 256
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class SlotTensors:
+    """The virtual view as kernels take it; made once.
+
+    ``view.keys[layer]`` and ``view.values[layer]``: ``[slots, max_len, kv_heads, head_dim]``, and
+    ``flat_keys``, ``flat_values``: the same as one row of tokens, ``[tokens, kv_heads,
+    head_dim]``, where slot s starts at token ``s * slot_tokens``.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for a view that is too large.
+    """
+
+    def __init__(self, view: ContiguousView) -> None:
+        self.view = view
+        like = view.keys[0]
+        slots = like.shape[0]
+        self.slot_tokens, rest = divmod(like.stride(0), like.stride(1))
+        if rest:
+            raise ConfigurationError("slots do not lie whole tokens apart: use another backend")
+        if slots * self.slot_tokens >= MAX_FLAT_TOKENS:
+            raise ConfigurationError(
+                f"{slots} slots of {self.slot_tokens} tokens are {slots * self.slot_tokens:,}, and "
+                f"kernels address less than {MAX_FLAT_TOKENS:,}: lower --max-num-seqs or "
+                "--max-model-len"
+            )
+        self.flat_keys = tuple(self._flat(tensor) for tensor in view.keys)
+        self.flat_values = tuple(self._flat(tensor) for tensor in view.values)
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        slots, num_tokens, heads, dim = tensor.shape
+        _, *strides = tensor.stride()
+        shape = ((slots - 1) * self.slot_tokens + num_tokens, heads, dim)
+        return tensor.as_strided(shape, strides, tensor.storage_offset())
+
+
+@dataclass(frozen=True)
+class SlotPart:
+    """Some sequences of a batch, whose rows of q lie one after the other.
+
+    All on the device: ``q_starts``, int32 ``[sequences + 1]``, the first row of each and the end;
+    ``k_starts``, int32 ``[sequences + 1]``, the first token of its slot in the flat view (the last
+    entry means nothing); ``lengths``, int32 ``[sequences]``, its tokens with the new ones, the
+    queries being the last of them; ``slots``, int32 ``[sequences]``. A length of 0 is no sequence.
+
+    On the host: ``num_new``, how many queries each has; ``max_len``, no less than any length.
+    """
+
+    q_starts: torch.Tensor
+    k_starts: torch.Tensor
+    lengths: torch.Tensor
+    slots: torch.Tensor
+    num_new: tuple[int, ...]
+    max_len: int
+
+    @property
+    def max_new(self) -> int:
+        return max(self.num_new)
+
+    @property
+    def only_decodes(self) -> bool:
+        """One query of each, which sees all: nothing is hidden from it."""
+        return self.max_new == 1
+
+
+class SlotKernel(Protocol):
+    """A stock kernel: the one call by which attention is swapped."""
+
+    name: str
+    #: How far past a sequence's length it may load; see ``AttentionBackend``.
+    read_slack_tokens: int
+    softcap: bool
+
+    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        """Why it cannot serve such heads here; None if it can."""
+        ...
+
+    def __call__(
+        self, q: torch.Tensor, slots: SlotTensors, part: SlotPart, spec: LayerAttention
+    ) -> torch.Tensor:
+        """q ``[rows, q_heads, head_dim]`` of the part's sequences; the result is like it.
+
+        K and V of the new tokens are in the slots already.
+        """
+        ...
+
+
+def _window(spec: LayerAttention) -> tuple[int, int]:
+    """(-1, -1) sees all: any other pair turns off the kernels' split along the keys."""
+    return (-1, -1) if spec.window is None else (spec.window - 1, 0)
+
+
+class TorchFlash:
+    """FlashAttention 2 as torch has it built in.
+
+    ``seqused_k`` ends each sequence, so only the starts of ``cum_seq_k`` are read, and slots may
+    come in any order. Decoding is split along the keys only with fewer heads of K than of Q,
+    without a window and without causal masking: so a decode asks for none of the two.
+
+    ``op``: in place of ``aten::_flash_attention_forward``, for tests.
+    """
+
+    name = "torch-flash"
+    #: Rows past the length are predicated away.
+    read_slack_tokens = 0
+    softcap = False
+
+    def __init__(self, op: Callable[..., Any] | None = None) -> None:
+        self._op: Callable[..., Any] = op or torch.ops.aten._flash_attention_forward.default
+
+    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        names = [a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments]
+        if "seqused_k" not in names:
+            return f"torch {torch.__version__} is too old for it: 2.11 is needed"
+        return _half_refusal(head_dim, dtype)
+
+    def __call__(
+        self, q: torch.Tensor, slots: SlotTensors, part: SlotPart, spec: LayerAttention
+    ) -> torch.Tensor:
+        left, right = _window(spec)
+        output: torch.Tensor = self._op(
+            q,
+            slots.flat_keys[spec.layer],
+            slots.flat_values[spec.layer],
+            part.q_starts,
+            part.k_starts,
+            part.max_new,
+            part.max_len,
+            0.0,  # dropout_p
+            not (part.only_decodes and spec.window is None),  # is_causal
+            False,  # return_debug_mask
+            scale=spec.scale,
+            window_size_left=left,
+            window_size_right=right,
+            seqused_k=part.lengths,
+        )[0]
+        return output
+
+
+class FlashAttn2:
+    """``flash_attn_with_kvcache`` of the flash-attn package: slots by ``cache_batch_idx``."""
+
+    name = "flash-attn"
+    read_slack_tokens = 0
+    softcap = True
+    module = "flash_attn"
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        if self._function is None:
+            if importlib.util.find_spec(self.module) is None:
+                return f"the package {self.module} is not installed"
+            self._function = importlib.import_module(self.module).flash_attn_with_kvcache
+        return _half_refusal(head_dim, dtype)
+
+    def __call__(
+        self, q: torch.Tensor, slots: SlotTensors, part: SlotPart, spec: LayerAttention
+    ) -> torch.Tensor:
+        equal = len(set(part.num_new)) == 1
+        if equal:
+            return self._attend(q, slots, part.lengths, part.slots, part.max_new, spec)
+        # It takes equally many queries of each sequence: otherwise one after the other.
+        outputs, row = [], 0
+        for i, rows in enumerate(part.num_new):
+            one = slice(i, i + 1)
+            chunk = q[row : row + rows]
+            outputs.append(
+                self._attend(chunk, slots, part.lengths[one], part.slots[one], rows, spec)
+            )
+            row += rows
+        return torch.cat(outputs)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        slots: SlotTensors,
+        lengths: torch.Tensor,
+        places: torch.Tensor,
+        num_new: int,
+        spec: LayerAttention,
+    ) -> torch.Tensor:
+        assert self._function is not None, "refusal() comes first"
+        output: torch.Tensor = self._function(
+            q.view(-1, num_new, *q.shape[1:]),
+            slots.view.keys[spec.layer],
+            slots.view.values[spec.layer],
+            cache_seqlens=lengths,
+            cache_batch_idx=places,
+            softmax_scale=spec.scale,
+            causal=num_new > 1 or spec.window is not None,
+            window_size=_window(spec),
+            softcap=0.0 if spec.softcap is None else spec.softcap,
+        )
+        return output.reshape(q.shape)
+
+
+class FlashAttn3(FlashAttn2):
+    """FlashAttention 3 (Shah et al.), for Hopper; the same call from ``flash_attn_interface``.
+
+    Its loads are whole tiles: up to 224 rows past the length are read, and so must be mapped and
+    hold finite numbers.
+    """
+
+    name = "flash-attn-3"
+    read_slack_tokens = 256
+    module = "flash_attn_interface"
+
+    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        if self._function is None and torch.cuda.is_available():
+            major, _ = torch.cuda.get_device_capability()
+            if major != 9:
+                return f"it is for GPUs of compute capability 9, this one has {major}"
+        return super().refusal(head_dim, dtype)
+
+
+def _half_refusal(head_dim: int, dtype: torch.dtype) -> str | None:
+    if dtype not in _HALF:
+        return f"FlashAttention has no {str(dtype).removeprefix('torch.')}"
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        return f"FlashAttention wants a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}"
+    return None
+
+
+class FlashBackend:
+    """A :class:`SlotKernel` as an attention backend."""
+
+    views: tuple[type[KVView], ...] = (ContiguousView,)
+
+    def __init__(self, kernel: SlotKernel) -> None:
+        self.kernel = kernel
+        self.name = kernel.name
+        self.read_slack_tokens = kernel.read_slack_tokens
+        self.softcap = kernel.softcap
+        self._slots: SlotTensors | None = None
+
+    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        return self.kernel.refusal(head_dim, dtype)
+
+    def _tensors(self, view: KVView) -> SlotTensors:
+        if not isinstance(view, ContiguousView):
+            raise TypeError(f"the {self.name} backend reads the virtual view only")
+        if self._slots is None or self._slots.view is not view:
+            self._slots = SlotTensors(view)
+        return self._slots
+
+    def bind(self, view: KVView, batch: RaggedBatch) -> SlotCall:
+        return SlotCall(self.kernel, self._tensors(view), batch)
+
+    def plan_capacity(
+        self,
+        view: KVView,
+        *,
+        max_seqs: int,
+        max_tokens: int,
+        max_len: int,
+        q_heads: int,
+        windows: Sequence[int | None],
+    ) -> DecodePlan:
+        """For steps that decode, ``max_tokens`` sequences or fewer, to be captured once.
+
+        Raises :class:`~vmserve.errors.UnsupportedError` for more tokens than sequences.
+        """
+        if max_tokens > max_seqs:
+            raise UnsupportedError(
+                f"the {self.name} backend plans one token of each sequence, not {max_tokens} of "
+                f"{max_seqs}"
+            )
+        return DecodePlan(self.kernel, self._tensors(view), max_tokens, max_len)
+
+
+class SlotCall:
+    """One step; see :class:`vmserve.attention.base.AttentionCall`.
+
+    Sequences with one new token are attended by a call of their own beside those with more: the
+    kernels have a faster way for them.
+    """
+
+    def __init__(self, kernel: SlotKernel, slots: SlotTensors, batch: RaggedBatch) -> None:
+        self._kernel = kernel
+        self._slots = slots
+        device = slots.view.keys[0].device
+        places = batch.token_places.numpy() * slots.slot_tokens + batch.token_positions.numpy()
+        self._written = upload(places, device)
+        few = batch.num_new == 1
+        #: The rows of each part (None: all there are) and its sequences.
+        self._parts: list[tuple[torch.Tensor | None, SlotPart]] = []
+        for chosen in (few, ~few):
+            if not chosen.any():
+                continue
+            rows = None
+            if not chosen.all():
+                which = np.flatnonzero(np.repeat(chosen, batch.num_new))
+                rows = upload(which, device)
+            self._parts.append((rows, _part(slots, batch, chosen, device)))
+
+    def __call__(
+        self,
+        spec: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None = None,
+    ) -> torch.Tensor:
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        self._slots.flat_keys[spec.layer].index_copy_(0, self._written, k)
+        self._slots.flat_values[spec.layer].index_copy_(0, self._written, v)
+        if len(self._parts) == 1:
+            return self._kernel(q.contiguous(), self._slots, self._parts[0][1], spec)
+        output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for rows, part in self._parts:
+            assert rows is not None, "one of several parts does not have all rows"
+            attended = self._kernel(q.index_select(0, rows), self._slots, part, spec)
+            output.index_copy_(0, rows, attended)
+        return output
+
+
+def _part(
+    slots: SlotTensors, batch: RaggedBatch, chosen: NDArray[np.bool_], device: torch.device
+) -> SlotPart:
+    num_new = batch.num_new[chosen]
+    lengths = batch.num_past[chosen] + num_new
+    places = batch.places[chosen]
+    n = len(num_new)
+    columns = np.zeros((4, n + 1), dtype=np.int32)  # one copy to the device for all of them
+    columns[0, 1:] = np.cumsum(num_new)
+    columns[1, :n] = places * slots.slot_tokens
+    columns[2, :n] = lengths
+    columns[3, :n] = places
+    q_starts, k_starts, used, indices = upload(columns, device)
+    return SlotPart(
+        q_starts, k_starts, used[:n], indices[:n], tuple(num_new.tolist()), int(lengths.max())
+    )
+
+
+class DecodePlan:
+    """A decoding step over buffers that stay where they are: what a CUDA graph captures.
+
+    Rows past the batch's are no sequences (their length is 0), and write what the first row
+    writes, to where that does: no page but the batch's own is touched.
+    """
+
+    def __init__(self, kernel: SlotKernel, slots: SlotTensors, num_rows: int, max_len: int) -> None:
+        self._kernel = kernel
+        self._slots = slots
+        device = slots.view.keys[0].device
+        #: Rows: where each row's K and V go, and from which row they come.
+        self._moves = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+        self._columns = torch.zeros(3, num_rows + 1, dtype=torch.int32, device=device)
+        starts, lengths, places = self._columns
+        self._part = SlotPart(
+            q_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
+            k_starts=starts,
+            lengths=lengths[:num_rows],
+            slots=places[:num_rows],
+            num_new=(1,) * num_rows,
+            max_len=max_len,
+        )
+
+    def update(self, batch: RaggedBatch) -> None:
+        """The next step's sequences, one new token each. Nobody waits.
+
+        Raises ``ValueError`` for a batch that does not fit.
+        """
+        num_rows, n = self._moves.shape[1], batch.num_tokens
+        lengths = batch.num_past + 1
+        if n > num_rows or n != batch.num_sequences or int(lengths.max()) > self._part.max_len:
+            raise ValueError(
+                f"{n} tokens of {batch.num_sequences} sequences up to {int(lengths.max())} long do "
+                f"not fit a plan for {num_rows} sequences of {self._part.max_len}"
+            )
+        starts = batch.places * self._slots.slot_tokens
+        moves = np.zeros((2, num_rows), dtype=np.int64)
+        moves[0] = starts[0] + batch.num_past[0]
+        moves[0, :n] = starts + batch.num_past
+        moves[1, :n] = np.arange(n)
+        columns = np.zeros((3, num_rows + 1), dtype=np.int32)
+        columns[0, :n], columns[1, :n], columns[2, :n] = starts, lengths, batch.places
+        upload(moves, self._moves.device, self._moves)
+        upload(columns, self._columns.device, self._columns)
+
+    def call(
+        self,
+        spec: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As an ``AttentionCall``; the result is copied to ``out`` if that is given."""
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        written, source = self._moves
+        self._slots.flat_keys[spec.layer].index_copy_(0, written, k.index_select(0, source))
+        self._slots.flat_values[spec.layer].index_copy_(0, written, v.index_select(0, source))
+        attended = self._kernel(q.contiguous(), self._slots, self._part, spec)
+        return attended if out is None else out.copy_(attended)

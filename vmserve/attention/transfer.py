@@ -1,0 +1,28 @@
+"""Numbers of one step on their way to the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["upload"]
+
+
+def upload(
+    array: NDArray[Any], device: torch.device, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``array`` on ``device``, in the first rows of ``out`` if given. Nobody waits for it.
+
+    Without ``out``, on the CPU, the tensor shares the array's memory.
+    """
+    source = torch.from_numpy(array)
+    if device.type != "cpu":
+        # Page-locked, or the copy would be made at once; torch keeps the memory until it is done.
+        source = source.pin_memory()
+    if out is None:
+        return source.to(device, non_blocking=True)
+    return out[: source.shape[0]].copy_(source, non_blocking=True)

@@ -1,0 +1,264 @@
+"""Decoding steps as graphs: captured once for a width of batch, replayed with new numbers.
+
+A batch of one regime whose backend can plan ahead is captured as a whole, for a width and a
+longest length. Any other (both regimes at once, kernels that cannot be captured) is captured in
+pieces, with attention between them called as ever. Batches are padded to the next width; rows of
+the padding compute what nobody reads and change no page (:class:`AttentionPlan` promises it; in
+pieces, attention is given the batch's rows alone).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vmserve.attention.base import AttentionPlan, PlansAhead
+from vmserve.models.decoder_config import DecoderConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from vmserve.attention.base import AttentionCall, LayerAttention, RaggedBatch
+    from vmserve.attention.rotary import Rotary
+    from vmserve.memory.base import Regime
+    from vmserve.models import LoadedModel
+    from vmserve.runner.model_runner import RegimeKernels
+    from vmserve.runner.runtime import DeviceRuntime, Graph
+
+__all__ = ["DecodeGraphs", "widths"]
+
+logger = logging.getLogger(__name__)
+#: The shortest length that steps are captured for, and how far the next one is.
+FIRST_LENGTH = 512
+LENGTH_FACTOR = 4
+
+
+def widths(most: int) -> list[int]:
+    """Batches are padded to one of these: powers of two and the halves between them, up to
+    ``most``, so that at most a third of the rows is padding above 8."""
+    found = {most, *(each for each in (1, 2, 4, 8) if each < most)}
+    width = 16
+    while width < most:
+        found.add(width)
+        if width * 3 // 2 < most:
+            found.add(width * 3 // 2)
+        width *= 2
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What runs up to a layer's attention, whose arguments it leaves in these tensors."""
+
+    graph: Graph
+    spec: LayerAttention
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    rotary: Rotary | None
+    #: Where the next piece finds the result.
+    attended: torch.Tensor
+
+    def attend(self, attention: AttentionCall, num_rows: int) -> None:
+        rotary = None if self.rotary is None else self.rotary.rows(0, num_rows)
+        n = slice(num_rows)
+        self.attended[n].copy_(attention(self.spec, self.q[n], self.k[n], self.v[n], rotary))
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A step: its pieces (none where attention is inside), and what follows them."""
+
+    pieces: tuple[_Piece, ...]
+    last: Graph
+    #: ``[width, vocab]`` float32; valid until the next replay.
+    logits: torch.Tensor
+
+
+class _Cut:
+    """In the place of attention while a step is captured: ends a piece and begins the next."""
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
+        self.pieces: list[_Piece] = []
+
+    def __call__(
+        self,
+        spec: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None = None,
+    ) -> torch.Tensor:
+        graph = self._runtime.end_capture()
+        # Zero: rows of the padding are never attended, and must be numbers.
+        attended = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        self.pieces.append(_Piece(graph, spec, q, k, v, rotary, attended))
+        self._runtime.begin_capture()
+        return attended
+
+
+def _no_attention(
+    spec: LayerAttention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: Rotary | None = None,
+) -> torch.Tensor:
+    """Where a step runs only so that libraries are loaded and set up."""
+    return torch.zeros_like(q)
+
+
+class DecodeGraphs:
+    """Captured steps by width and length, made when they are first needed."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        kernels: Mapping[Regime, RegimeKernels],
+        runtime: DeviceRuntime,
+        *,
+        max_rows: int,
+        max_len: int,
+        q_heads: int,
+    ) -> None:
+        self._model = model
+        self._kernels = kernels
+        self._runtime = runtime
+        self._max_len = max_len
+        self._q_heads = q_heads
+        self._windows = tuple(dict.fromkeys(model.config.windows))
+        self._widths = widths(max_rows)
+        self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=runtime.device)
+        self._positions = torch.zeros_like(self._token_ids)
+        self._whole: dict[tuple[Regime, int, int], tuple[AttentionPlan, _Captured]] = {}
+        self._pieces: dict[int, _Captured] = {}
+        self._disabled = ""
+        runtime.new_graphs()
+        #: What the device gave for graphs so far.
+        self.captured_bytes = 0
+
+    @staticmethod
+    def of(
+        model: LoadedModel,
+        kernels: Mapping[Regime, RegimeKernels],
+        runtime: DeviceRuntime,
+        max_rows: int,
+        max_len: int,
+    ) -> DecodeGraphs | None:
+        """None for a model whose code is not ours: it may do what cannot be captured."""
+        network = model.config.network
+        if not isinstance(network, DecoderConfig):
+            logger.info("steps of this model are not captured: its code is not vmserve's")
+            return None
+        return DecodeGraphs(
+            model, kernels, runtime, max_rows=max_rows, max_len=max_len, q_heads=network.q_heads
+        )
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._whole) + len(self._pieces)
+
+    def takes(self, num_rows: int) -> bool:
+        return not self._disabled and num_rows <= self._widths[-1]
+
+    def captures_attention(self, regime: Regime) -> bool:
+        return isinstance(self._kernels[regime].backend, PlansAhead)
+
+    def whole(
+        self, token_ids: NDArray[np.int64], regime: Regime, batch: RaggedBatch
+    ) -> torch.Tensor:
+        """Logits ``[rows, vocab]`` of a batch of one regime, one new token a sequence."""
+        num_rows = len(token_ids)
+        width = self._width(num_rows)
+        length = self._length(int(batch.num_past.max()) + 1)
+        self._fill(token_ids, batch.num_past)
+        key = (regime, width, length)
+        if key in self._whole:
+            plan, captured = self._whole[key]
+            plan.update(batch)
+        else:
+            plan = self._plan(regime, width, length)
+            plan.update(batch)
+            captured = self._capture(width, plan.call, plan.call)
+            self._whole[key] = plan, captured
+        captured.last.replay()
+        return captured.logits[:num_rows]
+
+    def in_pieces(
+        self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], attention: AttentionCall
+    ) -> torch.Tensor:
+        """Logits ``[rows, vocab]``; ``attention`` is bound to the batch."""
+        num_rows = len(token_ids)
+        width = self._width(num_rows)
+        self._fill(token_ids, positions)
+        captured = self._pieces.get(width)
+        if captured is None:
+            captured = self._capture(width, _no_attention, _Cut(self._runtime))
+            self._pieces[width] = captured
+        for piece in captured.pieces:
+            piece.graph.replay()
+            piece.attend(attention, num_rows)
+        captured.last.replay()
+        return captured.logits[:num_rows]
+
+    def _width(self, num_rows: int) -> int:
+        return next(width for width in self._widths if width >= num_rows)
+
+    def _length(self, needed: int) -> int:
+        """Kernels choose how to split by the longest sequence there can be: not one fits all."""
+        length = FIRST_LENGTH
+        while length < needed:
+            length *= LENGTH_FACTOR
+        return min(length, self._max_len)
+
+    def _fill(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        """Rows behind them keep the tokens of earlier steps: some token, at some position."""
+        self._runtime.upload(token_ids, self._token_ids)
+        self._runtime.upload(positions.copy(), self._positions)
+
+    def _plan(self, regime: Regime, width: int, length: int) -> AttentionPlan:
+        kernels = self._kernels[regime]
+        assert isinstance(kernels.backend, PlansAhead)
+        return kernels.backend.plan_capacity(
+            kernels.view,
+            max_seqs=width,
+            max_tokens=width,
+            max_len=length,
+            q_heads=self._q_heads,
+            windows=self._windows,
+        )
+
+    def _capture(self, width: int, first: AttentionCall, attention: AttentionCall) -> _Captured:
+        """``first``: attention of a run before, in which libraries set themselves up.
+
+        After a failure nothing is captured any more; the error is the step's.
+        """
+        began, before = time.perf_counter(), self._runtime.allocated_bytes()
+        token_ids, positions = self._token_ids[:width], self._positions[:width]
+        self._model.forward(token_ids, positions, first)
+        try:
+            self._runtime.begin_capture()
+            logits = self._model.forward(token_ids, positions, attention)
+            last = self._runtime.end_capture()
+        except Exception as error:
+            self._disabled = str(error)
+            self._runtime.abort_capture()
+            logger.error("steps are not captured any more; --enforce-eager avoids the attempt")
+            raise
+        self.captured_bytes += max(0, self._runtime.allocated_bytes() - before)
+        pieces = tuple(attention.pieces) if isinstance(attention, _Cut) else ()
+        logger.info(
+            "captured a decoding step of %d rows%s in %.2f s; %d are captured",
+            width,
+            f" in {len(pieces) + 1} pieces" if pieces else "",
+            time.perf_counter() - began,
+            self.num_captured + 1,
+        )
+        return _Captured(pieces, last, logits)

@@ -1,0 +1,120 @@
+"""Sampling where the logits are: of the common requests, only tokens come back from a GPU.
+
+The same numbers decide as in :mod:`.draw`, from the same stream, so that a seed gives the same
+tokens (but for the last bit of an exponential, which a GPU may round the other way).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vmserve.sampling.adjust import is_adjusted
+from vmserve.sampling.draw import inverse_cdf_at, is_cut
+from vmserve.sampling.rng import uniforms
+from vmserve.sampling.rows import argmax
+from vmserve.sampling.sampler import SampledToken, Sampler, SamplingRow
+
+if TYPE_CHECKING:
+    from vmserve.sampling.params import SamplingParams
+
+__all__ = ["DeviceSampler"]
+
+
+class Transfers(Protocol):
+    """What the sampler needs of the device."""
+
+    def upload(self, array: NDArray[Any], out: Tensor | None = None) -> Tensor: ...
+
+    def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]: ...
+
+
+class DeviceSampler(Sampler):
+    """A :class:`Sampler` that waits for the device once a step, for two numbers a row.
+
+    Rows that ask for log-probabilities, biases, masks or penalties send the batch the usual way.
+    """
+
+    def __init__(self, vocab_size: int, device: Transfers) -> None:
+        super().__init__(vocab_size)
+        self._device = device
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        if not rows or any(row.params.logprobs is not None or is_adjusted(row) for row in rows):
+            return super().sample(logits, rows)
+        self._check(logits, len(rows))
+        x = logits.float()
+        logprobs = x.log_softmax(dim=-1)
+        if all(row.params.is_greedy for row in rows):
+            chosen = argmax(x)
+        else:
+            chosen = self._draw_there(x, rows)
+        own = logprobs.gather(1, chosen[:, None])[:, 0]
+        # One NaN or infinity makes the whole row NaN.
+        tokens, found, broken = self._device.download((chosen, own, logprobs[:, 0].isnan()))
+        if broken.any():
+            return super().sample(logits, rows)
+        return [SampledToken(*token) for token in zip(tokens.tolist(), found.tolist(), strict=True)]
+
+    def _draw_there(self, x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        vocab = x.shape[1]
+        numbers = uniforms(
+            [row.seed for row in rows],
+            [row.index for row in rows],
+            [len(row.output_token_ids) for row in rows],
+        )
+        columns = np.array([_limits(row.params, vocab) for row in rows], dtype=np.float64)
+        table = self._device.upload(np.column_stack([numbers, columns]))
+        uniform, temperature, top_k, top_p, floor = table.unbind(1)
+        x = x / temperature.float()[:, None]
+        cut = [row.params.is_greedy or is_cut(row.params, vocab) for row in rows]
+        if not any(cut):
+            return inverse_cdf_at(x.softmax(dim=-1), uniform)
+        chosen = _draw_cut_there(x, uniform, top_k, top_p, floor)
+        if all(cut):
+            return chosen
+        whole = inverse_cdf_at(x.softmax(dim=-1), uniform)
+        return torch.where(self._device.upload(np.array(cut)), chosen, whole)
+
+
+def _limits(params: SamplingParams, vocab: int) -> tuple[float, int, float, float]:
+    """Temperature, top-k, top-p and the logarithm of min-p; the likeliest token is a top-k of 1."""
+    if params.is_greedy:
+        return 1.0, 1, 1.0, -math.inf
+    top_k = params.top_k if 0 < params.top_k < vocab else vocab
+    floor = float(np.float32(math.log(params.min_p))) if params.min_p > 0.0 else -math.inf
+    return params.temperature, top_k, params.top_p, floor
+
+
+def _draw_cut_there(
+    x: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor
+) -> Tensor:
+    """As ``draw.kept`` and what follows it: of equal logits at a limit the lowest ids are kept."""
+    vocab = x.shape[1]
+    ordered, ids = x.sort(dim=-1, descending=True, stable=True)
+    highest = ordered[:, :1]
+    weights = (ordered - highest).exp()
+    rank = torch.arange(vocab, device=x.device)
+    keep = rank < top_k[:, None]
+    upto = weights.double().masked_fill(~keep, 0.0).cumsum(dim=-1)
+    # Without top-k the whole weight counts, as softmax has it.
+    peak = x.softmax(dim=-1).amax(dim=-1).double()
+    total = torch.where(top_k < vocab, upto[:, -1], 1.0 / peak)
+    within = (upto < (top_p * total)[:, None]).sum(dim=-1) + 1
+    within = torch.where(top_p < 1.0, within, vocab)
+    keep &= rank < within[:, None]
+    keep &= ordered >= highest + floor.float()[:, None]
+    by_id = torch.zeros_like(weights).scatter_(1, ids, weights.masked_fill(~keep, 0.0))
+    upto = by_id.double().cumsum(dim=-1)
+    targets = uniform * upto[:, -1]
+    found = torch.searchsorted(upto, targets[:, None], right=True)[:, 0]
+    kept_ids = torch.zeros_like(keep).scatter_(1, ids, keep)
+    last = torch.where(kept_ids, rank, 0).amax(dim=-1)
+    return found.minimum(last)
