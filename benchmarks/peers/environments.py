@@ -1,0 +1,158 @@
+"""Installs the peers, each in a virtual environment of its own under the cache directory.
+
+An environment is kept as long as its requirement file, the interpreter and, for what is compiled
+here, the processor's instructions stay the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
+#: By engine: the environment that it runs in.
+ENVIRONMENTS = {
+    "transformers": "transformers",
+    "llama.cpp": "llama-cpp",
+    "openvino": "openvino",
+    "vllm": "vllm",
+}
+#: The bindings alone: the libraries come from :func:`build_llama_cpp`, which builds a server too.
+BINDINGS_ONLY = ("-C", "cmake.define.LLAMA_BUILD=OFF", "-C", "cmake.define.LLAVA_BUILD=OFF")
+CMAKE_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=ON",
+    "-DGGML_NATIVE=ON",
+    "-DGGML_CCACHE=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_NUMBER=1",
+)
+TARGETS = ("llama", "llama-server")
+TAIL_CHARS = 600
+
+Say = Callable[[str], None]
+
+
+class NotInstalledError(Exception):
+    """Why a peer cannot be here; it is reported in its place in the results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """``python`` runs the engine's worker. ``tools``: programs beside it, by name."""
+
+    python: Path
+    variables: Mapping[str, str]
+    tools: Mapping[str, Path]
+
+
+def ensure(engine: str, cache_dir: Path, say: Say) -> Environment:
+    """The engine's environment, made now if it is not there. Raises NotInstalledError."""
+    name = ENVIRONMENTS[engine]
+    if engine == "llama.cpp":
+        python = ensure_packages(name, cache_dir, say, ("--no-binary", "llama-cpp-python"))
+        build = build_llama_cpp(cache_dir / "llama.cpp", python, say)
+        library = build / "bin"
+        variables = {"LLAMA_CPP_LIB_PATH": str(library), "LD_LIBRARY_PATH": str(library)}
+        return Environment(python, variables, {"llama-server": library / "llama-server"})
+    python = ensure_packages(name, cache_dir, say)
+    tools = {"vllm": python.with_name("vllm")} if engine == "vllm" else {}
+    return Environment(python, {}, tools)
+
+
+def ensure_packages(name: str, cache_dir: Path, say: Say, options: Sequence[str] = ()) -> Path:
+    """The interpreter of an environment with what ``requirements/<name>.txt`` names."""
+    requirements = REQUIREMENTS / f"{name}.txt"
+    directory = cache_dir / "envs" / name
+    python = directory / "bin" / "python"
+    wanted = stamp(requirements.read_text(encoding="utf-8"), *options)
+    if python.exists() and is_stamped(directory, wanted):
+        return python
+    say(f"installing {name} into {directory}")
+    log = cache_dir / "logs" / f"{name}.log"
+    if not python.exists():
+        run([sys.executable, "-m", "venv", str(directory)], log)
+    more = [*options, *BINDINGS_ONLY] if options else []
+    run([str(python), "-m", "pip", "install", *more, "-r", str(requirements)], log)
+    (directory / "stamp.json").write_text(json.dumps(wanted), encoding="utf-8")
+    return python
+
+
+def build_llama_cpp(directory: Path, python: Path, say: Say) -> Path:
+    """llama.cpp's libraries and server, from the source of the Python package of that version."""
+    build = directory / "build"
+    requirement = next(
+        line
+        for line in (REQUIREMENTS / "llama-cpp.txt").read_text(encoding="utf-8").splitlines()
+        if line.startswith("llama-cpp-python==")
+    )
+    wanted = stamp(requirement, *CMAKE_OPTIONS, processor())
+    if is_stamped(build, wanted):
+        return build
+    say(f"building llama.cpp in {build} (once, some minutes)")
+    directory.mkdir(parents=True, exist_ok=True)
+    log = directory.parent / "logs" / "llama-cpp-build.log"
+    source = unpacked(directory, python, requirement, log)
+    for tool in ("cmake", "g++"):
+        if shutil.which(tool) is None:
+            raise NotInstalledError(f"building llama.cpp needs {tool}, which is not here")
+    run(["cmake", "-S", str(source), "-B", str(build), *CMAKE_OPTIONS], log)
+    jobs = str(len(os.sched_getaffinity(0)))
+    run(["cmake", "--build", str(build), "-j", jobs, "--target", *TARGETS], log)
+    (build / "stamp.json").write_text(json.dumps(wanted), encoding="utf-8")
+    return build
+
+
+def unpacked(directory: Path, python: Path, requirement: str, log: Path) -> Path:
+    """llama.cpp's source inside that of the package, downloaded and unpacked once."""
+    version = requirement.partition("==")[2]
+    source = directory / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
+    if not source.is_dir():
+        command = [str(python), "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
+        run([*command, "-d", str(directory), requirement], log)
+        with tarfile.open(directory / f"llama_cpp_python-{version}.tar.gz") as archive:
+            archive.extractall(directory, filter="data")
+    return source
+
+
+def stamp(*parts: str) -> dict[str, str]:
+    """What an environment was made from."""
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return {"python": sys.version.split()[0], "made_from": digest}
+
+
+def is_stamped(directory: Path, wanted: Mapping[str, str]) -> bool:
+    path = directory / "stamp.json"
+    return path.exists() and json.loads(path.read_text(encoding="utf-8")) == wanted
+
+
+def processor() -> str:
+    """Model and instructions: native code for one processor may not run on another."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    wanted = ("model name", "flags", "Features")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def run(command: Sequence[str], log: Path) -> None:
+    """A command with its output added to ``log``. Raises NotInstalledError with its end."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        began = output.tell()
+        done = subprocess.run(command, stdout=output, stderr=output, check=False)
+    if done.returncode != 0:
+        told = log.read_bytes()[began:].decode(errors="replace").strip()[-TAIL_CHARS:]
+        what = " ".join(Path(part).name if part.startswith("/") else part for part in command[:5])
+        raise NotInstalledError(f"{what} ended with {done.returncode}: {told}")
