@@ -25,6 +25,12 @@ ENVIRONMENTS = {
     "openvino": "openvino",
     "vllm": "vllm",
 }
+#: Drawn in by others and used by nothing here. The registry's builds of them are for torch with
+#: CUDA; beside torch for processors, importing one fails and takes its importer with it.
+UNUSED = {
+    "openvino-export": ("torchvision",),
+    "vllm": ("torchaudio", "torchcodec", "torchvision"),
+}
 #: The bindings alone: the libraries come from :func:`build_llama_cpp`, which builds a server too.
 BINDINGS_ONLY = ("-C", "cmake.define.LLAMA_BUILD=OFF", "-C", "cmake.define.LLAVA_BUILD=OFF")
 CMAKE_OPTIONS = (
@@ -87,6 +93,8 @@ def ensure_packages(name: str, cache_dir: Path, say: Say, options: Sequence[str]
         run([sys.executable, "-m", "venv", str(directory)], log)
     more = [*options, *BINDINGS_ONLY] if options else []
     run([str(python), "-m", "pip", "install", *more, "-r", str(requirements)], log)
+    if name in UNUSED:
+        run([str(python), "-m", "pip", "uninstall", "-y", *UNUSED[name]], log)
     (directory / "stamp.json").write_text(json.dumps(wanted), encoding="utf-8")
     return python
 

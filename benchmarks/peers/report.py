@@ -17,9 +17,12 @@ def markdown(results: Json) -> str:
     lines = [
         f"# vmserve and its peers, {results['date']}",
         "",
-        f"{machine['cpu']} ({extensions}), {results['num_threads']} threads; vmserve at revision "
-        f"{(machine['git_revision'] or 'unknown')[:12]}; medians of {results['num_repeats']} "
-        f"interleaved repeats{', a smoke run' if results['smoke'] else ''}.",
+        (
+            f"{machine['cpu']} ({extensions}), {results['num_threads']} threads; vmserve at "
+            f"revision {(machine['git_revision'] or 'unknown')[:12]}; medians of "
+            f"{results['num_repeats']} interleaved repeats"
+            f"{', a smoke run' if results['smoke'] else ''}."
+        ),
         "",
         "Computes in:",
         "",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
+import importlib.util
 import json
 import os
 import re
@@ -19,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "offline"))  # behind this directory: both have a run.py
+# Behind this directory: both have a run.py.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "offline"))
 
 from environments import Environment, NotInstalledError, ensure
 from launch import run_engine, variables
@@ -38,6 +40,7 @@ from vmserve.bench.machine import machine_info
 
 Json = dict[str, Any]
 
+HERE = Path(__file__).resolve().parent
 SCHEMA = "vmserve-bench-peers"
 #: Raised when a reader of older files would misread newer ones.
 SCHEMA_VERSION = 1
@@ -317,10 +320,10 @@ def main(arguments: list[str] | None = None) -> int:
     results = bench.results(bench.check() if options.check_requests else {})
     path = write_results(options.output_dir, results)
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
-    if results["values"]:
-        from plot import draw  # noqa: PLC0415 - matplotlib is optional until here
-
-        draw(results, path.with_suffix(".svg"))
+    if importlib.util.find_spec("matplotlib") is None:
+        say("no picture: matplotlib is not installed (pip install 'vmserve[bench]')")
+    elif results["values"]:
+        importlib.import_module("plot").draw(results, path.with_suffix(".svg"))
     say(f"written: {path}")
     return 1 if bench.absent or any("error" in run for run in bench.runs) else 0
 

@@ -68,7 +68,7 @@ def options_of(text: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = part.partition("=")
-        if not (name.strip() and equals):
+        if not (name.strip() and equals and value.strip()):
             raise ValueError(f"{part!r} is no OPTION=VALUE")
         options[name.strip().replace("-", "_")] = value_of(value.strip())
     return options

@@ -15,6 +15,7 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+
 from engines.stepped import run_all
 
 Json = dict[str, Any]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai
+
 from engines.stepped import run_all
 
 Json = dict[str, Any]

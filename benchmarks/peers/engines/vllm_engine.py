@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import vllm
-from engines.stepped import run_all
 from vllm.sampling_params import RequestOutputKind
+
+from engines.stepped import run_all
 
 Json = dict[str, Any]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from engines.stepped import run_all
 
+from engines.stepped import run_all
 from vmserve import LLM, SamplingParams
 from vmserve.models import resolve_dtype
 
