@@ -72,14 +72,16 @@ class LlamaCppEngine:
             "versions": {"llama-cpp-python": llama_cpp.__version__},
         }
 
-    def run(self, requests: list[Json]) -> list[Json]:
+    def prepare(self, requests: list[Json]) -> None:
+        """A context with a stream for each sequence that runs at once, as long as the longest."""
         sequential = bool(requests[0].get("is_sequential"))
         longest = max(
             len(each["prompt_token_ids"]) + each["num_output_tokens"] for each in requests
         )
-        self._make_context(
-            1 if sequential else min(self._num_slots, len(requests)), -(-longest // CELLS) * CELLS
-        )
+        num_slots = 1 if sequential else min(self._num_slots, len(requests))
+        self._make_context(num_slots, -(-longest // CELLS) * CELLS)
+
+    def run(self, requests: list[Json]) -> list[Json]:
         first = self._next_number
         self._next_number += len(requests)
         return run_all(self, requests, first)

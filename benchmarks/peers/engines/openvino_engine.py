@@ -53,6 +53,9 @@ class OpenVinoEngine:
             },
         }
 
+    def prepare(self, requests: list[Json]) -> None:
+        """Everything is there since the start."""
+
     def run(self, requests: list[Json]) -> list[Json]:
         first = self._next_number
         self._next_number += len(requests)

@@ -46,6 +46,9 @@ class TransformersEngine:
             "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
         }
 
+    def prepare(self, requests: list[Json]) -> None:
+        """Everything is there since the start."""
+
     def run(self, requests: list[Json]) -> list[Json]:
         start = time.monotonic()
         size = 1 if requests[0].get("is_sequential") else self._batch_size

@@ -32,6 +32,9 @@ class VllmEngine:
             "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
         }
 
+    def prepare(self, requests: list[Json]) -> None:
+        """Everything is there since the start."""
+
     def run(self, requests: list[Json]) -> list[Json]:
         first = self._next_number
         self._next_number += len(requests)

@@ -25,6 +25,9 @@ class VmserveEngine:
         self._num_seen: dict[str, int] = {}
         self._next_number = 0
 
+    def prepare(self, requests: list[Json]) -> None:
+        """Everything is there since the start."""
+
     def run(self, requests: list[Json]) -> list[Json]:
         first = self._next_number
         self._next_number += len(requests)
