@@ -59,7 +59,7 @@ def command(subject: Subject, environment: Environment, job: Json, port: int) ->
         start = [str(environment.tools["llama-server"]), "-m", job["files"]["gguf"], *where]
         start += ["--alias", MODEL_NAME, "--threads", threads, "--threads-batch", threads]
         start += ["--parallel", str(slots), "--ctx-size", str(slots * job["max_model_len"])]
-        return [*start, "--no-webui", "--no-warmup", "--log-disable"]
+        return [*start, "--no-cache-prompt", "--cache-ram", "0", "--no-webui", "--log-disable"]
     start = [str(environment.tools["vllm"]), "serve", job["model"], *where]
     start += ["--served-model-name", MODEL_NAME, "--max-model-len", str(job["max_model_len"])]
     start += ["--max-num-seqs", str(job["max_num_seqs"]), "--no-enable-prefix-caching"]
@@ -95,7 +95,6 @@ def run_server(
         "elapsed_s": run.record.elapsed_s,
         "due_s": [each.due_s for each in samples],
         "times_s": [list(each.token_times_s) for each in samples],
-        "num_other_length": run.num_other_length,
         "client_cpu_s": run.record.cpu_s,
     }
     return {"first_token_s": first_token, "pss_bytes": pss, "workloads": {"served": served}}
@@ -183,6 +182,8 @@ def send(target: Target, requests: list[Json], vocab_size: int, limit_s: float) 
     if run.failures:
         first = run.failures[0]
         raise ServerFailedError(f"{len(run.failures)} requests failed: {first.message}")
+    if run.num_other_length:
+        raise ServerFailedError(f"{run.num_other_length} answers are not as long as was asked")
     return run
 
 

@@ -314,9 +314,31 @@ def test_failed_installation_says_what_failed(peers: dict[str, ModuleType], tmp_
         environments.run(command, tmp_path / "logs" / "x.log")
 
 
+def test_check_counts_what_is_identical(peers: dict[str, ModuleType]) -> None:
+    same = {"num_tokens": 5, "position": None, "margin": None}
+    found = peers["run"].summarize_check(
+        [same, {"num_tokens": 5, "position": 2, "margin": 0.25}, same]
+    )
+    assert (found["num_requests"], found["num_identical"], found["max_margin"]) == (3, 2, 0.25)
+    assert peers["run"].summarize_check([same])["max_margin"] is None
+
+
+def test_what_is_stored_has_no_tokens(peers: dict[str, ModuleType]) -> None:
+    run = {
+        "error": "first\nRuntimeError: /a/b.py broke",
+        "workloads": {"offline": {"elapsed_s": 1.0, "token_ids": [[1]], "times_s": [[1.0]]}},
+    }
+    assert peers["run"].stored(run) == {
+        "error": "RuntimeError: b.py broke",
+        "workloads": {"offline": {"elapsed_s": 1.0}},
+    }
+
+
+@pytest.mark.timeout(600)  # three processes that import torch: long where cores are shared
 def test_vmserve_alone_end_to_end(tmp_path: Path) -> None:
-    command = [sys.executable, str(PEERS / "run.py"), "--smoke", "--peers", "--variant", "default"]
-    command += ["--variant", "paged:kv_regime=paged", "--workloads", "offline", "decode"]
+    """One engine, one workload: results, table and picture are there and hold numbers."""
+    command = [sys.executable, str(PEERS / "run.py"), "--smoke", "--peers", "--workloads", "decode"]
+    command += ["--variant", "paged:kv_regime=paged", "--check-requests", "0"]
     command += ["--cache-dir", str(tmp_path / "cache"), "--output-dir", str(tmp_path / "out")]
     done = subprocess.run(
         command, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}, capture_output=True, text=True
@@ -325,16 +347,10 @@ def test_vmserve_alone_end_to_end(tmp_path: Path) -> None:
     [path] = (tmp_path / "out").glob("*.json")
     results = json.loads(path.read_text())
     assert (results["schema"], results["schema_version"]) == ("vmserve-bench-peers", 1)
-    assert [each["name"] for each in results["subjects"]] == ["vmserve default", "vmserve paged"]
-    for values in results["medians"]["8m"].values():
-        assert all(math.isfinite(value) and value > 0 for value in values.values())
-        assert set(values) == {
-            "offline_tokens_per_s",
-            "decode_tokens_per_s",
-            "peak_pss_bytes",
-            "first_token_s",
-        }
-    margins = [each["max_margin"] or 0.0 for each in results["checks"]["8m"].values()]
-    assert max(margins) < 1e-3
+    assert [each["name"] for each in results["subjects"]] == ["vmserve paged"]
+    values = results["medians"]["8m"]["vmserve paged"]
+    assert set(values) == {"decode_tokens_per_s", "peak_pss_bytes", "first_token_s"}
+    assert all(math.isfinite(value) and value > 0 for value in values.values())
+    assert "| vmserve paged |" in path.with_suffix(".md").read_text()
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
     assert str(tmp_path) not in path.read_text()
