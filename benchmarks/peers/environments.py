@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
@@ -46,7 +46,7 @@ CMAKE_OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_BUILD_NUMBER=1",
 )
-TARGETS = ("llama", "llama-server")
+LIBRARY, SERVER = "llama", "llama-server"
 TAIL_CHARS = 600
 
 Say = Callable[[str], None]
@@ -70,13 +70,20 @@ def ensure(engine: str, cache_dir: Path, say: Say) -> Environment:
     name = ENVIRONMENTS[engine]
     if engine == "llama.cpp":
         python = ensure_packages(name, cache_dir, say, ("--no-binary", "llama-cpp-python"))
-        build = build_llama_cpp(cache_dir / "llama.cpp", python, say)
-        library = build / "bin"
+        library = build_llama_cpp(LIBRARY, cache_dir, python, say)
         variables = {"LLAMA_CPP_LIB_PATH": str(library), "LD_LIBRARY_PATH": str(library)}
-        return Environment(python, variables, {"llama-server": library / "llama-server"})
-    python = ensure_packages(name, cache_dir, say)
-    tools = {"vllm": python.with_name("vllm")} if engine == "vllm" else {}
-    return Environment(python, {}, tools)
+        return Environment(python, variables, {})
+    return Environment(ensure_packages(name, cache_dir, say), {}, {})
+
+
+def ensure_server(engine: str, found: Environment, cache_dir: Path, say: Say) -> Environment:
+    """The same with the program that serves. Raises NotInstalledError."""
+    if engine == "llama.cpp":
+        directory = build_llama_cpp(SERVER, cache_dir, found.python, say)
+        return replace(found, tools={SERVER: directory / SERVER})
+    if engine == "vllm":
+        return replace(found, tools={"vllm": found.python.with_name("vllm")})
+    return found
 
 
 def ensure_packages(name: str, cache_dir: Path, say: Say, options: Sequence[str] = ()) -> Path:
@@ -95,12 +102,15 @@ def ensure_packages(name: str, cache_dir: Path, say: Say, options: Sequence[str]
     run([str(python), "-m", "pip", "install", *more, "-r", str(requirements)], log)
     if name in UNUSED:
         run([str(python), "-m", "pip", "uninstall", "-y", *UNUSED[name]], log)
-    (directory / "stamp.json").write_text(json.dumps(wanted), encoding="utf-8")
+    put_stamp(directory, wanted)
     return python
 
 
-def build_llama_cpp(directory: Path, python: Path, say: Say) -> Path:
-    """llama.cpp's libraries and server, from the source of the Python package of that version."""
+def build_llama_cpp(target: str, cache_dir: Path, python: Path, say: Say) -> Path:
+    """The directory with llama.cpp's libraries, or with its server beside them, built from the
+    source that the Python package of that version carries.
+    """
+    directory = cache_dir / "llama.cpp"
     build = directory / "build"
     requirement = next(
         line
@@ -108,20 +118,20 @@ def build_llama_cpp(directory: Path, python: Path, say: Say) -> Path:
         if line.startswith("llama-cpp-python==")
     )
     wanted = stamp(requirement, *CMAKE_OPTIONS, processor())
-    if is_stamped(build, wanted):
-        return build
-    say(f"building llama.cpp in {build} (once, some minutes)")
+    if is_stamped(build, wanted, target):
+        return build / "bin"
+    say(f"building {target} of llama.cpp in {build} (once, some minutes)")
     directory.mkdir(parents=True, exist_ok=True)
-    log = directory.parent / "logs" / "llama-cpp-build.log"
-    source = unpacked(directory, python, requirement, log)
+    log = cache_dir / "logs" / "llama-cpp-build.log"
     for tool in ("cmake", "g++"):
         if shutil.which(tool) is None:
             raise NotInstalledError(f"building llama.cpp needs {tool}, which is not here")
+    source = unpacked(directory, python, requirement, log)
     run(["cmake", "-S", str(source), "-B", str(build), *CMAKE_OPTIONS], log)
     jobs = str(len(os.sched_getaffinity(0)))
-    run(["cmake", "--build", str(build), "-j", jobs, "--target", *TARGETS], log)
-    (build / "stamp.json").write_text(json.dumps(wanted), encoding="utf-8")
-    return build
+    run(["cmake", "--build", str(build), "-j", jobs, "--target", target], log)
+    put_stamp(build, wanted, target)
+    return build / "bin"
 
 
 def unpacked(directory: Path, python: Path, requirement: str, log: Path) -> Path:
@@ -142,9 +152,17 @@ def stamp(*parts: str) -> dict[str, str]:
     return {"python": sys.version.split()[0], "made_from": digest}
 
 
-def is_stamped(directory: Path, wanted: Mapping[str, str]) -> bool:
-    path = directory / "stamp.json"
+def is_stamped(directory: Path, wanted: Mapping[str, str], name: str = "") -> bool:
+    path = stamp_path(directory, name)
     return path.exists() and json.loads(path.read_text(encoding="utf-8")) == wanted
+
+
+def put_stamp(directory: Path, made_from: Mapping[str, str], name: str = "") -> None:
+    stamp_path(directory, name).write_text(json.dumps(made_from), encoding="utf-8")
+
+
+def stamp_path(directory: Path, name: str) -> Path:
+    return directory / (f"stamp-{name}.json" if name else "stamp.json")
 
 
 def processor() -> str:

@@ -24,7 +24,7 @@ import numpy as np
 # Behind this directory: both have a run.py.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "offline"))
 
-from environments import Environment, NotInstalledError, ensure
+from environments import Environment, NotInstalledError, ensure, ensure_server
 from launch import run_engine, variables
 from model_shape import PAD_ID, describe
 from models import MODELS, Model, ensure_files, ensure_model
@@ -103,6 +103,8 @@ class Bench:
         self.has_bf16 = any(each in self.machine["cpu_extensions"] for each in BF16_EXTENSIONS)
         self.absent: list[Json] = []
         self.environments: dict[str, Environment] = {"vmserve": own_environment()}
+        #: Engines whose server is there too.
+        self.servers = {"vmserve"}
         self.files: dict[tuple[str, str], dict[str, str]] = {}
         self.models: list[Model] = []
         self.workloads: dict[str, dict[str, list[Json]]] = {}
@@ -135,6 +137,19 @@ class Bench:
         except NotInstalledError as error:
             say(f"{engine} is not installed: {error}")
             self.absent.append({"name": engine, "reason": str(error)})
+            return
+        if engine in SERVERS and "served" in self.options.workloads:
+            self._install_server(engine)
+
+    def _install_server(self, engine: str) -> None:
+        try:
+            self.environments[engine] = ensure_server(
+                engine, self.environments[engine], self.options.cache_dir, say
+            )
+            self.servers.add(engine)
+        except NotInstalledError as error:
+            say(f"{engine} has no server: {error}")
+            self.absent.append({"name": f"{engine}, server", "reason": str(error)})
 
     def _convert(self, subject: Subject, model: Model) -> None:
         if subject.engine not in self.environments:
@@ -154,7 +169,7 @@ class Bench:
         present = [each for each in self.options.subjects if (each.name, model.name) in self.files]
         found = [(each, False) for each in present if self._in_process(each, asked)]
         if "served" in asked:
-            found += [(each, True) for each in present if each.engine in SERVERS]
+            found += [(each, True) for each in present if each.engine in self.servers]
         return found
 
     def _in_process(self, subject: Subject, asked: Json) -> Json:

@@ -301,8 +301,9 @@ def test_environment_is_made_anew_when_what_it_is_from_changes(
     peers: dict[str, ModuleType], tmp_path: Path
 ) -> None:
     environments = peers["environments"]
-    (tmp_path / "stamp.json").write_text(json.dumps(environments.stamp("a==1", "native")))
+    environments.put_stamp(tmp_path, environments.stamp("a==1", "native"))
     assert environments.is_stamped(tmp_path, environments.stamp("a==1", "native"))
+    assert not environments.is_stamped(tmp_path, environments.stamp("a==1", "native"), "server")
     assert not environments.is_stamped(tmp_path, environments.stamp("a==2", "native"))
     assert not environments.is_stamped(tmp_path / "none", environments.stamp("a==1"))
 
