@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -26,6 +28,7 @@ NAMES = (
     "traffic",
     "models",
     "launch",
+    "gguf_layout",
     "serving",
     "summary",
     "report",
@@ -355,3 +358,64 @@ def test_vmserve_alone_end_to_end(tmp_path: Path) -> None:
     assert "| vmserve paged |" in path.with_suffix(".md").read_text()
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
     assert str(tmp_path) not in path.read_text()
+
+
+# -- conversion -------------------------------------------------------------------------
+
+
+def turned(vector: Any, position: int, *, pairs: bool) -> Any:
+    """Rotary embedding of one head by its definition: pairs of neighbours, or of halves."""
+    size = len(vector) // 2
+    angles = position * 10000.0 ** (-np.arange(size) / size)
+    first, second = (vector[0::2], vector[1::2]) if pairs else (vector[:size], vector[size:])
+    real = first * np.cos(angles) - second * np.sin(angles)
+    imaginary = first * np.sin(angles) + second * np.cos(angles)
+    return np.stack([real, imaginary], axis=1).ravel() if pairs else np.r_[real, imaginary]
+
+
+def test_rows_in_the_order_of_neighbours_give_the_same_scores(
+    peers: dict[str, ModuleType],
+) -> None:
+    rng = np.random.default_rng(0)
+    num_heads, head_dim, hidden = 3, 8, 5
+    query, key = rng.normal(size=(2, num_heads * head_dim, hidden))
+    tokens = rng.normal(size=(2, hidden))
+    neighbours = peers["gguf_layout"].neighbours
+
+    def scores(query: Any, key: Any, *, pairs: bool) -> list[float]:
+        rows = [
+            (query @ tokens[0]).reshape(num_heads, -1),
+            (key @ tokens[1]).reshape(num_heads, -1),
+        ]
+        return [
+            float(turned(q, 7, pairs=pairs) @ turned(k, 3, pairs=pairs))
+            for q, k in zip(*rows, strict=True)
+        ]
+
+    wanted = scores(query, key, pairs=False)
+    moved = scores(neighbours(query, num_heads), neighbours(key, num_heads), pairs=True)
+    assert moved == pytest.approx(wanted)
+    assert scores(query, key, pairs=True) != pytest.approx(wanted)
+
+
+def test_tensors_are_read_bit_by_bit(peers: dict[str, ModuleType], tmp_path: Path) -> None:
+    values = np.array([[1.5, -2.0, 2.0**-100], [3.0, 0.0, 65536.0]], dtype=np.float32)
+    bits = (values.view(np.uint32) >> 16).astype("<u2").tobytes()
+    told = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, len(bits)]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "model.norm.weight": told}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bits)
+    layout = peers["gguf_layout"]
+    [(name, found)] = layout.read_tensors(path).items()
+    assert layout.gguf_name(name) == "output_norm.weight"
+    assert np.array_equal(layout.as_float32(found), values)
+    save_file({"a": values}, tmp_path / "y.safetensors")
+    with pytest.raises(ValueError, match="a is F32, not BF16"):
+        layout.read_tensors(tmp_path / "y.safetensors")
+
+
+def test_gguf_names_of_a_layer(peers: dict[str, ModuleType]) -> None:
+    gguf_name = peers["gguf_layout"].gguf_name
+    assert gguf_name("model.layers.11.self_attn.o_proj.weight") == "blk.11.attn_output.weight"
+    assert gguf_name("model.layers.0.post_attention_layernorm.weight") == "blk.0.ffn_norm.weight"
+    assert gguf_name("lm_head.weight") == "output.weight"
