@@ -52,6 +52,10 @@ def variables(
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
         }
+        # The OpenMP that vLLM asks for: its package brings it, but does not load it.
+        library = environment.python.parent.parent / "lib" / "libiomp5.so"
+        if library.exists():
+            found["LD_PRELOAD"] = str(library)
     return found
 
 

@@ -63,7 +63,8 @@ def command(subject: Subject, environment: Environment, job: Json, port: int) ->
     start = [str(environment.tools["vllm"]), "serve", job["model"], *where]
     start += ["--served-model-name", MODEL_NAME, "--max-model-len", str(job["max_model_len"])]
     start += ["--max-num-seqs", str(job["max_num_seqs"]), "--no-enable-prefix-caching"]
-    return start + command_line_options(subject.options)
+    dtype = {"dtype": "bfloat16" if job["has_bf16"] else "float32"}
+    return start + command_line_options(dtype | dict(subject.options))
 
 
 def run_server(

@@ -16,7 +16,8 @@ Json = dict[str, Any]
 class VllmEngine:
     def __init__(self, job: Json) -> None:
         options: Json = {
-            "dtype": "auto",
+            # Without such instructions oneDNN refuses bfloat16, and vLLM takes plain linears.
+            "dtype": "bfloat16" if job["has_bf16"] else "float32",
             "max_num_seqs": job["max_num_seqs"],
             "max_model_len": job["max_model_len"],
             "enable_prefix_caching": False,
@@ -26,9 +27,8 @@ class VllmEngine:
         self._engine = self._llm.llm_engine
         self._next_number = 0
         dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
-        without = "" if job["has_bf16"] else ", by kernels without such instructions"
         self.facts = {
-            "computes_in": dtype + (without if dtype == "bfloat16" else ""),
+            "computes_in": dtype,
             "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
         }
 
