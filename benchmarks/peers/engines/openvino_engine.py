@@ -41,10 +41,12 @@ class OpenVinoEngine:
         )
         self._handles: dict[int, Any] = {}
         self._next_number = 0
-        capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        core = openvino.Core()
+        capabilities = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        default_cache = core.get_property("CPU", "KV_CACHE_PRECISION").get_type_name()
         self.facts = {
             "computes_in": properties["INFERENCE_PRECISION_HINT"],
-            "kv_cache": properties.get("KV_CACHE_PRECISION", "the plugin's default (u8)"),
+            "kv_cache": properties.get("KV_CACHE_PRECISION", default_cache),
             "properties": properties,
             "capabilities": list(capabilities),
             "versions": {
