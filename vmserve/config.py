@@ -200,6 +200,11 @@ class EngineConfig:
             raise ConfigurationError(
                 "preemption: swap needs host memory to swap to: give --swap-space, e.g. 4GiB"
             )
+        if self.linear_backend == "native" and self.attention_backend not in ("auto", "cpu"):
+            raise ConfigurationError(
+                "linear_backend: native attends with our own kernels: give --attention-backend cpu, "
+                f"not {self.attention_backend}"
+            )
         for refused, what, remedy in refusals:
             if refused:
                 raise UnsupportedError(f"{what} is not available in this version: {remedy}")

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from vmserve import _core
 from vmserve.attention import create_backend
 from vmserve.attention.base import AttentionBackend, KVView
+from vmserve.attention.cpu import CpuBackend
 from vmserve.config import EngineConfig, ResolvedConfig, format_size, resolve
 from vmserve.decoding import BeamGroup, BeamSearch
 from vmserve.errors import (
@@ -138,6 +139,8 @@ class LLMEngine:
             )
             for regime in Regime
         }
+        # What "auto" has chosen may have been somebody else's kernels.
+        native = native and all(isinstance(each, CpuBackend) for each in backends.values())
         slack = max(backend.read_slack_tokens for backend in backends.values())
         pages = self._runtime.memory(self.resolved.activation_bytes)
         with self._runtime.active():
