@@ -278,7 +278,9 @@ class Bench:
         return found
 
     def results(self, checks: Json) -> Json:
-        values = collect(self.runs, self.workloads)
+        names = [each.name for each in self.options.subjects]
+        values = collect(self.runs, self.workloads, names)
+        values = {each.name: values[each.name] for each in self.models if each.name in values}
         return {
             "schema": SCHEMA,
             "schema_version": SCHEMA_VERSION,

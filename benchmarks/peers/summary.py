@@ -88,13 +88,18 @@ def latencies(served: Json) -> dict[str, float]:
     return found
 
 
-def collect(runs: Sequence[Json], workloads: Mapping[str, Mapping[str, Sequence[Json]]]) -> Json:
+def collect(
+    runs: Sequence[Json],
+    workloads: Mapping[str, Mapping[str, Sequence[Json]]],
+    subjects: Sequence[str] = (),
+) -> Json:
     """``[model][subject][metric][repeat]``: a value of every repeat that has one.
 
-    ``workloads``: by model, what its runs were asked.
+    ``workloads``: by model, what its runs were asked. ``subjects``: names, in the order wanted.
     """
     found: Json = {}
-    for run in runs:
+    order = {name: place for place, name in enumerate(subjects)}
+    for run in sorted(runs, key=lambda run: order.get(run["subject"], len(order))):
         values = found.setdefault(run["model"], {}).setdefault(run["subject"], {})
         for name, value in metrics_of(run, workloads[run["model"]]).items():
             values.setdefault(name, {})[str(run["repeat"])] = value

@@ -263,6 +263,20 @@ def test_server_gives_latencies_alone(peers: dict[str, ModuleType]) -> None:
     assert found == {"served_ttft_p50_s": 0.5, "served_ttft_p99_s": 0.5}
 
 
+def test_values_come_in_the_order_of_subjects_with_all_repeats(
+    peers: dict[str, ModuleType],
+) -> None:
+    def run(subject: str, repeat: int, seconds: float) -> dict[str, Any]:
+        told = {"model": "8m", "subject": subject, "repeat": repeat, "workloads": {}}
+        return told | {"first_token_s": seconds}
+
+    runs = [run("b", 0, 3.0), run("a", 0, 1.0), run("a", 1, 2.0), run("b", 1, 5.0)]
+    found = peers["summary"].collect(runs, {"8m": {}}, ["a", "b"])
+    assert list(found["8m"]) == ["a", "b"]
+    assert found["8m"]["b"] == {"first_token_s": {"0": 3.0, "1": 5.0}}
+    assert peers["summary"].medians(found["8m"])["a"] == {"first_token_s": 1.5}
+
+
 def metric(peers: dict[str, ModuleType], name: str) -> Any:
     return next(each for each in peers["summary"].METRICS if each.name == name)
 
