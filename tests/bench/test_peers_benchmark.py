@@ -248,6 +248,7 @@ def test_metrics_of_a_run(peers: dict[str, ModuleType]) -> None:
             "prefill_tokens_per_s": 50.0,
             "served_ttft_p50_s": 1.5,
             "served_ttft_p99_s": 2.48,
+            "served_tpot_p50_s": 0.2,
             "served_itl_p50_s": 0.2,
             "served_itl_p99_s": 0.298,
             "peak_pss_bytes": 9,
