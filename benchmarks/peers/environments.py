@@ -81,8 +81,6 @@ def ensure_server(engine: str, found: Environment, cache_dir: Path, say: Say) ->
     if engine == "llama.cpp":
         directory = build_llama_cpp(SERVER, cache_dir, found.python, say)
         return replace(found, tools={SERVER: directory / SERVER})
-    if engine == "vllm":
-        return replace(found, tools={"vllm": found.python.with_name("vllm")})
     return found
 
 

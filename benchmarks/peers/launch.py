@@ -29,9 +29,11 @@ ERROR_TAIL_CHARS = 3000
 
 
 def variables(
-    subject: Subject, environment: Environment, num_threads: int, cache_dir: Path
+    subject: Subject, environment: Environment, num_threads: int, cache_dir: Path, kv_gib: int
 ) -> dict[str, str]:
     """The same for every engine, and what one of them cannot be told otherwise.
+
+    ``kv_gib``: of vLLM's KV cache, which it fills at start.
 
     Idle threads sleep: spinning ones starve a machine in use.
     """
@@ -44,8 +46,7 @@ def variables(
     }
     if subject.engine == "vllm":
         found |= {
-            # GiB. Its default is a share of the whole machine.
-            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CACHE_ROOT": str(cache_dir / "vllm"),
             "VLLM_LOGGING_LEVEL": "WARNING",

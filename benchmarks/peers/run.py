@@ -33,7 +33,16 @@ from report import markdown, one_line
 from serving import SERVERS, own_environment, run_server
 from subjects import WEIGHTS, Subject, subjects_of
 from summary import collect, compare, medians
-from traffic import FULL, RATES, SMOKE, WORKLOADS, longest, make_workloads, warmup_requests
+from traffic import (
+    FULL,
+    RATES,
+    SMOKE,
+    WORKLOADS,
+    kv_gib,
+    longest,
+    make_workloads,
+    warmup_requests,
+)
 from traffic import describe as describe_workloads
 
 from vmserve.bench.machine import machine_info
@@ -194,7 +203,13 @@ class Bench:
     def _run(self, model: Model, subject: Subject, is_server: bool, repeat: int) -> None:
         asked = self.workloads[model.name]
         environment = self.environments[subject.engine]
-        added = variables(subject, environment, self.options.threads, self.options.cache_dir)
+        added = variables(
+            subject,
+            environment,
+            self.options.threads,
+            self.options.cache_dir,
+            kv_gib(asked, model.shape),
+        )
         job = self._job(model, subject)
         limit = self.options.time_limit
         if is_server:
@@ -263,7 +278,9 @@ class Bench:
         return found
 
     def results(self, checks: Json) -> Json:
-        values = collect(self.runs, self.workloads)
+        names = [each.name for each in self.options.subjects]
+        values = collect(self.runs, self.workloads, names)
+        values = {each.name: values[each.name] for each in self.models if each.name in values}
         return {
             "schema": SCHEMA,
             "schema_version": SCHEMA_VERSION,

@@ -60,8 +60,17 @@ def command(subject: Subject, environment: Environment, job: Json, port: int) ->
         start += ["--alias", MODEL_NAME, "--threads", threads, "--threads-batch", threads]
         start += ["--parallel", str(slots), "--ctx-size", str(slots * job["max_model_len"])]
         return [*start, "--no-cache-prompt", "--cache-ram", "0", "--no-webui", "--log-disable"]
-    start = [str(environment.tools["vllm"]), "serve", job["model"], *where]
-    start += ["--served-model-name", MODEL_NAME, "--max-model-len", str(job["max_model_len"])]
+    # The `vllm` command asks for the version of a package of that name, and stops without it.
+    start = [str(environment.python), "-m", "vllm.entrypoints.openai.api_server"]
+    start += [
+        "--model",
+        job["model"],
+        *where,
+        "--served-model-name",
+        MODEL_NAME,
+        "--max-model-len",
+        str(job["max_model_len"]),
+    ]
     start += ["--max-num-seqs", str(job["max_num_seqs"]), "--no-enable-prefix-caching"]
     dtype = {"dtype": "bfloat16" if job["has_bf16"] else "float32"}
     return start + command_line_options(dtype | dict(subject.options))

@@ -35,6 +35,7 @@ METRICS = (
     Metric("prefill_tokens_per_s", "prefill", "prompt tokens/s", True),
     Metric("served_ttft_p50_s", "served, TTFT p50", "ms", False, 1e3),
     Metric("served_ttft_p99_s", "served, TTFT p99", "ms", False, 1e3),
+    Metric("served_tpot_p50_s", "served, TPOT p50", "ms", False, 1e3),
     Metric("served_itl_p50_s", "served, ITL p50", "ms", False, 1e3),
     Metric("served_itl_p99_s", "served, ITL p99", "ms", False, 1e3),
     Metric("peak_pss_bytes", "peak PSS", "MiB", False, 2.0**-20),
@@ -74,7 +75,9 @@ def metrics_of(run: Json, workloads: Mapping[str, Sequence[Json]]) -> dict[str, 
 
 
 def latencies(served: Json) -> dict[str, float]:
-    """Time to the first token from the moment a request was due; gaps of all requests pooled."""
+    """Time to the first token from the moment a request was due; time per token after it,
+    request by request; gaps of all requests pooled.
+    """
     pairs = list(zip(served["due_s"], served["times_s"], strict=True))
     first = [times[0] - due for due, times in pairs]
     gaps = np.concatenate([np.diff(times) for _, times in pairs])
@@ -82,19 +85,26 @@ def latencies(served: Json) -> dict[str, float]:
         "served_ttft_p50_s": float(np.percentile(first, 50)),
         "served_ttft_p99_s": float(np.percentile(first, 99)),
     }
-    if gaps.size:
+    per_token = [(times[-1] - times[0]) / (len(times) - 1) for _, times in pairs if len(times) > 1]
+    if per_token:
+        found["served_tpot_p50_s"] = float(np.percentile(per_token, 50))
         found["served_itl_p50_s"] = float(np.percentile(gaps, 50))
         found["served_itl_p99_s"] = float(np.percentile(gaps, 99))
     return found
 
 
-def collect(runs: Sequence[Json], workloads: Mapping[str, Mapping[str, Sequence[Json]]]) -> Json:
+def collect(
+    runs: Sequence[Json],
+    workloads: Mapping[str, Mapping[str, Sequence[Json]]],
+    subjects: Sequence[str] = (),
+) -> Json:
     """``[model][subject][metric][repeat]``: a value of every repeat that has one.
 
-    ``workloads``: by model, what its runs were asked.
+    ``workloads``: by model, what its runs were asked. ``subjects``: names, in the order wanted.
     """
     found: Json = {}
-    for run in runs:
+    order = {name: place for place, name in enumerate(subjects)}
+    for run in sorted(runs, key=lambda run: order.get(run["subject"], len(order))):
         values = found.setdefault(run["model"], {}).setdefault(run["subject"], {})
         for name, value in metrics_of(run, workloads[run["model"]]).items():
             values.setdefault(name, {})[str(run["repeat"])] = value

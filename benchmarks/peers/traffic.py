@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from model_shape import SPECIAL_IDS
+from model_shape import SPECIAL_IDS, LlamaShape
 
 from vmserve.bench.workloads import RequestShape, lognormal, prompt_token_ids
 
@@ -99,6 +99,16 @@ def requests_of(shapes: list[RequestShape], vocab_size: int, seed: int) -> list[
 def longest(requests: list[Json]) -> int:
     """Tokens of the longest request, prompt and answer."""
     return max(len(each["prompt_token_ids"]) + each["num_output_tokens"] for each in requests)
+
+
+def kv_gib(workloads: dict[str, list[Json]], shape: LlamaShape) -> int:
+    """Whole GiB of float32 KV cache that hold all tokens of the largest workload at once."""
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
+    most = max(
+        sum(len(each["prompt_token_ids"]) + each["num_output_tokens"] for each in requests)
+        for requests in workloads.values()
+    )
+    return -(-most * token_bytes // 2**30)
 
 
 def describe(workloads: dict[str, list[Json]]) -> Json:

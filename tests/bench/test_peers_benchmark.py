@@ -110,6 +110,33 @@ def test_options_for_the_command_line(peers: dict[str, ModuleType]) -> None:
     ]
 
 
+def test_servers_are_started_with_the_same_limits(peers: dict[str, ModuleType]) -> None:
+    subjects = peers["subjects"]
+    Environment = peers["environments"].Environment
+    environment = Environment(Path("python"), {}, {"llama-server": Path("llama-server")})
+    job = {
+        "model": "M",
+        "files": {"gguf": "M.gguf"},
+        "num_threads": 2,
+        "max_num_seqs": 64,
+        "max_model_len": 512,
+        "has_bf16": False,
+    }
+
+    def command(subject: Any) -> str:
+        return " ".join(peers["serving"].command(subject, environment, job, 80))
+
+    ours = command(subjects.variant_of("x:linear_backend=native"))
+    assert "--model M --served-model-name peers --host 127.0.0.1 --port 80" in ours
+    assert "--max-num-seqs 64 --max-model-len 512 --no-enable-prefix-caching" in ours
+    assert ours.endswith("--linear-backend native")
+    [llama] = subjects.peers_of("llama.cpp:q8_0:slots=4")
+    assert "-m M.gguf" in command(llama)
+    assert "--threads 2 --threads-batch 2 --parallel 4 --ctx-size 2048" in command(llama)
+    [vllm] = subjects.peers_of("vllm:bf16:enforce_eager=true")
+    assert command(vllm).endswith("--no-enable-prefix-caching --dtype float32 --enforce-eager")
+
+
 # -- what they are asked ----------------------------------------------------------------
 
 
@@ -131,6 +158,15 @@ def test_offline_is_the_offline_benchmark_s(peers: dict[str, ModuleType]) -> Non
     prompts = [tuple(each["prompt_token_ids"]) for some in found.values() for each in some]
     assert len(set(prompts)) == len(prompts)
     assert min(min(prompt) for prompt in prompts) >= 3  # no special id
+
+
+def test_fixed_cache_holds_the_largest_workload(peers: dict[str, ModuleType]) -> None:
+    shape = peers["model_shape"].LLAMA_8M  # 2 x 6 x 6 x 48 x 4 = 13,824 bytes a token
+    small = [{"prompt_token_ids": [5] * 9, "num_output_tokens": 1}]
+    exact = [{"prompt_token_ids": [5] * 77_672, "num_output_tokens": 0}]
+    assert peers["traffic"].kv_gib({"decode": small, "offline": exact}, shape) == 1
+    exact[0]["num_output_tokens"] = 1
+    assert peers["traffic"].kv_gib({"decode": small, "offline": exact}, shape) == 2
 
 
 def test_served_arrives_at_its_rate(peers: dict[str, ModuleType]) -> None:
@@ -212,6 +248,7 @@ def test_metrics_of_a_run(peers: dict[str, ModuleType]) -> None:
             "prefill_tokens_per_s": 50.0,
             "served_ttft_p50_s": 1.5,
             "served_ttft_p99_s": 2.48,
+            "served_tpot_p50_s": 0.2,
             "served_itl_p50_s": 0.2,
             "served_itl_p99_s": 0.298,
             "peak_pss_bytes": 9,
@@ -225,6 +262,20 @@ def test_server_gives_latencies_alone(peers: dict[str, ModuleType]) -> None:
     run = {"is_server": True, "first_token_s": 9.0, "workloads": {"served": served}}
     found = peers["summary"].metrics_of(run, {})
     assert found == {"served_ttft_p50_s": 0.5, "served_ttft_p99_s": 0.5}
+
+
+def test_values_come_in_the_order_of_subjects_with_all_repeats(
+    peers: dict[str, ModuleType],
+) -> None:
+    def run(subject: str, repeat: int, seconds: float) -> dict[str, Any]:
+        told = {"model": "8m", "subject": subject, "repeat": repeat, "workloads": {}}
+        return told | {"first_token_s": seconds}
+
+    runs = [run("b", 0, 3.0), run("a", 0, 1.0), run("a", 1, 2.0), run("b", 1, 5.0)]
+    found = peers["summary"].collect(runs, {"8m": {}}, ["a", "b"])
+    assert list(found["8m"]) == ["a", "b"]
+    assert found["8m"]["b"] == {"first_token_s": {"0": 3.0, "1": 5.0}}
+    assert peers["summary"].medians(found["8m"])["a"] == {"first_token_s": 1.5}
 
 
 def metric(peers: dict[str, ModuleType], name: str) -> Any:
