@@ -83,15 +83,21 @@ void KVMemory::draw_cells(MemoryMap& map, const std::vector<std::uint8_t>& uses,
   map.num_pages = num_pages_shown;
   map.pages_per_cell = std::max<std::int64_t>(1, (num_pages_shown + max_cells - 1) / max_cells);
   map.counts.assign(kNumPageCodes, 0);
-  for (std::int64_t first = 0; first < num_pages_shown; first += map.pages_per_cell) {
-    std::array<std::int64_t, kNumPageCodes> counts{};
-    const std::int64_t end = std::min(first + map.pages_per_cell, num_pages_shown);
-    for (std::int64_t page = first; page < end; ++page) {
-      counts[code_of(pool_, static_cast<PageId>(page), uses[page])] += 1;
+  map.cells.reserve(static_cast<std::size_t>(num_pages_shown / map.pages_per_cell + 1));
+  std::array<std::int64_t, kNumPageCodes> counts{};
+  for (std::int64_t page = 0; page < num_pages_shown; ++page) {
+    const std::uint8_t seen = code_of(pool_, static_cast<PageId>(page), uses[page]);
+    map.counts[seen] += 1;
+    if (map.pages_per_cell == 1) {
+      map.cells.push_back(seen);
+      continue;
     }
-    const auto most = std::max_element(counts.begin(), counts.end());
-    map.cells.push_back(static_cast<std::uint8_t>(most - counts.begin()));
-    for (int i = 0; i < kNumPageCodes; ++i) map.counts[i] += counts[i];
+    counts[seen] += 1;
+    if ((page + 1) % map.pages_per_cell == 0 || page + 1 == num_pages_shown) {
+      const auto most = std::max_element(counts.begin(), counts.end());
+      map.cells.push_back(static_cast<std::uint8_t>(most - counts.begin()));
+      counts.fill(0);
+    }
   }
 }
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from vmserve.bench.machine import machine_info
 from vmserve.bench.papers import FIGURES, Options
+from vmserve.bench.papers.experiments import EXPERIMENTS
 from vmserve.bench.report import (
     dump,
     make_console,
@@ -45,8 +47,15 @@ def papers_command(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write everything to this file.")
     ] = None,
+    list_all: Annotated[
+        bool,
+        typer.Option("--list", help="Print both papers' experiments, how each is run, and end."),
+    ] = False,
 ) -> None:
     """Repeat experiments of the PagedAttention paper in simulation: OPT-13B on an A100 40GB."""
+    if list_all:
+        make_console().print(_all_experiments())
+        return
     names = _chosen(figure)
     options = Options(minutes=minutes, seed=seed)
     if output is not None:
@@ -73,6 +82,14 @@ def papers_command(
         (output / "tables.md").write_text(markdown(results, data), encoding="utf-8")
         for path in draw(data["figures"], output):
             console.print(f"drawn: {path}")
+
+
+def _all_experiments() -> Table:
+    table = Table("experiment", "what", "state", "command", "ours", "the paper's")
+    for each in EXPERIMENTS:
+        name = f"{each.paper}, {each.what}"
+        table.add_row(name, each.about, each.state, each.command, each.ours, each.theirs)
+    return table
 
 
 def document(results: Mapping[str, SectionResult], options: Options) -> dict[str, Any]:

@@ -1,0 +1,63 @@
+"""The list of the papers' experiments: the document says the same, commands and results exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer.testing
+
+from vmserve.bench.papers.command import papers_command
+from vmserve.bench.papers.experiments import EXPERIMENTS, document
+from vmserve.cli import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_document_is_the_list() -> None:
+    assert ROOT.joinpath("docs/experiments.md").read_text(encoding="utf-8") == document()
+
+
+def test_every_figure_and_table_is_accounted_for() -> None:
+    def numbers(paper: str, kind: str) -> list[int]:
+        found: list[int] = []
+        for each in EXPERIMENTS:
+            for part in each.what.split(";") if each.paper == paper else []:
+                if kind not in part:
+                    continue
+                ranges = re.findall(r"(\d+)(?: to (\d+))?", part)
+                found += [n for a, b in ranges for n in range(int(a), int(b or a) + 1)]
+        return sorted(found)
+
+    assert numbers("PagedAttention", "Figure") == [2, *range(12, 20)]
+    assert numbers("PagedAttention", "Table") == []
+    assert numbers("vAttention", "Figure") == list(range(2, 13))
+    assert numbers("vAttention", "Table") == [2, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda each: f"{each.paper}-{each.what}")
+def test_results_and_commands_exist(experiment: object) -> None:
+    _, _, _, state, command, ours, _, result = experiment  # type: ignore[misc]
+    assert state in ("measured", "counted", "simulated", "needs a GPU")
+    assert (result is None) == (state == "needs a GPU")
+    assert result is None or (ours != "–" and ROOT.joinpath(result).is_file())
+    program, *words = command.split()
+    if program == "python":
+        assert ROOT.joinpath(words[0]).is_file()
+        return
+    assert program == "vmserve"
+    # Typer refuses unknown options before it looks at --help.
+    options = [word for word in words if word.startswith("--")]
+    told = typer.testing.CliRunner().invoke(
+        app, [*words[: 2 if words[0] == "bench" else 1], "--help"]
+    )
+    assert told.exit_code == 0
+    assert all(option in told.output for option in options)
+
+
+def test_the_list_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    papers_command(list_all=True)
+    printed = capsys.readouterr().out
+    for name in ("Figure 12", "Table 8", "needs a GPU", "simulated"):
+        assert name in printed
