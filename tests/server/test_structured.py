@@ -240,6 +240,7 @@ def test_litellm(real: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     # Its list of prices would be fetched when it is imported.
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
+
     options: Any = {
         "model": "openai/embedded",
         "api_base": f"{real.url}/v1",
