@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import logging
 import time
@@ -29,7 +30,7 @@ from vmserve.errors import (
 from vmserve.memory.base import Attach, MemoryPlan, Regime
 from vmserve.memory.layout import HOST_GRANULARITY, KVLayout, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
-from vmserve.models import load_model, resolve_dtype, resolve_model
+from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
@@ -46,9 +47,10 @@ from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.structured.requests import StructuredRequests
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.telemetry.phases import StepPhases
+from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
 from vmserve.telemetry.trace import StepTrace
 from vmserve.tokenizer import Tokenizer, load_tokenizer
-from vmserve.types import RequestMetrics, RequestOutput
+from vmserve.types import PinnedPrefix, RequestMetrics, RequestOutput
 
 __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 
@@ -74,14 +76,6 @@ class RequestFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedPrefix:
-    """``num_tokens``: how many of its tokens are kept (whole blocks)."""
-
-    handle: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepResult:
     outputs: tuple[RequestOutput, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
@@ -104,7 +98,9 @@ class LLMEngine:
         self.model_config = ModelConfig.from_directory(path)
         self.tokenizer: Tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))
         self.resolved: ResolvedConfig = resolve(config, self.model_config)
-        dtype = resolve_dtype(config.dtype, self.model_config, "cpu")
+        dtype, native = choose_native(
+            _linear_backend(config), config.quantization, config.dtype, self.model_config
+        )
         head_dim = self.model_config.head_dim
         backends = {
             regime: create_backend(
@@ -119,6 +115,8 @@ class LLMEngine:
             dtype,
             config=self.model_config,
             max_model_len=self.resolved.max_model_len,
+            native=native,
+            quantized=config.quantization == "int8",
             progress=progress,
         )
         swaps = self.resolved.swap_bytes > 0
@@ -219,12 +217,14 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        isolation: str = "",
         timeout: float | None = None,
         stream: bool = False,
     ) -> None:
         """Queue a request; its outputs come from later steps.
 
-        ``tenant``: on whose account it runs, for ``fair_sharing``. ``timeout``: seconds after
+        ``tenant``: on whose account it runs, for ``fair_sharing``. ``isolation``: whose memory it
+        uses; pages are scrubbed before a request of another gets them. ``timeout``: seconds after
         which it fails with :class:`~vmserve.errors.DeadlineError`, if ``request_timeout`` is not
         less.
 
@@ -238,6 +238,7 @@ class LLMEngine:
         request.rank = priority if self.resolved.scheduling_policy == "priority" else 0
         request.cache_salt = cache_salt.encode()
         request.tenant = tenant
+        request.memory_tenant = memory_tenant(isolation)
         self._set_deadline(request, timeout)
         request.stream = stream
         self._requests[request_id] = request
@@ -292,7 +293,9 @@ class LLMEngine:
 
     # -- pinned prefixes --------------------------------------------------------------
 
-    def hold_prefix(self, token_ids: list[int], *, cache_salt: str = "") -> PinnedPrefix:
+    def hold_prefix(
+        self, token_ids: list[int], *, cache_salt: str = "", isolation: str = ""
+    ) -> PinnedPrefix:
         """Keep what the prefix cache has of these tokens, whatever else is evicted.
 
         Raises :class:`~vmserve.errors.InvalidRequestError` where it has nothing, or where too
@@ -307,7 +310,12 @@ class LLMEngine:
                 f"{MAX_PINNED_PREFIXES} prefixes are pinned already: unpin one", "prompt"
             )
         # A match never has the last token; one more lets it have the whole prefix.
-        memory_id = self.memory.open([*token_ids, 0], regime=Regime.PAGED, salt=cache_salt.encode())
+        memory_id = self.memory.open(
+            [*token_ids, 0],
+            regime=Regime.PAGED,
+            tenant=memory_tenant(isolation),
+            salt=cache_salt.encode(),
+        )
         if memory_id is None:
             raise InvalidRequestError("too many sequences are open: try again", "prompt")
         try:
@@ -627,6 +635,10 @@ class LLMEngine:
             **memory.as_dict(),
         }
 
+    def snapshot(self) -> EngineSnapshot:
+        """For live views; see :mod:`vmserve.telemetry.snapshot`."""
+        return take_snapshot(self.stats(), self.memory, self._requests.values())
+
     def close(self) -> None:
         """Abort what runs and give all memory back. Further calls are errors."""
         for request_id in self.request_ids:
@@ -635,6 +647,13 @@ class LLMEngine:
             self._trace.close()
         self.structured.close()
         self.memory.close()
+
+
+def memory_tenant(isolation: str) -> int:
+    """The memory core's number for whoever must not see what others leave behind."""
+    if not isolation:
+        return 0
+    return int.from_bytes(hashlib.sha256(isolation.encode()).digest()[:8], "little", signed=True)
 
 
 def _create_memory(
@@ -702,6 +721,13 @@ def _cost_model(
         heads = HeadShape(q_heads, model.kv_heads, model.head_dim, dtype)
         profile = measure_profile(layout, backends, heads, resolved.max_model_len)
     return CostModel(profile, layout)
+
+
+def _linear_backend(config: EngineConfig) -> str:
+    """The native decoder attends with our own kernels: another choice of these is one of torch."""
+    if config.linear_backend == "auto" and config.attention_backend not in ("auto", "cpu"):
+        return "torch"
+    return config.linear_backend
 
 
 def _widest_window(model: ModelConfig) -> int | None:

@@ -8,6 +8,7 @@ import torch
 
 from vmserve.attention.base import AttentionBackend, ContiguousView, LayerAttention, PagedView
 from vmserve.attention.cpu import CpuBackend
+from vmserve.attention.cuda import CudaPagedBackend
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.sdpa import SdpaBackend
 from vmserve.errors import ConfigurationError, UnsupportedError
@@ -17,6 +18,7 @@ __all__ = ["BACKENDS", "check_backend", "create_backend"]
 
 BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
     "cpu": CpuBackend,
+    "cuda": CudaPagedBackend,
     "reference": ReferenceBackend,
     "sdpa": SdpaBackend,
 }

@@ -16,13 +16,12 @@ from vmserve.sampling.draw import draw
 from vmserve.sampling.params import SamplingParams
 from vmserve.sampling.rng import uniforms
 from vmserve.sampling.rows import Ids, Values, argmax, at_least, kth_largest, num_before
+from vmserve.sampling.tokens import SampledToken, TopTokens
 
 __all__ = ["SampledToken", "Sampler", "SamplingRow"]
 
 #: Logits of a prompt that are worked on at a time.
 _PART_ELEMENTS = 2**22
-#: Token id -> (log-probability, rank); the token itself first.
-TopTokens = dict[int, tuple[float, int]]
 #: Likeliest tokens of a row, best first: (id, log-probability).
 Likeliest = list[tuple[int, float]]
 
@@ -45,15 +44,6 @@ class SamplingRow:
     stop_ids: frozenset[int]
     bad_words: tuple[tuple[int, ...], ...] = ()
     mask: NDArray[np.bool_] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """``logprob`` is natural, under the model's own distribution; ``top`` as was asked for."""
-
-    token_id: int
-    logprob: float
-    top: TopTokens | None = None
 
 
 class Sampler:

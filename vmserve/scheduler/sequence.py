@@ -52,6 +52,8 @@ class Request:
     deadline: float | None = None
     #: On whose account it runs, where tenants share fairly.
     tenant: str = ""
+    #: Whose memory it uses, to the memory core: pages are scrubbed when they change hands.
+    memory_tenant: int = 0
     #: Requests share cached prefixes only with those of the same salt.
     cache_salt: bytes = b""
     stream: bool = False

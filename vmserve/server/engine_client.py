@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from vmserve.sampling import GenerationParams
+from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.types import RequestOutput
 
 __all__ = ["EngineClient", "TokenizerLike"]
@@ -57,7 +58,10 @@ class _Resolved(Protocol):
 
 
 class EngineClient(Protocol):
-    """The part of :class:`vmserve.AsyncLLM` that the server calls; see there."""
+    """What :class:`vmserve.AsyncLLM` and :class:`vmserve.ipc.client.ProcessLLM` have in common.
+
+    ``stats`` is as of the engine's last word, ``fetch_stats`` of now.
+    """
 
     @property
     def resolved(self) -> _Resolved: ...
@@ -84,10 +88,17 @@ class EngineClient(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        isolation: str = "",
         timeout: float | None = None,
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]: ...
 
     def stats(self) -> dict[str, float | int]: ...
+
+    async def fetch_stats(self) -> dict[str, float | int]: ...
+
+    async def until_dead(self) -> None: ...
+
+    async def snapshot(self) -> EngineSnapshot: ...
 
     async def shutdown(self, timeout: float = 0.0) -> None: ...

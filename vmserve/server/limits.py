@@ -23,6 +23,7 @@ from vmserve.sampling.params import (
 
 __all__ = [
     "BODY_TIMEOUT_SECONDS",
+    "HEAD_TIMEOUT_SECONDS",
     "MAX_BODY_BYTES",
     "MAX_DEPTH",
     "MAX_HEADER_BYTES",
@@ -40,6 +41,8 @@ MAX_DEPTH: Final = 64
 MAX_HEADER_BYTES: Final = 32 * 1024
 #: A whole body has to arrive within this time.
 BODY_TIMEOUT_SECONDS: Final = 30.0
+#: The head of a request has to arrive within this time of its first byte.
+HEAD_TIMEOUT_SECONDS: Final = 30.0
 #: A connection whose write buffer stays full for so long is cut.
 WRITE_STALL_SECONDS: Final = 30.0
 #: Of an error's message as JSON; with its envelope an error body stays under 2 KiB.

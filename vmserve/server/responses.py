@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vmserve.server.auth import Caller
 from vmserve.server.body import read_model
 from vmserve.server.chat import ChatService, StartedChat
 from vmserve.server.choices import StreamedChoice
@@ -113,7 +114,8 @@ class ResponsesService:
 
 
 def _owner(request: Request) -> str:
-    return str(request.state.tenant or "")
+    caller: Caller = request.state.caller
+    return caller.name
 
 
 def _refuse_unserved(body: ResponsesRequest) -> None:
