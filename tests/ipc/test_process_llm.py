@@ -116,7 +116,10 @@ def test_a_life() -> None:
         "scored": SamplingParams(max_tokens=0, prompt_logprobs=2),
         # It ends without an end token, and where the end token was needed.
         "choice": SamplingParams(
-            structured_outputs=StructuredOutputsParams(choice=["zebra", "yes"]), logprobs=1, n=2
+            structured_outputs=StructuredOutputsParams(choice=["zebra", "yes"]),
+            logprobs=1,
+            n=2,
+            seed=5,
         ),
         "open": SamplingParams(
             structured_outputs=StructuredOutputsParams(regex="[a-e]+"), seed=3, logit_bias={1: 99}
