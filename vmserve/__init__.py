@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vmserve.memory.kv_cache import KVCache
     from vmserve.memory.layout import KVLayout, plan_layout
     from vmserve.sampling.params import BeamSearchParams, SamplingParams
+    from vmserve.structured.spec import StructuredOutputsParams
     from vmserve.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UnsupportedError",
     "VmserveError",
     "__version__",
@@ -76,6 +78,7 @@ _HOMES = {
     "plan_layout": "vmserve.memory.layout",
     "BeamSearchParams": "vmserve.sampling.params",
     "SamplingParams": "vmserve.sampling.params",
+    "StructuredOutputsParams": "vmserve.structured.spec",
     "CompletionOutput": "vmserve.types",
     "Logprob": "vmserve.types",
     "RequestMetrics": "vmserve.types",

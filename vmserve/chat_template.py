@@ -17,12 +17,15 @@ from typing import Any
 
 import jinja2
 
+from vmserve.chat_budget import OverBudgetError, RenderBudget
 from vmserve.errors import ConfigurationError, InvalidRequestError
 
 __all__ = ["RenderedChat", "check_messages", "render_chat"]
 
 #: A template that writes more than this from a request's messages is refused.
 MAX_RENDERED_CHARS = 16 * 2**20
+#: A template that takes longer is stopped.
+MAX_RENDER_SECONDS = 5.0
 #: Arguments of the rendering itself, which a request's template variables cannot be.
 _RESERVED = frozenset(
     {
@@ -79,7 +82,7 @@ def render_chat(
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> RenderedChat:
-    """Render ``messages`` as ``transformers`` does, in its sandboxed environment.
+    """Render ``messages`` as ``transformers`` does, in its sandboxed environment, on a budget.
 
     ``hf`` is the transformers tokenizer. Raises
     :class:`~vmserve.errors.InvalidRequestError` for messages that the template refuses and
@@ -131,7 +134,14 @@ def _text_of(hf: Any, chat_template: str | None, tools: object) -> str:
 
 def _render(hf: Any, messages: list[Message], **arguments: Any) -> str:
     try:
-        return str(hf.apply_chat_template(messages, tokenize=False, **arguments))
+        with RenderBudget(MAX_RENDER_SECONDS, 2 * MAX_RENDERED_CHARS):
+            return str(hf.apply_chat_template(messages, tokenize=False, **arguments))
+    except OverBudgetError as error:
+        raise InvalidRequestError(
+            f"the chat template was stopped: {error}; send fewer messages, or start the server "
+            "with another --chat-template",
+            "messages",
+        ) from None
     except jinja2.TemplateSyntaxError as error:
         raise ConfigurationError(
             f"the chat template is broken at line {error.lineno}: {error.message}"

@@ -18,6 +18,7 @@ from vmserve.errors import ConfigurationError, InvalidRequestError
 __all__ = ["generate_command"]
 
 _SAMPLING = "Sampling"
+_STRUCTURED = "Structured output"
 
 
 class OutputFormat(enum.StrEnum):
@@ -28,6 +29,10 @@ class OutputFormat(enum.StrEnum):
 
 def _sampling(help: str | None = None, *names: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=_SAMPLING)
+
+
+def _structured(help: str) -> Any:
+    return typer.Option(help=help, rich_help_panel=_STRUCTURED)
 
 
 @with_engine_options
@@ -62,6 +67,14 @@ def generate_command(
     frequency_penalty: Annotated[float | None, _sampling()] = None,
     repetition_penalty: Annotated[float | None, _sampling()] = None,
     logprobs: Annotated[int | None, _sampling("Log-probabilities of the k likeliest.")] = None,
+    structured_json: Annotated[
+        str | None, _structured("JSON schema that answers match: its text, or @FILE.")
+    ] = None,
+    regex: Annotated[str | None, _structured("Regex that answers match in full.")] = None,
+    choice: Annotated[list[str] | None, _structured("A possible answer; repeatable.")] = None,
+    grammar: Annotated[
+        str | None, _structured("Grammar of the answers, EBNF or Lark: its text, or @FILE.")
+    ] = None,
     **engine_options: Any,
 ) -> None:
     """Generate text offline and print it.
@@ -82,7 +95,15 @@ def generate_command(
         "repetition_penalty": repetition_penalty,
         "logprobs": logprobs,
     }
-    fields = {name: value for name, value in given.items() if value is not None}
+    fields: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+    structured = {
+        "json": _text_or_file(structured_json),
+        "regex": regex,
+        "choice": choice or None,
+        "grammar": _text_or_file(grammar),
+    }
+    if any(value is not None for value in structured.values()):
+        fields["structured_outputs"] = structured
     if length_penalty is not None and beam_width is None:
         raise ConfigurationError("--length-penalty is for beams: give --beam-width, too")
     requests = _read_requests(prompt, file)
@@ -98,8 +119,19 @@ def generate_command(
         _print(results, output_format)
 
 
+def _text_or_file(given: str | None) -> str | None:
+    if given is None or not given.startswith("@"):
+        return given
+    path = Path(given[1:])
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigurationError(f"{path}: {reason}") from None
+
+
 def _beam_params(width: int, length_penalty: float | None, fields: dict[str, Any]) -> Any:
-    known = {"max_tokens", "ignore_eos", "logprobs", "temperature"}
+    known = {"max_tokens", "ignore_eos", "logprobs", "temperature", "structured_outputs"}
     surplus = sorted(set(fields) - known)
     if surplus:
         raise ConfigurationError(

@@ -62,6 +62,21 @@ def test_generate_reads_a_file_and_writes_a_line_for_each(tmp_path: Path) -> Non
     assert [len(d["outputs"][0]["token_ids"]) for d in documents] == [16, 3, 16]
 
 
+def test_generate_what_matches_a_schema(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(
+        '{"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "maxItems": 2}'
+    )
+    done = vmserve(
+        *("generate", "--prompt", "x", "--structured-json", f"@{file}", "--format", "json"),
+        *("--max-tokens", "50"),
+    )
+    assert done.returncode == 0, done.stderr
+    [output] = json.loads(done.stdout)["outputs"]
+    assert output["finish_reason"] == "stop"
+    assert set(json.loads(output["text"])) <= {"a", "b"}
+
+
 def test_generate_reads_standard_input() -> None:
     done = vmserve("generate", "--max-tokens", "4", "--temperature", "0", stdin="Once upon")
     assert done.returncode == 0, done.stderr

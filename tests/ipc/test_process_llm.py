@@ -21,6 +21,7 @@ from vmserve import (
     EngineDeadError,
     InvalidRequestError,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from vmserve.ipc.client import ProcessLLM, Supervision
 from vmserve.sampling import GenerationParams
@@ -113,6 +114,19 @@ def test_a_life() -> None:
         "beams": BeamSearchParams(beam_width=3, max_tokens=8, logprobs=1),
         "ids": SamplingParams(temperature=0, max_tokens=5, detokenize=False),
         "scored": SamplingParams(max_tokens=0, prompt_logprobs=2),
+        # It ends without an end token, and where the end token was needed.
+        "choice": SamplingParams(
+            structured_outputs=StructuredOutputsParams(choice=["zebra", "yes"]),
+            logprobs=1,
+            n=2,
+            seed=5,
+        ),
+        "open": SamplingParams(
+            structured_outputs=StructuredOutputsParams(regex="[a-e]+"), seed=3, logit_bias={1: 99}
+        ),
+        "structured-beams": BeamSearchParams(
+            beam_width=2, structured_outputs=StructuredOutputsParams(json_object=True)
+        ),
     }
 
     async def answers(engine: AsyncLLM | ProcessLLM) -> dict[str, object]:
@@ -122,7 +136,7 @@ def test_a_life() -> None:
             [whole] = await everything(engine.generate(ids, params, request_id=name, prompt=prompt))
             assert whole.metrics.finished_time is not None
             found[name] = (whole.prompt, whole.outputs, whole.prompt_logprobs, whole.finished)
-            if name in ("best", "beams"):
+            if name in ("best", "beams", "structured-beams"):
                 continue
             first, *parts = await everything(
                 engine.generate(ids, params, request_id=name, stream=True)
@@ -149,9 +163,14 @@ def test_a_life() -> None:
         with pytest.raises(InvalidRequestError, match="maximum context length is") as refused:
             await everything(engine.generate([5] * 100_000, ENDLESS, request_id="long"))
         assert refused.value.param == "prompt"
+        broken = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
+        for stream in (False, True):
+            with pytest.raises(InvalidRequestError, match="unclosed group"):
+                # Before any word of its acceptance.
+                await anext(engine.generate([5], broken, request_id="broken", stream=stream))
         stats = await engine.fetch_stats()
         assert stats["used_pages"] == 0
-        assert stats["requests_aborted_total"] == 0
+        assert stats["requests_aborted_total"] == 2  # those with the broken regex
         # It sleeps when there is nothing to do.
         process = psutil.Process(engine.pid)
         before = sum(process.cpu_times()[:2])

@@ -92,6 +92,21 @@ def test_the_first_mask(compiler: GrammarCompiler) -> None:
     assert not guide.is_complete
 
 
+@pytest.mark.parametrize("vocab_size", [1500, 3000])
+def test_a_model_with_fewer_or_more_tokens_than_its_tokenizer(
+    tokenizer: str, vocab_size: int
+) -> None:
+    compiler = GrammarCompiler(tokenizer, vocab_size, [EOS], num_tokens=VOCAB)
+    try:
+        guide = compiler.compile(StructuredOutputsParams(regex="[a-z]+")).start()
+        [mask] = compiler.masks([guide])
+        assert mask.shape == (vocab_size,)
+        assert 26 <= mask.sum() < VOCAB
+        assert not mask[VOCAB:].any()
+    finally:
+        compiler.close()
+
+
 def test_a_complete_answer_can_only_end(compiler: GrammarCompiler) -> None:
     guide = compiler.compile(StructuredOutputsParams(regex="x")).start()
     [token] = compiler.masks([guide])[0].nonzero()[0].tolist()

@@ -110,7 +110,11 @@ class RequestAssembly:
         """Add the tokens to the text."""
         last = len(choice.token_ids) - 1
         # The token that ended it is not in the text; what completed a stop string is.
-        by_id = choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str)
+        by_id = (
+            choice.finish_reason == "stop"
+            and not isinstance(choice.stop_reason, str)
+            and self._is_end(choice.token_ids[-1:])
+        )
         least = self._params.min_tokens
         for place, token_id in enumerate(choice.token_ids):
             answer.num_tokens += 1
@@ -124,6 +128,13 @@ class RequestAssembly:
                 may_stop=answer.num_tokens > least,
                 hidden=by_id and place == last,
             )
+
+    def _is_end(self, last: list[int]) -> bool:
+        """Not so where a grammar has said that nothing can follow."""
+        if self._params.structured_outputs is None:
+            return True
+        ends = self._tokenizer.eos_ids.union(self._params.stop_token_ids)
+        return not ends.isdisjoint(last)
 
     # -- outputs ----------------------------------------------------------------------
 

@@ -59,6 +59,8 @@ class EngineService:
         #: Of whom the server has the first metrics.
         self._started: set[int] = set()
         self._accepted: list[int] = []
+        #: Who is to be told of its acceptance when its grammar is compiled.
+        self._compiling: set[int] = set()
         self._failures: list[tuple[int, WireError]] = []
         self._last_updates: list[Update] = []
         self._told = (0, 0)
@@ -126,7 +128,10 @@ class EngineService:
         self._ids[message.handle] = message.request_id
         self._handles[message.request_id] = message.handle
         if message.tell:
-            self._accepted.append(message.handle)
+            if self._engine.accepted_output(message.request_id) is None:
+                self._compiling.add(message.handle)
+            else:
+                self._accepted.append(message.handle)
 
     def _end(self, handle: int, *, tell: bool) -> None:
         request_id = self._ids.get(handle)
@@ -149,12 +154,18 @@ class EngineService:
         handle = self._handles.pop(request_id)
         del self._ids[handle]
         self._started.discard(handle)
+        self._compiling.discard(handle)
 
     # -- the engine's thread: what the server is told ----------------------------------
 
     def _publish(self, result: StepResult) -> None:
         for output in result.outputs:
-            self._last_updates.append(self._update(self._handles[output.request_id], output))
+            handle = self._handles[output.request_id]
+            if not output.outputs and not output.finished:
+                if handle in self._compiling:
+                    self._accepted.append(handle)
+                continue
+            self._last_updates.append(self._update(handle, output))
             if output.finished:
                 self._forget(output.request_id)
         for failure in result.failures:

@@ -53,8 +53,9 @@ class _Entry:
 class GrammarCompiler:
     """Compiles off the caller's thread, one time for equal constraints.
 
-    ``tokenizer``: a ``tokenizers`` tokenizer as JSON. ``vocab_size``: columns of the logits;
-    ``eos_ids``: what ends an answer. Nothing is started before the first constraint comes.
+    ``tokenizer``: a ``tokenizers`` tokenizer as JSON, which knows ``num_tokens``.
+    ``vocab_size``: columns of the logits; ``eos_ids``: what ends an answer. Nothing is started
+    before the first constraint comes.
     Thread-safe, but for :meth:`masks` and :meth:`close`.
     """
 
@@ -64,10 +65,12 @@ class GrammarCompiler:
         vocab_size: int,
         eos_ids: Iterable[int],
         *,
+        num_tokens: int = 0,
         seconds: float = VETTING_SECONDS,
     ) -> None:
-        self._setup = Setup(tokenizer, vocab_size, sorted(eos_ids))
-        self.vocab_size = vocab_size
+        # Some tokenizers know more tokens than their model has, and most fewer.
+        self._setup = Setup(tokenizer, max(vocab_size, num_tokens), sorted(eos_ids))
+        self._vocab_size = vocab_size
         self._entries: OrderedDict[Constraint, _Entry] = OrderedDict()
         self._lock = threading.Lock()
         self._processes = [VettingProcess(self._setup, seconds) for _ in range(_NUM_WORKERS)]
@@ -94,7 +97,9 @@ class GrammarCompiler:
 
     def masks(self, guides: list[Guide]) -> Mask:
         """What may follow each: ``[guides, vocab_size]``."""
-        return fill_masks(guides, self.vocab_size, self._tokenizer.eos_token, self._executor)
+        tokenizer = self._tokenizer
+        masks = fill_masks(guides, tokenizer.vocab_size, tokenizer.eos_token, self._executor)
+        return masks[:, : self._vocab_size]
 
     @property
     def pids(self) -> list[int]:

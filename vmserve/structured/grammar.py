@@ -20,7 +20,7 @@ JSON_OPTIONS = {
     "whitespace_pattern": " ?",
     "lenient": False,
 }
-#: Of one parser: a state of the lexer takes 1 to 2 KiB; a mask is computed in about 20 ms at most.
+#: Of one parser: states of its lexer, and by llguidance's defaults the work of each mask.
 PARSER_LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
 _MAX_TOLD = 400
 

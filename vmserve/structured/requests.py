@@ -49,7 +49,10 @@ class StructuredRequests:
         from vmserve.structured.compiler import GrammarCompiler  # noqa: PLC0415
 
         eos_ids = self._eos_ids or sorted(self._tokenizer.eos_ids)
-        return GrammarCompiler(self._tokenizer.to_json(), self._vocab_size, eos_ids)
+        tokenizer = self._tokenizer
+        return GrammarCompiler(
+            tokenizer.to_json(), self._vocab_size, eos_ids, num_tokens=tokenizer.vocab_size
+        )
 
     def check(self, params: StructuredOutputsParams) -> None:
         """Compile it now. Raises :class:`~vmserve.errors.InvalidRequestError`."""
