@@ -86,6 +86,10 @@ def _describe(app: FastAPI, needs_key: bool, model_names: list[str]) -> dict[str
             schema["properties"]["model"] = {"anyOf": [named, {"type": "null"}]}
     parameter = {"name": "model", "in": "path", "required": True, "schema": named}
     document["paths"]["/v1/models/{model}"]["get"]["parameters"] = [parameter]
+    for operation in document["paths"]["/v1/responses/{response_id}"].values():
+        operation["parameters"] = [
+            {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
     components["schemas"] = {**definitions.get("$defs", {}), **REPLY_SCHEMAS, "Error": _ERROR}
     for path, operations in document["paths"].items():
         for operation in operations.values():

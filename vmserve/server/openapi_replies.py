@@ -71,6 +71,15 @@ REPLY_SCHEMAS: Final[dict[str, Schema]] = {
         choices=_list(_object(**_CHOICE, message=_MESSAGE, logprobs={"type": ["object", "null"]})),
         usage=_ref("Usage"),
     ),
+    "Response": _object(
+        id=_TEXT,
+        object={"const": "response"},
+        created_at=_INT,
+        status=_TEXT,
+        model=_TEXT,
+        output=_list({"type": "object"}),
+    ),
+    "DeletedResponse": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
     "Model": _object(
         id=_TEXT,
         object={"const": "model"},
@@ -138,6 +147,12 @@ REPLIES: Final[dict[str, Reply]] = {
         "generation",
         {"anyOf": [_ref("Completion"), _ref("ChatCompletion")]},
         streams=True,
+    ),
+    "/v1/responses": Reply("Answer, and keep it", "generation", _ref("Response"), streams=True),
+    "/v1/responses/{response_id}": Reply(
+        "An answer that was kept, or its end",
+        "generation",
+        {"anyOf": [_ref("Response"), _ref("DeletedResponse")]},
     ),
     "/tokenize": Reply(
         "Tokens of a prompt or a conversation",
