@@ -31,6 +31,7 @@ from vmserve.logs import LOG_FORMATS, configure_logging
 from vmserve.server.app import create_app
 from vmserve.server.auth import KeyRing, read_key_file
 from vmserve.server.config import ServerConfig
+from vmserve.server.limits import WRITE_STALL_SECONDS
 from vmserve.server.run import bind, check_certificate, serve, stop_on_signals, url_of
 from vmserve.server.tokenization import tokenizer_info
 
@@ -293,6 +294,13 @@ def serve_command(
     log_format: Annotated[
         str, typer.Option(help="text, or json: an object per line.", rich_help_panel=_PROCESSES)
     ] = "text",
+    write_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds after which a client that does not read is cut off.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = WRITE_STALL_SECONDS,
     **engine_options: Any,
 ) -> None:
     """Serve a model over HTTP, with the OpenAI API."""
@@ -322,6 +330,7 @@ def serve_command(
         vllm_metrics=vllm_metrics,
         shutdown_timeout=shutdown_timeout,
         engine_death_linger=engine_death_linger,
+        write_timeout=write_timeout,
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
     )
