@@ -24,6 +24,7 @@ from vmserve.engine_loop import Command, EngineLoop
 from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.models.config import ModelConfig
 from vmserve.sampling import GenerationParams, SamplingParams
+from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.tokenizer import Tokenizer
 from vmserve.types import RequestOutput
 
@@ -110,6 +111,13 @@ class AsyncLLM:
         if not self.errored:  # looked at once it is sure to be told
             await mourner.queue.get()
 
+    async def snapshot(self) -> EngineSnapshot:
+        """Memory, queues and requests as they are between two steps: for live views.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
+        """
+        return await self._ask(self._engine.snapshot)
+
     async def generate(
         self,
         prompt_token_ids: list[int],
@@ -158,8 +166,8 @@ class AsyncLLM:
                 listener.put(error)
                 return
             self._listeners[request_id] = listener
-            if stream:
-                listener.put(self._engine.accepted_output(request_id))
+            if stream and (accepted := self._engine.accepted_output(request_id)) is not None:
+                listener.put(accepted)
 
         self._loop.submit(Command(add, listener.put))
         finished = False

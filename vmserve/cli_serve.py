@@ -34,6 +34,7 @@ from vmserve.server.config import ServerConfig
 from vmserve.server.limits import WRITE_STALL_SECONDS
 from vmserve.server.run import bind, check_certificate, serve, stop_on_signals, url_of
 from vmserve.server.tokenization import tokenizer_info
+from vmserve.tools.registry import PARSERS
 
 __all__ = ["EMBEDDED_NAME", "ServeCommand", "serve_command"]
 
@@ -238,14 +239,17 @@ def serve_command(
         bool,
         typer.Option(
             "--enable-auto-tool-choice",
-            help="Accepted; it would always be on. This version calls no tools yet.",
+            help="Accepted; it is always on.",
             rich_help_panel=_API,
         ),
     ] = False,
     tool_call_parser: Annotated[
         str | None,
         typer.Option(
-            help="Accepted; this version calls no tools yet.", rich_help_panel=_API, metavar="NAME"
+            help=f"How the model writes calls of tools: {', '.join(sorted(PARSERS))}. Default: as "
+            "its chat template tells.",
+            rich_help_panel=_API,
+            metavar="NAME",
         ),
     ] = None,
     max_queued_requests: Annotated[
@@ -324,6 +328,7 @@ def serve_command(
         open_status_routes=open_status_routes,
         allowed_origins=tuple(allowed_origins or ["*"]),
         chat_template=_read_template(chat_template),
+        tool_call_parser=tool_call_parser,
         return_tokens_as_token_ids=return_tokens_as_token_ids,
         force_include_usage=enable_force_include_usage,
         per_request_metrics=enable_per_request_metrics,

@@ -30,7 +30,7 @@ from vmserve.errors import (
 from vmserve.memory.base import Attach, MemoryPlan, Regime
 from vmserve.memory.layout import HOST_GRANULARITY, KVLayout, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
-from vmserve.models import load_model, resolve_dtype, resolve_model
+from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
@@ -44,8 +44,10 @@ from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.profile import DeviceProfile
 from vmserve.scheduler.regime import CostModel, RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence
+from vmserve.structured.requests import StructuredRequests
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.telemetry.phases import StepPhases
+from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
 from vmserve.telemetry.trace import StepTrace
 from vmserve.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import PinnedPrefix, RequestMetrics, RequestOutput
@@ -96,7 +98,9 @@ class LLMEngine:
         self.model_config = ModelConfig.from_directory(path)
         self.tokenizer: Tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))
         self.resolved: ResolvedConfig = resolve(config, self.model_config)
-        dtype = resolve_dtype(config.dtype, self.model_config, "cpu")
+        dtype, native = choose_native(
+            _linear_backend(config), config.quantization, config.dtype, self.model_config
+        )
         head_dim = self.model_config.head_dim
         backends = {
             regime: create_backend(
@@ -111,6 +115,8 @@ class LLMEngine:
             dtype,
             config=self.model_config,
             max_model_len=self.resolved.max_model_len,
+            native=native,
+            quantized=config.quantization == "int8",
             progress=progress,
         )
         swaps = self.resolved.swap_bytes > 0
@@ -142,6 +148,10 @@ class LLMEngine:
             {regime: RegimeKernels(backends[regime], views[regime]) for regime in Regime},
         )
         self._sampler = Sampler(self.model_config.vocab_size)
+        #: Requests whose answers have to match a grammar.
+        self.structured = StructuredRequests(
+            self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
+        )
         self.counters = EngineCounters()
         self._output = OutputProcessor(
             self.tokenizer, self.model_config.eos_token_ids, self.scheduler, self.counters
@@ -233,7 +243,10 @@ class LLMEngine:
         request.stream = stream
         self._requests[request_id] = request
         self._output.open(request)
-        self.scheduler.add(request)
+        if params.structured_outputs is not None:
+            self.structured.add(request)
+        else:
+            self.scheduler.add(request)
         self.counters.prompt_tokens += len(prompt_token_ids)
 
     def _set_deadline(self, request: Request, timeout: float | None) -> None:
@@ -246,16 +259,23 @@ class LLMEngine:
         request.deadline = request.metrics.arrival_time + min(limits)
         heapq.heappush(self._deadlines, (request.deadline, request.request_id))
 
-    def accepted_output(self, request_id: str) -> RequestOutput:
-        """A delta without choices: tells a stream that its request is queued."""
-        return self._output.accepted(self._requests[request_id])
+    def accepted_output(self, request_id: str) -> RequestOutput | None:
+        """A delta without choices: tells a stream that its request is queued.
+
+        None while its grammar is being compiled, which may refuse it; a later step then has it.
+        """
+        request = self._requests[request_id]
+        return None if request.is_compiling else self._output.accepted(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and free its pages. Unknown or finished ids are ignored."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        self.scheduler.abort(request)
+        if request.is_compiling:
+            self.structured.drop(request)
+        else:
+            self.scheduler.abort(request)
         return self._output.abort(request)
 
     @property
@@ -357,6 +377,8 @@ class LLMEngine:
         """Compute once for every sequence that fits; returns what became known by it."""
         if self._deadlines and (late := self._expire(time.monotonic())):
             return StepResult(failures=tuple(late))
+        if self.structured.num_compiling and (news := self._take_compiled()):
+            return news
         phases = StepPhases()
         try:
             plan = self.scheduler.schedule()
@@ -365,6 +387,7 @@ class LLMEngine:
             return StepResult(failures=(RequestFailure(error.request_id, error),))
         if plan is None:
             self._idle()
+            self.structured.wait()
             return StepResult()
         phases.end("schedule")
         try:
@@ -380,11 +403,13 @@ class LLMEngine:
             self._count_attention(logits.attention)
             self.memory.complete(epoch)
             self.scheduler.computed(plan)
+            masks = self.structured.masks(logits.samplers)
             samples = self._sampler.sample(
-                logits.sampling_logits(), [sampling_row(seq) for seq in logits.samplers]
+                logits.sampling_logits(), list(map(sampling_row, logits.samplers, masks))
             )
             phases.end("sample")
-            outputs = self._output.process(logits, samples, self._sampler)
+            beam_masks = self.structured.masks(logits.beams) if logits.beams else ()
+            outputs = self._output.process(logits, samples, self._sampler, beam_masks)
         except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
             self.memory.abandon(epoch)
             return self._fail_batch(error, plan)
@@ -392,7 +417,33 @@ class LLMEngine:
         self._retire(outputs)
         phases.end("output")
         self._record(plan, phases, outputs)
+        if self.structured.broken:
+            return self._without_broken(outputs)
         return StepResult(outputs=tuple(outputs))
+
+    def _take_compiled(self) -> StepResult | None:
+        """Queue the requests whose grammars are compiled, and end those that are refused."""
+        ready, failed = self.structured.take_compiled()
+        outputs = []
+        for request in ready:
+            self.scheduler.add(request)
+            if request.stream:
+                outputs.append(self._output.accepted(request))
+        failures = []
+        for request, error in failed:
+            self.abort(request.request_id)
+            failures.append(RequestFailure(request.request_id, error))
+        return StepResult(tuple(outputs), tuple(failures)) if outputs or failures else None
+
+    def _without_broken(self, outputs: list[RequestOutput]) -> StepResult:
+        """End the requests whose grammars met a limit in this step."""
+        failures = []
+        for request_id, error in self.structured.take_broken():
+            self.abort(request_id)
+            failures.append(RequestFailure(request_id, error))
+        ended = {failure.request_id for failure in failures}
+        left = tuple(output for output in outputs if output.request_id not in ended)
+        return StepResult(left, tuple(failures))
 
     def _expire(self, now: float) -> list[RequestFailure]:
         """End those whose time is over."""
@@ -553,7 +604,10 @@ class LLMEngine:
                 length_penalty=beams.length_penalty,
                 early_stopping=beams.early_stopping,
                 min_tokens=beams.min_tokens,
-                eos_token_ids=() if beams.ignore_eos else self.model_config.eos_token_ids,
+                # A grammar says itself where an answer may end.
+                eos_token_ids=()
+                if beams.ignore_eos and beams.structured_outputs is None
+                else self.model_config.eos_token_ids,
             )
             request.beams = BeamGroup(request, search, params.logprobs)
         return request
@@ -581,12 +635,17 @@ class LLMEngine:
             **memory.as_dict(),
         }
 
+    def snapshot(self) -> EngineSnapshot:
+        """For live views; see :mod:`vmserve.telemetry.snapshot`."""
+        return take_snapshot(self.stats(), self.memory, self._requests.values())
+
     def close(self) -> None:
         """Abort what runs and give all memory back. Further calls are errors."""
         for request_id in self.request_ids:
             self.abort(request_id)
         if self._trace is not None:
             self._trace.close()
+        self.structured.close()
         self.memory.close()
 
 
@@ -662,6 +721,13 @@ def _cost_model(
         heads = HeadShape(q_heads, model.kv_heads, model.head_dim, dtype)
         profile = measure_profile(layout, backends, heads, resolved.max_model_len)
     return CostModel(profile, layout)
+
+
+def _linear_backend(config: EngineConfig) -> str:
+    """The native decoder attends with our own kernels: another choice of these is one of torch."""
+    if config.linear_backend == "auto" and config.attention_backend not in ("auto", "cpu"):
+        return "torch"
+    return config.linear_backend
 
 
 def _widest_window(model: ModelConfig) -> int | None:

@@ -15,6 +15,13 @@ from typing import Any
 
 from vmserve.errors import EngineDeadError, InvalidRequestError
 from vmserve.sampling import SamplingParams
+from vmserve.telemetry.snapshot import (
+    PAGE_MAPPED,
+    PAGE_SHARED,
+    EngineSnapshot,
+    PoolMap,
+    RequestSnapshot,
+)
 from vmserve.types import (
     CompletionOutput,
     FinishReason,
@@ -35,6 +42,7 @@ class FakeTokenizer:
     vocab_size = VOCAB_SIZE
     bos_id = BOS
     eos_ids = frozenset({EOS})
+    chat_template_text = "<tool_call>"
     specials: Mapping[int, str] = {0: "<pad>", BOS: "<s>", EOS: "</s>"}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -119,6 +127,7 @@ class FakeAsyncLLM:
         self.stopped = False
         self.num_cached = 0
         self.died: Future[None] = Future()
+        self.num_snapshots = 0
 
     def stats(self) -> dict[str, float | int]:
         return {
@@ -136,6 +145,40 @@ class FakeAsyncLLM:
     async def until_dead(self) -> None:
         """``died`` says when; by itself it never does."""
         await asyncio.wrap_future(self.died)
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Four pages: absent, free, a shared one of the virtual view and a cached one."""
+        self.num_snapshots += 1
+        if self.errored or self.stopped:
+            raise EngineDeadError("the engine has stopped")
+        shared = 2 + PAGE_SHARED + PAGE_MAPPED
+        pool = PoolMap(4, 1, bytes([0, 1, shared, 5]), {0: 1, 1: 1, shared: 1, 5: 1}, [(2, 1)])
+        rows = [
+            RequestSnapshot(
+                request_id=extra["request_id"],
+                tenant=extra.get("tenant", ""),
+                state="running",
+                regime="virtual",
+                reason="kernels",
+                costs={"virtual": 0.001, "paged": 0.002},
+                slots=[0],
+                num_prompt_tokens=len(prompt),
+                num_cached_tokens=0,
+                num_computed_tokens=len(prompt),
+                num_output_tokens=1,
+                max_tokens=params.max_tokens or 16,
+                num_branches=params.n,
+                num_preemptions=0,
+                priority=extra["priority"],
+                age_seconds=1.5,
+                queue_seconds=0.5,
+                ttft_seconds=1.0,
+                itl_seconds=None,
+            )
+            for prompt, params, extra in self.requests
+            if extra["request_id"] in self.running
+        ]
+        return EngineSnapshot(self.stats(), pool, rows, len(rows))
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         self.stopped = True

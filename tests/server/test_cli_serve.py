@@ -106,6 +106,7 @@ def test_every_option(parse: Parse, tmp_path: Path) -> None:
         api_keys=("a", "b"),
         root_path="/llm",
         chat_template="{{ messages }}",
+        tool_call_parser="hermes",
         shutdown_timeout=0.0,
         max_queued_requests=5,
         max_queued_tokens=6,

@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
 from vmserve.ipc.assembly import RequestAssembly
@@ -39,6 +41,7 @@ from vmserve.ipc.messages import (
 )
 from vmserve.ipc.process import EngineProcess
 from vmserve.sampling.params import GenerationParams, SamplingParams
+from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import PinnedPrefix, RequestOutput
 
@@ -219,6 +222,14 @@ class ProcessLLM:
         except (TimeoutError, EngineDeadError):
             pass
         return self._stats
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Memory, queues and requests as they are between two steps: for live views.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` when there is no engine.
+        """
+        taken = msgspec.convert(await self.ask("snapshot"), EngineSnapshot)
+        return dataclasses.replace(taken, stats={**taken.stats, **self._own_stats()})
 
     def _own_stats(self) -> dict[str, float | int]:
         return {"engine_restarts_total": self._num_restarts}

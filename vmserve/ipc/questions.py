@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vmserve.engine import LLMEngine
+from vmserve.telemetry.snapshot import EngineSnapshot
 
 __all__ = ["QUESTIONS"]
 
@@ -28,8 +29,13 @@ def _stats(engine: LLMEngine) -> dict[str, float | int]:
     return engine.stats()
 
 
+def _snapshot(engine: LLMEngine) -> EngineSnapshot:
+    return engine.snapshot()
+
+
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
     "hold_prefix": _hold_prefix,
+    "snapshot": _snapshot,
     "stats": _stats,
     "unpin_prefix": _unpin_prefix,
 }

@@ -57,6 +57,7 @@ _INT32 = 2**31 - 1
 #: :data:`vmserve.sampling.params.LIMITS`.
 NUMBERS: Final[dict[str, Bounds]] = {
     **LIMITS,
+    "max_output_tokens": Bounds(1, INT64_MAX, integer=True),
     "max_completion_tokens": Bounds(1, INT64_MAX, integer=True),
     "priority": Bounds(-_INT32, _INT32, integer=True),
     "request_timeout": Bounds(0, 86_400, open_low=True),
@@ -73,9 +74,12 @@ SIZES: Final[dict[str, tuple[int, int]]] = {
     "bad_words.item": (1, MAX_BAD_WORD_CHARS),
     "cache_salt": (1, 1024),
     "chat_template_kwargs": (0, 64),
+    "instructions": (0, MAX_BODY_BYTES),
     "logit_bias": (0, MAX_LOGIT_BIAS_ENTRIES),
     "logprob_token_ids": (1, 1024),
     "messages": (1, 65_536),
+    "metadata": (0, 16),
+    "previous_response_id": (1, 256),
     "messages.role": (1, 256),
     "model": (0, 1024),
     "prompt": (1, 1024),
@@ -88,6 +92,7 @@ SIZES: Final[dict[str, tuple[int, int]]] = {
     "stream_options": (0, 64),
     "tokens": (0, MAX_BODY_BYTES),
     "tools": (1, 1024),
+    "tools.name": (1, 256),
     "user": (0, 1024),
 }
 

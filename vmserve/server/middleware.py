@@ -11,6 +11,7 @@ import time
 import uuid
 from typing import Final
 
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vmserve.logs import request_id as log_request_id
@@ -18,16 +19,21 @@ from vmserve.server.auth import KeyRing
 from vmserve.server.errors import ApiError, ClientDisconnectedError, error_response
 from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.limits import MAX_HEADER_BYTES, SIZES
+from vmserve.server.live import LIVE_PAGE_PATHS
 from vmserve.server.scope import route_path
 
 __all__ = ["GENERATION_PATHS", "Boundary", "Gate", "RequestScope"]
 
 logger = logging.getLogger(__name__)
 
-GENERATION_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/invocations"})
+GENERATION_PATHS: Final = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"}
+)
 #: What operators look at must answer while requests drain.
-_ANSWERED_WHILE_DRAINING: Final = frozenset({"/metrics", "/load", "/v1/kv", "/version"})
-_ALWAYS_OPEN: Final = frozenset({"/health"})
+_ANSWERED_WHILE_DRAINING: Final = (
+    frozenset({"/metrics", "/load", "/v1/kv", "/v1/kv/live", "/version"}) | LIVE_PAGE_PATHS
+)
+_ALWAYS_OPEN: Final = frozenset({"/health"}) | LIVE_PAGE_PATHS
 _STATUS_PATHS: Final = frozenset({"/ping", "/ready", "/version"})
 
 
@@ -44,6 +50,10 @@ class Boundary:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if self._root_path and scope["path"] == self._root_path:
+            # Without the slash, what the live page asks for would go beside the root path.
+            await RedirectResponse(f"{self._root_path}/", 308)(scope, receive, send)
             return
         given = _header(scope, b"x-request-id")
         usable = given is not None and _usable_id(given)
