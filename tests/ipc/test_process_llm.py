@@ -113,6 +113,9 @@ def test_a_life() -> None:
         "beams": BeamSearchParams(beam_width=3, max_tokens=8, logprobs=1),
         "ids": SamplingParams(temperature=0, max_tokens=5, detokenize=False),
         "scored": SamplingParams(max_tokens=0, prompt_logprobs=2),
+        "formed": SamplingParams(
+            temperature=0, max_tokens=20, structured_outputs={"choice": ["yes", "no"]}
+        ),
     }
 
     async def answers(engine: AsyncLLM | ProcessLLM) -> dict[str, object]:
@@ -149,9 +152,12 @@ def test_a_life() -> None:
         with pytest.raises(InvalidRequestError, match="maximum context length is") as refused:
             await everything(engine.generate([5] * 100_000, ENDLESS, request_id="long"))
         assert refused.value.param == "prompt"
+        broken = SamplingParams(structured_outputs={"regex": "("})
+        for stream in (False, True):
+            with pytest.raises(InvalidRequestError):
+                await anext(engine.generate([5], broken, request_id="re", stream=stream))
         stats = await engine.fetch_stats()
         assert stats["used_pages"] == 0
-        assert stats["requests_aborted_total"] == 0
         # It sleeps when there is nothing to do.
         process = psutil.Process(engine.pid)
         before = sum(process.cpu_times()[:2])
