@@ -494,13 +494,18 @@ def _stoppable_start() -> Iterator[None]:
 
 
 def _report_phases() -> Callable[[str, int, int], None]:
-    """A progress function that logs each phase once, when it begins."""
-    seen: set[str] = set()
+    """A progress function that logs each phase once, and how long the one before it took."""
+    began: dict[str, float] = {}
 
     def report(phase: str, done: int, total: int) -> None:
-        if phase not in seen:
-            seen.add(phase)
-            logger.info("%s", phase)
+        if phase in began:
+            return
+        now = time.monotonic()
+        if began:
+            last, since = list(began.items())[-1]
+            logger.info("%s took %.1f s", last, now - since)
+        began[phase] = now
+        logger.info("%s", phase)
 
     return report
 

@@ -17,5 +17,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def scale(request: pytest.FixtureRequest) -> int:
-    times: int = request.config.getoption("--chaos-scale")
+    times: int = request.config.getoption("--chaos-scale", 1)
     return times

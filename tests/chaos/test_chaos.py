@@ -97,7 +97,7 @@ def test_ten_times_the_load(server: Server, scale: int, request: pytest.FixtureR
     figures = {"alone": _figures(alone, 2.0 * scale), "tenfold": _figures(taken, 3.0 * scale)}
     figures["tenfold"]["refused"] = len(refused)
     print("overload:", json.dumps(figures))
-    report = request.config.getoption("--chaos-report")
+    report = request.config.getoption("--chaos-report", None)
     if report is not None:
         Path(report).write_text(json.dumps(figures, indent=1) + "\n")
 
