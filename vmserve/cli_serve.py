@@ -31,6 +31,7 @@ from vmserve.logs import LOG_FORMATS, configure_logging
 from vmserve.server.app import create_app
 from vmserve.server.auth import KeyRing, read_key_file
 from vmserve.server.config import ServerConfig
+from vmserve.server.limits import WRITE_STALL_SECONDS
 from vmserve.server.run import bind, check_certificate, serve, stop_on_signals, url_of
 from vmserve.server.tokenization import tokenizer_info
 from vmserve.tools.registry import PARSERS
@@ -297,6 +298,13 @@ def serve_command(
     log_format: Annotated[
         str, typer.Option(help="text, or json: an object per line.", rich_help_panel=_PROCESSES)
     ] = "text",
+    write_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds after which a client that does not read is cut off.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = WRITE_STALL_SECONDS,
     **engine_options: Any,
 ) -> None:
     """Serve a model over HTTP, with the OpenAI API."""
@@ -327,6 +335,7 @@ def serve_command(
         vllm_metrics=vllm_metrics,
         shutdown_timeout=shutdown_timeout,
         engine_death_linger=engine_death_linger,
+        write_timeout=write_timeout,
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
     )
@@ -485,13 +494,18 @@ def _stoppable_start() -> Iterator[None]:
 
 
 def _report_phases() -> Callable[[str, int, int], None]:
-    """A progress function that logs each phase once, when it begins."""
-    seen: set[str] = set()
+    """A progress function that logs each phase once, and how long the one before it took."""
+    began: dict[str, float] = {}
 
     def report(phase: str, done: int, total: int) -> None:
-        if phase not in seen:
-            seen.add(phase)
-            logger.info("%s", phase)
+        if phase in began:
+            return
+        now = time.monotonic()
+        if began:
+            last, since = list(began.items())[-1]
+            logger.info("%s took %.1f s", last, now - since)
+        began[phase] = now
+        logger.info("%s", phase)
 
     return report
 

@@ -106,6 +106,7 @@ def test_errors_arrive_as_what_they_are(error: Exception, kind: type[Exception])
             stop_token_ids=[7],
             min_tokens=2,
         ),
+        SamplingParams(structured_outputs={"json": {"type": "object"}}),
         BeamSearchParams(beam_width=3, early_stopping="never", length_penalty=0.5),
     ],
 )

@@ -85,10 +85,9 @@ def test_a_body_that_does_not_arrive(start: Start, monkeypatch: pytest.MonkeyPat
         assert raw.recv(4096).startswith(b"HTTP/1.1 408")
 
 
-def test_a_client_that_never_reads_is_cut(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vmserve.server.connection.WRITE_STALL_SECONDS", 0.05)
+def test_a_client_that_never_reads_is_cut(start: Start) -> None:
     engine = FakeAsyncLLM("x" * 200)
-    server = start(engine)
+    server = start(engine, write_timeout=0.05)
     # Far more than what the sockets and the server buffer.
     body = {"prompt": ["x"] * 100, "n": 10, "max_tokens": 200, "logprobs": 20, "stream": True}
     raw = raw_request(server, COMPLETIONS, body)

@@ -82,7 +82,8 @@ def test_a_second_signal_ends_it_at_once(launch: Launch) -> None:
     url = process.wait_ready()
     body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 64}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: its end would be the client's departure
+        next(lines)
         process.popen.send_signal(signal.SIGINT)
         until(lambda: "draining" in process.said)
         process.popen.send_signal(signal.SIGINT)

@@ -54,6 +54,9 @@ def main() -> int:
     except VmserveError as error:
         _send(sock, Refused(WireError.of(error)))
         return 1
+    except Exception:  # as below
+        logger.exception("the engine did not start")
+        return 1
     # What is loaded stays: left to the collector, it would be walked through again and again.
     gc.collect()
     gc.freeze()
@@ -116,4 +119,7 @@ def _send(sock: socket.socket, message: FromEngine) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    logging.shutdown()
+    # All is closed: taking the interpreter and its libraries apart would only take time.
+    os._exit(status)

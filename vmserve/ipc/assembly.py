@@ -6,6 +6,8 @@ one. The text is cut here, by the same rules.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from vmserve.ipc.messages import Choice, Position, Update
 from vmserve.output.stream import ChoiceStream, Delta
 from vmserve.sampling.params import GenerationParams
@@ -58,6 +60,7 @@ class RequestAssembly:
         prompt_token_ids: list[int],
         params: GenerationParams,
         *,
+        eos_token_ids: Collection[int],
         arrival_time: float,
         stream: bool,
     ) -> None:
@@ -67,6 +70,7 @@ class RequestAssembly:
         self._prompt_token_ids = prompt_token_ids
         self._params = params.as_sampling()
         self._num_wanted = params.n
+        self._end_ids = frozenset([*eos_token_ids, *self._params.stop_token_ids])
         self._stream = stream
         self._answers: dict[int, _Answer] = {}
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -109,12 +113,9 @@ class RequestAssembly:
     def _push(self, answer: _Answer, choice: Choice) -> None:
         """Add the tokens to the text."""
         last = len(choice.token_ids) - 1
-        # The token that ended it is not in the text; what completed a stop string is.
-        by_id = (
-            choice.finish_reason == "stop"
-            and not isinstance(choice.stop_reason, str)
-            and self._is_end(choice.token_ids[-1:])
-        )
+        # A token that ended it is not in the text; one that completed a stop string, or what a
+        # grammar asks for, is.
+        by_id = choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str)
         least = self._params.min_tokens
         for place, token_id in enumerate(choice.token_ids):
             answer.num_tokens += 1
@@ -126,15 +127,8 @@ class RequestAssembly:
             answer.stream.push(
                 SampledToken(token_id, logprob, top),
                 may_stop=answer.num_tokens > least,
-                hidden=by_id and place == last,
+                hidden=by_id and place == last and token_id in self._end_ids,
             )
-
-    def _is_end(self, last: list[int]) -> bool:
-        """Not so where a grammar has said that nothing can follow."""
-        if self._params.structured_outputs is None:
-            return True
-        ends = self._tokenizer.eos_ids.union(self._params.stop_token_ids)
-        return not ends.isdisjoint(last)
 
     # -- outputs ----------------------------------------------------------------------
 

@@ -270,6 +270,7 @@ class ProcessLLM:
             prompt,
             prompt_token_ids,
             params,
+            eos_token_ids=self.model_config.eos_token_ids,
             arrival_time=time.monotonic(),
             stream=stream,
         )

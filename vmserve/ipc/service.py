@@ -58,9 +58,9 @@ class EngineService:
         self._handles: dict[str, int] = {}
         #: Of whom the server has the first metrics.
         self._started: set[int] = set()
+        #: Who waits for a word that the request is accepted.
+        self._waiting: set[int] = set()
         self._accepted: list[int] = []
-        #: Who is to be told of its acceptance when its grammar is compiled.
-        self._compiling: set[int] = set()
         self._failures: list[tuple[int, WireError]] = []
         self._last_updates: list[Update] = []
         self._told = (0, 0)
@@ -128,10 +128,14 @@ class EngineService:
         self._ids[message.handle] = message.request_id
         self._handles[message.request_id] = message.handle
         if message.tell:
-            if self._engine.accepted_output(message.request_id) is None:
-                self._compiling.add(message.handle)
-            else:
-                self._accepted.append(message.handle)
+            self._waiting.add(message.handle)
+            if self._engine.accepted_output(message.request_id) is not None:
+                self._accept(message.handle)
+
+    def _accept(self, handle: int) -> None:
+        if handle in self._waiting:
+            self._waiting.remove(handle)
+            self._accepted.append(handle)
 
     def _end(self, handle: int, *, tell: bool) -> None:
         request_id = self._ids.get(handle)
@@ -154,16 +158,15 @@ class EngineService:
         handle = self._handles.pop(request_id)
         del self._ids[handle]
         self._started.discard(handle)
-        self._compiling.discard(handle)
+        self._waiting.discard(handle)
 
     # -- the engine's thread: what the server is told ----------------------------------
 
     def _publish(self, result: StepResult) -> None:
         for output in result.outputs:
             handle = self._handles[output.request_id]
-            if not output.outputs and not output.finished:
-                if handle in self._compiling:
-                    self._accepted.append(handle)
+            if not (output.outputs or output.finished):
+                self._accept(handle)  # its grammar took a while to compile
                 continue
             self._last_updates.append(self._update(handle, output))
             if output.finished:

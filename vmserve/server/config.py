@@ -8,6 +8,7 @@ from typing import Any
 
 from vmserve.errors import ConfigurationError
 from vmserve.server.auth import ApiKey
+from vmserve.server.limits import WRITE_STALL_SECONDS
 from vmserve.tools.registry import check_parser
 
 __all__ = ["ServerConfig"]
@@ -21,8 +22,9 @@ class ServerConfig:
     ``max_queued_requests`` and ``max_queued_tokens`` bound what waits for the engine, before
     requests are answered with 429. ``shutdown_timeout`` is in seconds, as is
     ``engine_death_linger``, for which a server without an engine answers 503 before it ends.
-    ``model_root`` is what model cards give as ``root``; ``tokenizer_info`` what
-    ``/tokenizer_info`` answers, if anything.
+    ``write_timeout``: seconds that a client may leave a full buffer unread. ``model_root`` is
+    what model cards give as ``root``; ``tokenizer_info`` what ``/tokenizer_info`` answers, if
+    anything.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
@@ -49,6 +51,7 @@ class ServerConfig:
     vllm_metrics: bool = True
     shutdown_timeout: float = 5.0
     engine_death_linger: float = 10.0
+    write_timeout: float = WRITE_STALL_SECONDS
     max_queued_requests: int = 1024
     max_queued_tokens: int = 8_000_000
 
@@ -66,7 +69,7 @@ class ServerConfig:
             raise ConfigurationError(
                 f"root_path: {self.root_path!r} must start with a slash and not end with one"
             )
-        for name in ("shutdown_timeout", "engine_death_linger"):
+        for name in ("shutdown_timeout", "engine_death_linger", "write_timeout"):
             if not 0 <= getattr(self, name) <= 86_400:
                 raise ConfigurationError(
                     f"{name}: {getattr(self, name)} is not between 0 and 86400 seconds"

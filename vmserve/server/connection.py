@@ -20,6 +20,8 @@ class GuardedProtocol(H11Protocol):
     disconnect does, and one on which a request's head never ends; what is not HTTP gets an error
     in the shape of all others."""
 
+    #: Seconds that the write buffer may stay full.
+    write_timeout: float | None = None
     _stalled: asyncio.TimerHandle | None = None
     _head_due: asyncio.TimerHandle | None = None
 
@@ -51,7 +53,8 @@ class GuardedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self.loop.call_later(WRITE_STALL_SECONDS, self.transport.abort)
+        seconds = WRITE_STALL_SECONDS if self.write_timeout is None else self.write_timeout
+        self._stalled = self.loop.call_later(seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         self._forget_stall()

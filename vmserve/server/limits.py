@@ -28,6 +28,7 @@ __all__ = [
     "MAX_DEPTH",
     "MAX_HEADER_BYTES",
     "MAX_MESSAGE_BYTES",
+    "MAX_SEND_BYTES",
     "NUMBERS",
     "SIZES",
     "WRITE_STALL_SECONDS",
@@ -45,6 +46,8 @@ BODY_TIMEOUT_SECONDS: Final = 30.0
 HEAD_TIMEOUT_SECONDS: Final = 30.0
 #: A connection whose write buffer stays full for so long is cut.
 WRITE_STALL_SECONDS: Final = 30.0
+#: What the system keeps for a connection whose client does not read: it grows no further.
+MAX_SEND_BYTES: Final = 256 * 1024
 #: Of an error's message as JSON; with its envelope an error body stays under 2 KiB.
 MAX_MESSAGE_BYTES: Final = 1600
 

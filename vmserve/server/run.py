@@ -23,7 +23,7 @@ from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.connection import GuardedProtocol
 from vmserve.server.engine_client import EngineClient
-from vmserve.server.limits import MAX_HEADER_BYTES
+from vmserve.server.limits import MAX_HEADER_BYTES, MAX_SEND_BYTES
 
 __all__ = ["bind", "check_certificate", "serve", "stop_on_signals", "url_of"]
 
@@ -45,6 +45,7 @@ def bind(config: ServerConfig) -> socket.socket:
         return _bind_unix(Path(config.uds))
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_SEND_BYTES)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
@@ -173,7 +174,7 @@ async def _serve(
     server = _Server(
         uvicorn.Config(
             app,
-            http=GuardedProtocol,
+            http=type("Protocol", (GuardedProtocol,), {"write_timeout": config.write_timeout}),
             ws="none",
             lifespan="on",
             log_config=None,

@@ -1,0 +1,168 @@
+"""``vmserve serve`` as users start it, and clients that behave badly."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+__all__ = ["Server", "Stream", "until"]
+
+COMMAND = [sys.executable, "-c", "from vmserve.cli import main; main()", "serve"]
+OPTIONS = [
+    *("--port", "0", "--kv-cache-memory", "64MiB", "--max-model-len", "1024"),
+    *("--kv-regime", "virtual"),
+]
+
+
+def until(holds: Callable[[], bool], seconds: float, what: str) -> float:
+    """Wait for what another process brings about; returns how many seconds it took."""
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < seconds, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+class Server:
+    """Standard error goes to a file, so that it can never block."""
+
+    def __init__(self, log: Path, *args: str) -> None:
+        self._log = log
+        with log.open("w") as file:
+            self.popen = subprocess.Popen([*COMMAND, *OPTIONS, *args], stderr=file, text=True)
+        try:
+            until(self._said_ready, 300, "the server is ready")
+        except BaseException:
+            self.popen.kill()
+            raise
+        found = re.search(r"ready: serving .* at http://([\d.]+):(\d+)", self.said)
+        assert found is not None
+        self.address = (found[1], int(found[2]))
+        self.url = f"http://{found[1]}:{found[2]}"
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self.http = httpx.Client(base_url=self.url, timeout=120, limits=limits)
+
+    def _said_ready(self) -> bool:
+        assert self.popen.poll() is None, self.said
+        return "ready:" in self.said
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The engine's process, which is the only child there may be."""
+        [child] = psutil.Process(self.popen.pid).children(recursive=True)
+        return child
+
+    def kv(self) -> dict[str, float]:
+        figures: dict[str, float] = self.http.get("/v1/kv").json()
+        return figures
+
+    def until_idle(self) -> None:
+        """Nothing runs, and no page is held."""
+
+        def idle() -> bool:
+            kv = self.kv()
+            return not (kv["num_requests_running"] or kv["used_pages"] or kv["num_seqs"])
+
+        until(idle, 60, "all pages are back")
+        load = self.http.get("/load").json()
+        assert load == {"server_load": 0}
+        assert self.engine.is_running()
+
+    def raw(self, body: dict[str, Any], *, receive_bytes: int | None = None) -> socket.socket:
+        """A completion request on a socket that the caller drops at will."""
+        content = json.dumps(body).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(content)}\r\n\r\n"
+        )
+        raw = socket.socket()
+        if receive_bytes is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        raw.settimeout(60)
+        raw.connect(self.address)
+        raw.sendall(head.encode() + content)
+        return raw
+
+    def close(self) -> None:
+        self.http.close()
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.wait(60)
+
+
+@dataclass
+class Stream:
+    """A stream in a thread of its own, and how it went."""
+
+    server: Server
+    body: dict[str, Any]
+    status: int = 0
+    retry_after: str | None = None
+    #: Seconds from the request to the first event with a choice, and to the end.
+    first: float | None = None
+    ended: float = 0.0
+    events: list[str] = field(default_factory=list)
+    failure: str | None = None
+
+    def __post_init__(self) -> None:
+        self.began = time.monotonic()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            for event in self._events():
+                if self.first is None:
+                    self.first = time.monotonic() - self.began
+                self.events.append(event)
+        except httpx.HTTPError as error:
+            self.failure = type(error).__name__
+        self.ended = time.monotonic() - self.began
+
+    def _events(self) -> Iterator[str]:
+        body = {**self.body, "stream": True}
+        with self.server.http.stream("POST", "/v1/completions", json=body) as response:
+            self.status = response.status_code
+            self.retry_after = response.headers.get("retry-after")
+            if response.status_code != 200:
+                response.read()
+                return
+            for line in response.iter_lines():
+                if line:
+                    yield line.removeprefix("data: ")
+
+    def join(self) -> None:
+        self.thread.join(120)
+        assert not self.thread.is_alive()
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """Of the error event that ended it."""
+        if not self.events or self.events[-1] == "[DONE]":
+            return None
+        last: dict[str, Any] = json.loads(self.events[-1])
+        return last.get("error")
+
+    @property
+    def reason(self) -> str | None:
+        """The finish_reason of a stream that ended well."""
+        if len(self.events) < 2 or self.events[-1] != "[DONE]":
+            return None
+        reason: str | None = json.loads(self.events[-2])["choices"][0]["finish_reason"]
+        return reason
