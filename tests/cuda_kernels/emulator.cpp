@@ -373,7 +373,7 @@ void meet_warp(Op op, void* mine, void (*work)(void**)) {
 
 void copy_async(void* to, const void* from, bool valid) {
   check_shared(to, 16);
-  if (valid) check_global(from, 16, false);
+  check_global(from, 16, false);
   const Access& access = access_of(to);
   const int warp = m.current / kWarp;
   if (access.reading_warp != kNobody &&

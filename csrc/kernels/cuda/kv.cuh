@@ -24,7 +24,7 @@ VMS_DEVICE int tile_offset(int row, int unit) {
 }
 
 // Starts to copy kTokens positions (16 at a time, each 16 in one block) from `begin` on into a K and
-// a V tile; those from `end` on become zeros, and nothing of them is read.
+// a V tile; those from `end`, which is behind `begin`, on become zeros, and nothing of them is read.
 template <int kHeadDim, bool kPaged, int kTokens, int kThreads>
 VMS_DEVICE void start_tiles(const KvLayer& kv, int row, i64 head_offset, int begin, int end,
                             int thread, char* k_tile, char* v_tile) {
@@ -36,8 +36,9 @@ VMS_DEVICE void start_tiles(const KvLayer& kv, int row, i64 head_offset, int beg
   i64 offsets[kSixteens];
 #pragma unroll
   for (int i = 0; i < kSixteens; ++i) {
-    offsets[i] = 0;  // the table may hold anything behind the end
-    if (begin + 16 * i < end) offsets[i] = kv_offset<kPaged>(kv, row, begin + 16 * i);
+    // The table may hold anything behind the end; what is not read has an address that is there.
+    if (i > 0) offsets[i] = offsets[0];
+    if (i == 0 || begin + 16 * i < end) offsets[i] = kv_offset<kPaged>(kv, row, begin + 16 * i);
   }
   const int unit = thread % kUnits, first = thread / kUnits;
 #pragma unroll
@@ -47,7 +48,7 @@ VMS_DEVICE void start_tiles(const KvLayer& kv, int row, i64 head_offset, int beg
     for (int step = 0; step < kSteps; ++step) {
       const int r = first + step * kRows;
       const bool valid = begin + 16 * i + r < end;
-      const i64 from = base + r * kv.token_stride;
+      const i64 from = base + (valid ? r * kv.token_stride : 0);
       const int to = tile_offset<kHeadDim>(16 * i + r, unit);
       ptx::copy_async(k_tile + to, kv.keys + from, valid);
       ptx::copy_async(v_tile + to, kv.values + from, valid);

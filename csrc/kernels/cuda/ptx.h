@@ -64,7 +64,7 @@ VMS_PTX u32 shared_address(const void* pointer) {
 }
 
 // Starts to copy 16 bytes from global to shared memory; zeros instead, and nothing is read, where
-// not `valid`. Copies belong to the next commit; they are there for the thread that started them
+// not `valid` (`from` is memory that is there all the same: the hint may look at it). Copies belong to the next commit; they are there for the thread that started them
 // after the wait, for others after they met it.
 VMS_PTX void copy_async(void* to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),

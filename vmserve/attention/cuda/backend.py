@@ -70,6 +70,8 @@ class CudaPagedBackend:
         self._view: DeviceView | None = None
 
     def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        if self._given is None and not torch.cuda.is_available():
+            return "torch sees no GPU here"
         return Variant.refusal(head_dim, dtype)
 
     @property
@@ -125,6 +127,9 @@ class CudaPagedBackend:
         if known is None or known.view is not view:
             # NOTE: another thread may bind in between: the one kept may be its view.
             known = self._view = DeviceView(view)
+        device = self.launcher.device
+        if view.keys[0].device != device:
+            raise ValueError(f"the KV cache is on {view.keys[0].device}, the kernels on {device}")
         return known
 
 
@@ -508,7 +513,7 @@ def _check_tensors(
         raise ValueError(f"a window of {spec.window} positions")
     shape = (tokens, view.kv_heads, view.head_dim)
     for name, tensor, expected in (("q", q, q.shape), ("k", k, shape), ("v", v, shape)):
-        _check_rows(tensor, name, view.variant.dtype, tuple(expected))
+        _check_rows(tensor, name, view.variant.dtype, tuple(expected), view.device)
     if rotary is None:
         return
     dim = rotary.cos.shape[-1]
@@ -522,12 +527,18 @@ def _check_tensors(
 
 
 def _check_rows(
-    tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+    tensor: torch.Tensor,
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device,
 ) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} is {list(tensor.shape)}, not {list(shape)}")
     if tensor.dtype != dtype:
         raise ValueError(f"{name} and the KV cache differ in dtype")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the KV cache on {device}")
     size = tensor.element_size()
     strides = (tensor.stride(0) * size, tensor.stride(1) * size)
     if tensor.stride(2) != 1 or any(
