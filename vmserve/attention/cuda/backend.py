@@ -332,7 +332,7 @@ class _FixedPlans(_Plans):
             chunk_limit(resident.append, view.kv_heads),
         )
         counts = limits.counts(view, tables, items)
-        num_parts = limits.parts(q_heads // view.kv_heads, items)
+        num_parts = self._num_parts = limits.parts(q_heads // view.kv_heads, items)
         combine = -(-limits.tokens * q_heads // _COMBINE_ROWS)
         blocks = (
             min(resident.decode, counts.decode * view.kv_heads),
@@ -367,8 +367,13 @@ class _FixedPlans(_Plans):
     def update(self, batch: RaggedBatch, prefixes: Sequence[SharedPrefix]) -> None:
         self._limits.check(batch, prefixes)
         self.view.check(batch)
-        for window, found in self._by_window.items():
-            self._fill(found.buffer, batch, self._plan(batch, window, self.q_heads, prefixes))
+        plans = {
+            window: self._plan(batch, window, self.q_heads, prefixes) for window in self._by_window
+        }
+        for window, plan in plans.items():
+            found = self._by_window[window]
+            assert plan.num_parts <= self._num_parts, "plan.chunk_limit bounds them"
+            self._fill(found.buffer, batch, plan)
 
 
 class CapacityPlan:
