@@ -85,7 +85,8 @@ def sizes_for(head_dim: int, block_bytes: int, multiprocessor_bytes: int) -> Siz
 
     The decode takes two blocks, and of 2 to 4 stages as many as they leave room for; one block
     where two do not fit. More blocks than are asked for here would not have their registers without
-    spills (benchmarks/gpu/compile_matrix.py). Raises ``ValueError``, with the numbers, where not even that fits.
+    spills (benchmarks/gpu/compile_matrix.py). Raises ``ValueError``, with the numbers, where not
+    even that fits.
     """
     stage = _WARPS * 2 * _DECODE_TOKENS * head_dim * 2
     fixed = _DECODE_ROWS * head_dim * 2 + _WARPS * _DECODE_ROWS * 2 * 4
