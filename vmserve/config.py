@@ -202,7 +202,7 @@ class EngineConfig:
             )
         if self.linear_backend == "native" and self.attention_backend not in ("auto", "cpu"):
             raise ConfigurationError(
-                "linear_backend: native attends with our own kernels: give --attention-backend cpu, "
+                "linear_backend: native attends with our own kernels: use --attention-backend cpu, "
                 f"not {self.attention_backend}"
             )
         for refused, what, remedy in refusals:

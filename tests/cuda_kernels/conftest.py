@@ -10,8 +10,11 @@ from tests.cuda_kernels.emulation import Emulators
 
 
 @pytest.fixture(scope="session")
-def emulators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulators]:
-    built = Emulators(tmp_path_factory.mktemp("emulators"))
+def emulators(request: pytest.FixtureRequest) -> Iterator[Emulators]:
+    """Compiled once for a state of the sources: they are kept in pytest's cache."""
+    directory = request.config.cache.mkdir("cuda_emulators")
+    built = Emulators(directory)
+    built.forget_others(VARIANTS)
     built.prepare(VARIANTS)
     yield built
     built.close()

@@ -45,9 +45,13 @@ inline float float_of(std::uint32_t bits) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
-inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? 0.0F : x; }
+inline float flushed(float x) {
+  return std::fpclassify(x) == FP_SUBNORMAL ? 0.0F : x;
+}
 
-inline float to_float(Bf16 x) { return float_of(static_cast<std::uint32_t>(x.bits) << 16); }
+inline float to_float(Bf16 x) {
+  return float_of(static_cast<std::uint32_t>(x.bits) << 16);
+}
 inline float to_float(Fp16 x) {
   const int exponent = (x.bits >> 10) & 31, fraction = x.bits & 1023;
   const float sign = x.bits & 0x8000 ? -1.0F : 1.0F;
@@ -71,7 +75,7 @@ inline Fp16 round_to<Fp16>(float x) {
   if (size == 0.0F) return {sign};
   if (size >= 65520.0F) return {static_cast<u16>(sign | 0x7c00)};
   int exponent = 0;
-  std::frexp(size, &exponent);  // size < 2^exponent
+  std::frexp(size, &exponent);                                  // size < 2^exponent
   const int shift = exponent - 11 < -24 ? -24 : exponent - 11;  // of the last place
   const int count = static_cast<int>(std::nearbyint(std::ldexp(size, -shift)));
   // 2^shift * count, where count may have grown to the next power of two: the carry is right.
@@ -146,11 +150,21 @@ inline void shuffle(void** lanes) {
 
 namespace ptx {
 
-inline int thread() { return emu::thread_index(); }
-inline int block() { return emu::block_index(); }
-inline int num_blocks() { return emu::grid_blocks(); }
-inline char* shared() { return emu::shared_memory(); }
-inline void sync_block() { emu::meet_block(); }
+inline int thread() {
+  return emu::thread_index();
+}
+inline int block() {
+  return emu::block_index();
+}
+inline int num_blocks() {
+  return emu::grid_blocks();
+}
+inline char* shared() {
+  return emu::shared_memory();
+}
+inline void sync_block() {
+  emu::meet_block();
+}
 inline void sync_warp() {
   emu::meet_warp(emu::Op::kWarp, nullptr, [](void**) {});
 }
@@ -169,8 +183,12 @@ void store(T* to, T value) {
   emu::check_global(to, sizeof(T), true);
   *to = value;
 }
-inline void copy_async(void* to, const void* from, bool valid) { emu::copy_async(to, from, valid); }
-inline void copy_commit() { emu::copy_commit(); }
+inline void copy_async(void* to, const void* from, bool valid) {
+  emu::copy_async(to, from, valid);
+}
+inline void copy_commit() {
+  emu::copy_commit();
+}
 template <int kPending>
 void copy_wait() {
   emu::copy_wait(kPending);
@@ -196,15 +214,31 @@ template <class T>
 float widen(T x) {
   return emu::to_float(x);
 }
-inline float exp2(float x) { return emu::flushed(std::exp2(emu::flushed(x))); }
-inline float log2(float x) { return std::log2(emu::flushed(x)); }
-inline float reciprocal(float x) { return emu::flushed(1.0F / emu::flushed(x)); }
+inline float exp2(float x) {
+  return emu::flushed(std::exp2(emu::flushed(x)));
+}
+inline float log2(float x) {
+  return std::log2(emu::flushed(x));
+}
+inline float reciprocal(float x) {
+  return emu::flushed(1.0F / emu::flushed(x));
+}
 // As fmaxf: the number where one of two is NaN.
-inline float larger(float x, float y) { return std::fmax(x, y); }
-inline float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
-inline float product(float x, float y) { return x * y; }
-inline float sum(float x, float y) { return x + y; }
-inline float infinity() { return INFINITY; }
+inline float larger(float x, float y) {
+  return std::fmax(x, y);
+}
+inline float multiply_add(float x, float y, float z) {
+  return std::fma(x, y, z);
+}
+inline float product(float x, float y) {
+  return x * y;
+}
+inline float sum(float x, float y) {
+  return x + y;
+}
+inline float infinity() {
+  return INFINITY;
+}
 
 }  // namespace ptx
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -122,6 +123,13 @@ class Emulators:
         self.prepare([variant])
         return self._libraries[variant].result()
 
+    def forget_others(self, variants: Iterable[Variant]) -> None:
+        """Deletes what was compiled from other sources."""
+        kept = {self._path(variant) for variant in variants}
+        for path in self._directory.glob("*.so"):
+            if path not in kept:
+                path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Waits for a compiler that nobody asked for."""
         self._compilers.shutdown(cancel_futures=True)
@@ -129,7 +137,10 @@ class Emulators:
     def _compile(self, variant: Variant) -> _Library:
         path = self._path(variant)
         if not path.exists():
-            subprocess.run(self._command(variant), check=True)
+            with tempfile.TemporaryDirectory(dir=self._directory) as folder:
+                compiled = Path(folder, path.name)
+                subprocess.run(self._command(variant, compiled), check=True)
+                compiled.replace(path)
         return _Library(path)
 
     def _path(self, variant: Variant) -> Path:
@@ -141,14 +152,14 @@ class Emulators:
                     hashed.update(path.read_bytes())
         return self._directory / f"{variant.name}-{hashed.hexdigest()[:16]}.so"
 
-    def _command(self, variant: Variant) -> list[str]:
+    def _command(self, variant: Variant, target: Path) -> list[str]:
         macros = [("VMSERVE_EMULATED_PTX", '"emulated_ptx.h"')]
         macros += variant.macros(emulated_sizes(variant))
         return [
             "g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared",
             "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", f"-I{HERE}",
             f"-I{self._sources}", *(f"-D{name}={value}" for name, value in macros),
-            str(HERE / "emulator.cpp"), "-o", str(self._path(variant)),
+            str(HERE / "emulator.cpp"), "-o", str(target),
         ]  # fmt: skip
 
 

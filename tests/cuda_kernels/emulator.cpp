@@ -54,7 +54,9 @@ void prepare(Context& context, char* stack, void (*entry)()) {
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   context.stack_pointer = top;
 }
-void switch_context(Context& from, Context& to) { emu_switch(&from.stack_pointer, to.stack_pointer); }
+void switch_context(Context& from, Context& to) {
+  emu_switch(&from.stack_pointer, to.stack_pointer);
+}
 #else
 struct Context {
   ucontext_t saved;
@@ -66,7 +68,9 @@ void prepare(Context& context, char* stack, void (*entry)()) {
   context.saved.uc_link = nullptr;
   makecontext(&context.saved, entry, 0);
 }
-void switch_context(Context& from, Context& to) { swapcontext(&from.saved, &to.saved); }
+void switch_context(Context& from, Context& to) {
+  swapcontext(&from.saved, &to.saved);
+}
 #endif
 
 struct Meeting {
@@ -104,7 +108,7 @@ constexpr int kNobody = -1, kSeveral = -2;
 
 // Who touched 16 bytes of shared memory last: by an asynchronous copy, and as rows of matrices.
 struct Access {
-  int writer = kNobody;       // a thread
+  int writer = kNobody;        // a thread
   int reading_warp = kNobody;  // kSeveral: more than one since the block met
   Moment written, read;
 };
@@ -138,7 +142,8 @@ struct Machine {
 Machine m;
 
 bool ready(const Thread& thread) {
-  return !thread.done && (thread.waits_for == nullptr || thread.waits_for->generation != thread.generation);
+  return !thread.done &&
+         (thread.waits_for == nullptr || thread.waits_for->generation != thread.generation);
 }
 
 // The next thread to run, or -1: after the current one, before it, or anywhere.
@@ -159,17 +164,26 @@ int next_ready() {
   return -1;
 }
 
-Thread& current() { return m.threads[static_cast<std::size_t>(m.current)]; }
+Thread& current() {
+  return m.threads[static_cast<std::size_t>(m.current)];
+}
 
 const char* name_of(Op op) {
   switch (op) {
-    case Op::kNone: return "nothing";
-    case Op::kBlock: return "sync_block";
-    case Op::kWarp: return "sync_warp";
-    case Op::kShuffle: return "shuffle_xor";
-    case Op::kMatrices: return "load_matrices";
-    case Op::kTransposed: return "load_matrices_transposed";
-    case Op::kMultiply: return "multiply_add";
+    case Op::kNone:
+      return "nothing";
+    case Op::kBlock:
+      return "sync_block";
+    case Op::kWarp:
+      return "sync_warp";
+    case Op::kShuffle:
+      return "shuffle_xor";
+    case Op::kMatrices:
+      return "load_matrices";
+    case Op::kTransposed:
+      return "load_matrices_transposed";
+    case Op::kMultiply:
+      return "multiply_add";
   }
   return "?";
 }
@@ -179,7 +193,8 @@ void yield() {
   Thread& from = current();
   const int next = next_ready();
   if (next < 0) {
-    const bool all_done = std::all_of(m.threads.begin(), m.threads.end(), [](const Thread& t) { return t.done; });
+    const bool all_done =
+        std::all_of(m.threads.begin(), m.threads.end(), [](const Thread& t) { return t.done; });
     if (!all_done) fail("deadlock: every thread that is not done waits for others");
     switch_context(from.context, m.main);
   }
@@ -194,7 +209,9 @@ void run_thread() {
   yield();
 }
 
-Moment now(int warp) { return {m.warp_syncs[static_cast<std::size_t>(warp)], m.block_syncs}; }
+Moment now(int warp) {
+  return {m.warp_syncs[static_cast<std::size_t>(warp)], m.block_syncs};
+}
 
 // Whether the block, or if `same_warp` the warp, has met at a sync since.
 bool met_since(const Moment& then, int warp, bool same_warp) {
@@ -203,7 +220,8 @@ bool met_since(const Moment& then, int warp, bool same_warp) {
 }
 
 Access& access_of(const void* address) {
-  return m.accesses[static_cast<std::size_t>(static_cast<const char*>(address) - m.shared_base) / 16];
+  return m
+      .accesses[static_cast<std::size_t>(static_cast<const char*>(address) - m.shared_base) / 16];
 }
 
 void check_shared(const void* address, std::size_t bytes) {
@@ -322,16 +340,25 @@ void fail(const char* format, ...) {
   va_start(values, format);
   std::vsnprintf(text, sizeof text, format, values);
   va_end(values);
-  m.error = "block " + std::to_string(m.block) + ", thread " + std::to_string(m.current) + ": " + text;
+  m.error =
+      "block " + std::to_string(m.block) + ", thread " + std::to_string(m.current) + ": " + text;
   Context abandoned;
   switch_context(abandoned, m.main);
   std::abort();
 }
 
-int thread_index() { return m.current; }
-int block_index() { return m.block; }
-int grid_blocks() { return m.num_blocks; }
-char* shared_memory() { return m.shared_base; }
+int thread_index() {
+  return m.current;
+}
+int block_index() {
+  return m.block;
+}
+int grid_blocks() {
+  return m.num_blocks;
+}
+char* shared_memory() {
+  return m.shared_base;
+}
 
 void check_global(const void* address, std::size_t bytes, bool write) {
   const auto begin = reinterpret_cast<std::uintptr_t>(address);
@@ -340,8 +367,9 @@ void check_global(const void* address, std::size_t bytes, bool write) {
     return begin >= range.begin && begin + bytes <= range.end && (range.writable || !write);
   };
   if (m.last_range < m.ranges.size() && inside(m.ranges[m.last_range])) return;
-  auto after = std::upper_bound(m.ranges.begin(), m.ranges.end(), begin,
-                                [](std::uintptr_t at, const Range& range) { return at < range.begin; });
+  auto after =
+      std::upper_bound(m.ranges.begin(), m.ranges.end(), begin,
+                       [](std::uintptr_t at, const Range& range) { return at < range.begin; });
   if (after == m.ranges.begin() || !inside(*--after)) {
     fail("%s of %zu bytes at %p, which is not allowed", write ? "write" : "read", bytes, address);
   }
@@ -368,12 +396,13 @@ void meet_block() {
 }
 
 void meet_warp(Op op, void* mine, void (*work)(void**)) {
-  arrive(m.warps[static_cast<std::size_t>(m.current / kWarp)], op, kWarp, mine, m.current % kWarp, work);
+  arrive(m.warps[static_cast<std::size_t>(m.current / kWarp)], op, kWarp, mine, m.current % kWarp,
+         work);
 }
 
 void copy_async(void* to, const void* from, bool valid) {
   check_shared(to, 16);
-  if (valid) check_global(from, 16, false);
+  check_global(from, 16, false);
   const Access& access = access_of(to);
   const int warp = m.current / kWarp;
   if (access.reading_warp != kNobody &&
@@ -410,7 +439,8 @@ extern "C" void emu_allow(const std::int64_t* ranges, std::int64_t count) {
   to.clear();
   for (std::int64_t i = 0; i < count; ++i) {
     const auto begin = static_cast<std::uintptr_t>(ranges[3 * i]);
-    to.push_back({begin, begin + static_cast<std::uintptr_t>(ranges[3 * i + 1]), ranges[3 * i + 2] != 0});
+    to.push_back(
+        {begin, begin + static_cast<std::uintptr_t>(ranges[3 * i + 1]), ranges[3 * i + 2] != 0});
   }
   std::sort(to.begin(), to.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
   std::size_t kept = 0;
@@ -435,8 +465,9 @@ extern "C" std::int64_t emu_shared_bytes(const char* name) {
 
 // Runs a kernel; returns null, or what went wrong (valid until the next call).
 extern "C" const char* emu_launch(const char* name, std::int64_t blocks, std::int64_t threads,
-                                  std::int64_t shared_bytes, const void* args, std::int64_t arg_bytes,
-                                  int order, std::uint32_t seed, int eager) {
+                                  std::int64_t shared_bytes, const void* args,
+                                  std::int64_t arg_bytes, int order, std::uint32_t seed,
+                                  int eager) {
   using emu::m;
   m.error.clear();
   for (const auto& entry : emu::kEntries) {
@@ -462,8 +493,11 @@ extern "C" const char* emu_launch(const char* name, std::int64_t blocks, std::in
   return m.error.c_str();
 }
 
-// The element type's conversions, to be checked: bits of a float rounded, and a float's bits widened.
-extern "C" std::uint32_t emu_round(float x) { return ptx::pack<VMS_TYPE>(x, 0.0F) & 0xffff; }
+// The element type's conversions, to be checked: bits of a float rounded, and a float's bits
+// widened.
+extern "C" std::uint32_t emu_round(float x) {
+  return ptx::pack<VMS_TYPE>(x, 0.0F) & 0xffff;
+}
 extern "C" float emu_widen(std::uint32_t bits) {
   return ptx::widen(VMS_TYPE{static_cast<u16>(bits)});
 }

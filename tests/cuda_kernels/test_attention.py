@@ -14,6 +14,9 @@ from vmserve.attention.cuda import CudaPagedBackend, SharedPrefix
 from vmserve.attention.cuda.plan import Resident
 from vmserve.attention.cuda.variant import Variant
 
+#: A compiler is waited for, which takes long where many want the processor.
+pytestmark = pytest.mark.timeout(600)
+
 BF16_PAGED, BF16_SLOTS = VARIANTS[0], VARIANTS[1]
 
 
@@ -196,6 +199,7 @@ def test_refusals_name_what_is_wrong(emulators: Emulators) -> None:
     assert "head_dim of 64, 128, 256" in str(backend.refusal(80, torch.bfloat16))
     assert "float32" in str(backend.refusal(64, torch.float32))
     assert backend.refusal(128, torch.float16) is None
+    assert CudaPagedBackend().refusal(128, torch.float16) == "torch sees no GPU here"
     case = make_case(BF16_PAGED, [3], [2])
     q, k, v = case.inputs.q, case.inputs.k, case.inputs.v
     call = backend.bind(case.view, case.batch)
@@ -210,5 +214,9 @@ def test_refusals_name_what_is_wrong(emulators: Emulators) -> None:
         call(LayerAttention(1, 0.125), q, k, v)
     with pytest.raises(ValueError, match="must be positive"):
         call(LayerAttention(0, 0.0), q, k, v)
+    with pytest.raises(ValueError, match="v is on meta, the KV cache on cpu"):
+        call(spec, q, k, torch.empty(v.shape, dtype=v.dtype, device="meta"))
+    with pytest.raises(ValueError, match="rows of heads must be contiguous"):
+        call(spec, q.transpose(1, 2).contiguous().transpose(1, 2), k, v)
     with pytest.raises(ValueError, match="out must be contiguous"):
         call(spec, q, k, v, out=torch.empty(2, 8, 32, dtype=torch.bfloat16))

@@ -12,6 +12,9 @@ from benchmarks.gpu.gpu_probe.bench_kernels import LLAMA3_8B, YI_6B, Emulated, P
 from benchmarks.gpu.gpu_probe.common import GIB
 from tests.cuda_kernels.emulation import EmulatedLauncher, Emulators
 
+#: A compiler is waited for, which takes long where many want the processor.
+pytestmark = pytest.mark.timeout(600)
+
 
 def test_a_dry_run_measures_and_checks_every_kernel(
     emulators: Emulators, tmp_path: Path, capsys: pytest.CaptureFixture[str]

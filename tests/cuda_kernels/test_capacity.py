@@ -22,6 +22,9 @@ from vmserve.attention.cuda import CudaPagedBackend, SharedPrefix
 from vmserve.attention.cuda.plan import Resident
 from vmserve.attention.cuda.variant import Variant
 
+#: A compiler is waited for, which takes long where many want the processor.
+pytestmark = pytest.mark.timeout(600)
+
 PAGED, SLOTS = VARIANTS[0], VARIANTS[1]
 
 

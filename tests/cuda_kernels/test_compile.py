@@ -33,7 +33,7 @@ SIZES = sizes_for(128, *H100_BYTES)
         (Variant(torch.bfloat16, 128, True), "sm_80"),
         (Variant(torch.float16, 256, False), "sm_90a"),
         (Variant(torch.bfloat16, 256, True), "sm_100a"),
-        (Variant(torch.float16, 64, True), "sm_80"),
+        (Variant(torch.float16, 64, False), "sm_100a"),
     ],
     ids=lambda value: value.name if isinstance(value, Variant) else value,
 )

@@ -14,6 +14,9 @@ from vmserve.attention.cuda import CudaPagedBackend
 from vmserve.attention.cuda.compile import source_directory
 from vmserve.attention.cuda.plan import Resident
 
+#: A compiler is waited for, which takes long where many want the processor.
+pytestmark = pytest.mark.timeout(600)
+
 SLOTS = VARIANTS[1]
 
 #: A file, what is in it, what takes its place, and how often it is there.

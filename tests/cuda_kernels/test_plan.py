@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vmserve.attention.cuda.backend import _Limits
 from vmserve.attention.cuda.params import AttendArgs, CombineArgs, KvLayer, MoveArgs, WriteArgs
 from vmserve.attention.cuda.plan import (
     APPEND_ROWS,
@@ -116,6 +117,29 @@ def test_a_plan_covers_each_visible_pair_once(
     check_parts(plan, parts)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    new=st.lists(st.just(1) | st.integers(1, 90), min_size=1, max_size=8),
+    past=st.integers(16, 40_000),
+    kv_heads=st.sampled_from([1, 2, 8]),
+    group=st.integers(1, 16),
+    shared=st.booleans(),
+    resident=st.sampled_from([Resident(1, 1), Resident(16, 8), H100]),
+)
+def test_the_room_for_parts_in_a_plan_of_a_fixed_size_is_enough(
+    new: list[int], past: int, kv_heads: int, group: int, shared: bool, resident: Resident
+) -> None:
+    step = step_of([past] * len(new), new)
+    prefixes = [SharedPrefix(tuple(range(len(new))), past // 16 * 16)] if shared else []
+    plan = make_plan(step, Heads(kv_heads, group), resident, None, prefixes)
+    limits = (chunk_limit(resident.decode, kv_heads), chunk_limit(resident.append, kv_heads))
+    room = _Limits(len(new), sum(new), past + 90, shared)
+    assert plan.num_parts <= room.parts(group, limits)
+    most = sum(new) * (2 if shared else 1)
+    assert len(plan.decode) <= max(most, limits[0])
+    assert len(plan.append) <= max(most, limits[1])
+
+
 def check_parts(plan: Plan, parts: dict[int, list[int]]) -> None:
     """Each token's parts have places of their own, and are combined."""
     split = {int(token): (int(start), int(count)) for token, start, count, _ in plan.split}
@@ -217,10 +241,10 @@ def test_structures_are_as_large_as_the_kernels_say() -> None:
 @pytest.mark.parametrize(
     ("head_dim", "block", "multiprocessor", "stages", "decode_blocks", "append_blocks"),
     [
-        (64, 232_448, 233_472, 4, 3, 3),  # H100
+        (64, 232_448, 233_472, 4, 3, 2),  # H100
         (128, 232_448, 233_472, 3, 2, 2),
         (256, 232_448, 233_472, 3, 1, 2),
-        (64, 166_912, 167_936, 4, 2, 3),  # A100
+        (64, 166_912, 167_936, 4, 2, 2),  # A100
         (128, 166_912, 167_936, 2, 2, 2),
         (256, 166_912, 167_936, 2, 1, 1),
         (128, 101_376, 102_400, 2, 1, 1),  # RTX 3090

@@ -20,6 +20,9 @@ from vmserve.attention.cuda.variant import Variant
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.rotary import Rotary, rotate
 
+#: A compiler is waited for, which takes long where many want the processor.
+pytestmark = pytest.mark.timeout(600)
+
 SPEC = LayerAttention(0, 0.125)
 
 

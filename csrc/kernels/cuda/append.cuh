@@ -79,8 +79,8 @@ VMS_DEVICE void append_item(const ItemRows& rows, const AppendMemory<kHeadDim>& 
     start(tile + 1);
     const int begin = item.kv_begin + tile * kTokens;
     // Warps without rows, and tiles that none of the warp's rows sees.
-    const bool seen = begin <= highest && (rows.args.window == 0 ||
-                                           begin + kTokens + rows.args.window > lowest + 1);
+    const bool seen = begin <= highest &&
+                      (rows.args.window == 0 || begin + kTokens + rows.args.window > lowest + 1);
     if (first < rows.num_rows && seen) {
       attend_tile<T, kHeadDim, kTokens>(rows, queries, memory.k_tile(tile & 1),
                                         memory.v_tile(tile & 1), begin, lowest, highest, low, high,

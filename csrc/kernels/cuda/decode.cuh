@@ -1,8 +1,8 @@
 // Few query rows over a long stretch of keys: bound by how fast K and V come from memory.
 //
 // The rows of an item (tokens x group, 16 at most) are one fragment. The four warps of a block take
-// turns with tiles of 16 positions; each keeps a ring of tiles in flight for itself, so that no warp
-// waits for another before the end, where their sums are merged in shared memory.
+// turns with tiles of 16 positions; each keeps a ring of tiles in flight for itself, so that no
+// warp waits for another before the end, where their sums are merged in shared memory.
 #pragma once
 
 #include "tile.cuh"
@@ -29,7 +29,9 @@ struct DecodeMemory {
     return reinterpret_cast<float*>(base + kQueryBytes) + warp * kDecodeRows * 2;
   }
   VMS_DEVICE float* totals(int warp) const { return maxima(warp) + kDecodeRows; }
-  VMS_DEVICE char* ring(int warp) const { return base + kQueryBytes + kStatBytes + warp * kRingBytes; }
+  VMS_DEVICE char* ring(int warp) const {
+    return base + kQueryBytes + kStatBytes + warp * kRingBytes;
+  }
   VMS_DEVICE char* k_tile(int warp, int stage) const { return ring(warp) + stage * 2 * kTileBytes; }
   VMS_DEVICE char* v_tile(int warp, int stage) const { return k_tile(warp, stage) + kTileBytes; }
   VMS_DEVICE float* sums(int warp) const { return reinterpret_cast<float*>(ring(warp)); }
@@ -70,9 +72,9 @@ VMS_DEVICE void decode_tiles(const ItemRows& rows, const DecodeMemory<kHeadDim, 
   for (int tile = 0; tile < count; ++tile) {
     ptx::copy_wait<kStages - 1>();
     ptx::sync_warp();
-    attend_tile<T, kHeadDim, kDecodeTokens>(
-        rows, queries, memory.k_tile(warp, stage), memory.v_tile(warp, stage), first + tile * kStep,
-        item.min_position, item.max_position, low, high, sums);
+    attend_tile<T, kHeadDim, kDecodeTokens>(rows, queries, memory.k_tile(warp, stage),
+                                            memory.v_tile(warp, stage), first + tile * kStep,
+                                            item.min_position, item.max_position, low, high, sums);
     ptx::sync_warp();  // every lane has read the stage
     start(tile + kStages, stage);
     stage = stage + 1 == kStages ? 0 : stage + 1;

@@ -25,6 +25,10 @@ VMS_KERNEL(kWriteThreads, 8) vms_write(const WriteArgs args) {
   write_token<VMS_TYPE, VMS_HEAD_DIM, VMS_PAGED>(args);
 }
 
-VMS_KERNEL(kMoveThreads, 4) vms_copy(const MoveArgs args) { move_runs<false>(args); }
+VMS_KERNEL(kMoveThreads, 4) vms_copy(const MoveArgs args) {
+  move_runs<false>(args);
+}
 
-VMS_KERNEL(kMoveThreads, 4) vms_zero(const MoveArgs args) { move_runs<true>(args); }
+VMS_KERNEL(kMoveThreads, 4) vms_zero(const MoveArgs args) {
+  move_runs<true>(args);
+}

@@ -13,7 +13,8 @@ VMS_DEVICE i64 kv_offset(const KvLayer& kv, int row, int position) {
   if (kv.blocks_per_page == 1) return block * kv.page_stride + token * kv.token_stride;
   const int page = block / kv.blocks_per_page;
   const int part = block - page * kv.blocks_per_page;
-  return page * kv.page_stride + (static_cast<i64>(part << kv.block_shift) + token) * kv.token_stride;
+  return page * kv.page_stride +
+         (static_cast<i64>(part << kv.block_shift) + token) * kv.token_stride;
 }
 
 // Where 16 bytes of a row of a tile in shared memory lie: rows of kHeadDim elements, their units
@@ -23,21 +24,23 @@ VMS_DEVICE int tile_offset(int row, int unit) {
   return row * kHeadDim * 2 + ((unit ^ (row & 7)) << 4);
 }
 
-// Starts to copy kTokens positions (16 at a time, each 16 in one block) from `begin` on into a K and
-// a V tile; those from `end` on become zeros, and nothing of them is read.
+// Starts to copy kTokens positions (16 at a time, each 16 in one block) from `begin` on into a K
+// and a V tile; those from `end`, which is behind `begin`, on become zeros, and nothing of them is
+// read.
 template <int kHeadDim, bool kPaged, int kTokens, int kThreads>
 VMS_DEVICE void start_tiles(const KvLayer& kv, int row, i64 head_offset, int begin, int end,
                             int thread, char* k_tile, char* v_tile) {
-  constexpr int kUnits = kHeadDim / 8;           // of a row
-  constexpr int kRows = kThreads / kUnits;       // copied at a time
+  constexpr int kUnits = kHeadDim / 8;                 // of a row
+  constexpr int kRows = kThreads / kUnits;             // copied at a time
   constexpr int kSteps = kRows < 16 ? 16 / kRows : 1;  // of 16 rows
   constexpr int kSixteens = kTokens / 16;
   static_assert(kRows <= 16, "more threads than 16 rows have units");
   i64 offsets[kSixteens];
 #pragma unroll
   for (int i = 0; i < kSixteens; ++i) {
-    offsets[i] = 0;  // the table may hold anything behind the end
-    if (begin + 16 * i < end) offsets[i] = kv_offset<kPaged>(kv, row, begin + 16 * i);
+    // The table may hold anything behind the end; what is not read has an address that is there.
+    if (i > 0) offsets[i] = offsets[0];
+    if (i == 0 || begin + 16 * i < end) offsets[i] = kv_offset<kPaged>(kv, row, begin + 16 * i);
   }
   const int unit = thread % kUnits, first = thread / kUnits;
 #pragma unroll
@@ -47,7 +50,7 @@ VMS_DEVICE void start_tiles(const KvLayer& kv, int row, i64 head_offset, int beg
     for (int step = 0; step < kSteps; ++step) {
       const int r = first + step * kRows;
       const bool valid = begin + 16 * i + r < end;
-      const i64 from = base + r * kv.token_stride;
+      const i64 from = base + (valid ? r * kv.token_stride : 0);
       const int to = tile_offset<kHeadDim>(16 * i + r, unit);
       ptx::copy_async(k_tile + to, kv.keys + from, valid);
       ptx::copy_async(v_tile + to, kv.values + from, valid);

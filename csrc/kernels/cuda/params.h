@@ -31,18 +31,18 @@ static_assert(sizeof(WorkItem) == 32, "as in plan.py");
 
 struct AttendArgs {
   KvLayer kv;
-  const char* q;           // [tokens, q_heads, head_dim]
-  char* out;               // the same, contiguous
-  float* lse;              // [tokens, q_heads] or null: natural logarithms
-  float* parts;            // [parts, q_heads, head_dim]
-  float* part_lse;         // [parts, q_heads]: binary logarithms
-  const WorkItem* items;   // [num_items]
-  const int* num_items;    // [1]
-  const int* lists;        // tokens
-  const int* positions;    // [tokens]
-  const int* part_starts;  // [tokens]: the first part of each; -1 where there is but one
+  const char* q;                      // [tokens, q_heads, head_dim]
+  char* out;                          // the same, contiguous
+  float* lse;                         // [tokens, q_heads] or null: natural logarithms
+  float* parts;                       // [parts, q_heads, head_dim]
+  float* part_lse;                    // [parts, q_heads]: binary logarithms
+  const WorkItem* items;              // [num_items]
+  const int* num_items;               // [1]
+  const int* lists;                   // tokens
+  const int* positions;               // [tokens]
+  const int* part_starts;             // [tokens]: the first part of each; -1 where there is but one
   i64 q_token_stride, q_head_stride;  // bytes, multiples of 16
-  float scale;    // to binary logarithms: of the raw score, or if capped of what tanh takes, doubled
+  float scale;  // to binary logarithms: of the raw score, or if capped of what tanh takes, doubled
   float softcap;  // in binary logarithms; 0: none
   int window;     // positions that a query sees, itself included; 0: all
   int kv_heads, group, reserved;
@@ -53,9 +53,9 @@ struct CombineArgs {
   const float* parts;
   const float* part_lse;
   char* out;
-  float* lse;              // or null
-  const int* split;        // [num_split, 4]: token, first part, parts, unused
-  const int* num_split;    // [1]
+  float* lse;            // or null
+  const int* split;      // [num_split, 4]: token, first part, parts, unused
+  const int* num_split;  // [1]
   int q_heads, reserved;
 };
 static_assert(sizeof(CombineArgs) == 56, "as in params.py");
@@ -65,11 +65,11 @@ struct WriteArgs {
   const char* q;  // not read where nothing is rotated
   const char* k;
   const char* v;
-  const char* cos;         // [tokens, rotary_dim]
-  const char* sin;         // signed, as vmserve/attention/rotary.py says
-  char* q_out;             // [tokens, q_heads, head_dim], contiguous
-  const int* rows;         // [tokens]: of the table, or the slot; negative: not a token
-  const int* positions;    // [tokens]
+  const char* cos;       // [tokens, rotary_dim]
+  const char* sin;       // signed, as vmserve/attention/rotary.py says
+  char* q_out;           // [tokens, q_heads, head_dim], contiguous
+  const int* rows;       // [tokens]: of the table, or the slot; negative: not a token
+  const int* positions;  // [tokens]
   i64 q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;
   i64 cos_stride, sin_stride;  // all in bytes
   int q_heads, kv_heads, rotary_dim, reserved;
@@ -79,7 +79,7 @@ static_assert(sizeof(WriteArgs) == 64 + 64 + 64 + 16, "as in params.py");
 // Copies, or fills with zeros: runs[i] = {destination, source, bytes, unused}; no two runs overlap.
 struct MoveArgs {
   const i64* runs;
-  const int* num_runs;  // [1]
+  const int* num_runs;   // [1]
   int pieces, reserved;  // blocks that share one run
 };
 static_assert(sizeof(MoveArgs) == 24, "as in params.py");

@@ -35,9 +35,15 @@ namespace ptx {
 
 #define VMS_PTX __device__ __forceinline__
 
-VMS_PTX int thread() { return static_cast<int>(threadIdx.x); }
-VMS_PTX int block() { return static_cast<int>(blockIdx.x); }
-VMS_PTX int num_blocks() { return static_cast<int>(gridDim.x); }
+VMS_PTX int thread() {
+  return static_cast<int>(threadIdx.x);
+}
+VMS_PTX int block() {
+  return static_cast<int>(blockIdx.x);
+}
+VMS_PTX int num_blocks() {
+  return static_cast<int>(gridDim.x);
+}
 
 // The block's dynamic shared memory.
 VMS_PTX char* shared() {
@@ -45,9 +51,15 @@ VMS_PTX char* shared() {
   return memory;
 }
 
-VMS_PTX void sync_block() { __syncthreads(); }
-VMS_PTX void sync_warp() { __syncwarp(); }
-VMS_PTX float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffU, x, mask); }
+VMS_PTX void sync_block() {
+  __syncthreads();
+}
+VMS_PTX void sync_warp() {
+  __syncwarp();
+}
+VMS_PTX float shuffle_xor(float x, int mask) {
+  return __shfl_xor_sync(0xffffffffU, x, mask);
+}
 
 // Global memory. T: 1, 2, 4, 8 or 16 bytes, aligned to its size.
 template <class T>
@@ -64,14 +76,17 @@ VMS_PTX u32 shared_address(const void* pointer) {
 }
 
 // Starts to copy 16 bytes from global to shared memory; zeros instead, and nothing is read, where
-// not `valid`. Copies belong to the next commit; they are there for the thread that started them
-// after the wait, for others after they met it.
+// not `valid` (`from` is memory that is there all the same: the hint may look at it). Copies belong
+// to the next commit; they are there for the thread that started them after the wait, for others
+// after they met it.
 VMS_PTX void copy_async(void* to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
                "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
-VMS_PTX void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+VMS_PTX void copy_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 // Waits until at most kPending of the thread's last commits are not complete.
 template <int kPending>
 VMS_PTX void copy_wait() {
@@ -130,7 +145,9 @@ VMS_PTX u32 pack<Fp16>(float low, float high) {
   return bits;
 }
 
-VMS_PTX float widen(Bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
+VMS_PTX float widen(Bf16 x) {
+  return __uint_as_float(static_cast<u32>(x.bits) << 16);
+}
 VMS_PTX float widen(Fp16 x) {
   float wide;
   asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
@@ -153,12 +170,22 @@ VMS_PTX float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-VMS_PTX float larger(float x, float y) { return fmaxf(x, y); }
-VMS_PTX float multiply_add(float x, float y, float z) { return fmaf(x, y, z); }
+VMS_PTX float larger(float x, float y) {
+  return fmaxf(x, y);
+}
+VMS_PTX float multiply_add(float x, float y, float z) {
+  return fmaf(x, y, z);
+}
 // Neither is contracted to a multiply-add.
-VMS_PTX float product(float x, float y) { return __fmul_rn(x, y); }
-VMS_PTX float sum(float x, float y) { return __fadd_rn(x, y); }
-VMS_PTX float infinity() { return __int_as_float(0x7f800000); }
+VMS_PTX float product(float x, float y) {
+  return __fmul_rn(x, y);
+}
+VMS_PTX float sum(float x, float y) {
+  return __fadd_rn(x, y);
+}
+VMS_PTX float infinity() {
+  return __int_as_float(0x7f800000);
+}
 
 #undef VMS_PTX
 

@@ -40,7 +40,8 @@ struct QueryRows {
     if (!kHeld) return;
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
-      if (kHeld) ptx::load_matrices(held[kHeld ? k : 0], tile + tile_offset<kHeadDim>(row, 2 * k + unit));
+      if (kHeld)
+        ptx::load_matrices(held[kHeld ? k : 0], tile + tile_offset<kHeadDim>(row, 2 * k + unit));
     }
   }
   VMS_DEVICE void fragment(int k, u32 (&to)[4]) const {
@@ -89,7 +90,8 @@ VMS_DEVICE void cap(float (&scores)[kCount][4], float scale, float softcap) {
   }
 }
 
-// Hides what lies outside [low, high) of each of the two rows; `first` is this thread's first column.
+// Hides what lies outside [low, high) of each of the two rows; `first` is this thread's first
+// column.
 template <int kCount>
 VMS_DEVICE void mask(float (&scores)[kCount][4], int first, const int (&low)[2],
                      const int (&high)[2]) {
@@ -284,7 +286,8 @@ VMS_DEVICE void store_lse(const AttendArgs& args, const RowTarget& target, float
 }
 
 template <class T, int kHeadDim>
-VMS_DEVICE void store_pair(const AttendArgs& args, const RowTarget& target, int d, float x, float y) {
+VMS_DEVICE void store_pair(const AttendArgs& args, const RowTarget& target, int d, float x,
+                           float y) {
   const i64 at = target.index(args) * kHeadDim + d;
   if (target.part >= 0) {
     ptx::store(reinterpret_cast<Pair*>(args.parts + at), Pair{x, y});

@@ -70,6 +70,8 @@ class CudaPagedBackend:
         self._view: DeviceView | None = None
 
     def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        if self._given is None and not torch.cuda.is_available():
+            return "torch sees no GPU here"
         return Variant.refusal(head_dim, dtype)
 
     @property
@@ -125,6 +127,9 @@ class CudaPagedBackend:
         if known is None or known.view is not view:
             # NOTE: another thread may bind in between: the one kept may be its view.
             known = self._view = DeviceView(view)
+        device = self.launcher.device
+        if view.keys[0].device != device:
+            raise ValueError(f"the KV cache is on {view.keys[0].device}, the kernels on {device}")
         return known
 
 
@@ -327,7 +332,7 @@ class _FixedPlans(_Plans):
             chunk_limit(resident.append, view.kv_heads),
         )
         counts = limits.counts(view, tables, items)
-        num_parts = limits.parts(q_heads // view.kv_heads, items)
+        num_parts = self._num_parts = limits.parts(q_heads // view.kv_heads, items)
         combine = -(-limits.tokens * q_heads // _COMBINE_ROWS)
         blocks = (
             min(resident.decode, counts.decode * view.kv_heads),
@@ -362,8 +367,13 @@ class _FixedPlans(_Plans):
     def update(self, batch: RaggedBatch, prefixes: Sequence[SharedPrefix]) -> None:
         self._limits.check(batch, prefixes)
         self.view.check(batch)
-        for window, found in self._by_window.items():
-            self._fill(found.buffer, batch, self._plan(batch, window, self.q_heads, prefixes))
+        plans = {
+            window: self._plan(batch, window, self.q_heads, prefixes) for window in self._by_window
+        }
+        for window, plan in plans.items():
+            found = self._by_window[window]
+            assert plan.num_parts <= self._num_parts, "plan.chunk_limit bounds them"
+            self._fill(found.buffer, batch, plan)
 
 
 class CapacityPlan:
@@ -508,7 +518,7 @@ def _check_tensors(
         raise ValueError(f"a window of {spec.window} positions")
     shape = (tokens, view.kv_heads, view.head_dim)
     for name, tensor, expected in (("q", q, q.shape), ("k", k, shape), ("v", v, shape)):
-        _check_rows(tensor, name, view.variant.dtype, tuple(expected))
+        _check_rows(tensor, name, view.variant.dtype, tuple(expected), view.device)
     if rotary is None:
         return
     dim = rotary.cos.shape[-1]
@@ -522,12 +532,18 @@ def _check_tensors(
 
 
 def _check_rows(
-    tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+    tensor: torch.Tensor,
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device,
 ) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} is {list(tensor.shape)}, not {list(shape)}")
     if tensor.dtype != dtype:
         raise ValueError(f"{name} and the KV cache differ in dtype")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the KV cache on {device}")
     size = tensor.element_size()
     strides = (tensor.stride(0) * size, tensor.stride(1) * size)
     if tensor.stride(2) != 1 or any(

@@ -106,6 +106,11 @@ class CudaLauncher:
                     shared_bytes,
                 )
                 self._check("cuFuncSetAttribute", result)
+                # As much of the first-level cache as there is: K and V pass it by.
+                result = self._driver.cuFuncSetAttribute(
+                    function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100
+                )
+                self._check("cuFuncSetAttribute", result)
                 result = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
                     function, kernel.threads, shared_bytes
                 )

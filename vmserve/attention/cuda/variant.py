@@ -84,7 +84,9 @@ def sizes_for(head_dim: int, block_bytes: int, multiprocessor_bytes: int) -> Siz
     """What fits shared memory of ``block_bytes`` for a block and ``multiprocessor_bytes`` in all.
 
     The decode takes two blocks, and of 2 to 4 stages as many as they leave room for; one block
-    where two do not fit. Raises ``ValueError``, with the numbers, where not even that fits.
+    where two do not fit. More blocks than are asked for here would not have their registers without
+    spills (benchmarks/gpu/compile_matrix.py). Raises ``ValueError``, with the numbers, where not
+    even that fits.
     """
     stage = _WARPS * 2 * _DECODE_TOKENS * head_dim * 2
     fixed = _DECODE_ROWS * head_dim * 2 + _WARPS * _DECODE_ROWS * 2 * 4
@@ -99,10 +101,8 @@ def sizes_for(head_dim: int, block_bytes: int, multiprocessor_bytes: int) -> Siz
         fitting = min(4, multiprocessor_bytes // (decode + _RESERVED_BYTES))
         return Sizes(
             stages=stages,
-            decode_blocks=min(fitting, _BLOCKS_BY_REGISTERS[head_dim]),
-            append_blocks=min(
-                multiprocessor_bytes // (append + _RESERVED_BYTES), _BLOCKS_BY_REGISTERS[head_dim]
-            ),
+            decode_blocks=min(fitting, 3 if head_dim == 64 else 2),
+            append_blocks=min(multiprocessor_bytes // (append + _RESERVED_BYTES), 2),
             decode_bytes=decode,
             append_bytes=append,
         )
@@ -110,10 +110,6 @@ def sizes_for(head_dim: int, block_bytes: int, multiprocessor_bytes: int) -> Siz
         f"heads of {head_dim} need {fixed + 2 * stage} bytes of shared memory for a block; this "
         f"device has {block_bytes}"
     )
-
-
-#: Blocks of 128 threads that the registers of a multiprocessor (65,536) hold without spills.
-_BLOCKS_BY_REGISTERS = {64: 3, 128: 2, 256: 2}
 
 
 def architecture(major: int, minor: int) -> str:

@@ -35,6 +35,7 @@ class DeviceView:
         refusal = Variant.refusal(self.head_dim, first.dtype)
         if refusal is not None:
             raise UnsupportedError(f"the cuda backend: {refusal}")
+        self.device = first.device
         self.variant = Variant(first.dtype, self.head_dim, isinstance(view, PagedView))
         self._strides = self._byte_strides(first)
         self._pointers = [

@@ -1,0 +1,133 @@
+"""The launcher over a driver that only takes notes: what it asks of CUDA, and in which terms."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vmserve.attention.cuda import CudaLauncher, launcher
+from vmserve.attention.cuda.params import MoveArgs
+from vmserve.attention.cuda.plan import Resident
+from vmserve.attention.cuda.variant import KERNELS, Variant
+from vmserve.errors import ConfigurationError, DriverError
+
+DRIVER: Any = importlib.import_module("cuda.bindings.driver")
+VARIANT = Variant(torch.bfloat16, 128, True)
+SHARED = {"vms_decode": 102_912, "vms_append": 81_920}
+
+
+class NotedDriver:
+    """Answers as an H100 would; enums are those of the real bindings."""
+
+    CUfunction_attribute = DRIVER.CUfunction_attribute
+    CUdevice_attribute = DRIVER.CUdevice_attribute
+    #: What the tests below would not notice: that the bindings have these calls.
+    CALLS = (
+        "cuDeviceGetAttribute",
+        "cuFuncSetAttribute",
+        "cuKernelGetFunction",
+        "cuLaunchKernel",
+        "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+    )
+
+    def __init__(self) -> None:
+        self.attributes: dict[tuple[str, str], int] = {}
+        self.launches: list[tuple[Any, ...]] = []
+        self.status = DRIVER.CUresult.CUDA_SUCCESS
+
+    def cuDeviceGetAttribute(self, attribute: Any, device: int) -> tuple[Any, int]:
+        per_block = "PER_BLOCK_OPTIN" in attribute.name
+        assert per_block or "PER_MULTIPROCESSOR" in attribute.name
+        return DRIVER.CUresult.CUDA_SUCCESS, 232_448 if per_block else 233_472
+
+    def cuKernelGetFunction(self, kernel: str) -> tuple[Any, str]:
+        return DRIVER.CUresult.CUDA_SUCCESS, kernel
+
+    def cuFuncSetAttribute(self, function: str, attribute: Any, value: int) -> tuple[Any]:
+        self.attributes[function, attribute.name] = value
+        return (DRIVER.CUresult.CUDA_SUCCESS,)
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        self, function: str, threads: int, shared_bytes: int
+    ) -> tuple[Any, int]:
+        assert (threads, shared_bytes) == (128, SHARED[function])
+        return DRIVER.CUresult.CUDA_SUCCESS, 2
+
+    def cuLaunchKernel(self, *arguments: Any) -> tuple[Any]:
+        pointer = ctypes.c_void_p.from_address(arguments[9]).value
+        assert pointer is not None
+        self.launches.append((*arguments[:9], MoveArgs.from_address(pointer).pieces, arguments[10]))
+        return (self.status,)
+
+
+class NotedCache:
+    def __init__(self) -> None:
+        self.targets: list[tuple[str, str]] = []
+
+    def get(self, variant: Variant, sizes: object, architecture: str) -> bytes:
+        self.targets.append((variant.name, architecture))
+        return b"cubin"
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> NotedDriver:
+    noted = NotedDriver()
+    code = SimpleNamespace(get_kernel=lambda name: SimpleNamespace(handle=name))
+    core = SimpleNamespace(
+        Device=lambda index: SimpleNamespace(set_current=lambda: None),
+        ObjectCode=SimpleNamespace(from_cubin=lambda cubin: code),
+    )
+    modules = {"cuda.bindings.driver": noted, "cuda.core": core}
+    monkeypatch.setattr(launcher, "_imported", modules.__getitem__)
+    h100 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h100)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77)
+    )
+    return noted
+
+
+def test_a_variant_is_loaded_once_with_the_room_that_it_needs(driver: NotedDriver) -> None:
+    cache = NotedCache()
+    ours = CudaLauncher(cache=cache)  # type: ignore[arg-type]
+    assert ours.device == torch.device("cuda", 0)
+    assert ours.resident(VARIANT) == Resident(264, 264)
+    assert ours.resident(VARIANT) == Resident(264, 264)
+    assert cache.targets == [("bf16-128-paged", "sm_90a")]
+    prefix = "CU_FUNC_ATTRIBUTE_"
+    for kernel, shared_bytes in SHARED.items():
+        assert driver.attributes[kernel, prefix + "MAX_DYNAMIC_SHARED_SIZE_BYTES"] == shared_bytes
+        assert driver.attributes[kernel, prefix + "PREFERRED_SHARED_MEMORY_CARVEOUT"] == 100
+    assert len(driver.attributes) == 4
+
+
+def test_a_launch_passes_the_structure_on_the_current_stream(driver: NotedDriver) -> None:
+    ours = CudaLauncher(torch.device("cuda"), NotedCache())  # type: ignore[arg-type]
+    args = MoveArgs()
+    args.pieces = 5
+    ours.launch(VARIANT, "vms_copy", 9, args)
+    assert driver.launches == [("vms_copy", 9, 1, 1, 256, 1, 1, 0, 77, 5, 0)]
+    driver.status = DRIVER.CUresult.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(DriverError, match="cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED"):
+        ours.launch(VARIANT, "vms_copy", 9, args)
+
+
+def test_the_bindings_have_what_the_launcher_calls() -> None:
+    core: Any = importlib.import_module("cuda.core")
+    assert all(callable(getattr(DRIVER, call)) for call in NotedDriver.CALLS)
+    assert callable(core.ObjectCode.from_cubin)
+    assert callable(core.ObjectCode.get_kernel)
+    assert {"handle"} <= set(dir(core.Kernel))
+    assert {kernel.name for kernel in KERNELS} > set(SHARED)
+
+
+def test_without_a_gpu_there_is_no_launcher() -> None:
+    with pytest.raises(ConfigurationError, match="cuda needs a GPU that torch sees"):
+        CudaLauncher()
