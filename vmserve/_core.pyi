@@ -382,6 +382,9 @@ class KVMemory:
     def arena_buffer(self, group: int) -> NDArray[np.uint8]: ...
     def shadow_buffer(self, group: int) -> NDArray[np.uint8]: ...
     def stats(self) -> MemoryStats: ...
+    def memory_map(
+        self, max_cells: int
+    ) -> tuple[int, int, bytes, list[int], NDArray[np.int32]]: ...
     def last_error(self) -> str: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
@@ -421,6 +424,59 @@ class CpuBatch:
     ) -> None: ...
     @property
     def num_tokens(self) -> int: ...
+
+class CpuDecoder:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        mlp_size: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        norm_eps: float,
+        kv_dtype: str,
+        quantized: bool,
+        num_threads: int,
+        isa: str = "",
+    ) -> None: ...
+    def add_layer(
+        self,
+        *,
+        attention_norm: _TensorTuple,
+        q: _TensorTuple,
+        k: _TensorTuple,
+        v: _TensorTuple,
+        output: _TensorTuple,
+        mlp_norm: _TensorTuple,
+        gate: _TensorTuple,
+        up: _TensorTuple,
+        down: _TensorTuple,
+        q_bias: _TensorTuple | None,
+        k_bias: _TensorTuple | None,
+        v_bias: _TensorTuple | None,
+        q_norm: _TensorTuple | None,
+        k_norm: _TensorTuple | None,
+        head_dim: int,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> None: ...
+    def set_ends(
+        self, embedding: _TensorTuple, final_norm: _TensorTuple, head: _TensorTuple
+    ) -> None: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    num_threads: int
+    def forward(
+        self,
+        token_ids: NDArray[np.int64],
+        rotary: tuple[_TensorTuple, _TensorTuple],
+        batches: list[CpuBatch],
+        wanted: NDArray[np.int64],
+        logits: int,
+    ) -> list[float]: ...
 
 class CpuAttention:
     def __init__(self, num_threads: int, isa: str = "") -> None: ...

@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +20,11 @@ from typing import Any, TypeVar
 
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.engine import LLMEngine, PinnedPrefix, Progress, StepResult
+from vmserve.engine_loop import Command, EngineLoop
 from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.models.config import ModelConfig
 from vmserve.sampling import GenerationParams, SamplingParams
+from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.tokenizer import Tokenizer
 from vmserve.types import RequestOutput
 
@@ -50,14 +51,6 @@ class _Listener:
             self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    """Something for the engine's thread to do; ``fail`` tells the caller that it never will."""
-
-    run: Callable[[], None]
-    fail: Callable[[BaseException], None] = lambda error: None
-
-
 class AsyncLLM:
     """Streams from one engine to any number of tasks, on any number of event loops.
 
@@ -70,10 +63,8 @@ class AsyncLLM:
         config = EngineConfig.from_options({"model": model, **engine_options})
         self._engine = LLMEngine(config, progress=progress)
         self._listeners: dict[str, _Listener] = {}
-        self._commands: deque[_Command] = deque()
-        self._wake = threading.Condition()
-        self._stopping = False
-        self._error: BaseException | None = None
+        self._mourners: list[_Listener] = []
+        self._loop = EngineLoop(self._engine, self._publish, self._read_stats)
         self._stats: dict[str, float | int] = self._engine.stats()
         self._thread = threading.Thread(target=self._run, name="vmserve-engine", daemon=True)
         self._thread.start()
@@ -103,11 +94,29 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        return self._error is not None
+        return self._loop.error is not None
 
     def stats(self) -> dict[str, float | int]:
         """The engine's metrics as of its last step."""
         return self._stats
+
+    async def fetch_stats(self) -> dict[str, float | int]:
+        """The engine's metrics; those of the last step are never old in one process."""
+        return self._stats
+
+    async def until_dead(self) -> None:
+        """Return when the engine has died by itself."""
+        mourner = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        self._mourners.append(mourner)
+        if not self.errored:  # looked at once it is sure to be told
+            await mourner.queue.get()
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Memory, queues and requests as they are between two steps: for live views.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
+        """
+        return await self._ask(self._engine.snapshot)
 
     async def generate(
         self,
@@ -119,6 +128,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        isolation: str = "",
         timeout: float | None = None,
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]:
@@ -128,7 +138,8 @@ class AsyncLLM:
         choices hold what is new; the first has no choices and says that the request was
         accepted. Leaving the iterator early aborts the request and frees its pages. Cached
         prefixes are shared between requests of equal ``cache_salt`` only. ``tenant``: whose share
-        it counts against, under ``fair_sharing``. ``timeout``: seconds that it has, from now on.
+        it counts against, under ``fair_sharing``. ``isolation``: whose memory it uses, which is
+        scrubbed before another's request gets it. ``timeout``: seconds that it has, from now on.
 
         Raises :class:`~vmserve.errors.InvalidRequestError` before the first output,
         :class:`~vmserve.errors.DeadlineError` when its time is over, and
@@ -147,6 +158,7 @@ class AsyncLLM:
                     priority=priority,
                     cache_salt=cache_salt,
                     tenant=tenant,
+                    isolation=isolation,
                     timeout=timeout,
                     stream=stream,
                 )
@@ -154,10 +166,10 @@ class AsyncLLM:
                 listener.put(error)
                 return
             self._listeners[request_id] = listener
-            if stream:
-                listener.put(self._engine.accepted_output(request_id))
+            if stream and (accepted := self._engine.accepted_output(request_id)) is not None:
+                listener.put(accepted)
 
-        self._submit(_Command(add, listener.put))
+        self._loop.submit(Command(add, listener.put))
         finished = False
         try:
             while not finished:
@@ -169,21 +181,29 @@ class AsyncLLM:
                 yield item
         finally:
             if not finished:
-                self._submit_quietly(_Command(lambda: self._abort(request_id, listener)))
+                self._loop.submit_quietly(Command(lambda: self._abort(request_id, listener)))
 
-    async def pin_prefix(self, token_ids: list[int], *, cache_salt: str = "") -> PinnedPrefix:
+    async def pin_prefix(
+        self, token_ids: list[int], *, cache_salt: str = "", isolation: str = ""
+    ) -> PinnedPrefix:
         """Compute a prefix and keep it in memory: see :meth:`vmserve.LLM.pin_prefix`."""
         once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         whole_blocks = len(token_ids) // self.resolved.block_tokens * self.resolved.block_tokens
         for attempt in range(_PIN_ATTEMPTS):
             request_id = f"pin-{uuid.uuid4().hex}"
             async for _ in self.generate(
-                token_ids, once, request_id=request_id, cache_salt=cache_salt
+                token_ids,
+                once,
+                request_id=request_id,
+                cache_salt=cache_salt,
+                isolation=isolation,
             ):
                 pass
             # Until then others may have evicted some of it.
             pin = await self._ask(
-                lambda: self._engine.hold_prefix(token_ids, cache_salt=cache_salt),
+                lambda: self._engine.hold_prefix(
+                    token_ids, cache_salt=cache_salt, isolation=isolation
+                ),
                 lambda pin: self._engine.unpin_prefix(pin.handle),
             )
             if pin.num_tokens == whole_blocks or attempt == _PIN_ATTEMPTS - 1:
@@ -210,7 +230,7 @@ class AsyncLLM:
                 if not answer.done():
                     result()
                 elif otherwise is not None:
-                    self._submit_quietly(_Command(otherwise))
+                    self._loop.submit_quietly(Command(otherwise))
 
             # A loop that is closed has no one left to tell.
             with contextlib.suppress(RuntimeError):
@@ -224,60 +244,36 @@ class AsyncLLM:
             else:
                 tell(partial(answer.set_result, value), partial(undo, value))
 
-        self._submit(_Command(run, lambda error: tell(partial(answer.set_exception, error))))
+        self._loop.submit(Command(run, lambda error: tell(partial(answer.set_exception, error))))
         return await answer
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last output with finish_reason "abort"."""
-        self._submit(_Command(lambda: self._abort(request_id, None)))
+        self._loop.submit(Command(lambda: self._abort(request_id, None)))
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Let running requests finish for ``timeout`` seconds, abort the rest, stop the thread."""
         deadline = time.monotonic() + timeout
         while self._listeners and self._thread.is_alive() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._loop.stop()
         await asyncio.to_thread(self._thread.join)
 
     # -- the engine's thread ----------------------------------------------------------
 
-    def _submit(self, command: _Command) -> None:
-        with self._wake:
-            if self._error is not None or self._stopping:
-                raise EngineDeadError("the engine has stopped")
-            self._commands.append(command)
-            self._wake.notify()
-
-    def _submit_quietly(self, command: _Command) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
-
     def _run(self) -> None:
         try:
-            while self._take_commands():
-                if self._engine.has_unfinished:
-                    self._publish(self._engine.step())
+            self._loop.run()
             self._abort_all()
-        except BaseException as error:  # the thread's boundary: nobody above it can be told
+        except BaseException:  # the thread's boundary: nobody above it can be told
             logger.exception("the engine stopped")
-            self._die(error)
+            self._die()
         finally:
             self._engine.close()
 
-    def _take_commands(self) -> bool:
-        """Run what callers asked for; sleep while there is nothing to do. False: stop."""
-        with self._wake:
-            while not (self._commands or self._stopping or self._engine.has_unfinished):
-                self._stats = self._engine.stats()
-                self._wake.wait()
-            stopping = self._stopping
-        while self._commands:
-            # One at a time: should one raise, those behind it are still here to be told.
-            self._commands.popleft().run()
-        return not stopping
+    def _read_stats(self) -> None:
+        if not self._engine.has_unfinished:  # else the step tells
+            self._stats = self._engine.stats()
 
     def _publish(self, result: StepResult) -> None:
         self._stats = self._engine.stats()
@@ -306,12 +302,8 @@ class AsyncLLM:
         for request_id in list(self._listeners):
             self._abort(request_id, None)
 
-    def _die(self, error: BaseException) -> None:
+    def _die(self) -> None:
         dead = EngineDeadError("the engine has stopped; restart the server")
-        with self._wake:
-            self._error = error
-            while self._commands:
-                self._commands.popleft().fail(dead)
-        for listener in self._listeners.values():
+        for listener in [*self._listeners.values(), *self._mourners]:
             listener.put(dead)
         self._listeners.clear()

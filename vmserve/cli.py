@@ -1,4 +1,4 @@
-"""The command line: ``vmserve generate | serve | chat | plan | bench``.
+"""The command line: ``vmserve generate | serve | chat | top | plan | bench``.
 
 Whatever a user can get wrong ends in one line on standard error with the remedy:
 exit status 2 for bad options, files or requests, 1 for what failed while running.
@@ -32,6 +32,7 @@ _COMMANDS = {
     "generate": _Home("vmserve.cli_generate", "generate_command"),
     "serve": _Home("vmserve.cli_serve", "serve_command", "ServeCommand"),
     "chat": _Home("vmserve.cli_chat", "chat_command"),
+    "top": _Home("vmserve.cli_top", "top_command"),
     "plan": _Home("vmserve.cli_plan", "plan_command"),
     "bench": _Home("vmserve.cli_bench", "app"),
 }

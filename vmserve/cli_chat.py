@@ -26,7 +26,14 @@ __all__ = ["ChatBackend", "LocalBackend", "RemoteBackend", "chat_command", "conv
 
 Message = dict[str, str]
 
-_HELP = "/new forgets the conversation, /system TEXT sets instructions, /exit (or Ctrl-D) ends."
+_HELP = """\
+/new            forgets the conversation
+/system TEXT    sets instructions, and starts over
+/history        shows the conversation
+/undo           forgets the last question and its answer
+/retry          asks the last question again
+/model [NAME]   shows the models of a server, or changes to one
+/exit, Ctrl-D   ends; Ctrl-C stops an answer"""
 
 
 class ChatBackend(Protocol):
@@ -37,6 +44,14 @@ class ChatBackend(Protocol):
 
         Raises :class:`~vmserve.errors.VmserveError`.
         """
+        ...
+
+    def models(self) -> list[str]:
+        """What can be chosen from, the one that answers first."""
+        ...
+
+    def choose(self, model: str) -> None:
+        """``model`` answers from now on. Raises :class:`~vmserve.errors.VmserveError`."""
         ...
 
     def close(self) -> None: ...
@@ -68,6 +83,12 @@ class LocalBackend:
         finally:
             self._runner.run(_close(outputs))
 
+    def models(self) -> list[str]:
+        return [self.engine.config.model or "the embedded model"]
+
+    def choose(self, model: str) -> None:
+        raise VmserveError("this engine has one model: start again with --model")
+
     def close(self) -> None:
         self._runner.run(self.engine.shutdown())
         self._runner.close()
@@ -90,44 +111,76 @@ class RemoteBackend:
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigurationError(f"{url!r} is not a URL: write e.g. http://127.0.0.1:8000")
-        base = url.rstrip("/").removesuffix("/v1")
-        self._url = f"{base}/v1/chat/completions"
+        self._base = f"{url.rstrip('/').removesuffix('/v1')}/v1"
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
-        self._options = {"stream": True, **sampling, **({"model": model} if model else {})}
+        self._model = model
+        self._options = {"stream": True, **sampling}
 
     def reply(self, messages: list[Message]) -> Generator[str, None, None]:
-        body = json.dumps({"messages": messages, **self._options}).encode()
-        request = urllib.request.Request(self._url, body, self._headers)
+        if self._model is None:  # most servers insist on a name
+            self._model = next(iter(self.models()), None)
+        named = {"model": self._model} if self._model else {}
+        body = json.dumps({"messages": messages, **named, **self._options}).encode()
+        with self._open("chat/completions", body) as response:
+            yield from _pieces(response)
+
+    def models(self) -> list[str]:
+        with self._open("models") as response:
+            try:
+                names = [str(card["id"]) for card in json.loads(response.read())["data"]]
+            except (ValueError, KeyError, TypeError) as error:
+                raise VmserveError(f"{self._base}/models is no list of models") from error
+        return sorted(names, key=lambda name: name != self._model)
+
+    def choose(self, model: str) -> None:
+        if model not in (known := self.models()):
+            raise VmserveError(f"no such model: there are {', '.join(known)}")
+        self._model = model
+
+    @contextlib.contextmanager
+    def _open(self, path: str, body: bytes | None = None) -> Iterator[IO[bytes]]:
+        url = f"{self._base}/{path}"
+        request = urllib.request.Request(url, body, self._headers)
         try:
             with urllib.request.urlopen(request) as response:
-                yield from _pieces(response)
+                yield response
         except urllib.error.HTTPError as error:
             raise VmserveError(_told(error)) from error
         except OSError as error:
             reason = getattr(error, "reason", error)
-            raise VmserveError(f"no answer from {self._url}: {reason}") from error
+            raise VmserveError(f"no answer from {url}: {reason}") from error
 
     def close(self) -> None:
         pass
 
 
 def _pieces(response: IO[bytes]) -> Iterator[str]:
+    """Of the events' data; comments and other fields of the stream say nothing."""
     for line in response:
-        event = line.strip().removeprefix(b"data: ")
-        if not event or event == b"[DONE]":
+        field, _, event = line.strip().partition(b":")
+        if field != b"data" or event.strip() == b"[DONE]":
             continue
-        chunk = json.loads(event)
-        if "error" in chunk:
-            raise VmserveError(chunk["error"]["message"])
-        for choice in chunk["choices"]:
-            yield choice["delta"].get("content") or ""
+        try:
+            chunk = json.loads(event)
+            if "error" in chunk:
+                raise VmserveError(_message(chunk))
+            texts = [choice["delta"].get("content") or "" for choice in chunk["choices"]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise VmserveError("the server's stream is not one of chat completions") from error
+        yield from texts
+
+
+def _message(body: Any) -> str:
+    """OpenAI's shape of an error, or whatever else it is."""
+    error = body["error"]
+    return str(error["message"] if isinstance(error, dict) else error)
 
 
 def _told(error: urllib.error.HTTPError) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(error.read())["error"]["message"])
+        return _message(json.loads(error.read()))
     return f"the server answered {error.code} {error.reason}"
 
 
@@ -138,25 +191,69 @@ def converse(
 
     A question whose answer fails is forgotten, so that the conversation can go on.
     """
-    messages = _start(system)
+    conversation = _Conversation(backend, system, out, notes)
     for line in lines:
         text = line.strip()
-        command, _, argument = text.partition(" ")
-        if command == "/exit":
+        if text == "/exit":
             return
-        if command == "/new":
-            messages = _start(system)
-        elif command == "/system":
-            system = argument or None
-            messages = _start(system)
-        elif command.startswith("/"):
-            print(_HELP, file=notes)
-        elif text:
-            messages += _exchange(backend, messages, text, out, notes)
+        try:
+            conversation.take(text)
+        except VmserveError as error:
+            print(f"error: {error}", file=notes)
 
 
-def _start(system: str | None) -> list[Message]:
-    return [{"role": "system", "content": system}] if system else []
+class _Conversation:
+    """The messages so far; every exchange is a question and its answer."""
+
+    def __init__(
+        self, backend: ChatBackend, system: str | None, out: IO[str], notes: IO[str]
+    ) -> None:
+        self._backend = backend
+        self._out, self._notes = out, notes
+        self._system = system
+        self._exchanges: list[list[Message]] = []
+
+    def take(self, text: str) -> None:
+        """A line that was typed. Raises :class:`~vmserve.errors.VmserveError`."""
+        command, _, argument = text.partition(" ")
+        match command:
+            case "":
+                pass
+            case "/new":
+                self._exchanges.clear()
+            case "/system":
+                self._system = argument or None
+                self._exchanges.clear()
+            case "/history":
+                for message in self._messages():
+                    print(f"{message['role']}: {message['content']}", file=self._notes)
+            case "/undo":
+                self._last()
+            case "/retry":
+                self._ask(self._last()[0]["content"])
+            case "/model" if argument:
+                self._backend.choose(argument)
+            case "/model":
+                print(", ".join(self._backend.models()), file=self._notes)
+            case _ if command.startswith("/"):
+                print(_HELP, file=self._notes)
+            case _:
+                self._ask(text)
+
+    def _messages(self) -> list[Message]:
+        first = [{"role": "system", "content": self._system}] if self._system else []
+        return [*first, *(message for each in self._exchanges for message in each)]
+
+    def _last(self) -> list[Message]:
+        """The last exchange, which is no part of the conversation any more."""
+        if not self._exchanges:
+            raise VmserveError("nothing has been asked yet")
+        return self._exchanges.pop()
+
+    def _ask(self, text: str) -> None:
+        exchange = _exchange(self._backend, self._messages(), text, self._out, self._notes)
+        if exchange:
+            self._exchanges.append(exchange)
 
 
 def _exchange(
@@ -202,9 +299,17 @@ def _typed_lines(stdin: IO[str]) -> Iterator[str]:
 def chat_command(
     url: Annotated[
         str | None,
-        typer.Argument(help="A running server. Without one, an engine is started here."),
+        typer.Argument(
+            help="A running server, any that has OpenAI's API. Without one, an engine is started."
+        ),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's key, if it needs one.")] = None,
+    base_url: Annotated[
+        str | None, typer.Option(help="The same, as clients of OpenAI name it.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="The server's key, if it needs one.", envvar="VMSERVE_API_KEY"),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="Instructions for the model.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -214,6 +319,9 @@ def chat_command(
     given = {"max_tokens": max_tokens, "temperature": temperature}
     sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     SamplingParams(**sampling)  # a wrong value is told before a model is loaded
+    if url is not None and base_url is not None:
+        raise ConfigurationError(f"two servers are given, {url} and --base-url {base_url}")
+    url = url or base_url
     backend: ChatBackend
     if url is not None:
         unused = sorted(set(engine_options) - {"model"})

@@ -17,7 +17,9 @@ import typer
 
 from vmserve.config import KVMapper as _KVMapper
 from vmserve.config import KVRegime as _KVRegime
+from vmserve.config import LinearBackend as _LinearBackend
 from vmserve.config import Preemption as _Preemption
+from vmserve.config import Quantization as _Quantization
 from vmserve.config import SchedulingPolicy as _SchedulingPolicy
 from vmserve.config import ZeroPolicy
 
@@ -81,6 +83,23 @@ Device = Annotated[
 AttentionBackend = Annotated[
     str | None,
     _option("--attention-backend", help="auto or a backend's name. Default: auto.", panel=_DEVICE),
+]
+LinearBackend = Annotated[
+    _LinearBackend | None,
+    _option(
+        "--linear-backend",
+        help="native (C++, on a CPU) or torch. Default: auto, native where it can run the model.",
+        panel=_DEVICE,
+    ),
+]
+Quantization = Annotated[
+    _Quantization | None,
+    _option(
+        "--quantization",
+        help="int8 keeps the linear layers in half the memory of bfloat16, and changes the "
+        "logits a little (native only). Default: none.",
+        panel=_DEVICE,
+    ),
 ]
 TensorParallelSize = Annotated[
     int | None,
@@ -265,6 +284,8 @@ ENGINE_OPTIONS: Final[dict[str, Any]] = {
     "seed": Seed,
     "device": Device,
     "attention_backend": AttentionBackend,
+    "linear_backend": LinearBackend,
+    "quantization": Quantization,
     "tensor_parallel_size": TensorParallelSize,
     "enforce_eager": EnforceEager,
     "kv_regime": KVRegime,

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,9 +26,14 @@ from vmserve.async_llm import AsyncLLM
 from vmserve.cli_options import with_engine_options
 from vmserve.config import format_size
 from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.ipc.client import ProcessLLM, Supervision
+from vmserve.logs import LOG_FORMATS, configure_logging
+from vmserve.server.app import create_app
+from vmserve.server.auth import KeyRing, read_key_file
 from vmserve.server.config import ServerConfig
-from vmserve.server.run import bind, serve, stop_on_signals, url_of
+from vmserve.server.run import bind, check_certificate, serve, stop_on_signals, url_of
 from vmserve.server.tokenization import tokenizer_info
+from vmserve.tools.registry import PARSERS
 
 __all__ = ["EMBEDDED_NAME", "ServeCommand", "serve_command"]
 
@@ -41,6 +45,7 @@ EMBEDDED_NAME: Final = "vmserve-embedded"
 _API = "HTTP API"
 _NETWORK = "Network"
 _LIMITS = "Limits"
+_PROCESSES = "Processes"
 
 
 class ServeCommand(TyperCommand):
@@ -105,6 +110,34 @@ def serve_command(
             help="Key that requests must carry; repeatable. Also VMSERVE_API_KEY.",
             rich_help_panel=_NETWORK,
             show_default=False,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with lines name:key or name:sha256:DIGEST. Who has a key is a tenant: "
+            "nothing of the KV cache is shared between tenants.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = None,
+    share_prefix_cache_across_keys: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefix-cache-across-keys",
+            help="Let all keys share cached prefixes, which then tell of each other's prompts.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = False,
+    ssl_certfile: Annotated[
+        str | None,
+        typer.Option(
+            help="Certificate (PEM) to serve HTTPS with.", rich_help_panel=_NETWORK, metavar="PATH"
+        ),
+    ] = None,
+    ssl_keyfile: Annotated[
+        str | None,
+        typer.Option(
+            help="Private key (PEM) of the certificate.", rich_help_panel=_NETWORK, metavar="PATH"
         ),
     ] = None,
     open_status_routes: Annotated[
@@ -205,14 +238,17 @@ def serve_command(
         bool,
         typer.Option(
             "--enable-auto-tool-choice",
-            help="Accepted; it would always be on. This version calls no tools yet.",
+            help="Accepted; it is always on.",
             rich_help_panel=_API,
         ),
     ] = False,
     tool_call_parser: Annotated[
         str | None,
         typer.Option(
-            help="Accepted; this version calls no tools yet.", rich_help_panel=_API, metavar="NAME"
+            help=f"How the model writes calls of tools: {', '.join(sorted(PARSERS))}. Default: as "
+            "its chat template tells.",
+            rich_help_panel=_API,
+            metavar="NAME",
         ),
     ] = None,
     max_queued_requests: Annotated[
@@ -228,14 +264,45 @@ def serve_command(
             rich_help_panel=_LIMITS,
         ),
     ] = 8_000_000,
+    in_process_engine: Annotated[
+        bool,
+        typer.Option(
+            "--in-process-engine",
+            help="Run the engine in the server's own process, to debug it; it is not supervised.",
+            rich_help_panel=_PROCESSES,
+        ),
+    ] = False,
+    engine_restarts: Annotated[
+        int,
+        typer.Option(
+            help="How often an engine that has died is started again. Requests that it had fail.",
+            rich_help_panel=_PROCESSES,
+        ),
+    ] = 0,
+    engine_hang_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds without a word after which an engine hangs, and is killed: no step may "
+            "take longer.",
+            rich_help_panel=_PROCESSES,
+        ),
+    ] = 300.0,
+    engine_death_linger: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a server without an engine answers 503 before it ends.",
+            rich_help_panel=_PROCESSES,
+        ),
+    ] = 10.0,
+    log_format: Annotated[
+        str, typer.Option(help="text, or json: an object per line.", rich_help_panel=_PROCESSES)
+    ] = "text",
     **engine_options: Any,
 ) -> None:
     """Serve a model over HTTP, with the OpenAI API."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
-    )
-    for noisy in ("uvicorn.error", "httpx"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if log_format not in LOG_FORMATS:
+        raise ConfigurationError(f"log_format: {log_format!r} is not one of text, json")
+    configure_logging(logging.INFO, log_format)
     options = dict(engine_options)
     options["model"] = _one_model(model_argument, options.get("model"))
     config = ServerConfig(
@@ -245,37 +312,59 @@ def serve_command(
         port=port,
         uds=uds,
         api_keys=_api_keys(api_key),
+        named_keys=() if api_key_file is None else read_key_file(api_key_file),
+        share_prefix_cache_across_keys=share_prefix_cache_across_keys,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
         root_path=root_path.rstrip("/"),
         open_status_routes=open_status_routes,
         allowed_origins=tuple(allowed_origins or ["*"]),
         chat_template=_read_template(chat_template),
+        tool_call_parser=tool_call_parser,
         return_tokens_as_token_ids=return_tokens_as_token_ids,
         force_include_usage=enable_force_include_usage,
         per_request_metrics=enable_per_request_metrics,
         vllm_metrics=vllm_metrics,
         shutdown_timeout=shutdown_timeout,
+        engine_death_linger=engine_death_linger,
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
     )
-    _run(config, options, pin_prefix or [], show_tokenizer=enable_tokenizer_info_endpoint)
+    supervision = Supervision(
+        restarts=engine_restarts, hang_timeout=engine_hang_timeout, log_format=log_format
+    )
+    _run(
+        config,
+        options,
+        pin_prefix or [],
+        show_tokenizer=enable_tokenizer_info_endpoint,
+        supervision=None if in_process_engine else supervision,
+    )
 
 
 def _run(
     config: ServerConfig,
     engine_options: dict[str, Any],
     pinned: list[Path],
+    *,
     show_tokenizer: bool,
+    supervision: Supervision | None,
 ) -> None:
-    """Raises :class:`~vmserve.errors.VmserveError` for what keeps the server from starting."""
+    """``supervision`` None: the engine runs in this process.
+
+    Raises :class:`~vmserve.errors.VmserveError` for what keeps the server from starting, and for
+    an engine that has died.
+    """
+    check_certificate(config)
     with _stoppable_start(), bind(config) as listener:
-        if config.uds is None and not (config.api_keys or _is_loopback(config.host)):
+        if config.uds is None and not (config.keys or _is_loopback(config.host)):
             logger.warning(
                 "listening on %s without an API key: whoever reaches it can use it (--api-key)",
                 config.host,
             )
         logger.info("loading %s", engine_options["model"] or "the embedded model")
         began = time.monotonic()
-        engine = AsyncLLM(**engine_options, progress=_report_phases())
+        engine = _start_engine(engine_options, supervision)
         resolved = engine.resolved
         logger.info(
             "loaded in %.1f s; reserved: KV cache of up to %s, context of %d tokens, "
@@ -285,11 +374,15 @@ def _run(
             resolved.max_model_len,
             resolved.max_num_seqs,
         )
-        _check_template(engine, config.chat_template)
-        prefixes = {path: _prefix_ids(path, engine, config.chat_template) for path in pinned}
-        if show_tokenizer:
-            info = tokenizer_info(engine.tokenizer.hf)
-            config = dataclasses.replace(config, tokenizer_info=info)
+        try:
+            _check_template(engine, config.chat_template)
+            prefixes = {path: _prefix_ids(path, engine, config.chat_template) for path in pinned}
+            if show_tokenizer:
+                info = tokenizer_info(engine.tokenizer.hf)
+                config = dataclasses.replace(config, tokenizer_info=info)
+        except BaseException:
+            asyncio.run(engine.shutdown())
+            raise
         # What is loaded stays: left to the collector, it would be walked through again and
         # again while serving, and once more at exit.
         gc.collect()
@@ -298,29 +391,57 @@ def _run(
     logger.info("stopped")
 
 
+def _start_engine(
+    options: dict[str, Any], supervision: Supervision | None
+) -> AsyncLLM | ProcessLLM:
+    if supervision is None:
+        return AsyncLLM(**options, progress=_report_phases())
+    return ProcessLLM(**options, progress=_report_phases(), supervision=supervision)
+
+
 async def _serve(
-    engine: AsyncLLM,
+    engine: AsyncLLM | ProcessLLM,
     config: ServerConfig,
     listener: socket.socket,
     prefixes: dict[Path, list[int]],
 ) -> None:
-    for path, token_ids in prefixes.items():
-        pin = await engine.pin_prefix(token_ids)
-        logger.info("pinned %d of the %d tokens of %s", pin.num_tokens, len(token_ids), path)
     stop = asyncio.Event()
     names = ", ".join(config.served_model_names)
-    url = url_of(listener)
+    url = url_of(listener, tls=config.ssl_certfile is not None)
+    app = create_app(engine, config)
     with stop_on_signals(stop):
+        try:
+            await _pin(engine, app.state.context.keys, prefixes)
+        except BaseException:
+            await engine.shutdown()
+            raise
         await serve(
             engine,
             config,
             listener,
             stop,
             lambda: logger.info("ready: serving %s at %s (Ctrl-C stops)", names, url),
+            app=app,
         )
 
 
-def _check_template(engine: AsyncLLM, chat_template: str | None) -> None:
+async def _pin(
+    engine: AsyncLLM | ProcessLLM, keys: KeyRing, prefixes: dict[Path, list[int]]
+) -> None:
+    """Pin each prefix once for everybody who shares no other's."""
+    callers = {caller.isolation: caller for caller in keys.callers}
+    for path, token_ids in prefixes.items():
+        for caller in callers.values():
+            pin = await engine.pin_prefix(
+                token_ids, cache_salt=caller.cache_salt(""), isolation=caller.isolation
+            )
+            whom = f" for {caller.isolation}" if caller.isolation else ""
+            logger.info(
+                "pinned %d of the %d tokens of %s%s", pin.num_tokens, len(token_ids), path, whom
+            )
+
+
+def _check_template(engine: AsyncLLM | ProcessLLM, chat_template: str | None) -> None:
     """Raises :class:`~vmserve.errors.ConfigurationError` for a text that is no template."""
     if chat_template is None:
         return
@@ -330,7 +451,7 @@ def _check_template(engine: AsyncLLM, chat_template: str | None) -> None:
         )
 
 
-def _prefix_ids(path: Path, engine: AsyncLLM, chat_template: str | None) -> list[int]:
+def _prefix_ids(path: Path, engine: AsyncLLM | ProcessLLM, chat_template: str | None) -> list[int]:
     """The tokens of a prefix: a text, or messages (JSON) as the chat template writes them."""
     text = _read_text(path, "pin_prefix")
     if path.suffix != ".json":

@@ -19,6 +19,10 @@ __all__ = ["EngineConfig", "KVRegime", "ResolvedConfig", "ZeroPolicy", "format_s
 
 KVRegime = Literal["auto", "virtual", "paged"]
 ZeroPolicy = Literal["always", "tenant", "never"]
+#: "native": one call into C++ for the whole forward pass, on a CPU.
+LinearBackend = Literal["auto", "native", "torch"]
+#: "int8": linear layers with a scale for each output; activations stay as they are.
+Quantization = Literal["none", "int8"]
 KVMapper = Literal["auto", "off", "thread"]
 Preemption = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority", "v0"]
@@ -110,6 +114,8 @@ class EngineConfig:
     regime_profile: str | None = None
     enable_prefix_caching: bool | None = None
     attention_backend: str = "auto"
+    linear_backend: LinearBackend = "auto"
+    quantization: Quantization = "none"
     trace_file: str | None = None
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
@@ -137,6 +143,8 @@ class EngineConfig:
             "kv_zero_pages": get_args(ZeroPolicy),
             "kv_mapper": get_args(KVMapper),
             "preemption": get_args(Preemption),
+            "linear_backend": get_args(LinearBackend),
+            "quantization": get_args(Quantization),
             "scheduling_policy": get_args(SchedulingPolicy),
             "dtype": ("auto", "float32", "float", "bfloat16", "float16", "half"),
             "device": ("auto", "cpu", "cuda"),
@@ -191,6 +199,11 @@ class EngineConfig:
         if self.preemption == "swap" and parse_size(self.swap_space, "swap_space") == 0:
             raise ConfigurationError(
                 "preemption: swap needs host memory to swap to: give --swap-space, e.g. 4GiB"
+            )
+        if self.linear_backend == "native" and self.attention_backend not in ("auto", "cpu"):
+            raise ConfigurationError(
+                "linear_backend: native attends with our own kernels: give --attention-backend cpu, "
+                f"not {self.attention_backend}"
             )
         for refused, what, remedy in refusals:
             if refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import logging
 import time
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from vmserve import _core
 from vmserve.attention import create_backend
 from vmserve.attention.base import AttentionBackend, KVView
+from vmserve.attention.cpu import CpuBackend
 from vmserve.config import EngineConfig, ResolvedConfig, format_size, resolve
 from vmserve.decoding import BeamGroup, BeamSearch
 from vmserve.errors import (
@@ -35,7 +37,7 @@ from vmserve.memory.layout import (
     plan_layout,
 )
 from vmserve.memory.manager import MemoryManager, MemoryOptions
-from vmserve.models import load_model, resolve_dtype, resolve_model
+from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.output.processor import OutputProcessor, sampling_row
@@ -57,11 +59,13 @@ from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.profile import DeviceProfile
 from vmserve.scheduler.regime import CostModel, RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence
+from vmserve.structured.requests import StructuredRequests
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.telemetry.phases import StepPhases
+from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
 from vmserve.telemetry.trace import StepTrace
 from vmserve.tokenizer import Tokenizer, load_tokenizer
-from vmserve.types import RequestMetrics, RequestOutput
+from vmserve.types import PinnedPrefix, RequestMetrics, RequestOutput
 
 __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 
@@ -84,14 +88,6 @@ class RequestFailure:
 
     request_id: str
     error: VmserveError
-
-
-@dataclass(frozen=True, slots=True)
-class PinnedPrefix:
-    """``num_tokens``: how many of its tokens are kept (whole blocks)."""
-
-    handle: int
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +120,13 @@ class LLMEngine:
         self._runtime = runtime or open_runtime(config.device, config.kv_driver)
         device = self._runtime.device
         self.resolved: ResolvedConfig = resolve(config, self.model_config, self._runtime.gpu_bytes)
-        dtype = resolve_dtype(config.dtype, self.model_config, device)
+        dtype, native = choose_native(
+            _linear_backend(config, self._runtime),
+            config.quantization,
+            config.dtype,
+            self.model_config,
+            device,
+        )
         head_dim = self.model_config.head_dim
         backends = {
             regime: create_backend(
@@ -137,6 +139,8 @@ class LLMEngine:
             )
             for regime in Regime
         }
+        # What "auto" has chosen may have been somebody else's kernels.
+        native = native and all(isinstance(each, CpuBackend) for each in backends.values())
         slack = max(backend.read_slack_tokens for backend in backends.values())
         pages = self._runtime.memory(self.resolved.activation_bytes)
         with self._runtime.active():
@@ -146,6 +150,8 @@ class LLMEngine:
                 device,
                 config=self.model_config,
                 max_model_len=self.resolved.max_model_len,
+                native=native,
+                quantized=config.quantization == "int8",
                 progress=progress,
             )
             self._runtime.synchronize()
@@ -196,6 +202,10 @@ class LLMEngine:
         vocab = self.model_config.vocab_size
         self._sampler = (
             Sampler(vocab) if device.type == "cpu" else DeviceSampler(vocab, self._runtime)
+        )
+        #: Requests whose answers have to match a grammar.
+        self.structured = StructuredRequests(
+            self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
         )
         self.counters = EngineCounters()
         self._output = OutputProcessor(
@@ -262,12 +272,14 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        isolation: str = "",
         timeout: float | None = None,
         stream: bool = False,
     ) -> None:
         """Queue a request; its outputs come from later steps.
 
-        ``tenant``: on whose account it runs, for ``fair_sharing``. ``timeout``: seconds after
+        ``tenant``: on whose account it runs, for ``fair_sharing``. ``isolation``: whose memory it
+        uses; pages are scrubbed before a request of another gets them. ``timeout``: seconds after
         which it fails with :class:`~vmserve.errors.DeadlineError`, if ``request_timeout`` is not
         less.
 
@@ -281,11 +293,15 @@ class LLMEngine:
         request.rank = priority if self.resolved.scheduling_policy == "priority" else 0
         request.cache_salt = cache_salt.encode()
         request.tenant = tenant
+        request.memory_tenant = memory_tenant(isolation)
         self._set_deadline(request, timeout)
         request.stream = stream
         self._requests[request_id] = request
         self._output.open(request)
-        self.scheduler.add(request)
+        if params.structured_outputs is not None:
+            self.structured.add(request)
+        else:
+            self.scheduler.add(request)
         self.counters.prompt_tokens += len(prompt_token_ids)
 
     def _set_deadline(self, request: Request, timeout: float | None) -> None:
@@ -298,16 +314,23 @@ class LLMEngine:
         request.deadline = request.metrics.arrival_time + min(limits)
         heapq.heappush(self._deadlines, (request.deadline, request.request_id))
 
-    def accepted_output(self, request_id: str) -> RequestOutput:
-        """A delta without choices: tells a stream that its request is queued."""
-        return self._output.accepted(self._requests[request_id])
+    def accepted_output(self, request_id: str) -> RequestOutput | None:
+        """A delta without choices: tells a stream that its request is queued.
+
+        None while its grammar is being compiled, which may refuse it; a later step then has it.
+        """
+        request = self._requests[request_id]
+        return None if request.is_compiling else self._output.accepted(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and free its pages. Unknown or finished ids are ignored."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        self.scheduler.abort(request)
+        if request.is_compiling:
+            self.structured.drop(request)
+        else:
+            self.scheduler.abort(request)
         return self._output.abort(request)
 
     @property
@@ -325,7 +348,9 @@ class LLMEngine:
 
     # -- pinned prefixes --------------------------------------------------------------
 
-    def hold_prefix(self, token_ids: list[int], *, cache_salt: str = "") -> PinnedPrefix:
+    def hold_prefix(
+        self, token_ids: list[int], *, cache_salt: str = "", isolation: str = ""
+    ) -> PinnedPrefix:
         """Keep what the prefix cache has of these tokens, whatever else is evicted.
 
         Raises :class:`~vmserve.errors.InvalidRequestError` where it has nothing, or where too
@@ -340,7 +365,12 @@ class LLMEngine:
                 f"{MAX_PINNED_PREFIXES} prefixes are pinned already: unpin one", "prompt"
             )
         # A match never has the last token; one more lets it have the whole prefix.
-        memory_id = self.memory.open([*token_ids, 0], regime=Regime.PAGED, salt=cache_salt.encode())
+        memory_id = self.memory.open(
+            [*token_ids, 0],
+            regime=Regime.PAGED,
+            tenant=memory_tenant(isolation),
+            salt=cache_salt.encode(),
+        )
         if memory_id is None:
             raise InvalidRequestError("too many sequences are open: try again", "prompt")
         try:
@@ -406,6 +436,8 @@ class LLMEngine:
     def _step(self) -> StepResult:
         if self._deadlines and (late := self._expire(time.monotonic())):
             return StepResult(failures=tuple(late))
+        if self.structured.num_compiling and (news := self._take_compiled()):
+            return news
         phases = StepPhases()
         try:
             plan = self.scheduler.schedule()
@@ -414,6 +446,7 @@ class LLMEngine:
             return StepResult(failures=(RequestFailure(error.request_id, error),))
         if plan is None:
             self._idle()
+            self.structured.wait()
             return StepResult()
         phases.end("schedule")
         try:
@@ -431,11 +464,13 @@ class LLMEngine:
             self._count_attention(logits.attention)
             self.memory.launched(epoch)
             self.scheduler.computed(plan)
+            masks = self.structured.masks(logits.samplers)
             samples = self._sampler.sample(
-                logits.sampling_logits(), [sampling_row(seq) for seq in logits.samplers]
+                logits.sampling_logits(), list(map(sampling_row, logits.samplers, masks))
             )
             phases.end("sample")
-            outputs = self._output.process(logits, samples, self._sampler)
+            beam_masks = self.structured.masks(logits.beams) if logits.beams else ()
+            outputs = self._output.process(logits, samples, self._sampler, beam_masks)
         except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
             self._give_up(epoch)
             return self._fail_batch(error, plan)
@@ -443,7 +478,33 @@ class LLMEngine:
         self._retire(outputs)
         phases.end("output")
         self._record(plan, phases, outputs)
+        if self.structured.broken:
+            return self._without_broken(outputs)
         return StepResult(outputs=tuple(outputs))
+
+    def _take_compiled(self) -> StepResult | None:
+        """Queue the requests whose grammars are compiled, and end those that are refused."""
+        ready, failed = self.structured.take_compiled()
+        outputs = []
+        for request in ready:
+            self.scheduler.add(request)
+            if request.stream:
+                outputs.append(self._output.accepted(request))
+        failures = []
+        for request, error in failed:
+            self.abort(request.request_id)
+            failures.append(RequestFailure(request.request_id, error))
+        return StepResult(tuple(outputs), tuple(failures)) if outputs or failures else None
+
+    def _without_broken(self, outputs: list[RequestOutput]) -> StepResult:
+        """End the requests whose grammars met a limit in this step."""
+        failures = []
+        for request_id, error in self.structured.take_broken():
+            self.abort(request_id)
+            failures.append(RequestFailure(request_id, error))
+        ended = {failure.request_id for failure in failures}
+        left = tuple(output for output in outputs if output.request_id not in ended)
+        return StepResult(left, tuple(failures))
 
     def _execute(self, plan: StepPlan) -> StepLogits:
         """Once more where a GPU had no room for activations, with what the pool can spare."""
@@ -625,7 +686,10 @@ class LLMEngine:
                 length_penalty=beams.length_penalty,
                 early_stopping=beams.early_stopping,
                 min_tokens=beams.min_tokens,
-                eos_token_ids=() if beams.ignore_eos else self.model_config.eos_token_ids,
+                # A grammar says itself where an answer may end.
+                eos_token_ids=()
+                if beams.ignore_eos and beams.structured_outputs is None
+                else self.model_config.eos_token_ids,
             )
             request.beams = BeamGroup(request, search, params.logprobs)
         return request
@@ -653,14 +717,26 @@ class LLMEngine:
             **memory.as_dict(),
         }
 
+    def snapshot(self) -> EngineSnapshot:
+        """For live views; see :mod:`vmserve.telemetry.snapshot`."""
+        return take_snapshot(self.stats(), self.memory, self._requests.values())
+
     def close(self) -> None:
         """Abort what runs and give all memory back. Further calls are errors."""
         for request_id in self.request_ids:
             self.abort(request_id)
         if self._trace is not None:
             self._trace.close()
+        self.structured.close()
         self._runtime.synchronize()
         self.memory.close()
+
+
+def memory_tenant(isolation: str) -> int:
+    """The memory core's number for whoever must not see what others leave behind."""
+    if not isolation:
+        return 0
+    return int.from_bytes(hashlib.sha256(isolation.encode()).digest()[:8], "little", signed=True)
 
 
 def _create_memory(
@@ -734,6 +810,17 @@ def _cost_model(
         heads = HeadShape(q_heads, model.kv_heads, model.head_dim, dtype)
         profile = measure_profile(layout, backends, heads, resolved.max_model_len, runtime)
     return CostModel(profile, layout)
+
+
+def _linear_backend(config: EngineConfig, runtime: DeviceRuntime) -> str:
+    """The native decoder is one call on a CPU, with our own kernels for attention: other kernels,
+    other devices and captured layers are torch's."""
+    others = config.attention_backend not in ("auto", "cpu")
+    if config.linear_backend == "auto" and (
+        others or runtime.device.type != "cpu" or runtime.wants_graphs
+    ):
+        return "torch"
+    return config.linear_backend
 
 
 def _reads_prompts_mostly(plan: StepPlan) -> bool:

@@ -195,6 +195,9 @@ class LLM:
         each_priority = _one_each(priority or 0, int, len(prompts), "priority")
         for prompt, one in zip(prompts, each_params, strict=True):
             engine.prepare(prompt.token_ids, one)
+        for one in each_params:
+            if one.structured_outputs is not None:
+                engine.structured.check(one.structured_outputs)
         request_ids = [str(next(self._ids)) for _ in prompts]
         try:
             for request_id, prompt, one, prio in zip(

@@ -99,6 +99,10 @@ class Tokenizer:
         """The transformers tokenizer, for users: a copy, since its calls change its state."""
         return deepcopy(self._hf)
 
+    def to_json(self) -> str:
+        """The tokenizer of the ``tokenizers`` library, as its own JSON."""
+        return str(self._backend.to_str())
+
     # -- text to ids --------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -153,6 +157,12 @@ class Tokenizer:
         return tuple(found)
 
     # -- chats --------------------------------------------------------------------------
+
+    @property
+    def chat_template_text(self) -> str:
+        """The model's template (of several, all of them); empty where it has none."""
+        template = self._hf.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
     def apply_chat_template(
         self,

@@ -13,6 +13,7 @@ __all__ = [
     "FinishReason",
     "Logprob",
     "LogprobsList",
+    "PinnedPrefix",
     "RequestMetrics",
     "RequestOutput",
 ]
@@ -97,3 +98,11 @@ class RequestOutput:
     #: One entry per prompt position; the first is None.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     delta: bool = field(default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """``num_tokens``: how many of its tokens are kept (whole blocks)."""
+
+    handle: int
+    num_tokens: int

@@ -5,11 +5,11 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings.h"
+#include "tensor_tuple.h"
 #include "vmserve/cpu_attention.h"
 #include "vmserve/errors.h"
 
@@ -18,32 +18,12 @@ namespace py = pybind11;
 namespace vmserve {
 namespace {
 
-using Ints = std::vector<std::int64_t>;
-// (address, dtype, shape, strides in elements)
-using TensorTuple = std::tuple<std::uintptr_t, std::string_view, Ints, Ints>;
 using Tables = py::array_t<std::int32_t, py::array::c_style>;
 using Doubles = py::array_t<double, py::array::c_style>;
 using IntArray = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
 
 Ints as_ints(const IntArray& array) {
   return {array.data(), array.data() + array.size()};
-}
-
-TensorRef as_tensor(TensorTuple&& tuple) {
-  auto& [address, dtype, shape, strides] = tuple;
-  TensorRef tensor;
-  tensor.data = reinterpret_cast<char*>(address);
-  if (dtype == "float32") {
-    tensor.dtype = DType::kFloat32;
-  } else if (dtype == "bfloat16") {
-    tensor.dtype = DType::kBFloat16;
-  } else {
-    throw MisuseError("the CPU kernels have no dtype " + std::string(dtype));
-  }
-  if (shape.size() != strides.size()) throw MisuseError("a tensor's shape and strides differ");
-  tensor.shape = std::move(shape);
-  tensor.strides = std::move(strides);
-  return tensor;
 }
 
 std::vector<TensorRef> as_tensors(std::vector<TensorTuple>&& tuples) {

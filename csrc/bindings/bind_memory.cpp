@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -201,6 +202,17 @@ void bind_stats(py::module_& m) {
                               [](const MemoryStats& s) { return static_cast<Health>(s.health); });
 }
 
+// (pages, pages per cell, a code per cell, pages by code, int32 [slots, 3])
+py::tuple as_tuple(const MemoryMap& map) {
+  static_assert(sizeof(MemoryMap::SlotRow) == 3 * sizeof(std::int32_t));
+  const auto num_slots = static_cast<py::ssize_t>(map.slots.size());
+  py::array_t<std::int32_t> slots({num_slots, py::ssize_t{3}});
+  std::copy(map.slots.begin(), map.slots.end(),
+            reinterpret_cast<MemoryMap::SlotRow*>(slots.mutable_data()));
+  const py::bytes cells(reinterpret_cast<const char*>(map.cells.data()), map.cells.size());
+  return py::make_tuple(map.num_pages, map.pages_per_cell, cells, map.counts, slots);
+}
+
 MemoryConfig as_config(const py::kwargs& kwargs) {
   MemoryConfig config;
   py::dict left(kwargs);
@@ -329,6 +341,17 @@ void bind_reading(py::class_<KVMemory>& memory) {
       .def("arena_buffer", &arena_buffer, py::arg("group"))
       .def("shadow_buffer", &shadow_buffer, py::arg("group"))
       .def("stats", &KVMemory::stats, unlocked())
+      .def(
+          "memory_map",
+          [](KVMemory& self, std::int64_t max_cells) {
+            MemoryMap map;
+            {
+              const py::gil_scoped_release no_gil;
+              map = self.memory_map(max_cells);
+            }
+            return as_tuple(map);
+          },
+          py::arg("max_cells"))
       .def("last_error", &KVMemory::last_error, unlocked())
       .def("check", &KVMemory::check, unlocked());
 }

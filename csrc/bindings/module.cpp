@@ -53,5 +53,6 @@ PYBIND11_MODULE(_core, m) {
   vmserve::bind_plugin(m);
   vmserve::bind_memory(m);
   vmserve::bind_kernels(m);
+  vmserve::bind_decoder(m);
   vmserve::bind_columns(m);
 }

@@ -102,7 +102,7 @@ def test_prompt_too_long() -> None:
     assert "maximum context length is 32 tokens" in line
 
 
-@pytest.mark.parametrize("command", ["generate", "serve", "plan", "chat", "bench"])
+@pytest.mark.parametrize("command", ["generate", "serve", "plan", "chat", "top", "bench"])
 def test_unknown_argument(command: str) -> None:
     done = vmserve(command, "--no-such-option")
     assert done.returncode == 2
@@ -145,7 +145,7 @@ def test_plan_prints_a_table_and_json() -> None:
 def test_version_and_help_name_every_command() -> None:
     assert vmserve("--version").stdout.strip()
     done = vmserve("--help")
-    for command in ("generate", "serve", "chat", "plan", "bench"):
+    for command in ("generate", "serve", "chat", "top", "plan", "bench"):
         assert command in done.stdout
 
 

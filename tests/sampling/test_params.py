@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 
-from vmserve.errors import InvalidRequestError, UnsupportedError
+from vmserve.errors import InvalidRequestError
 from vmserve.sampling import BeamSearchParams, SamplingParams
 
 GOOD = [
@@ -195,11 +195,6 @@ def test_stop_strings_need_text():
     with pytest.raises(InvalidRequestError, match="stop strings need the text"):
         SamplingParams(detokenize=False, stop="a")
     SamplingParams(detokenize=False, stop_token_ids=[1])
-
-
-def test_structured_outputs_are_refused():
-    with pytest.raises(UnsupportedError, match="structured_outputs is not available"):
-        SamplingParams(structured_outputs={"regex": "a+"})
 
 
 def test_greedy_is_a_temperature_of_nearly_zero():

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from tests.server.fake_engine import FakeAsyncLLM
+from vmserve.errors import EngineDeadError
 from vmserve.server.config import ServerConfig
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.run import bind, serve, url_of
@@ -28,6 +29,8 @@ class Running:
         options.setdefault("served_model_names", ("fake",))
         self.config = ServerConfig(port=0, **options)
         self.engine = engine
+        #: What the server ended with, if its engine had died.
+        self.death: EngineDeadError | None = None
         self._listener = bind(self.config)
         self.url = url_of(self._listener)
         self.port = self._listener.getsockname()[1] if self.config.uds is None else 0
@@ -43,7 +46,10 @@ class Running:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.stop_event = asyncio.Event()
-        await serve(self.engine, self.config, self._listener, self.stop_event, self._ready.set)
+        try:
+            await serve(self.engine, self.config, self._listener, self.stop_event, self._ready.set)
+        except EngineDeadError as error:
+            self.death = error
 
     def begin_stop(self) -> None:
         self.loop.call_soon_threadsafe(self.stop_event.set)

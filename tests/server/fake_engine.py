@@ -9,11 +9,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from vmserve.errors import EngineDeadError, InvalidRequestError
 from vmserve.sampling import SamplingParams
+from vmserve.telemetry.snapshot import (
+    PAGE_MAPPED,
+    PAGE_SHARED,
+    EngineSnapshot,
+    PoolMap,
+    RequestSnapshot,
+)
 from vmserve.types import (
     CompletionOutput,
     FinishReason,
@@ -34,6 +42,7 @@ class FakeTokenizer:
     vocab_size = VOCAB_SIZE
     bos_id = BOS
     eos_ids = frozenset({EOS})
+    chat_template_text = "<tool_call>"
     specials: Mapping[int, str] = {0: "<pad>", BOS: "<s>", EOS: "</s>"}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -117,6 +126,8 @@ class FakeAsyncLLM:
         self.num_waiting = 0
         self.stopped = False
         self.num_cached = 0
+        self.died: Future[None] = Future()
+        self.num_snapshots = 0
 
     def stats(self) -> dict[str, float | int]:
         return {
@@ -127,6 +138,47 @@ class FakeAsyncLLM:
             "prompt_tokens_total": 7,
             "generation_tokens_total": 9,
         }
+
+    async def fetch_stats(self) -> dict[str, float | int]:
+        return self.stats()
+
+    async def until_dead(self) -> None:
+        """``died`` says when; by itself it never does."""
+        await asyncio.wrap_future(self.died)
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Four pages: absent, free, a shared one of the virtual view and a cached one."""
+        self.num_snapshots += 1
+        if self.errored or self.stopped:
+            raise EngineDeadError("the engine has stopped")
+        shared = 2 + PAGE_SHARED + PAGE_MAPPED
+        pool = PoolMap(4, 1, bytes([0, 1, shared, 5]), {0: 1, 1: 1, shared: 1, 5: 1}, [(2, 1)])
+        rows = [
+            RequestSnapshot(
+                request_id=extra["request_id"],
+                tenant=extra.get("tenant", ""),
+                state="running",
+                regime="virtual",
+                reason="kernels",
+                costs={"virtual": 0.001, "paged": 0.002},
+                slots=[0],
+                num_prompt_tokens=len(prompt),
+                num_cached_tokens=0,
+                num_computed_tokens=len(prompt),
+                num_output_tokens=1,
+                max_tokens=params.max_tokens or 16,
+                num_branches=params.n,
+                num_preemptions=0,
+                priority=extra["priority"],
+                age_seconds=1.5,
+                queue_seconds=0.5,
+                ttft_seconds=1.0,
+                itl_seconds=None,
+            )
+            for prompt, params, extra in self.requests
+            if extra["request_id"] in self.running
+        ]
+        return EngineSnapshot(self.stats(), pool, rows, len(rows))
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         self.stopped = True
@@ -143,6 +195,7 @@ class FakeAsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        isolation: str = "",
         timeout: float | None = None,
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]:
@@ -154,6 +207,8 @@ class FakeAsyncLLM:
             extra["cache_salt"] = cache_salt
         if tenant:
             extra["tenant"] = tenant
+        if isolation:
+            extra["isolation"] = isolation
         if timeout is not None:
             extra["timeout"] = timeout
         self.requests.append((prompt_token_ids, params, extra))

@@ -2,7 +2,9 @@
 
 import asyncio
 import io
+import threading
 from collections.abc import Callable, Generator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -33,6 +35,12 @@ class Parrot:
         finally:
             self.num_ended += 1
 
+    def models(self) -> list[str]:
+        return ["parrot"]
+
+    def choose(self, model: str) -> None:
+        raise VmserveError(f"no {model}")
+
     def close(self) -> None:
         pass
 
@@ -59,6 +67,19 @@ def test_commands() -> None:
     out, notes = talk(Parrot(), "a", "/new", "b", "/system be brief", "c", "/system", "d", "/what")
     assert out == "1 a\n1 b\n2 c\n1 d\n"
     assert "/exit" in notes
+
+
+def test_history_undo_and_retry() -> None:
+    parrot = Parrot()
+    out, notes = talk(parrot, "a", "b", "/undo", "/retry", "/history", "/retry", system="be kind")
+    assert out == "2 a\n4 b\n2 a\n2 a\n"
+    assert notes == "system: be kind\nuser: a\nassistant: 2 a\n"
+    assert [len(messages) for messages in parrot.seen] == [2, 4, 2, 2]
+    assert talk(Parrot(), "/undo", "/retry") == ("", "error: nothing has been asked yet\n" * 2)
+
+
+def test_models() -> None:
+    assert talk(Parrot(), "/model", "/model x", "a") == ("1 a\n", "parrot\nerror: no x\n")
 
 
 @pytest.mark.parametrize(
@@ -92,6 +113,62 @@ def test_with_a_server(shared: Running, suffix: str) -> None:
     ids, params, _ = shared.engine.requests[-1]  # type: ignore[attr-defined]
     assert FakeTokenizer().decode(ids) == "[user]a|[assistant]hell|[user]b|[assistant]"
     assert (params.temperature, params.max_tokens) == (0.0, 4)
+
+
+def test_models_of_a_server(start: Start) -> None:
+    server = start(served_model_names=("one", "two"))
+    backend = RemoteBackend(server.url, None, None, {"max_tokens": 1})
+    out, notes = talk(backend, "/model", "a", "/model two", "/model", "/model three", "a")
+    assert out == "h\nh\n"
+    assert notes == "one, two\ntwo, one\nerror: no such model: there are two, one\n"
+
+
+class _Canned(BaseHTTPRequestHandler):
+    """Answers every request with the same bytes."""
+
+    body = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("stream", "out", "notes"),
+    [
+        # Comments, event names, no space after the colon, chunks without choices or content.
+        (
+            b': ping\nevent: message\ndata:{"choices": [{"delta": {"content": "a"}}]}\r\n\r\n\
+data: {"choices": []}\n\ndata: {"choices": [{"delta": {}}]}\n\ndata: [DONE]\n\n',
+            "a\n",
+            "",
+        ),
+        (b'data: {"error": {"message": "full"}}\n\n', "", "error: full\n"),
+        (b'data: {"error": "full"}\n\n', "", "error: full\n"),
+        (b"data: nonsense\n\n", "", "error: the server's stream is not one of chat completions\n"),
+        (b"data: []\n\n", "", "error: the server's stream is not one of chat completions\n"),
+    ],
+)
+def test_streams_of_other_servers(stream: bytes, out: str, notes: str) -> None:
+    handler = type("_Handler", (_Canned,), {"body": stream})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        backend = RemoteBackend(f"http://127.0.0.1:{server.server_port}", None, None, {})
+        answer = talk(backend, "hi")
+        server.shutdown()
+        thread.join()
+    assert answer == (out, notes)
 
 
 def test_errors_of_a_server(start: Start) -> None:
@@ -146,5 +223,7 @@ def test_wrong_urls_and_options() -> None:
         RemoteBackend("localhost:8000", None, None, {})
     with pytest.raises(ConfigurationError, match="block_size"):
         chat_command("http://127.0.0.1:1", block_size=16)
+    with pytest.raises(ConfigurationError, match="two servers"):
+        chat_command("http://127.0.0.1:1", base_url="http://127.0.0.1:2")
     with pytest.raises(InvalidRequestError, match="temperature"):
         chat_command("http://127.0.0.1:1", temperature=9.0)

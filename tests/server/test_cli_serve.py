@@ -27,7 +27,7 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
     monkeypatch.setattr(
         cli_serve,
         "_run",
-        lambda config, options, pinned, show_tokenizer: seen.append((config, options)),
+        lambda config, options, pinned, **how: seen.append((config, options)),
     )
 
     def run(*args: str) -> tuple[ServerConfig, dict[str, Any]]:
@@ -106,6 +106,7 @@ def test_every_option(parse: Parse, tmp_path: Path) -> None:
         api_keys=("a", "b"),
         root_path="/llm",
         chat_template="{{ messages }}",
+        tool_call_parser="hermes",
         shutdown_timeout=0.0,
         max_queued_requests=5,
         max_queued_tokens=6,

@@ -12,6 +12,7 @@ import vmserve
 from tests.server.conftest import Body, Running, error_of, until
 from tests.server.test_lifecycle import raw_request
 from vmserve import AsyncLLM
+from vmserve.ipc.client import ProcessLLM
 from vmserve.server.tokenization import tokenizer_info
 
 PROMPT = "Once upon a time there was"
@@ -20,10 +21,11 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def real() -> Iterator[Running]:
+@pytest.fixture(scope="module", params=[AsyncLLM, ProcessLLM], ids=["one", "two"])
+def real(request: pytest.FixtureRequest) -> Iterator[Running]:
+    """With the engine in this process, and in one of its own: nobody can tell."""
     running = Running(
-        AsyncLLM(kv_cache_memory="128MiB", max_model_len=1024, max_num_seqs=16),
+        request.param(kv_cache_memory="128MiB", max_model_len=1024, max_num_seqs=16),
         served_model_names=("embedded",),
     )
     yield running
@@ -284,5 +286,5 @@ def test_drain_ends_what_runs(real: Running) -> None:
 
 def test_refusals_carry_the_shape_of_all_errors(start: Any) -> None:
     server = start()
-    response = server.post(CHAT, {"messages": MESSAGES, "tools": [{"function": {"name": "f"}}]})
+    response = server.post(CHAT, {"messages": MESSAGES, "tools": []})
     assert error_of(response)["type"] == "BadRequestError"

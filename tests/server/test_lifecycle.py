@@ -229,3 +229,37 @@ def test_sockets_left_behind(start: Start, tmp_path: Any) -> None:
     with pytest.raises(VmserveError, match="in use"):
         bind(ServerConfig(served_model_names=("m",), uds=str(file)))
     assert file.read_text() == "precious"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+def test_a_head_that_does_not_arrive(
+    start: Start, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr("vmserve.server.connection.HEAD_TIMEOUT_SECONDS", 0.2)
+    server = start()
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    for first in (b"", whole):  # on a fresh connection, and on one that was used
+        with socket.create_connection(("127.0.0.1", server.port), 20) as raw:
+            if first:
+                raw.sendall(first)
+                assert raw.recv(4096).startswith(b"HTTP/1.1 200")
+                if not sent:
+                    continue  # that is an idle connection
+            raw.sendall(sent)
+            answer = b""
+            while piece := raw.recv(4096):
+                answer += piece
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert b'"code":408' in answer
+
+
+def test_a_line_per_request_with_its_id(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server = start()
+    with caplog.at_level("INFO", logger="vmserve.server.middleware"):
+        server.post(COMPLETIONS, {"prompt": "x"}, headers={"x-request-id": "mine"})
+        server.http.get("/nope%0Afaked")
+        server.http.get("/metrics")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert said[0].startswith(f"POST '{COMPLETIONS}': 200 after ")
+    assert said[1].startswith("GET '/nope\\nfaked': 404 after ")

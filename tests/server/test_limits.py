@@ -11,13 +11,28 @@ from vmserve.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     RequestModel,
+    ResponsesRequest,
     TokenizeRequest,
 )
 from vmserve.server.wire import dump_json
 
-MODELS = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+MODELS = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 #: Checked by hand in prompts.py and messages.py, or never looked into.
-BY_HAND = {"prompt", "messages", "tools", "tool_choice", "response_format", "modalities", "stop"}
+BY_HAND = {
+    "prompt",
+    "messages",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "modalities",
+    "stop",
+} | {"input"}
 
 
 def unbounded(schema: dict[str, Any]) -> list[str]:

@@ -15,6 +15,8 @@ from vmserve import __version__
 from vmserve.errors import ConfigurationError
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
+from vmserve.server.live import LIVE_PAGE_PATHS
+from vmserve.server.openapi_replies import REPLIES
 
 Start = Callable[..., Running]
 
@@ -34,6 +36,9 @@ ROUTES = every_route()
 
 def test_the_routes_of_the_contract_are_there() -> None:
     assert {path for _, path in ROUTES} == {
+        "/",
+        "/live.css",
+        "/live.js",
         "/docs",
         "/detokenize",
         "/health",
@@ -48,8 +53,11 @@ def test_the_routes_of_the_contract_are_there() -> None:
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/kv",
+        "/v1/kv/live",
         "/v1/models",
         "/v1/models/fake",
+        "/v1/responses",
+        "/v1/responses/{response_id}",
         "/version",
     }
 
@@ -66,13 +74,13 @@ def keyed() -> Any:
 
 @pytest.mark.parametrize("prefix", ["", "/llm"])
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_every_route_but_health_needs_a_key(
+def test_every_route_but_health_and_the_live_page_needs_a_key(
     keyed: Running, method: str, path: str, prefix: str
 ) -> None:
     wrong = [{}, {"authorization": "Bearer third"}, {"authorization": "Basic first"}]
     for headers in [*wrong, {"authorization": "first"}, {"authorization": "Bearer"}]:
         response = keyed.http.request(method, prefix + path, headers=headers)
-        if path == "/health":
+        if path in {"/health", *LIVE_PAGE_PATHS}:
             assert response.status_code == 200
             continue
         assert response.status_code == 401
@@ -85,7 +93,7 @@ def test_every_route_but_health_needs_a_key(
 
 @pytest.mark.parametrize("path", ["/nope", "/health/", "//health", "/llm/llm/version", "/llmx"])
 def test_what_is_no_route_needs_a_key_too(keyed: Running, path: str) -> None:
-    assert keyed.http.get(path).status_code == 401
+    assert keyed.http.get(f"{keyed.url}{path}").status_code == 401
 
 
 def test_the_official_client_has_its_key_checked(keyed: Running) -> None:
@@ -233,6 +241,9 @@ def test_openapi(shared: Running, keyed: Running) -> None:
         for operation in methods.values()
     ]
     assert len(operations) == len(set(operations))
+    assert REPLIES.keys() == document["paths"].keys()
+    [name] = document["paths"]["/v1/models/{model}"]["get"]["parameters"]
+    assert name["schema"]["enum"] == ["fake"]
     assert "text/html" in shared.http.get("/docs").headers["content-type"]
     headers = {"authorization": "Bearer first"}
     assert keyed.http.get("/openapi.json", headers=headers).json()["security"] == [{"key": []}]

@@ -76,12 +76,22 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"use_beam_search": True, "stream": True}, "stream", "only at the end"),
     ({"use_beam_search": True, "stop": "x"}, "stop", "end token"),
     ({"use_beam_search": True, "length_penalty": 101}, "length_penalty", "less_than_equal"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not implemented"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not implemented"),
+    ({"structured_outputs": "a"}, "structured_outputs", "must be an object"),
+    ({"structured_outputs": {}}, "structured_outputs", "none is given"),
+    ({"structured_outputs": {"unknown": 1}}, "structured_outputs", "none is given"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "got regex"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs", "must be a string"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least one"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {}}},
         "response_format",
-        "not implemented",
+        "needs a schema",
+    ),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "needs a schema"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "response_format",
+        "leave one out",
     ),
     ({"response_format": {"type": "yaml"}}, "response_format", '"text"'),
     ({"response_format": "text"}, "response_format", "must be an object"),
@@ -152,8 +162,18 @@ CHAT_ONLY: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": []}, "tools", "from 1 to"),
     ({"tools": "x"}, "tools", "list of objects"),
     ({"tools": [{"type": "function"}]}, "tools", "function with a name"),
-    ({"tools": [{"function": {"name": "f"}}]}, "tool_choice", "not implemented"),
-    ({"tools": [{"function": {"name": "f"}}], "tool_choice": "auto"}, "tool_choice", "not impl"),
+    ({"tools": [{"function": {"name": ""}}]}, "tools", "from 1 to 256 characters"),
+    ({"tools": [{"function": {"name": "f", "parameters": 1}}]}, "tools", "must be a JSON schema"),
+    ({"tools": [{"function": {"name": "f"}}], "tool_choice": "any"}, "tool_choice", "must be"),
+    ({"tools": [{"function": {"name": "f"}}], "tool_choice": {"type": "x"}}, "tool_choice", "must"),
+    (
+        {
+            "tools": [{"function": {"name": "f"}}],
+            "tool_choice": {"type": "function", "function": {"name": "g"}},
+        },
+        "tool_choice",
+        "there is no tool 'g'",
+    ),
     ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
     ({"audio": {"voice": "a"}}, "modalities", "not implemented"),
     ({"modalities": ["text", "audio"]}, "modalities", "not implemented"),
@@ -255,7 +275,7 @@ def test_unknown_fields_are_ignored(shared: Running) -> None:
     reply = shared.chat(
         messages=[{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}], "y": 2}],
         stream_options={},
-        parallel_tool_calls="x",
+        unknown="x",
     )
     assert reply["choices"][0]["message"]["content"] == "hello"
 

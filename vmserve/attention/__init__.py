@@ -8,6 +8,7 @@ import torch
 
 from vmserve.attention.base import AttentionBackend, ContiguousView, LayerAttention, PagedView
 from vmserve.attention.cpu import CpuBackend
+from vmserve.attention.cuda import CudaPagedBackend
 from vmserve.attention.flash import FlashAttn2, FlashAttn3, FlashBackend, TorchFlash
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.sdpa import SdpaBackend
@@ -18,6 +19,7 @@ __all__ = ["BACKENDS", "PREFERRED", "check_backend", "create_backend"]
 
 BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
     "cpu": CpuBackend,
+    "cuda": CudaPagedBackend,
     "flash-attn": lambda: FlashBackend(FlashAttn2()),
     "flash-attn-3": lambda: FlashBackend(FlashAttn3()),
     "reference": ReferenceBackend,

@@ -21,7 +21,7 @@ from vmserve.attention.base import (
 from vmserve.attention.rotary import Rotary
 from vmserve.errors import UnsupportedError
 
-__all__ = ["CpuBackend"]
+__all__ = ["ISA_VARIABLE", "CpuBackend", "CpuCall", "head_refusal", "tensor_tuple"]
 
 MAX_HEAD_DIM = 256
 #: Forces an instruction set: generic, avx2 or avx512.
@@ -29,6 +29,15 @@ ISA_VARIABLE = "VMSERVE_CPU_ISA"
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _TensorTuple = tuple[int, str, tuple[int, ...], tuple[int, ...]]
+
+
+def head_refusal(head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot serve such heads; None if they can."""
+    if dtype not in _DTYPES:
+        return f"its kernels have no {str(dtype).removeprefix('torch.')}"
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        return f"its kernels want a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}"
+    return None
 
 
 class CpuBackend:
@@ -51,11 +60,7 @@ class CpuBackend:
         self._view: _NativeView | None = None
 
     def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
-        if dtype not in _DTYPES:
-            return f"its kernels have no {str(dtype).removeprefix('torch.')}"
-        if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-            return f"its kernels want a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}"
-        return None
+        return head_refusal(head_dim, dtype)
 
     @property
     def isa(self) -> str:

@@ -123,6 +123,8 @@ class BeamGroup:
             appended.append((parent, continuation))
         for beam, (parent, continuation) in zip(self._beams, appended, strict=True):
             beam.sequence.tokens.append(continuation.token_id)
+            if beam.sequence.guide is not None:
+                beam.sequence.guide.accept(continuation.token_id)
             if self._num_logprobs is not None:
                 beam.tops.append(self._top(parent, continuation.token_id, continuation.logprob))
         self._request.sequences = [beam.sequence for beam in self._beams]
@@ -134,6 +136,7 @@ class BeamGroup:
             list(parent.tokens),
             parent.num_prompt,
             status=SequenceStatus.FOLLOWING,
+            guide=None if parent.guide is None else parent.guide.fork(),
         )
         scheduler.fork(parent, child)
         return child

@@ -375,6 +375,15 @@ class MemoryManager:
             **{name: getattr(stats, name) for name in MemoryStats.__dataclass_fields__}
         )
 
+    def memory_map(self, max_cells: int) -> tuple[int, int, bytes, list[int], NDArray[np.int32]]:
+        """A picture of the pool in at most ``max_cells`` cells.
+
+        The pages shown, pages per cell, a code per cell (:mod:`vmserve.telemetry.snapshot`),
+        pages by code, and for each slot its sequence or -1, the pages that it shows and how
+        many of them are the sequence's: int32 ``[num_slots, 3]``.
+        """
+        return self._core.memory_map(max_cells)
+
     @property
     def health(self) -> Health:
         return Health[self._core.stats().health.name]

@@ -15,6 +15,7 @@ from vmserve.models.dtype import DTYPES, resolve_dtype
 from vmserve.models.foreign import ForeignModel, load_foreign
 from vmserve.models.hub import resolve_model
 from vmserve.models.loader import Progress, load_tensors
+from vmserve.models.native import NativeDecoder, choose_native, load_native
 from vmserve.models.weights import assemble, canonical_name, is_ignorable, tensor_shapes
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "LoadedModel",
     "ModelConfig",
+    "choose_native",
     "load_model",
     "resolve_dtype",
     "resolve_model",
@@ -40,7 +42,7 @@ class LoadedModel:
     device: torch.device
     #: Bytes of all weights in ``dtype``, tied ones once.
     parameter_bytes: int
-    network: Decoder | ForeignModel
+    network: Decoder | NativeDecoder | ForeignModel
 
     def forward(
         self,
@@ -60,6 +62,8 @@ def load_model(
     *,
     config: ModelConfig | None = None,
     max_model_len: int | None = None,
+    native: bool = False,
+    quantized: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load the weights of a model directory.
@@ -68,6 +72,8 @@ def load_model(
     ``config`` is what :meth:`ModelConfig.from_directory` read there, if the caller has it.
     ``max_model_len`` is the longest sequence that will be asked for (default: the model's
     own context); it selects the factors of longrope models and nothing else.
+    ``native``: as a :class:`NativeDecoder`, for which :func:`vmserve.models.native.refusal` must
+    have no objection; ``quantized``: that one's linear layers in int8.
     ``progress(phase, done_bytes, total_bytes)`` is called as tensors arrive.
 
     Raises :class:`~vmserve.errors.ConfigurationError` naming what is wrong with the files.
@@ -75,9 +81,14 @@ def load_model(
     directory, where = Path(path), torch.device(device)
     if config is None:
         config = ModelConfig.from_directory(directory)
-    network: Decoder | ForeignModel
+    network: Decoder | NativeDecoder | ForeignModel
     if isinstance(config.network, DecoderConfig):
         max_len = max_model_len or config.max_position_embeddings
+        if native:
+            network = load_native(
+                directory, config.network, dtype, max_len, quantized=quantized, progress=progress
+            )
+            return LoadedModel(config, dtype, where, network.weight_bytes, network)
         network, parameter_bytes = _load_decoder(
             directory, config.network, dtype, where, max_len, progress
         )

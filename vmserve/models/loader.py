@@ -11,7 +11,7 @@ from vmserve.errors import ConfigurationError
 from vmserve.models.files import read_json
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
 
-__all__ = ["Progress", "listed", "load_tensors", "weight_files"]
+__all__ = ["Progress", "find_tensors", "listed", "load_tensors", "weight_files"]
 
 #: ``progress(phase, done_bytes, total_bytes)``, called after each tensor.
 Progress = Callable[[str, int, int], None]
@@ -42,14 +42,31 @@ def load_tensors(
     Raises :class:`~vmserve.errors.ConfigurationError` for missing or damaged files and for
     tensors that are missing, surplus or of the wrong shape, and names them.
     """
+    stored = find_tensors(directory, shapes, ignore=ignore, rename=rename)
+    total = sum(tensor.num_bytes for _, tensor in stored.values())
+    done = 0
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (file, tensor) in stored.items():
+        tensors[name] = _load(file, tensor, dtype, device)
+        done += tensor.num_bytes
+        if progress is not None:
+            progress("loading weights", done, total)
+    return tensors
+
+
+def find_tensors(
+    directory: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    ignore: Callable[[str], bool] = lambda name: False,
+    rename: Callable[[str], str] = lambda name: name,
+) -> dict[str, tuple[SafetensorsFile, StoredTensor]]:
+    """Where exactly the tensors of ``shapes`` lie, in their order; see :func:`load_tensors`."""
     stored: dict[str, tuple[SafetensorsFile, StoredTensor]] = {}
     for path in weight_files(directory):
         file = SafetensorsFile(path)
         stored.update({rename(name): (file, tensor) for name, tensor in file.tensors.items()})
     _check_names(stored, shapes, ignore)
-    total = sum(stored[name][1].num_bytes for name in shapes)
-    done = 0
-    tensors: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
         file, tensor = stored[name]
         if tensor.shape != shape:
@@ -57,11 +74,7 @@ def load_tensors(
                 f"{file.path.name}: tensor {name} has shape {list(tensor.shape)}, but config.json "
                 f"implies {list(shape)}: the files do not belong together, fetch the model again"
             )
-        tensors[name] = _load(file, tensor, dtype, device)
-        done += tensor.num_bytes
-        if progress is not None:
-            progress("loading weights", done, total)
-    return tensors
+    return {name: stored[name] for name in shapes}
 
 
 def _load(

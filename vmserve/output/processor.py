@@ -6,12 +6,16 @@ import time
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vmserve.decoding.group import BeamCandidates, BeamOutput
 from vmserve.output.stream import ChoiceStream, Delta
 from vmserve.runner.model_runner import StepLogits
 from vmserve.sampling import SampledToken, Sampler, SamplingRow
 from vmserve.scheduler.base import Scheduler
 from vmserve.scheduler.sequence import Request, Sequence
+from vmserve.structured.guide import Guide
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.tokenizer import Tokenizer
 from vmserve.types import CompletionOutput, FinishReason, Logprob, RequestOutput
@@ -42,8 +46,8 @@ class _Open:
     news: list[_Choice] = field(default_factory=list)
 
 
-def sampling_row(sequence: Sequence) -> SamplingRow:
-    """What the sampler needs to know of a sequence."""
+def sampling_row(sequence: Sequence, mask: NDArray[np.bool_] | None = None) -> SamplingRow:
+    """What the sampler needs to know of a sequence; ``mask``: what its grammar lets follow."""
     request = sequence.request
     return SamplingRow(
         params=request.params,
@@ -53,6 +57,7 @@ def sampling_row(sequence: Sequence) -> SamplingRow:
         output_token_ids=sequence.output_token_ids,
         stop_ids=request.stop_ids,
         bad_words=request.bad_words,
+        mask=mask,
     )
 
 
@@ -86,9 +91,16 @@ class OutputProcessor:
         self._open[request.request_id] = _Open(request, choices, scored)
 
     def process(
-        self, logits: StepLogits, samples: list[SampledToken], sampler: Sampler
+        self,
+        logits: StepLogits,
+        samples: list[SampledToken],
+        sampler: Sampler,
+        beam_masks: Several[NDArray[np.bool_] | None] = (),
     ) -> list[RequestOutput]:
-        """Take in one step; returns an output for each request with something to tell."""
+        """Take in one step; returns an output for each request with something to tell.
+
+        ``beam_masks``: of each beam what its grammar lets follow.
+        """
         now = time.monotonic()
         self._score_prompts(logits, sampler)
         touched: dict[str, _Open] = {}
@@ -96,7 +108,7 @@ class OutputProcessor:
             entry = self._open[sequence.request.request_id]
             self._take_token(entry, sequence, sample, now)
             touched[entry.request.request_id] = entry
-        touched.update(self._search_on(logits, sampler, now))
+        touched.update(self._search_on(logits, sampler, beam_masks, now))
         outputs = [self._output(entry, now) for entry in touched.values()]
         return [output for output in outputs if output is not None]
 
@@ -144,6 +156,8 @@ class OutputProcessor:
         """Add the token to the text; says whether and why the choice ends with it."""
         request = sequence.request
         params = request.params
+        if sequence.guide is not None:
+            return self._push_guided(choice, sequence, sequence.guide, sample)
         may_stop = sequence.num_output > params.min_tokens
         token_id = sample.token_id
         is_eos = token_id in self._eos_token_ids and not params.ignore_eos
@@ -154,6 +168,30 @@ class OutputProcessor:
         matched = choice.stream.push(sample, may_stop=may_stop)
         if matched is not None:
             return "stop", matched
+        if sequence.num_output >= request.max_tokens:
+            return "length", None
+        return None, None
+
+    @staticmethod
+    def _push_guided(
+        choice: _Choice, sequence: Sequence, guide: Guide, sample: SampledToken
+    ) -> tuple[FinishReason | None, int | str | None]:
+        """As :meth:`_push`, for an answer that a grammar ends.
+
+        The grammar says where an end token may come, so that one always ends the answer; where
+        nothing may follow no end token is needed.
+        """
+        request, token_id = sequence.request, sample.token_id
+        may_stop = sequence.num_output > request.params.min_tokens
+        if token_id in guide.end_ids:
+            choice.stream.push(sample, hidden=True)
+            return "stop", token_id if token_id in request.params.stop_token_ids else None
+        guide.accept(token_id)
+        matched = choice.stream.push(sample, may_stop=may_stop)
+        if matched is not None:
+            return "stop", matched
+        if guide.is_complete:
+            return "stop", None
         if sequence.num_output >= request.max_tokens:
             return "length", None
         return None, None
@@ -169,14 +207,20 @@ class OutputProcessor:
 
     # -- beams ------------------------------------------------------------------------
 
-    def _search_on(self, logits: StepLogits, sampler: Sampler, now: float) -> dict[str, _Open]:
+    def _search_on(
+        self,
+        logits: StepLogits,
+        sampler: Sampler,
+        masks: Several[NDArray[np.bool_] | None],
+        now: float,
+    ) -> dict[str, _Open]:
         """Advance the beam searches that can; the requests that are complete by it."""
         entries = {seq.request.request_id: seq.request for seq in logits.beams}
         if not entries:
             return {}
         groups = [seq.request.beams for seq in logits.beams]
         most = max(group.num_candidates for group in groups if group is not None)
-        ids, logprobs = sampler.beam_candidates(logits.beam_logits(), most)
+        ids, logprobs = sampler.beam_candidates(logits.beam_logits(), most, masks)
         for row, (sequence, group) in enumerate(zip(logits.beams, groups, strict=True)):
             assert group is not None
             group.take(sequence, BeamCandidates(ids[row], logprobs[row]))

@@ -16,7 +16,7 @@ from vmserve.types import Logprob, LogprobsList
 
 if TYPE_CHECKING:
     from vmserve.sampling.params import SamplingParams
-    from vmserve.sampling.sampler import SampledToken
+    from vmserve.sampling.tokens import SampledToken
     from vmserve.tokenizer import Tokenizer
 
 __all__ = ["ChoiceStream", "Delta"]

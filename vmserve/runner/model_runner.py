@@ -260,11 +260,16 @@ def _bound(
 class _TimedCall:
     """Adds up what the kernels of one regime take in a step, all layers and the binding."""
 
-    __slots__ = ("_call", "seconds")
+    __slots__ = ("call", "seconds")
 
     def __init__(self, call: AttentionCall, seconds: float) -> None:
-        self._call = call
+        self.call = call
         self.seconds = seconds
+
+    @property
+    def parts(self) -> list[_TimedCall]:
+        """Of each regime in the batch, for models that attend to all of them at once."""
+        return [self]
 
     def __call__(
         self,
@@ -275,7 +280,7 @@ class _TimedCall:
         rotary: Rotary | None = None,
     ) -> torch.Tensor:
         began = time.perf_counter()
-        out = self._call(spec, q, k, v, rotary)
+        out = self.call(spec, q, k, v, rotary)
         self.seconds += time.perf_counter() - began
         return out
 
@@ -287,6 +292,11 @@ class _MixedCall:
         self._calls = [
             (part.call, part.first, part.first + part.batch.num_tokens) for part in parts
         ]
+
+    @property
+    def parts(self) -> list[_TimedCall]:
+        """In the order of their rows."""
+        return [call for call, _, _ in self._calls]
 
     def __call__(
         self,

@@ -1,7 +1,8 @@
 """What a request may change in the model's logits before a token is chosen.
 
-In this order: logit_bias, allowed ids, bad words, the end-of-text ids that min_tokens
-holds back, then the penalties. Entries of all rows are gathered and written together.
+In this order: logit_bias, what a grammar allows, allowed ids, bad words, the end-of-text ids
+that min_tokens holds back, then the penalties. Entries of all rows are gathered and written
+together.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def is_adjusted(row: SamplingRow) -> bool:
         params.logit_bias
         or params.allowed_token_ids
         or row.bad_words
+        or row.mask is not None
         or len(row.output_token_ids) < params.min_tokens
         or _is_penalised(row)
     )
@@ -50,7 +52,7 @@ def adjust(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     _add(x, [_bias(row) for row in rows])
     allowed = [_array(row.params.allowed_token_ids or ()) for row in rows]
     banned = [_banned(row, vocab) for row in rows]
-    _mask(x, allowed, banned)
+    _mask(x, allowed, banned, [row.mask for row in rows])
     penalised = [i for i, row in enumerate(rows) if _is_penalised(row)]
     if penalised:
         _repetition(x, rows, penalised)
@@ -101,16 +103,26 @@ def _ends_with(output: Sequence[int], start: tuple[int, ...]) -> bool:
     return not start or tuple(output[-len(start) :]) == start
 
 
-def _mask(x: Tensor, allowed: Sequence[Ids], banned: Sequence[Ids]) -> None:
+def _mask(
+    x: Tensor,
+    allowed: Sequence[Ids],
+    banned: Sequence[Ids],
+    grammar: Sequence[NDArray[np.bool_] | None],
+) -> None:
     """Ban what is not allowed and what is banned, as long as a token remains.
 
     Where none does, the allowed ids are given up first, then the bans: a request may
-    contradict itself, and an answer is better than none.
+    contradict itself, and an answer is better than none. What a grammar rules out stays so.
     """
-    masked = [i for i in range(len(allowed)) if allowed[i].size or banned[i].size]
+    masked = [
+        i
+        for i in range(len(allowed))
+        if allowed[i].size or banned[i].size or grammar[i] is not None
+    ]
     if not masked:
         return
-    bans = torch.zeros(len(masked), x.shape[1], dtype=torch.bool, device=x.device)
+    ruled_out = _ruled_out([grammar[i] for i in masked], x)
+    bans = ruled_out.clone()
     bans.view(-1)[_flat([banned[i] for i in masked], bans)] = True
     limits = torch.zeros_like(bans)
     for place, i in enumerate(masked):
@@ -119,12 +131,22 @@ def _mask(x: Tensor, allowed: Sequence[Ids], banned: Sequence[Ids]) -> None:
             limits[place, torch.from_numpy(allowed[i]).to(x.device)] = False
     part = x[masked]
     result = part.masked_fill(bans | limits, -torch.inf)
-    for fallback in (bans, torch.zeros_like(bans)):
+    for fallback in (bans, ruled_out):
         lost = result.amax(dim=-1) == -torch.inf
         if not bool(lost.any()):
             break
         result[lost] = part[lost].masked_fill(fallback[lost], -torch.inf)
     x[masked] = result
+
+
+def _ruled_out(grammar: Sequence[NDArray[np.bool_] | None], x: Tensor) -> Tensor:
+    """[len(grammar), vocab]: what the grammar of a row does not let follow."""
+    result = torch.zeros(len(grammar), x.shape[1], dtype=torch.bool, device=x.device)
+    rows = [row for row, mask in enumerate(grammar) if mask is not None]
+    if rows:
+        masks = np.stack([mask for mask in grammar if mask is not None])
+        result[rows] = torch.from_numpy(~masks).to(x.device)
+    return result
 
 
 # -- penalties --------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from vmserve.errors import InvalidRequestError, UnsupportedError
+from vmserve.errors import InvalidRequestError
+from vmserve.structured.spec import StructuredOutputsParams
 
 __all__ = ["LIMITS", "BeamSearchParams", "Bounds", "GenerationParams", "SamplingParams"]
 
@@ -89,10 +90,10 @@ class SamplingParams:
     and ``prompt_logprobs`` give that many likeliest tokens per position besides the token
     itself; -1 is the whole vocabulary. ``stop`` is a string or several; lists are kept as
     tuples without duplicates. With ``best_of`` > ``n``, ``best_of`` sequences are drawn and
-    the ``n`` of highest cumulative log-probability returned.
+    the ``n`` of highest cumulative log-probability returned. ``structured_outputs``: what the
+    answer has to match (a mapping does as well).
 
-    Raises :class:`~vmserve.errors.InvalidRequestError` for a value out of its range,
-    :class:`~vmserve.errors.UnsupportedError` for ``structured_outputs``.
+    Raises :class:`~vmserve.errors.InvalidRequestError` for a value out of its range.
     """
 
     n: int = 1
@@ -119,7 +120,7 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     skip_special_tokens: bool = True
     detokenize: bool = True
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -139,6 +140,9 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false", name)
         self._normalise_lists()
+        if self.structured_outputs is not None:
+            wanted = StructuredOutputsParams.of(self.structured_outputs)
+            self._set("structured_outputs", wanted)
         self._check_together()
 
     def _set(self, name: str, value: object) -> None:
@@ -186,11 +190,6 @@ class SamplingParams:
             raise InvalidRequestError(
                 "logprob_token_ids needs logprobs: set logprobs=0 or more", "logprob_token_ids"
             )
-        if self.structured_outputs is not None:
-            raise UnsupportedError(
-                "structured_outputs is not available in this version: leave it out, "
-                "or restrict single tokens with allowed_token_ids"
-            )
 
     @property
     def is_greedy(self) -> bool:
@@ -230,6 +229,7 @@ class BeamSearchParams:
     False when no better one is likely; "never" when none is possible even at full length.
     The first ``min_tokens`` tokens are never an end-of-sequence token. ``max_tokens`` None is as
     many as the context leaves. ``logprobs``: that many likeliest tokens for each position.
+    ``structured_outputs``: what every answer has to match.
     """
 
     beam_width: int
@@ -242,8 +242,12 @@ class BeamSearchParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            wanted = StructuredOutputsParams.of(self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", wanted)
         for name in ("beam_width", "min_tokens", "length_penalty", "temperature"):
             object.__setattr__(self, name, check_number(name, getattr(self, name)))
         for name in ("max_tokens", "logprobs"):
@@ -282,6 +286,7 @@ class BeamSearchParams:
             logprobs=self.logprobs,
             skip_special_tokens=self.skip_special_tokens,
             detokenize=self.detokenize,
+            structured_outputs=self.structured_outputs,
             temperature=0.0,
         )
 

@@ -8,6 +8,7 @@ from itertools import repeat
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vmserve.sampling.adjust import adjust, is_adjusted
@@ -15,13 +16,12 @@ from vmserve.sampling.draw import draw
 from vmserve.sampling.params import SamplingParams
 from vmserve.sampling.rng import uniforms
 from vmserve.sampling.rows import Ids, Values, argmax, at_least, kth_largest, num_before
+from vmserve.sampling.tokens import SampledToken, TopTokens
 
 __all__ = ["SampledToken", "Sampler", "SamplingRow"]
 
 #: Logits of a prompt that are worked on at a time.
 _PART_ELEMENTS = 2**22
-#: Token id -> (log-probability, rank); the token itself first.
-TopTokens = dict[int, tuple[float, int]]
 #: Likeliest tokens of a row, best first: (id, log-probability).
 Likeliest = list[tuple[int, float]]
 
@@ -31,8 +31,9 @@ class SamplingRow:
     """One sequence that samples in this step.
 
     ``seed`` is the request's (any 64-bit number), ``index`` the choice. ``stop_ids`` are
-    the ids that ``min_tokens`` holds back; ``bad_words`` token sequences. The lists are
-    only read.
+    the ids that ``min_tokens`` holds back; ``bad_words`` token sequences. ``mask`` [vocab]:
+    True for the tokens that a grammar lets follow, one of which is taken whatever else is
+    asked for. The lists are only read.
     """
 
     params: SamplingParams
@@ -42,15 +43,7 @@ class SamplingRow:
     output_token_ids: list[int]
     stop_ids: frozenset[int]
     bad_words: tuple[tuple[int, ...], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """``logprob`` is natural, under the model's own distribution; ``top`` as was asked for."""
-
-    token_id: int
-    logprob: float
-    top: TopTokens | None = None
+    mask: NDArray[np.bool_] | None = None
 
 
 class Sampler:
@@ -99,11 +92,15 @@ class Sampler:
         return tops
 
     @torch.inference_mode()
-    def beam_candidates(self, logits: Tensor, num: int) -> tuple[Ids, Values]:
+    def beam_candidates(
+        self, logits: Tensor, num: int, masks: Sequence[NDArray[np.bool_] | None] = ()
+    ) -> tuple[Ids, Values]:
         """The ``num`` likeliest tokens of each row of ``logits`` [rows, vocab], best first.
 
         Their ids and log-probabilities, each [rows, ``num``], on the host; of equal logits the
-        lower id first. A vocabulary of fewer tokens gives all of them.
+        lower id first. A vocabulary of fewer tokens gives all of them. ``masks``: of each row the
+        tokens that a grammar lets follow; the others have a log-probability of -inf, come last,
+        and change nothing for those.
         """
         self._check(logits, len(logits))
         num_rows, num = len(logits), min(num, self.vocab_size)
@@ -111,6 +108,13 @@ class Sampler:
             shape = (num_rows, max(num, 0))
             return np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32)
         logits, logprobs = self._log_softmax(logits)
+        masked = [row for row, mask in enumerate(masks) if mask is not None]
+        if masked:
+            banned = ~np.stack([mask for mask in masks if mask is not None])
+            at = torch.from_numpy(banned).to(logits.device)
+            logits = logits.clone()
+            logits[masked] = logits[masked].masked_fill_(at, -torch.inf)
+            logprobs[masked] = logprobs[masked].masked_fill_(at, -torch.inf)
         entries = at_least(logits, kth_largest(logits, [num] * num_rows))
         starts = np.array(entries.starts)
         owner = np.repeat(np.arange(num_rows), np.diff(starts))

@@ -164,7 +164,10 @@ class FCFSScheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         assert parent.memory_id is not None
         self._regimes.inherit(parent, child)
-        memory_id = self._memory.open(regime=child.regime, salt=child.request.cache_salt)
+        request = child.request
+        memory_id = self._memory.open(
+            regime=child.regime, tenant=request.memory_tenant, salt=request.cache_salt
+        )
         assert memory_id is not None, "the beams that were outdone are dropped before the forks"
         child.memory_id = memory_id
         child.start = Fork(memory_id, parent.memory_id, parent.num_computed)
@@ -561,7 +564,12 @@ class FCFSScheduler:
         """
         request = sequence.request
         known = () if donor is not None else sequence.tokens
-        memory_id = self._memory.open(known, regime=sequence.regime, salt=request.cache_salt)
+        memory_id = self._memory.open(
+            known,
+            regime=sequence.regime,
+            tenant=request.memory_tenant,
+            salt=request.cache_salt,
+        )
         if memory_id is None:
             return False
         sequence.memory_id = memory_id
@@ -594,8 +602,9 @@ class FCFSScheduler:
     def _reopen(self, sequence: Sequence, memory_id: int, regime: Regime) -> int:
         """In the other regime, which is the better one with a cached prefix."""
         self._memory.release(memory_id)
+        request = sequence.request
         reopened = self._memory.open(
-            sequence.tokens, regime=regime, salt=sequence.request.cache_salt
+            sequence.tokens, regime=regime, tenant=request.memory_tenant, salt=request.cache_salt
         )
         assert reopened is not None, "one was closed just now"
         sequence.regime = regime

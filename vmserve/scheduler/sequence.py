@@ -11,6 +11,7 @@ from vmserve.memory.base import Attach, Fork, Regime, SwapIn
 if TYPE_CHECKING:
     from vmserve.decoding.group import BeamGroup
     from vmserve.sampling.params import SamplingParams
+    from vmserve.structured.guide import Guide
     from vmserve.types import RequestMetrics
 
 __all__ = ["Request", "Sequence", "SequenceStatus"]
@@ -51,6 +52,8 @@ class Request:
     deadline: float | None = None
     #: On whose account it runs, where tenants share fairly.
     tenant: str = ""
+    #: Whose memory it uses, to the memory core: pages are scrubbed when they change hands.
+    memory_tenant: int = 0
     #: Requests share cached prefixes only with those of the same salt.
     cache_salt: bytes = b""
     stream: bool = False
@@ -65,6 +68,8 @@ class Request:
     num_branches: int = 1
     #: The beam search, if it is one: its sequences are the beams that run.
     beams: BeamGroup | None = None
+    #: It waits for its grammar to be compiled, and the scheduler does not know it yet.
+    is_compiling: bool = False
 
     @property
     def is_gang(self) -> bool:
@@ -113,6 +118,8 @@ class Sequence:
     #: Prompt positions whose log-probabilities are already taken; a preempted
     #: sequence computes its prompt again, but must not report it twice.
     num_prompt_scored: int = 0
+    #: Where the answer is in the grammar that it has to match, if there is one.
+    guide: Guide | None = None
 
     @property
     def order(self) -> tuple[int, int, int]:

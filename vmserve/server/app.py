@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vmserve import __version__
-from vmserve.server.auth import KeyRing
 from vmserve.server.chat import ChatService
 from vmserve.server.completions import CompletionService
 from vmserve.server.config import ServerConfig
@@ -20,6 +19,7 @@ from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import error_response
 from vmserve.server.info import InfoService, InvocationService
+from vmserve.server.live import LivePage, LiveView
 from vmserve.server.middleware import Boundary, Gate, RequestScope
 from vmserve.server.openapi import body_of, install_openapi
 from vmserve.server.protocol import (
@@ -27,8 +27,10 @@ from vmserve.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     RequestModel,
+    ResponsesRequest,
     TokenizeRequest,
 )
+from vmserve.server.responses import ResponsesService
 from vmserve.server.tokenization import TokenizationService
 
 __all__ = ["create_app"]
@@ -58,13 +60,13 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     )
     app.state.context = context
     _add_routes(app, context)
-    install_openapi(app, needs_key=bool(config.api_keys))
+    install_openapi(app, needs_key=bool(config.keys), model_names=config.served_model_names)
     app.add_exception_handler(StarletteHTTPException, _routing_error)
     # The last one added is the outermost.
     app.add_middleware(RequestScope, lifecycle=context.lifecycle)
     app.add_middleware(
         Gate,
-        keys=KeyRing(config.api_keys),
+        keys=context.keys,
         lifecycle=context.lifecycle,
         open_status_routes=config.open_status_routes,
     )
@@ -83,6 +85,7 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
     completions, chat = CompletionService(context), ChatService(context)
     invocations = InvocationService(completions, chat)
     tokenization, info = TokenizationService(context), InfoService(context)
+    live, view = LivePage(needs_key=bool(context.config.keys)), LiveView(context)
 
     def get(path: str, handler: Handler) -> None:
         app.add_api_route(path, handler, response_model=None)
@@ -93,6 +96,12 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
 
     post("/v1/completions", completions.create, CompletionRequest)
     post("/v1/chat/completions", chat.create, ChatCompletionRequest)
+    responses = ResponsesService(context, chat)
+    post("/v1/responses", responses.create, ResponsesRequest)
+    get("/v1/responses/{response_id}", responses.retrieve)
+    app.add_api_route(
+        "/v1/responses/{response_id}", responses.delete, methods=["DELETE"], response_model=None
+    )
     post("/invocations", invocations.create, ChatCompletionRequest, CompletionRequest)
     post("/tokenize", tokenization.tokenize, TokenizeRequest)
     post("/detokenize", tokenization.detokenize, DetokenizeRequest)
@@ -100,6 +109,7 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
     get("/v1/models", info.models)
     get("/v1/models/{model:path}", info.model)
     get("/v1/kv", info.kv)
+    get("/v1/kv/live", view.data)
     get("/health", info.health)
     get("/ready", info.health)
     get("/ping", info.health)
@@ -107,6 +117,8 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
     get("/version", info.version)
     get("/load", info.load)
     get("/metrics", info.metrics)
+    for path, handler in (("/", live.page), ("/live.css", live.style), ("/live.js", live.script)):
+        app.add_api_route(path, handler, response_model=None, include_in_schema=False)
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:

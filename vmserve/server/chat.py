@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from vmserve.errors import InvalidRequestError
 from vmserve.server.body import read_model
+from vmserve.server.choices import StreamedChoice, begun_with, with_echo
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import below_minimum, not_implemented
-from vmserve.server.generation import ChoiceBuffer, Generation, Job, Piece, Terms
+from vmserve.server.generation import Generation, Job, Piece, Terms
 from vmserve.server.logprobs import LogprobShape, Position, chat_logprobs, prompt_logprobs
-from vmserve.server.messages import check_tools, content_text, conversation
+from vmserve.server.messages import content_text, conversation
 from vmserve.server.params import (
     StreamOptions,
     check_max_tokens,
@@ -29,11 +30,13 @@ from vmserve.server.params import (
 from vmserve.server.protocol import ChatCompletionRequest, TokenizeRequest
 from vmserve.server.scope import unless_disconnected
 from vmserve.server.streaming import EventStream
+from vmserve.server.tools import ToolUse, message_of, tool_use
 from vmserve.server.usage import Usage, per_request_metrics
 from vmserve.server.wire import JSON_TYPE, dump_json
+from vmserve.tools.registry import parser_for_template
 from vmserve.types import CompletionOutput, RequestOutput
 
-__all__ = ["ChatService", "RenderedChat", "render_chat"]
+__all__ = ["ChatService", "RenderedChat", "StartedChat", "render_chat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,25 @@ async def render_chat(
     return RenderedChat(text, token_ids, role, echo)
 
 
+@dataclass(frozen=True, slots=True)
+class StartedChat:
+    """A chat that was admitted and can be generated."""
+
+    model: str
+    chat: RenderedChat
+    use: ToolUse
+    job: Job
+    generation: Generation
+
+
 class ChatService:
     """Messages in, a message out."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
+        config = context.config
+        template = config.chat_template or context.engine.tokenizer.chat_template_text
+        self._parser = config.tool_call_parser or parser_for_template(template)
 
     async def create(self, request: Request) -> Response:
         """The route."""
@@ -99,29 +116,36 @@ class ChatService:
         return await unless_disconnected(request.receive, self._serve(request, body))
 
     async def _serve(self, request: Request, body: ChatCompletionRequest) -> Response:
-        context = self._context
-        model = context.served_name(body.model)
-        options = stream_options(body, context.config.force_include_usage)
-        _check(body)
-        tools = check_tools(body.tools, body.tool_choice)
-        chat = await render_chat(body, context, tools)
-        job = self._job(body, chat)
-        request_id = body.request_id or request.state.request_id
-        reply = _Reply(context, body, options, job, chat, model, request_id)
-        generation = Generation(
-            context,
-            request.state.exit_stack,
-            reply.id,
-            [job],
-            Terms.of(request, body),
-        )
+        options = stream_options(body, self._context.config.force_include_usage)
+        reply_id = f"chatcmpl-{body.request_id or request.state.request_id}"
+        started = await self.start(request, body, reply_id)
+        reply = _Reply(self._context, body, options, started, reply_id)
         if body.stream:
-            return EventStream(reply.chunks(await generation.stream()))
-        [result] = await generation.run()
+            return EventStream(reply.chunks(await started.generation.stream()))
+        [result] = await started.generation.run()
         return Response(dump_json(reply.full(result)), media_type=JSON_TYPE)
 
-    def _job(self, body: ChatCompletionRequest, chat: RenderedChat) -> Job:
+    async def start(
+        self, request: Request, body: ChatCompletionRequest, reply_id: str
+    ) -> StartedChat:
+        """Check and admit; what it holds is given back with the request.
+
+        Raises :class:`InvalidRequestError` and :class:`~vmserve.server.errors.ApiError`.
+        """
         context = self._context
+        model = context.served_name(body.model)
+        _check(body)
+        use = tool_use(body, self._parser)
+        chat = await render_chat(body, context, use.shown)
+        job = self._job(body, chat, use)
+        terms = Terms.of(request, body)
+        generation = Generation(context, request.state.exit_stack, reply_id, [job], terms)
+        return StartedChat(model, chat, use, job, generation)
+
+    def _job(self, body: ChatCompletionRequest, chat: RenderedChat, use: ToolUse) -> Job:
+        context = self._context
+        if use.keeps_special_tokens and body.skip_special_tokens is None:
+            body = body.model_copy(update={"skip_special_tokens": False})
         name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         max_tokens = body.max_completion_tokens or body.max_tokens
         check_max_tokens(max_tokens, context.max_model_len, name)
@@ -132,6 +156,7 @@ class ChatService:
                 max_tokens=max_tokens,
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
                 prompt_logprobs=body.prompt_logprobs,
+                structured=use.structured,
             )
         except InvalidRequestError as error:
             if error.param == "logprobs":  # the name it has here
@@ -165,23 +190,22 @@ class _Reply:
         context: ServerContext,
         body: ChatCompletionRequest,
         options: StreamOptions,
-        job: Job,
-        chat: RenderedChat,
-        model: str,
-        request_id: str,
+        started: StartedChat,
+        reply_id: str,
     ) -> None:
-        self.id = f"chatcmpl-{request_id}"
         self._body = body
         self._options = options
-        self._job = job
-        self._role = chat.role
-        self._echo = chat.echo if body.echo else ""
-        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._job = started.job
+        self._role = started.chat.role
+        self._use = started.use
+        self._echo = started.chat.echo if body.echo else ""
+        self._head = {"id": reply_id, "created": int(time.time()), "model": started.model}
         self._has_metrics = context.config.per_request_metrics and (body.n or 1) == 1
         as_ids = body.return_tokens_as_token_ids
         if as_ids is None:
             as_ids = context.config.return_tokens_as_token_ids
         exact = body.logprob_token_ids is not None or body.top_logprobs == -1
+        self._eos_ids = context.engine.tokenizer.eos_ids
         self._shape = LogprobShape(None if exact else body.top_logprobs or 0, as_ids)
         every = body.prompt_logprobs == -1
         self._prompt_shape = LogprobShape(None if every else body.prompt_logprobs, as_ids)
@@ -207,12 +231,17 @@ class _Reply:
         return reply
 
     def _choice(self, choice: CompletionOutput) -> dict[str, Any]:
-        content = self._echo + choice.text
+        reader = self._use.reader()
+        said: dict[str, Any] = {"content": self._echo + choice.text}
+        reason: str | None = choice.finish_reason
+        if reader is not None:
+            said = message_of(with_echo(self._echo, reader.read(choice.text, is_last=True)))
+            reason = reader.reason(reason)
         return {
             "index": choice.index,
-            "message": {"role": self._role, "content": content, "refusal": None},
+            "message": {"role": self._role, "refusal": None, **said},
             "logprobs": self._logprobs(choice),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reason,
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self._body.return_token_ids else None,
         }
@@ -227,7 +256,7 @@ class _Reply:
         The role waits for the first piece, so that the first event of a choice tells when
         its first token came.
         """
-        buffers: dict[int, ChoiceBuffer] = {}
+        buffers: dict[int, StreamedChoice] = {}
         last: RequestOutput | None = None
         num_prompt = len(self._job.token_ids)
         usage = Usage(num_prompt)
@@ -236,16 +265,20 @@ class _Reply:
                 buffer = buffers.get(choice.index)
                 started = buffer is not None and buffer.num_pieces > 0
                 if buffer is None:
-                    buffer = buffers[choice.index] = ChoiceBuffer()
-                piece = buffer.add(choice)
-                if piece is None:
+                    buffer = buffers[choice.index] = StreamedChoice(self._use.reader())
+                said = buffer.add(choice)
+                if not said:
                     continue
                 if not started:
                     first = sum(other.num_pieces for other in buffers.values()) == 1
                     yield self._role_chunk(choice.index, first)
-                usage.num_completion += len(piece.token_ids)
-                text = piece.text if started else self._echo + piece.text
-                yield self._chunk(choice.index, piece, text, buffer.num_tokens)
+                if not started:
+                    said = begun_with(self._echo, said)
+                for delta, piece in said:
+                    usage.num_completion += len(piece.token_ids)
+                    buffer.num_told += len(piece.token_ids)
+                    reason = buffer.reason(piece.finish_reason)
+                    yield self._chunk(choice.index, piece, delta, reason, buffer.num_told)
             if output.finished:
                 usage.num_cached = output.metrics.num_cached_tokens
                 last = output
@@ -267,12 +300,14 @@ class _Reply:
             chunk["prompt_token_ids"] = self._job.token_ids
         return chunk
 
-    def _chunk(self, index: int, piece: Piece, text: str, num_tokens: int) -> dict[str, Any]:
+    def _chunk(
+        self, index: int, piece: Piece, delta: dict[str, Any], reason: str | None, num_tokens: int
+    ) -> dict[str, Any]:
         choice = {
             "index": index,
-            "delta": {"content": text},
+            "delta": delta,
             "logprobs": self._logprobs(piece),
-            "finish_reason": piece.finish_reason,
+            "finish_reason": reason,
             "stop_reason": piece.stop_reason,
         }
         if self._body.return_token_ids:
@@ -299,6 +334,15 @@ class _Reply:
             part.finish_reason == "stop"
             and not isinstance(part.stop_reason, str)
             and not self._job.params.as_sampling().include_stop_str_in_output
+            and self._ends_with_stop_token(part.token_ids)
         )
         kept: list[Position] = list(part.logprobs or [])
         return chat_logprobs(kept, self._shape, ends_unseen=ends_unseen)
+
+    def _ends_with_stop_token(self, token_ids: list[int]) -> bool:
+        """Not so where a grammar has said that nothing can follow."""
+        params = self._job.params.as_sampling()
+        if params.structured_outputs is None or not token_ids:
+            return True
+        last = token_ids[-1]
+        return last in self._eos_ids or last in params.stop_token_ids

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vmserve.errors import ConfigurationError
+from vmserve.server.auth import ApiKey
+from vmserve.tools.registry import check_parser
 
 __all__ = ["ServerConfig"]
 
@@ -17,8 +19,10 @@ class ServerConfig:
 
     ``served_model_names`` are the names that requests may give; replies lead with the first.
     ``max_queued_requests`` and ``max_queued_tokens`` bound what waits for the engine, before
-    requests are answered with 429. ``shutdown_timeout`` is in seconds. ``model_root`` is what
-    model cards give as ``root``; ``tokenizer_info`` what ``/tokenizer_info`` answers, if anything.
+    requests are answered with 429. ``shutdown_timeout`` is in seconds, as is
+    ``engine_death_linger``, for which a server without an engine answers 503 before it ends.
+    ``model_root`` is what model cards give as ``root``; ``tokenizer_info`` what
+    ``/tokenizer_info`` answers, if anything.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
@@ -28,17 +32,23 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     api_keys: tuple[str, ...] = ()
+    named_keys: tuple[ApiKey, ...] = ()
+    share_prefix_cache_across_keys: bool = False
     root_path: str = ""
     open_status_routes: bool = False
     allowed_origins: tuple[str, ...] = ("*",)
     chat_template: str | None = None
+    tool_call_parser: str | None = None
     return_tokens_as_token_ids: bool = False
     force_include_usage: bool = False
     per_request_metrics: bool = False
     tokenizer_info: Mapping[str, Any] | None = None
     vllm_metrics: bool = True
     shutdown_timeout: float = 5.0
+    engine_death_linger: float = 10.0
     max_queued_requests: int = 1024
     max_queued_tokens: int = 8_000_000
 
@@ -49,19 +59,31 @@ class ServerConfig:
             )
         if not all(self.api_keys):
             raise ConfigurationError("api_key: an empty key would protect nothing; give a text")
+        check_parser(self.tool_call_parser)
         if not 0 <= self.port <= 65535:
             raise ConfigurationError(f"port: {self.port} is not between 0 and 65535")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigurationError(
                 f"root_path: {self.root_path!r} must start with a slash and not end with one"
             )
-        if not 0 <= self.shutdown_timeout <= 86_400:
+        for name in ("shutdown_timeout", "engine_death_linger"):
+            if not 0 <= getattr(self, name) <= 86_400:
+                raise ConfigurationError(
+                    f"{name}: {getattr(self, name)} is not between 0 and 86400 seconds"
+                )
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigurationError(
-                f"shutdown_timeout: {self.shutdown_timeout} is not between 0 and 86400 seconds"
+                "ssl_certfile and ssl_keyfile go together: a certificate, and its private key"
             )
         for name in ("max_queued_requests", "max_queued_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}: {getattr(self, name)} is below the least, 1")
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """All keys; those without a name are called key-0, key-1, ..."""
+        plain = (ApiKey.of(f"key-{i}", key) for i, key in enumerate(self.api_keys))
+        return (*plain, *self.named_keys)
 
     @property
     def model_name(self) -> str:

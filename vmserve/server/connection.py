@@ -1,4 +1,4 @@
-"""One connection: uvicorn's HTTP/1.1, with JSON errors and an end to clients that never read."""
+"""One connection: uvicorn's HTTP/1.1, with JSON errors and an end to clients that stall."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vmserve.server.errors import ApiError, error_body
-from vmserve.server.limits import MAX_HEADER_BYTES, WRITE_STALL_SECONDS
+from vmserve.server.limits import HEAD_TIMEOUT_SECONDS, MAX_HEADER_BYTES, WRITE_STALL_SECONDS
 from vmserve.server.wire import JSON_TYPE, dump_json
 
 __all__ = ["GuardedProtocol"]
@@ -17,9 +17,37 @@ __all__ = ["GuardedProtocol"]
 
 class GuardedProtocol(H11Protocol):
     """Cuts a connection whose write buffer stays full, which ends its request as a
-    disconnect does; what is not HTTP gets an error in the shape of all others."""
+    disconnect does, and one on which a request's head never ends; what is not HTTP gets an error
+    in the shape of all others."""
 
     _stalled: asyncio.TimerHandle | None = None
+    _head_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_head()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        # Called for all that arrives, and after each response for what had come before its end.
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._watch_head()
+        else:
+            self._forget_head()
+
+    def _watch_head(self) -> None:
+        if self._head_due is None:
+            self._head_due = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._head_due = None
+        text = f"The request's head did not arrive within {HEAD_TIMEOUT_SECONDS:g} seconds."
+        self._refuse(ApiError(408, text))
+
+    def _forget_head(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -31,6 +59,7 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_stall()
+        self._forget_head()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -40,6 +69,9 @@ class GuardedProtocol(H11Protocol):
             told = ApiError(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
         else:
             told = ApiError(400, "This is not a valid HTTP request.")
+        self._refuse(told)
+
+    def _refuse(self, told: ApiError) -> None:
         body = dump_json(error_body(told))
         headers = [
             (b"content-type", JSON_TYPE.encode()),

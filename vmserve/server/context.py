@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from vmserve.server.admission import Admission
+from vmserve.server.auth import KeyRing
 from vmserve.server.config import ServerConfig
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import ApiError
@@ -21,12 +22,13 @@ T = TypeVar("T")
 
 
 class ServerContext:
-    """One per application. :meth:`close` joins the thread that tokenizes."""
+    """One per application. :meth:`close` joins the threads that tokenize."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
         self.engine = engine
         self.config = config
         self.lifecycle = Lifecycle()
+        self.keys = KeyRing(config.keys, share_prefix_cache=config.share_prefix_cache_across_keys)
         self.admission = Admission(
             config.max_queued_requests,
             config.max_queued_tokens,
@@ -34,9 +36,8 @@ class ServerContext:
         )
         self.telemetry = Telemetry()
         self.created = int(time.time())
-        # One thread: tokenizers are not safe to share, and megabytes of text must not stop
-        # the event loop.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="vmserve-tokenizer")
+        # Megabytes of text must stop neither the event loop nor, with a second thread, others.
+        self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="vmserve-tokenizer")
 
     @property
     def max_model_len(self) -> int:
@@ -70,7 +71,7 @@ class ServerContext:
         return self.config.model_name
 
     async def tokenize(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the thread that may call the tokenizer."""
+        """Run ``work``, which calls the tokenizer, on a thread of its own."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
 
     def close(self) -> None:

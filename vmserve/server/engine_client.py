@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from vmserve.sampling import GenerationParams
+from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.types import RequestOutput
 
 __all__ = ["EngineClient", "TokenizerLike"]
@@ -16,6 +17,12 @@ class TokenizerLike(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+
+    @property
+    def chat_template_text(self) -> str: ...
 
     def encode(self, text: str, /, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -51,7 +58,10 @@ class _Resolved(Protocol):
 
 
 class EngineClient(Protocol):
-    """The part of :class:`vmserve.AsyncLLM` that the server calls; see there."""
+    """What :class:`vmserve.AsyncLLM` and :class:`vmserve.ipc.client.ProcessLLM` have in common.
+
+    ``stats`` is as of the engine's last word, ``fetch_stats`` of now.
+    """
 
     @property
     def resolved(self) -> _Resolved: ...
@@ -78,10 +88,17 @@ class EngineClient(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        isolation: str = "",
         timeout: float | None = None,
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]: ...
 
     def stats(self) -> dict[str, float | int]: ...
+
+    async def fetch_stats(self) -> dict[str, float | int]: ...
+
+    async def until_dead(self) -> None: ...
+
+    async def snapshot(self) -> EngineSnapshot: ...
 
     async def shutdown(self, timeout: float = 0.0) -> None: ...

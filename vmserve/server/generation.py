@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from vmserve.errors import EngineDeadError
 from vmserve.sampling import GenerationParams
+from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
 from vmserve.server.protocol import GenerationRequest
 from vmserve.server.scope import closing, gather
@@ -37,16 +38,21 @@ class Terms(NamedTuple):
     cache_salt: str = ""
     #: Whose share it counts against.
     tenant: str = ""
+    #: Whose memory it uses.
+    isolation: str = ""
     #: Seconds that it has.
     timeout: float | None = None
 
     @staticmethod
     def of(request: Request, body: GenerationRequest) -> Terms:
-        """A tenant is a key; where there are no keys, whom the client names as its user."""
+        """A tenant is whoever has the key; where there are no keys, whom the client names as its
+        user."""
+        caller: Caller = request.state.caller
         return Terms(
             body.priority or 0,
-            body.cache_salt or "",
-            request.state.tenant or body.user or "",
+            caller.cache_salt(body.cache_salt or ""),
+            caller.name or body.user or "",
+            caller.isolation,
             body.request_timeout,
         )
 
@@ -118,6 +124,7 @@ class Generation:
             priority=self._terms.priority,
             cache_salt=self._terms.cache_salt,
             tenant=self._terms.tenant,
+            isolation=self._terms.isolation,
             timeout=self._terms.timeout,
             stream=stream,
         )

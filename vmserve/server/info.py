@@ -48,10 +48,11 @@ class InfoService:
 
     async def kv(self, request: Request) -> Response:
         """The engine's figures: queues, pages, slots and what memory they take."""
-        return _json(self._context.engine.stats())
+        return _json(await self._context.engine.fetch_stats())
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""
+        await self._context.engine.fetch_stats()
         body, media_type = self._context.telemetry.render(self._context)
         return Response(body, media_type=media_type)
 

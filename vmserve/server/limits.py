@@ -23,6 +23,7 @@ from vmserve.sampling.params import (
 
 __all__ = [
     "BODY_TIMEOUT_SECONDS",
+    "HEAD_TIMEOUT_SECONDS",
     "MAX_BODY_BYTES",
     "MAX_DEPTH",
     "MAX_HEADER_BYTES",
@@ -40,6 +41,8 @@ MAX_DEPTH: Final = 64
 MAX_HEADER_BYTES: Final = 32 * 1024
 #: A whole body has to arrive within this time.
 BODY_TIMEOUT_SECONDS: Final = 30.0
+#: The head of a request has to arrive within this time of its first byte.
+HEAD_TIMEOUT_SECONDS: Final = 30.0
 #: A connection whose write buffer stays full for so long is cut.
 WRITE_STALL_SECONDS: Final = 30.0
 #: Of an error's message as JSON; with its envelope an error body stays under 2 KiB.
@@ -51,6 +54,7 @@ _INT32 = 2**31 - 1
 #: :data:`vmserve.sampling.params.LIMITS`.
 NUMBERS: Final[dict[str, Bounds]] = {
     **LIMITS,
+    "max_output_tokens": Bounds(1, INT64_MAX, integer=True),
     "max_completion_tokens": Bounds(1, INT64_MAX, integer=True),
     "priority": Bounds(-_INT32, _INT32, integer=True),
     "request_timeout": Bounds(0, 86_400, open_low=True),
@@ -67,9 +71,12 @@ SIZES: Final[dict[str, tuple[int, int]]] = {
     "bad_words.item": (1, MAX_BAD_WORD_CHARS),
     "cache_salt": (1, 1024),
     "chat_template_kwargs": (0, 64),
+    "instructions": (0, MAX_BODY_BYTES),
     "logit_bias": (0, MAX_LOGIT_BIAS_ENTRIES),
     "logprob_token_ids": (1, 1024),
     "messages": (1, 65_536),
+    "metadata": (0, 16),
+    "previous_response_id": (1, 256),
     "messages.role": (1, 256),
     "model": (0, 1024),
     "prompt": (1, 1024),
@@ -82,6 +89,7 @@ SIZES: Final[dict[str, tuple[int, int]]] = {
     "stream_options": (0, 64),
     "tokens": (0, MAX_BODY_BYTES),
     "tools": (1, 1024),
+    "tools.name": (1, 256),
     "user": (0, 1024),
 }
 

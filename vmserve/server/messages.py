@@ -7,7 +7,6 @@ from typing import Any
 
 from vmserve.chat_template import check_messages
 from vmserve.errors import InvalidRequestError
-from vmserve.server.errors import not_implemented
 from vmserve.server.limits import SIZES
 
 __all__ = ["check_tools", "content_text", "conversation"]
@@ -39,10 +38,7 @@ def content_text(message: Mapping[str, Any]) -> str:
 
 
 def check_tools(tools: Any, tool_choice: Any) -> list[Mapping[str, Any]] | None:
-    """The tools exactly as sent. This version shows them to the template and calls none.
-
-    Raises :class:`InvalidRequestError`.
-    """
+    """The tools exactly as sent. Raises :class:`InvalidRequestError`."""
     if tools is None:
         if tool_choice not in (None, "none"):
             raise InvalidRequestError("tool_choice needs tools", "tool_choice")
@@ -60,6 +56,18 @@ def check_tools(tools: Any, tool_choice: Any) -> list[Mapping[str, Any]] | None:
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidRequestError(f"tools[{index}] must have a function with a name", "tools")
-    if tool_choice != "none":
-        raise not_implemented("calling tools", "tool_choice", 'set tool_choice to "none"')
+        _check_function(index, function)
     return tools
+
+
+def _check_function(index: int, function: dict[str, Any]) -> None:
+    name, parameters = function["name"], function.get("parameters")
+    least, most = SIZES["tools.name"]
+    if not least <= len(name) <= most:
+        raise InvalidRequestError(
+            f"tools[{index}].function.name must have from {least} to {most} characters", "tools"
+        )
+    if parameters is not None and not isinstance(parameters, dict):
+        raise InvalidRequestError(
+            f"tools[{index}].function.parameters must be a JSON schema, an object", "tools"
+        )

@@ -6,23 +6,34 @@ All three are plain ASGI: a streaming response runs inside them until its last b
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 import uuid
 from typing import Final
 
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vmserve.logs import request_id as log_request_id
 from vmserve.server.auth import KeyRing
 from vmserve.server.errors import ApiError, ClientDisconnectedError, error_response
 from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.limits import MAX_HEADER_BYTES, SIZES
+from vmserve.server.live import LIVE_PAGE_PATHS
 from vmserve.server.scope import route_path
 
 __all__ = ["GENERATION_PATHS", "Boundary", "Gate", "RequestScope"]
 
-GENERATION_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/invocations"})
+logger = logging.getLogger(__name__)
+
+GENERATION_PATHS: Final = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"}
+)
 #: What operators look at must answer while requests drain.
-_ANSWERED_WHILE_DRAINING: Final = frozenset({"/metrics", "/load", "/v1/kv", "/version"})
-_ALWAYS_OPEN: Final = frozenset({"/health"})
+_ANSWERED_WHILE_DRAINING: Final = (
+    frozenset({"/metrics", "/load", "/v1/kv", "/v1/kv/live", "/version"}) | LIVE_PAGE_PATHS
+)
+_ALWAYS_OPEN: Final = frozenset({"/health"}) | LIVE_PAGE_PATHS
 _STATUS_PATHS: Final = frozenset({"/ping", "/ready", "/version"})
 
 
@@ -40,17 +51,23 @@ class Boundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._root_path and scope["path"] == self._root_path:
+            # Without the slash, what the live page asks for would go beside the root path.
+            await RedirectResponse(f"{self._root_path}/", 308)(scope, receive, send)
+            return
         given = _header(scope, b"x-request-id")
         usable = given is not None and _usable_id(given)
         request_id = given if given is not None and usable else uuid.uuid4().hex
         scope["root_path"] = self._root_path
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
-        started = False
+        log_request_id.set(request_id)  # in this task alone: each request has its own
+        began = time.monotonic()
+        status = 0
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 headers = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
                 message = {**message, "headers": headers}
             await send(message)
@@ -67,9 +84,11 @@ class Boundary:
         except ClientDisconnectedError:
             return
         except Exception as error:  # the server's boundary: nothing above it can answer
-            if started:
+            if status:
                 raise
             await error_response(error)(scope, receive, send_with_id)
+        finally:
+            _log(scope, status, time.monotonic() - began)
 
 
 class Gate:
@@ -95,14 +114,14 @@ class Gate:
         # A preflight carries no key; an OPTIONS request to a route gets a 405 like any other.
         if scope["method"] != "OPTIONS" and path not in self._open_paths:
             authorization = dict(scope["headers"]).get(b"authorization")
-            tenant = self._keys.tenant(authorization)
-            if tenant is None:
+            caller = self._keys.caller(authorization)
+            if caller is None:
                 raise ApiError(
                     401,
                     "This server needs an API key: send it as 'Authorization: Bearer <key>'.",
                     headers={"www-authenticate": "Bearer"},
                 )
-            scope["state"]["tenant"] = tenant
+            scope["state"]["caller"] = caller
         if self._lifecycle.draining and path not in _ANSWERED_WHILE_DRAINING:
             raise ApiError(
                 503,
@@ -129,6 +148,16 @@ class RequestScope:
             async with contextlib.AsyncExitStack() as stack:
                 scope["state"]["exit_stack"] = stack
                 await self._app(scope, receive, send)
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    """One line per request: at level INFO for what generates and what fails, else DEBUG."""
+    told = "left" if status == 0 else str(status)
+    matters = status >= 400 or status == 0 or route_path(scope) in GENERATION_PATHS
+    # The path is the client's: as ASCII, nothing in it can pass for a line of ours.
+    path = ascii(scope["path"][:200])
+    level = logging.INFO if matters else logging.DEBUG
+    logger.log(level, "%s %s: %s after %.3f s", scope["method"], path, told, seconds)
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from vmserve.server.openapi_replies import REPLIES, REPLY_SCHEMAS, Reply
 from vmserve.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     RequestModel,
+    ResponsesRequest,
     TokenizeRequest,
 )
+from vmserve.server.wire import JSON_TYPE
 
 __all__ = ["body_of", "install_openapi"]
 
 _MODELS: Final[tuple[type[RequestModel], ...]] = (
     CompletionRequest,
     ChatCompletionRequest,
+    ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )
@@ -41,31 +46,33 @@ _ERROR: Final[dict[str, Any]] = {
         }
     },
 }
+_ERROR_REPLY: Final[dict[str, Any]] = {
+    "description": "An error",
+    "content": {JSON_TYPE: {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
+}
 
 
 def body_of(*models: type[RequestModel]) -> dict[str, Any]:
-    """For ``openapi_extra``: a JSON body of one of ``models``, and what errors look like."""
+    """For ``openapi_extra``: a JSON body of one of ``models``."""
     references = [{"$ref": f"{_SCHEMAS}{model.__name__}"} for model in models]
     schema = references[0] if len(references) == 1 else {"anyOf": references}
-    error = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}}
-    return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": {"default": {"description": "An error", "content": error}},
-    }
+    return {"requestBody": {"required": True, "content": {JSON_TYPE: {"schema": schema}}}}
 
 
-def install_openapi(app: FastAPI, needs_key: bool) -> None:
-    """Give ``app`` an ``openapi()`` that knows the request models and the API key."""
+def install_openapi(app: FastAPI, needs_key: bool, model_names: Sequence[str]) -> None:
+    """Give ``app`` an ``openapi()`` that knows the request models, the API key and which names
+    a request may give for the model.
+    """
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _describe(app, needs_key)
+            app.openapi_schema = _describe(app, needs_key, list(model_names))
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]
 
 
-def _describe(app: FastAPI, needs_key: bool) -> dict[str, Any]:
+def _describe(app: FastAPI, needs_key: bool, model_names: list[str]) -> dict[str, Any]:
     document = get_openapi(
         title=app.title, version=app.version, routes=app.routes, servers=app.servers
     )
@@ -73,8 +80,32 @@ def _describe(app: FastAPI, needs_key: bool) -> dict[str, Any]:
         [(model, "validation") for model in _MODELS], ref_template=_SCHEMAS + "{model}"
     )
     components = document.setdefault("components", {})
-    components["schemas"] = {**definitions.get("$defs", {}), "Error": _ERROR}
+    named = {"type": "string", "enum": model_names}
+    for schema in definitions.get("$defs", {}).values():
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"anyOf": [named, {"type": "null"}]}
+    parameter = {"name": "model", "in": "path", "required": True, "schema": named}
+    document["paths"]["/v1/models/{model}"]["get"]["parameters"] = [parameter]
+    components["schemas"] = {**definitions.get("$defs", {}), **REPLY_SCHEMAS, "Error": _ERROR}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            if path in REPLIES:
+                _describe_reply(operation, REPLIES[path])
+            operation["responses"]["default"] = _ERROR_REPLY
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document
+
+
+def _describe_reply(operation: dict[str, Any], reply: Reply) -> None:
+    operation["summary"], operation["tags"] = reply.summary, [reply.tag]
+    content: dict[str, Any] = {}
+    if reply.schema is not None:
+        content[reply.media_type] = {"schema": reply.schema}
+    if reply.streams:
+        content["text/event-stream"] = {
+            "schema": {"type": "string", "description": "Chunks as `data:` events, then [DONE]."}
+        }
+    described = {"description": "As asked", "content": content}
+    operation["responses"]["200"] = described if content else {"description": "No body"}

@@ -9,6 +9,8 @@ from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import not_implemented
 from vmserve.server.protocol import GenerationRequest
+from vmserve.server.structured import structured_outputs
+from vmserve.structured.spec import StructuredOutputsParams
 
 __all__ = [
     "StreamOptions",
@@ -60,25 +62,38 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     best_of: int | None = None,
+    structured: StructuredOutputsParams | None = None,
 ) -> GenerationParams:
     """Raises :class:`InvalidRequestError` for values that cannot be sampled with, and for
     token ids or numbers of log-probabilities that the model or the server does not allow.
+
+    ``structured``: what the answer has to match, where it is not the request that says so.
     """
+    structured = structured or structured_outputs(request)
     given = {name: getattr(request, name) for name in _FIELDS}
     options = {**_OPENAI_DEFAULTS, **engine.default_sampling}
     options |= {name: value for name, value in given.items() if value is not None}
     if request.use_beam_search:
-        return _beam_params(request, engine, max_tokens, logprobs)
+        return _beam_params(request, engine, max_tokens, logprobs, structured)
     options["max_tokens"] = max_tokens
     if best_of is not None:
         options["best_of"] = best_of
-    params = SamplingParams(**options, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    params = SamplingParams(
+        **options,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        structured_outputs=structured,
+    )
     params.validate_for(engine.model_config.vocab_size, engine.resolved.max_logprobs)
     return params
 
 
 def _beam_params(
-    request: GenerationRequest, engine: EngineClient, max_tokens: int | None, logprobs: int | None
+    request: GenerationRequest,
+    engine: EngineClient,
+    max_tokens: int | None,
+    logprobs: int | None,
+    structured: StructuredOutputsParams | None,
 ) -> BeamSearchParams:
     """``n`` is the width; what only shapes sampling has no influence."""
     given = {name: getattr(request, name) for name in _BEAM_FIELDS}
@@ -86,6 +101,7 @@ def _beam_params(
         beam_width=request.n or 1,
         max_tokens=max_tokens,
         logprobs=logprobs,
+        structured_outputs=structured,
         **{name: value for name, value in given.items() if value is not None},
     )
     params.as_sampling().validate_for(engine.model_config.vocab_size, engine.resolved.max_logprobs)
@@ -165,9 +181,6 @@ def refuse_unserved(request: GenerationRequest) -> None:
     """Raises :class:`InvalidRequestError` for what the contract has and this version has not."""
     if request.use_beam_search:
         _check_beams(request)
-    if request.structured_outputs is not None:
-        raise not_implemented("structured_outputs", "structured_outputs", "leave it out")
-    _check_response_format(request.response_format)
     if request.prompt_embeds:
         raise not_implemented("prompt_embeds", "prompt_embeds", "send the prompt as text or ids")
     if request.stream and request.prompt_logprobs is not None:
@@ -195,17 +208,3 @@ def _check_beams(request: GenerationRequest) -> None:
         if refused:
             what = "echo with logprobs" if name == "echo" else name
             raise InvalidRequestError(f"use_beam_search does not go with {what}: {reason}", name)
-
-
-def _check_response_format(wanted: Any) -> None:
-    if wanted is None:
-        return
-    kind = wanted.get("type") if isinstance(wanted, dict) else None
-    if kind in ("json_object", "json_schema", "structural_tag"):
-        raise not_implemented(f"response_format {kind}", "response_format", 'use {"type": "text"}')
-    if kind != "text":
-        raise InvalidRequestError(
-            'response_format must be an object whose type is "text", "json_object" or '
-            '"json_schema"',
-            "response_format",
-        )

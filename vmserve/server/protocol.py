@@ -19,6 +19,7 @@ __all__ = [
     "DetokenizeRequest",
     "GenerationRequest",
     "RequestModel",
+    "ResponsesRequest",
     "TokenizeRequest",
 ]
 
@@ -76,6 +77,15 @@ _MESSAGES: dict[str, Any] = {
             "name": {"type": "string"},
         },
     },
+}
+
+
+_INPUT: dict[str, Any] = {
+    "description": "A text, or messages, calls of functions and their outputs.",
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": {"type": "object"}},
+    ],
 }
 
 
@@ -149,7 +159,7 @@ class GenerationRequest(RequestModel):
     length_penalty: Annotated[float | None, bounded("length_penalty")] = None
     early_stopping: bool | Literal["never"] | None = None
     response_format: Anything = None
-    structured_outputs: NotServed = None
+    structured_outputs: Anything = None
     prompt_embeds: NotServed = None
 
 
@@ -176,10 +186,48 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: Annotated[dict[str, Any] | None, sized("chat_template_kwargs")] = None
     tools: Anything = None
     tool_choice: Anything = None
+    parallel_tool_calls: bool | None = None
 
     chat_template: NotServed = None
     audio: NotServed = None
     modalities: Anything = None
+
+
+class ResponsesRequest(RequestModel):
+    """The body of ``POST /v1/responses``."""
+
+    model: Annotated[str | None, sized("model")] = None
+    input: Annotated[Any, WithJsonSchema(_INPUT)] = None
+    instructions: Annotated[str | None, sized("instructions")] = None
+    previous_response_id: Annotated[str | None, sized("previous_response_id")] = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: Annotated[int | None, bounded("max_output_tokens")] = None
+    metadata: Annotated[dict[str, Any] | None, sized("metadata")] = None
+    text: Anything = None
+    tools: Anything = None
+    tool_choice: Anything = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    background: bool | None = None
+    conversation: NotServed = None
+
+    temperature: Annotated[float | None, bounded("temperature")] = None
+    top_p: Annotated[float | None, bounded("top_p")] = None
+    top_k: Annotated[int | None, bounded("top_k")] = None
+    min_p: Annotated[float | None, bounded("min_p")] = None
+    repetition_penalty: Annotated[float | None, bounded("repetition_penalty")] = None
+    presence_penalty: Annotated[float | None, bounded("presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, bounded("frequency_penalty")] = None
+    seed: Annotated[int | None, bounded("seed")] = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int | None, bounded("min_tokens")] = None
+    priority: Annotated[int | None, bounded("priority")] = None
+    cache_salt: Annotated[str | None, sized("cache_salt")] = None
+    request_timeout: Annotated[float | None, bounded("request_timeout")] = None
+    user: Annotated[str | None, sized("user")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, sized("chat_template_kwargs")] = None
+    structured_outputs: Anything = None
 
 
 class TokenizeRequest(RequestModel):

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import stat
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -17,14 +18,14 @@ from typing import Final
 import uvicorn
 from fastapi import FastAPI
 
-from vmserve.errors import ConfigurationError, VmserveError
+from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.connection import GuardedProtocol
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.limits import MAX_HEADER_BYTES
 
-__all__ = ["bind", "serve", "stop_on_signals", "url_of"]
+__all__ = ["bind", "check_certificate", "serve", "stop_on_signals", "url_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,18 +90,47 @@ def _cannot_bind(where: str, error: OSError | UnicodeError) -> VmserveError:
     return ConfigurationError(f"cannot listen on {where}: {reason}")
 
 
-def url_of(listener: socket.socket) -> str:
+def check_certificate(config: ServerConfig) -> None:
+    """Raises :class:`~vmserve.errors.ConfigurationError` for files that TLS cannot use."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            config.ssl_certfile, config.ssl_keyfile
+        )
+    except OSError as error:  # an ssl.SSLError is one
+        raise ConfigurationError(
+            f"ssl_certfile: {config.ssl_certfile} and {config.ssl_keyfile} cannot be used: "
+            f"{error.strerror or 'not a certificate and its key in PEM form'}"
+        ) from error
+
+
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     """Where clients reach ``listener``."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
+    scheme = "https" if tls else "http"
     host, port = listener.getsockname()[:2]
-    return (
-        f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
-    )
+    return f"{scheme}://{f'[{host}]' if listener.family == socket.AF_INET6 else host}:{port}"
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs it."""
+    """Leaves signals to whoever runs it, and sleeps until it is told to end."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._leaving = asyncio.Event()
+
+    def leave(self) -> None:
+        self.should_exit = True
+        self._leaving.set()
+
+    async def main_loop(self) -> None:
+        # What the original does ten times a second: the Date header changes once in one.
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._leaving.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -113,14 +143,22 @@ async def serve(
     listener: socket.socket,
     stop: asyncio.Event,
     ready: Callable[[], None] = lambda: None,
+    app: FastAPI | None = None,
 ) -> None:
     """Serve until ``stop`` is set, then drain: new requests are refused at once, admitted
     ones have ``config.shutdown_timeout`` seconds, and the engine is shut down.
 
-    ``ready`` is called when requests are taken. ``listener`` is closed at the end.
+    ``ready`` is called when requests are taken. ``app``: what :func:`create_app` made, if it is
+    made already. ``listener`` is closed at the end.
+
+    Raises :class:`~vmserve.errors.EngineDeadError` if the engine dies for good: after
+    ``config.engine_death_linger`` seconds of 503, or when ``stop`` is set.
     """
+    app = app or create_app(engine, config)
     with contextlib.closing(listener):
-        await _serve(create_app(engine, config), engine, config, listener, stop, ready)
+        await _serve(app, engine, config, listener, stop, ready)
+    if engine.errored:
+        raise EngineDeadError("the engine has died: restart the server")
 
 
 async def _serve(
@@ -144,6 +182,8 @@ async def _serve(
             backlog=_BACKLOG,
             h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
             timeout_graceful_shutdown=int(FLUSH_SECONDS),
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
         )
     )
     running = asyncio.create_task(server.serve([listener]))
@@ -151,9 +191,7 @@ async def _serve(
         while not (server.started or running.done()):
             await asyncio.sleep(0.01)
         ready()
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        await _until_over(engine, config.engine_death_linger, stop, running)
         lifecycle.draining = True
         if lifecycle.num_active:
             logger.info("draining: %d requests are being served", lifecycle.num_active)
@@ -161,7 +199,7 @@ async def _serve(
         await engine.shutdown(0.0)
         await lifecycle.until_idle(FLUSH_SECONDS)
     finally:
-        server.should_exit = True
+        server.leave()
         try:
             await running
         except OSError as error:  # another server took the port while this one was loading
@@ -169,6 +207,27 @@ async def _serve(
         finally:
             if config.uds is not None:
                 Path(config.uds).unlink(missing_ok=True)
+
+
+async def _until_over(
+    engine: EngineClient, linger: float, stop: asyncio.Event, running: asyncio.Task[None]
+) -> None:
+    """Until ``stop``, the end of ``running``, or ``linger`` seconds after the engine's end."""
+    stopping = asyncio.create_task(stop.wait())
+    dying = asyncio.create_task(engine.until_dead())
+    try:
+        ended, _ = await asyncio.wait(
+            {running, stopping, dying}, return_when=asyncio.FIRST_COMPLETED
+        )
+        if ended == {dying}:
+            logger.error("the engine is dead: answering 503 for %g s, then ending", linger)
+            await asyncio.wait(
+                {running, stopping}, timeout=linger, return_when=asyncio.FIRST_COMPLETED
+            )
+    finally:
+        stopping.cancel()
+        dying.cancel()
+        await asyncio.gather(stopping, dying, return_exceptions=True)
 
 
 @contextlib.contextmanager

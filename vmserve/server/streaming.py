@@ -20,16 +20,18 @@ _DONE: Final = b"data: [DONE]\n\n"
 class EventStream(Response):
     """Sends each chunk as an event, then ``[DONE]``; an error ends it with an error event.
 
-    The client's departure closes ``chunks`` at once, also while nothing is being sent.
+    The client's departure closes ``chunks`` at once, also while nothing is being sent. ``named``:
+    each event has its ``type`` as its name, and the last one needs no ``[DONE]`` after it.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]]) -> None:
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]], *, named: bool = False) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         # A length would be that of the (empty) body known now.
         del self.headers["content-length"]
         self._chunks = chunks
+        self._named = named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -45,22 +47,33 @@ class EventStream(Response):
                 "headers": self.raw_headers,
             }
         )
-        async with closing(_events(self._chunks)) as events:
+        async with closing(_events(self._chunks, self._named)) as events:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
+async def _events(
+    chunks: AsyncIterator[dict[str, Any]], named: bool
+) -> AsyncGenerator[bytes, None]:
+    num_sent = 0
     try:
         async with closing(chunks) as opened:
             async for chunk in opened:
-                yield _event(chunk)
+                yield _event(chunk, named)
+                num_sent += 1
     except Exception as error:  # noqa: BLE001 - the boundary: only an event can tell now
-        yield _event(error_body(to_api_error(error)))
+        body = error_body(to_api_error(error))
+        if named:
+            told = body["error"]
+            fields = {"code": str(told["code"]), "message": told["message"], "param": told["param"]}
+            body = {"type": "error", "sequence_number": num_sent, **fields}
+        yield _event(body, named)
     else:
-        yield _DONE
+        if not named:
+            yield _DONE
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + dump_json(value) + b"\n\n"
+def _event(value: dict[str, Any], named: bool) -> bytes:
+    name = b"event: " + value["type"].encode() + b"\n" if named else b""
+    return name + b"data: " + dump_json(value) + b"\n\n"

@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from vmserve.sampling import GenerationParams
+from vmserve.server.recent import RecentLatencies
 from vmserve.telemetry.counters import STEP_TOKENS
 from vmserve.types import RequestMetrics, RequestOutput
 
@@ -131,6 +132,7 @@ class Telemetry:
         self._finished: Counter[str] = Counter(dict.fromkeys(_FINISH_REASONS, 0))
         #: By regime, and the reason for it.
         self._regimes: Counter[tuple[str, str]] = Counter()
+        self.recent = RecentLatencies()
 
     def observe(self, params: GenerationParams, output: RequestOutput, num_tokens: int) -> None:
         """A request that finished with ``output``, after ``num_tokens`` in all its choices."""
@@ -143,6 +145,7 @@ class Telemetry:
         self._add("request_num_preemptions", output.metrics.num_preemptions)
         self._regimes[output.metrics.kv_regime, output.metrics.kv_regime_reason] += 1
         self._observe_times(output.metrics, num_tokens // params.n)
+        self.recent.observe(output.metrics, num_tokens // params.n)
 
     def _observe_times(self, times: RequestMetrics, num_tokens: int) -> None:
         arrival, scheduled = times.arrival_time, times.first_scheduled_time

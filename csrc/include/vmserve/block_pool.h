@@ -71,6 +71,7 @@ class BlockPool {
   std::int32_t refs(BlockId block) const { return blocks_[block].refs; }
   std::int32_t used(PageId page) const { return pages_[page].used; }
   std::int32_t cached(PageId page) const { return pages_[page].cached; }
+  std::int32_t shared(PageId page) const { return pages_[page].shared; }
   std::int32_t maps(PageId page) const { return pages_[page].maps; }
   std::int32_t held(PageId page) const { return pages_[page].held; }
   SeqId owner(PageId page) const { return pages_[page].owner; }

@@ -125,11 +125,14 @@ class CpuAttention {
  public:
   // `isa`: one of cpu_isas(), or empty for the first of them.
   CpuAttention(int num_threads, const std::string& isa);
+  // On threads that others use too.
+  CpuAttention(std::shared_ptr<ThreadPool> pool, const std::string& isa);
   ~CpuAttention();
 
   std::string isa() const;
   int num_threads() const;
   void set_num_threads(int num_threads);
+  void set_pool(std::shared_ptr<ThreadPool> pool);
 
   // Rotates q and k, writes k and v, attends.
   void run(CpuBatch& batch, const CpuLayerCall& call);
@@ -140,7 +143,7 @@ class CpuAttention {
 
   const cpu::KernelTable* table_;
   mutable std::mutex mutex_;  // one call at a time
-  std::unique_ptr<ThreadPool> pool_;
+  std::shared_ptr<ThreadPool> pool_;
   std::vector<float> scratch_, partials_;  // grown as needed, kept
   std::vector<char> rotated_;              // q after its rotation
 };

@@ -156,6 +156,36 @@ struct MemoryStats {
   double map_seconds_total, mapper_seconds_total, mapper_wait_seconds_total;
 };
 
+// What a page is used for: the low four bits of a code in MemoryMap.
+enum class PageUse : std::uint8_t {
+  kAbsent,  // no memory behind it
+  kFree,
+  kVirtual,  // live sequences of the virtual view have it
+  kPaged,
+  kBoth,     // sequences of both views
+  kCached,   // nobody's, but the prefix cache can find its blocks
+  kParked,   // shown by a slot without a sequence
+  kSpare,    // mapped ahead of a live sequence
+  kWaiting,  // given up, but a running epoch may read it
+  kHeld,     // in the hands of the mapper or of a repair
+};
+constexpr std::uint8_t kPageShared = 16;  // a block of it has several references
+constexpr std::uint8_t kPageMapped = 32;  // a slot shows it
+constexpr int kNumPageCodes = 64;
+
+struct MemoryMap {
+  struct SlotRow {
+    SeqId seq;            // kNoSeq: nobody's
+    std::int32_t mapped;  // pages that it shows
+    std::int32_t used;    // of those, its sequence's
+  };
+  std::int64_t num_pages = 0;       // the limit, or more while a lower one is being reached
+  std::int64_t pages_per_cell = 1;  // the last cell may have fewer
+  std::vector<std::uint8_t> cells;
+  std::vector<std::int64_t> counts;  // pages by code
+  std::vector<SlotRow> slots;
+};
+
 // Thread-safe: one lock around every call. Every mutation happens as a whole or not at all; what a
 // failed one may cost is cached prefixes, never a sequence's state.
 class KVMemory {
@@ -244,6 +274,8 @@ class KVMemory {
   void enable_shadow();
 
   MemoryStats stats();
+  // A picture of the pool in at most `max_cells` cells. Takes time in proportion to the pages.
+  MemoryMap memory_map(std::int64_t max_cells);
   std::string last_error() const;  // why the newest repair was needed; empty if none was
   void check();
 
@@ -566,6 +598,10 @@ class KVMemory {
   void seal_slots(const std::vector<SeqId>& seqs);
   void seal_now(const Command& command);
   bool works_ahead() const { return mapper_->mode() != MapperMode::kOff; }
+
+  // -- kv_memory_map.cpp
+  void draw_cells(MemoryMap& map, const std::vector<std::uint8_t>& uses,
+                  std::int64_t max_cells) const;
 
   // -- kv_memory_check.cpp
   void check_references() const;

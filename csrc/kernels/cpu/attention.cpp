@@ -1,7 +1,9 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 
+#include "isa.h"
 #include "kernels.h"
 #include "plan.h"
 #include "vmserve/cpu_attention.h"
@@ -18,33 +20,6 @@ constexpr std::int64_t kSerialWork = 1 << 18, kSerialElements = 1 << 16;
 constexpr std::int64_t kNoWindow = std::int64_t{1} << 40;
 // Tokens of one item of the write.
 constexpr std::int64_t kWriteTokens = 16;
-
-// Best first.
-std::vector<const cpu::KernelTable*> usable_tables() {
-  std::vector<const cpu::KernelTable*> tables;
-#ifdef VMSERVE_X86_KERNELS
-  // These also ask whether the system saves the registers.
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl");
-  if (avx512) tables.push_back(&cpu::avx512_kernels());
-  if (avx2) tables.push_back(&cpu::avx2_kernels());
-#endif
-  tables.push_back(&cpu::generic_kernels());
-  tables.push_back(&cpu::generic16_kernels());
-  return tables;
-}
-
-const cpu::KernelTable* choose_table(const std::string& isa) {
-  std::string names;
-  for (const cpu::KernelTable* table : usable_tables()) {
-    if (isa.empty() || isa == table->isa) return table;
-    names += (names.empty() ? "" : ", ") + std::string(table->isa);
-  }
-  throw MisuseError("instruction set '" + isa + "': this processor has kernels for " + names);
-}
 
 const cpu::Kernels& kernels_for(const cpu::KernelTable& table, DType dtype) {
   return dtype == DType::kFloat32 ? table.f32 : table.bf16;
@@ -265,12 +240,15 @@ float* aligned(std::vector<float>& buffer, std::size_t floats) {
 
 std::vector<std::string> cpu_isas() {
   std::vector<std::string> names;
-  for (const cpu::KernelTable* table : usable_tables()) names.emplace_back(table->isa);
+  for (const cpu::KernelTable* table : cpu::usable_tables()) names.emplace_back(table->isa);
   return names;
 }
 
 CpuAttention::CpuAttention(int num_threads, const std::string& isa)
-    : table_(choose_table(isa)), pool_(std::make_unique<ThreadPool>(num_threads)) {}
+    : CpuAttention(std::make_shared<ThreadPool>(num_threads), isa) {}
+
+CpuAttention::CpuAttention(std::shared_ptr<ThreadPool> pool, const std::string& isa)
+    : table_(&cpu::choose_table(isa)), pool_(std::move(pool)) {}
 
 CpuAttention::~CpuAttention() = default;
 
@@ -285,7 +263,12 @@ int CpuAttention::num_threads() const {
 
 void CpuAttention::set_num_threads(int num_threads) {
   const std::lock_guard lock(mutex_);
-  if (num_threads != pool_->num_threads()) pool_ = std::make_unique<ThreadPool>(num_threads);
+  if (num_threads != pool_->num_threads()) pool_ = std::make_shared<ThreadPool>(num_threads);
+}
+
+void CpuAttention::set_pool(std::shared_ptr<ThreadPool> pool) {
+  const std::lock_guard lock(mutex_);
+  pool_ = std::move(pool);
 }
 
 void CpuAttention::run(CpuBatch& batch, const CpuLayerCall& call) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "decode.h"
+#include "linear.h"
 #include "tile.h"
 #include "write.h"
 
@@ -14,7 +15,8 @@ constexpr Kernels kernels_of() {
 }
 
 constexpr KernelTable table_of(const char* isa) {
-  return {isa, kernels_of<float>(), kernels_of<Bf16>(), &decode_scratch, &tile_scratch};
+  return {isa,          kernels_of<float>(), kernels_of<Bf16>(), linear_kernels(), &decode_scratch,
+          &tile_scratch};
 }
 
 }  // namespace

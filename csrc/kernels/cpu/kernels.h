@@ -91,6 +91,78 @@ struct CombineArgs {
   Output out;
 };
 
+// How a linear layer's weights are stored. Products and sums are in float32 whatever they are.
+enum class WeightType : std::int32_t { kFloat32, kBFloat16, kInt8 };
+
+// What becomes of a product; see LinearArgs.
+enum class Epilogue : std::int32_t {
+  kStore,   // rows of floats
+  kNarrow,  // rows of bfloat16
+  kAdd,     // added to rows of floats
+  kGate,    // silu(gate) * up, as packed rows
+};
+
+// y = x W^T for some of the outputs of a linear layer, all rows.
+//
+// Weights are packed: panels of panel_outputs outputs, each [depth, panel_outputs] in the order
+// that the instruction set reads them in (linear.h). `depth` is a multiple of kDepthUnit; what is
+// not there is zero. Rows are packed as well, in blocks of as many as block_rows says; the block
+// whose first row is r begins at rows + r * depth: [depth, rows of the block].
+struct LinearArgs {
+  const char* weights;
+  const float* scales;  // of each output; int8 only
+  const float* bias;    // of each output, or null
+  std::int64_t depth;
+  const float* rows;
+  std::int32_t num_rows;
+  std::int32_t first_panel, num_panels;
+  std::int32_t num_outputs;  // the last panel may have fewer
+  Epilogue epilogue;
+  void* out;                // row r, output n: out + r * out_stride + n; kGate: packed rows
+  std::int64_t out_stride;  // elements; kGate: the depth of what is packed
+  float* scratch;           // for widened weights: a panel's at least, or none
+  std::int64_t scratch_floats;
+};
+
+// Weights [outputs, depth] of up to three tensors, one after the other (or, gated, the two that a
+// gated MLP multiplies, lane by lane), to panels.
+struct PackArgs {
+  const void* tensors[3];
+  std::int64_t row_strides[3];  // elements; the depth is contiguous
+  std::int32_t outputs[3];      // of each tensor
+  std::int32_t num_tensors;
+  bool from_bf16, gated;
+  WeightType type;
+  std::int64_t depth;  // of the tensors
+  std::int32_t first_panel, num_panels;
+  char* weights;
+  float* scales;  // int8: written for these panels
+};
+
+// Rows of floats or bfloat16 to one packed block, normalised on the way where `norm` is not null:
+// x * norm / sqrt(mean(x^2) + eps) (RMSNorm, Zhang and Sennrich 2019).
+struct PackRowsArgs {
+  const void* rows;
+  bool from_bf16;
+  std::int64_t row_stride;  // elements
+  std::int32_t num_rows;    // of the block
+  std::int64_t depth;       // of the rows; the block has it rounded up to kDepthUnit
+  const float* norm;
+  float eps;
+  float* block;
+};
+
+constexpr std::int64_t kDepthUnit = 4;
+
+struct LinearKernels {
+  std::int32_t panel_outputs;
+  // Rows of the packed block that begins where so many rows are left.
+  std::int32_t (*block_rows)(std::int32_t rows_left);
+  void (*linear[3])(const LinearArgs&);  // by WeightType
+  void (*pack)(const PackArgs&);
+  void (*pack_rows)(const PackRowsArgs&);
+};
+
 // One instruction set, for one element type.
 struct Kernels {
   void (*decode)(const DecodeArgs&);
@@ -102,6 +174,7 @@ struct Kernels {
 struct KernelTable {
   const char* isa;
   Kernels f32, bf16;
+  LinearKernels linear;
   std::size_t (*decode_scratch)(std::int32_t q_heads, std::int32_t head_dim);  // floats
   std::size_t (*tile_scratch)(std::int32_t rows_and_heads, std::int32_t head_dim);
 };

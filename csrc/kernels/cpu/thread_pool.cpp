@@ -49,7 +49,7 @@ struct ThreadPool::Shared {
   std::condition_variable wake, idle;
   Job job;                                // mutex
   bool open = false;                      // mutex: workers may join the job
-  int joined = 0;                         // mutex
+  std::atomic<int> joined = 0;            // grows under the mutex
   bool stopping = false;                  // mutex
   std::atomic<std::uint64_t> number = 0;  // of the job; written under the mutex
   std::atomic<std::int64_t> next = 0;     // item
@@ -112,9 +112,14 @@ void ThreadPool::run(std::int64_t num_items, int max_threads, Work work, void* c
   shared.wake.notify_all();
   take_items(job, shared.next, 0);
   // A worker that has not woken up by now is not waited for.
+  {
+    const std::lock_guard lock(shared.mutex);
+    shared.open = false;
+  }
+  for (int i = 0; i < kSpins && shared.joined.load(std::memory_order_acquire) != 0; ++i) pause();
+  if (shared.joined.load(std::memory_order_acquire) == 0) return;
   std::unique_lock lock(shared.mutex);
-  shared.open = false;
-  shared.idle.wait(lock, [&] { return shared.joined == 0; });
+  shared.idle.wait(lock, [&] { return shared.joined.load() == 0; });
 }
 
 void ThreadPool::serve(Shared& shared, int index) {
@@ -129,11 +134,15 @@ void ThreadPool::serve(Shared& shared, int index) {
     seen = shared.number.load();
     if (!shared.open || index >= shared.job.num_helpers) continue;
     const Job job = shared.job;
-    ++shared.joined;
+    shared.joined.fetch_add(1, std::memory_order_relaxed);
     lock.unlock();
     take_items(job, shared.next, index + 1);
-    lock.lock();
-    if (--shared.joined == 0) shared.idle.notify_one();
+    // Who waits may be gone once this is 0, and may be asleep: the notice is under the mutex, for
+    // the wait to begin before it or to see the 0.
+    if (shared.joined.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      lock.lock();
+      shared.idle.notify_one();
+    }
   }
 }
 

@@ -7,6 +7,8 @@
 //   load_some   as many of a pair as there are (fewer than 2 * kWidth), zeros for the rest
 //   reduce8     the sums over the lanes of eight vectors
 //   kRows       rows of a matrix product's block: kRows * 3 sums stay in registers
+//   kLinearRows the same of a linear layer: kLinearRows * 2
+//   part<i>     element i of each lane's kWidth groups: of 2 bfloat16, or of 4 int8
 #pragma once
 
 #include <immintrin.h>
@@ -20,6 +22,7 @@ namespace {
 struct Vec {
   static constexpr int kWidth = 8;
   static constexpr int kRows = 4;
+  static constexpr int kLinearRows = 6;
   using R = __m256;
 
   static R zero() { return _mm256_setzero_ps(); }
@@ -93,6 +96,17 @@ struct Vec {
     const __m256i even = _mm256_srli_epi32(nearest_bf16(a), 16);
     const __m256i odd = _mm256_and_si256(nearest_bf16(b), upper());
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_or_si256(even, odd));
+  }
+  template <int i>
+  static R part(const Bf16* from) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm256_castsi256_ps(i == 0 ? _mm256_slli_epi32(bits, 16)
+                                      : _mm256_and_si256(bits, upper()));
+  }
+  template <int i>
+  static R part(const std::int8_t* from) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(bytes, 24 - 8 * i), 24));
   }
   static void load_some(const float* from, int count, R& a, R& b) {
     if (count == kWidth) {

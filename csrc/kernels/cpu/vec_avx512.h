@@ -11,6 +11,7 @@ namespace {
 struct Vec {
   static constexpr int kWidth = 16;
   static constexpr int kRows = 8;
+  static constexpr int kLinearRows = 12;
   using R = __m512;
 
   static R zero() { return _mm512_setzero_ps(); }
@@ -82,6 +83,17 @@ struct Vec {
     const __m512i even = _mm512_srli_epi32(nearest_bf16(a), 16);
     const __m512i odd = _mm512_and_si512(nearest_bf16(b), upper());
     _mm512_storeu_si512(to, _mm512_or_si512(even, odd));
+  }
+  template <int i>
+  static R part(const Bf16* from) {
+    const __m512i bits = _mm512_loadu_si512(from);
+    return _mm512_castsi512_ps(i == 0 ? _mm512_slli_epi32(bits, 16)
+                                      : _mm512_and_si512(bits, upper()));
+  }
+  template <int i>
+  static R part(const std::int8_t* from) {
+    const __m512i bytes = _mm512_loadu_si512(from);
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 24 - 8 * i), 24));
   }
   static void load_some(const float* from, int count, R& a, R& b) {
     const std::uint32_t wanted = (1U << count) - 1;

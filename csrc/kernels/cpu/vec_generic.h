@@ -16,6 +16,7 @@ namespace {
 struct Vec {
   static constexpr int kWidth = VMSERVE_GENERIC_WIDTH;
   static constexpr int kRows = kWidth / 2;
+  static constexpr int kLinearRows = 4;
   struct R {
     float x[kWidth];
   };
@@ -123,6 +124,18 @@ struct Vec {
       a.x[i] = widen(from[2 * i]);
       b.x[i] = widen(from[2 * i + 1]);
     }
+  }
+  template <int i>
+  static R part(const Bf16* from) {
+    R r;
+    for (int lane = 0; lane < kWidth; ++lane) r.x[lane] = widen(from[2 * lane + i]);
+    return r;
+  }
+  template <int i>
+  static R part(const std::int8_t* from) {
+    R r;
+    for (int lane = 0; lane < kWidth; ++lane) r.x[lane] = static_cast<float>(from[4 * lane + i]);
+    return r;
   }
   template <class T>
   static void load_some(const T* from, int count, R& a, R& b) {

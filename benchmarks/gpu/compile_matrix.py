@@ -1,0 +1,119 @@
+"""Compiles every variant of the CUDA kernels for every architecture, without a GPU.
+
+    python benchmarks/gpu/compile_matrix.py                # all: about two minutes
+    python benchmarks/gpu/compile_matrix.py --out results/compile.json
+
+Prints registers, shared memory and spills of each kernel as a table; the exit status is 1 if any
+kernel spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from vmserve.attention.cuda.compile import (
+    KernelResources,
+    compile_cubin,
+    compiler_version,
+    resources_of,
+)
+from vmserve.attention.cuda.variant import HEAD_DIMS, Sizes, Variant, sizes_for
+
+__all__ = ["ARCHITECTURES", "VARIANTS", "Row", "main", "measure", "sizes_of"]
+
+#: Shared memory in bytes: for a block, and of a multiprocessor (CUDA programming guide, technical
+#: specifications per compute capability).
+ARCHITECTURES = {
+    "sm_80": (166_912, 167_936),
+    "sm_90a": (232_448, 233_472),
+    "sm_100a": (232_448, 233_472),
+}
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant(dtype, head_dim, paged)
+        for dtype, head_dim, paged in itertools.product(
+            (torch.bfloat16, torch.float16), HEAD_DIMS, (True, False)
+        )
+    )
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    variant: str
+    architecture: str
+    resources: KernelResources
+    shared_bytes: int
+    cubin_bytes: int
+
+
+def sizes_of(variant: Variant, architecture: str) -> Sizes:
+    return sizes_for(variant.head_dim, *ARCHITECTURES[architecture])
+
+
+def measure(variant: Variant, architecture: str) -> list[Row]:
+    """One row for each kernel."""
+    sizes = sizes_of(variant, architecture)
+    cubin, log = compile_cubin(variant, sizes, architecture)
+    return [
+        Row(variant.name, architecture, resources, sizes.shared_bytes(name), len(cubin))
+        for name, resources in resources_of(log).items()
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each variant and architecture: registers, and KiB of shared memory, by kernel."""
+    kernels = sorted({row.resources.kernel for row in rows})
+    lines = [
+        f"{'variant':16} {'target':8} " + " ".join(f"{name:>13}" for name in kernels),
+    ]
+    keys = sorted({(row.variant, row.architecture) for row in rows})
+    for key in keys:
+        cells = {r.resources.kernel: r for r in rows if (r.variant, r.architecture) == key}
+        columns = []
+        for name in kernels:
+            row = cells[name]
+            text = f"{row.resources.registers} r"
+            if row.shared_bytes:
+                text += f" {row.shared_bytes / 1024:.0f} K"
+            if row.resources.spills:
+                text += " SPILLS"
+            columns.append(f"{text:>13}")
+        lines.append(f"{key[0]:16} {key[1]:8} " + " ".join(columns))
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument(
+        "--architectures", nargs="*", choices=list(ARCHITECTURES), default=list(ARCHITECTURES)
+    )
+    parser.add_argument("--out", type=Path, help="where to write the rows as JSON")
+    options = parser.parse_args(arguments)
+    rows: list[Row] = []
+    for architecture, name in itertools.product(options.architectures, options.variants):
+        rows += measure(VARIANTS[name], architecture)
+    spilling = [row for row in rows if row.resources.spills]
+    print(f"{compiler_version()}; r: registers of a thread; K: KiB of shared memory of a block")
+    print(table(rows))
+    verdict = f"{len(spilling)} kernels spill" if spilling else "no kernel spills"
+    print(f"{len(rows)} kernels, {verdict}")
+    if options.out is not None:
+        report = {"compiler": compiler_version(), "rows": [asdict(row) for row in rows]}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 1 if spilling else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""One module per engine, each with ``create(job)``; imported under that engine's interpreter."""

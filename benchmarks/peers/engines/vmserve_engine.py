@@ -1,0 +1,66 @@
+"""vmserve, by the steps of its engine, as ``vmserve.LLM`` makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engines.stepped import run_all
+from vmserve import LLM, SamplingParams
+from vmserve.models import resolve_dtype
+
+Json = dict[str, Any]
+
+
+class VmserveEngine:
+    def __init__(self, job: Json) -> None:
+        torch.set_num_threads(job["num_threads"])
+        options = {"max_num_seqs": job["max_num_seqs"], "max_model_len": job["max_model_len"]}
+        options |= {"enable_prefix_caching": False}
+        self._llm = LLM(model=job["model"], **(options | job["options"]))
+        engine = self._llm.engine
+        dtype = resolve_dtype(engine.config.dtype, engine.model_config, "cpu")
+        self.facts = {"computes_in": str(dtype).removeprefix("torch.")}
+        self._num_seen: dict[str, int] = {}
+        self._next_number = 0
+
+    def prepare(self, requests: list[Json]) -> None:
+        """Everything is there since the start."""
+
+    def run(self, requests: list[Json]) -> list[Json]:
+        first = self._next_number
+        self._next_number += len(requests)
+        return run_all(self, requests, first)
+
+    def add(self, number: int, request: Json) -> None:
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=request["num_output_tokens"],
+            ignore_eos=True,
+            detokenize=False,
+        )
+        self._num_seen[str(number)] = 0
+        self._llm.engine.add_request(str(number), request["prompt_token_ids"], params, stream=True)
+
+    def step(self) -> list[tuple[int, list[int]]]:
+        result = self._llm.engine.step()
+        for failure in result.failures:
+            raise failure.error
+        found = []
+        for output in result.outputs:
+            if not output.outputs:  # queued, nothing else
+                continue
+            tokens = output.outputs[0].token_ids
+            if not output.delta:  # all of the answer's tokens so far
+                tokens = tokens[self._num_seen[output.request_id] :]
+            self._num_seen[output.request_id] += len(tokens)
+            found.append((int(output.request_id), list(tokens)))
+        return found
+
+    def close(self) -> None:
+        self._llm.close()
+
+
+def create(job: Json) -> VmserveEngine:
+    return VmserveEngine(job)

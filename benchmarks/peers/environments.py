@@ -1,0 +1,184 @@
+"""Installs the peers, each in a virtual environment of its own under the cache directory.
+
+An environment is kept as long as its requirement file, the interpreter and, for what is compiled
+here, the processor's instructions stay the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
+#: By engine: the environment that it runs in.
+ENVIRONMENTS = {
+    "transformers": "transformers",
+    "llama.cpp": "llama-cpp",
+    "openvino": "openvino",
+    "vllm": "vllm",
+}
+#: Drawn in by others and used by nothing here. The registry's builds of them are for torch with
+#: CUDA; beside torch for processors, importing one fails and takes its importer with it.
+UNUSED = {
+    "openvino-export": ("torchvision",),
+    "vllm": ("torchaudio", "torchcodec", "torchvision"),
+}
+#: The bindings alone: the libraries come from :func:`build_llama_cpp`, which builds a server too.
+BINDINGS_ONLY = ("-C", "cmake.define.LLAMA_BUILD=OFF", "-C", "cmake.define.LLAVA_BUILD=OFF")
+CMAKE_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=ON",
+    "-DGGML_NATIVE=ON",
+    "-DGGML_CCACHE=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_NUMBER=1",
+)
+LIBRARY, SERVER = "llama", "llama-server"
+TAIL_CHARS = 600
+
+Say = Callable[[str], None]
+
+
+class NotInstalledError(Exception):
+    """Why a peer cannot be here; it is reported in its place in the results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """``python`` runs the engine's worker. ``tools``: programs beside it, by name."""
+
+    python: Path
+    variables: Mapping[str, str]
+    tools: Mapping[str, Path]
+
+
+def ensure(engine: str, cache_dir: Path, say: Say) -> Environment:
+    """The engine's environment, made now if it is not there. Raises NotInstalledError."""
+    name = ENVIRONMENTS[engine]
+    if engine == "llama.cpp":
+        python = ensure_packages(name, cache_dir, say, ("--no-binary", "llama-cpp-python"))
+        library = build_llama_cpp(LIBRARY, cache_dir, python, say)
+        variables = {"LLAMA_CPP_LIB_PATH": str(library), "LD_LIBRARY_PATH": str(library)}
+        return Environment(python, variables, {})
+    return Environment(ensure_packages(name, cache_dir, say), {}, {})
+
+
+def ensure_server(engine: str, found: Environment, cache_dir: Path, say: Say) -> Environment:
+    """The same with the program that serves. Raises NotInstalledError."""
+    if engine == "llama.cpp":
+        directory = build_llama_cpp(SERVER, cache_dir, found.python, say)
+        return replace(found, tools={SERVER: directory / SERVER})
+    if engine == "vllm":
+        return replace(found, tools={"vllm": found.python.with_name("vllm")})
+    return found
+
+
+def ensure_packages(name: str, cache_dir: Path, say: Say, options: Sequence[str] = ()) -> Path:
+    """The interpreter of an environment with what ``requirements/<name>.txt`` names."""
+    requirements = REQUIREMENTS / f"{name}.txt"
+    directory = cache_dir / "envs" / name
+    python = directory / "bin" / "python"
+    wanted = stamp(requirements.read_text(encoding="utf-8"), *options)
+    if python.exists() and is_stamped(directory, wanted):
+        return python
+    say(f"installing {name} into {directory}")
+    log = cache_dir / "logs" / f"{name}.log"
+    if not python.exists():
+        run([sys.executable, "-m", "venv", str(directory)], log)
+    more = [*options, *BINDINGS_ONLY] if options else []
+    run([str(python), "-m", "pip", "install", *more, "-r", str(requirements)], log)
+    if name in UNUSED:
+        run([str(python), "-m", "pip", "uninstall", "-y", *UNUSED[name]], log)
+    put_stamp(directory, wanted)
+    return python
+
+
+def build_llama_cpp(target: str, cache_dir: Path, python: Path, say: Say) -> Path:
+    """The directory with llama.cpp's libraries, or with its server beside them, built from the
+    source that the Python package of that version carries.
+    """
+    directory = cache_dir / "llama.cpp"
+    build = directory / "build"
+    requirement = next(
+        line
+        for line in (REQUIREMENTS / "llama-cpp.txt").read_text(encoding="utf-8").splitlines()
+        if line.startswith("llama-cpp-python==")
+    )
+    wanted = stamp(requirement, *CMAKE_OPTIONS, processor())
+    if is_stamped(build, wanted, target):
+        return build / "bin"
+    say(f"building {target} of llama.cpp in {build} (once, some minutes)")
+    directory.mkdir(parents=True, exist_ok=True)
+    log = cache_dir / "logs" / "llama-cpp-build.log"
+    for tool in ("cmake", "g++"):
+        if shutil.which(tool) is None:
+            raise NotInstalledError(f"building llama.cpp needs {tool}, which is not here")
+    source = unpacked(directory, python, requirement, log)
+    run(["cmake", "-S", str(source), "-B", str(build), *CMAKE_OPTIONS], log)
+    jobs = str(len(os.sched_getaffinity(0)))
+    run(["cmake", "--build", str(build), "-j", jobs, "--target", target], log)
+    put_stamp(build, wanted, target)
+    return build / "bin"
+
+
+def unpacked(directory: Path, python: Path, requirement: str, log: Path) -> Path:
+    """llama.cpp's source inside that of the package, downloaded and unpacked once."""
+    version = requirement.partition("==")[2]
+    source = directory / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
+    if not source.is_dir():
+        command = [str(python), "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
+        run([*command, "-d", str(directory), requirement], log)
+        with tarfile.open(directory / f"llama_cpp_python-{version}.tar.gz") as archive:
+            archive.extractall(directory, filter="data")
+    return source
+
+
+def stamp(*parts: str) -> dict[str, str]:
+    """What an environment was made from."""
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return {"python": sys.version.split()[0], "made_from": digest}
+
+
+def is_stamped(directory: Path, wanted: Mapping[str, str], name: str = "") -> bool:
+    path = stamp_path(directory, name)
+    return path.exists() and json.loads(path.read_text(encoding="utf-8")) == wanted
+
+
+def put_stamp(directory: Path, made_from: Mapping[str, str], name: str = "") -> None:
+    stamp_path(directory, name).write_text(json.dumps(made_from), encoding="utf-8")
+
+
+def stamp_path(directory: Path, name: str) -> Path:
+    return directory / (f"stamp-{name}.json" if name else "stamp.json")
+
+
+def processor() -> str:
+    """Model and instructions: native code for one processor may not run on another."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    wanted = ("model name", "flags", "Features")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def run(command: Sequence[str], log: Path) -> None:
+    """A command with its output added to ``log``. Raises NotInstalledError with its end."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        began = output.tell()
+        done = subprocess.run(command, stdout=output, stderr=output, check=False)
+    if done.returncode != 0:
+        told = log.read_bytes()[began:].decode(errors="replace").strip()[-TAIL_CHARS:]
+        what = " ".join(Path(part).name if part.startswith("/") else part for part in command[:5])
+        raise NotInstalledError(f"{what} ended with {done.returncode}: {told}")

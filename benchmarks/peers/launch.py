@@ -1,0 +1,104 @@
+"""Runs one engine in a process of its own and watches its memory from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from environments import Environment
+from process import MemorySamples, watch
+from subjects import Subject
+
+Json = dict[str, Any]
+
+WORKER = Path(__file__).resolve().parent / "worker.py"
+MODULES = {
+    "vmserve": "vmserve_engine",
+    "transformers": "transformers_engine",
+    "llama.cpp": "llama_cpp_engine",
+    "openvino": "openvino_engine",
+    "vllm": "vllm_engine",
+}
+ERROR_TAIL_CHARS = 3000
+
+
+def variables(
+    subject: Subject, environment: Environment, num_threads: int, cache_dir: Path
+) -> dict[str, str]:
+    """The same for every engine, and what one of them cannot be told otherwise.
+
+    Idle threads sleep: spinning ones starve a machine in use.
+    """
+    found = {
+        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "HF_HUB_OFFLINE": "1",
+        **environment.variables,
+    }
+    if subject.engine == "vllm":
+        found |= {
+            # GiB. Its default is a share of the whole machine.
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CACHE_ROOT": str(cache_dir / "vllm"),
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+        }
+        # The OpenMP that vLLM asks for: its package brings it, but does not load it.
+        library = environment.python.parent.parent / "lib" / "libiomp5.so"
+        if library.exists():
+            found["LD_PRELOAD"] = str(library)
+    return found
+
+
+def run_engine(
+    python: Path, job: Json, subject: Subject, added: Mapping[str, str], limit_s: float
+) -> Json:
+    """One job; the worker's result with memory added, and ``error`` where it did not get through.
+
+    What was measured before an error is kept.
+    """
+    environment = {**os.environ, **added}
+    if subject.engine == "vllm":
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    with tempfile.TemporaryDirectory(prefix="peers-benchmark-") as directory:
+        job_path, result_path = Path(directory, "job.json"), Path(directory, "result.json")
+        error_path = Path(directory, "output.txt")
+        samples = MemorySamples()
+        job = {**job, "module": MODULES[subject.engine], "spawned_monotonic": time.monotonic()}
+        job_path.write_text(json.dumps(job), encoding="utf-8")
+        with error_path.open("w") as output:
+            process = subprocess.Popen(
+                [str(python), str(WORKER), str(job_path), str(result_path)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+            finished = watch(process, samples, limit_s)
+        result: Json = {"workloads": {}}
+        if result_path.exists():
+            result = json.loads(result_path.read_text(encoding="utf-8"))
+        if not finished:
+            result["error"] = f"stopped after {limit_s:.0f} s"
+        elif process.returncode != 0:
+            tail = error_path.read_text(errors="replace")[-ERROR_TAIL_CHARS:].strip()
+            result["error"] = f"exit code {process.returncode}: {tail}"
+    add_memory(result, samples)
+    return result
+
+
+def add_memory(result: Json, samples: MemorySamples) -> None:
+    """The largest proportional size seen while a workload ran, or read at its end."""
+    for measured in result["workloads"].values():
+        start = measured.pop("start_monotonic")
+        inside = samples.peak(start, start + measured["elapsed_s"])
+        measured["peak_pss_bytes"] = max(inside, measured.pop("end_pss_bytes"))

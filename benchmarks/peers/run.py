@@ -1,0 +1,347 @@
+"""vmserve beside llama.cpp, OpenVINO, vLLM and transformers on one processor and one model.
+
+python benchmarks/peers/run.py            (everything; see README.md)
+python benchmarks/peers/run.py --smoke    (the small model, tiny workloads)
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import importlib.util
+import json
+import os
+import re
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Behind this directory: both have a run.py.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "offline"))
+
+from environments import Environment, NotInstalledError, ensure, ensure_server
+from launch import run_engine, variables
+from model_shape import PAD_ID, describe
+from models import MODELS, Model, ensure_files, ensure_model
+from process import run_worker
+from report import markdown, one_line
+from serving import SERVERS, own_environment, run_server
+from subjects import WEIGHTS, Subject, subjects_of
+from summary import collect, compare, medians
+from traffic import FULL, RATES, SMOKE, WORKLOADS, longest, make_workloads, warmup_requests
+from traffic import describe as describe_workloads
+
+from vmserve.bench.machine import machine_info
+
+Json = dict[str, Any]
+
+HERE = Path(__file__).resolve().parent
+SCHEMA = "vmserve-bench-peers"
+#: Raised when a reader of older files would misread newer ones.
+SCHEMA_VERSION = 1
+CACHE_VARIABLE = "VMSERVE_PEERS_CACHE"
+BF16_EXTENSIONS = ("avx512_bf16", "amx_bf16")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--smoke", action="store_true", help="model 8m, tiny workloads, 1 repeat")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: 8m 125m")
+    parser.add_argument(
+        "--peers", nargs="*", default=list(WEIGHTS), metavar="PEER",
+        help="ENGINE[:WEIGHTS][:OPTION=VALUE,...]; default: all of them, all weights: "
+        + "; ".join(f"{name} ({', '.join(each)})" for name, each in WEIGHTS.items()),
+    )  # fmt: skip
+    parser.add_argument(
+        "--variant", action="append", dest="variants", metavar="NAME[:OPTION=VALUE,...]",
+        help="vmserve with these engine options, under that name; repeatable; default: default",
+    )  # fmt: skip
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--repeats", type=int, help="default 3")
+    parser.add_argument("--threads", type=int, default=2, help="of every engine; default 2")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences at once")
+    parser.add_argument("--rate", type=float, help="of served, requests/s; default: by the model")
+    parser.add_argument("--check-requests", type=int, help="of offline, at most; default 8")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, lengths and prompts")
+    parser.add_argument("--time-limit", type=float, default=1800, help="seconds per process")
+    parser.add_argument(
+        "--cache-dir", type=Path, help=f"for environments and models; default: ${CACHE_VARIABLE}, "
+        "or in the temporary directory",
+        default=os.environ.get(CACHE_VARIABLE, Path(tempfile.gettempdir()) / "vmserve-peers"),
+    )  # fmt: skip
+    parser.add_argument("--install-only", action="store_true", help="install and convert, no more")
+    parser.add_argument("--output-dir", type=Path, default=HERE / "results")
+    options = parser.parse_args(arguments)
+    options.cache_dir = Path(options.cache_dir).resolve()
+    options.models = options.models or (["8m"] if options.smoke else ["8m", "125m"])
+    options.repeats = options.repeats or (1 if options.smoke else 3)
+    options.check_requests = 8 if options.check_requests is None else options.check_requests
+    try:
+        options.subjects = subjects_of(options.variants or ["default"], options.peers)
+    except ValueError as error:
+        parser.error(str(error))
+    if min(options.repeats, options.threads, options.max_num_seqs) < 1:
+        parser.error("--repeats, --threads and --max-num-seqs must be at least 1")
+    return options
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Bench:
+    """One invocation: what is there, what it is asked, and what came of it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.machine = machine_info()
+        self.has_bf16 = any(each in self.machine["cpu_extensions"] for each in BF16_EXTENSIONS)
+        self.absent: list[Json] = []
+        self.environments: dict[str, Environment] = {"vmserve": own_environment()}
+        #: Engines whose server is there too.
+        self.servers = {"vmserve"}
+        self.files: dict[tuple[str, str], dict[str, str]] = {}
+        self.models: list[Model] = []
+        self.workloads: dict[str, dict[str, list[Json]]] = {}
+        self.runs: list[Json] = []
+
+    def prepare(self) -> None:
+        """Installs, writes and converts all that is needed; who cannot take part is noted."""
+        options = self.options
+        log = options.cache_dir / "logs" / "checkpoint.log"
+        for name in options.models:
+            model = ensure_model(name, options.seed, options.cache_dir, log)
+            self.models.append(model)
+            self.workloads[name] = make_workloads(
+                options.workloads,
+                SMOKE if options.smoke else FULL,
+                model.shape.vocab_size,
+                options.seed,
+                options.rate or RATES[name],
+            )
+        for engine in dict.fromkeys(each.engine for each in options.subjects):
+            if engine != "vmserve":
+                self._install(engine)
+        for subject in options.subjects:
+            for model in self.models:
+                self._convert(subject, model)
+
+    def _install(self, engine: str) -> None:
+        try:
+            self.environments[engine] = ensure(engine, self.options.cache_dir, say)
+        except NotInstalledError as error:
+            say(f"{engine} is not installed: {error}")
+            self.absent.append({"name": engine, "reason": str(error)})
+            return
+        if engine in SERVERS and "served" in self.options.workloads:
+            self._install_server(engine)
+
+    def _install_server(self, engine: str) -> None:
+        try:
+            self.environments[engine] = ensure_server(
+                engine, self.environments[engine], self.options.cache_dir, say
+            )
+            self.servers.add(engine)
+        except NotInstalledError as error:
+            say(f"{engine} has no server: {error}")
+            self.absent.append({"name": f"{engine}, server", "reason": str(error)})
+
+    def _convert(self, subject: Subject, model: Model) -> None:
+        if subject.engine not in self.environments:
+            return
+        python = self.environments[subject.engine].python
+        try:
+            self.files[subject.name, model.name] = ensure_files(
+                model, subject, python, self.options.cache_dir, say
+            )
+        except NotInstalledError as error:
+            say(f"{subject.name} has no model {model.name}: {error}")
+            self.absent.append({"name": f"{subject.name}, {model.name}", "reason": str(error)})
+
+    def units(self, model: Model) -> list[tuple[Subject, bool]]:
+        """What runs in a process each: engines, and (True) their servers."""
+        asked = self.workloads[model.name]
+        present = [each for each in self.options.subjects if (each.name, model.name) in self.files]
+        found = [(each, False) for each in present if self._in_process(each, asked)]
+        if "served" in asked:
+            found += [(each, True) for each in present if each.engine in self.servers]
+        return found
+
+    def _in_process(self, subject: Subject, asked: Json) -> Json:
+        """Of the workloads, those that the engine's worker runs."""
+        return {
+            name: requests
+            for name, requests in asked.items()
+            if name != "served" or subject.engine == "openvino"
+        }
+
+    def measure(self) -> None:
+        """Every engine once per repeat, interleaved: a drawn order, then its reverse."""
+        rng = np.random.default_rng(self.options.seed)
+        for model in self.models:
+            units = self.units(model)
+            order = list(range(len(units)))
+            for repeat in range(self.options.repeats):
+                order = rng.permutation(len(units)).tolist() if repeat % 2 == 0 else order[::-1]
+                for index in order:
+                    self._run(model, *units[index], repeat)
+
+    def _run(self, model: Model, subject: Subject, is_server: bool, repeat: int) -> None:
+        asked = self.workloads[model.name]
+        environment = self.environments[subject.engine]
+        added = variables(subject, environment, self.options.threads, self.options.cache_dir)
+        job = self._job(model, subject)
+        limit = self.options.time_limit
+        if is_server:
+            run = run_server(subject, environment, job, added, asked["served"], limit)
+        else:
+            job |= {"workloads": self._in_process(subject, asked)}
+            run = run_engine(environment.python, job, subject, added, limit)
+        run |= {"model": model.name, "subject": subject.name, "repeat": repeat}
+        run |= {"is_server": is_server}
+        self.runs.append(run)
+        outcome = one_line(run["error"]) if "error" in run else "done"
+        what = f"{subject.name}{', server' if is_server else ''}"
+        say(f"{model.name}, repeat {repeat + 1}, {what}: {outcome}")
+
+    def _job(self, model: Model, subject: Subject) -> Json:
+        asked = self.workloads[model.name]
+        most = max(longest(requests) for requests in asked.values())
+        return {
+            "model": str(model.directory),
+            "files": self.files[subject.name, model.name],
+            "weights": subject.weights,
+            "options": dict(subject.options),
+            "num_threads": self.options.threads,
+            "max_num_seqs": self.options.max_num_seqs,
+            "max_model_len": -(-most // 256) * 256,
+            "vocab_size": model.shape.vocab_size,
+            "pad_id": PAD_ID,
+            "has_bf16": self.has_bf16,
+            "num_checked": self.options.check_requests,
+            "warmup": warmup_requests(model.shape.vocab_size, self.options.seed),
+        }
+
+    def check(self) -> Json:
+        """By model and engine: the first repeat's tokens beside those of one request at a time
+        in float32.
+        """
+        found: Json = {}
+        for model in self.models:
+            candidates: Json = {}
+            for run in self.runs:
+                offline = run["workloads"].get("offline", {})
+                if run["model"] == model.name and offline.get("token_ids"):
+                    candidates.setdefault(run["subject"], offline["token_ids"])
+            if not candidates:
+                continue
+            count = len(next(iter(candidates.values())))
+            say(f"{model.name}: checking the tokens of {count} requests")
+            job = {
+                "engine": "reference",
+                "model": str(model.directory),
+                "dtype": "float32",
+                "num_threads": self.options.threads,
+                "pad_id": PAD_ID,
+                "requests": self.workloads[model.name]["offline"][:count],
+                "candidates": candidates,
+            }
+            added = {"OMP_NUM_THREADS": str(self.options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+            result = run_worker(job, added, self.options.time_limit)
+            if "error" in result:
+                reason = {"name": f"token check, {model.name}", "reason": result["error"]}
+                self.absent.append(reason)
+                continue
+            found[model.name] = {
+                name: summarize_check(each) for name, each in result["candidates"].items()
+            }
+        return found
+
+    def results(self, checks: Json) -> Json:
+        values = collect(self.runs, self.workloads)
+        return {
+            "schema": SCHEMA,
+            "schema_version": SCHEMA_VERSION,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "smoke": self.options.smoke,
+            "machine": self.machine,
+            "num_threads": self.options.threads,
+            "num_repeats": self.options.repeats,
+            "max_num_seqs": self.options.max_num_seqs,
+            "subjects": [
+                {**asdict(each), "name": each.name, "width": each.width}
+                for each in self.options.subjects
+            ],
+            "models": {each.name: describe(each.shape, self.options.seed) for each in self.models},
+            "workloads": {name: describe_workloads(each) for name, each in self.workloads.items()},
+            "values": values,
+            "medians": {model: medians(each) for model, each in values.items()},
+            "comparisons": {
+                model: compare(each, self.options.subjects) for model, each in values.items()
+            },
+            "checks": checks,
+            "absent": [each | {"reason": one_line(each["reason"])} for each in self.absent],
+            "runs": [stored(run) for run in self.runs],
+        }
+
+
+def summarize_check(reports: list[Json]) -> Json:
+    """How many requests have the reference's tokens; the widest margin of a difference."""
+    different = [each for each in reports if each["position"] is not None]
+    return {
+        "num_requests": len(reports),
+        "num_identical": len(reports) - len(different),
+        "max_margin": max((each["margin"] for each in different), default=None),
+        "divergences": different,
+    }
+
+
+def stored(run: Json) -> Json:
+    """A run as it is kept: without its tokens and the times of each."""
+    kept = dict(run)
+    kept["workloads"] = {
+        name: {key: each[key] for key in each if key not in ("token_ids", "times_s", "due_s")}
+        for name, each in run["workloads"].items()
+    }
+    return kept | {"error": one_line(run["error"])} if "error" in run else kept
+
+
+def write_results(directory: Path, results: Json) -> Path:
+    """``<date>-<cpu>.json``, ``.md`` and ``.svg``; an earlier result is never overwritten."""
+    directory.mkdir(parents=True, exist_ok=True)
+    cpu = re.sub(r"[^a-z0-9]+", "-", results["machine"]["cpu"].lower()).strip("-")
+    stem = f"{results['date']}-{cpu}" + ("-smoke" if results["smoke"] else "")
+    path, number = directory / f"{stem}.json", 1
+    while path.exists():
+        number += 1
+        path = directory / f"{stem}-{number}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
+    return path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    bench = Bench(options)
+    bench.prepare()
+    if options.install_only:
+        return 1 if bench.absent else 0
+    bench.measure()
+    results = bench.results(bench.check() if options.check_requests else {})
+    path = write_results(options.output_dir, results)
+    print(path.with_suffix(".md").read_text(encoding="utf-8"))
+    if importlib.util.find_spec("matplotlib") is None:
+        say("no picture: matplotlib is not installed (pip install 'vmserve[bench]')")
+    elif results["values"]:
+        importlib.import_module("plot").draw(results, path.with_suffix(".svg"))
+    say(f"written: {path}")
+    return 1 if bench.absent or any("error" in run for run in bench.runs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

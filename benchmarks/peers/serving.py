@@ -1,0 +1,199 @@
+"""Starts an engine's OpenAI-compatible server, sends it the load and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+from environments import Environment
+from process import process_tree, pss_of
+from subjects import Subject, command_line_options
+
+from vmserve.bench.ab.client import Load
+from vmserve.bench.ab.jobs import Job, Prompts
+from vmserve.bench.serve.client import ServedRun, Target, send_load
+from vmserve.bench.workloads import RequestShape
+
+Json = dict[str, Any]
+
+#: Engines with a server here; OpenVINO is driven in its process, at the same arrivals.
+SERVERS = ("vmserve", "llama.cpp", "vllm")
+MODEL_NAME = "peers"
+POLL_S = 0.02
+GRACE_S = 10.0
+ERROR_TAIL_CHARS = 2000
+#: What ``llama-server`` decodes at once: a slot reserves its whole context.
+LLAMA_SLOTS = 16
+
+
+class ServerFailedError(Exception):
+    """The server ended, did not answer in time, or answered with errors."""
+
+
+def command(subject: Subject, environment: Environment, job: Json, port: int) -> list[str]:
+    """How the server is started."""
+    threads = str(job["num_threads"])
+    where = ["--host", "127.0.0.1", "--port", str(port)]
+    if subject.engine == "vmserve":
+        options = {
+            "max_num_seqs": job["max_num_seqs"],
+            "max_model_len": job["max_model_len"],
+            "enable_prefix_caching": False,
+        }
+        start = [str(environment.python), "-c", "from vmserve.cli import main; main()", "serve"]
+        start += ["--model", job["model"], "--served-model-name", MODEL_NAME, *where]
+        return start + command_line_options(options | dict(subject.options))
+    if subject.engine == "llama.cpp":
+        slots = int(subject.options.get("slots", min(LLAMA_SLOTS, job["max_num_seqs"])))
+        start = [str(environment.tools["llama-server"]), "-m", job["files"]["gguf"], *where]
+        start += ["--alias", MODEL_NAME, "--threads", threads, "--threads-batch", threads]
+        start += ["--parallel", str(slots), "--ctx-size", str(slots * job["max_model_len"])]
+        return [*start, "--no-cache-prompt", "--cache-ram", "0", "--no-webui", "--log-disable"]
+    start = [str(environment.tools["vllm"]), "serve", job["model"], *where]
+    start += ["--served-model-name", MODEL_NAME, "--max-model-len", str(job["max_model_len"])]
+    start += ["--max-num-seqs", str(job["max_num_seqs"]), "--no-enable-prefix-caching"]
+    dtype = {"dtype": "bfloat16" if job["has_bf16"] else "float32"}
+    return start + command_line_options(dtype | dict(subject.options))
+
+
+def run_server(
+    subject: Subject,
+    environment: Environment,
+    job: Json,
+    added: Mapping[str, str],
+    requests: list[Json],
+    limit_s: float,
+) -> Json:
+    """One server from nothing to the last answer, as a worker's result; ``error`` if it failed."""
+    port = free_port()
+    began = time.monotonic()
+    try:
+        with server(command(subject, environment, job, port), added) as process:
+            url = f"http://127.0.0.1:{port}/v1"
+            vocab_size = job["vocab_size"]
+            wait_for(process, url, job["warmup"][0], began + limit_s)
+            first_token = time.monotonic() - began
+            target = Target(url, MODEL_NAME, timeout_s=limit_s)
+            send(target, job["warmup"], vocab_size, limit_s)
+            left = limit_s - (time.monotonic() - began)
+            run = send(target, requests, vocab_size, left)
+            pss = sum(pss_of(pid) for pid in process_tree(process.pid))
+    except (ServerFailedError, TimeoutError, OSError) as error:
+        return {"error": str(error) or f"stopped after {limit_s:.0f} s", "workloads": {}}
+    samples = run.record.requests
+    served = {
+        "elapsed_s": run.record.elapsed_s,
+        "due_s": [each.due_s for each in samples],
+        "times_s": [list(each.token_times_s) for each in samples],
+        "client_cpu_s": run.record.cpu_s,
+    }
+    return {"first_token_s": first_token, "pss_bytes": pss, "workloads": {"served": served}}
+
+
+@contextlib.contextmanager
+def server(arguments: list[str], added: Mapping[str, str]) -> Iterator[Any]:
+    """A server in a process group of its own, ended with all that it started."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            arguments,
+            env={**os.environ, **added},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        except ServerFailedError as error:
+            output.seek(0)
+            tail = output.read()[-ERROR_TAIL_CHARS:].strip()
+            raise ServerFailedError(f"{error}: {tail}") from None
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+            if number == signal.SIGTERM:
+                continue  # its children may outlive it
+            return
+
+
+def wait_for(process: subprocess.Popen[Any], url: str, request: Json, deadline: float) -> None:
+    """Until one token comes. Raises ServerFailedError."""
+    body = {
+        "model": MODEL_NAME,
+        "prompt": request["prompt_token_ids"],
+        "max_tokens": 1,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    with httpx.Client(timeout=120.0) as client:
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise ServerFailedError(f"the server ended with {process.returncode}")
+            try:
+                answer = client.post(f"{url}/completions", json=body)
+            except httpx.HTTPError:
+                time.sleep(POLL_S)
+                continue
+            if answer.is_success:
+                return
+            if answer.status_code not in (404, 503):  # 503: it is loading the model
+                raise ServerFailedError(f"{answer.status_code}: {answer.text[:300]}")
+            time.sleep(POLL_S)
+    raise ServerFailedError("no token came in time")
+
+
+def send(target: Target, requests: list[Json], vocab_size: int, limit_s: float) -> ServedRun:
+    """All requests at their arrivals. Raises ServerFailedError if one fails, TimeoutError."""
+    jobs = [
+        Job(
+            RequestShape(
+                len(request["prompt_token_ids"]),
+                request["num_output_tokens"],
+                request["arrival_s"],
+                index,
+            ),
+            token_ids=tuple(request["prompt_token_ids"]),
+        )
+        for index, request in enumerate(requests)
+    ]
+
+    async def limited() -> ServedRun:
+        load = send_load(target, jobs, Load(is_open=True), Prompts(vocab_size, 0), 0)
+        return await asyncio.wait_for(load, max(1.0, limit_s))
+
+    run = asyncio.run(limited())
+    if run.failures:
+        first = run.failures[0]
+        raise ServerFailedError(f"{len(run.failures)} requests failed: {first.message}")
+    if run.num_other_length:
+        raise ServerFailedError(f"{run.num_other_length} answers are not as long as was asked")
+    return run
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def own_environment() -> Environment:
+    """That of vmserve: the one this script runs in."""
+    return Environment(Path(sys.executable), {}, {})

@@ -1,0 +1,123 @@
+"""Who is compared: engines with the weights that they read and the options they run with.
+
+Written on the command line as ENGINE[:WEIGHTS][:OPTION=VALUE,...]; a variant of vmserve as
+NAME[:OPTION=VALUE,...] with its own engine options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Width = Literal["16 bit", "8 bit"]
+
+#: By engine, the weights it can read here; the first ones in ``DEFAULT_WEIGHTS`` run unasked.
+#: 16 bit: what the checkpoint has, whatever a processor without such arithmetic makes of it.
+WEIGHTS: Mapping[str, Mapping[str, Width]] = {
+    "transformers": {"bf16": "16 bit"},
+    "llama.cpp": {"bf16": "16 bit", "f16": "16 bit", "q8_0": "8 bit"},
+    "openvino": {"f16": "16 bit", "int8": "8 bit"},
+    "vllm": {"bf16": "16 bit"},
+}
+DEFAULT_WEIGHTS: Mapping[str, tuple[str, ...]] = {
+    engine: tuple(weights) for engine, weights in WEIGHTS.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """``weights`` of vmserve: its ``quantization`` option, else those of the checkpoint."""
+
+    engine: str
+    weights: str
+    variant: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Unique in a run: it names the results."""
+        if self.engine == "vmserve":
+            return f"vmserve {self.variant}"
+        told = ",".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.engine} {self.weights}" + (f" ({told})" if told else "")
+
+    @property
+    def width(self) -> Width:
+        """Which peers it is compared with."""
+        if self.engine == "vmserve":
+            return "8 bit" if "8" in self.weights else "16 bit"
+        return WEIGHTS[self.engine][self.weights]
+
+
+def value_of(text: str) -> Any:
+    """``"4"`` as 4, ``"true"`` as True, ``"none"`` as None, what is none of these as text."""
+    named = {"true": True, "false": False, "none": None}
+    if text.lower() in named:
+        return named[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def options_of(text: str) -> dict[str, Any]:
+    """``a=1,b=x`` as a mapping. Raises ValueError."""
+    options: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not (name.strip() and equals and value.strip()):
+            raise ValueError(f"{part!r} is no OPTION=VALUE")
+        options[name.strip().replace("-", "_")] = value_of(value.strip())
+    return options
+
+
+def variant_of(text: str) -> Subject:
+    """``native:linear_backend=native`` as a subject. Raises ValueError."""
+    name, _, rest = text.partition(":")
+    if not name.strip():
+        raise ValueError(f"{text!r} has no name: write NAME:OPTION=VALUE,...")
+    options = options_of(rest) if rest else {}
+    weights = options.get("quantization") or options.get("dtype") or "checkpoint"
+    return Subject("vmserve", str(weights), name.strip(), options)
+
+
+def peers_of(text: str) -> list[Subject]:
+    """``openvino:int8:max_num_seqs=32`` as subjects; one for each of its weights where none
+    are named. Raises ValueError.
+    """
+    engine, *rest = text.split(":")
+    if engine not in WEIGHTS:
+        raise ValueError(f"no peer is called {engine!r}: choose from {', '.join(WEIGHTS)}")
+    options = options_of(rest.pop()) if rest and "=" in rest[-1] else {}
+    if len(rest) > 1 or (rest and rest[0] not in WEIGHTS[engine]):
+        known = ", ".join(WEIGHTS[engine])
+        raise ValueError(f"{text!r}: the weights of {engine} are {known}")
+    weights = tuple(rest) or DEFAULT_WEIGHTS[engine]
+    return [Subject(engine, each, options=options) for each in weights]
+
+
+def command_line_options(options: Mapping[str, Any]) -> list[str]:
+    """Engine options as ``vmserve serve`` spells them."""
+    found: list[str] = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(flag if value else "--no-" + flag[2:])
+        elif value is not None:
+            found += [flag, str(value)]
+    return found
+
+
+def subjects_of(variants: list[str], peers: list[str]) -> list[Subject]:
+    """All of them, vmserve first. Raises ValueError for two of one name."""
+    found = [variant_of(text) for text in variants]
+    for text in peers:
+        found += peers_of(text)
+    names = [each.name for each in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} is there twice: give variants names of their own")
+    return found

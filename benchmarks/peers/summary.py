@@ -1,0 +1,153 @@
+"""Metrics of a run, medians over repeats, and vmserve against each peer."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from subjects import Subject
+
+Json = dict[str, Any]
+
+#: An interval needs as many repeats; with few of them it is little more than their range.
+MIN_REPEATS = 3
+NUM_RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """``scale``: what the table shows is the value times this, in ``unit``."""
+
+    name: str
+    title: str
+    unit: str
+    higher_is_better: bool
+    scale: float = 1.0
+
+
+METRICS = (
+    Metric("offline_tokens_per_s", "offline", "output tokens/s", True),
+    Metric("decode_tokens_per_s", "decode, one stream", "tokens/s", True),
+    Metric("prefill_tokens_per_s", "prefill", "prompt tokens/s", True),
+    Metric("served_ttft_p50_s", "served, TTFT p50", "ms", False, 1e3),
+    Metric("served_ttft_p99_s", "served, TTFT p99", "ms", False, 1e3),
+    Metric("served_itl_p50_s", "served, ITL p50", "ms", False, 1e3),
+    Metric("served_itl_p99_s", "served, ITL p99", "ms", False, 1e3),
+    Metric("peak_pss_bytes", "peak PSS", "MiB", False, 2.0**-20),
+    Metric("first_token_s", "start to first token", "s", False),
+)
+
+
+def metrics_of(run: Json, workloads: Mapping[str, Sequence[Json]]) -> dict[str, float]:
+    """What one run of one engine says; nothing for what it did not get to."""
+    found: dict[str, float] = {}
+    measured = run["workloads"]
+    if "offline" in measured:
+        num_tokens = sum(each["num_output_tokens"] for each in workloads["offline"])
+        found["offline_tokens_per_s"] = num_tokens / measured["offline"]["elapsed_s"]
+    if "decode" in measured:
+        found["decode_tokens_per_s"] = statistics.median(
+            (len(times) - 1) / (times[-1] - times[0]) for times in measured["decode"]["times_s"]
+        )
+    if "prefill" in measured:
+        found["prefill_tokens_per_s"] = statistics.median(
+            len(request["prompt_token_ids"]) / (times[0] - due)
+            for request, due, times in zip(
+                workloads["prefill"],
+                measured["prefill"]["due_s"],
+                measured["prefill"]["times_s"],
+                strict=True,
+            )
+        )
+    if "served" in measured:
+        found |= latencies(measured["served"])
+    peaks = [each["peak_pss_bytes"] for each in measured.values() if "peak_pss_bytes" in each]
+    if peaks and not run.get("is_server"):
+        found["peak_pss_bytes"] = max(peaks)
+    if "first_token_s" in run and not run.get("is_server"):
+        found["first_token_s"] = run["first_token_s"]
+    return found
+
+
+def latencies(served: Json) -> dict[str, float]:
+    """Time to the first token from the moment a request was due; gaps of all requests pooled."""
+    pairs = list(zip(served["due_s"], served["times_s"], strict=True))
+    first = [times[0] - due for due, times in pairs]
+    gaps = np.concatenate([np.diff(times) for _, times in pairs])
+    found = {
+        "served_ttft_p50_s": float(np.percentile(first, 50)),
+        "served_ttft_p99_s": float(np.percentile(first, 99)),
+    }
+    if gaps.size:
+        found["served_itl_p50_s"] = float(np.percentile(gaps, 50))
+        found["served_itl_p99_s"] = float(np.percentile(gaps, 99))
+    return found
+
+
+def collect(runs: Sequence[Json], workloads: Mapping[str, Mapping[str, Sequence[Json]]]) -> Json:
+    """``[model][subject][metric][repeat]``: a value of every repeat that has one.
+
+    ``workloads``: by model, what its runs were asked.
+    """
+    found: Json = {}
+    for run in runs:
+        values = found.setdefault(run["model"], {}).setdefault(run["subject"], {})
+        for name, value in metrics_of(run, workloads[run["model"]]).items():
+            values.setdefault(name, {})[str(run["repeat"])] = value
+    return found
+
+
+def medians(values: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Json:
+    """``[subject][metric]``, the median over repeats."""
+    return {
+        subject: {name: statistics.median(each.values()) for name, each in metrics.items()}
+        for subject, metrics in values.items()
+    }
+
+
+def advantage(
+    metric: Metric, ours: Mapping[str, float], theirs: Mapping[str, float], seed: int = 0
+) -> Json | None:
+    """How many times better vmserve's median is: above 1, vmserve is ahead, whatever is better.
+
+    Values by repeat; only repeats that both have count. The interval is the percentile bootstrap
+    over repeats, resampled together, as both met the same state of the machine. None where there
+    is nothing in common.
+    """
+    common = sorted(set(ours) & set(theirs))
+    if not common:
+        return None
+    pairs = np.array([[ours[each], theirs[each]] for each in common])
+    if not metric.higher_is_better:
+        pairs = pairs[:, ::-1]
+    ratio = float(np.median(pairs[:, 0]) / np.median(pairs[:, 1]))
+    low = high = None
+    if len(common) >= MIN_REPEATS:
+        rng = np.random.default_rng(seed)
+        picks = rng.integers(0, len(common), size=(NUM_RESAMPLES, len(common)))
+        drawn = np.median(pairs[picks], axis=1)
+        tail = 100 * (1 - CONFIDENCE) / 2
+        low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [tail, 100 - tail]).tolist()
+    return {"ratio": ratio, "low": low, "high": high, "num_repeats": len(common)}
+
+
+def compare(values: Mapping[str, Any], subjects: Sequence[Subject]) -> list[Json]:
+    """Every variant of vmserve against every peer with weights as wide, metric by metric."""
+    found = []
+    for ours in subjects:
+        for theirs in subjects:
+            is_pair = ours.engine == "vmserve" != theirs.engine and ours.width == theirs.width
+            if not is_pair or ours.name not in values or theirs.name not in values:
+                continue
+            metrics = {}
+            for metric in METRICS:
+                mine = values[ours.name].get(metric.name, {})
+                result = advantage(metric, mine, values[theirs.name].get(metric.name, {}))
+                if result is not None:
+                    metrics[metric.name] = result
+            found.append({"vmserve": ours.name, "peer": theirs.name, "metrics": metrics})
+    return found

@@ -1,0 +1,24 @@
+"""A Llama checkpoint as OpenVINO IR: ``python to_openvino.py MODEL_DIR OUT_DIR f16|int8``.
+
+By optimum's exporter. int8: weights alone, asymmetric, a scale per row (its own default);
+activations stay as the plugin has them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+FORMATS = {"f16": "fp16", "int8": "int8"}
+
+
+def main(model: str, target: str, weights: str) -> None:
+    exporter = Path(sys.executable).with_name("optimum-cli")
+    command = [str(exporter), "export", "openvino", "--model", model]
+    command += ["--task", "text-generation-with-past", "--weight-format", FORMATS[weights], target]
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

@@ -1,0 +1,125 @@
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "tensor_tuple.h"
+#include "vmserve/cpu_decoder.h"
+#include "vmserve/errors.h"
+
+namespace py = pybind11;
+
+namespace vmserve {
+namespace {
+
+using IntArray = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
+
+DType as_dtype(const std::string& name) {
+  if (name == "float32") return DType::kFloat32;
+  if (name == "bfloat16") return DType::kBFloat16;
+  throw MisuseError("a decoder has no KV cache of " + name + ": use float32 or bfloat16");
+}
+
+// A vector of floats, or nothing.
+const float* vector_of(std::optional<TensorTuple> tuple, std::int64_t size, const char* name) {
+  if (!tuple) return nullptr;
+  const TensorRef tensor = as_tensor(std::move(*tuple));
+  if (tensor.dtype != DType::kFloat32 || tensor.shape != Ints{size} || tensor.strides != Ints{1}) {
+    throw MisuseError(std::string(name) + " is not [" + std::to_string(size) +
+                      "] in contiguous float32");
+  }
+  return reinterpret_cast<const float*>(tensor.data);
+}
+
+std::vector<double> forward(CpuDecoder& decoder, const IntArray& token_ids,
+                            std::pair<TensorTuple, TensorTuple> rotary,
+                            const std::vector<CpuBatch*>& batches, const IntArray& wanted,
+                            std::uintptr_t logits) {
+  const Ints ids(token_ids.data(), token_ids.data() + token_ids.size());
+  const Ints rows(wanted.data(), wanted.data() + wanted.size());
+  const TensorRef cos = as_tensor(std::move(rotary.first));
+  const TensorRef sin = as_tensor(std::move(rotary.second));
+  std::vector<CpuDecoder::Part> parts;
+  for (CpuBatch* batch : batches) parts.push_back({batch, 0.0});
+  {
+    const py::gil_scoped_release unlocked;
+    decoder.forward(ids, cos, sin, parts, rows, reinterpret_cast<float*>(logits));
+  }
+  std::vector<double> seconds;
+  for (const CpuDecoder::Part& part : parts) seconds.push_back(part.seconds);
+  return seconds;
+}
+
+}  // namespace
+
+void bind_decoder(py::module_& m) {
+  py::class_<CpuDecoder>(m, "CpuDecoder")
+      .def(py::init([](std::int64_t vocab_size, std::int64_t hidden_size, std::int64_t mlp_size,
+                       std::int64_t q_heads, std::int64_t kv_heads, std::int64_t head_dim,
+                       float norm_eps, const std::string& kv_dtype, bool quantized, int num_threads,
+                       const std::string& isa) {
+             const DecoderShape shape{vocab_size, hidden_size, mlp_size, q_heads,
+                                      kv_heads,   head_dim,    norm_eps};
+             return std::make_unique<CpuDecoder>(shape, as_dtype(kv_dtype), quantized, num_threads,
+                                                 isa);
+           }),
+           py::kw_only(), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("mlp_size"),
+           py::arg("q_heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"),
+           py::arg("kv_dtype"), py::arg("quantized"), py::arg("num_threads"), py::arg("isa") = "")
+      .def(
+          "add_layer",
+          [](CpuDecoder& decoder, TensorTuple attention_norm, TensorTuple q, TensorTuple k,
+             TensorTuple v, TensorTuple output, TensorTuple mlp_norm, TensorTuple gate,
+             TensorTuple up, TensorTuple down, std::optional<TensorTuple> q_bias,
+             std::optional<TensorTuple> k_bias, std::optional<TensorTuple> v_bias,
+             std::optional<TensorTuple> q_norm, std::optional<TensorTuple> k_norm,
+             std::int64_t head_dim, float scale, std::int64_t window, float softcap) {
+            DecoderLayer layer;
+            layer.attention_norm = as_tensor(std::move(attention_norm));
+            layer.q = as_tensor(std::move(q));
+            layer.k = as_tensor(std::move(k));
+            layer.v = as_tensor(std::move(v));
+            layer.output = as_tensor(std::move(output));
+            layer.mlp_norm = as_tensor(std::move(mlp_norm));
+            layer.gate = as_tensor(std::move(gate));
+            layer.up = as_tensor(std::move(up));
+            layer.down = as_tensor(std::move(down));
+            layer.q_bias = vector_of(std::move(q_bias), layer.q.shape.at(0), "q_bias");
+            layer.k_bias = vector_of(std::move(k_bias), layer.k.shape.at(0), "k_bias");
+            layer.v_bias = vector_of(std::move(v_bias), layer.v.shape.at(0), "v_bias");
+            layer.q_norm = vector_of(std::move(q_norm), head_dim, "q_norm");
+            layer.k_norm = vector_of(std::move(k_norm), head_dim, "k_norm");
+            layer.scale = scale;
+            layer.window = window;
+            layer.softcap = softcap;
+            const py::gil_scoped_release unlocked;
+            decoder.add_layer(layer);
+          },
+          py::kw_only(), py::arg("attention_norm"), py::arg("q"), py::arg("k"), py::arg("v"),
+          py::arg("output"), py::arg("mlp_norm"), py::arg("gate"), py::arg("up"), py::arg("down"),
+          py::arg("q_bias"), py::arg("k_bias"), py::arg("v_bias"), py::arg("q_norm"),
+          py::arg("k_norm"), py::arg("head_dim"), py::arg("scale"), py::arg("window"),
+          py::arg("softcap"))
+      .def(
+          "set_ends",
+          [](CpuDecoder& decoder, TensorTuple embedding, TensorTuple final_norm, TensorTuple head) {
+            const TensorRef table = as_tensor(std::move(embedding));
+            const TensorRef norm = as_tensor(std::move(final_norm));
+            const TensorRef last = as_tensor(std::move(head));
+            const py::gil_scoped_release unlocked;
+            decoder.set_ends(table, norm, last);
+          },
+          py::arg("embedding"), py::arg("final_norm"), py::arg("head"))
+      .def_property_readonly("weight_bytes", &CpuDecoder::weight_bytes)
+      .def_property("num_threads", &CpuDecoder::num_threads, &CpuDecoder::set_num_threads)
+      .def("forward", &forward, py::arg("token_ids"), py::arg("rotary"), py::arg("batches"),
+           py::arg("wanted"), py::arg("logits"));
+}
+
+}  // namespace vmserve

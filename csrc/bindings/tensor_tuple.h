@@ -1,0 +1,39 @@
+// How a tensor comes from Python.
+#pragma once
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "vmserve/cpu_attention.h"
+#include "vmserve/errors.h"
+
+namespace vmserve {
+
+using Ints = std::vector<std::int64_t>;
+// (address, dtype, shape, strides in elements)
+using TensorTuple = std::tuple<std::uintptr_t, std::string_view, Ints, Ints>;
+
+inline TensorRef as_tensor(TensorTuple&& tuple) {
+  auto& [address, dtype, shape, strides] = tuple;
+  TensorRef tensor;
+  tensor.data = reinterpret_cast<char*>(address);
+  if (dtype == "float32") {
+    tensor.dtype = DType::kFloat32;
+  } else if (dtype == "bfloat16") {
+    tensor.dtype = DType::kBFloat16;
+  } else {
+    throw MisuseError("the CPU kernels have no dtype " + std::string(dtype));
+  }
+  if (shape.size() != strides.size()) throw MisuseError("a tensor's shape and strides differ");
+  tensor.shape = std::move(shape);
+  tensor.strides = std::move(strides);
+  return tensor;
+}
+
+}  // namespace vmserve

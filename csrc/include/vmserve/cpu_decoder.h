@@ -1,0 +1,128 @@
+// A whole decoder of the Llama family on the CPU: one call for a step's forward pass.
+//
+// Weights are packed once, for the instruction set at hand, in the type that they are stored in
+// (or in int8); activations and sums are float32, K and V are written and read in the type of the
+// KV cache. Norms, rotations, the write of K and V, residuals and the gated MLP are part of the
+// products around them, and nothing but the pool's own wake-ups lies between two of them.
+//
+// A row's result has the same bits whatever other rows are in the batch, on any number of threads.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "vmserve/cpu_attention.h"
+
+namespace vmserve {
+
+namespace cpu {
+struct LinearKernels;
+enum class WeightType : std::int32_t;
+}  // namespace cpu
+
+// Sizes and constants that all layers share.
+struct DecoderShape {
+  std::int64_t vocab_size = 0, hidden_size = 0, mlp_size = 0;
+  std::int64_t q_heads = 0, kv_heads = 0, head_dim = 0;
+  float norm_eps = 0.0F;
+};
+
+// One layer's tensors, as in the checkpoint: weights [outputs, inputs] in float32 or bfloat16,
+// contiguous in their last dimension; norms and biases in float32, contiguous.
+struct DecoderLayer {
+  TensorRef attention_norm, q, k, v, output, mlp_norm, gate, up, down;
+  const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr;
+  const float *q_norm = nullptr, *k_norm = nullptr;  // [head_dim], both or none
+  float scale = 1.0F;
+  std::int64_t window = 0;
+  float softcap = 0.0F;
+};
+
+// Memory that big pages back where the system has them: weights are read from end to end.
+class BigBuffer {
+ public:
+  BigBuffer() = default;
+  explicit BigBuffer(std::size_t bytes);
+  ~BigBuffer();
+  BigBuffer(BigBuffer&& other) noexcept;
+  BigBuffer& operator=(BigBuffer&& other) noexcept;
+
+  char* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  char* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+class CpuDecoder {
+ public:
+  // `quantized`: linear layers in int8, a scale for each output. `isa` as for CpuAttention.
+  CpuDecoder(const DecoderShape& shape, DType kv_dtype, bool quantized, int num_threads,
+             const std::string& isa);
+  ~CpuDecoder();
+
+  // The layers in their order, then the ends. `embedding` [vocab, hidden] is the caller's and must
+  // outlive the decoder; everything else is copied. `head` [vocab, hidden].
+  void add_layer(const DecoderLayer& layer);
+  void set_ends(const TensorRef& embedding, const TensorRef& final_norm, const TensorRef& head);
+
+  // Bytes of the packed weights.
+  std::size_t weight_bytes() const;
+  int num_threads() const;
+  void set_num_threads(int num_threads);
+
+  // One regime's sequences: their rows follow those of the part before.
+  struct Part {
+    CpuBatch* batch;
+    double seconds;  // out: what attention took
+  };
+
+  // token_ids [tokens]; cos and sin [tokens, 1, head_dim] in the KV cache's type; `wanted`: the
+  // rows whose logits [wanted, vocab] are asked for, in any order. Throws MisuseError for ids or
+  // rows out of range before anything is written.
+  void forward(const std::vector<std::int64_t>& token_ids, const TensorRef& cos,
+               const TensorRef& sin, std::vector<Part>& parts,
+               const std::vector<std::int64_t>& wanted, float* logits);
+
+ private:
+  struct Linear;
+  struct Layer;
+  struct Rows;
+
+  void check_call(const std::vector<std::int64_t>& token_ids, const TensorRef& cos,
+                  const TensorRef& sin, const std::vector<Part>& parts,
+                  const std::vector<std::int64_t>& wanted) const;
+  Linear pack(const std::vector<const TensorRef*>& tensors, bool gated);
+  void embed(const std::vector<std::int64_t>& token_ids);
+  void project(const Layer& layer, std::int64_t num_rows);
+  void normalise_heads(const Layer& layer, std::int64_t num_rows);
+  void attend(const Layer& layer, std::int64_t index, const TensorRef& cos, const TensorRef& sin,
+              std::vector<Part>& parts);
+  void keep(const std::vector<std::int64_t>& wanted);
+  void finish_layer(const Layer& layer, std::int64_t num_rows);
+  void pack_rows(const void* rows, bool bf16, std::int64_t num_rows, std::int64_t depth,
+                 const float* norm);
+  void multiply(const Linear& linear, const float* rows, std::int64_t num_rows, int epilogue,
+                void* out, std::int64_t out_stride);
+  template <class Body>
+  void parallel(std::int64_t num_items, std::int64_t work, const Body& body);
+
+  DecoderShape shape_;
+  DType kv_dtype_;
+  bool quantized_;
+  const cpu::LinearKernels* kernels_;
+  std::shared_ptr<ThreadPool> pool_;
+  std::unique_ptr<CpuAttention> attention_;
+  std::vector<Layer> layers_;
+  TensorRef embedding_;
+  std::vector<float> final_norm_;
+  std::unique_ptr<Linear> head_;
+  std::mutex mutex_;  // one call at a time
+  // Of a step; grown as needed, kept.
+  std::vector<float> x_, kept_, packed_, gated_, qkv_, attended_, scratch_;
+};
+
+}  // namespace vmserve

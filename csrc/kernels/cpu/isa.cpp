@@ -1,0 +1,33 @@
+#include "isa.h"
+
+#include "vmserve/errors.h"
+
+namespace vmserve::cpu {
+
+std::vector<const KernelTable*> usable_tables() {
+  std::vector<const KernelTable*> tables;
+#ifdef VMSERVE_X86_KERNELS
+  // These also ask whether the system saves the registers.
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  if (avx512) tables.push_back(&avx512_kernels());
+  if (avx2) tables.push_back(&avx2_kernels());
+#endif
+  tables.push_back(&generic_kernels());
+  tables.push_back(&generic16_kernels());
+  return tables;
+}
+
+const KernelTable& choose_table(const std::string& isa) {
+  std::string names;
+  for (const KernelTable* table : usable_tables()) {
+    if (isa.empty() || isa == table->isa) return *table;
+    names += (names.empty() ? "" : ", ") + std::string(table->isa);
+  }
+  throw MisuseError("instruction set '" + isa + "': this processor has kernels for " + names);
+}
+
+}  // namespace vmserve::cpu

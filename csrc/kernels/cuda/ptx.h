@@ -1,0 +1,169 @@
+// Everything in the kernels that is not plain C++: the PTX instructions and the threads' meetings.
+//
+// The kernels touch global memory, shared memory in fragments, other threads and the approximate
+// units through these functions alone, so that a test can run the same source on a CPU: it defines
+// VMSERVE_EMULATED_PTX as a header that has the same functions with the semantics of the PTX ISA.
+// Needs sm_80.
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i64 = long long;
+
+// Elements are held as their bits; arithmetic is in float.
+struct Bf16 {
+  u16 bits;
+};
+struct Fp16 {
+  u16 bits;
+};
+
+// 16 bytes, as they are moved.
+struct alignas(16) Unit {
+  u32 x, y, z, w;
+};
+
+struct alignas(8) Pair {
+  float x, y;
+};
+
+#ifdef VMSERVE_EMULATED_PTX
+#include VMSERVE_EMULATED_PTX
+#else
+
+namespace ptx {
+
+#define VMS_PTX __device__ __forceinline__
+
+VMS_PTX int thread() { return static_cast<int>(threadIdx.x); }
+VMS_PTX int block() { return static_cast<int>(blockIdx.x); }
+VMS_PTX int num_blocks() { return static_cast<int>(gridDim.x); }
+
+// The block's dynamic shared memory.
+VMS_PTX char* shared() {
+  extern __shared__ __align__(128) char memory[];
+  return memory;
+}
+
+VMS_PTX void sync_block() { __syncthreads(); }
+VMS_PTX void sync_warp() { __syncwarp(); }
+VMS_PTX float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffU, x, mask); }
+
+// Global memory. T: 1, 2, 4, 8 or 16 bytes, aligned to its size.
+template <class T>
+VMS_PTX T load(const T* from) {
+  return *from;
+}
+template <class T>
+VMS_PTX void store(T* to, T value) {
+  *to = value;
+}
+
+VMS_PTX u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// Starts to copy 16 bytes from global to shared memory; zeros instead, and nothing is read, where
+// not `valid`. Copies belong to the next commit; they are there for the thread that started them
+// after the wait, for others after they met it.
+VMS_PTX void copy_async(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+VMS_PTX void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most kPending of the thread's last commits are not complete.
+template <int kPending>
+VMS_PTX void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements: lane 8 i + j brings the address of row j of matrix i, and
+// gets of each matrix the elements 2 (lane % 4) and the next of row lane / 4.
+VMS_PTX void load_matrices(u32 (&to)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+// The same of the transposed matrices.
+VMS_PTX void load_matrices_transposed(u32 (&to)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// d += a b: 16 x 16 times 16 x 8, elements of type T, sums in float.
+template <class T>
+VMS_PTX void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
+template <>
+VMS_PTX void multiply_add<Bf16>(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+VMS_PTX void multiply_add<Fp16>(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats, rounded to nearest even; the first in the low half.
+template <class T>
+VMS_PTX u32 pack(float low, float high);
+template <>
+VMS_PTX u32 pack<Bf16>(float low, float high) {
+  u32 bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+template <>
+VMS_PTX u32 pack<Fp16>(float low, float high) {
+  u32 bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+
+VMS_PTX float widen(Bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
+VMS_PTX float widen(Fp16 x) {
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+  return wide;
+}
+
+// 2^x and log2 x, of the special function unit: 2 units in the last place off, subnormals are 0.
+VMS_PTX float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+VMS_PTX float log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+VMS_PTX float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+VMS_PTX float larger(float x, float y) { return fmaxf(x, y); }
+VMS_PTX float multiply_add(float x, float y, float z) { return fmaf(x, y, z); }
+// Neither is contracted to a multiply-add.
+VMS_PTX float product(float x, float y) { return __fmul_rn(x, y); }
+VMS_PTX float sum(float x, float y) { return __fadd_rn(x, y); }
+VMS_PTX float infinity() { return __int_as_float(0x7f800000); }
+
+#undef VMS_PTX
+
+}  // namespace ptx
+
+#define VMS_DEVICE __device__ __forceinline__
+#define VMS_KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#endif

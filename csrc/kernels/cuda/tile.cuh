@@ -1,0 +1,294 @@
+// What a warp does with 16 query rows and a tile of keys and values in shared memory.
+//
+// Thread t of the warp holds, of every 16 x 8 block of scores or output, columns 2 (t % 4) and the
+// next of rows t / 4 (elements 0 and 1) and t / 4 + 8 (elements 2 and 3).
+#pragma once
+
+#include "kv.cuh"
+
+// The online softmax (Milakov and Gimelshein 2018) of two rows and their sums of values so far.
+template <int kHeadDim>
+struct RowSums {
+  float out[kHeadDim / 8][4];
+  float maximum[2];  // of the scores before `scale`; -infinity: no key yet
+  float total[2];    // of this thread's columns alone
+
+  VMS_DEVICE void clear() {
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[n][i] = 0.0F;
+    }
+    maximum[0] = maximum[1] = -ptx::infinity();
+    total[0] = total[1] = 0.0F;
+  }
+};
+
+// Query rows as fragments: in registers, or where heads are long in shared memory.
+template <int kHeadDim>
+struct QueryRows {
+  static constexpr bool kHeld = kHeadDim <= 128;
+  u32 held[kHeld ? kHeadDim / 16 : 1][4];
+  const char* tile;
+  int row, unit;
+
+  // `first`: of the warp's 16 rows in the tile.
+  VMS_DEVICE void take(const char* queries, int first, int lane) {
+    tile = queries;
+    row = first + (lane & 15);
+    unit = lane >> 4;
+    if (!kHeld) return;
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+      if (kHeld) ptx::load_matrices(held[kHeld ? k : 0], tile + tile_offset<kHeadDim>(row, 2 * k + unit));
+    }
+  }
+  VMS_DEVICE void fragment(int k, u32 (&to)[4]) const {
+    if (kHeld) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i] = held[kHeld ? k : 0][i];
+    } else {
+      ptx::load_matrices(to, tile + tile_offset<kHeadDim>(row, 2 * k + unit));
+    }
+  }
+};
+
+template <class T, int kHeadDim, int kTokens>
+VMS_DEVICE void score(const QueryRows<kHeadDim>& queries, const char* k_tile, int lane,
+                      float (&scores)[kTokens / 8][4]) {
+#pragma unroll
+  for (int n = 0; n < kTokens / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[n][i] = 0.0F;
+  }
+  const int row = ((lane >> 4) << 3) + (lane & 7), unit = (lane >> 3) & 1;
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k) {
+    u32 q[4];
+    queries.fragment(k, q);
+#pragma unroll
+    for (int n = 0; n < kTokens / 16; ++n) {
+      u32 keys[4];
+      ptx::load_matrices(keys, k_tile + tile_offset<kHeadDim>(16 * n + row, 2 * k + unit));
+      ptx::multiply_add<T>(scores[2 * n], q, keys[0], keys[1]);
+      ptx::multiply_add<T>(scores[2 * n + 1], q, keys[2], keys[3]);
+    }
+  }
+}
+
+// softcap * tanh(score / softcap), in binary logarithms: tanh x = 1 - 2 / (1 + e^2x).
+template <int kCount>
+VMS_DEVICE void cap(float (&scores)[kCount][4], float scale, float softcap) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float e = ptx::exp2(scores[n][i] * scale);
+      scores[n][i] = ptx::multiply_add(-2.0F * softcap, ptx::reciprocal(1.0F + e), softcap);
+    }
+  }
+}
+
+// Hides what lies outside [low, high) of each of the two rows; `first` is this thread's first column.
+template <int kCount>
+VMS_DEVICE void mask(float (&scores)[kCount][4], int first, const int (&low)[2],
+                     const int (&high)[2]) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int position = first + 8 * n + (i & 1);
+      if (position < low[i >> 1] || position >= high[i >> 1]) scores[n][i] = -ptx::infinity();
+    }
+  }
+}
+
+VMS_DEVICE float quad_maximum(float x) {
+  x = ptx::larger(x, ptx::shuffle_xor(x, 1));
+  return ptx::larger(x, ptx::shuffle_xor(x, 2));
+}
+VMS_DEVICE float quad_sum(float x) {
+  x += ptx::shuffle_xor(x, 1);
+  return x + ptx::shuffle_xor(x, 2);
+}
+
+// Scores become weights relative to the new maximum; what was summed before is brought to it.
+template <int kHeadDim, int kCount>
+VMS_DEVICE void soften(float (&scores)[kCount][4], float scale, RowSums<kHeadDim>& sums) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float best = sums.maximum[half];
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      best = ptx::larger(best, ptx::larger(scores[n][2 * half], scores[n][2 * half + 1]));
+    }
+    best = quad_maximum(best);
+    // A row that has seen no key yet keeps weights of 0, not of NaN.
+    const float shift = best == -ptx::infinity() ? 0.0F : best * scale;
+    const float factor = ptx::exp2(ptx::multiply_add(sums.maximum[half], scale, -shift));
+    sums.maximum[half] = best;
+    float total = sums.total[half] * factor;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+      for (int i = 2 * half; i < 2 * half + 2; ++i) {
+        scores[n][i] = ptx::exp2(ptx::multiply_add(scores[n][i], scale, -shift));
+        total += scores[n][i];
+      }
+    }
+    sums.total[half] = total;
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      sums.out[n][2 * half] *= factor;
+      sums.out[n][2 * half + 1] *= factor;
+    }
+  }
+}
+
+template <class T, int kHeadDim, int kTokens>
+VMS_DEVICE void weigh(const float (&weights)[kTokens / 8][4], const char* v_tile, int lane,
+                      RowSums<kHeadDim>& sums) {
+  const int row = lane & 15, unit = lane >> 4;
+#pragma unroll
+  for (int k = 0; k < kTokens / 16; ++k) {
+    const u32 w[4] = {ptx::pack<T>(weights[2 * k][0], weights[2 * k][1]),
+                      ptx::pack<T>(weights[2 * k][2], weights[2 * k][3]),
+                      ptx::pack<T>(weights[2 * k + 1][0], weights[2 * k + 1][1]),
+                      ptx::pack<T>(weights[2 * k + 1][2], weights[2 * k + 1][3])};
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 16; ++n) {
+      u32 values[4];
+      ptx::load_matrices_transposed(values,
+                                    v_tile + tile_offset<kHeadDim>(16 * k + row, 2 * n + unit));
+      ptx::multiply_add<T>(sums.out[2 * n], w, values[0], values[1]);
+      ptx::multiply_add<T>(sums.out[2 * n + 1], w, values[2], values[3]);
+    }
+  }
+}
+
+// Where the rows of an item come from and what they see: row r is query head `head * group + r %
+// group` of the item's token r / group.
+struct ItemRows {
+  const AttendArgs& args;
+  const WorkItem item;
+  const int head, num_rows;
+
+  VMS_DEVICE ItemRows(const AttendArgs& a, int work)
+      : args(a),
+        item(fetch(a.items + work / a.kv_heads)),
+        head(work % a.kv_heads),
+        num_rows(item.num_tokens * a.group) {}
+
+  VMS_DEVICE static WorkItem fetch(const WorkItem* from) {
+    const Unit* const halves = reinterpret_cast<const Unit*>(from);
+    const Unit a = ptx::load(halves), b = ptx::load(halves + 1);
+    return {static_cast<int>(a.x), static_cast<int>(a.y), static_cast<int>(a.z),
+            static_cast<int>(a.w), static_cast<int>(b.x), static_cast<int>(b.y),
+            static_cast<int>(b.z), static_cast<int>(b.w)};
+  }
+
+  VMS_DEVICE int token(int index) const {
+    return item.token >= 0 ? item.token + index : ptx::load(args.lists + (-1 - item.token) + index);
+  }
+  VMS_DEVICE int q_head(int row) const { return head * args.group + row % args.group; }
+  VMS_DEVICE i64 head_offset() const { return head * args.kv.head_stride; }
+
+  // Keys that row `row` sees: [low, high). Rows that are not there see what there is.
+  VMS_DEVICE void visible(int row, int& low, int& high) const {
+    low = item.kv_begin;
+    high = item.kv_end;
+    if (row >= num_rows) return;
+    const int index = row / args.group;
+    const int position =
+        item.token >= 0 ? item.min_position + index : ptx::load(args.positions + token(index));
+    if (position + 1 < high) high = position + 1;
+    if (args.window > 0 && position + 1 - args.window > low) low = position + 1 - args.window;
+  }
+
+  // The lowest and the highest position of the 16 rows from `first` on.
+  VMS_DEVICE void span(int first, int& lowest, int& highest) const {
+    lowest = item.min_position;
+    highest = item.max_position;
+    if (item.token < 0) return;
+    const int last = first + 15 < num_rows ? first + 15 : num_rows - 1;
+    lowest = item.min_position + first / args.group;
+    highest = item.min_position + last / args.group;
+  }
+};
+
+// Copies the item's queries into shared memory; rows that are not there become zeros.
+template <int kHeadDim, int kRows, int kThreads>
+VMS_DEVICE void load_queries(const ItemRows& rows, char* tile) {
+  constexpr int kUnits = kHeadDim / 8;
+  for (int i = ptx::thread(); i < kRows * kUnits; i += kThreads) {
+    const int row = i / kUnits, unit = i % kUnits;
+    Unit value = {0, 0, 0, 0};
+    if (row < rows.num_rows) {
+      const char* const from = rows.args.q +
+                               rows.token(row / rows.args.group) * rows.args.q_token_stride +
+                               rows.q_head(row) * rows.args.q_head_stride + unit * 16;
+      value = ptx::load(reinterpret_cast<const Unit*>(from));
+    }
+    *reinterpret_cast<Unit*>(tile + tile_offset<kHeadDim>(row, unit)) = value;
+  }
+}
+
+// One tile of keys and values for one warp's 16 rows, whose positions lie in [lowest, highest].
+template <class T, int kHeadDim, int kTokens>
+VMS_DEVICE void attend_tile(const ItemRows& rows, const QueryRows<kHeadDim>& queries,
+                            const char* k_tile, const char* v_tile, int begin, int lowest,
+                            int highest, const int (&low)[2], const int (&high)[2],
+                            RowSums<kHeadDim>& sums) {
+  const AttendArgs& args = rows.args;
+  const int lane = ptx::thread() & 31;
+  float scores[kTokens / 8][4];
+  score<T, kHeadDim, kTokens>(queries, k_tile, lane, scores);
+  float scale = args.scale;
+  if (args.softcap > 0.0F) {
+    cap(scores, scale, args.softcap);
+    scale = 1.0F;
+  }
+  const int end = begin + kTokens;
+  // Only tiles at an edge are masked.
+  if (end > rows.item.kv_end || end > lowest + 1 ||
+      (args.window > 0 && begin + args.window <= highest)) {
+    mask(scores, begin + 2 * (lane & 3), low, high);
+  }
+  soften(scores, scale, sums);
+  weigh<T, kHeadDim, kTokens>(scores, v_tile, lane, sums);
+}
+
+constexpr float kLn2 = 0.6931471805599453F;
+
+// Where a finished row goes.
+struct RowTarget {
+  int token, q_head, part;  // part: -1: the output itself
+
+  VMS_DEVICE RowTarget(const ItemRows& rows, int row)
+      : token(rows.token(row / rows.args.group)), q_head(rows.q_head(row)) {
+    const int start = ptx::load(rows.args.part_starts + token);
+    part = start < 0 ? -1 : start + rows.item.part;
+  }
+  VMS_DEVICE i64 index(const AttendArgs& args) const {
+    return static_cast<i64>(part < 0 ? token : part) * args.kv_heads * args.group + q_head;
+  }
+};
+
+// `lse`: a binary logarithm.
+VMS_DEVICE void store_lse(const AttendArgs& args, const RowTarget& target, float lse) {
+  if (target.part >= 0) {
+    ptx::store(args.part_lse + target.index(args), lse);
+  } else if (args.lse != nullptr) {
+    ptx::store(args.lse + target.index(args), lse * kLn2);
+  }
+}
+
+template <class T, int kHeadDim>
+VMS_DEVICE void store_pair(const AttendArgs& args, const RowTarget& target, int d, float x, float y) {
+  const i64 at = target.index(args) * kHeadDim + d;
+  if (target.part >= 0) {
+    ptx::store(reinterpret_cast<Pair*>(args.parts + at), Pair{x, y});
+  } else {
+    ptx::store(reinterpret_cast<u32*>(args.out + at * 2), ptx::pack<T>(x, y));
+  }
+}

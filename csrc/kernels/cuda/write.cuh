@@ -1,0 +1,110 @@
+// Rotary embedding of q and k with the write of k and v to their positions, in one pass; and moves
+// of memory for the KV cache.
+//
+// The rotation rounds where separate tensor operations in the element type would: after each
+// product and after the sum (vmserve/attention/rotary.py).
+#pragma once
+
+#include "kv.cuh"
+
+constexpr int kWriteThreads = 128;
+constexpr int kMoveThreads = 256;
+
+template <class T>
+VMS_DEVICE float rounded(float x) {
+  const u32 bits = ptx::pack<T>(x, 0.0F);
+  return ptx::widen(T{static_cast<u16>(bits & 0xffffU)});
+}
+
+template <class T>
+VMS_DEVICE float rotated(T x, T partner, T cos, T sin) {
+  return ptx::sum(rounded<T>(ptx::product(ptx::widen(x), ptx::widen(cos))),
+                  rounded<T>(ptx::product(ptx::widen(partner), ptx::widen(sin))));
+}
+
+// Eight elements from d on of a head's row, rotated where they are below `rotary_dim`.
+template <class T>
+VMS_DEVICE Unit rotate_unit(const T* row, const T* cos, const T* sin, int d, int rotary_dim) {
+  union {
+    Unit unit;
+    u32 pairs[4];
+  } to;
+  to.unit = ptx::load(reinterpret_cast<const Unit*>(row + d));
+  if (d >= rotary_dim) return to.unit;
+  const int half = rotary_dim / 2;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float x[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int e = d + 2 * i + j;
+      const T own = {static_cast<u16>(to.pairs[i] >> (16 * j))};
+      x[j] = ptx::widen(own);
+      if (e >= rotary_dim) continue;
+      const T partner = ptx::load(row + (e < half ? e + half : e - half));
+      x[j] = rotated<T>(own, partner, ptx::load(cos + e), ptx::load(sin + e));
+    }
+    to.pairs[i] = ptx::pack<T>(x[0], x[1]);
+  }
+  return to.unit;
+}
+
+// One block for a token; its threads share the units of all its heads: q's if it is rotated, k's,
+// then v's.
+template <class T, int kHeadDim, bool kPaged>
+VMS_DEVICE void write_token(const WriteArgs& args) {
+  constexpr int kUnits = kHeadDim / 8;
+  const int token = ptx::block();
+  const int row = ptx::load(args.rows + token);
+  if (row < 0) return;
+  const i64 offset = kv_offset<kPaged>(args.kv, row, ptx::load(args.positions + token));
+  const T* const cos = reinterpret_cast<const T*>(args.cos + token * args.cos_stride);
+  const T* const sin = reinterpret_cast<const T*>(args.sin + token * args.sin_stride);
+  const int q_heads = args.rotary_dim > 0 ? args.q_heads : 0;
+  const int num_units = (q_heads + 2 * args.kv_heads) * kUnits;
+  for (int i = ptx::thread(); i < num_units; i += kWriteThreads) {
+    int head = i / kUnits;
+    const int unit = i % kUnits;
+    const char* from;
+    char* to;
+    int rotary_dim = args.rotary_dim;
+    if (head < q_heads) {
+      from = args.q + token * args.q_token_stride + head * args.q_head_stride;
+      to = args.q_out + (static_cast<i64>(token) * args.q_heads + head) * kHeadDim * 2;
+    } else if ((head -= q_heads) < args.kv_heads) {
+      from = args.k + token * args.k_token_stride + head * args.k_head_stride;
+      to = args.kv.keys + offset + head * args.kv.head_stride;
+    } else {
+      head -= args.kv_heads;
+      from = args.v + token * args.v_token_stride + head * args.v_head_stride;
+      to = args.kv.values + offset + head * args.kv.head_stride;
+      rotary_dim = 0;
+    }
+    const Unit value =
+        rotate_unit<T>(reinterpret_cast<const T*>(from), cos, sin, unit * 8, rotary_dim);
+    ptx::store(reinterpret_cast<Unit*>(to) + unit, value);
+  }
+}
+
+// Runs are shared by `pieces` blocks each; 16 bytes at a time where both ends are aligned.
+template <bool kZero>
+VMS_DEVICE void move_runs(const MoveArgs& args) {
+  const int run = ptx::block() / args.pieces, piece = ptx::block() % args.pieces;
+  if (run >= ptx::load(args.num_runs)) return;
+  const i64* const entry = args.runs + 4 * static_cast<i64>(run);
+  char* const to = reinterpret_cast<char*>(ptx::load(entry));
+  const char* const from = kZero ? nullptr : reinterpret_cast<const char*>(ptx::load(entry + 1));
+  const i64 bytes = ptx::load(entry + 2);
+  const i64 first = static_cast<i64>(piece) * kMoveThreads + ptx::thread();
+  const i64 step = static_cast<i64>(args.pieces) * kMoveThreads;
+  const bool aligned = ((reinterpret_cast<i64>(to) | reinterpret_cast<i64>(from)) & 15) == 0;
+  const i64 units = aligned ? bytes / 16 : 0;
+  for (i64 i = first; i < units; i += step) {
+    Unit value = {0, 0, 0, 0};
+    if (!kZero) value = ptx::load(reinterpret_cast<const Unit*>(from) + i);
+    ptx::store(reinterpret_cast<Unit*>(to) + i, value);
+  }
+  for (i64 i = 16 * units + first; i < bytes; i += step) {
+    ptx::store(to + i, kZero ? '\0' : ptx::load(from + i));
+  }
+}

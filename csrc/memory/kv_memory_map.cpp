@@ -1,0 +1,98 @@
+// A picture of the pool, for people: what each page is used for, and what each slot shows.
+#include <algorithm>
+#include <array>
+
+#include "vmserve/errors.h"
+#include "vmserve/kv_memory.h"
+
+namespace vmserve {
+namespace {
+
+constexpr std::uint8_t kVirtualUse = 1, kPagedUse = 2, kSpareUse = 4;
+
+std::uint8_t code(PageUse use, bool shared, bool mapped) {
+  return static_cast<std::uint8_t>(static_cast<int>(use) + (shared ? kPageShared : 0) +
+                                   (mapped ? kPageMapped : 0));
+}
+
+// `uses`: which views of live sequences have the page.
+std::uint8_t code_of(const BlockPool& pool, PageId page, std::uint8_t uses) {
+  switch (pool.state(page)) {
+    case PageState::kAbsent:
+      return code(PageUse::kAbsent, false, false);
+    case PageState::kFree:
+      return code(PageUse::kFree, false, false);
+    case PageState::kWaiting:
+      return code(PageUse::kWaiting, false, pool.maps(page) > 0);
+    case PageState::kHeld:
+      return code(PageUse::kHeld, false, pool.maps(page) > 0);
+    case PageState::kIdle: {
+      const bool spare = (uses & kSpareUse) != 0;
+      const PageUse use = pool.cached(page) > 0 ? PageUse::kCached
+                          : spare               ? PageUse::kSpare
+                                                : PageUse::kParked;
+      return code(use, false, pool.maps(page) > 0);
+    }
+    case PageState::kInUse:
+    case PageState::kSplit:
+      break;
+  }
+  const bool is_virtual = (uses & kVirtualUse) != 0, is_paged = (uses & kPagedUse) != 0;
+  const PageUse use = !is_virtual ? PageUse::kPaged : is_paged ? PageUse::kBoth : PageUse::kVirtual;
+  return code(use, pool.shared(page) > 0, pool.maps(page) > 0);
+}
+
+}  // namespace
+
+MemoryMap KVMemory::memory_map(std::int64_t max_cells) {
+  if (max_cells < 1) throw MisuseError("a map has at least one cell");
+  const auto lock = enter();
+  absorb();
+  // What lies above the limit, after it was lowered, is shown until it has gone.
+  std::int64_t num_pages_shown = pool_.limit();
+  for (std::int64_t page = pool_.next_committed(num_pages_shown); page >= 0;
+       page = pool_.next_committed(page + 1)) {
+    num_pages_shown = page + 1;
+  }
+  std::vector<std::uint8_t> uses(static_cast<std::size_t>(num_pages_shown));
+  MemoryMap map;
+  map.slots.reserve(slots_.size());
+  for (const Slot& slot : slots_) {
+    const std::int64_t own = slot.active() ? num_pages(seqs_[slot.seq]) : 0;
+    map.slots.push_back({slot.seq, static_cast<std::int32_t>(slot.size()),
+                         static_cast<std::int32_t>(std::min(own, slot.size()))});
+    for (std::int64_t i = own; slot.active() && i < slot.size(); ++i) {
+      if (slot.entries[i].page != kNoPage) uses[slot.entries[i].page] |= kSpareUse;
+    }
+  }
+  for (const Sequence& seq : seqs_) {
+    if (!seq.open || seq.has.swapped) continue;
+    const std::uint8_t use = seq.has.view == View::kVirtual ? kVirtualUse : kPagedUse;
+    for (const BlockId block : seq.has.blocks) {
+      if (block != kNoBlock) uses[pool_.page_of(block)] |= use;
+    }
+  }
+  draw_cells(map, uses, max_cells);
+  return map;
+}
+
+// A cell of several pages has the code that most of them have; of equals, the lowest.
+void KVMemory::draw_cells(MemoryMap& map, const std::vector<std::uint8_t>& uses,
+                          std::int64_t max_cells) const {
+  const auto num_pages_shown = static_cast<std::int64_t>(uses.size());
+  map.num_pages = num_pages_shown;
+  map.pages_per_cell = std::max<std::int64_t>(1, (num_pages_shown + max_cells - 1) / max_cells);
+  map.counts.assign(kNumPageCodes, 0);
+  for (std::int64_t first = 0; first < num_pages_shown; first += map.pages_per_cell) {
+    std::array<std::int64_t, kNumPageCodes> counts{};
+    const std::int64_t end = std::min(first + map.pages_per_cell, num_pages_shown);
+    for (std::int64_t page = first; page < end; ++page) {
+      counts[code_of(pool_, static_cast<PageId>(page), uses[page])] += 1;
+    }
+    const auto most = std::max_element(counts.begin(), counts.end());
+    map.cells.push_back(static_cast<std::uint8_t>(most - counts.begin()));
+    for (int i = 0; i < kNumPageCodes; ++i) map.counts[i] += counts[i];
+  }
+}
+
+}  // namespace vmserve

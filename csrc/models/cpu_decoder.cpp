@@ -1,0 +1,540 @@
+#include "vmserve/cpu_decoder.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "../kernels/cpu/isa.h"
+#include "vmserve/errors.h"
+#include "vmserve/text.h"
+
+namespace vmserve {
+namespace {
+
+// Waking another thread takes longer than so many multiplications.
+constexpr std::int64_t kSerialWork = 1 << 15;
+// What a work item takes of a layer: as many panels as stay in a core's own cache while all rows
+// go by, and of many rows a part, so that there are items for every thread.
+constexpr std::int64_t kItemBytes = 192 << 10;
+constexpr std::int64_t kItemsPerThread = 4;
+// Of the weights of an item that are widened at a time.
+constexpr std::int64_t kWidenedBytes = 192 << 10;
+constexpr std::size_t kBigPage = std::size_t{2} << 20;
+
+std::int64_t round_up(std::int64_t n, std::int64_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
+
+std::int64_t padded_depth(std::int64_t depth) {
+  return round_up(depth, cpu::kDepthUnit);
+}
+
+std::int64_t weight_size(cpu::WeightType type) {
+  switch (type) {
+    case cpu::WeightType::kFloat32:
+      return 4;
+    case cpu::WeightType::kBFloat16:
+      return 2;
+    case cpu::WeightType::kInt8:
+      return 1;
+  }
+  return 0;
+}
+
+void require(bool condition, const std::string& what) {
+  if (!condition) throw MisuseError(what);
+}
+
+void check_matrix(const TensorRef& tensor, const char* name, std::int64_t outputs,
+                  std::int64_t inputs) {
+  require(tensor.shape == std::vector<std::int64_t>{outputs, inputs} &&
+              tensor.strides.size() == 2 && tensor.strides[1] == 1,
+          std::string(name) + " is not [" + std::to_string(outputs) + ", " +
+              std::to_string(inputs) + "] with contiguous rows");
+}
+
+std::vector<float> copy_vector(const TensorRef& tensor, const char* name, std::int64_t size) {
+  require(tensor.shape == std::vector<std::int64_t>{size} &&
+              tensor.strides == std::vector<std::int64_t>{1} && tensor.dtype == DType::kFloat32,
+          std::string(name) + " is not [" + std::to_string(size) + "] in contiguous float32");
+  const auto* const from = reinterpret_cast<const float*>(tensor.data);
+  return {from, from + size};
+}
+
+template <class Number>
+void grow(std::vector<Number>& buffer, std::int64_t size) {
+  if (buffer.size() < static_cast<std::size_t>(size)) buffer.resize(static_cast<std::size_t>(size));
+}
+
+class Stopwatch {
+ public:
+  double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+BigBuffer::BigBuffer(std::size_t bytes) : bytes_(bytes) {
+  if (bytes == 0) return;
+  // Aligned by hand: a mapping begins anywhere, a big page does not.
+  const std::size_t reserved = (bytes + kBigPage - 1) / kBigPage * kBigPage + kBigPage;
+  void* const at = mmap(nullptr, reserved, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) {
+    throw OutOfMemoryError("the system has no " + human_bytes(bytes) +
+                           " for a layer's weights: use --quantization int8 or a smaller model");
+  }
+  const auto first = reinterpret_cast<std::uintptr_t>(at);
+  const std::uintptr_t data = (first + kBigPage - 1) / kBigPage * kBigPage;
+  const std::uintptr_t end = data + (bytes + kBigPage - 1) / kBigPage * kBigPage;
+  if (data > first) munmap(at, data - first);
+  if (first + reserved > end) munmap(reinterpret_cast<void*>(end), first + reserved - end);
+  data_ = reinterpret_cast<char*>(data);
+  // A layer smaller than half a big page would waste more than the pages save.
+  if (bytes >= kBigPage / 2) madvise(data_, end - data, MADV_HUGEPAGE);
+}
+
+BigBuffer::~BigBuffer() {
+  if (data_ != nullptr) munmap(data_, (bytes_ + kBigPage - 1) / kBigPage * kBigPage);
+}
+
+BigBuffer::BigBuffer(BigBuffer&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+
+BigBuffer& BigBuffer::operator=(BigBuffer&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+struct CpuDecoder::Linear {
+  BigBuffer weights;
+  std::vector<float> scales, bias;  // in the order of the lanes, as long as all the panels
+  cpu::WeightType type{};
+  std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0;
+  bool gated = false;
+};
+
+struct CpuDecoder::Layer {
+  std::vector<float> attention_norm, mlp_norm, q_norm, k_norm;
+  Linear qkv, output, gate_up, down;
+  float scale = 1.0F;
+  std::int64_t window = 0;
+  float softcap = 0.0F;
+};
+
+CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, bool quantized, int num_threads,
+                       const std::string& isa)
+    : shape_(shape),
+      kv_dtype_(kv_dtype),
+      quantized_(quantized),
+      kernels_(&cpu::choose_table(isa).linear),
+      pool_(std::make_shared<ThreadPool>(num_threads)),
+      attention_(std::make_unique<CpuAttention>(pool_, isa)) {
+  require(shape.vocab_size > 0 && shape.hidden_size > 0 && shape.mlp_size > 0 &&
+              shape.kv_heads > 0 && shape.q_heads > 0 && shape.q_heads % shape.kv_heads == 0 &&
+              shape.head_dim > 0,
+          "the sizes of a decoder are positive, its query heads a multiple of its KV heads");
+}
+
+CpuDecoder::~CpuDecoder() = default;
+
+std::size_t CpuDecoder::weight_bytes() const {
+  std::size_t bytes = head_ ? head_->weights.bytes() : 0;
+  for (const Layer& layer : layers_) {
+    for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+      bytes += linear->weights.bytes();
+    }
+  }
+  return bytes;
+}
+
+int CpuDecoder::num_threads() const {
+  return pool_->num_threads();
+}
+
+void CpuDecoder::set_num_threads(int num_threads) {
+  const std::lock_guard lock(mutex_);
+  if (num_threads == pool_->num_threads()) return;
+  pool_ = std::make_shared<ThreadPool>(num_threads);
+  attention_->set_pool(pool_);
+}
+
+template <class Body>
+void CpuDecoder::parallel(std::int64_t num_items, std::int64_t work, const Body& body) {
+  const auto call = [](void* context, std::int64_t item, int worker) {
+    const Body& body = *static_cast<const Body*>(context);
+    if constexpr (std::is_invocable_v<Body, std::int64_t, int>) {
+      body(item, worker);
+    } else {
+      body(item);
+    }
+  };
+  // The pool hands the pointer back as it is.
+  pool_->run(num_items, work < kSerialWork ? 1 : ThreadPool::kMaxThreads, call,
+             const_cast<Body*>(&body));
+}
+
+CpuDecoder::Linear CpuDecoder::pack(const std::vector<const TensorRef*>& tensors, bool gated) {
+  cpu::PackArgs args{};
+  Linear linear;
+  linear.inputs = tensors[0]->shape[1];
+  linear.depth = padded_depth(linear.inputs);
+  linear.gated = gated;
+  std::int64_t lanes = 0;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const TensorRef& tensor = *tensors[i];
+    require(tensor.dtype == tensors[0]->dtype, "the weights of a layer differ in dtype");
+    args.tensors[i] = tensor.data;
+    args.row_strides[i] = tensor.strides[0];
+    args.outputs[i] = static_cast<std::int32_t>(tensor.shape[0]);
+    lanes += tensor.shape[0];
+  }
+  const std::int64_t width = kernels_->panel_outputs;
+  linear.outputs = gated ? lanes / 2 : lanes;
+  linear.num_panels =
+      gated ? round_up(linear.outputs, width / 2) / (width / 2) : round_up(lanes, width) / width;
+  args.num_tensors = static_cast<std::int32_t>(tensors.size());
+  args.from_bf16 = tensors[0]->dtype == DType::kBFloat16;
+  args.gated = gated;
+  linear.type = quantized_       ? cpu::WeightType::kInt8
+                : args.from_bf16 ? cpu::WeightType::kBFloat16
+                                 : cpu::WeightType::kFloat32;
+  args.type = linear.type;
+  args.depth = linear.inputs;
+  args.num_panels = 1;
+  const auto bytes = linear.num_panels * width * linear.depth * weight_size(linear.type);
+  linear.weights = BigBuffer(static_cast<std::size_t>(bytes));
+  if (quantized_) linear.scales.resize(static_cast<std::size_t>(linear.num_panels * width));
+  args.weights = linear.weights.data();
+  args.scales = linear.scales.data();
+  parallel(linear.num_panels, lanes * linear.inputs, [&](std::int64_t panel) {
+    cpu::PackArgs mine = args;
+    mine.first_panel = static_cast<std::int32_t>(panel);
+    kernels_->pack(mine);
+  });
+  return linear;
+}
+
+void CpuDecoder::add_layer(const DecoderLayer& from) {
+  const std::int64_t hidden = shape_.hidden_size, mlp = shape_.mlp_size, dim = shape_.head_dim;
+  const std::int64_t q_size = shape_.q_heads * dim, kv_size = shape_.kv_heads * dim;
+  check_matrix(from.q, "q", q_size, hidden);
+  check_matrix(from.k, "k", kv_size, hidden);
+  check_matrix(from.v, "v", kv_size, hidden);
+  check_matrix(from.output, "output", hidden, q_size);
+  check_matrix(from.gate, "gate", mlp, hidden);
+  check_matrix(from.up, "up", mlp, hidden);
+  check_matrix(from.down, "down", hidden, mlp);
+  require((from.q_norm == nullptr) == (from.k_norm == nullptr), "q_norm and k_norm go together");
+  const std::lock_guard lock(mutex_);
+  Layer layer;
+  layer.attention_norm = copy_vector(from.attention_norm, "attention_norm", hidden);
+  layer.mlp_norm = copy_vector(from.mlp_norm, "mlp_norm", hidden);
+  if (from.q_norm != nullptr) {
+    layer.q_norm.assign(from.q_norm, from.q_norm + dim);
+    layer.k_norm.assign(from.k_norm, from.k_norm + dim);
+  }
+  layer.qkv = pack({&from.q, &from.k, &from.v}, false);
+  if (from.q_bias != nullptr || from.k_bias != nullptr || from.v_bias != nullptr) {
+    layer.qkv.bias.resize(static_cast<std::size_t>(layer.qkv.num_panels * kernels_->panel_outputs));
+    float* to = layer.qkv.bias.data();
+    const std::pair<const float*, std::int64_t> biases[] = {
+        {from.q_bias, q_size}, {from.k_bias, kv_size}, {from.v_bias, kv_size}};
+    for (const auto& [bias, size] : biases) {
+      if (bias != nullptr) std::copy(bias, bias + size, to);
+      to += size;
+    }
+  }
+  layer.output = pack({&from.output}, false);
+  layer.gate_up = pack({&from.gate, &from.up}, true);
+  layer.down = pack({&from.down}, false);
+  layer.scale = from.scale;
+  layer.window = from.window;
+  layer.softcap = from.softcap;
+  layers_.push_back(std::move(layer));
+}
+
+void CpuDecoder::set_ends(const TensorRef& embedding, const TensorRef& final_norm,
+                          const TensorRef& head) {
+  check_matrix(embedding, "embedding", shape_.vocab_size, shape_.hidden_size);
+  check_matrix(head, "head", shape_.vocab_size, shape_.hidden_size);
+  const std::lock_guard lock(mutex_);
+  final_norm_ = copy_vector(final_norm, "final_norm", shape_.hidden_size);
+  head_ = std::make_unique<Linear>(pack({&head}, false));
+  embedding_ = embedding;
+}
+
+void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids, const TensorRef& cos,
+                            const TensorRef& sin, const std::vector<Part>& parts,
+                            const std::vector<std::int64_t>& wanted) const {
+  require(head_ != nullptr && !layers_.empty(), "the decoder has no weights yet");
+  const auto num_rows = static_cast<std::int64_t>(token_ids.size());
+  for (const std::int64_t id : token_ids) {
+    require(id >= 0 && id < shape_.vocab_size, "token id " + std::to_string(id) +
+                                                   " is outside 0 .. " +
+                                                   std::to_string(shape_.vocab_size - 1));
+  }
+  for (const std::int64_t row : wanted) {
+    require(row >= 0 && row < num_rows,
+            "row " + std::to_string(row) + " of " + std::to_string(num_rows) + " has no logits");
+  }
+  std::int64_t rows = 0;
+  for (const Part& part : parts) {
+    rows += part.batch->num_tokens();
+    const CpuKvView& view = part.batch->view();
+    require(view.dtype() == kv_dtype_ && view.kv_heads() == shape_.kv_heads &&
+                view.head_dim() == shape_.head_dim &&
+                view.num_layers() == static_cast<std::int64_t>(layers_.size()),
+            "the KV cache is not this decoder's");
+  }
+  require(rows == num_rows, std::to_string(num_rows) + " token ids for batches of " +
+                                std::to_string(rows) + " tokens");
+  for (const TensorRef* tensor : {&cos, &sin}) {
+    require(tensor->dtype == kv_dtype_ && tensor->shape.size() == 3 && tensor->shape[0] == num_rows,
+            "cos and sin are [tokens, 1, rotary_dim] in the KV cache's dtype");
+  }
+}
+
+void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t num_rows,
+                          int epilogue, void* out, std::int64_t out_stride) {
+  cpu::LinearArgs args{};
+  args.weights = linear.weights.data();
+  args.scales = linear.scales.empty() ? nullptr : linear.scales.data();
+  args.bias = linear.bias.empty() ? nullptr : linear.bias.data();
+  args.depth = linear.depth;
+  args.num_outputs = static_cast<std::int32_t>(linear.outputs);
+  args.epilogue = static_cast<cpu::Epilogue>(epilogue);
+  args.out_stride = out_stride;
+  const std::int64_t panel_bytes =
+      kernels_->panel_outputs * linear.depth * weight_size(linear.type);
+  const std::int64_t share =
+      std::max<std::int64_t>(1, linear.num_panels / (kItemsPerThread * pool_->num_threads()));
+  std::int64_t panels = std::clamp<std::int64_t>(kItemBytes / panel_bytes, 1, share);
+  if (panels >= 4) panels = panels / 4 * 4;
+  const std::int64_t num_items = (linear.num_panels + panels - 1) / panels;
+  const auto kernel = kernels_->linear[static_cast<std::size_t>(linear.type)];
+  const std::int64_t work = num_rows * linear.num_panels * kernels_->panel_outputs * linear.depth;
+  const std::int64_t panel_floats = kernels_->panel_outputs * linear.depth;
+  args.scratch_floats =
+      std::max(kWidenedBytes / static_cast<std::int64_t>(sizeof(float)), panel_floats);
+  grow(scratch_, args.scratch_floats * pool_->num_threads());
+  parallel(num_items, work, [&](std::int64_t item, int worker) {
+    cpu::LinearArgs mine = args;
+    mine.scratch = scratch_.data() + worker * args.scratch_floats;
+    mine.first_panel = static_cast<std::int32_t>(item * panels);
+    mine.num_panels =
+        static_cast<std::int32_t>(std::min(panels, linear.num_panels - item * panels));
+    mine.rows = rows;
+    mine.num_rows = static_cast<std::int32_t>(num_rows);
+    mine.out = out;
+    kernel(mine);
+  });
+}
+
+void CpuDecoder::pack_rows(const void* rows, bool bf16, std::int64_t num_rows, std::int64_t depth,
+                           const float* norm) {
+  const std::int64_t block_depth = padded_depth(depth);
+  grow(packed_, num_rows * block_depth);
+  std::vector<std::int32_t> firsts;
+  for (std::int64_t row = 0; row < num_rows;) {
+    firsts.push_back(static_cast<std::int32_t>(row));
+    row += kernels_->block_rows(static_cast<std::int32_t>(num_rows - row));
+  }
+  parallel(static_cast<std::int64_t>(firsts.size()), num_rows * depth, [&](std::int64_t item) {
+    const std::int64_t first = firsts[static_cast<std::size_t>(item)];
+    cpu::PackRowsArgs args{};
+    args.rows = static_cast<const char*>(rows) + first * depth * (bf16 ? 2 : 4);
+    args.from_bf16 = bf16;
+    args.row_stride = depth;
+    args.num_rows = kernels_->block_rows(static_cast<std::int32_t>(num_rows - first));
+    args.depth = depth;
+    args.norm = norm;
+    args.eps = shape_.norm_eps;
+    args.block = packed_.data() + first * block_depth;
+    kernels_->pack_rows(args);
+  });
+}
+
+void CpuDecoder::embed(const std::vector<std::int64_t>& token_ids) {
+  const std::int64_t hidden = shape_.hidden_size;
+  grow(x_, static_cast<std::int64_t>(token_ids.size()) * hidden);
+  const bool bf16 = embedding_.dtype == DType::kBFloat16;
+  float* to = x_.data();
+  for (const std::int64_t id : token_ids) {
+    const char* const row = embedding_.data + id * embedding_.strides[0] * (bf16 ? 2 : 4);
+    if (bf16) {
+      for (std::int64_t i = 0; i < hidden; ++i) {
+        std::uint16_t bits;
+        std::memcpy(&bits, row + 2 * i, sizeof bits);
+        const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
+        std::memcpy(to + i, &wide, sizeof wide);
+      }
+    } else {
+      std::memcpy(to, row, static_cast<std::size_t>(hidden) * sizeof(float));
+    }
+    to += hidden;
+  }
+}
+
+void CpuDecoder::normalise_heads(const Layer& layer, std::int64_t num_rows) {
+  // Each head of q and k is a row of its own; packed as blocks of one row it stays where it is.
+  const std::int64_t dim = shape_.head_dim, q_heads = shape_.q_heads, kv_heads = shape_.kv_heads;
+  const std::int64_t row_size = (q_heads + 2 * kv_heads) * dim;
+  parallel(num_rows, num_rows * row_size, [&](std::int64_t row) {
+    std::vector<float> normalised(static_cast<std::size_t>(padded_depth(dim)));
+    for (std::int64_t head = 0; head < q_heads + kv_heads; ++head) {
+      float* const at = qkv_.data() + row * row_size + head * dim;
+      cpu::PackRowsArgs args{};
+      args.rows = at;
+      args.row_stride = dim;
+      args.num_rows = 1;
+      args.depth = dim;
+      args.norm = head < q_heads ? layer.q_norm.data() : layer.k_norm.data();
+      args.eps = shape_.norm_eps;
+      args.block = normalised.data();
+      kernels_->pack_rows(args);
+      std::copy(normalised.begin(), normalised.begin() + dim, at);
+    }
+  });
+}
+
+void CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
+  const std::int64_t row_size = (shape_.q_heads + 2 * shape_.kv_heads) * shape_.head_dim;
+  pack_rows(x_.data(), false, num_rows, shape_.hidden_size, layer.attention_norm.data());
+  grow(qkv_, num_rows * row_size);
+  const bool narrow = kv_dtype_ == DType::kBFloat16;
+  if (layer.q_norm.empty()) {
+    const auto epilogue = narrow ? cpu::Epilogue::kNarrow : cpu::Epilogue::kStore;
+    multiply(layer.qkv, packed_.data(), num_rows, static_cast<int>(epilogue), qkv_.data(),
+             row_size);
+    return;
+  }
+  multiply(layer.qkv, packed_.data(), num_rows, static_cast<int>(cpu::Epilogue::kStore),
+           qkv_.data(), row_size);
+  normalise_heads(layer, num_rows);
+  if (!narrow) return;
+  // In place: a row's bfloat16 lie where rows before it were.
+  auto* const to = reinterpret_cast<char*>(qkv_.data());
+  for (std::int64_t i = 0; i < num_rows * row_size; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, qkv_.data() + i, sizeof bits);
+    const bool is_nan = (bits & 0x7fffffffU) > 0x7f800000U;
+    const auto half =
+        static_cast<std::uint16_t>(is_nan ? 0x7fc0U : (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
+    std::memcpy(to + 2 * i, &half, sizeof half);
+  }
+}
+
+void CpuDecoder::attend(const Layer& layer, std::int64_t index, const TensorRef& cos,
+                        const TensorRef& sin, std::vector<Part>& parts) {
+  const std::int64_t dim = shape_.head_dim, q_heads = shape_.q_heads, kv_heads = shape_.kv_heads;
+  const std::int64_t row_size = (q_heads + 2 * kv_heads) * dim;
+  const std::int64_t item = kv_dtype_ == DType::kBFloat16 ? 2 : 4;
+  std::int64_t first = 0;
+  for (Part& part : parts) {
+    const Stopwatch watch;
+    const std::int64_t rows = part.batch->num_tokens();
+    const auto heads_at = [&](std::int64_t head, std::int64_t heads) {
+      TensorRef tensor;
+      tensor.data = reinterpret_cast<char*>(qkv_.data()) + (first * row_size + head * dim) * item;
+      tensor.dtype = kv_dtype_;
+      tensor.shape = {rows, heads, dim};
+      tensor.strides = {row_size, dim, 1};
+      return tensor;
+    };
+    const auto rotation_at = [&](const TensorRef& rotation) {
+      TensorRef tensor = rotation;
+      tensor.data += first * rotation.strides[0] * item;
+      tensor.shape[0] = rows;
+      return tensor;
+    };
+    CpuLayerCall call;
+    call.layer = index;
+    call.q = heads_at(0, q_heads);
+    call.k = heads_at(q_heads, kv_heads);
+    call.v = heads_at(q_heads + kv_heads, kv_heads);
+    call.cos = rotation_at(cos);
+    call.sin = rotation_at(sin);
+    call.out.data = reinterpret_cast<char*>(attended_.data()) + first * q_heads * dim * item;
+    call.out.dtype = kv_dtype_;
+    call.out.shape = {rows, q_heads, dim};
+    call.out.strides = {q_heads * dim, dim, 1};
+    call.scale = layer.scale;
+    call.window = layer.window;
+    call.softcap = layer.softcap;
+    attention_->run(*part.batch, call);
+    part.seconds += watch.seconds();
+    first += rows;
+  }
+}
+
+void CpuDecoder::keep(const std::vector<std::int64_t>& wanted) {
+  const std::int64_t hidden = shape_.hidden_size, q_size = shape_.q_heads * shape_.head_dim;
+  const std::int64_t item = kv_dtype_ == DType::kBFloat16 ? 2 : 4;
+  const auto num_wanted = static_cast<std::int64_t>(wanted.size());
+  // Rows may be asked for in any order: what is kept is gathered apart.
+  grow(kept_, num_wanted * (hidden + q_size));
+  auto* const attended = reinterpret_cast<char*>(attended_.data());
+  auto* const kept = reinterpret_cast<char*>(kept_.data() + num_wanted * hidden);
+  for (std::int64_t i = 0; i < num_wanted; ++i) {
+    const std::int64_t row = wanted[static_cast<std::size_t>(i)];
+    std::copy_n(x_.data() + row * hidden, hidden, kept_.data() + i * hidden);
+    std::memcpy(kept + i * q_size * item, attended + row * q_size * item,
+                static_cast<std::size_t>(q_size * item));
+  }
+  grow(x_, num_wanted * hidden);
+  grow(attended_, num_wanted * q_size);
+  std::copy_n(kept_.data(), num_wanted * hidden, x_.data());
+  std::memcpy(attended_.data(), kept, static_cast<std::size_t>(num_wanted * q_size * item));
+}
+
+void CpuDecoder::finish_layer(const Layer& layer, std::int64_t num_rows) {
+  const std::int64_t hidden = shape_.hidden_size;
+  const auto add = static_cast<int>(cpu::Epilogue::kAdd);
+  pack_rows(attended_.data(), kv_dtype_ == DType::kBFloat16, num_rows,
+            shape_.q_heads * shape_.head_dim, nullptr);
+  multiply(layer.output, packed_.data(), num_rows, add, x_.data(), hidden);
+  pack_rows(x_.data(), false, num_rows, hidden, layer.mlp_norm.data());
+  grow(gated_, num_rows * layer.down.depth);
+  multiply(layer.gate_up, packed_.data(), num_rows, static_cast<int>(cpu::Epilogue::kGate),
+           gated_.data(), layer.down.depth);
+  multiply(layer.down, gated_.data(), num_rows, add, x_.data(), hidden);
+}
+
+void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, const TensorRef& cos,
+                         const TensorRef& sin, std::vector<Part>& parts,
+                         const std::vector<std::int64_t>& wanted, float* logits) {
+  const std::lock_guard lock(mutex_);
+  check_call(token_ids, cos, sin, parts, wanted);
+  auto num_rows = static_cast<std::int64_t>(token_ids.size());
+  if (num_rows == 0) return;
+  embed(token_ids);
+  grow(attended_, num_rows * shape_.q_heads * shape_.head_dim);
+  const auto num_layers = static_cast<std::int64_t>(layers_.size());
+  for (std::int64_t index = 0; index < num_layers; ++index) {
+    const Layer& layer = layers_[static_cast<std::size_t>(index)];
+    project(layer, num_rows);
+    attend(layer, index, cos, sin, parts);
+    if (index == num_layers - 1) {
+      // Nothing reads the other rows any more.
+      keep(wanted);
+      num_rows = static_cast<std::int64_t>(wanted.size());
+      if (num_rows == 0) return;
+    }
+    finish_layer(layer, num_rows);
+  }
+  pack_rows(x_.data(), false, num_rows, shape_.hidden_size, final_norm_.data());
+  multiply(*head_, packed_.data(), num_rows, static_cast<int>(cpu::Epilogue::kStore), logits,
+           shape_.vocab_size);
+}
+
+}  // namespace vmserve

@@ -1,0 +1,421 @@
+"""The pure parts of the comparison with peers, and one run of vmserve alone, end to end."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+PEERS = BENCHMARKS / "peers"
+NAMES = (
+    "model_shape",
+    "process",
+    "environments",
+    "subjects",
+    "traffic",
+    "models",
+    "launch",
+    "gguf_layout",
+    "serving",
+    "summary",
+    "report",
+    "run",
+    "engines",
+    "engines.stepped",
+)
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The benchmark's modules, imported as its script sees them."""
+    monkeypatch.setattr(sys, "path", [str(PEERS), *sys.path, str(BENCHMARKS / "offline")])
+    modules = {name: importlib.import_module(name) for name in NAMES}
+    for name in NAMES:
+        del sys.modules[name]  # a later test may mean another module of that name
+    return modules
+
+
+# -- who is compared --------------------------------------------------------------------
+
+
+def test_variant_has_a_name_and_engine_options(peers: dict[str, ModuleType]) -> None:
+    variant_of = peers["subjects"].variant_of
+    native = variant_of("native:linear-backend=native,max_num_seqs=8,enforce_eager=true")
+    assert native.name == "vmserve native"
+    assert native.options == {
+        "linear_backend": "native",
+        "max_num_seqs": 8,
+        "enforce_eager": True,
+    }
+    assert native.width == "16 bit"
+    assert variant_of("q:quantization=int8").width == "8 bit"
+    assert variant_of("half:dtype=float16").width == "16 bit"
+    assert variant_of("default").options == {}
+
+
+@pytest.mark.parametrize("text", ["", ":a=1", "name:a", "name:=1", "name:a="])
+def test_variant_that_cannot_be_read(peers: dict[str, ModuleType], text: str) -> None:
+    with pytest.raises(ValueError, match=r"no name|no OPTION=VALUE"):
+        peers["subjects"].variant_of(text)
+
+
+def test_peer_without_weights_means_all_of_them(peers: dict[str, ModuleType]) -> None:
+    peers_of = peers["subjects"].peers_of
+    assert [each.name for each in peers_of("llama.cpp")] == [
+        "llama.cpp bf16",
+        "llama.cpp f16",
+        "llama.cpp q8_0",
+    ]
+    assert [each.width for each in peers_of("llama.cpp")] == ["16 bit", "16 bit", "8 bit"]
+    [one] = peers_of("openvino:int8:max_num_batched_tokens=1024")
+    assert (one.name, one.options) == (
+        "openvino int8 (max_num_batched_tokens=1024)",
+        {"max_num_batched_tokens": 1024},
+    )
+    [batch] = peers_of("transformers:batch_size=32")
+    assert (batch.weights, batch.options) == ("bf16", {"batch_size": 32})
+
+
+@pytest.mark.parametrize("text", ["sglang", "vllm:q8_0", "vllm:bf16:eager"])
+def test_peer_that_there_is_not(peers: dict[str, ModuleType], text: str) -> None:
+    with pytest.raises(ValueError, match=r"choose from|the weights of vllm are bf16"):
+        peers["subjects"].peers_of(text)
+
+
+def test_two_of_one_name_are_refused(peers: dict[str, ModuleType]) -> None:
+    with pytest.raises(ValueError, match="'vmserve a' is there twice"):
+        peers["subjects"].subjects_of(["a", "a:max_num_seqs=2"], [])
+
+
+def test_options_for_the_command_line(peers: dict[str, ModuleType]) -> None:
+    options = {"max_num_seqs": 8, "enable_prefix_caching": False, "eager": True, "dtype": None}
+    assert peers["subjects"].command_line_options(options) == [
+        "--max-num-seqs",
+        "8",
+        "--no-enable-prefix-caching",
+        "--eager",
+    ]
+
+
+# -- what they are asked ----------------------------------------------------------------
+
+
+def test_offline_is_the_offline_benchmark_s(peers: dict[str, ModuleType]) -> None:
+    traffic = peers["traffic"]
+    found = traffic.make_workloads(["offline", "decode", "prefill"], traffic.FULL, 4096, 0, 1.0)
+    described = traffic.describe(found)
+    assert described["offline"]["num_requests"] == 64
+    assert described["offline"]["num_input_tokens"] == 9_634
+    assert described["offline"]["num_output_tokens"] == 8_218
+    assert described["decode"] == {
+        "num_requests": 2,
+        "num_input_tokens": 1024,
+        "num_output_tokens": 258,
+        "longest_tokens": 641,
+        "last_arrival_s": 0.0,
+    }
+    assert described["prefill"]["longest_tokens"] == 2049
+    prompts = [tuple(each["prompt_token_ids"]) for some in found.values() for each in some]
+    assert len(set(prompts)) == len(prompts)
+    assert min(min(prompt) for prompt in prompts) >= 3  # no special id
+
+
+def test_served_arrives_at_its_rate(peers: dict[str, ModuleType]) -> None:
+    traffic = peers["traffic"]
+    [served] = traffic.make_workloads(["served"], traffic.FULL, 4096, 0, 2.0).values()
+    arrivals = [each["arrival_s"] for each in served]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[-1] == len(served) / 2.0
+
+
+class FakeEngine:
+    """A token per step for all that it was given; tells which requests it saw, and when."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+        self.widths: list[int] = []
+
+    def add(self, number: int, request: dict[str, Any]) -> None:
+        self.left[number] = request["num_output_tokens"]
+
+    def step(self) -> list[tuple[int, list[int]]]:
+        self.widths.append(len(self.left))
+        found = [(number, [7]) for number in self.left]
+        self.left = {number: left - 1 for number, left in self.left.items() if left > 1}
+        return found
+
+
+def request_of(num_output_tokens: int, arrival_s: float = 0.0, **more: Any) -> dict[str, Any]:
+    return {"num_output_tokens": num_output_tokens, "arrival_s": arrival_s, **more}
+
+
+def test_stepped_requests_run_together(peers: dict[str, ModuleType]) -> None:
+    engine = FakeEngine()
+    answers = peers["engines.stepped"].run_all(engine, [request_of(3), request_of(1)], 10)
+    assert [each["token_ids"] for each in answers] == [[7, 7, 7], [7]]
+    assert engine.widths == [2, 1, 1]
+    assert all(len(each["times_s"]) == len(each["token_ids"]) for each in answers)
+
+
+def test_sequential_requests_run_alone(peers: dict[str, ModuleType]) -> None:
+    engine = FakeEngine()
+    requests = [request_of(2, is_sequential=True), request_of(2, is_sequential=True)]
+    answers = peers["engines.stepped"].run_all(engine, requests, 0)
+    assert engine.widths == [1, 1, 1, 1]
+    assert answers[1]["due_s"] >= answers[0]["times_s"][-1]
+
+
+def test_request_is_not_added_before_it_arrives(peers: dict[str, ModuleType]) -> None:
+    engine = FakeEngine()
+    requests = [request_of(1, 0.02), request_of(1)]
+    late, early = peers["engines.stepped"].run_all(engine, requests, 0)
+    assert engine.widths == [1, 1]
+    assert early["times_s"][0] < 0.02 <= late["times_s"][0]
+    assert late["due_s"] == 0.02
+
+
+# -- what came of it --------------------------------------------------------------------
+
+
+def test_metrics_of_a_run(peers: dict[str, ModuleType]) -> None:
+    workloads = {
+        "offline": [request_of(30), request_of(10)],
+        "decode": [request_of(3)],
+        "prefill": [{**request_of(1), "prompt_token_ids": [5] * 100}],
+    }
+    run = {
+        "first_token_s": 1.5,
+        "workloads": {
+            "offline": {"elapsed_s": 2.0, "peak_pss_bytes": 5},
+            "decode": {"times_s": [[1.0, 1.25, 1.5]], "peak_pss_bytes": 9},
+            "prefill": {"times_s": [[3.0]], "due_s": [1.0], "peak_pss_bytes": 7},
+            "served": {"due_s": [0.0, 1.0], "times_s": [[0.5, 0.6], [3.5, 3.8]]},
+        },
+    }
+    assert peers["summary"].metrics_of(run, workloads) == pytest.approx(
+        {
+            "offline_tokens_per_s": 20.0,
+            "decode_tokens_per_s": 4.0,
+            "prefill_tokens_per_s": 50.0,
+            "served_ttft_p50_s": 1.5,
+            "served_ttft_p99_s": 2.48,
+            "served_itl_p50_s": 0.2,
+            "served_itl_p99_s": 0.298,
+            "peak_pss_bytes": 9,
+            "first_token_s": 1.5,
+        }
+    )
+
+
+def test_server_gives_latencies_alone(peers: dict[str, ModuleType]) -> None:
+    served = {"due_s": [0.0], "times_s": [[0.5]], "peak_pss_bytes": 3}
+    run = {"is_server": True, "first_token_s": 9.0, "workloads": {"served": served}}
+    found = peers["summary"].metrics_of(run, {})
+    assert found == {"served_ttft_p50_s": 0.5, "served_ttft_p99_s": 0.5}
+
+
+def metric(peers: dict[str, ModuleType], name: str) -> Any:
+    return next(each for each in peers["summary"].METRICS if each.name == name)
+
+
+def test_advantage_is_above_one_where_vmserve_is_better(peers: dict[str, ModuleType]) -> None:
+    advantage = peers["summary"].advantage
+    ours, theirs = {"0": 30.0, "1": 10.0}, {"0": 10.0, "1": 10.0, "2": 99.0}
+    fast = advantage(metric(peers, "offline_tokens_per_s"), ours, theirs)
+    assert fast == {"ratio": 2.0, "low": None, "high": None, "num_repeats": 2}
+    small = advantage(metric(peers, "peak_pss_bytes"), ours, theirs)
+    assert small["ratio"] == 0.5
+    assert advantage(metric(peers, "peak_pss_bytes"), ours, {"7": 1.0}) is None
+
+
+def test_interval_holds_the_ratio_and_nothing_beyond_the_repeats(
+    peers: dict[str, ModuleType],
+) -> None:
+    ours = {"0": 20.0, "1": 24.0, "2": 30.0}
+    theirs = {"0": 10.0, "1": 10.0, "2": 10.0}
+    found = peers["summary"].advantage(metric(peers, "decode_tokens_per_s"), ours, theirs)
+    assert (found["ratio"], found["low"], found["high"]) == (2.4, 2.0, 3.0)
+    same = peers["summary"].advantage(metric(peers, "decode_tokens_per_s"), ours, ours)
+    assert (same["ratio"], same["low"], same["high"]) == (1.0, 1.0, 1.0)
+
+
+def test_only_weights_of_one_width_are_compared(peers: dict[str, ModuleType]) -> None:
+    subjects = peers["subjects"].subjects_of(
+        ["default", "small:quantization=int8"], ["llama.cpp:bf16", "llama.cpp:q8_0"]
+    )
+    values = {each.name: {"decode_tokens_per_s": {"0": 2.0}} for each in subjects}
+    pairs = [(each["vmserve"], each["peer"]) for each in peers["summary"].compare(values, subjects)]
+    assert pairs == [
+        ("vmserve default", "llama.cpp bf16"),
+        ("vmserve small", "llama.cpp q8_0"),
+    ]
+
+
+def test_report_names_who_is_missing_and_why(peers: dict[str, ModuleType]) -> None:
+    results = {
+        "date": "2026-01-02",
+        "machine": {"cpu": "Some CPU", "cpu_extensions": ["avx2"], "git_revision": None},
+        "num_threads": 2,
+        "num_repeats": 3,
+        "smoke": False,
+        "values": {"8m": {"vmserve default": {"decode_tokens_per_s": {"0": 1234.5}}}},
+        "workloads": {"8m": {}},
+        "comparisons": {
+            "8m": [
+                {
+                    "vmserve": "vmserve default",
+                    "peer": "vllm bf16",
+                    "metrics": {"decode_tokens_per_s": {"ratio": 1.5, "low": 1.25, "high": 2.0}},
+                }
+            ]
+        },
+        "checks": {},
+        "absent": [{"name": "openvino", "reason": "pip ended with 1"}],
+        "runs": [
+            {
+                "subject": "vllm bf16",
+                "model": "8m",
+                "repeat": 0,
+                "error": "Traceback\n  ValueError: no kernel in /some/where/x.py\n",
+            }
+        ],
+    }
+    text = peers["report"].markdown(results)
+    assert "| vmserve default | 1,234 |" in text
+    assert "| vllm bf16 | 1.50 [1.25, 2.00] |" in text
+    assert "- openvino: pip ended with 1" in text
+    assert "- vllm bf16, 8m, repeat 1: ValueError: no kernel in x.py" in text
+
+
+def test_environment_is_made_anew_when_what_it_is_from_changes(
+    peers: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    environments = peers["environments"]
+    environments.put_stamp(tmp_path, environments.stamp("a==1", "native"))
+    assert environments.is_stamped(tmp_path, environments.stamp("a==1", "native"))
+    assert not environments.is_stamped(tmp_path, environments.stamp("a==1", "native"), "server")
+    assert not environments.is_stamped(tmp_path, environments.stamp("a==2", "native"))
+    assert not environments.is_stamped(tmp_path / "none", environments.stamp("a==1"))
+
+
+def test_failed_installation_says_what_failed(peers: dict[str, ModuleType], tmp_path: Path) -> None:
+    environments = peers["environments"]
+    command = [sys.executable, "-c", "print('why it failed'); raise SystemExit(3)"]
+    with pytest.raises(environments.NotInstalledError, match=r"ended with 3: why it failed"):
+        environments.run(command, tmp_path / "logs" / "x.log")
+
+
+def test_check_counts_what_is_identical(peers: dict[str, ModuleType]) -> None:
+    same = {"num_tokens": 5, "position": None, "margin": None}
+    found = peers["run"].summarize_check(
+        [same, {"num_tokens": 5, "position": 2, "margin": 0.25}, same]
+    )
+    assert (found["num_requests"], found["num_identical"], found["max_margin"]) == (3, 2, 0.25)
+    assert peers["run"].summarize_check([same])["max_margin"] is None
+
+
+def test_what_is_stored_has_no_tokens(peers: dict[str, ModuleType]) -> None:
+    run = {
+        "error": "first\nRuntimeError: /a/b.py broke",
+        "workloads": {"offline": {"elapsed_s": 1.0, "token_ids": [[1]], "times_s": [[1.0]]}},
+    }
+    assert peers["run"].stored(run) == {
+        "error": "RuntimeError: b.py broke",
+        "workloads": {"offline": {"elapsed_s": 1.0}},
+    }
+
+
+@pytest.mark.timeout(600)  # three processes that import torch: long where cores are shared
+def test_vmserve_alone_end_to_end(tmp_path: Path) -> None:
+    """One engine, one workload: results, table and picture are there and hold numbers."""
+    command = [sys.executable, str(PEERS / "run.py"), "--smoke", "--peers", "--workloads", "decode"]
+    command += ["--variant", "paged:kv_regime=paged", "--check-requests", "0"]
+    command += ["--cache-dir", str(tmp_path / "cache"), "--output-dir", str(tmp_path / "out")]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    [path] = (tmp_path / "out").glob("*.json")
+    results = json.loads(path.read_text())
+    assert (results["schema"], results["schema_version"]) == ("vmserve-bench-peers", 1)
+    assert [each["name"] for each in results["subjects"]] == ["vmserve paged"]
+    values = results["medians"]["8m"]["vmserve paged"]
+    assert set(values) == {"decode_tokens_per_s", "peak_pss_bytes", "first_token_s"}
+    assert all(math.isfinite(value) and value > 0 for value in values.values())
+    assert "| vmserve paged |" in path.with_suffix(".md").read_text()
+    assert path.with_suffix(".svg").read_text().startswith("<?xml")
+    assert str(tmp_path) not in path.read_text()
+
+
+# -- conversion -------------------------------------------------------------------------
+
+
+def turned(vector: Any, position: int, *, pairs: bool) -> Any:
+    """Rotary embedding of one head by its definition: pairs of neighbours, or of halves."""
+    size = len(vector) // 2
+    angles = position * 10000.0 ** (-np.arange(size) / size)
+    first, second = (vector[0::2], vector[1::2]) if pairs else (vector[:size], vector[size:])
+    real = first * np.cos(angles) - second * np.sin(angles)
+    imaginary = first * np.sin(angles) + second * np.cos(angles)
+    return np.stack([real, imaginary], axis=1).ravel() if pairs else np.r_[real, imaginary]
+
+
+def test_rows_in_the_order_of_neighbours_give_the_same_scores(
+    peers: dict[str, ModuleType],
+) -> None:
+    rng = np.random.default_rng(0)
+    num_heads, head_dim, hidden = 3, 8, 5
+    query, key = rng.normal(size=(2, num_heads * head_dim, hidden))
+    tokens = rng.normal(size=(2, hidden))
+    neighbours = peers["gguf_layout"].neighbours
+
+    def scores(query: Any, key: Any, *, pairs: bool) -> list[float]:
+        rows = [
+            (query @ tokens[0]).reshape(num_heads, -1),
+            (key @ tokens[1]).reshape(num_heads, -1),
+        ]
+        return [
+            float(turned(q, 7, pairs=pairs) @ turned(k, 3, pairs=pairs))
+            for q, k in zip(*rows, strict=True)
+        ]
+
+    wanted = scores(query, key, pairs=False)
+    moved = scores(neighbours(query, num_heads), neighbours(key, num_heads), pairs=True)
+    assert moved == pytest.approx(wanted)
+    assert scores(query, key, pairs=True) != pytest.approx(wanted)
+
+
+def test_tensors_are_read_bit_by_bit(peers: dict[str, ModuleType], tmp_path: Path) -> None:
+    values = np.array([[1.5, -2.0, 2.0**-100], [3.0, 0.0, 65536.0]], dtype=np.float32)
+    bits = (values.view(np.uint32) >> 16).astype("<u2").tobytes()
+    told = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, len(bits)]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "model.norm.weight": told}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bits)
+    layout = peers["gguf_layout"]
+    [(name, found)] = layout.read_tensors(path).items()
+    assert layout.gguf_name(name) == "output_norm.weight"
+    assert np.array_equal(layout.as_float32(found), values)
+    save_file({"a": values}, tmp_path / "y.safetensors")
+    with pytest.raises(ValueError, match="a is F32, not BF16"):
+        layout.read_tensors(tmp_path / "y.safetensors")
+
+
+def test_gguf_names_of_a_layer(peers: dict[str, ModuleType]) -> None:
+    gguf_name = peers["gguf_layout"].gguf_name
+    assert gguf_name("model.layers.11.self_attn.o_proj.weight") == "blk.11.attn_output.weight"
+    assert gguf_name("model.layers.0.post_attention_layernorm.weight") == "blk.0.ffn_norm.weight"
+    assert gguf_name("lm_head.weight") == "output.weight"

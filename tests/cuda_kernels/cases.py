@@ -1,0 +1,224 @@
+"""Batches, views and what the kernels should make of them, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tests.attention.views import dense_view, paged_view
+from tests.cuda_kernels.emulation import EmulatedLauncher, Range, kv_ranges, tensor_range
+from vmserve.attention.base import ContiguousView, KVView, LayerAttention, RaggedBatch
+from vmserve.attention.cuda import CudaCall
+from vmserve.attention.cuda.variant import Variant
+from vmserve.attention.rotary import Rotary, rotate
+
+__all__ = [
+    "UNIT",
+    "VARIANTS",
+    "Case",
+    "Inputs",
+    "assert_right",
+    "attend",
+    "expected",
+    "make_case",
+    "rotary_of",
+]
+
+#: What the tests compile for the CPU: every head size, dtype and view, not every combination.
+VARIANTS = (
+    Variant(torch.bfloat16, 64, True),
+    Variant(torch.bfloat16, 64, False),
+    Variant(torch.bfloat16, 128, True),
+    Variant(torch.bfloat16, 256, False),
+    Variant(torch.float16, 128, True),
+    Variant(torch.float16, 128, False),
+)
+#: Half a unit in the last place, relative: what rounding to the type can add.
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """``dense`` holds what the cache has before the step, NaN elsewhere; ``view`` is it, or the
+    same numbers in blocks."""
+
+    batch: RaggedBatch
+    dense: ContiguousView
+    view: KVView
+    inputs: Inputs
+    group: int
+    rotary: Rotary | None
+
+    @property
+    def lengths(self) -> list[int]:
+        return (self.batch.num_past + self.batch.num_new).tolist()
+
+    def ranges(self) -> list[Range]:
+        """The rows of K and V that the kernels may touch, and the inputs."""
+        past = self.batch.num_past.tolist()
+        ranges = kv_ranges(self.view, self.batch.places.tolist(), self.lengths, past)
+        inputs = self.inputs
+        ranges += [tensor_range(whole(t), False) for t in (inputs.q, inputs.k, inputs.v)]
+        if self.rotary is not None:
+            ranges += [tensor_range(t, False) for t in self.rotary]
+        return ranges
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that this is a part of."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def make_case(
+    variant: Variant,
+    past: Sequence[int],
+    new: Sequence[int],
+    *,
+    kv_heads: int = 2,
+    group: int = 4,
+    block_tokens: int = 16,
+    blocks_per_page: int = 3,
+    num_layers: int = 1,
+    rotated: bool = False,
+    seed: int = 0,
+    places: Sequence[int] | None = None,
+) -> Case:
+    places = list(range(len(past))) if places is None else list(places)
+    batch = RaggedBatch.build(places, past, new)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [p + n for p, n in zip(past, new, strict=True)]
+    dim, dtype = variant.head_dim, variant.dtype
+    dense = dense_view(num_layers, max(places) + 1, max(lengths) + 3, kv_heads, dim, dtype)
+    for tensor in (*dense.keys, *dense.values):
+        for place, count in zip(places, past, strict=True):
+            tensor[place, :count] = torch.randn(count, kv_heads, dim, generator=generator)
+    view: KVView = dense
+    if variant.paged:
+        rows = [0] * (max(places) + 1)
+        for place, length in zip(places, lengths, strict=True):
+            rows[place] = length
+        view = paged_view(dense, rows, block_tokens, blocks_per_page, seed)
+    # As a fused projection gives them: q, k and v of a token side by side.
+    heads = (group + 2) * kv_heads
+    fused = 1.5 * torch.randn(batch.num_tokens, heads, dim, generator=generator)
+    q, k, v = fused.to(dtype).split([group * kv_heads, kv_heads, kv_heads], dim=1)
+    rotary = rotary_of(batch, dim, dtype) if rotated else None
+    return Case(batch, dense, view, Inputs(q, k, v), group, rotary)
+
+
+def rotary_of(batch: RaggedBatch, dim: int, dtype: torch.dtype) -> Rotary:
+    frequency = 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    angle = batch.token_positions[:, None] * frequency
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    return Rotary(
+        cos=torch.cat([cos, cos], -1).unsqueeze(1),
+        signed_sin=torch.cat([-sin, sin], -1).unsqueeze(1),
+    )
+
+
+def attend(
+    case: Case, call: CudaCall, launcher: EmulatedLauncher, spec: LayerAttention
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp; nothing may be touched but what the step is made of."""
+    q = case.inputs.q
+    out = torch.full(q.shape, float("nan"), dtype=q.dtype)
+    lse = torch.full(q.shape[:2], float("nan"))
+    plan = call._plans.of(spec.window, q.shape[1])
+    rotated = call._plans.rotated(q)
+    ranges = [*case.ranges(), tensor_range(plan.buffer._tensor, False)]
+    own = (out, lse, plan.parts, plan.part_lse, rotated)
+    ranges += [tensor_range(tensor, True) for tensor in own if tensor.numel()]
+    if plan.table and not call._plans.tables.copied:
+        ranges.append(tensor_range(case.view.block_tables, False))
+    plan.parts.fill_(float("nan"))
+    plan.part_lse.fill_(float("nan"))
+    with launcher.allowing(ranges):
+        inputs = case.inputs
+        call(spec, inputs.q, inputs.k, inputs.v, case.rotary, out=out, lse=lse)
+    return out, lse
+
+
+@dataclass(frozen=True)
+class Expected:
+    """``out`` and ``lse`` in float64, and how far from them the kernels may be."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    out_bound: torch.Tensor
+    lse_bound: torch.Tensor
+
+
+def expected(case: Case, spec: LayerAttention) -> Expected:
+    """Attention in float64, and the bound.
+
+    With u = 2^-24, U the unit of the element type, D the head dimension, n keys, A the largest
+    scale * sum_d |q_d k_td|, first order only (Higham, Accuracy and Stability, chapter 3):
+
+    * a score is a sum of D exact products in float32, times constants, less the maximum: (D + 8) uA
+      off; 8 u softcap more where it is capped. A weight is exp2 of it, 4 u more, relative; the sums
+      over n keys, in warps, chunks and parts, (n + 16) u. Numerator and denominator each have that.
+    * weights are rounded to the element type before they are multiplied with the values (the sum
+      of the weights is not): U times the weighted mean of |v|, and in fp16, where a weight below
+      2^-14 is a subnormal, 2^-25 for each key.
+    * the output is rounded to the element type: U of its size, 2^-25 at least in fp16.
+    """
+    batch, inputs = case.batch, case.inputs
+    q, k = inputs.q, inputs.k
+    if case.rotary is not None:
+        q, k = rotate(q, case.rotary), rotate(k, case.rotary)
+    unit, u = UNIT[q.dtype], 2.0**-24
+    tiny = 2.0**-25 if q.dtype == torch.float16 else 0.0
+    columns: list[list[torch.Tensor]] = [[], [], [], []]
+    for place, past, start, new in zip(
+        batch.places, batch.num_past, batch.starts, batch.num_new, strict=True
+    ):
+        rows = slice(int(start), int(start + new))
+        keys, values = (
+            torch.cat([cache[spec.layer][place, :past], fresh[rows]])
+            .double()
+            .repeat_interleave(case.group, 1)
+            for cache, fresh in ((case.dense.keys, k), (case.dense.values, inputs.v))
+        )
+        queries = q[rows].double()
+        scores = torch.einsum("qhd,thd->hqt", queries, keys) * spec.scale
+        size = torch.einsum("qhd,thd->hqt", queries.abs(), keys.abs()) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        position = torch.arange(int(past), int(past + new)).unsqueeze(1)
+        key = torch.arange(int(past + new))
+        hidden = key > position
+        if spec.window is not None:
+            hidden |= key <= position - spec.window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        weights, lse = scores.softmax(-1), scores.logsumexp(-1)
+        size = size.masked_fill(hidden, 0.0).amax(-1)
+        seen = (~hidden).sum(-1)
+        off = u * ((q.shape[2] + 8) * size + 8 * (spec.softcap or 0.0) + seen + 16)  # [heads, new]
+        out = torch.einsum("hqt,thd->qhd", weights, values)
+        mean = torch.einsum("hqt,thd->qhd", weights, values.abs())
+        largest = values.abs().amax((0, 2))[:, None]
+        float_error = (2 * off * largest).T.unsqueeze(-1)
+        subnormal = (tiny * seen * largest).T.unsqueeze(-1)
+        bound = 1.01 * (float_error + subnormal + unit * (mean + out.abs()) + tiny)
+        for column, value in zip(
+            columns, (out, lse.T, bound, (off + u * lse.abs()).T), strict=True
+        ):
+            column.append(value)
+    return Expected(*(torch.cat(column) for column in columns))
+
+
+def assert_right(got: tuple[torch.Tensor, torch.Tensor], want: Expected) -> None:
+    out, lse = got
+    error = (out.double() - want.out).abs()
+    assert (error <= want.out_bound).all(), (error / want.out_bound).nan_to_num(1e9).max()
+    error = (lse.double() - want.lse).abs()
+    assert (error <= 1.01 * want.lse_bound).all(), (error / want.lse_bound).nan_to_num(1e9).max()

@@ -1,0 +1,214 @@
+"""The kernels' own source, emulated, against float64: both views, every kind of batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cuda_kernels.cases import VARIANTS, assert_right, attend, expected, make_case
+from tests.cuda_kernels.emulation import ORDERS, EmulatedLauncher, EmulationError, Emulators
+from vmserve.attention.base import LayerAttention
+from vmserve.attention.cuda import CudaPagedBackend, SharedPrefix
+from vmserve.attention.cuda.plan import Resident
+from vmserve.attention.cuda.variant import Variant
+
+BF16_PAGED, BF16_SLOTS = VARIANTS[0], VARIANTS[1]
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    count = draw(st.integers(1, 4))
+    places = draw(st.permutations(range(count + 1)))[:count]
+    past = st.integers(0, 40) | st.integers(100, 400)
+    new = st.just(1) | st.integers(1, 70)
+    return (
+        list(places),
+        draw(st.lists(past, min_size=count, max_size=count)),
+        draw(st.lists(new, min_size=count, max_size=count)),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    variant=st.sampled_from(VARIANTS),
+    sequences=sequences(),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 16),
+    window=st.none() | st.integers(1, 20) | st.integers(20, 300),
+    softcap=st.none() | st.sampled_from([0.5, 3.0, 50.0]),
+    block_tokens=st.sampled_from([16, 32, 64]),
+    blocks_per_page=st.sampled_from([1, 2, 3, 5]),
+    num_layers=st.integers(1, 2),
+    rotated=st.booleans(),
+    copy_tables=st.booleans(),
+    resident=st.sampled_from([Resident(1, 1), Resident(8, 8), Resident(40, 24)]),
+    order=st.sampled_from(ORDERS),
+    eager_copies=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_ragged_batches_in_both_views(
+    emulators: Emulators,
+    variant: Variant,
+    sequences: tuple[list[int], list[int], list[int]],
+    kv_heads: int,
+    group: int,
+    window: int | None,
+    softcap: float | None,
+    block_tokens: int,
+    blocks_per_page: int,
+    num_layers: int,
+    rotated: bool,
+    copy_tables: bool,
+    resident: Resident,
+    order: str,
+    eager_copies: bool,
+    seed: int,
+) -> None:
+    places, past, new = sequences
+    case = make_case(
+        variant,
+        past,
+        new,
+        kv_heads=kv_heads,
+        group=group,
+        block_tokens=block_tokens,
+        blocks_per_page=blocks_per_page,
+        num_layers=num_layers,
+        rotated=rotated,
+        seed=seed,
+        places=places,
+    )
+    spec = LayerAttention(num_layers - 1, variant.head_dim**-0.5, window, softcap)
+    launcher = EmulatedLauncher(
+        emulators, resident=resident, order=order, seed=seed, eager_copies=eager_copies
+    )
+    backend = CudaPagedBackend(launcher, copy_tables=copy_tables)
+    want = expected(case, spec)
+    call = backend.bind(case.view, case.batch)
+    assert_right(attend(case, call, launcher, spec), want)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_long_sequence_is_split_and_combined(
+    emulators: Emulators, variant: Variant, order: str
+) -> None:
+    launcher = EmulatedLauncher(emulators, resident=Resident(24, 24), order=order, seed=3)
+    case = make_case(variant, [1500, 700], [1, 20])
+    call = CudaPagedBackend(launcher).bind(case.view, case.batch)
+    spec = LayerAttention(0, variant.head_dim**-0.5)
+    assert_right(attend(case, call, launcher, spec), expected(case, spec))
+    assert [launch.kernel for launch in launcher.launches] == [
+        "vms_write",
+        "vms_decode",
+        "vms_append",
+        "vms_combine",
+    ]
+
+
+def test_the_layers_of_a_step_share_a_plan_and_differ_in_windows(emulators: Emulators) -> None:
+    launcher = EmulatedLauncher(emulators)
+    case = make_case(BF16_PAGED, [300, 5], [1, 9], num_layers=3)
+    call = CudaPagedBackend(launcher).bind(case.view, case.batch)
+    for layer, window in enumerate((None, 64, None)):
+        spec = LayerAttention(layer, 0.125, window)
+        assert_right(attend(case, call, launcher, spec), expected(case, spec))
+    assert len(call._plans._by_window) == 2
+
+
+@pytest.mark.parametrize("variant", [BF16_PAGED, BF16_SLOTS], ids=lambda variant: variant.name)
+def test_a_read_beyond_the_length_would_be_found(emulators: Emulators, variant: Variant) -> None:
+    """The tests' own check: one row less is allowed than there is."""
+    launcher = EmulatedLauncher(emulators)
+    case = make_case(variant, [40], [1])
+    call = CudaPagedBackend(launcher).bind(case.view, case.batch)
+    shorter = make_case(variant, [39], [1])
+    object.__setattr__(shorter, "view", case.view)
+    object.__setattr__(shorter, "inputs", case.inputs)
+    with pytest.raises(EmulationError, match="which is not allowed"):
+        attend(shorter, call, launcher, LayerAttention(0, 0.125))
+
+
+def cascade_case(variant: Variant, past: list[int], new: list[int], shared: int, **options: int):
+    """Sequences whose tables start with the same blocks: those of the first."""
+    case = make_case(variant, past, new, **options)
+    blocks = shared // case.view.block_tokens
+    tables = case.view.block_tables
+    tables[: len(past), :blocks] = tables[0, :blocks].clone()
+    for tensor in (*case.dense.keys, *case.dense.values):
+        tensor[: len(past), :shared] = tensor[0, :shared].clone()
+    return case
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    variant=st.sampled_from([v for v in VARIANTS if v.paged]),
+    past=st.lists(st.integers(160, 400), min_size=2, max_size=6),
+    new=st.data(),
+    group=st.sampled_from([1, 2, 4, 5, 8]),
+    window=st.none() | st.integers(1, 400),
+    softcap=st.none() | st.just(3.0),
+    shared=st.integers(1, 10),
+    members=st.integers(2, 6),
+    resident=st.sampled_from([Resident(1, 1), Resident(16, 16)]),
+    seed=st.integers(0, 2**16),
+)
+def test_a_shared_prefix_is_attended_once_with_the_same_result(
+    emulators: Emulators,
+    variant: Variant,
+    past: list[int],
+    new: st.DataObject,
+    group: int,
+    window: int | None,
+    softcap: float | None,
+    shared: int,
+    members: int,
+    resident: Resident,
+    seed: int,
+) -> None:
+    counts = new.draw(st.lists(st.integers(1, 30), min_size=len(past), max_size=len(past)))
+    case = cascade_case(variant, past, counts, shared * 16, group=group, seed=seed)
+    spec = LayerAttention(0, variant.head_dim**-0.5, window, softcap)
+    launcher = EmulatedLauncher(emulators, resident=resident, order="random", seed=seed)
+    prefix = SharedPrefix(tuple(range(min(members, len(past)))), shared * 16)
+    call = CudaPagedBackend(launcher).bind(case.view, case.batch, [prefix])
+    assert_right(attend(case, call, launcher, spec), expected(case, spec))
+
+
+def test_shared_prefixes_are_found_in_the_tables(emulators: Emulators) -> None:
+    launcher = EmulatedLauncher(emulators)
+    case = cascade_case(BF16_PAGED, [1030, 1040, 1100, 1041], [1, 1, 1, 1], 1024)
+    spec = LayerAttention(0, 0.125)
+    plain = CudaPagedBackend(launcher).bind(case.view, case.batch)
+    shared = CudaPagedBackend(launcher, share_prefixes=True).bind(case.view, case.batch)
+    items = [
+        call._plans._plan(case.batch, None, 8, call._plans._prefixes) for call in (plain, shared)
+    ]
+    keys = [int((p.decode[:, 4] - p.decode[:, 3]).sum()) for p in items]
+    assert keys == [4215, 1024 + 119]
+    assert_right(attend(case, shared, launcher, spec), expected(case, spec))
+
+
+def test_refusals_name_what_is_wrong(emulators: Emulators) -> None:
+    backend = CudaPagedBackend(EmulatedLauncher(emulators))
+    assert "head_dim of 64, 128, 256" in str(backend.refusal(80, torch.bfloat16))
+    assert "float32" in str(backend.refusal(64, torch.float32))
+    assert backend.refusal(128, torch.float16) is None
+    case = make_case(BF16_PAGED, [3], [2])
+    q, k, v = case.inputs.q, case.inputs.k, case.inputs.v
+    call = backend.bind(case.view, case.batch)
+    spec = LayerAttention(0, 0.125)
+    with pytest.raises(ValueError, match=r"q has 1 rows, the batch 2 tokens"):
+        call(spec, q[:1], k, v)
+    with pytest.raises(ValueError, match=r"k is \[1, 2, 64\], not \[2, 2, 64\]"):
+        call(spec, q, k[:1], v)
+    with pytest.raises(ValueError, match="differ in dtype"):
+        call(spec, q.half(), k, v)
+    with pytest.raises(ValueError, match=r"layer 1 is outside 0 \.\. 0"):
+        call(LayerAttention(1, 0.125), q, k, v)
+    with pytest.raises(ValueError, match="must be positive"):
+        call(LayerAttention(0, 0.0), q, k, v)
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        call(spec, q, k, v, out=torch.empty(2, 8, 32, dtype=torch.bfloat16))

@@ -1,0 +1,184 @@
+"""Plans of a fixed size, as a CUDA graph replays them: launches recorded once, run again and again
+over buffers whose contents change."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from tests.cuda_kernels.cases import (
+    VARIANTS,
+    Case,
+    Inputs,
+    assert_right,
+    expected,
+    make_case,
+)
+from tests.cuda_kernels.emulation import EmulatedLauncher, Emulators
+from vmserve.attention.base import LayerAttention, PagedView, RaggedBatch
+from vmserve.attention.cuda import CudaPagedBackend, SharedPrefix
+from vmserve.attention.cuda.plan import Resident
+from vmserve.attention.cuda.variant import Variant
+
+PAGED, SLOTS = VARIANTS[0], VARIANTS[1]
+
+
+class Recorder(EmulatedLauncher):
+    """Keeps what was launched, arguments and grid, and runs it when it is replayed."""
+
+    def __init__(self, emulators: Emulators, resident: Resident) -> None:
+        super().__init__(emulators, resident=resident)
+        self.recorded: list[tuple[Variant, str, int, ctypes.Structure]] = []
+
+    def launch(self, variant: Variant, kernel: str, blocks: int, args: ctypes.Structure) -> None:
+        self.recorded.append((variant, kernel, blocks, type(args).from_buffer_copy(args)))
+
+    def replay(self) -> None:
+        for recorded in self.recorded:
+            super().launch(*recorded)
+
+
+def steps_of(variant: Variant) -> list[Case]:
+    """Steps of the same view, with other sequences, lengths and tables each time."""
+    cases = [
+        make_case(variant, past, new, seed=seed, places=places, block_tokens=16)
+        for seed, (places, past, new) in enumerate(
+            [
+                ([0, 1, 2], [5, 700, 63], [1, 1, 1]),
+                ([3, 1], [0, 300], [7, 1]),
+                ([2], [999], [1]),
+                ([0, 2, 1, 3], [64, 12, 200, 31], [1, 1, 1, 1]),
+            ]
+        )
+    ]
+    shape = cases[0].dense.keys[0].shape
+    # One home for all of them: as large as the largest, filled anew for each step.
+    slots, length = 4, 1010
+    memory = torch.full((slots, length, 2, shape[2], shape[3]), float("nan"), dtype=variant.dtype)
+    arena = torch.full((300, 32, 2, shape[2], shape[3]), float("nan"), dtype=variant.dtype)
+    tables = torch.zeros((slots, 64), dtype=torch.int32)
+    return [moved(case, memory, arena, tables) for case in cases]
+
+
+def moved(case: Case, memory: torch.Tensor, arena: torch.Tensor, tables: torch.Tensor) -> Case:
+    view = case.dense
+    keys, values = (memory[:, :, 0],), (memory[:, :, 1],)
+    if isinstance(case.view, PagedView):
+        keys, values = (arena[:, :, 0],), (arena[:, :, 1],)
+        view = PagedView(keys, values, tables, 16)
+    else:
+        view = type(case.dense)(keys, values)
+    return Case(case.batch, case.dense, view, case.inputs, case.group, None)
+
+
+def put_in_place(case: Case, memory_seed: int) -> None:
+    """Fills the one home of all steps with this step's past, in other blocks each time."""
+    view = case.view
+    for tensor in (*view.keys, *view.values):
+        tensor.fill_(float("nan"))
+    if isinstance(view, PagedView):
+        generator = torch.Generator().manual_seed(memory_seed)
+        blocks = torch.randperm(600, generator=generator).to(torch.int32)
+        view.block_tables.copy_(blocks[: view.block_tables.numel()].view(view.block_tables.shape))
+    for place, past in zip(case.batch.places.tolist(), case.batch.num_past.tolist(), strict=True):
+        position = torch.arange(past)
+        index, token = torch.full_like(position, place), position
+        if isinstance(view, PagedView):
+            block = view.block_tables[place].long()[position // 16]
+            index, token = block // 2, block % 2 * 16 + position % 16
+        view.keys[0][index, token] = case.dense.keys[0][place, :past]
+        view.values[0][index, token] = case.dense.values[0][place, :past]
+
+
+@pytest.mark.parametrize("variant", [PAGED, SLOTS], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("copy_tables", [False, True])
+def test_one_capture_serves_other_batches(
+    emulators: Emulators, variant: Variant, copy_tables: bool
+) -> None:
+    launcher = Recorder(emulators, Resident(12, 6))
+    steps = steps_of(variant)
+    # All steps share one view object: a plan is made for it.
+    steps = [
+        Case(step.batch, step.dense, steps[0].view, step.inputs, step.group, None) for step in steps
+    ]
+    backend = CudaPagedBackend(launcher, copy_tables=copy_tables)
+    plan = backend.plan_capacity(
+        steps[0].view, max_seqs=4, max_tokens=8, max_len=1008, q_heads=8, windows=(None, 90)
+    )
+    inputs = Inputs(*(torch.zeros(8, heads, 64, dtype=variant.dtype) for heads in (8, 2, 2)))
+    out, lse = torch.empty_like(inputs.q), torch.empty(8, 8)
+    for window in (None, 90):
+        spec = LayerAttention(0, 0.125, window)
+        launcher.recorded.clear()
+        plan.call(spec, inputs.q, inputs.k, inputs.v, out=out, lse=lse)
+        captured = [kernel for _, kernel, _, _ in launcher.recorded]
+        assert captured == ["vms_write", "vms_decode", "vms_append", "vms_combine"]
+        for seed, step in enumerate(steps):
+            put_in_place(step, seed)
+            count = step.batch.num_tokens
+            for buffer, fresh in zip(
+                (inputs.q, inputs.k, inputs.v),
+                (step.inputs.q, step.inputs.k, step.inputs.v),
+                strict=True,
+            ):
+                buffer.fill_(float("nan"))
+                buffer[:count] = fresh
+            out.fill_(-7.0)
+            plan.update(step.batch)
+            launcher.replay()
+            assert_right((out[:count], lse[:count]), expected(step, spec))
+            assert (out[count:] == -7.0).all(), "rows that are no tokens are left alone"
+
+
+def test_a_fixed_plan_gives_the_bits_of_a_direct_one(emulators: Emulators) -> None:
+    launcher = EmulatedLauncher(emulators, resident=Resident(12, 6))
+    case = make_case(PAGED, [500, 64, 17], [1, 40, 2])
+    spec = LayerAttention(0, 0.125)
+    backend = CudaPagedBackend(launcher)
+    inputs = case.inputs
+    direct = backend.bind(case.view, case.batch)(spec, inputs.q, inputs.k, inputs.v)
+    plan = backend.plan_capacity(
+        case.view, max_seqs=3, max_tokens=43, max_len=501, q_heads=8, shared_prefixes=True
+    )
+    plan.update(case.batch)
+    assert torch.equal(plan.call(spec, inputs.q, inputs.k, inputs.v), direct)
+
+
+def test_a_fixed_plan_takes_shared_prefixes(emulators: Emulators) -> None:
+    launcher = EmulatedLauncher(emulators, resident=Resident(12, 6))
+    case = make_case(PAGED, [100, 130, 99], [1, 1, 3])
+    tables = case.view.block_tables
+    tables[:, :4] = tables[0, :4].clone()
+    for tensor in (*case.dense.keys, *case.dense.values):
+        tensor[:, :64] = tensor[0, :64].clone()
+    spec = LayerAttention(0, 0.125)
+    plan = CudaPagedBackend(launcher).plan_capacity(
+        case.view, max_seqs=3, max_tokens=5, max_len=131, q_heads=8, shared_prefixes=True
+    )
+    plan.update(case.batch, [SharedPrefix((0, 1, 2), 64)])
+    inputs, lse = case.inputs, torch.empty(5, 8)
+    out = plan.call(spec, inputs.q, inputs.k, inputs.v, lse=lse)
+    assert_right((out, lse), expected(case, spec))
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(emulators: Emulators) -> None:
+    case = make_case(PAGED, [30, 9, 2], [1, 1, 2])
+    backend = CudaPagedBackend(EmulatedLauncher(emulators))
+    plan = backend.plan_capacity(case.view, max_seqs=2, max_tokens=3, max_len=32, q_heads=8)
+    with pytest.raises(ValueError, match="3 sequences: the plan has room for 2"):
+        plan.update(case.batch)
+    with pytest.raises(ValueError, match="4 tokens: the plan has room for 3"):
+        plan.update(RaggedBatch.build([0], [0], [4]))
+    with pytest.raises(ValueError, match="33 tokens in one sequence: the plan has room for 32"):
+        plan.update(RaggedBatch.build([0], [32], [1]))
+    with pytest.raises(ValueError, match="without shared_prefixes=True"):
+        plan.update(RaggedBatch.build([0], [31], [1]), [SharedPrefix((0,), 16)])
+    inputs = case.inputs
+    with pytest.raises(ValueError, match="q has 4 rows, the plan room for 3"):
+        plan.call(LayerAttention(0, 0.125), inputs.q, inputs.k, inputs.v)
+    with pytest.raises(ValueError, match=r"a window of 5: the plan was made for \[None\]"):
+        plan.call(LayerAttention(0, 0.125, 5), inputs.q[:2], inputs.k[:2], inputs.v[:2])
+    with pytest.raises(ValueError, match="7 query heads are no multiple of 2"):
+        backend.plan_capacity(case.view, 2, 3, 32, q_heads=7)

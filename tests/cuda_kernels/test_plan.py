@@ -1,0 +1,253 @@
+"""The host's plan: every pair of a new token and a key that it sees, exactly once."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vmserve.attention.cuda.params import AttendArgs, CombineArgs, KvLayer, MoveArgs, WriteArgs
+from vmserve.attention.cuda.plan import (
+    APPEND_ROWS,
+    DECODE_ROWS,
+    ITEM_FIELDS,
+    Heads,
+    Plan,
+    Resident,
+    SharedPrefix,
+    Step,
+    choose_chunk,
+    chunk_limit,
+    find_shared_prefixes,
+    make_plan,
+)
+from vmserve.attention.cuda.variant import architecture, sizes_for
+from vmserve.errors import UnsupportedError
+
+H100 = Resident(264, 264)
+
+
+def step_of(past: list[int], new: list[int]) -> Step:
+    count = np.array(new, np.int64)
+    rows = np.arange(len(new))[::-1] + 3
+    return Step(rows, np.array(past, np.int64), count, np.cumsum(count) - count)
+
+
+def items_of(plan: Plan) -> list[tuple[int, dict[str, int]]]:
+    """Rows of a tile that the kernel has, and the item's fields by name."""
+    return [
+        (rows, dict(zip(ITEM_FIELDS, item.tolist(), strict=True)))
+        for rows, items in ((DECODE_ROWS, plan.decode), (APPEND_ROWS, plan.append))
+        for item in items
+    ]
+
+
+def tokens_of(plan: Plan, item: dict[str, int]) -> list[int]:
+    first, count = item["token"], item["num_tokens"]
+    if first >= 0:
+        return list(range(first, first + count))
+    return plan.lists[-1 - first : -1 - first + count].tolist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    past=st.lists(st.integers(0, 200) | st.integers(1000, 9000), min_size=1, max_size=6),
+    data=st.data(),
+    kv_heads=st.sampled_from([1, 2, 8]),
+    group=st.integers(1, 16),
+    window=st.none() | st.integers(1, 5000),
+    resident=st.sampled_from([Resident(1, 1), Resident(16, 8), H100]),
+)
+def test_a_plan_covers_each_visible_pair_once(
+    past: list[int],
+    data: st.DataObject,
+    kv_heads: int,
+    group: int,
+    window: int | None,
+    resident: Resident,
+) -> None:
+    new = data.draw(
+        st.lists(st.just(1) | st.integers(1, 80), min_size=len(past), max_size=len(past))
+    )
+    members = data.draw(st.lists(st.sampled_from(range(len(past))), unique=True, max_size=4))
+    most = min((past[i] // 16 for i in members), default=0)
+    prefixes = []
+    if most:
+        prefixes = [SharedPrefix(tuple(members), 16 * data.draw(st.integers(1, most)))]
+    step = step_of(past, new)
+    plan = make_plan(step, Heads(kv_heads, group), resident, window, prefixes)
+    sequence = np.repeat(np.arange(len(new)), new)
+    position = np.arange(sum(new)) - np.repeat(step.starts - step.num_past, new)
+    rows_of_prefix = {int(step.rows[m]) for p in prefixes for m in p.members}
+    # Keys that each token's items cover, as intervals; and its parts.
+    covered: dict[int, list[tuple[int, int]]] = {token: [] for token in range(sum(new))}
+    parts: dict[int, list[int]] = {token: [] for token in range(sum(new))}
+    for rows, item in items_of(plan):
+        tokens = tokens_of(plan, item)
+        assert 0 < len(tokens) * group <= rows
+        assert item["kv_begin"] % 16 == 0
+        assert item["kv_begin"] < item["kv_end"]
+        at = [int(position[token]) for token in tokens]
+        assert (item["min_position"], item["max_position"]) == (min(at), max(at))
+        if item["token"] < 0:
+            assert item["row"] in rows_of_prefix
+            assert item["kv_end"] <= min(prefixes[0].num_tokens, min(at))
+        else:
+            assert item["row"] == step.rows[sequence[tokens[0]]]
+            assert at == list(range(at[0], at[0] + len(at)))
+        for token in tokens:
+            covered[token].append((item["kv_begin"], item["kv_end"]))
+            parts[token].append(item["part"])
+    for token, intervals in covered.items():
+        intervals.sort()
+        seen = int(position[token])
+        first = 0 if window is None else max(0, seen + 1 - window)
+        assert intervals[0][0] <= first
+        assert intervals[-1][1] > seen
+        # They adjoin, except at a gap of keys that the window hides.
+        for (_, end), (begin, _) in itertools.pairwise(intervals):
+            assert end == begin or (end < begin <= first)
+        assert sorted(parts[token]) == list(range(len(intervals)))
+    check_parts(plan, parts)
+
+
+def check_parts(plan: Plan, parts: dict[int, list[int]]) -> None:
+    """Each token's parts have places of their own, and are combined."""
+    split = {int(token): (int(start), int(count)) for token, start, count, _ in plan.split}
+    used: Counter[int] = Counter()
+    for token, of_token in parts.items():
+        start = int(plan.part_starts[token])
+        if len(of_token) == 1:
+            assert start == -1
+            assert token not in split
+            continue
+        assert split[token] == (start, len(of_token))
+        used.update(range(start, start + len(of_token)))
+    assert sorted(used) == list(range(plan.num_parts))
+    assert all(count == 1 for count in used.values())
+
+
+def test_a_short_step_is_one_item_for_each_tile() -> None:
+    plan = make_plan(step_of([9, 0], [1, 20]), Heads(2, 4), H100)
+    assert plan.decode.tolist() == [[4, 0, 1, 0, 10, 0, 9, 9]]
+    assert plan.append.tolist() == [[3, 17, 4, 0, 20, 0, 16, 19], [3, 1, 16, 0, 16, 0, 0, 15]]
+    assert plan.num_parts == 0
+    assert not len(plan.split)
+    assert plan.part_starts.tolist() == [-1] * 21
+
+
+def test_one_long_sequence_fills_the_device() -> None:
+    plan = make_plan(step_of([8191], [1]), Heads(8, 4), H100)
+    assert len(plan.decode) == 32
+    assert set((plan.decode[:, 4] - plan.decode[:, 3]).tolist()) == {256}
+    assert plan.num_parts == 32
+
+
+def test_many_sequences_are_not_split_and_long_ones_among_them_are() -> None:
+    many = make_plan(step_of([999] * 64, [1] * 64), Heads(8, 4), H100)
+    assert len(many.decode) == 64
+    one_long = make_plan(step_of([999] * 15 + [131071], [1] * 16), Heads(8, 4), H100)
+    lengths = one_long.decode[:, 4] - one_long.decode[:, 3]
+    assert lengths.max() <= 8192
+    assert (np.diff(lengths) <= 0).all(), "the longest first"
+
+
+def test_chunks_stay_within_the_limit() -> None:
+    lengths = np.full(200, 100_000)
+    chunk = choose_chunk(lengths, 8, 264)
+    assert -(-100_000 // chunk) * 200 <= max(200, chunk_limit(264, 8))
+    assert choose_chunk(np.array([100]), 8, 264) == 100
+
+
+def test_a_window_clips_what_is_read() -> None:
+    plan = make_plan(step_of([9999], [1]), Heads(8, 4), H100, window=1000)
+    assert plan.decode[:, 3].min() == 9000 // 16 * 16
+    assert plan.decode[:, 4].max() == 10000
+
+
+def test_a_window_that_left_the_prefix_behind_does_not_read_it() -> None:
+    prefix = [SharedPrefix((0, 1), 512)]
+    plan = make_plan(step_of([5000, 6000], [1, 1]), Heads(1, 4), Resident(1, 1), 100, prefix)
+    assert plan.decode[:, 3].min() > 4000
+    assert plan.num_parts == 0
+
+
+@pytest.mark.parametrize(
+    ("prefix", "message"),
+    [
+        ([SharedPrefix((0, 1), 24)], "24 tokens: it must be a multiple of 16 up to 40"),
+        ([SharedPrefix((0, 1), 48)], "48 tokens: it must be a multiple of 16 up to 40"),
+        ([SharedPrefix((0,), 16), SharedPrefix((1, 0), 16)], "in two shared prefixes"),
+    ],
+)
+def test_prefixes_that_cannot_be(prefix: list[SharedPrefix], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(step_of([40, 50], [1, 1]), Heads(1, 1), H100, None, prefix)
+
+
+def test_groups_larger_than_a_tile_are_refused() -> None:
+    assert len(make_plan(step_of([5], [1]), Heads(1, 64), H100).append) == 1
+    with pytest.raises(UnsupportedError, match="65 query heads"):
+        make_plan(step_of([5], [1]), Heads(1, 65), H100)
+
+
+def test_shared_prefixes_of_block_tables() -> None:
+    tables = np.array(
+        [[7, 8, 9, 1], [5, 6, 7, 8], [7, 8, 9, 2], [7, 8, 3, 4], [5, 1, 2, 3]], np.int32
+    )
+    past = np.array([64, 64, 64, 64, 17])
+    found = find_shared_prefixes(tables, past, 16, min_tokens=16, min_members=2)
+    assert found == [SharedPrefix((1, 4), 16), SharedPrefix((0, 2, 3), 32)]
+    assert find_shared_prefixes(tables, past, 16, min_tokens=32, min_members=4) == []
+    assert find_shared_prefixes(tables[:0], past[:0], 16) == []
+
+
+def test_structures_are_as_large_as_the_kernels_say() -> None:
+    sizes = [
+        ctypes.sizeof(kind) for kind in (KvLayer, AttendArgs, CombineArgs, WriteArgs, MoveArgs)
+    ]
+    assert sizes == [64, 184, 56, 208, 24]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block", "multiprocessor", "stages", "decode_blocks", "append_blocks"),
+    [
+        (64, 232_448, 233_472, 4, 3, 3),  # H100
+        (128, 232_448, 233_472, 3, 2, 2),
+        (256, 232_448, 233_472, 3, 1, 2),
+        (64, 166_912, 167_936, 4, 2, 3),  # A100
+        (128, 166_912, 167_936, 2, 2, 2),
+        (256, 166_912, 167_936, 2, 1, 1),
+        (128, 101_376, 102_400, 2, 1, 1),  # RTX 3090
+    ],
+)
+def test_shared_memory_decides_what_is_in_flight(
+    head_dim: int,
+    block: int,
+    multiprocessor: int,
+    stages: int,
+    decode_blocks: int,
+    append_blocks: int,
+) -> None:
+    sizes = sizes_for(head_dim, block, multiprocessor)
+    assert (sizes.stages, sizes.decode_blocks, sizes.append_blocks) == (
+        stages,
+        decode_blocks,
+        append_blocks,
+    )
+    assert max(sizes.decode_bytes, sizes.append_bytes) <= block
+
+
+def test_a_device_without_the_room_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match="heads of 256 need 139776 bytes of shared memory"):
+        sizes_for(256, 101_376, 102_400)
+
+
+def test_architectures() -> None:
+    names = [architecture(*version) for version in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))]
+    assert names == ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"]

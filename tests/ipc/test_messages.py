@@ -1,0 +1,123 @@
+"""What goes over the socket: frames, messages, errors, parameters."""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+import pytest
+
+from vmserve.errors import DeadlineError, InvalidRequestError, OutOfMemoryError, VmserveError
+from vmserve.ipc import framing
+from vmserve.ipc.framing import (
+    FrameReader,
+    FrameTooLargeError,
+    frame,
+    receive_frame,
+    send_frame,
+)
+from vmserve.ipc.messages import (
+    Ping,
+    WireError,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+    params_from_wire,
+    params_to_wire,
+)
+from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
+from vmserve.scheduler.base import NoRoomError
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
+def test_frames_come_together_from_any_pieces(size: int) -> None:
+    sent = [b"", b"a", b"bc" * 300]
+    stream = b"".join(map(frame, sent))
+    reader = FrameReader()
+    got = []
+    for begin in range(0, len(stream), size):
+        got += list(reader.feed(stream[begin : begin + size]))
+    assert got == sent
+
+
+def test_frames_of_a_blocking_socket() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_frame(ours, b"one")
+        ours.sendall(frame(b"cut off")[:-1])
+        ours.close()
+        assert receive_frame(theirs) == b"one"
+        assert receive_frame(theirs) is None
+
+
+def test_frames_have_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 8)
+    with pytest.raises(FrameTooLargeError, match=r"9 bytes .* limit of 8"):
+        frame(b"123456789")
+    with pytest.raises(FrameTooLargeError):
+        list(FrameReader().feed(b"\xff\xff\xff\xff"))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(b"\x09\x00\x00\x00")
+        with pytest.raises(FrameTooLargeError):
+            receive_frame(theirs)
+
+
+def test_what_is_no_message_is_refused() -> None:
+    assert decode_to_engine(encode(Ping(3))) == Ping(3)
+    for data in (b"", b"\xc1", msgspec.msgpack.encode(["Ping", "x"]), encode(Ping(1))[:-1]):
+        with pytest.raises(msgspec.DecodeError):
+            decode_to_engine(data)
+    with pytest.raises(msgspec.ValidationError):
+        decode_from_engine(encode(Ping(1)))  # this side does not say that
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InvalidRequestError("text", "prompt"), InvalidRequestError),
+        (DeadlineError("text"), DeadlineError),
+        (NoRoomError("id", "text"), OutOfMemoryError),
+        (FrameTooLargeError("text"), VmserveError),
+        (ValueError("text"), ValueError),
+    ],
+)
+def test_errors_arrive_as_what_they_are(error: Exception, kind: type[Exception]) -> None:
+    told = WireError.of(error).error()
+    assert type(told) is kind
+    assert str(told) == str(error)
+    assert getattr(told, "param", None) == getattr(error, "param", None)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(
+            n=2,
+            best_of=3,
+            temperature=0.5,
+            seed=-1,
+            max_tokens=None,
+            logprobs=3,
+            logit_bias={5: -1.5, 6: 2},
+            allowed_token_ids=[5, 6],
+            bad_words=["x"],
+            stop_token_ids=[7],
+            min_tokens=2,
+        ),
+        BeamSearchParams(beam_width=3, early_stopping="never", length_penalty=0.5),
+    ],
+)
+def test_parameters_arrive_without_what_makes_text(params: GenerationParams) -> None:
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(params_to_wire(params)))
+    arrived = params_from_wire(wire)
+    assert arrived.detokenize is False
+    for field in params.__dataclass_fields__:
+        if field != "detokenize":
+            assert getattr(arrived, field) == getattr(params, field), field
+
+
+def test_stop_strings_are_looked_for_where_tokens_are_made() -> None:
+    params = SamplingParams(stop=["a", "b"], include_stop_str_in_output=True)
+    assert params_from_wire(params_to_wire(params)) == params

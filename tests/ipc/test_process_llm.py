@@ -1,0 +1,239 @@
+"""An engine in a process of its own: the same streams, its death, its hanging, its return."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+
+from vmserve import (
+    AsyncLLM,
+    BeamSearchParams,
+    ConfigurationError,
+    EngineDeadError,
+    InvalidRequestError,
+    SamplingParams,
+)
+from vmserve.ipc.client import ProcessLLM, Supervision
+from vmserve.sampling import GenerationParams
+from vmserve.types import RequestOutput
+
+# Each engine is a process that imports torch, which takes its time on a busy machine.
+pytestmark = pytest.mark.timeout(400)
+
+T = TypeVar("T")
+OPTIONS = {
+    "dtype": "float32",
+    "kv_cache_memory": "64MiB",
+    "max_num_seqs": 16,
+    "kv_regime": "virtual",
+}
+ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+
+
+def on_engine(
+    test: Callable[[ProcessLLM], Awaitable[T]], supervision: Supervision | None = None
+) -> T:
+    """Run ``test`` on a fresh engine; nothing of it may be left afterwards."""
+    engine = ProcessLLM(**OPTIONS, supervision=supervision)
+
+    async def run() -> T:
+        try:
+            return await asyncio.wait_for(test(engine), 300)
+        finally:
+            await engine.shutdown()
+
+    try:
+        return asyncio.run(run())
+    finally:
+        assert psutil.Process().children(recursive=True) == []
+
+
+async def everything(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in outputs]
+
+
+async def until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def leaving_aborting_and_asking(engine: ProcessLLM) -> None:
+    stream = engine.generate([5] * 100, ENDLESS, request_id="x", stream=True)
+    async for output in stream:
+        if output.outputs:
+            break
+    assert (await engine.fetch_stats())["used_pages"] > 0
+    assert engine.stats()["num_requests_running"] == 1
+    await stream.aclose()  # type: ignore[attr-defined]
+    await until(lambda: engine.stats()["num_requests_running"] == 0)
+    assert (await engine.fetch_stats())["used_pages"] == 0
+    # An abort by name tells what there was.
+    cut = engine.generate([5], ENDLESS, request_id="y", stream=True)
+    async for output in cut:
+        if output.outputs and not output.finished:
+            await engine.abort("y")
+        last = output
+    assert last.outputs[0].finish_reason == "abort"
+    pin = await engine.pin_prefix([5] * 64)
+    assert pin.num_tokens == 64
+    await engine.unpin_prefix(pin.handle)
+    with pytest.raises(ValueError, match="no prefix is pinned"):
+        await engine.unpin_prefix(pin.handle)
+    running = engine.generate([5], ENDLESS, request_id="z")
+    ended = asyncio.ensure_future(everything(running))
+    await until(lambda: engine.stats()["num_requests_running"] == 1)
+    await engine.shutdown()
+    [output] = await ended
+    assert output.outputs[0].finish_reason == "abort"
+    assert not engine.errored
+
+
+def test_a_life() -> None:
+    """Requests of every kind, whole and streamed, give what they give in one process."""
+    prompt = "Once upon a time there was"
+    asked: dict[str, GenerationParams] = {
+        "greedy": SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=1),
+        "several": SamplingParams(n=3, seed=7, max_tokens=10),
+        "best": SamplingParams(n=2, best_of=4, seed=3, max_tokens=8),
+        "stop": SamplingParams(temperature=0, max_tokens=40, stop=["."], logprobs=0),
+        "stop-shown": SamplingParams(
+            temperature=0, max_tokens=40, stop=["."], include_stop_str_in_output=True
+        ),
+        "eos": SamplingParams(temperature=0, max_tokens=1000),
+        "beams": BeamSearchParams(beam_width=3, max_tokens=8, logprobs=1),
+        "ids": SamplingParams(temperature=0, max_tokens=5, detokenize=False),
+        "scored": SamplingParams(max_tokens=0, prompt_logprobs=2),
+    }
+
+    async def answers(engine: AsyncLLM | ProcessLLM) -> dict[str, object]:
+        ids = engine.tokenizer.encode(prompt)
+        found: dict[str, object] = {}
+        for name, params in asked.items():
+            [whole] = await everything(engine.generate(ids, params, request_id=name, prompt=prompt))
+            assert whole.metrics.finished_time is not None
+            found[name] = (whole.prompt, whole.outputs, whole.prompt_logprobs, whole.finished)
+            if name in ("best", "beams"):
+                continue
+            first, *parts = await everything(
+                engine.generate(ids, params, request_id=name, stream=True)
+            )
+            assert (first.outputs, first.finished, first.delta) == ([], False, True)
+            for output in whole.outputs:
+                mine = [c for part in parts for c in part.outputs if c.index == output.index]
+                assert "".join(c.text for c in mine) == output.text
+                assert [i for c in mine for i in c.token_ids] == output.token_ids
+                assert mine[-1].finish_reason == output.finish_reason
+                assert mine[-1].stop_reason == output.stop_reason
+            assert parts[-1].metrics.finished_time is not None
+        return found
+
+    async def here() -> dict[str, object]:
+        engine = AsyncLLM(**OPTIONS)
+        try:
+            return await answers(engine)
+        finally:
+            await engine.shutdown()
+
+    async def there(engine: ProcessLLM) -> dict[str, object]:
+        found = await answers(engine)
+        with pytest.raises(InvalidRequestError, match="maximum context length is") as refused:
+            await everything(engine.generate([5] * 100_000, ENDLESS, request_id="long"))
+        assert refused.value.param == "prompt"
+        stats = await engine.fetch_stats()
+        assert stats["used_pages"] == 0
+        assert stats["requests_aborted_total"] == 0
+        # It sleeps when there is nothing to do.
+        process = psutil.Process(engine.pid)
+        before = sum(process.cpu_times()[:2])
+        await asyncio.sleep(2)
+        assert sum(process.cpu_times()[:2]) - before <= 0.05
+        await leaving_aborting_and_asking(engine)
+        return found
+
+    assert on_engine(there) == asyncio.run(here())
+
+
+def test_an_engine_that_hangs() -> None:
+    async def test(engine: ProcessLLM) -> None:
+        streams = [engine.generate([5], ENDLESS, request_id=f"{i}", stream=True) for i in range(4)]
+        for stream in streams:
+            await anext(stream)
+        question = asyncio.ensure_future(engine.until_dead())
+        os.kill(engine.pid, signal.SIGSTOP)
+        for stream in streams:
+            with pytest.raises(EngineDeadError):
+                await everything(stream)
+        assert engine.errored
+        with pytest.raises(EngineDeadError):
+            await everything(engine.generate([5], ENDLESS, request_id="new"))
+        await question
+        assert engine.stats()["num_requests_running"] == 0
+        assert await engine.fetch_stats() == engine.stats()
+
+    on_engine(test, Supervision(hang_timeout=1.0, ping_seconds=0.2))
+
+
+def test_an_engine_that_is_started_again() -> None:
+    async def test(engine: ProcessLLM) -> None:
+        pin = await engine.pin_prefix([5] * 64)
+        pid = engine.pid
+        stream = engine.generate([5], ENDLESS, request_id="x", stream=True)
+        await anext(stream)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await everything(stream)
+        assert engine.errored
+        await until(lambda: not engine.errored, 200)
+        assert engine.pid != pid
+        short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        [output] = await everything(engine.generate([5], short, request_id="x"))
+        assert len(output.outputs[0].token_ids) == 3
+        stats: dict[str, float | int] = {}
+        while stats.get("pinned_prefixes") != 1:
+            stats = await engine.fetch_stats()
+        assert stats["engine_restarts_total"] == 1
+        await engine.unpin_prefix(pin.handle)
+        os.kill(engine.pid, signal.SIGKILL)
+        await engine.until_dead()
+        assert engine.errored
+
+    on_engine(test, Supervision(restarts=1))
+
+
+def test_options_that_cannot_be_used() -> None:
+    with pytest.raises(ConfigurationError, match="max_model_len: 10000000"):
+        ProcessLLM(max_model_len=10_000_000)
+    with pytest.raises(ConfigurationError, match="unknown engine option"):
+        ProcessLLM(no_such=1)
+    with pytest.raises(ConfigurationError, match="engine_hang_timeout"):
+        Supervision(hang_timeout=0)
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_it_ends_with_its_server(tmp_path: Path) -> None:
+    """However that ends: here it is killed, with its engine stopped."""
+    script = (
+        "import sys, time\n"
+        "from vmserve.ipc.client import ProcessLLM\n"
+        "engine = ProcessLLM(kv_cache_memory='64MiB', max_model_len=1024)\n"
+        "print(engine.pid, flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    with server.stdout as said:
+        engine = psutil.Process(int(said.readline()))
+    engine.suspend()
+    server.kill()
+    server.wait(60)
+    engine.wait(60)

@@ -1,0 +1,266 @@
+"""The decoder in C++ against ``transformers``, and against itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tests.models.checkpoints import CONTEXT, VOCAB, gpt2, llama, save, transformers_logits
+from tests.models.schedule import (
+    LENGTHS,
+    SCHEDULE,
+    SLOTS,
+    mean_square,
+    random_prompts,
+    view_for,
+    worst_difference,
+)
+from vmserve import _core
+from vmserve.attention import create_backend
+from vmserve.attention.base import AttentionCall, RaggedBatch
+from vmserve.attention.cpu import ISA_VARIABLE, CpuBackend
+from vmserve.config import EngineConfig
+from vmserve.engine import LLMEngine
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models import LoadedModel, ModelConfig, choose_native, load_model
+from vmserve.models.decoder import Decoder
+from vmserve.models.native import NativeDecoder, refusal
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+#: Odd sizes leave panels, blocks of rows and the depth of a product partly filled.
+VARIANTS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_SMALL),
+    "llama-odd": LlamaConfig(
+        **{**_SMALL, "hidden_size": 54, "intermediate_size": 83, "num_attention_heads": 6},
+        head_dim=24,
+    ),
+    "llama-tied": LlamaConfig(**_SMALL, tie_word_embeddings=True),
+    "mistral": MistralConfig(**_SMALL, sliding_window=7),
+    "qwen2": Qwen2Config(**_SMALL),
+    "qwen3": Qwen3Config(**_SMALL, head_dim=32),
+}
+
+
+class _Parts:
+    """What the runner hands a model: the calls of the parts of a batch."""
+
+    class Part:
+        def __init__(self, call: AttentionCall) -> None:
+            self.call = call
+            self.seconds = 0.0
+
+    def __init__(self, *calls: AttentionCall) -> None:
+        self.parts = [self.Part(call) for call in calls]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("native")
+    return {name: save(config, root / name) for name, config in VARIANTS.items()}
+
+
+def _run(model: LoadedModel, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """As ``schedule.run_schedule`` does, with only the wanted rows of each step."""
+    view = view_for(model, max(LENGTHS))
+    backend = CpuBackend()
+    done = [0] * len(prompts)
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for step in SCHEDULE:
+        active = [i for i, count in enumerate(step) if count]
+        batch = RaggedBatch.build(
+            [SLOTS[i] for i in active], [done[i] for i in active], [step[i] for i in active]
+        )
+        tokens = [t for i in active for t in prompts[i][done[i] : done[i] + step[i]]]
+        parts = _Parts(backend.bind(view, batch))
+        logits = model.forward(torch.tensor(tokens), batch.token_positions, parts)  # type: ignore[arg-type]
+        assert parts.parts[0].seconds > 0
+        for i, part in zip(active, torch.split(logits, [step[i] for i in active]), strict=True):
+            rows[i].append(part)
+            done[i] += step[i]
+    return [torch.cat(parts) for parts in rows]
+
+
+@pytest.mark.parametrize("isa", _core.cpu_isas())
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_transformers(
+    variant: str, isa: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    prompts = random_prompts(LENGTHS)
+    expected = transformers_logits(checkpoints[variant], prompts, torch.float32)
+    model = load_model(checkpoints[variant], torch.float32, native=True)
+    assert isinstance(model.network, NativeDecoder)
+    assert worst_difference(_run(model, prompts), expected) < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-odd", "qwen3"])
+def test_a_bfloat16_checkpoint_loses_nothing_in_a_float32_cache(
+    variant: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    rounded = tmp_path / variant
+    model = load_model(checkpoints[variant], torch.float32)
+    assert isinstance(model.network, Decoder)
+    AutoModelForCausalLM.from_pretrained(
+        checkpoints[variant], dtype=torch.bfloat16
+    ).save_pretrained(rounded)
+    prompts = random_prompts(LENGTHS)
+    expected = transformers_logits(rounded, prompts, torch.bfloat16, compute_float32=True)
+    native = load_model(rounded, torch.float32, native=True)
+    assert worst_difference(_run(native, prompts), expected) < 1e-5
+    # A bfloat16 cache rounds keys, values and what was attended, and nothing else is rounded.
+    narrow = load_model(rounded, torch.bfloat16, native=True)
+    error = mean_square(_run(narrow, prompts), expected)
+    rounds_all = transformers_logits(rounded, prompts, torch.bfloat16)
+    assert 0 < error < mean_square(rounds_all, expected)
+
+
+def test_int8_is_the_nearest_of_255_steps_for_each_output(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["llama-odd"], dtype=torch.float32)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                step = module.weight.abs().amax(1, keepdim=True) / 127
+                module.weight.copy_((module.weight * (1 / step)).round() * step)
+    model.save_pretrained(tmp_path / "steps")
+    prompts = random_prompts(LENGTHS)
+    expected = transformers_logits(tmp_path / "steps", prompts, torch.float32)
+    exact = load_model(checkpoints["llama-odd"], torch.float32, native=True)
+    int8 = load_model(checkpoints["llama-odd"], torch.float32, native=True, quantized=True)
+    actual = _run(int8, prompts)
+    assert worst_difference(actual, expected) < 1e-5
+    assert worst_difference(actual, _run(exact, prompts)) > 1e-3
+    table = VOCAB * 54 * 4  # the embedding stays as it is
+    assert (exact.parameter_bytes - table) == 4 * (int8.parameter_bytes - table)
+
+
+def _forward(model: LoadedModel, lengths: list[int], threads: int) -> list[torch.Tensor]:
+    """The last rows' logits of prompts that are computed at once, in the order of the prompts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        view = view_for(model, CONTEXT)
+        batch = RaggedBatch.build(list(range(len(lengths))), [0] * len(lengths), lengths)
+        tokens = [token for prompt in random_prompts(lengths)[: len(lengths)] for token in prompt]
+        ends = np.cumsum(lengths) - 1
+        logits = model.forward(
+            torch.tensor(tokens), batch.token_positions,
+            _Parts(CpuBackend().bind(view, batch)), torch.from_numpy(ends),  # type: ignore[arg-type]
+        )  # fmt: skip
+        return list(logits)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_row_has_the_same_bits_in_every_batch(
+    quantized: bool, checkpoints: dict[str, Path]
+) -> None:
+    model = load_model(checkpoints["llama-odd"], torch.float32, native=True, quantized=quantized)
+    (alone,) = _forward(model, [17], threads=1)
+    # One row, a few, and so many that weights are widened once for all of them.
+    for others in ([1], [3, 2], [5, 40, 1, 30]):
+        for threads in (1, 3):
+            assert torch.equal(_forward(model, [17, *others], threads)[0], alone)
+
+
+def test_rows_can_be_asked_for_in_any_order_and_not_at_all(checkpoints: dict[str, Path]) -> None:
+    model = load_model(checkpoints["llama"], torch.float32, native=True)
+    view = view_for(model, CONTEXT)
+    batch = RaggedBatch.build([0, 1], [0, 0], [4, 5])
+    tokens = torch.arange(9)
+
+    def logits(rows: list[int] | None) -> torch.Tensor:
+        wanted = None if rows is None else torch.tensor(rows, dtype=torch.int64)
+        parts = _Parts(CpuBackend().bind(view, batch))
+        return model.forward(tokens, batch.token_positions, parts, wanted)  # type: ignore[arg-type]
+
+    every = logits(None)
+    assert torch.equal(logits([8, 0, 3]), every[[8, 0, 3]])
+    assert logits([]).shape == (0, VOCAB)
+
+
+def test_what_cannot_be_computed_is_refused(checkpoints: dict[str, Path]) -> None:
+    model = load_model(checkpoints["llama"], torch.float32, native=True)
+    view = view_for(model, CONTEXT)
+    batch = RaggedBatch.build([0], [0], [2])
+
+    def forward(tokens: list[int], rows: list[int]) -> None:
+        parts = _Parts(CpuBackend().bind(view, batch))
+        model.forward(torch.tensor(tokens), batch.token_positions, parts, torch.tensor(rows))  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match=rf"token id {VOCAB} is outside 0 \.\. {VOCAB - 1}"):
+        forward([1, VOCAB], [1])
+    with pytest.raises(ValueError, match="token id -1 is outside"):
+        forward([-1, 1], [1])
+    with pytest.raises(ValueError, match="row 2 of 2 has no logits"):
+        forward([1, 1], [2])
+    parts = _Parts(CpuBackend().bind(view, batch))
+    with pytest.raises(ValueError, match="3 token ids for batches of 2 tokens"):
+        model.forward(torch.tensor([1, 1, 1]), torch.tensor([0, 1, 2]), parts)  # type: ignore[arg-type]
+    stock = _Parts(create_backend("sdpa").bind(view, batch))
+    with pytest.raises(UnsupportedError, match="cpu backend alone"):
+        model.forward(torch.tensor([1, 1]), batch.token_positions, stock)  # type: ignore[arg-type]
+
+
+def test_refusals_name_what_is_missing(tmp_path: Path) -> None:
+    def network(config: PreTrainedConfig) -> object:
+        directory = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        return ModelConfig.from_directory(save(config, directory)).network
+
+    assert refusal(network(LlamaConfig(**_SMALL)), torch.float32) is None
+    assert "float16" in (refusal(network(LlamaConfig(**_SMALL)), torch.float16) or "")
+    assert "multiple of 8" in (refusal(network(llama()), torch.float32) or "")
+    biased = LlamaConfig(**_SMALL, mlp_bias=True)
+    assert "biases" in (refusal(network(biased), torch.float32) or "")
+    assert "RMSNorm" in (refusal(network(gpt2(n_embd=64)), torch.float32) or "")
+    odd = LlamaConfig(**_SMALL, hidden_act="gelu")
+    assert "activation gelu" in (refusal(network(odd), torch.float32) or "")
+
+
+def test_options_choose(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    model = ModelConfig.from_directory(checkpoints["llama"])
+    assert choose_native("auto", "none", "auto", model) == (torch.float32, True)
+    assert choose_native("native", "int8", "bfloat16", model) == (torch.bfloat16, True)
+    assert choose_native("torch", "none", "float32", model) == (torch.float32, False)
+    assert choose_native("auto", "none", "float16", model)[1] is False
+    with pytest.raises(ConfigurationError, match=r"int8 cannot .* needs --linear-backend native"):
+        choose_native("torch", "int8", "auto", model)
+    other = ModelConfig.from_directory(save(gpt2(n_embd=64), tmp_path / "gpt2"))
+    with pytest.raises(ConfigurationError, match="native cannot serve this model: it has RMSNorm"):
+        choose_native("native", "none", "auto", other)
+    assert choose_native("auto", "none", "auto", other) == (torch.float32, False)
+
+
+def test_the_engine_runs_it_unless_other_kernels_are_asked_for() -> None:
+    def network(**options: Any) -> object:
+        return LLMEngine(EngineConfig(max_num_seqs=2, **options))._model.network
+
+    assert isinstance(network(), NativeDecoder)
+    assert isinstance(network(attention_backend="sdpa"), Decoder)
+    assert isinstance(network(linear_backend="torch"), Decoder)
+    with pytest.raises(ConfigurationError, match="quantization"):
+        EngineConfig(quantization="int4")  # type: ignore[arg-type]

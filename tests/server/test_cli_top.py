@@ -1,0 +1,165 @@
+"""``vmserve top``: what it prints of a running server, and how it says that one is away."""
+
+import contextlib
+import io
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from rich.console import Console
+
+from tests.server.conftest import Running
+from tests.server.fake_engine import FakeAsyncLLM
+from vmserve.cli_top import Monitor, Screen, top_command
+from vmserve.errors import ConfigurationError, VmserveError
+from vmserve.telemetry.snapshot import PAGE_USES
+
+Start = Callable[..., Running]
+
+
+def test_json_is_what_the_server_says(shared: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    top_command(shared.url, once=True, as_json=True)
+    data = json.loads(capsys.readouterr().out)
+    assert data["stats"] == shared.http.get("/v1/kv").json()
+    assert data.keys() == shared.http.get("/v1/kv/live").json().keys()
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1"])
+def test_once(shared: Running, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    top_command(shared.url + suffix, once=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("fake, vmserve ")
+    assert "·░█▓" in lines
+    assert "of 4 pages, 1 shared" in "".join(lines)
+    assert lines[-1] == "no requests"
+
+
+def test_the_key(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(FakeAsyncLLM(), api_keys=("k",))
+    for wrong in (None, "j"):
+        with pytest.raises(VmserveError, match="--api-key"):
+            top_command(server.url, wrong, once=True)
+    with contextlib.closing(Monitor(server.url, "k")) as monitor:
+        assert monitor.ask()["model"] == "fake"
+
+
+def test_a_server_that_is_away(start: Start) -> None:
+    server = start()
+    server.close()
+    with pytest.raises(VmserveError, match=f"no answer from {server.url}: .*refused"):
+        top_command(server.url, once=True)
+
+
+def test_a_dead_engine_is_told(start: Start) -> None:
+    engine = FakeAsyncLLM()
+    server = start(engine)
+    engine.errored = True
+    with pytest.raises(VmserveError, match="503: The engine has stopped"):
+        top_command(server.url, once=True)
+
+
+@pytest.mark.parametrize(
+    ("status", "body"), [(404, b"no"), (200, b"<html>"), (200, b"[]"), (200, b'{"stats": {}}')]
+)
+def test_another_kind_of_server(status: int, body: bytes) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        with pytest.raises(VmserveError, match="is it a vmserve server"):
+            top_command(f"http://127.0.0.1:{server.server_port}", once=True)
+        server.shutdown()
+        thread.join()
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(ConfigurationError, match="not a URL"):
+        top_command("localhost:8000", once=True)
+    with pytest.raises(ConfigurationError, match="--once"):
+        top_command("http://127.0.0.1:1", as_json=True)
+
+
+def drawn(screen: Screen, width: int = 100) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(screen)
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return [line.rstrip().replace("\xa0", " ") for line in output.getvalue().splitlines()]
+
+
+def document(cells: str, **changes: object) -> dict[str, object]:
+    request = {
+        "request_id": "evil\x1b[2J\nid",
+        "state": "running",
+        "regime": "paged",
+        "reason": "kernels",
+        "costs": {"virtual": 0.0301, "paged": 0.02},
+        "slots": [],
+        "num_prompt_tokens": 1200,
+        "num_output_tokens": 7,
+        "max_tokens": 16,
+        "num_branches": 2,
+        "age_seconds": 3.21,
+        "ttft_seconds": 0.25,
+        "itl_seconds": None,
+    }
+    return {
+        "version": "1",
+        "model": "m",
+        "uptime_seconds": 600.0,
+        "draining": False,
+        "stats": {"num_requests_running": 2, "kv_cache_usage_perc": 0.5},
+        "latency": {"ttft_p50": 0.2, "ttft_p95": 1.5, "itl_p50": None, "itl_p95": None},
+        "pool": {
+            "cells": cells,
+            "uses": PAGE_USES,
+            "counts": {"free": cells.count("1"), "paged": cells.count("3")},
+            "num_pages": len(cells),
+            "num_shared": 0,
+        },
+        "requests": [request],
+        "num_requests": 4,
+        "num_others": 2,
+        **changes,
+    }
+
+
+def test_the_screen() -> None:
+    screen = Screen()
+    screen.take(document("3" * 30 + "1" * 30), now=10.0)
+    lines = drawn(screen, 140)
+    assert lines[0] == "m, vmserve 1, up 10 min"
+    assert "tokens/s –   run/wait 2/0   KV in use 50.0%   TTFT p50/p95 200 ms/1.5 s" in lines[1]
+    assert "█" * 30 + "░" * 30 in lines
+    [row] = [line for line in lines if line.startswith("evil")]
+    assert row.split()[:5] == ["evil?[2J?id", "running", "paged", "kernels:", "virtual"]
+    assert row.endswith("1,200     7/16×2  –      3.2 s  250 ms    –")
+    assert lines[-1] == "1 more, 2 of other keys"
+    assert "\x1b" not in "".join(lines)
+
+
+def test_a_large_pool_fits_in_eight_lines() -> None:
+    screen = Screen()
+    screen.take(document("3" * 8000 + "1" * 8000), now=0.0)
+    lines = [line for line in drawn(screen, 50) if line and set(line) <= {"█", "░"}]
+    assert lines == ["█" * 50] * 4 + ["░" * 50] * 4
+
+
+def test_tokens_per_second_of_the_last_seconds() -> None:
+    screen = Screen()
+    for second, tokens in enumerate([0, 900, 1000, 1100, 1200, 1300]):
+        data = document("1", stats={"generation_tokens_total": tokens})
+        screen.take(data, now=float(second))
+    assert screen.tokens_per_second == 100.0
+    screen.note = "gone"
+    assert drawn(screen)[0] == "gone"

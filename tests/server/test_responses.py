@@ -1,0 +1,225 @@
+"""The responses API over a model whose text is known, raw and through the official client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.server.conftest import Body, Running, error_of
+from tests.server.fake_engine import FakeAsyncLLM, Shape
+from vmserve.server import response_store
+from vmserve.server.response_store import ResponseStore, StoredResponse
+
+PATH = "/v1/responses"
+TOOLS: Any = [{"type": "function", "name": "now", "parameters": {"type": "object"}, "strict": True}]
+CALL = 'Wait.<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'
+
+Start = Callable[..., Running]
+
+
+def server(start: Start, text: str = "hello", **options: Any) -> Running:
+    return start(FakeAsyncLLM(text, Shape(max_model_len=1024)), **options)
+
+
+def prompt_of(running: Running, index: int = -1) -> str:
+    engine: Any = running.engine
+    return str(engine.requests[index][2]["prompt"])
+
+
+def test_a_text(start: Start) -> None:
+    running = server(start)
+    with running.openai() as client:
+        reply = client.responses.create(
+            model="fake", input="Hi", instructions="Be brief.", metadata={"k": "v"}, temperature=0.5
+        )
+    assert reply.output_text == "hello"
+    assert (reply.object, reply.status, reply.model) == ("response", "completed", "fake")
+    assert (reply.temperature, reply.metadata) == (0.5, {"k": "v"})
+    assert prompt_of(running) == "[system]Be brief.|[user]Hi|[assistant]"
+    assert reply.usage is not None
+    assert (reply.usage.output_tokens, reply.usage.input_tokens_details.cached_tokens) == (6, 0)
+    assert reply.usage.total_tokens == reply.usage.input_tokens + 6
+
+
+def test_a_stream_has_the_events_in_order(start: Start) -> None:
+    running = server(start, "hey")
+    with running.openai() as client:
+        events = list(client.responses.create(model="fake", input="Hi", stream=True))
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    final: Any = events[-1]
+    assert final.response.output_text == "hey"
+    assert events[0].type == "response.created"
+    assert events[0].response.status == "in_progress"
+    raw = list(running.http.post(PATH, json={"input": "x", "stream": True}).iter_lines())
+    assert raw[0] == "event: response.created"
+    assert "data: [DONE]" not in raw
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_functions(start: Start, stream: bool) -> None:
+    running = server(start, CALL)
+    with running.openai() as client:
+        if stream:
+            with client.responses.stream(model="fake", input="Hi", tools=TOOLS) as opened:
+                types = [event.type for event in opened]
+                reply: Any = opened.get_final_response()
+            assert types[-5:] == [
+                "response.output_item.added",
+                "response.function_call_arguments.delta",
+                "response.function_call_arguments.done",
+                "response.output_item.done",
+                "response.completed",
+            ]
+        else:
+            reply = client.responses.create(model="fake", input="Hi", tools=TOOLS)
+        message, call = reply.output
+        assert message.content[0].text == "Wait."
+        assert (call.type, call.name, call.arguments) == ("function_call", "now", '{"a": 1}')
+        again = client.responses.create(
+            model="fake",
+            tools=TOOLS,
+            previous_response_id=reply.id,
+            input=[{"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}],
+        )
+    assert again.previous_response_id == reply.id
+    engine: Any = running.engine
+    assert "[tool]12:00|" in engine.requests[-1][2]["prompt"]
+
+
+def test_a_conversation_goes_on_without_the_old_instructions(start: Start) -> None:
+    running = server(start)
+    first = running.ok(PATH, {"input": "One", "instructions": "A"})
+    running.ok(PATH, {"input": "Two", "instructions": "B", "previous_response_id": first["id"]})
+    text = prompt_of(running)
+    assert text.startswith("[system]B|[user]One|[assistant]")
+    assert "hello" in text
+    assert text.endswith("[user]Two|[assistant]")
+    assert "[system]A" not in text
+
+
+def test_stored_responses(start: Start) -> None:
+    running = server(start)
+    with running.openai() as client:
+        kept = client.responses.create(model="fake", input="Hi")
+        assert client.responses.retrieve(kept.id).output_text == "hello"
+        client.responses.delete(kept.id)
+        for gone in (kept, client.responses.create(model="fake", input="Hi", store=False)):
+            with pytest.raises(openai.NotFoundError):
+                client.responses.retrieve(gone.id)
+            with pytest.raises(openai.NotFoundError):
+                client.responses.delete(gone.id)
+    error = running.error(PATH, {"input": "x", "previous_response_id": "resp_x"}, 404)
+    assert error["param"] == "previous_response_id"
+
+
+def test_what_one_key_stores_another_does_not_find(start: Start) -> None:
+    running = server(start, api_keys=("one", "two"))
+    with running.openai(api_key="one") as one, running.openai(api_key="two") as two:
+        kept = one.responses.create(model="fake", input="secret")
+        assert one.responses.retrieve(kept.id).id == kept.id
+        with pytest.raises(openai.NotFoundError):
+            two.responses.retrieve(kept.id)
+        with pytest.raises(openai.NotFoundError):
+            two.responses.delete(kept.id)
+        with pytest.raises(openai.NotFoundError):
+            two.responses.create(model="fake", input="x", previous_response_id=kept.id)
+    assert running.http.get(f"{PATH}/{kept.id}").status_code == 401
+
+
+def test_a_limit_and_a_schema(start: Start) -> None:
+    class Answer(BaseModel):
+        a: int
+
+    running = server(start, '{"a": 5}')
+    with running.openai() as client:
+        cut = client.responses.create(model="fake", input="Hi", max_output_tokens=3)
+        assert cut.status == "incomplete"
+        assert cut.incomplete_details is not None
+        assert cut.incomplete_details.reason == "max_output_tokens"
+        parsed = client.responses.parse(model="fake", input="Hi", text_format=Answer)
+        assert parsed.output_parsed == Answer(a=5)
+    engine: Any = running.engine
+    assert '"integer"' in engine.requests[-1][1].structured_outputs.json
+
+
+def test_an_error_in_a_stream(start: Start) -> None:
+    engine = FakeAsyncLLM()
+    engine.fail = RuntimeError("secret")
+    running = start(engine)
+    text = running.http.post(PATH, json={"input": "x", "stream": True}).text
+    last = text.strip().split("\n\n")[-1]
+    assert last.startswith("event: error\ndata: {")
+    assert "secret" not in last
+
+
+INPUTS: list[Any] = [None, "", [], ["x"], 5, [{"role": 5, "content": "x"}]]
+INPUTS += [[{"type": "image"}], [{"role": "user", "content": 5}], [{"type": "function_call"}]]
+INPUTS += [[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]]
+
+
+@pytest.mark.parametrize("given", INPUTS)
+def test_bad_input(shared: Running, given: Any) -> None:
+    assert shared.error(PATH, {"input": given})["param"] == "input"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": "x"}, "tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+    ],
+)
+def test_refusals(shared: Running, body: Body, param: str) -> None:
+    response = shared.post(PATH, {"input": "x", **body})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
+
+
+def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    store = ResponseStore(clock=lambda: now[0])
+    monkeypatch.setattr(response_store, "MAX_STORED", 2)
+    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 1000)
+
+    def put(name: str, size: int = 1) -> None:
+        store.put("t", name, StoredResponse({"x": "y" * size}, []))
+
+    def known(*names: str) -> list[bool]:
+        return [store.get("t", name) is not None for name in names]
+
+    for name in ("a", "b", "c"):
+        put(name)
+    assert known("a", "b", "c") == [False, True, True]
+    assert store.get("other", "b") is None
+    put("d", 980)
+    assert known("c", "d") == [False, True]
+    put("e", 2000)
+    assert known("d", "e") == [False, False]
+    put("f")
+    now[0] = response_store.STORED_SECONDS
+    assert known("f") == [False]
+    assert not store.delete("t", "f")

@@ -1,0 +1,264 @@
+"""Structured output and enforced calls on the embedded model, through several clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from tests.server.conftest import Body, Running
+from vmserve import AsyncLLM
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+BOMB = {"regex": "(a{1000}){1000}"}
+
+
+class Answer(BaseModel):
+    kind: Literal["sun", "rain"]
+    degrees: int = Field(ge=-20, le=40)
+    words: list[Literal["a", "b"]] = Field(max_length=3)
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Running]:
+    running = Running(
+        AsyncLLM(kv_cache_memory="128MiB", max_model_len=1024, max_num_seqs=16),
+        served_model_names=("embedded",),
+    )
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def client(real: Running) -> Iterator[openai.OpenAI]:
+    with real.openai() as opened:
+        yield opened
+
+
+KINDS: list[tuple[Body, str]] = [
+    ({"structured_outputs": {"regex": "[a-d]{3}-[0-9]{2}"}}, "[a-d]{3}-[0-9]{2}"),
+    ({"structured_outputs": {"choice": ["blue", "green"]}}, "blue|green"),
+    ({"structured_outputs": {"grammar": 'root ::= ("x" | "yy"){2} "!"'}}, "(x|yy){2}!"),
+    ({"structured_outputs": {"json": json.dumps(WEATHER), "regex": None}}, r"\{.*\}"),
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(("asked", "pattern"), KINDS)
+def test_both_routes_whole_and_streamed(
+    real: Running, path: str, asked: Body, pattern: str
+) -> None:
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "The sky is"}
+    body: Body = {**prompt, **asked, "seed": 1, "n": 2, "max_tokens": 60}
+    choices = real.ok(path, body)["choices"]
+    texts = [c["message"]["content"] if path == CHAT else c["text"] for c in choices]
+    assert all(choice["finish_reason"] == "stop" for choice in choices)
+    assert all(re.fullmatch(pattern, text) for text in texts)
+    joined = {0: "", 1: ""}
+    for chunk in real.stream(path, body):
+        [choice] = chunk["choices"]
+        text = choice["delta"]["content"] if path == CHAT else choice["text"]
+        joined[choice["index"]] += text or ""
+    assert list(joined.values()) == texts
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_response_format(real: Running, path: str) -> None:
+    schema = {"name": "weather", "schema": WEATHER, "strict": True}
+    wanted = {"type": "json_schema", "json_schema": schema}
+    body: Body = {"messages": MESSAGES, "prompt": "x", "max_tokens": 80, "seed": 3}
+    [choice] = real.ok(path, {**body, "response_format": wanted})["choices"]
+    text = choice["message"]["content"] if path == CHAT else choice["text"]
+    jsonschema.validate(json.loads(text), WEATHER)
+    beams = {"use_beam_search": True, "n": 2, "response_format": wanted}
+    for choice in real.ok(path, {**body, **beams})["choices"]:
+        text = choice["message"]["content"] if path == CHAT else choice["text"]
+        jsonschema.validate(json.loads(text), WEATHER)
+
+
+def test_token_strings_join_to_the_content(real: Running) -> None:
+    body = {"messages": MESSAGES, "logprobs": True, "structured_outputs": {"regex": "ab{2}c"}}
+    [choice] = real.ok(CHAT, body)["choices"]
+    entries = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == choice["message"]["content"] == "abbc"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"regex": "("}, "unclosed group"),
+        ({"grammar": "start: missing"}, "unknown name"),
+        ({"json": {"properties": {"a": 3}}}, "schema must be"),
+        ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable"),
+    ],
+)
+def test_what_cannot_be_compiled_is_a_400(
+    real: Running, asked: Body, told: str, stream: bool
+) -> None:
+    error = real.error(CHAT, {"messages": MESSAGES, "stream": stream, "structured_outputs": asked})
+    assert error["param"] == "structured_outputs"
+    assert told in error["message"]
+
+
+def test_other_streams_go_on_while_a_bomb_is_refused(real: Running) -> None:
+    body: Body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True}
+    times: list[float] = []
+    ended = threading.Event()
+
+    def read() -> None:
+        for _ in real.events(COMPLETIONS, body):
+            times.append(time.monotonic())
+            if ended.is_set():
+                return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while not times:
+        time.sleep(0.01)
+    began = time.monotonic()
+    error = real.error(COMPLETIONS, {"prompt": "x", "structured_outputs": BOMB})
+    refused = time.monotonic()
+    ended.set()
+    reader.join()
+    assert "make it simpler" in error["message"]
+    # Or it has come to its end before.
+    assert any(began < at < refused for at in times) or len(times) >= 900
+
+
+def test_the_official_client_parses(client: openai.OpenAI) -> None:
+    parsed = client.chat.completions.parse(
+        model="embedded", messages=MESSAGES, response_format=Answer, seed=2
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Answer)
+    response = client.responses.parse(model="embedded", input="x", text_format=Answer)
+    assert isinstance(response.output_parsed, Answer)
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+def test_enforced_calls(client: openai.OpenAI, choice: Any) -> None:
+    options: Any = {"model": "embedded", "messages": MESSAGES, "tools": TOOLS, "seed": 4}
+    options |= {"tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
+    whole = client.chat.completions.create(**options)
+    assert whole.choices[0].finish_reason == "tool_calls"
+    calls: Any = whole.choices[0].message.tool_calls
+    [call] = calls
+    if call.function.name == "get_weather":
+        jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+    else:
+        assert (call.function.name, json.loads(call.function.arguments)) == ("now", {})
+    with client.chat.completions.stream(**options) as stream:
+        final: Any = stream.get_final_completion()
+    [streamed] = final.choices[0].message.tool_calls
+    assert streamed.function.arguments == call.function.arguments
+    assert streamed.function.name == call.function.name
+
+
+def test_enforced_calls_in_the_responses_api(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", **TOOLS[0]["function"], "strict": True}
+    with client.responses.stream(
+        model="embedded", input="x", tools=[tool], tool_choice="required", parallel_tool_calls=False
+    ) as stream:
+        for _ in stream:
+            pass
+        reply = stream.get_final_response()
+    call: Any = reply.output[-1]
+    assert call.name == "get_weather"
+    jsonschema.validate(json.loads(call.arguments), WEATHER)
+
+
+def test_the_asynchronous_client(real: Running) -> None:
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{real.url}/v1", api_key="x") as client:
+            extra = {"structured_outputs": {"choice": ["one", "two"]}}
+            stream = await client.chat.completions.create(
+                model="embedded", messages=MESSAGES, stream=True, extra_body=extra
+            )
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            parsed = await client.chat.completions.parse(
+                model="embedded", messages=MESSAGES, response_format=Answer
+            )
+            assert parsed.choices[0].message.parsed is not None
+            return [text]
+
+    assert asyncio.run(ask())[0] in ("one", "two")
+
+
+def test_langchain(real: Running) -> None:
+    from langchain_openai import ChatOpenAI
+
+    model: Any = ChatOpenAI(
+        model="embedded", base_url=f"{real.url}/v1", api_key="x", max_tokens=200, seed=1
+    )
+    try:
+        assert isinstance(model.invoke("Hello").content, str)
+        assert "".join(chunk.content for chunk in model.stream("Hello"))
+        structured = model.with_structured_output(Answer, method="json_schema")
+        assert isinstance(structured.invoke("The weather?"), Answer)
+        bound = model.bind_tools(TOOLS, tool_choice="get_weather")
+        [call] = bound.invoke("The weather?").tool_calls
+        jsonschema.validate(call["args"], WEATHER)
+        merged = None
+        for chunk in bound.stream("The weather?"):
+            merged = chunk if merged is None else merged + chunk
+        assert merged is not None
+        [streamed] = merged.tool_calls
+        assert streamed["args"] == call["args"]
+    finally:
+        model.root_client.close()
+
+
+def test_litellm(real: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its list of prices would be fetched when it is imported.
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    options: Any = {
+        "model": "openai/embedded",
+        "api_base": f"{real.url}/v1",
+        "api_key": "x",
+        "messages": MESSAGES,
+        "seed": 1,
+    }
+    reply = litellm.completion(**options, max_tokens=80, response_format=Answer)
+    Answer.model_validate_json(reply.choices[0].message.content)
+    reply = litellm.completion(
+        **options,
+        max_tokens=100,
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},
+    )
+    [call] = reply.choices[0].message.tool_calls
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+    text = ""
+    for chunk in litellm.completion(**options, max_tokens=5, stream=True):
+        text += chunk.choices[0].delta.content or ""
+    assert text

@@ -1,0 +1,227 @@
+"""Calls of tools in replies, over a model whose text is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Body, Running
+from tests.server.fake_engine import FakeAsyncLLM, FakeTokenizer, Shape
+from vmserve.errors import ConfigurationError
+from vmserve.server.config import ServerConfig
+
+CHAT = "/v1/chat/completions"
+MESSAGES: Any = [{"role": "user", "content": "Hi"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "now"}},
+]
+CALLS = (
+    'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n'
+    '</tool_call>\n<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+)
+FORCED = (
+    '[{"name": "get_weather", "arguments": {"city": "Köln"}}, {"name": "now", "arguments": {}}]'
+)
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+Start = Callable[..., Running]
+
+
+def server(start: Start, text: str, **options: Any) -> Running:
+    return start(FakeAsyncLLM(text, Shape(max_model_len=1024)), **options)
+
+
+def joined(chunks: list[Body]) -> tuple[str, list[tuple[str, str]], str]:
+    """Content, calls and finish_reason of a stream of one choice; its shape is checked."""
+    role, *rest = [chunk["choices"][0] for chunk in chunks]
+    assert role["delta"] == {"role": "assistant", "content": None}
+    content, calls, ids = "", [], set()
+    for choice in rest:
+        delta = choice["delta"]
+        content += delta.get("content", "")
+        for part in delta.get("tool_calls", []):
+            if "id" in part:
+                assert part["index"] == len(calls)
+                assert part["type"] == "function"
+                calls.append((part["function"]["name"], part["function"]["arguments"]))
+                ids.add(part["id"])
+            else:
+                assert part["index"] == len(calls) - 1
+                assert set(part["function"]) == {"arguments"}
+                calls[-1] = (calls[-1][0], calls[-1][1] + part["function"]["arguments"])
+    assert len(ids) == len(calls)
+    assert all(choice["finish_reason"] is None for choice in rest[:-1])
+    return content, calls, rest[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    ("text", "choice", "content", "calls", "reason"),
+    [
+        (
+            CALLS,
+            "auto",
+            "Let me see.",
+            [("get_weather", '{"city": "Köln"}'), ("now", "{}")],
+            "tool_calls",
+        ),
+        (
+            CALLS,
+            None,
+            "Let me see.",
+            [("get_weather", '{"city": "Köln"}'), ("now", "{}")],
+            "tool_calls",
+        ),
+        (CALLS, "none", CALLS, [], "stop"),
+        ("Hello! ", "auto", "Hello! ", [], "stop"),
+        ("<tool_call>{oops", "auto", "<tool_call>{oops", [], "stop"),
+        (
+            FORCED,
+            "required",
+            "",
+            [("get_weather", '{"city": "Köln"}'), ("now", "{}")],
+            "tool_calls",
+        ),
+        ('{"city": "Köln"}', NAMED, "", [("get_weather", '{"city": "Köln"}')], "tool_calls"),
+    ],
+)
+def test_calls(
+    start: Start, text: str, choice: Any, content: str, calls: list[tuple[str, str]], reason: str
+) -> None:
+    running = server(start, text)
+    body: Body = {"messages": MESSAGES, "tools": TOOLS, "return_token_ids": True}
+    if choice is not None:
+        body["tool_choice"] = choice
+    [whole] = running.ok(CHAT, body)["choices"]
+    message = whole["message"]
+    assert message["content"] == (content or None)
+    found = message.get("tool_calls", [])
+    assert [(c["function"]["name"], c["function"]["arguments"]) for c in found] == calls
+    assert all(c["type"] == "function" and c["id"].startswith("call_") for c in found)
+    assert ("tool_calls" in message) == bool(calls)
+    assert whole["finish_reason"] == reason
+    usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *chunks, total = running.stream(CHAT, {**body, **usage})
+    assert joined(chunks) == (content, calls, reason)
+    ids = [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", [])]
+    assert ids == whole["token_ids"]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(set(counts))
+    assert counts[-1] == total["usage"]["completion_tokens"] == len(ids)
+
+
+def test_what_is_enforced(start: Start) -> None:
+    engine = FakeAsyncLLM(FORCED, Shape(max_model_len=1024))
+    running = start(engine)
+
+    def structured(**options: Any) -> Any:
+        running.chat(tools=TOOLS, **options)
+        return engine.requests[-1][1].structured_outputs
+
+    assert structured() is None
+    assert structured(tool_choice="none") is None
+    assert json.loads(structured(tool_choice=NAMED).json) == PARAMETERS
+    several = structured(tool_choice="required").grammar
+    assert 'start: "[" call (", " call)* "]"' in several
+    assert structured(tool_choice="required", parallel_tool_calls=False).grammar == (
+        several.replace(' (", " call)*', "")
+    )
+    # What the answer has to match otherwise gives way to an enforced call, and only to one.
+    wanted = {"type": "json_object"}
+    assert structured(response_format=wanted).json_object
+    assert structured(response_format=wanted, tool_choice=NAMED).json_object is None
+
+
+def test_one_call_at_most(start: Start) -> None:
+    running = server(start, CALLS)
+    body: Body = {"messages": MESSAGES, "tools": TOOLS, "parallel_tool_calls": False}
+    [choice] = running.ok(CHAT, body)["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather"]
+    content, calls, _ = joined(running.stream(CHAT, body))
+    assert (content, calls) == ("Let me see.", [("get_weather", '{"city": "Köln"}')])
+
+
+def test_several_choices_have_their_own_calls(start: Start) -> None:
+    running = server(start, '<tool_call>{"name": "now", "arguments": {}}</tool_call>')
+    body: Body = {"messages": MESSAGES, "tools": TOOLS, "n": 2}
+    for choice in running.ok(CHAT, body)["choices"]:
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "now"
+        assert choice["message"]["content"] == (str(choice["index"]) if choice["index"] else None)
+
+
+def test_a_call_that_is_cut_off(start: Start) -> None:
+    running = server(start, FORCED)
+    body: Body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "max_tokens": 45}
+    [choice] = running.ok(CHAT, body)["choices"]
+    assert choice["finish_reason"] == "length"
+    [call] = choice["message"]["tool_calls"]
+    assert (
+        call["function"]["arguments"]
+        == '{"city": '[: 45 - len('[{"name": "get_weather", "arguments": ')]
+    )
+    assert joined(running.stream(CHAT, body)) == (
+        "",
+        [("get_weather", call["function"]["arguments"])],
+        "length",
+    )
+
+
+def test_the_official_client_joins_a_stream(start: Start) -> None:
+    running = server(start, CALLS)
+    with (
+        running.openai() as client,
+        client.chat.completions.stream(model="fake", messages=MESSAGES, tools=TOOLS) as stream,
+    ):
+        final = stream.get_final_completion()
+    calls = final.choices[0].message.tool_calls
+    assert calls is not None
+    assert [(c.function.name, c.function.arguments) for c in calls] == [
+        ("get_weather", '{"city": "Köln"}'),
+        ("now", "{}"),
+    ]
+    assert final.choices[0].finish_reason == "tool_calls"
+
+
+def test_the_parser_comes_from_the_template_or_by_name(start: Start) -> None:
+    text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
+    [plain] = server(start, text).chat(tools=TOOLS)["choices"]
+    assert plain["message"]["content"] == text
+    engine = FakeAsyncLLM(text)
+    for options in ({"tool_call_parser": "mistral"}, {"chat_template": "[TOOL_CALLS]"}):
+        running = start(engine, **options)
+        [choice] = running.chat(tools=TOOLS)["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert len(call["id"]) == 9
+        # Its marker is a special token, which must not be left out of the text.
+        assert engine.requests[-1][1].skip_special_tokens is False
+    with pytest.raises(ConfigurationError, match="no 'x'; there are hermes"):
+        ServerConfig(served_model_names=("m",), tool_call_parser="x")
+
+
+def test_calls_of_a_conversation_reach_the_template_as_they_are(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    original = FakeTokenizer.apply_chat_template
+
+    def spy(self: FakeTokenizer, messages: Any, **options: Any) -> Any:
+        seen.append((messages, options["tools"]))
+        return original(self, messages, **options)
+
+    monkeypatch.setattr(FakeTokenizer, "apply_chat_template", spy)
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
+    ]
+    server(start, "Noon.").chat(messages=messages, tools=TOOLS)
+    [(given, tools)] = seen
+    assert tools == TOOLS
+    assert given[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert given[2] == messages[2]

@@ -1,0 +1,190 @@
+"""Compiling: what is refused and how fast, what is kept, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from vmserve.errors import InvalidRequestError
+from vmserve.models import resolve_model
+from vmserve.structured import compiler as compiler_module
+from vmserve.structured.compiler import GrammarCompiler
+from vmserve.structured.spec import StructuredOutputsParams
+from vmserve.structured.vetting import VettingError, VettingProcess
+from vmserve.structured.worker import Setup
+
+EOS = 1
+VOCAB = 2048
+CHAIN = (
+    "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1} a{i + 1}\n" for i in range(40)) + 'a40 ::= "x"\n'
+)
+BOMBS = {
+    "regex": {"regex": "(a{1000}){1000}"},
+    "nested regex": {"regex": "((a{100}){100}){100}"},
+    "grammar": {"grammar": CHAIN},
+    "schema": {"json": {"type": "integer", "multipleOf": 999_983}},
+}
+BROKEN = {
+    "regex": ({"regex": "(a"}, "unclosed group"),
+    "look-around": ({"regex": "(?=a)b"}, "look-around"),
+    "undefined rule": ({"grammar": 'start: "a" | foo'}, "unknown name"),
+    "undefined EBNF rule": ({"grammar": 'root ::= "a" | foo'}, "foo"),
+    "no root": ({"grammar": 'rule ::= "a"'}, "root"),
+    "no grammar": ({"grammar": "what is this"}, "::="),
+    "deep grammar": ({"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000}, "too deep"),
+    "endless grammar": ({"grammar": "start: s\ns: s"}, "nothing can match"),
+    "no type": ({"json": {"type": "objectt"}}, "Invalid type"),
+    "no schema": ({"json": {"properties": {"a": 3}}}, "schema must be an object"),
+    "no reference": ({"json": {"$ref": "#/$defs/x"}}, "does not exist"),
+    "unknown": ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
+    "lenient": ({"json": {"not": {}, "x-guidance": {"lenient": True}}}, "Unimplemented keys"),
+    "impossible": ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "greater than"),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> str:
+    return (resolve_model(None) / "tokenizer.json").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: str) -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(tokenizer, VOCAB, [EOS])
+    yield made
+    made.close()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_refused_with_the_reason(compiler: GrammarCompiler, name: str) -> None:
+    given, told = BROKEN[name]
+    with pytest.raises(InvalidRequestError, match=told) as caught:
+        compiler.compile(StructuredOutputsParams(**given))  # type: ignore[arg-type]
+    assert caught.value.param == "structured_outputs"
+    assert len(str(caught.value)) < 1000
+
+
+def test_the_first_mask(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(StructuredOutputsParams(regex="[xy]+"))
+    guide = grammar.start(stop_ids=[7])
+    [mask] = compiler.masks([guide])
+    first = mask.nonzero()[0].tolist()
+    assert mask.shape == (VOCAB,)
+    assert EOS not in first
+    guide.accept(first[0])
+    other = guide.fork()
+    guide.accept(first[1])
+    masks = compiler.masks([guide, other])
+    # An answer may end now, with the end token or the stop id.
+    assert all(sorted({*first, EOS, 7}) == mask.nonzero()[0].tolist() for mask in masks)
+    assert guide.is_accepting
+    assert not guide.is_complete
+
+
+def test_a_complete_answer_can_only_end(compiler: GrammarCompiler) -> None:
+    guide = compiler.compile(StructuredOutputsParams(regex="x")).start()
+    [token] = compiler.masks([guide])[0].nonzero()[0].tolist()
+    guide.accept(token)
+    assert guide.is_complete
+    assert compiler.masks([guide])[0].nonzero()[0].tolist() == [EOS]
+    guide.accept(EOS)
+    assert guide.error is None
+
+
+def test_equal_constraints_are_compiled_once(compiler: GrammarCompiler) -> None:
+    one = compiler.submit(StructuredOutputsParams(choice=["a", "b"]))
+    two = compiler.submit(StructuredOutputsParams(choice=["a", "b", "a"]))
+    assert one.result() is two.result()
+
+
+def test_the_cache_is_bounded(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_GRAMMARS", 2)
+    params = [StructuredOutputsParams(regex=f"k{i}") for i in range(3)]
+    first = compiler.compile(params[0])
+    assert compiler.compile(params[0]) is first
+    for other in params[1:]:
+        compiler.compile(other)
+    assert compiler.compile(params[0]) is not first
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs(tokenizer: str, name: str) -> None:
+    """A short limit: what is tested is that it holds, and that the next question is answered."""
+    process = VettingProcess(Setup(tokenizer, VOCAB, [EOS]), seconds=0.5)
+    try:
+        process.vet(StructuredOutputsParams(regex="a").constraint)
+        before = process.pid
+        assert before is not None
+        with pytest.raises(VettingError, match="make it simpler") as caught:
+            process.vet(StructuredOutputsParams(**BOMBS[name]).constraint)  # type: ignore[arg-type]
+        assert not caught.value.final
+        assert not is_alive(before)
+        assert process.vet(StructuredOutputsParams(regex="a").constraint).grammar
+        assert process.pid != before
+    finally:
+        process.close()
+
+
+def test_a_refusal_is_remembered_and_others_are_served_meanwhile(tokenizer: str) -> None:
+    compiler = GrammarCompiler(tokenizer, VOCAB, [EOS], seconds=1.5)
+    try:
+        assert compiler.pids == []
+        bomb = StructuredOutputsParams(regex="(a{1000}){1000}")
+        late = compiler.submit(bomb)
+        assert compiler.compile(StructuredOutputsParams(regex="a+"))
+        assert not late.done()
+        with pytest.raises(InvalidRequestError, match="this regex cannot be served"):
+            late.result()
+        assert compiler.submit(bomb) is late
+    finally:
+        compiler.close()
+
+
+def test_closing_ends_what_runs(tokenizer: str) -> None:
+    before = set(threading.enumerate())
+    compiler = GrammarCompiler(tokenizer, VOCAB, [EOS], seconds=30)
+    compiler.compile(StructuredOutputsParams(regex="a"))
+    [pid] = compiler.pids
+    late = compiler.submit(StructuredOutputsParams(regex="(a{1000}){1000}"))
+    compiler.close()
+    assert not is_alive(pid)
+    assert compiler.pids == []
+    with pytest.raises(InvalidRequestError):
+        late.result(timeout=0)
+    assert set(threading.enumerate()) <= before
+
+
+def test_the_process_ends_with_its_input(tokenizer: str) -> None:
+    """As it does when its parent is killed."""
+    process = VettingProcess(Setup(tokenizer, VOCAB, [EOS]))
+    process.vet(StructuredOutputsParams(regex="a").constraint)
+    child = process._process
+    assert child is not None
+    assert child.stdin is not None
+    child.stdin.close()
+    deadline = time.monotonic() + 20
+    while child.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert process.vet(StructuredOutputsParams(regex="a").constraint).grammar
+    process.close()
+
+
+def test_a_tokenizer_that_cannot_be_used() -> None:
+    compiler = GrammarCompiler('{"model": {"type": "WordLevel"}}', VOCAB, [EOS])
+    try:
+        with pytest.raises(InvalidRequestError, match="not available for this model's tokenizer"):
+            compiler.compile(StructuredOutputsParams(regex="a"))
+    finally:
+        compiler.close()

@@ -1,0 +1,51 @@
+"""Lines on standard error, as text and as JSON."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import logging
+from vmserve.logs import configure_logging, request_id
+configure_logging(logging.INFO, {format!r}, {process!r})
+log = logging.getLogger("vmserve.some")
+log.info("one %d", 1)
+log.debug("hidden")
+request_id.set("id-7")
+try:
+    1 / 0
+except ZeroDivisionError:
+    log.exception("two")
+"""
+
+
+def said(log_format: str, process: str) -> list[str]:
+    script = SCRIPT.format(format=log_format, process=process)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return done.stderr.splitlines()
+
+
+def test_text() -> None:
+    first, second, *trace = said("text", "engine")
+    assert first.endswith(" INFO engine: one 1")
+    assert second.endswith(" ERROR engine: two (request id-7)")
+    assert trace[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_json() -> None:
+    first, second = map(json.loads, said("json", "engine"))
+    assert set(first) == {"time", "level", "logger", "message", "process"}
+    assert (first["message"], first["process"]) == ("one 1", "engine")
+    assert first["time"].endswith("Z")
+    assert (second["level"], second["request_id"]) == (logging.getLevelName(40), "id-7")
+    assert "ZeroDivisionError" in second["traceback"]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_without_a_name(log_format: str) -> None:
+    assert "engine" not in said(log_format, "")[0]

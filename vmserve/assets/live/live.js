@@ -1,0 +1,441 @@
+// The live page: asks for /v1/kv/live twice a second and shows it. Nothing is loaded from elsewhere.
+
+const EVERY_MS = 500;
+const LONGEST_WAIT_MS = 15000;
+const HISTORY = 240;
+const RATE_SECONDS = 3;
+const SHARED = 16;
+const MAPPED = 32;
+const USES = {
+  virtual: "in slots of live requests",
+  paged: "in block tables of live requests",
+  both: "of requests in both views",
+  cached: "found by prefix, evictable",
+  parked: "mapped in a slot without a request",
+  spare: "mapped ahead of a live request",
+  waiting: "given up, a running step may read it",
+  held: "in the hands of the mapper",
+  free: "committed, nobody's",
+  absent: "no memory behind it",
+};
+
+const at = (id) => document.getElementById(id);
+const show = (id, text) => { at(id).textContent = text; };
+const stored = {
+  get key() { return sessionStorage.getItem("vmserve-key"); },
+  set key(value) {
+    if (value === null) sessionStorage.removeItem("vmserve-key");
+    else sessionStorage.setItem("vmserve-key", value);
+  },
+};
+
+const state = {
+  data: null, history: [], failures: 0, timer: 0, asking: false, paused: false,
+  cursor: -1, only: null, grid: null,
+};
+
+// -- text ------------------------------------------------------------------------------------
+
+const count = (value) => Math.round(value).toLocaleString("en");
+const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+
+function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 1e-3) return `${(1e6 * value).toFixed(0)} µs`;
+  if (value < 1) return `${(1e3 * value).toFixed(value < 0.1 ? 1 : 0)} ms`;
+  if (value < 120) return `${value.toFixed(1)} s`;
+  return value < 7200 ? `${(value / 60).toFixed(0)} min` : `${(value / 3600).toFixed(1)} h`;
+}
+
+function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  for (; value >= 1024 && unit < units.length - 1; unit += 1) value /= 1024;
+  return `${value < 10 && unit ? value.toFixed(1) : Math.round(value)} ${units[unit]}`;
+}
+
+// -- asking ----------------------------------------------------------------------------------
+
+async function ask() {
+  if (state.asking) return;
+  state.asking = true;
+  try {
+    const headers = stored.key ? { authorization: `Bearer ${stored.key}` } : {};
+    const stop = AbortSignal.timeout(LONGEST_WAIT_MS);
+    const response = await fetch("v1/kv/live", { headers, cache: "no-store", signal: stop });
+    if (response.status === 401) return askForKey(stored.key ? "This key is not accepted." : "");
+    const body = await response.json();
+    if (!response.ok) throw new Error(body.error ? body.error.message : `HTTP ${response.status}`);
+    state.failures = 0;
+    take(body);
+  } catch (error) {
+    state.failures += 1;
+    say("away", `${error.name === "TypeError" ? "no answer from the server" : error.message}`);
+  } finally {
+    state.asking = false;
+    schedule();
+  }
+}
+
+function schedule() {
+  clearTimeout(state.timer);
+  if (state.paused || document.hidden || !at("key-form").hidden) return;
+  const wait = Math.min(LONGEST_WAIT_MS, EVERY_MS * 2 ** Math.min(state.failures, 6));
+  state.timer = setTimeout(ask, wait);
+}
+
+function say(kind, text) {
+  at("state").className = kind;
+  if (at("state").textContent !== text) show("state", text);
+}
+
+function askForKey(told) {
+  stored.key = null;
+  at("key-form").hidden = false;
+  document.querySelector("main").hidden = true;
+  show("key-told", told);
+  say("", "waiting for a key");
+  at("key").focus();
+}
+
+// -- showing ---------------------------------------------------------------------------------
+
+function take(data) {
+  state.data = data;
+  const { stats } = data;
+  state.history.push({
+    at: performance.now() / 1000,
+    tokens: stats.generation_tokens_total || 0,
+    running: stats.num_requests_running || 0,
+    usage: stats.kv_cache_usage_perc || 0,
+  });
+  if (state.history.length > HISTORY) state.history.shift();
+  document.querySelector("main").hidden = false;
+  say("live", data.draining ? "shutting down" : "live");
+  show("model", `${data.model} · ${data.version} · up ${seconds(data.uptime_seconds)}`);
+  showTiles(data);
+  drawMap();
+  showLegend(data.pool);
+  showSlots(data.pool.slots);
+  showRequests(data);
+  showFigures(stats);
+}
+
+function rates() {
+  const { history } = state;
+  return history.map((now, i) => {
+    let first = i;
+    while (first > 0 && now.at - history[first].at < RATE_SECONDS) first -= 1;
+    const span = now.at - history[first].at;
+    return span > 0 ? Math.max(0, now.tokens - history[first].tokens) / span : 0;
+  });
+}
+
+function showTiles({ stats, latency }) {
+  const speed = rates();
+  show("rate", count(speed[speed.length - 1]));
+  show("running", count(stats.num_requests_running || 0));
+  show("waiting", count(stats.num_requests_waiting || 0));
+  show("usage", percent(stats.kv_cache_usage_perc || 0));
+  show("ttft", seconds(latency.ttft_p50));
+  show("ttft-p95", seconds(latency.ttft_p95));
+  show("itl", seconds(latency.itl_p50));
+  show("itl-p95", seconds(latency.itl_p95));
+  const asked = stats.prefix_cache_queries_total || 0;
+  const hits = stats.prefix_cache_hits_total || 0;
+  show("hits", asked ? percent(hits / asked) : "–");
+  show("hit-tokens", `${count(hits)} of ${count(asked)}`);
+  show("hidden-calls", count(stats.hidden_calls_total || 0));
+  show("unhidden-calls", count(stats.unhidden_calls_total || 0));
+  drawLine("rate-line", speed);
+  drawLine("running-line", state.history.map((sample) => sample.running));
+  drawLine("usage-line", state.history.map((sample) => sample.usage), 1);
+}
+
+function drawLine(id, values, top = 0) {
+  const svg = at(id);
+  svg.setAttribute("viewBox", `0 0 ${HISTORY} 100`);
+  svg.setAttribute("preserveAspectRatio", "none");
+  if (!svg.firstChild) {
+    svg.append(document.createElementNS("http://www.w3.org/2000/svg", "path"));
+  }
+  const most = Math.max(top, ...values) || 1;
+  const from = HISTORY - values.length;
+  const points = values.map((value, i) => `${from + i},${(100 - (100 * value) / most).toFixed(1)}`);
+  svg.firstChild.setAttribute("d", points.length > 1 ? `M${points.join("L")}` : "");
+}
+
+// -- the map ---------------------------------------------------------------------------------
+
+const codeAt = (cell) => state.data.pool.cells.charCodeAt(cell) - 48;
+const useOf = (code) => state.data.pool.uses[code & 15];
+
+function layOut(width, num) {
+  const height = Math.max(240, Math.min(420, width * 0.36));
+  const size = Math.max(3, Math.min(20, Math.floor(Math.sqrt((width * height) / Math.max(1, num)))));
+  const columns = Math.max(1, Math.floor(width / size));
+  return { size, columns, rows: Math.ceil(num / columns), gap: size > 4 ? 1 : 0 };
+}
+
+function palette() {
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name) => style.getPropertyValue(`--page-${name}`).trim();
+  return Object.fromEntries([...Object.keys(USES), "mark"].map((name) => [name, colour(name)]));
+}
+
+function drawMap() {
+  const canvas = at("map");
+  const { pool } = state.data;
+  const num = pool.cells.length;
+  const width = canvas.clientWidth;
+  const grid = layOut(width, num);
+  state.grid = grid;
+  const scale = window.devicePixelRatio || 1;
+  const height = grid.rows * grid.size;
+  canvas.style.height = `${height}px`;
+  canvas.width = Math.round(width * scale);
+  canvas.height = Math.round(height * scale);
+  const paint = canvas.getContext("2d");
+  paint.scale(scale, scale);
+  const colours = palette();
+  const side = grid.size - grid.gap;
+  for (let cell = 0; cell < num; cell += 1) {
+    const code = codeAt(cell);
+    const use = useOf(code);
+    const x = (cell % grid.columns) * grid.size;
+    const y = Math.floor(cell / grid.columns) * grid.size;
+    paint.globalAlpha = state.only && !matches(code, state.only) ? 0.12 : 1;
+    paint.fillStyle = colours[use];
+    paint.fillRect(x, y, side, side);
+    if (code & SHARED && side >= 3) {
+      const dot = Math.max(1, Math.floor(side / 3));
+      const inset = (side - dot) / 2;
+      paint.fillStyle = colours.mark;
+      paint.fillRect(x + inset, y + inset, dot, dot);
+    }
+    if (cell === state.cursor) {
+      paint.globalAlpha = 1;
+      paint.strokeStyle = getComputedStyle(document.body).color;
+      paint.lineWidth = 2;
+      paint.strokeRect(x - 1, y - 1, side + 2, side + 2);
+    }
+  }
+  paint.globalAlpha = 1;
+  const { stats } = state.data;
+  const each = pool.pages_per_cell > 1 ? `, ${count(pool.pages_per_cell)} in each cell` : "";
+  const size = stats.page_bytes ? ` of ${bytes(stats.page_bytes)}` : "";
+  show("map-note", `${count(pool.num_pages)} pages${size}${each}`);
+  const told = Object.keys(USES).filter((use) => pool.counts[use]);
+  canvas.setAttribute("aria-label",
+    `Map of the pool: ${told.map((use) => `${pool.counts[use]} ${use}`).join(", ")}`);
+  describeCell();
+}
+
+const matches = (code, only) => (only === "shared" ? (code & SHARED) !== 0 : useOf(code) === only);
+
+function describeCell() {
+  const { pool } = state.data;
+  if (state.cursor < 0 || state.cursor >= pool.cells.length) return;
+  const first = state.cursor * pool.pages_per_cell;
+  const last = Math.min(first + pool.pages_per_cell, pool.num_pages) - 1;
+  const code = codeAt(state.cursor);
+  const use = useOf(code);
+  const marks = [
+    code & SHARED ? "shared" : "",
+    code & MAPPED && !["virtual", "parked", "spare"].includes(use) ? "mapped in a slot" : "",
+  ].filter(Boolean);
+  const name = first === last ? `Page ${count(first)}` : `Pages ${count(first)} to ${count(last)}, mostly`;
+  const text = `${name}: ${[use, ...marks].join(", ")} (${USES[use]})`;
+  if (at("map-cell").textContent !== text) show("map-cell", text);
+}
+
+function moveCursor(cell) {
+  if (!state.data) return;
+  state.cursor = Math.max(0, Math.min(state.data.pool.cells.length - 1, cell));
+  drawMap();
+}
+
+function showLegend(pool) {
+  const list = at("legend");
+  for (const use of [...Object.keys(USES), "shared"]) {
+    let item = list.querySelector(`[data-use="${use}"]`);
+    if (!item) {
+      item = legendItem(use);
+      list.append(item);
+    }
+    const number = use === "shared" ? pool.num_shared : pool.counts[use] || 0;
+    item.querySelector("b").textContent = count(number);
+    item.hidden = !number && ["both", "waiting", "held", "shared"].includes(use);
+  }
+}
+
+function legendItem(use) {
+  const item = document.createElement("li");
+  const button = document.createElement("button");
+  const swatch = document.createElement("i");
+  item.dataset.use = use;
+  button.type = "button";
+  button.title = use === "shared" ? "referenced more than once: the marked ones" : USES[use];
+  button.setAttribute("aria-pressed", "false");
+  if (use !== "shared") swatch.style.background = `var(--page-${use})`;
+  button.append(swatch, ` ${use} `, document.createElement("b"));
+  button.addEventListener("click", () => {
+    state.only = state.only === use ? null : use;
+    for (const other of at("legend").querySelectorAll("li")) {
+      other.firstChild.setAttribute("aria-pressed", String(other.dataset.use === state.only));
+    }
+    drawMap();
+  });
+  item.append(button);
+  return item;
+}
+
+// -- slots, requests, figures ----------------------------------------------------------------
+
+function resize(parent, num, make) {
+  while (parent.children.length > num) parent.lastChild.remove();
+  while (parent.children.length < num) parent.append(make());
+}
+
+function showSlots(slots) {
+  const shown = slots.map(([mapped, used], slot) => ({ slot, mapped, used })).filter((s) => s.mapped);
+  const used = shown.filter((slot) => slot.used).length;
+  show("slots-note",
+    `${used} in use, ${shown.length - used} parked, ${slots.length - shown.length} empty`);
+  resize(at("slots"), shown.length, () => {
+    const box = document.createElement("div");
+    box.className = "slot";
+    box.append(document.createElement("span"), document.createElement("progress"));
+    return box;
+  });
+  shown.forEach(({ slot, mapped, used: own }, i) => {
+    const [text, bar] = at("slots").children[i].children;
+    text.textContent = `${slot}: ${own}/${mapped}`;
+    bar.max = mapped;
+    bar.value = own;
+    bar.setAttribute("aria-label", `slot ${slot}: ${own} of ${mapped} mapped pages in use`);
+  });
+}
+
+const REASONS = {
+  forced: "by option", default: "nothing speaks against it", slots: "no slot is free",
+  converted: "converted on demand", forks: "cheaper forks", maps: "fewer map calls",
+  prefix: "less of the prefix is copied", kernels: "faster kernels",
+  memory: "less waste while memory is short", batch: "as the rest of the batch",
+};
+
+function reasonOf(request) {
+  const costs = request.costs;
+  const why = REASONS[request.reason] || request.reason;
+  if (!("virtual" in costs && "paged" in costs)) return why;
+  return `${why}; predicted ${seconds(costs.virtual)} virtual, ${seconds(costs.paged)} paged`;
+}
+
+function showRequests({ requests, num_requests: total, num_others: others }) {
+  const more = total - requests.length - others;
+  const notes = [`${count(total)}`];
+  if (others) notes.push(`${count(others)} of other keys`);
+  if (more > 0) notes.push(`${count(more)} more not listed`);
+  show("requests-note", notes.join(", "));
+  const body = document.querySelector("#requests tbody");
+  resize(body, requests.length, () => {
+    const row = document.createElement("tr");
+    for (let i = 0; i < 9; i += 1) row.append(document.createElement("td"));
+    row.children[2].append(document.createElement("b"), document.createElement("span"));
+    return row;
+  });
+  requests.forEach((request, i) => {
+    const cached = request.num_cached_tokens ? ` (${count(request.num_cached_tokens)} cached)` : "";
+    const times = request.num_branches > 1 ? ` × ${request.num_branches}` : "";
+    const texts = [
+      request.request_id,
+      request.num_preemptions ? `${request.state}, preempted ${request.num_preemptions}×` : request.state,
+      null,
+      `${count(request.num_prompt_tokens)}${cached}`,
+      `${count(request.num_output_tokens)} of ${count(request.max_tokens)}${times}`,
+      request.slots.join(" ") || "–",
+      seconds(request.age_seconds),
+      seconds(request.ttft_seconds),
+      seconds(request.itl_seconds),
+    ];
+    const cells = body.children[i].children;
+    texts.forEach((text, j) => {
+      if (text !== null && cells[j].textContent !== text) cells[j].textContent = text;
+    });
+    const [regime, why] = cells[2].children;
+    regime.className = request.regime;
+    regime.textContent = request.regime || "not chosen yet";
+    why.textContent = request.regime ? ` ${reasonOf(request)}` : "";
+  });
+}
+
+function showFigures(stats) {
+  const list = at("figures");
+  if (!list.parentElement.open) return;
+  const names = Object.keys(stats);
+  resize(list, names.length, () => {
+    const pair = document.createElement("div");
+    pair.append(document.createElement("dt"), document.createElement("dd"));
+    return pair;
+  });
+  names.forEach((name, i) => {
+    const [term, value] = list.children[i].children;
+    term.textContent = name;
+    value.textContent = String(stats[name]);
+    value.dataset.figure = name;
+  });
+}
+
+// -- what people do --------------------------------------------------------------------------
+
+at("pause").addEventListener("click", () => {
+  state.paused = !state.paused;
+  at("pause").setAttribute("aria-pressed", String(state.paused));
+  show("pause", state.paused ? "Resume" : "Pause");
+  if (state.paused) say("", "paused");
+  else ask();
+  schedule();
+});
+
+at("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  stored.key = at("key").value;
+  at("key").value = "";
+  at("key-form").hidden = true;
+  ask();
+});
+
+at("map").addEventListener("keydown", (event) => {
+  if (!state.grid) return;
+  const steps = {
+    ArrowLeft: -1, ArrowRight: 1, ArrowUp: -state.grid.columns, ArrowDown: state.grid.columns,
+    Home: -state.cursor, End: Infinity,
+  };
+  if (!(event.key in steps)) return;
+  event.preventDefault();
+  moveCursor(Math.max(0, state.cursor) + steps[event.key]);
+});
+
+at("map").addEventListener("pointermove", (event) => {
+  if (!state.grid) return;
+  const { size, columns } = state.grid;
+  const column = Math.min(columns - 1, Math.floor(event.offsetX / size));
+  moveCursor(Math.floor(event.offsetY / size) * columns + column);
+});
+
+at("figures").parentElement.addEventListener("toggle", () => {
+  if (state.data) showFigures(state.data.stats);
+});
+
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) clearTimeout(state.timer);
+  else if (!state.paused && at("key-form").hidden) ask();
+});
+
+window.addEventListener("resize", () => { if (state.data) drawMap(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  if (state.data) drawMap();
+});
+
+if (document.documentElement.dataset.key === "required" && !stored.key) askForKey("");
+else ask();

@@ -1,0 +1,546 @@
+"""The backend over our CUDA kernels: plan, write, attend, combine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vmserve.attention.base import (
+    ContiguousView,
+    KVView,
+    LayerAttention,
+    PagedView,
+    RaggedBatch,
+)
+from vmserve.attention.cuda.buffers import Counts, PlanBuffer
+from vmserve.attention.cuda.launcher import CudaLauncher, Launcher
+from vmserve.attention.cuda.params import AttendArgs, CombineArgs, WriteArgs
+from vmserve.attention.cuda.plan import (
+    APPEND_ROWS,
+    DECODE_ROWS,
+    Heads,
+    Plan,
+    SharedPrefix,
+    Step,
+    chunk_limit,
+    find_shared_prefixes,
+    make_plan,
+)
+from vmserve.attention.cuda.variant import Variant
+from vmserve.attention.cuda.view import DeviceView
+from vmserve.attention.rotary import Rotary
+from vmserve.errors import UnsupportedError
+
+__all__ = ["CapacityPlan", "CudaCall", "CudaPagedBackend"]
+
+_LOG2E = math.log2(math.e)
+_UNIT_BYTES = 16
+_COMBINE_ROWS = 4  # of a block
+
+
+class CudaPagedBackend:
+    """Reads no position that is not written: ``read_slack_tokens`` is 0.
+
+    ``launcher``: None is torch's current device, when first used. ``share_prefixes``: block tables
+    of the paged view that start alike are found at ``bind``, and attended once (cascade); what is
+    found depends on the host's block tables, so that they must be there.
+    ``copy_tables``: copy the rows of the block tables to the device at ``bind`` even if they are
+    on it.
+    """
+
+    name = "cuda"
+    read_slack_tokens = 0
+    softcap = True
+    views: tuple[type[KVView], ...] = (PagedView, ContiguousView)
+
+    def __init__(
+        self,
+        launcher: Launcher | None = None,
+        *,
+        share_prefixes: bool = False,
+        copy_tables: bool = False,
+    ) -> None:
+        self._given = launcher
+        self._share_prefixes = share_prefixes
+        self._copy_tables = copy_tables
+        self._view: DeviceView | None = None
+
+    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+        return Variant.refusal(head_dim, dtype)
+
+    @property
+    def launcher(self) -> Launcher:
+        if self._given is None:
+            self._given = CudaLauncher()
+        return self._given
+
+    def bind(
+        self, view: KVView, batch: RaggedBatch, prefixes: Sequence[SharedPrefix] = ()
+    ) -> CudaCall:
+        """Lay out one step; the plan is made when the first layer tells the number of heads.
+
+        Raises ``ValueError`` for a sequence that does not fit its place, and
+        :class:`~vmserve.errors.UnsupportedError` for a view that the kernels cannot read.
+        """
+        device_view = self._device_view(view)
+        device_view.check(batch)
+        tables = _Tables.of(device_view, self.launcher.device, self._copy_tables)
+        if self._share_prefixes and not prefixes and isinstance(view, PagedView):
+            host = view.block_tables.cpu().numpy()[batch.places]
+            prefixes = find_shared_prefixes(host, batch.num_past, view.block_tokens)
+        return CudaCall(_EagerPlans(self.launcher, device_view, tables, batch, prefixes))
+
+    def plan_capacity(
+        self,
+        view: KVView,
+        max_seqs: int,
+        max_tokens: int,
+        max_len: int,
+        *,
+        q_heads: int,
+        windows: Sequence[int | None] = (None,),
+        shared_prefixes: bool = False,
+    ) -> CapacityPlan:
+        """Buffers and grids of a fixed size for CUDA graphs, as the package's docstring says.
+
+        ``max_len``: tokens of a sequence. ``shared_prefixes``: ``update`` may be given some.
+        Raises as :meth:`bind` does.
+        """
+        device_view = self._device_view(view)
+        if q_heads % device_view.kv_heads:
+            raise ValueError(
+                f"{q_heads} query heads are no multiple of {device_view.kv_heads} KV heads"
+            )
+        tables = _Tables.of(device_view, self.launcher.device, self._copy_tables)
+        limits = _Limits(max_seqs, max_tokens, max_len, shared_prefixes)
+        plans = _FixedPlans(self.launcher, device_view, tables, q_heads, limits, windows)
+        return CapacityPlan(plans)
+
+    def _device_view(self, view: KVView) -> DeviceView:
+        known = self._view
+        if known is None or known.view is not view:
+            # NOTE: another thread may bind in between: the one kept may be its view.
+            known = self._view = DeviceView(view)
+        return known
+
+
+class _Tables:
+    """Block tables as the kernels read them: those of the view, or the batch's rows of them."""
+
+    def __init__(self, view: DeviceView, address: int, width: int, copied: bool) -> None:
+        self.view, self.address, self.width, self.copied = view, address, width, copied
+
+    @staticmethod
+    def of(view: DeviceView, device: torch.device, copy: bool) -> _Tables:
+        paged = view.view
+        if not isinstance(paged, PagedView):
+            return _Tables(view, 0, 0, False)
+        tables = paged.block_tables
+        if copy or tables.device != device:
+            return _Tables(view, 0, 0, True)
+        if tables.dtype != torch.int32 or tables.stride(1) != 1:
+            raise UnsupportedError("block tables must be int32 with contiguous rows")
+        return _Tables(view, tables.data_ptr(), int(tables.stride(0)), False)
+
+    def rows(self, batch: RaggedBatch) -> NDArray[np.int64]:
+        """Of each sequence: its row of the table that the kernels read, or its slot."""
+        return np.arange(batch.num_sequences) if self.copied else batch.places
+
+    def copy(self, batch: RaggedBatch) -> NDArray[np.int32] | None:
+        """The rows that the batch needs, as wide as its longest sequence."""
+        paged = self.view.view
+        if not self.copied or not isinstance(paged, PagedView):
+            return None
+        ends = batch.num_past + batch.num_new
+        width = -(-int(ends.max()) // paged.block_tokens) if len(ends) else 0
+        tables = paged.block_tables
+        if tables.device.type == "cpu":
+            host: NDArray[np.int32] = tables.numpy()[batch.places, :width]
+        else:
+            host = tables[torch.from_numpy(batch.places).to(tables.device), :width].cpu().numpy()
+        return host
+
+
+class _PlanInUse:
+    """One plan on the device, with the room for its parts and how the kernels are launched."""
+
+    def __init__(
+        self,
+        buffer: PlanBuffer,
+        tables: _Tables,
+        num_parts: int,
+        q_heads: int,
+        blocks: tuple[int, int, int],
+        device: torch.device,
+    ) -> None:
+        self.buffer = buffer
+        self.blocks = dict(zip(("vms_decode", "vms_append", "vms_combine"), blocks, strict=True))
+        dim = tables.view.head_dim
+        self.parts = torch.empty(num_parts * q_heads * dim, dtype=torch.float32, device=device)
+        self.part_lse = torch.empty(num_parts * q_heads, dtype=torch.float32, device=device)
+        self.table = buffer.address("table") if tables.copied else tables.address
+        self.table_width = buffer.counts.table_width if tables.copied else tables.width
+
+
+class _Plans:
+    """Plans by window. Subclasses say when they are made, and of what size."""
+
+    def __init__(self, launcher: Launcher, view: DeviceView, tables: _Tables) -> None:
+        self.launcher = launcher
+        self.view = view
+        self.tables = tables
+        self._by_window: dict[int | None, _PlanInUse] = {}
+        self._rotated: torch.Tensor | None = None
+
+    def of(self, window: int | None, q_heads: int) -> _PlanInUse:
+        raise NotImplementedError
+
+    def check_tokens(self, num_tokens: int) -> None:
+        raise NotImplementedError
+
+    def rotated(self, q: torch.Tensor) -> torch.Tensor:
+        """Where rotated queries go: one buffer for all layers."""
+        if self._rotated is None or self._rotated.shape != q.shape:
+            self._rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return self._rotated
+
+    def _plan(
+        self,
+        batch: RaggedBatch,
+        window: int | None,
+        q_heads: int,
+        prefixes: Sequence[SharedPrefix],
+    ) -> Plan:
+        step = Step(self.tables.rows(batch), batch.num_past, batch.num_new, batch.starts)
+        kv_heads = self.view.kv_heads
+        resident = self.launcher.resident(self.view.variant)
+        return make_plan(step, Heads(kv_heads, q_heads // kv_heads), resident, window, prefixes)
+
+    def _fill(self, buffer: PlanBuffer, batch: RaggedBatch, plan: Plan) -> None:
+        rows = np.repeat(self.tables.rows(batch), batch.num_new)
+        buffer.fill(plan, rows, batch.token_positions.numpy(), self.tables.copy(batch))
+
+
+class _EagerPlans(_Plans):
+    """Of one batch: made when first asked for, as large as they are."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        view: DeviceView,
+        tables: _Tables,
+        batch: RaggedBatch,
+        prefixes: Sequence[SharedPrefix],
+    ) -> None:
+        super().__init__(launcher, view, tables)
+        self._batch = batch
+        self._prefixes = prefixes
+
+    def check_tokens(self, num_tokens: int) -> None:
+        if num_tokens != self._batch.num_tokens:
+            raise ValueError(f"q has {num_tokens} rows, the batch {self._batch.num_tokens} tokens")
+
+    def of(self, window: int | None, q_heads: int) -> _PlanInUse:
+        found = self._by_window.get(window)
+        if found is None:
+            found = self._by_window[window] = self._make(window, q_heads)
+        return found
+
+    def _make(self, window: int | None, q_heads: int) -> _PlanInUse:
+        batch, device = self._batch, self.launcher.device
+        plan = self._plan(batch, window, q_heads, self._prefixes)
+        table = self.tables.copy(batch)
+        shape = (0, 0) if table is None else (table.shape[0], table.shape[1])
+        buffer = PlanBuffer(Counts.of(plan, batch.num_tokens, shape), device)
+        self._fill(buffer, batch, plan)
+        blocks = (
+            len(plan.decode) * self.view.kv_heads,
+            len(plan.append) * self.view.kv_heads,
+            -(-len(plan.split) * q_heads // _COMBINE_ROWS),
+        )
+        return _PlanInUse(buffer, self.tables, plan.num_parts, q_heads, blocks, device)
+
+
+class _Limits:
+    """What a plan of a fixed size has room for."""
+
+    def __init__(self, max_seqs: int, max_tokens: int, max_len: int, shared_prefixes: bool) -> None:
+        self.seqs, self.tokens, self.len = max_seqs, max_tokens, max_len
+        self.shared_prefixes = shared_prefixes
+
+    def counts(self, view: DeviceView, tables: _Tables, limits: tuple[int, int]) -> Counts:
+        """``limits``: up to how many items each kernel splits (plan.chunk_limit)."""
+        # Every tile has one token or more, of its sequence or (once more) of a shared prefix.
+        tiles = self.tokens * (2 if self.shared_prefixes else 1)
+        copied = tables.copied
+        return Counts(
+            tokens=self.tokens,
+            decode=max(tiles, limits[0]),
+            append=max(tiles, limits[1]),
+            split=self.tokens,
+            lists=self.tokens if self.shared_prefixes else 0,
+            table_rows=self.seqs if copied else 0,
+            table_width=-(-self.len // view.block_tokens) if copied else 0,
+        )
+
+    def parts(self, group: int, limits: tuple[int, int]) -> int:
+        """Tokens times parts: what is split makes no more items than the limit says."""
+        split = limits[0] * min(self.tokens, max(1, DECODE_ROWS // group))
+        split += limits[1] * min(self.tokens, max(1, APPEND_ROWS // group))
+        return split + (2 * self.tokens if self.shared_prefixes else 0)
+
+    def check(self, batch: RaggedBatch, prefixes: Sequence[SharedPrefix]) -> None:
+        longest = int((batch.num_past + batch.num_new).max()) if batch.num_sequences else 0
+        for what, number, room in (
+            ("sequences", batch.num_sequences, self.seqs),
+            ("tokens", batch.num_tokens, self.tokens),
+            ("tokens in one sequence", longest, self.len),
+        ):
+            if number > room:
+                raise ValueError(f"a batch of {number} {what}: the plan has room for {room}")
+        if prefixes and not self.shared_prefixes:
+            raise ValueError("the plan was made without shared_prefixes=True")
+
+
+class _FixedPlans(_Plans):
+    """Of any batch within limits: made once, filled again and again."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        view: DeviceView,
+        tables: _Tables,
+        q_heads: int,
+        limits: _Limits,
+        windows: Sequence[int | None],
+    ) -> None:
+        super().__init__(launcher, view, tables)
+        self._limits = limits
+        self.q_heads = q_heads
+        resident = launcher.resident(view.variant)
+        items = (
+            chunk_limit(resident.decode, view.kv_heads),
+            chunk_limit(resident.append, view.kv_heads),
+        )
+        counts = limits.counts(view, tables, items)
+        num_parts = limits.parts(q_heads // view.kv_heads, items)
+        combine = -(-limits.tokens * q_heads // _COMBINE_ROWS)
+        blocks = (
+            min(resident.decode, counts.decode * view.kv_heads),
+            min(resident.append, counts.append * view.kv_heads),
+            min(combine, 2 * resident.decode),
+        )
+        device = launcher.device
+        for window in windows:
+            buffer = PlanBuffer(counts, device)
+            plan = _PlanInUse(buffer, tables, num_parts, q_heads, blocks, device)
+            self._by_window[window] = plan
+        self._rotated = torch.empty(
+            (limits.tokens, q_heads, view.head_dim), dtype=view.variant.dtype, device=device
+        )
+
+    def rotated(self, q: torch.Tensor) -> torch.Tensor:
+        assert self._rotated is not None
+        return self._rotated[: q.shape[0]]
+
+    def check_tokens(self, num_tokens: int) -> None:
+        if num_tokens > self._limits.tokens:
+            raise ValueError(f"q has {num_tokens} rows, the plan room for {self._limits.tokens}")
+
+    def of(self, window: int | None, q_heads: int) -> _PlanInUse:
+        if q_heads != self.q_heads:
+            raise ValueError(f"{q_heads} query heads: the plan was made for {self.q_heads}")
+        found = self._by_window.get(window)
+        if found is None:
+            raise ValueError(f"a window of {window}: the plan was made for {list(self._by_window)}")
+        return found
+
+    def update(self, batch: RaggedBatch, prefixes: Sequence[SharedPrefix]) -> None:
+        self._limits.check(batch, prefixes)
+        self.view.check(batch)
+        for window, found in self._by_window.items():
+            self._fill(found.buffer, batch, self._plan(batch, window, self.q_heads, prefixes))
+
+
+class CapacityPlan:
+    """Of :meth:`CudaPagedBackend.plan_capacity`. ``call``: once per layer, in a capture too."""
+
+    def __init__(self, plans: _FixedPlans) -> None:
+        self._plans = plans
+        self.call = CudaCall(plans)
+
+    def update(self, batch: RaggedBatch, prefixes: Sequence[SharedPrefix] = ()) -> None:
+        """Put another batch in place, in the order of the current stream.
+
+        Raises ``ValueError``, with the numbers, for one that does not fit; the plan is then as it
+        was.
+        """
+        self._plans.update(batch, prefixes)
+
+
+class CudaCall:
+    """One step; see :class:`vmserve.attention.base.AttentionCall`."""
+
+    def __init__(self, plans: _Plans) -> None:
+        self._plans = plans
+        self._attend, self._write, self._combine = AttendArgs(), WriteArgs(), CombineArgs()
+
+    def __call__(
+        self,
+        spec: LayerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As the protocol says. ``out``: contiguous, as q in shape and dtype. ``lse``: float32
+        ``[tokens, q_heads]``, contiguous, to be filled with the natural logarithm of the sum of the
+        exponentials of each row's scores.
+
+        Raises ``ValueError`` for shapes or strides that do not agree, before anything is launched.
+        """
+        plans, view = self._plans, self._plans.view
+        plans.check_tokens(q.shape[0])
+        _check_tensors(view, spec, q, k, v, rotary)
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        _check_contiguous(out, "out", q.dtype, q.shape)
+        if lse is not None:
+            _check_contiguous(lse, "lse", torch.float32, q.shape[:2])
+        if not q.shape[0]:
+            return out
+        plan = plans.of(spec.window, q.shape[1])
+        view.fill(self._write.kv, spec.layer, plan.table, plan.table_width)
+        view.fill(self._attend.kv, spec.layer, plan.table, plan.table_width)
+        rotated = self._launch_write(plan, q, k, v, rotary)
+        self._launch_attention(plan, spec, rotated, out, lse)
+        return out
+
+    def _launch_write(
+        self,
+        plan: _PlanInUse,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None,
+    ) -> torch.Tensor:
+        """Returns the queries that the attention reads."""
+        args, size = self._write, q.element_size()
+        args.k, args.v = k.data_ptr(), v.data_ptr()
+        args.rows, args.positions = plan.buffer.address("rows"), plan.buffer.address("positions")
+        args.k_token_stride, args.k_head_stride = k.stride(0) * size, k.stride(1) * size
+        args.v_token_stride, args.v_head_stride = v.stride(0) * size, v.stride(1) * size
+        args.q_heads, args.kv_heads, args.rotary_dim = q.shape[1], k.shape[1], 0
+        if rotary is not None:
+            rotated = self._plans.rotated(q)
+            args.q, args.q_out = q.data_ptr(), rotated.data_ptr()
+            args.q_token_stride, args.q_head_stride = q.stride(0) * size, q.stride(1) * size
+            args.cos, args.sin = rotary.cos.data_ptr(), rotary.signed_sin.data_ptr()
+            args.cos_stride = rotary.cos.stride(0) * size
+            args.sin_stride = rotary.signed_sin.stride(0) * size
+            args.rotary_dim = rotary.cos.shape[-1]
+            q = rotated
+        self._plans.launcher.launch(self._plans.view.variant, "vms_write", q.shape[0], args)
+        return q
+
+    def _launch_attention(
+        self,
+        plan: _PlanInUse,
+        spec: LayerAttention,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        args, buffer, kv_heads = self._attend, plan.buffer, self._plans.view.kv_heads
+        args.q, args.out = q.data_ptr(), out.data_ptr()
+        args.lse = 0 if lse is None else lse.data_ptr()
+        args.parts, args.part_lse = plan.parts.data_ptr(), plan.part_lse.data_ptr()
+        for name in ("lists", "positions", "part_starts"):
+            setattr(args, name, buffer.address(name))
+        args.q_token_stride = q.stride(0) * q.element_size()
+        args.q_head_stride = q.stride(1) * q.element_size()
+        args.scale, args.softcap = spec.scale * _LOG2E, 0.0
+        if spec.softcap is not None:
+            args.scale, args.softcap = 2 * args.scale / spec.softcap, spec.softcap * _LOG2E
+        args.window = spec.window or 0
+        args.kv_heads, args.group = kv_heads, q.shape[1] // kv_heads
+        for kernel, items in (("vms_decode", "decode"), ("vms_append", "append")):
+            if plan.blocks[kernel]:
+                args.items, args.num_items = buffer.address(items), buffer.address(f"num_{items}")
+                self._launch(plan, kernel, args)
+        if plan.blocks["vms_combine"]:
+            combine = self._combine
+            combine.parts, combine.part_lse = args.parts, args.part_lse
+            combine.out, combine.lse = args.out, args.lse
+            combine.split, combine.num_split = buffer.address("split"), buffer.address("num_split")
+            combine.q_heads = q.shape[1]
+            self._launch(plan, "vms_combine", combine)
+
+    def _launch(self, plan: _PlanInUse, kernel: str, args: AttendArgs | CombineArgs) -> None:
+        plans = self._plans
+        plans.launcher.launch(plans.view.variant, kernel, plan.blocks[kernel], args)
+
+
+def _check_tensors(
+    view: DeviceView,
+    spec: LayerAttention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: Rotary | None,
+) -> None:
+    tokens = q.shape[0]
+    if q.ndim != 3 or q.shape[2] != view.head_dim or q.shape[1] % view.kv_heads or not q.shape[1]:
+        raise ValueError(
+            f"q is {list(q.shape)}: it must be [tokens, a multiple of {view.kv_heads}, "
+            f"{view.head_dim}]"
+        )
+    if not spec.scale > 0 or (spec.softcap is not None and not spec.softcap > 0):
+        raise ValueError(f"scale {spec.scale} and softcap {spec.softcap} must be positive")
+    if spec.window is not None and spec.window < 1:
+        raise ValueError(f"a window of {spec.window} positions")
+    shape = (tokens, view.kv_heads, view.head_dim)
+    for name, tensor, expected in (("q", q, q.shape), ("k", k, shape), ("v", v, shape)):
+        _check_rows(tensor, name, view.variant.dtype, tuple(expected))
+    if rotary is None:
+        return
+    dim = rotary.cos.shape[-1]
+    if dim % 2 or not 0 < dim <= view.head_dim:
+        raise ValueError(f"a rotation of {dim} of {view.head_dim} components: it must be even")
+    for name, tensor in (("cos", rotary.cos), ("sin", rotary.signed_sin)):
+        if tensor.shape != (tokens, 1, dim) or tensor.stride(2) != 1:
+            raise ValueError(f"{name} is {list(tensor.shape)}, not {[tokens, 1, dim]}, contiguous")
+        if tensor.dtype != view.variant.dtype:
+            raise ValueError(f"{name} and the KV cache differ in dtype")
+
+
+def _check_rows(
+    tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} is {list(tensor.shape)}, not {list(shape)}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} and the KV cache differ in dtype")
+    size = tensor.element_size()
+    strides = (tensor.stride(0) * size, tensor.stride(1) * size)
+    if tensor.stride(2) != 1 or any(
+        number % _UNIT_BYTES for number in (*strides, tensor.data_ptr())
+    ):
+        raise ValueError(
+            f"{name}: rows of heads must be contiguous and lie at multiples of 16 bytes; its "
+            f"strides are {tensor.stride()}"
+        )
+
+
+def _check_contiguous(
+    tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: Sequence[int]
+) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape) or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous {dtype} {list(shape)}")

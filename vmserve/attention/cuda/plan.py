@@ -1,0 +1,425 @@
+"""Which block of the device does what: work items over a ragged batch. Pure numpy.
+
+The query rows of a sequence (its new tokens times the query heads of one KV head) are cut into
+*tiles* of one kernel, the keys that a tile sees into *chunks* so that the items fill the device.
+A token whose keys lie in more than one chunk has *parts*, which a last kernel combines. Items
+count for every KV head: the kernels multiply.
+
+A *shared prefix* is attended once for all its sequences: tiles of all their tokens over the
+prefix, then each sequence's own tiles over what follows it. Hydragen (Juravsky et al. 2024) and
+cascade inference (FlashInfer) do so too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vmserve.errors import UnsupportedError
+
+__all__ = [
+    "APPEND_ROWS",
+    "DECODE_ROWS",
+    "ITEM_FIELDS",
+    "Heads",
+    "Plan",
+    "Resident",
+    "SharedPrefix",
+    "Step",
+    "find_shared_prefixes",
+    "make_plan",
+]
+
+#: Query rows of an item of each kernel (csrc/kernels/cuda).
+DECODE_ROWS, APPEND_ROWS = 16, 64
+#: Keys are cut at multiples of this: one turn of the decode kernel's four warps, or one tile.
+CHUNK_UNIT = 64
+#: Chunks are not shorter than this.
+LEAST_CHUNK = 128
+#: What an item costs beside its keys, and what it costs to combine, in keys of one item: estimates
+#: that order the choices, not yet measured on a device.
+ITEM_COST, SPLIT_COST = 32, 64
+#: Splits make at most so many items for each block that runs at once.
+MAX_WAVES = 4
+
+ITEM_FIELDS = (
+    "row",
+    "token",
+    "num_tokens",
+    "kv_begin",
+    "kv_end",
+    "part",
+    "min_position",
+    "max_position",
+)
+
+IntArray = NDArray[np.int64]
+
+
+class Heads(NamedTuple):
+    """``group``: query heads of one KV head."""
+
+    kv_heads: int
+    group: int
+
+
+class Resident(NamedTuple):
+    """Blocks of each kernel that run at once on the whole device."""
+
+    decode: int
+    append: int
+
+
+class Step(NamedTuple):
+    """A ragged batch: int64 ``[num_sequences]`` each. ``rows``: of the block tables, or slots."""
+
+    rows: IntArray
+    num_past: IntArray
+    num_new: IntArray
+    starts: IntArray
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Sequences (indices into the batch) whose first ``num_tokens`` positions, a multiple of 16,
+    are the same memory. All of them must be past: at most the least ``num_past``."""
+
+    members: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``decode`` and ``append``: int32 ``[items, 8]``, columns :data:`ITEM_FIELDS` (params.h says
+    what they mean). ``lists``: tokens of the items that have no consecutive ones. ``part_starts``:
+    int32 ``[tokens]``. ``split``: int32 ``[tokens with parts, 4]``: token, first part, parts, 0."""
+
+    decode: NDArray[np.int32]
+    append: NDArray[np.int32]
+    lists: NDArray[np.int32]
+    part_starts: NDArray[np.int32]
+    split: NDArray[np.int32]
+    num_parts: int
+
+
+class _Tiles(NamedTuple):
+    """Tiles of one kernel; ``sequence`` is -1 - prefix for tiles of a shared prefix."""
+
+    sequence: IntArray
+    row: IntArray
+    token: IntArray
+    num_tokens: IntArray
+    begin: IntArray
+    end: IntArray
+    min_position: IntArray
+    max_position: IntArray
+
+    @staticmethod
+    def joined(parts: Sequence[_Tiles]) -> _Tiles:
+        if len(parts) == 1:
+            return parts[0]
+        return _Tiles(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+_NO_TILES = _Tiles(*(np.zeros(0, np.int64) for _ in _Tiles._fields))
+
+
+def chunk_limit(resident: int, kv_heads: int) -> int:
+    """Items of one kernel (per KV head) beyond which nothing is split."""
+    return max(1, MAX_WAVES * resident // kv_heads)
+
+
+def choose_chunk(lengths: IntArray, kv_heads: int, resident: int) -> int:
+    """The number of keys of a chunk with which items of such lengths are done soonest.
+
+    Splits the longest into 1, 2, 3, 4, 6, 8, 12 ... chunks and estimates: a chunk and its cost, or
+    as many whole waves as there are blocks for, of the mean item; and the combination, if anything
+    is split.
+    """
+    longest = int(lengths.max())
+    most = max(1, longest // LEAST_CHUNK)
+    if most == 1:
+        return longest
+    powers = 1 << np.arange(most.bit_length())
+    counts = np.unique(np.concatenate((powers, 3 * powers)))
+    counts = counts[counts <= most]
+    sizes = -(-longest // counts)
+    sizes = -(-sizes // CHUNK_UNIT) * CHUNK_UNIT
+    num_items = (-(-lengths[None, :] // sizes[:, None])).sum(1)
+    allowed = (num_items <= chunk_limit(resident, kv_heads)) | (num_items == len(lengths))
+    sizes, num_items = sizes[allowed], num_items[allowed]
+    waves = -(-(num_items * kv_heads) // resident)
+    mean = lengths.sum() / num_items + ITEM_COST
+    time = np.maximum(sizes + ITEM_COST, waves * mean)
+    time = time + np.where(num_items > len(lengths), SPLIT_COST, 0)
+    return int(sizes[np.argmin(time)])
+
+
+def make_plan(
+    step: Step,
+    heads: Heads,
+    resident: Resident,
+    window: int | None = None,
+    prefixes: Sequence[SharedPrefix] = (),
+) -> Plan:
+    """Items that cover every pair of a new token and a key that it sees exactly once.
+
+    Raises ``ValueError`` for a shared prefix that is none of its members' past.
+    """
+    shared = _shared_lengths(step, prefixes)
+    few = step.num_new * heads.group <= DECODE_ROWS
+    decode = [_sequence_tiles(step, np.flatnonzero(few), DECODE_ROWS, heads, window, shared)]
+    append = [_sequence_tiles(step, np.flatnonzero(~few), APPEND_ROWS, heads, window, shared)]
+    lists: list[IntArray] = []
+    for index, prefix in enumerate(prefixes):
+        tokens, positions = _tokens_of(step, prefix.members)
+        is_decode = len(tokens) * heads.group <= DECODE_ROWS
+        rows = DECODE_ROWS if is_decode else APPEND_ROWS
+        first = sum(map(len, lists))
+        tiles = _prefix_tiles(step, prefix, index, positions, first, rows // heads.group, window)
+        (decode if is_decode else append).append(tiles)
+        lists.append(tokens)
+    return _with_parts(
+        step,
+        _Tiles.joined(decode),
+        _Tiles.joined(append),
+        np.concatenate(lists) if lists else np.zeros(0, np.int64),
+        prefixes,
+        heads,
+        resident,
+    )
+
+
+def _shared_lengths(step: Step, prefixes: Sequence[SharedPrefix]) -> IntArray:
+    shared = np.zeros(len(step.rows), np.int64)
+    for prefix in prefixes:
+        members = np.array(prefix.members, np.int64)
+        least = int(step.num_past[members].min())
+        if prefix.num_tokens % 16 or not 0 < prefix.num_tokens <= least:
+            raise ValueError(
+                f"a shared prefix of {prefix.num_tokens} tokens: it must be a multiple of 16 up to "
+                f"{least}, the least number of past tokens among its sequences"
+            )
+        if shared[members].any() or len(set(prefix.members)) != len(members):
+            raise ValueError("a sequence is in two shared prefixes, or twice in one")
+        shared[members] = prefix.num_tokens
+    return shared
+
+
+def _first_visible(position: IntArray | int, window: int | None) -> IntArray:
+    """The first key of a tile that starts at ``position``, down to a multiple of 16."""
+    if window is None:
+        return np.zeros_like(position)
+    first: IntArray = np.maximum(0, np.asarray(position) + 1 - window) // 16 * 16
+    return first
+
+
+def _sequence_tiles(
+    step: Step, chosen: IntArray, rows: int, heads: Heads, window: int | None, shared: IntArray
+) -> _Tiles:
+    if not len(chosen):
+        return _NO_TILES
+    per_tile = rows // heads.group
+    if per_tile == 0:
+        raise UnsupportedError(
+            f"{heads.group} query heads for each KV head: the cuda backend has tiles for {rows}"
+        )
+    new = step.num_new[chosen]
+    num_tiles = -(-new // per_tile)
+    sequence = np.repeat(chosen, num_tiles)
+    ends = np.cumsum(num_tiles)
+    first = (np.arange(len(sequence)) - np.repeat(ends - num_tiles, num_tiles)) * per_tile
+    count = np.minimum(per_tile, step.num_new[sequence] - first)
+    position = step.num_past[sequence] + first
+    return _Tiles(
+        sequence=sequence,
+        row=step.rows[sequence],
+        token=step.starts[sequence] + first,
+        num_tokens=count,
+        begin=np.maximum(shared[sequence], _first_visible(position, window)),
+        end=position + count,
+        min_position=position,
+        max_position=position + count - 1,
+    )
+
+
+def _tokens_of(step: Step, members: Sequence[int]) -> tuple[IntArray, IntArray]:
+    """The tokens of the ragged batch that belong to sequences, and their positions."""
+    chosen = np.array(members, np.int64)
+    new = step.num_new[chosen]
+    within = np.arange(int(new.sum())) - np.repeat(np.cumsum(new) - new, new)
+    tokens = np.repeat(step.starts[chosen], new) + within
+    return tokens, np.repeat(step.num_past[chosen], new) + within
+
+
+def _prefix_tiles(
+    step: Step,
+    prefix: SharedPrefix,
+    index: int,
+    positions: IntArray,
+    first_list: int,
+    per_tile: int,
+    window: int | None,
+) -> _Tiles:
+    """All tiles see the same keys, so that every member has as many parts before its own."""
+    begin = int(_first_visible(np.asarray(positions.min()), window))
+    starts = np.arange(0, len(positions), per_tile)
+    if begin >= prefix.num_tokens:
+        starts = starts[:0]  # the window has left it behind
+    ends = np.minimum(starts + per_tile, len(positions))
+    one = np.ones(len(starts), np.int64)
+    return _Tiles(
+        sequence=one * (-1 - index),
+        row=one * step.rows[prefix.members[0]],
+        token=-1 - (first_list + starts),
+        num_tokens=ends - starts,
+        begin=one * begin,
+        end=one * prefix.num_tokens,
+        min_position=np.array(
+            [positions[a:b].min() for a, b in zip(starts, ends, strict=True)], int
+        ),
+        max_position=np.array(
+            [positions[a:b].max() for a, b in zip(starts, ends, strict=True)], int
+        ),
+    )
+
+
+def _chunks(tiles: _Tiles, kv_heads: int, resident: int) -> tuple[IntArray, IntArray]:
+    """Of each tile: the number of its chunks, and their size."""
+    lengths = tiles.end - tiles.begin
+    if not len(lengths):
+        return lengths, lengths
+    chunk = choose_chunk(lengths, kv_heads, resident)
+    size = -(-lengths // -(-lengths // chunk))
+    size = -(-size // CHUNK_UNIT) * CHUNK_UNIT
+    return -(-lengths // size), size
+
+
+def _with_parts(
+    step: Step,
+    decode: _Tiles,
+    append: _Tiles,
+    lists: IntArray,
+    prefixes: Sequence[SharedPrefix],
+    heads: Heads,
+    resident: Resident,
+) -> Plan:
+    num_tokens = int(step.num_new.sum())
+    chunks = [
+        _chunks(tiles, heads.kv_heads, blocks)
+        for tiles, blocks in zip((decode, append), resident, strict=True)
+    ]
+    # Parts of a prefix come before a sequence's own; all tiles of a prefix have as many.
+    prefix_parts = np.zeros(len(prefixes) + 1, np.int64)  # the last one: of no prefix
+    prefix_of = np.full(len(step.rows), len(prefixes))
+    for index, prefix in enumerate(prefixes):
+        prefix_of[list(prefix.members)] = index
+    for tiles, (counts, _) in zip((decode, append), chunks, strict=True):
+        of_prefix = tiles.sequence < 0
+        prefix_parts[-1 - tiles.sequence[of_prefix]] = counts[of_prefix]
+    parts_before = prefix_parts[prefix_of]
+    part_starts = np.full(num_tokens, -1, np.int32)
+    if not prefixes and all((counts == 1).all() for counts, _ in chunks):
+        split, num_parts = np.zeros((0, 4), np.int32), 0
+    else:
+        token_parts = _parts_of_tokens(num_tokens, (decode, append), chunks, parts_before)
+        in_parts = np.flatnonzero(token_parts > 1)
+        of_token = token_parts[in_parts]
+        first = np.cumsum(of_token) - of_token
+        part_starts[in_parts] = first
+        split = np.zeros((len(in_parts), 4), np.int32)
+        split[:, 0], split[:, 1], split[:, 2] = in_parts, first, of_token
+        num_parts = int(of_token.sum())
+    return Plan(
+        decode=_items(decode, *chunks[0], parts_before),
+        append=_items(append, *chunks[1], parts_before),
+        lists=lists.astype(np.int32),
+        part_starts=part_starts,
+        split=split,
+        num_parts=num_parts,
+    )
+
+
+def _parts_of_tokens(
+    num_tokens: int,
+    kernels: Sequence[_Tiles],
+    chunks: Sequence[tuple[IntArray, IntArray]],
+    parts_before: IntArray,
+) -> IntArray:
+    """How many items each token is in: those of its prefix and its own."""
+    token_parts = np.zeros(num_tokens, np.int64)
+    for tiles, (counts, _) in zip(kernels, chunks, strict=True):
+        own = tiles.sequence >= 0
+        parts = counts[own] + parts_before[tiles.sequence[own]]
+        # The tiles of a kernel are in the order of their tokens.
+        length = tiles.num_tokens[own]
+        token = np.repeat(tiles.token[own] - (np.cumsum(length) - length), length)
+        token_parts[token + np.arange(len(token))] = np.repeat(parts, length)
+    return token_parts
+
+
+def _items(
+    tiles: _Tiles, counts: IntArray, sizes: IntArray, parts_before: IntArray
+) -> NDArray[np.int32]:
+    """The chunks of all tiles, the longest first: what runs last should be short."""
+    if not len(counts):
+        return np.zeros((0, len(ITEM_FIELDS)), np.int32)
+    tile = np.repeat(np.arange(len(counts)), counts)
+    chunk = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begin = tiles.begin[tile] + chunk * sizes[tile]
+    end = np.minimum(begin + sizes[tile], tiles.end[tile])
+    sequence = tiles.sequence[tile]
+    before = np.where(sequence >= 0, parts_before[sequence], 0)
+    items = np.empty((len(tile), len(ITEM_FIELDS)), np.int32)
+    columns = (
+        tiles.row[tile],
+        tiles.token[tile],
+        tiles.num_tokens[tile],
+        begin,
+        end,
+        chunk + before,
+        tiles.min_position[tile],
+        tiles.max_position[tile],
+    )
+    for index, column in enumerate(columns):
+        items[:, index] = column
+    lengths = end - begin
+    if len(lengths) and lengths.min() != lengths.max():
+        items = items[np.argsort(-lengths, kind="stable")]
+    return items
+
+
+def find_shared_prefixes(
+    tables: NDArray[np.int32],
+    num_past: IntArray,
+    block_tokens: int,
+    min_tokens: int = 1024,
+    min_members: int = 4,
+) -> list[SharedPrefix]:
+    """Groups of sequences whose block tables start alike: those with the same first block, as far
+    as all of them agree, where that is ``min_tokens`` or more.
+
+    ``tables``: ``[sequences, blocks]``; entries past a sequence's blocks may be anything.
+    """
+    whole = num_past // block_tokens
+    groups: list[SharedPrefix] = []
+    if not len(tables):
+        return groups
+    keys = np.where(whole > 0, tables[:, 0].astype(np.int64), -1)
+    order = np.argsort(keys, kind="stable")
+    cuts = np.flatnonzero(np.diff(keys[order])) + 1
+    for members in np.split(order, cuts):
+        if len(members) < min_members or keys[members[0]] < 0:
+            continue
+        least = int(whole[members].min())
+        block = tables[members, :least]
+        differs = (block != block[0]).any(0)
+        common = int(differs.argmax()) if differs.any() else least
+        if common * block_tokens >= min_tokens:
+            chosen = tuple(int(i) for i in members)
+            groups.append(SharedPrefix(chosen, common * block_tokens))
+    return groups

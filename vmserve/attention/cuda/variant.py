@@ -1,0 +1,121 @@
+"""Which kernels there are, and what each needs of the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["HEAD_DIMS", "KERNELS", "Kernel", "Sizes", "Variant", "architecture", "sizes_for"]
+
+HEAD_DIMS = (64, 128, 256)
+_TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+_WARPS, _DECODE_ROWS, _DECODE_TOKENS, _APPEND_ROWS = 4, 16, 16, 64
+#: What the device keeps of each block's shared memory for itself.
+_RESERVED_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of csrc/kernels/cuda/kernels.cu. ``dtype``: bfloat16 or float16."""
+
+    dtype: torch.dtype
+    head_dim: int
+    paged: bool
+
+    @property
+    def name(self) -> str:
+        """For example ``bf16-128-paged``."""
+        view = "paged" if self.paged else "slots"
+        return f"{_TYPES[self.dtype].lower()}-{self.head_dim}-{view}"
+
+    @staticmethod
+    def refusal(head_dim: int, dtype: torch.dtype) -> str | None:
+        if dtype not in _TYPES:
+            return f"its kernels have no {str(dtype).removeprefix('torch.')}"
+        if head_dim not in HEAD_DIMS:
+            return f"its kernels want a head_dim of {', '.join(map(str, HEAD_DIMS))}"
+        return None
+
+    def macros(self, sizes: Sizes) -> list[tuple[str, str]]:
+        return [
+            ("VMS_TYPE", _TYPES[self.dtype]),
+            ("VMS_HEAD_DIM", str(self.head_dim)),
+            ("VMS_PAGED", str(self.paged).lower()),
+            ("VMS_STAGES", str(sizes.stages)),
+            ("VMS_DECODE_BLOCKS", str(sizes.decode_blocks)),
+            ("VMS_APPEND_BLOCKS", str(sizes.append_blocks)),
+        ]
+
+
+class Kernel(NamedTuple):
+    """Threads of a block, and whether it takes the dynamic shared memory of its name."""
+
+    name: str
+    threads: int
+
+
+KERNELS = (
+    Kernel("vms_decode", 32 * _WARPS),
+    Kernel("vms_append", 32 * _WARPS),
+    Kernel("vms_combine", 128),
+    Kernel("vms_write", 128),
+    Kernel("vms_copy", 256),
+    Kernel("vms_zero", 256),
+)
+
+
+class Sizes(NamedTuple):
+    """``stages``: tiles that a warp of the decode keeps in flight. ``*_blocks``: so many are to run
+    at once on a multiprocessor. ``*_bytes``: shared memory of a block."""
+
+    stages: int
+    decode_blocks: int
+    append_blocks: int
+    decode_bytes: int
+    append_bytes: int
+
+    def shared_bytes(self, kernel: str) -> int:
+        return {"vms_decode": self.decode_bytes, "vms_append": self.append_bytes}.get(kernel, 0)
+
+
+def sizes_for(head_dim: int, block_bytes: int, multiprocessor_bytes: int) -> Sizes:
+    """What fits shared memory of ``block_bytes`` for a block and ``multiprocessor_bytes`` in all.
+
+    The decode takes two blocks, and of 2 to 4 stages as many as they leave room for; one block
+    where two do not fit. Raises ``ValueError``, with the numbers, where not even that fits.
+    """
+    stage = _WARPS * 2 * _DECODE_TOKENS * head_dim * 2
+    fixed = _DECODE_ROWS * head_dim * 2 + _WARPS * _DECODE_ROWS * 2 * 4
+    tokens = 32 if head_dim == 256 else 64
+    append = _APPEND_ROWS * head_dim * 2 + 2 * 2 * tokens * head_dim * 2
+    for blocks in (2, 1):
+        room = min(block_bytes, multiprocessor_bytes // blocks - _RESERVED_BYTES)
+        stages = min(4, (room - fixed) // stage)
+        if stages < 2:
+            continue
+        decode = fixed + stages * stage
+        fitting = min(4, multiprocessor_bytes // (decode + _RESERVED_BYTES))
+        return Sizes(
+            stages=stages,
+            decode_blocks=min(fitting, _BLOCKS_BY_REGISTERS[head_dim]),
+            append_blocks=min(
+                multiprocessor_bytes // (append + _RESERVED_BYTES), _BLOCKS_BY_REGISTERS[head_dim]
+            ),
+            decode_bytes=decode,
+            append_bytes=append,
+        )
+    raise ValueError(
+        f"heads of {head_dim} need {fixed + 2 * stage} bytes of shared memory for a block; this "
+        f"device has {block_bytes}"
+    )
+
+
+#: Blocks of 128 threads that the registers of a multiprocessor (65,536) hold without spills.
+_BLOCKS_BY_REGISTERS = {64: 3, 128: 2, 256: 2}
+
+
+def architecture(major: int, minor: int) -> str:
+    """The target of the compiler for a compute capability: ``sm_80``, ``sm_90a`` ..."""
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"

@@ -1,0 +1,119 @@
+"""``python -m vmserve.ipc FD``: an engine that serves the process at the other end of a socket.
+
+It is started by :mod:`vmserve.ipc.process`, never by hand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from vmserve.config import EngineConfig
+from vmserve.engine import LLMEngine
+from vmserve.errors import VmserveError
+from vmserve.ipc.framing import receive_frame, send_frame
+from vmserve.ipc.messages import (
+    FromEngine,
+    Launch,
+    Progress,
+    Ready,
+    Refused,
+    WireError,
+    decode_to_engine,
+    encode,
+)
+from vmserve.ipc.service import EXIT_ORPHANED, EngineService
+from vmserve.logs import configure_logging
+from vmserve.models import resolve_model
+
+logger = logging.getLogger("vmserve.ipc")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    # Both come to whole groups of processes; the server decides what they mean.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    data = receive_frame(sock)
+    launch = None if data is None else decode_to_engine(data)
+    if not isinstance(launch, Launch):
+        return EXIT_ORPHANED
+    _die_with(launch.parent_pid)
+    configure_logging(launch.log_level, launch.log_format, "engine")
+    try:
+        engine = _load(launch, sock)
+    except VmserveError as error:
+        _send(sock, Refused(WireError.of(error)))
+        return 1
+    # What is loaded stays: left to the collector, it would be walked through again and again.
+    gc.collect()
+    gc.freeze()
+    _send(sock, _ready(engine))
+    try:
+        EngineService(engine, sock).run()
+    except Exception:  # the process's boundary: the server sees it end
+        logger.exception("the engine stopped")
+        return 1
+    finally:
+        engine.close()
+    return 0
+
+
+def _die_with(parent_pid: int) -> None:
+    """Be killed when the thread that started this process ends, even while stopped or stuck."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:  # it went before that
+        sys.exit(EXIT_ORPHANED)
+
+
+def _load(launch: Launch, sock: socket.socket) -> LLMEngine:
+    seen: dict[str, int] = {}
+
+    def report(phase: str, done: int, total: int) -> None:
+        """Each percent once: the other side only shows it."""
+        percent = 100 * done // max(total, 1)
+        if seen.get(phase) != percent:
+            seen[phase] = percent
+            _send(sock, Progress(phase, done, total))
+
+    return LLMEngine(EngineConfig.from_options(launch.options), progress=report)
+
+
+def _ready(engine: LLMEngine) -> Ready:
+    model = engine.model_config
+    path = resolve_model(engine.config.model)
+    return Ready(
+        resolved=dataclasses.asdict(engine.resolved),
+        model={
+            "architecture": model.architecture,
+            "vocab_size": model.vocab_size,
+            "num_layers": model.num_layers,
+            "kv_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "max_position_embeddings": model.max_position_embeddings,
+            "eos_token_ids": model.eos_token_ids,
+            "bos_token_id": model.bos_token_id,
+        },
+        default_sampling=dict(model.default_sampling),
+        tokenizer=str(Path(resolve_model(engine.config.tokenizer or str(path)))),
+        stats=engine.stats(),
+    )
+
+
+def _send(sock: socket.socket, message: FromEngine) -> None:
+    send_frame(sock, encode(message))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""One request on the server's side: token ids come in, outputs with text go out.
+
+The engine says when and why a choice ends, also by a stop string: it computes nothing beyond
+one. The text is cut here, by the same rules.
+"""
+
+from __future__ import annotations
+
+from vmserve.ipc.messages import Choice, Position, Update
+from vmserve.output.stream import ChoiceStream, Delta
+from vmserve.sampling.params import GenerationParams
+from vmserve.sampling.tokens import SampledToken, TopTokens
+from vmserve.tokenizer import Tokenizer
+from vmserve.types import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+
+__all__ = ["RequestAssembly"]
+
+
+class _Answer:
+    """Text and end of one choice."""
+
+    __slots__ = ("cumulative", "finish_reason", "index", "num_tokens", "stop_reason", "stream")
+
+    def __init__(self, index: int, stream: ChoiceStream) -> None:
+        self.index = index
+        self.stream = stream
+        self.cumulative = 0.0
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    def output(self, part: Delta) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text=part.text,
+            token_ids=part.token_ids,
+            cumulative_logprob=self.cumulative,
+            logprobs=part.logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+class RequestAssembly:
+    """``take`` each update, and tell the caller what it gives."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: GenerationParams,
+        *,
+        arrival_time: float,
+        stream: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.request_id = request_id
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._params = params.as_sampling()
+        self._num_wanted = params.n
+        self._stream = stream
+        self._answers: dict[int, _Answer] = {}
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.metrics = RequestMetrics(arrival_time=arrival_time)
+        self.finished = False
+
+    def accepted(self) -> RequestOutput:
+        """A delta without choices, to tell a stream that its request is queued."""
+        return self._build([], delta=True)
+
+    def take(self, update: Update, now: float) -> RequestOutput | None:
+        """What there is to tell after ``update``, which came at ``now`` (monotonic seconds)."""
+        if update.metrics is not None:
+            self.metrics = update.metrics
+        elif update.choices:
+            self.metrics.last_token_time = now
+        if update.prompt_logprobs is not None:
+            self._prompt_logprobs = [
+                None if position is None else self._as_logprobs(position)
+                for position in update.prompt_logprobs
+            ]
+        touched = [self._take(choice) for choice in update.choices]
+        self.finished = update.finished
+        if self.finished:
+            self.metrics.finished_time = self.metrics.finished_time or now
+        return self._tell(touched)
+
+    def _take(self, choice: Choice) -> _Answer:
+        answer = self._answers.get(choice.index)
+        if answer is None:
+            stream = ChoiceStream(self._tokenizer, self._params)
+            answer = self._answers[choice.index] = _Answer(choice.index, stream)
+        self._push(answer, choice)
+        answer.cumulative = choice.cumulative_logprob
+        if choice.finish_reason is not None:
+            answer.stream.finish()
+            answer.finish_reason, answer.stop_reason = choice.finish_reason, choice.stop_reason
+        return answer
+
+    def _push(self, answer: _Answer, choice: Choice) -> None:
+        """Add the tokens to the text."""
+        last = len(choice.token_ids) - 1
+        # The token that ended it is not in the text; what completed a stop string is.
+        by_id = choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str)
+        least = self._params.min_tokens
+        for place, token_id in enumerate(choice.token_ids):
+            answer.num_tokens += 1
+            top: TopTokens | None = None
+            logprob = 0.0
+            if choice.logprobs is not None:
+                top = {i: (value, rank) for i, value, rank in choice.logprobs[place]}
+                logprob = top[token_id][0]
+            answer.stream.push(
+                SampledToken(token_id, logprob, top),
+                may_stop=answer.num_tokens > least,
+                hidden=by_id and place == last,
+            )
+
+    # -- outputs ----------------------------------------------------------------------
+
+    def _tell(self, touched: list[_Answer]) -> RequestOutput | None:
+        if not self._stream:
+            return self._build(self._best(), delta=False) if self.finished else None
+        outputs = []
+        for answer in touched:
+            delta = answer.stream.take_delta()
+            if delta.token_ids or answer.finish_reason is not None:
+                outputs.append(answer.output(delta))
+        return self._build(outputs, delta=True) if outputs or self.finished else None
+
+    def _best(self) -> list[CompletionOutput]:
+        """All choices in order; of ``best_of``, the n of highest log-probability, best first."""
+        answers = [self._answers[index] for index in sorted(self._answers)]
+        outputs = [answer.output(answer.stream.whole()) for answer in answers]
+        if self._num_wanted < len(outputs):
+            outputs.sort(key=lambda output: -output.cumulative_logprob)
+            outputs = outputs[: self._num_wanted]
+            for index, output in enumerate(outputs):
+                output.index = index
+        return outputs
+
+    def _build(self, outputs: list[CompletionOutput], *, delta: bool) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=outputs,
+            finished=self.finished,
+            metrics=self.metrics,
+            prompt_logprobs=self._prompt_logprobs,
+            delta=delta,
+        )
+
+    def _as_logprobs(self, position: Position) -> dict[int, Logprob]:
+        detokenize = self._params.detokenize
+        return {
+            token_id: Logprob(
+                logprob, rank, self._tokenizer.token_text(token_id) if detokenize else None
+            )
+            for token_id, logprob, rank in position
+        }

@@ -1,0 +1,93 @@
+"""Messages on a stream socket: four bytes of length (little-endian), then the message."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+
+from vmserve.errors import VmserveError
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "FrameReader",
+    "FrameTooLargeError",
+    "frame",
+    "receive_frame",
+    "send_frame",
+]
+
+#: No message may be longer, in either direction.
+MAX_FRAME_BYTES = 256 << 20
+
+_LENGTH = struct.Struct("<I")
+
+
+class FrameTooLargeError(VmserveError):
+    """A message above :data:`MAX_FRAME_BYTES`: nothing of it was sent, or read."""
+
+
+def frame(payload: bytes) -> bytes:
+    """Raises :class:`FrameTooLargeError`."""
+    _check(len(payload))
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def send_frame(sock: socket.socket, payload: bytes) -> None:
+    """Blocks until the system has taken all of it. Raises ``OSError`` and
+    :class:`FrameTooLargeError`."""
+    sock.sendall(frame(payload))
+
+
+def receive_frame(sock: socket.socket) -> bytes | None:
+    """The next message of a blocking socket; None at its end, also in the middle of one.
+
+    Raises ``OSError`` and :class:`FrameTooLargeError`.
+    """
+    head = _receive(sock, _LENGTH.size)
+    if head is None:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    _check(length)
+    return _receive(sock, length)
+
+
+def _receive(sock: socket.socket, num_bytes: int) -> bytes | None:
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view:
+        num_read = sock.recv_into(view)
+        if num_read == 0:
+            return None
+        view = view[num_read:]
+    return bytes(data)
+
+
+class FrameReader:
+    """Puts messages together from whatever pieces arrive."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The messages that ``data`` completes. Raises :class:`FrameTooLargeError`."""
+        buffer = self._buffer
+        buffer += data
+        begin = 0
+        while len(buffer) - begin >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, begin)
+            _check(length)
+            end = begin + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            yield bytes(buffer[begin + _LENGTH.size : end])
+            begin = end
+        del buffer[:begin]
+
+
+def _check(length: int) -> None:
+    if length > MAX_FRAME_BYTES:
+        raise FrameTooLargeError(
+            f"a message of {length} bytes between server and engine is above the limit of "
+            f"{MAX_FRAME_BYTES}: ask for fewer log-probabilities"
+        )

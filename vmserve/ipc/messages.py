@@ -1,0 +1,285 @@
+"""What server and engine say to each other: msgspec structs, as msgpack arrays.
+
+Requests are named by a *handle*, a number that the server chooses and never uses again, so that
+a step's message stays small. Engine and server are of one installation: there are no versions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from vmserve.errors import (
+    ConfigurationError,
+    DeadlineError,
+    DriverError,
+    EngineDeadError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    UnsupportedError,
+    VmserveError,
+)
+from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
+from vmserve.types import FinishReason, LogprobsList, RequestMetrics
+
+__all__ = [
+    "Abort",
+    "Add",
+    "Answer",
+    "Ask",
+    "Choice",
+    "FromEngine",
+    "Launch",
+    "Ping",
+    "Pong",
+    "Progress",
+    "Ready",
+    "Refused",
+    "Shutdown",
+    "StepNews",
+    "ToEngine",
+    "Update",
+    "WireError",
+    "decode_from_engine",
+    "decode_to_engine",
+    "encode",
+    "params_from_wire",
+    "params_to_wire",
+    "positions",
+    "prompt_positions",
+]
+
+#: The tokens of one position: (id, log-probability, rank), the sampled or prompt token first.
+Position: TypeAlias = list[tuple[int, float, int]]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+# -- errors -----------------------------------------------------------------------------------
+
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        VmserveError,
+        InvalidRequestError,
+        ConfigurationError,
+        UnsupportedError,
+        OutOfMemoryError,
+        DeadlineError,
+        DriverError,
+        EngineDeadError,
+        ValueError,
+    )
+}
+
+
+class WireError(msgspec.Struct, frozen=True, array_like=True):
+    """An error that one side raises for what the other had asked for."""
+
+    kind: str
+    text: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> WireError:
+        """The nearest kind that both sides know; a subclass arrives as its base."""
+        kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), None)
+        return cls(kind or "VmserveError", str(error), getattr(error, "param", None))
+
+    def error(self) -> Exception:
+        kind = _KINDS.get(self.kind, VmserveError)
+        if issubclass(kind, InvalidRequestError):
+            return kind(self.text, self.param)
+        return kind(self.text)
+
+
+# -- to the engine ----------------------------------------------------------------------------
+
+
+class Launch(_Message, frozen=True):
+    """The first message: what to load, and how to log. ``options``: of :class:`EngineConfig`."""
+
+    options: dict[str, Any]
+    parent_pid: int
+    log_level: int
+    log_format: str
+
+
+class Add(_Message, frozen=True):
+    """A request; ``params`` as :func:`params_to_wire` gives them. The rest is that of
+    :meth:`vmserve.engine.LLMEngine.add_request`; ``tell`` asks for a word of its acceptance."""
+
+    handle: int
+    request_id: str
+    prompt_token_ids: list[int]
+    params: dict[str, Any]
+    priority: int
+    cache_salt: str
+    tenant: str
+    isolation: str
+    timeout: float | None
+    tell: bool
+
+
+class Abort(_Message, frozen=True):
+    """End a request. ``tell``: with a last update; else the server has forgotten it already."""
+
+    handle: int
+    tell: bool
+
+
+class Ask(_Message, frozen=True):
+    """A question by its name (see :mod:`vmserve.ipc.questions`); answered between two steps."""
+
+    serial: int
+    question: str
+    arguments: dict[str, Any]
+
+
+class Ping(_Message, frozen=True):
+    """Answered between two steps: proof that steps end."""
+
+    serial: int
+
+
+class Shutdown(_Message, frozen=True):
+    """Abort what runs, tell of it, and end."""
+
+
+# -- from the engine --------------------------------------------------------------------------
+
+
+class Progress(_Message, frozen=True):
+    phase: str
+    done: int
+    total: int
+
+
+class Ready(_Message, frozen=True):
+    """The engine takes requests. ``resolved`` are the fields of :class:`ResolvedConfig`."""
+
+    resolved: dict[str, Any]
+    model: dict[str, Any]
+    default_sampling: dict[str, Any]
+    tokenizer: str
+    stats: dict[str, float | int]
+
+
+class Refused(_Message, frozen=True):
+    """The engine cannot start."""
+
+    error: WireError
+
+
+class Choice(msgspec.Struct, frozen=True, array_like=True):
+    """What is new of one choice."""
+
+    index: int
+    token_ids: list[int]
+    cumulative_logprob: float
+    logprobs: list[Position] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class Update(msgspec.Struct, frozen=True, array_like=True):
+    """What is new of one request; ``metrics`` with its first tokens and at its end, the prompt's
+    log-probabilities at its end."""
+
+    handle: int
+    choices: list[Choice]
+    finished: bool
+    metrics: RequestMetrics | None
+    prompt_logprobs: list[Position | None] | None
+
+
+class StepNews(_Message, frozen=True):
+    """One step's news of all requests: one message, however many there are."""
+
+    num_running: int
+    num_waiting: int
+    accepted: list[int]
+    updates: list[Update]
+    failures: list[tuple[int, WireError]]
+
+
+class Answer(_Message, frozen=True):
+    serial: int
+    value: Any
+    error: WireError | None = None
+
+
+class Pong(_Message, frozen=True):
+    serial: int
+
+
+ToEngine = Launch | Add | Abort | Ask | Ping | Shutdown
+FromEngine = Progress | Ready | Refused | StepNews | Answer | Pong
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """Raises ``msgspec.DecodeError`` for what is no such message."""
+    message: ToEngine = _to_engine.decode(data)
+    return message
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """Raises ``msgspec.DecodeError`` for what is no such message."""
+    message: FromEngine = _from_engine.decode(data)
+    return message
+
+
+# -- parameters -------------------------------------------------------------------------------
+
+_PARAMS: dict[str, type[SamplingParams] | type[BeamSearchParams]] = {
+    "sampling": SamplingParams,
+    "beams": BeamSearchParams,
+}
+
+
+def params_to_wire(params: GenerationParams) -> dict[str, Any]:
+    """What the engine has to know. The text is made by the server; only where there are stop
+    strings does the engine look at it too, so that it computes no token beyond one."""
+    is_beams = isinstance(params, BeamSearchParams)
+    stripped = (
+        params if params.as_sampling().stop else dataclasses.replace(params, detokenize=False)
+    )
+    kind = "beams" if is_beams else "sampling"
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(stripped):
+        value = getattr(stripped, field.name)
+        if value != field.default:
+            fields[field.name] = msgspec.to_builtins(value)
+    return {kind: fields}
+
+
+def params_from_wire(data: dict[str, Any]) -> GenerationParams:
+    """Raises :class:`~vmserve.errors.InvalidRequestError` for what cannot be sampled with."""
+    [(kind, fields)] = data.items()
+    return _PARAMS[kind](**fields)
+
+
+def positions(logprobs: LogprobsList) -> list[Position]:
+    """Log-probabilities without their text, which the server knows by itself."""
+    return [
+        [(token_id, entry.logprob, entry.rank) for token_id, entry in position.items()]
+        for position in logprobs
+    ]
+
+
+def prompt_positions(logprobs: Sequence[Any]) -> list[Position | None]:
+    """The same for a prompt, whose first position has none."""
+    return [None if position is None else positions([position])[0] for position in logprobs]

@@ -1,0 +1,107 @@
+"""Starting the engine's process, and seeing that it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vmserve.errors import EngineDeadError
+from vmserve.ipc.framing import receive_frame, send_frame
+from vmserve.ipc.messages import Launch, Progress, Ready, Refused, decode_from_engine, encode
+
+__all__ = ["EngineProcess"]
+
+logger = logging.getLogger(__name__)
+
+#: Holds a step's news of hundreds of requests, so that the engine need not wait for the server.
+_SOCKET_BUFFER_BYTES = 4 << 20
+
+
+class EngineProcess:
+    """One engine in a fresh interpreter, and our end of its socket.
+
+    The socket is one half of a pair without a name, which the new process inherits: nobody else
+    can connect, nothing is left in a directory, and either side's end is seen by the other. The
+    process is killed when the *thread* that started it ends.
+    """
+
+    def __init__(self, options: dict[str, Any], log_level: int, log_format: str) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+        self.sock = ours
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", "vmserve.ipc", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": _import_path()},
+                stdin=subprocess.DEVNULL,
+                # A terminal's Ctrl-C is for the server, which ends the engine.
+                process_group=0,
+            )
+        self._reaping = threading.Lock()
+        launch = Launch(options, os.getpid(), log_level, log_format)
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, which is seen later
+            send_frame(ours, encode(launch))
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def wait_ready(self, progress: Callable[[str, int, int], None]) -> Ready:
+        """Blocks while the engine loads.
+
+        Raises what the engine raises for options and models that cannot be used, and
+        :class:`~vmserve.errors.EngineDeadError` if it dies.
+        """
+        while (data := receive_frame(self.sock)) is not None:
+            match decode_from_engine(data):
+                case Progress() as report:
+                    progress(report.phase, report.done, report.total)
+                case Refused() as refused:
+                    raise refused.error.error()
+                case Ready() as ready:
+                    return ready
+                case other:
+                    raise EngineDeadError(f"the engine began with a {type(other).__name__}")
+        raise EngineDeadError(
+            f"the engine's process ended while loading ({self.describe_end(self.reap(10))})"
+        )
+
+    def kill(self) -> None:
+        """SIGKILL, which works on a process that is stopped or stuck as well."""
+        if self._popen.poll() is None:
+            self._popen.kill()
+
+    def reap(self, seconds: float) -> int:
+        """Wait for its end, which is forced after ``seconds``; its status as Popen has it."""
+        with self._reaping:
+            try:
+                return self._popen.wait(seconds)
+            except subprocess.TimeoutExpired:
+                logger.warning("the engine's process %d did not end by itself", self.pid)
+                self._popen.kill()
+                return self._popen.wait()
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self.sock.close()
+        self.kill()
+        self.reap(0)
+
+    @staticmethod
+    def describe_end(status: int) -> str:
+        return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def _import_path() -> str:
+    """Modules are found where this process finds them, and nowhere else."""
+    return os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)

@@ -1,0 +1,216 @@
+"""The engine's side: requests come in from the server's process, each step's news go out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from functools import partial
+from typing import Any
+
+from vmserve.engine import LLMEngine, StepResult
+from vmserve.engine_loop import Command, EngineLoop
+from vmserve.errors import EngineDeadError, VmserveError
+from vmserve.ipc.framing import FrameTooLargeError, receive_frame, send_frame
+from vmserve.ipc.messages import (
+    Abort,
+    Add,
+    Answer,
+    Ask,
+    Choice,
+    FromEngine,
+    Ping,
+    Pong,
+    Shutdown,
+    StepNews,
+    Update,
+    WireError,
+    decode_to_engine,
+    encode,
+    params_from_wire,
+    positions,
+    prompt_positions,
+)
+from vmserve.ipc.questions import QUESTIONS
+from vmserve.types import CompletionOutput, RequestOutput
+
+__all__ = ["EXIT_ORPHANED", "EngineService"]
+
+logger = logging.getLogger(__name__)
+
+#: Exit status of an engine whose server has gone.
+EXIT_ORPHANED = 3
+
+
+class EngineService:
+    """Serves one engine to the process at the other end of ``sock`` until told to stop.
+
+    The caller's thread steps; one more reads. What goes out is token ids: text is made by the
+    server.
+    """
+
+    def __init__(self, engine: LLMEngine, sock: socket.socket) -> None:
+        self._engine = engine
+        self._sock = sock
+        self._loop = EngineLoop(engine, self._publish, self._flush)
+        self._ids: dict[int, str] = {}
+        self._handles: dict[str, int] = {}
+        #: Of whom the server has the first metrics.
+        self._started: set[int] = set()
+        self._accepted: list[int] = []
+        self._failures: list[tuple[int, WireError]] = []
+        self._last_updates: list[Update] = []
+        self._told = (0, 0)
+        self._reader = threading.Thread(target=self._read, name="vmserve-ipc", daemon=True)
+
+    def run(self) -> None:
+        """Until :class:`Shutdown`, after which all that ran has been told of its end.
+
+        Raises what the engine raises; the process is then of no more use.
+        """
+        self._reader.start()
+        self._loop.run()
+        for request_id in self._engine.request_ids:
+            self._end(self._handles[request_id], tell=True)
+        self._flush()
+
+    # -- the reader's thread ----------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            while (data := receive_frame(self._sock)) is not None:
+                message = decode_to_engine(data)
+                if isinstance(message, Shutdown):
+                    self._loop.stop()
+                    return
+                self._loop.submit(Command(partial(self._handle, message)))
+        except EngineDeadError:
+            return  # the other thread says so
+        except OSError as error:
+            logger.error("the connection to the server broke: %s", error.strerror)
+        # Nobody is there to read another word. What is in memory goes with the process.
+        os._exit(EXIT_ORPHANED)
+
+    # -- the engine's thread: what the server asks for ---------------------------------
+
+    def _handle(self, message: object) -> None:
+        match message:
+            case Add():
+                self._add(message)
+            case Abort():
+                self._end(message.handle, tell=message.tell)
+            case Ask():
+                self._answer(message)
+            case Ping():
+                self._send(Pong(message.serial))
+            case _:
+                raise TypeError(f"{type(message).__name__} is no message to a running engine")
+
+    def _add(self, message: Add) -> None:
+        try:
+            self._engine.add_request(
+                message.request_id,
+                message.prompt_token_ids,
+                params_from_wire(message.params),
+                priority=message.priority,
+                cache_salt=message.cache_salt,
+                tenant=message.tenant,
+                isolation=message.isolation,
+                timeout=message.timeout,
+                stream=True,
+            )
+        except VmserveError as error:
+            self._failures.append((message.handle, WireError.of(error)))
+            return
+        self._ids[message.handle] = message.request_id
+        self._handles[message.request_id] = message.handle
+        if message.tell:
+            self._accepted.append(message.handle)
+
+    def _end(self, handle: int, *, tell: bool) -> None:
+        request_id = self._ids.get(handle)
+        if request_id is None:
+            return  # it has ended already
+        output = self._engine.abort(request_id)
+        if output is not None and tell:
+            self._last_updates.append(self._update(handle, output))
+        self._forget(request_id)
+
+    def _answer(self, message: Ask) -> None:
+        try:
+            value: Any = QUESTIONS[message.question](self._engine, **message.arguments)
+        except (VmserveError, ValueError) as error:
+            self._send(Answer(message.serial, None, WireError.of(error)))
+        else:
+            self._send(Answer(message.serial, value))
+
+    def _forget(self, request_id: str) -> None:
+        handle = self._handles.pop(request_id)
+        del self._ids[handle]
+        self._started.discard(handle)
+
+    # -- the engine's thread: what the server is told ----------------------------------
+
+    def _publish(self, result: StepResult) -> None:
+        for output in result.outputs:
+            self._last_updates.append(self._update(self._handles[output.request_id], output))
+            if output.finished:
+                self._forget(output.request_id)
+        for failure in result.failures:
+            handle = self._handles[failure.request_id]
+            self._failures.append((handle, WireError.of(failure.error)))
+            self._forget(failure.request_id)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Tell what is new, if anything is."""
+        counts = (self._engine.scheduler.num_running, self._engine.scheduler.num_waiting)
+        if counts == self._told and not (self._last_updates or self._accepted or self._failures):
+            return
+        news = StepNews(*counts, self._accepted, self._last_updates, self._failures)
+        self._accepted, self._last_updates, self._failures = [], [], []
+        self._told = counts
+        try:
+            self._send(news)
+        except FrameTooLargeError as error:
+            self._send_less(news, error)
+
+    def _send_less(self, news: StepNews, error: FrameTooLargeError) -> None:
+        """One by one: those whose answer is too large for a message fail, the others do not."""
+        for update in news.updates:
+            alone = StepNews(news.num_running, news.num_waiting, [], [update], [])
+            try:
+                self._send(alone)
+            except FrameTooLargeError:
+                news.failures.append((update.handle, WireError.of(error)))
+                self._end(update.handle, tell=False)
+        self._send(StepNews(*self._told, news.accepted, [], news.failures))
+
+    def _send(self, message: FromEngine) -> None:
+        send_frame(self._sock, encode(message))
+
+    def _update(self, handle: int, output: RequestOutput) -> Update:
+        first = bool(output.outputs) and handle not in self._started
+        if first:
+            self._started.add(handle)
+        finished = output.finished
+        prompt = output.prompt_logprobs if finished else None
+        return Update(
+            handle,
+            [_choice(choice) for choice in output.outputs],
+            finished,
+            output.metrics if first or finished else None,
+            None if prompt is None else prompt_positions(prompt),
+        )
+
+
+def _choice(choice: CompletionOutput) -> Choice:
+    return Choice(
+        choice.index,
+        choice.token_ids,
+        choice.cumulative_logprob,
+        None if choice.logprobs is None else positions(choice.logprobs),
+        choice.finish_reason,
+        choice.stop_reason,
+    )

@@ -1,0 +1,293 @@
+"""The decoder in C++ for CPUs: weights packed once, one call for a step's forward pass.
+
+``csrc/models/cpu_decoder.cpp`` has the order of the operations, ``csrc/kernels/cpu`` the kernels.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+
+from vmserve import _core
+from vmserve.attention.base import AttentionCall, LayerAttention
+from vmserve.attention.cpu import ISA_VARIABLE, CpuCall, head_refusal, tensor_tuple
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models.config import ModelConfig
+from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.dtype import resolve_dtype
+from vmserve.models.loader import Progress, find_tensors
+from vmserve.models.rope import RopeConfig, RotaryEmbedding
+from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
+from vmserve.models.weights import canonical_name, is_ignorable, tensor_shapes
+
+__all__ = ["NativeDecoder", "TimedPart", "choose_native", "load_native", "refusal"]
+
+#: Of the KV cache, and of what is rounded to be written there.
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_ACTIVATIONS = ("silu", "swish")
+
+_TensorTuple = tuple[int, str, tuple[int, ...], tuple[int, ...]]
+
+
+class TimedPart(Protocol):
+    """The attention of one regime's sequences in a step; ``seconds`` are added to."""
+
+    call: AttentionCall
+    seconds: float
+
+
+class _Parts(Protocol):
+    @property
+    def parts(self) -> Sequence[TimedPart]: ...
+
+
+def refusal(config: object, dtype: torch.dtype) -> str | None:
+    """Why there is no native decoder for such a model with such a KV cache; None if there is."""
+    if not isinstance(config, DecoderConfig):
+        return "it runs the architectures of vmserve.models.families only"
+    if (reason := head_refusal(config.head_dim, dtype)) is not None:
+        return reason
+    if not (config.norm.rms and config.norm.affine and config.norm_first and config.final_norm):
+        return "it has RMSNorm before attention and MLP only"
+    if not isinstance(config.positions, RopeConfig) or config.query_scale is not None:
+        return "it has rotary positions only"
+    if len(config.names.qkv) != 3 or len(config.names.mlp) != 3 or config.names.transposed:
+        return "it has separate q, k, v and a gated MLP only"
+    if config.activation not in _ACTIVATIONS:
+        return f"it has no activation {config.activation}"
+    if config.output_bias or config.mlp_bias or config.embedding_size != config.hidden_size:
+        return "it has no biases but those of q, k and v"
+    return None
+
+
+def choose_native(
+    linear_backend: str,
+    quantization: str,
+    dtype: str,
+    model: ModelConfig,
+    device: str | torch.device = "cpu",
+) -> tuple[torch.dtype, bool]:
+    """The KV cache's type and whether the native decoder runs the model, from the user's options.
+
+    It computes in float32 whatever a checkpoint holds, and so needs no instructions for bfloat16.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` where the options ask for what it cannot do.
+    """
+    chosen = resolve_dtype(dtype, model, device, force=True)
+    reason = refusal(model.network, chosen)
+    if torch.device(device).type != "cpu":
+        reason = "it runs on a CPU only"
+    if linear_backend != "torch" and reason is None:
+        return chosen, True
+    asked = "linear_backend: native" if linear_backend == "native" else "quantization: int8"
+    if linear_backend == "native" or quantization != "none":
+        why = reason or "it needs --linear-backend native"
+        raise ConfigurationError(f"{asked} cannot serve this model: {why}")
+    return resolve_dtype(dtype, model, device), False
+
+
+class NativeDecoder:
+    """The forward pass of :class:`vmserve.models.decoder.Decoder`, behind one call.
+
+    Activations are float32 whatever the weights are: a half-precision checkpoint loses nothing but
+    the rounding of its keys, values and attention outputs to the KV cache's type.
+    """
+
+    def __init__(
+        self, core: _core.CpuDecoder, rotary: RotaryEmbedding, config: DecoderConfig,
+        dtype: torch.dtype, embedding: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self._core = core
+        self._rotary = rotary
+        self._vocab_size = config.vocab_size
+        self._dtype = dtype
+        self._embedding = embedding  # read in place
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the packed weights and the embedding."""
+        return self._core.weight_bytes + self._embedding.nbytes
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionCall,
+        logits_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As the protocol of models says; ``attention`` must be the cpu backend's.
+
+        Raises :class:`~vmserve.errors.UnsupportedError` for another backend's, and ``ValueError``
+        for token ids or rows that are out of range.
+        """
+        parts = cast("_Parts", attention).parts
+        batches = [_native_batch(part.call) for part in parts]
+        rotary = self._rotary.at(positions, self._dtype)
+        num_tokens = len(token_ids)
+        rows = np.arange(num_tokens) if logits_rows is None else logits_rows.numpy()
+        logits = torch.empty(len(rows), self._vocab_size)
+        threads = torch.get_num_threads()
+        if self._core.num_threads != threads:
+            self._core.num_threads = threads
+        seconds = self._core.forward(
+            token_ids.numpy(),
+            (tensor_tuple(rotary.cos), tensor_tuple(rotary.signed_sin)),
+            batches,
+            rows,
+            logits.data_ptr(),
+        )
+        for part, taken in zip(parts, seconds, strict=True):
+            part.seconds += taken
+        return logits
+
+
+def _native_batch(call: AttentionCall) -> _core.CpuBatch:
+    if not isinstance(call, CpuCall):
+        raise UnsupportedError(
+            "the native decoder attends with the cpu backend alone: use --linear-backend torch"
+        )
+    return call.batch
+
+
+def load_native(
+    directory: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    max_len: int,
+    *,
+    quantized: bool = False,
+    progress: Progress | None = None,
+) -> NativeDecoder:
+    """Pack the weights of a model directory, layer by layer; the files' pages are dropped behind.
+
+    ``dtype``: of the KV cache. Weights keep the type that they are stored in (float16 becomes
+    float32), or become int8 with a scale for each output (``quantized``).
+
+    Raises as :func:`vmserve.models.loader.load_tensors` does.
+    """
+    shapes = tensor_shapes(config)
+    stored = find_tensors(
+        directory,
+        shapes,
+        ignore=lambda name: is_ignorable(config, name),
+        rename=lambda name: canonical_name(config, shapes, name),
+    )
+    rope = config.positions
+    assert isinstance(rope, RopeConfig), "refusal() said so"
+    core = _core.CpuDecoder(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        mlp_size=config.mlp_size,
+        q_heads=config.q_heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        norm_eps=config.norm.eps,
+        kv_dtype=_DTYPES[dtype],
+        quantized=quantized,
+        num_threads=torch.get_num_threads(),
+        isa=os.environ.get(ISA_VARIABLE, ""),
+    )
+    names = config.names
+    source = _Source(stored, progress)
+    for spec in config.layers:
+        with source:
+            _add_layer(core, config, spec, source)
+    embedding_name = f"{names.base}{names.embedding}.weight"
+    head_name = embedding_name if config.tied_embeddings else f"{names.head}.weight"
+    with source:
+        embedding = source.tensor(embedding_name)
+        core.set_ends(
+            tensor_tuple(embedding),
+            source.vector(f"{names.base}{names.final_norm}.weight"),
+            source.matrix(head_name),
+        )
+    rotary = RotaryEmbedding(rope, max_len, torch.device("cpu"))
+    return NativeDecoder(core, rotary, config, dtype, embedding)
+
+
+def _add_layer(
+    core: _core.CpuDecoder, config: DecoderConfig, spec: LayerAttention, source: _Source
+) -> None:
+    names = config.names
+    prefix = names.base + names.layer.format(spec.layer)
+    q, k, v = (f"{prefix}{module}" for module in names.qkv)
+    gate, up, down = (source.matrix(f"{prefix}{module}.weight") for module in names.mlp)
+    norms = [source.vector(f"{prefix}{module}.weight") for module in names.qk_norms]
+    q_norm, k_norm = norms or (None, None)
+    core.add_layer(
+        attention_norm=source.vector(f"{prefix}{names.attention_norm}.weight"),
+        q=source.matrix(f"{q}.weight"),
+        k=source.matrix(f"{k}.weight"),
+        v=source.matrix(f"{v}.weight"),
+        q_bias=source.vector(f"{q}.bias") if config.qkv_bias else None,
+        k_bias=source.vector(f"{k}.bias") if config.qkv_bias else None,
+        v_bias=source.vector(f"{v}.bias") if config.qkv_bias else None,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        output=source.matrix(f"{prefix}{names.output}.weight"),
+        mlp_norm=source.vector(f"{prefix}{names.mlp_norm}.weight"),
+        gate=gate,
+        up=up,
+        down=down,
+        head_dim=config.head_dim,
+        scale=spec.scale,
+        window=spec.window or 0,
+        softcap=spec.softcap or 0.0,
+    )
+
+
+class _Source:
+    """Tensors of a checkpoint as the core takes them, for one ``with`` at a time.
+
+    They are kept until it ends; then the pages that they were read from leave the memory.
+    """
+
+    def __init__(
+        self,
+        stored: Mapping[str, tuple[SafetensorsFile, StoredTensor]],
+        progress: Progress | None,
+    ) -> None:
+        self._stored = stored
+        self._progress = progress
+        self._total = sum(tensor.num_bytes for _, tensor in stored.values())
+        self._done: set[str] = set()
+        self._used: list[str] = []
+        self._kept: list[torch.Tensor] = []
+
+    def __enter__(self) -> None:
+        self._used.clear()
+        self._kept.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.clear()
+        for name in self._used:
+            file, stored = self._stored[name]
+            file.drop_pages(stored.start, stored.num_bytes)
+        self._done.update(self._used)
+        if self._progress is not None:
+            done = sum(self._stored[name][1].num_bytes for name in self._done)
+            self._progress("packing weights", done, self._total)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        file, stored = self._stored[name]
+        tensor = file.view(stored)
+        if stored.dtype not in _DTYPES:
+            tensor = tensor.to(torch.float32)
+        elif stored.start % stored.dtype.itemsize:
+            tensor = tensor.clone()
+        self._used.append(name)
+        self._kept.append(tensor)
+        return tensor
+
+    def matrix(self, name: str) -> _TensorTuple:
+        return tensor_tuple(self.tensor(name))
+
+    def vector(self, name: str) -> _TensorTuple:
+        tensor = self.tensor(name).to(torch.float32)
+        self._kept.append(tensor)
+        return tensor_tuple(tensor)

@@ -1,0 +1,154 @@
+"""The live page, and what it shows: ``/``, its files, and ``/v1/kv/live``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict
+from importlib import resources
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vmserve import __version__
+from vmserve.server.auth import Caller
+from vmserve.server.context import ServerContext
+from vmserve.server.engine_client import EngineClient
+from vmserve.server.wire import JSON_TYPE, dump_json
+from vmserve.telemetry.snapshot import (
+    PAGE_MAPPED,
+    PAGE_SHARED,
+    PAGE_USES,
+    EngineSnapshot,
+    PoolMap,
+    RequestSnapshot,
+)
+
+__all__ = ["LIVE_PAGE_PATHS", "LivePage", "LiveView"]
+
+#: The page and its files tell nothing of the server, and are open: the page asks for the key.
+LIVE_PAGE_PATHS: Final = frozenset({"/", "/live.css", "/live.js"})
+#: However many look on, the engine is asked this often at most.
+REFRESH_SECONDS: Final = 0.25
+_FIRST_CELL: Final = ord("0")
+_HEADERS: Final = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+class _Snapshots:
+    """One snapshot for all who look on, at most every :data:`REFRESH_SECONDS`."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._taken: tuple[float, EngineSnapshot] | None = None
+        self._asked: asyncio.Task[EngineSnapshot] | None = None
+
+    async def newest(self) -> tuple[float, EngineSnapshot]:
+        """``time.monotonic()`` when it came, and the snapshot."""
+        if self._taken is not None and time.monotonic() - self._taken[0] < REFRESH_SECONDS:
+            return self._taken
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.create_task(self._engine.snapshot())
+        # Shielded: whoever leaves must not take the answer from the others.
+        snapshot = await asyncio.shield(self._asked)
+        if self._taken is None or self._taken[1] is not snapshot:
+            self._taken = (time.monotonic(), snapshot)
+        return self._taken
+
+
+class LiveView:
+    """``GET /v1/kv/live``."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._snapshots = _Snapshots(context.engine)
+        self._began = time.monotonic()
+
+    async def data(self, request: Request) -> Response:
+        """The pool page by page, slots, queues and the requests that have not ended.
+
+        Of requests, only those of the caller's own key are shown; of all others, their number.
+        """
+        taken, snapshot = await self._snapshots.newest()
+        context, now = self._context, time.monotonic()
+        caller: Caller = request.state.caller
+        tenant = caller.name
+        shown = [each for each in snapshot.requests if not tenant or each.tenant == tenant]
+        reply = {
+            "version": __version__,
+            "model": context.model_name,
+            "max_model_len": context.max_model_len,
+            "uptime_seconds": now - self._began,
+            "age_seconds": now - taken,
+            "draining": context.lifecycle.draining,
+            "num_active": context.num_active,
+            "num_rejected": context.num_rejected,
+            "latency": context.telemetry.recent.summary(),
+            "stats": snapshot.stats,
+            "pool": _pool(snapshot.pool),
+            "requests": [_row(each) for each in shown],
+            "num_requests": snapshot.num_requests,
+            "num_others": len(snapshot.requests) - len(shown),
+        }
+        return Response(
+            dump_json(reply), media_type=JSON_TYPE, headers={"cache-control": "no-store"}
+        )
+
+
+def _row(request: RequestSnapshot) -> dict[str, Any]:
+    row = asdict(request)
+    del row["tenant"]  # whoever reads this knows their own
+    return row
+
+
+def _pool(pool: PoolMap) -> dict[str, Any]:
+    """A cell is one character: its code, counted from "0"."""
+    counts = dict.fromkeys(PAGE_USES, 0)
+    for code, count in pool.codes.items():
+        counts[PAGE_USES[code & 15]] += count
+    return {
+        "num_pages": pool.num_pages,
+        "pages_per_cell": pool.pages_per_cell,
+        "uses": PAGE_USES,
+        "cells": bytes(code + _FIRST_CELL for code in pool.cells).decode(),
+        "counts": counts,
+        "num_shared": _marked(pool, PAGE_SHARED),
+        "num_mapped": _marked(pool, PAGE_MAPPED),
+        "slots": pool.slots,
+    }
+
+
+def _marked(pool: PoolMap, bit: int) -> int:
+    return sum(count for code, count in pool.codes.items() if code & bit)
+
+
+class LivePage:
+    """The page's files; ``needs_key``: whether it asks for a key before anything else."""
+
+    def __init__(self, *, needs_key: bool) -> None:
+        html = _read("index.html")
+        if needs_key:
+            html = html.replace(b'data-key="none"', b'data-key="required"', 1)
+        self._html = html
+        self._style, self._script = _read("live.css"), _read("live.js")
+
+    async def page(self, request: Request) -> Response:
+        return Response(self._html, media_type="text/html", headers=_HEADERS)
+
+    async def style(self, request: Request) -> Response:
+        return Response(self._style, media_type="text/css", headers=_HEADERS)
+
+    async def script(self, request: Request) -> Response:
+        return Response(self._script, media_type="text/javascript", headers=_HEADERS)
+
+
+def _read(name: str) -> bytes:
+    return resources.files("vmserve").joinpath("assets", "live", name).read_bytes()

@@ -1,0 +1,59 @@
+"""Latencies of the last minute."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from vmserve.types import RequestMetrics
+
+__all__ = ["WINDOW_SECONDS", "RecentLatencies"]
+
+WINDOW_SECONDS: Final = 60.0
+_MAX_OBSERVATIONS: Final = 4096
+
+
+class RecentLatencies:
+    """Times of the requests that ended in the last minute; not for several threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: deque[tuple[float, float | None, float | None]] = deque(
+            maxlen=_MAX_OBSERVATIONS
+        )
+
+    def observe(self, times: RequestMetrics, num_tokens: int) -> None:
+        """A request ended after ``num_tokens`` in each choice."""
+        first, last = times.first_token_time, times.last_token_time
+        ttft = None if first is None else first - times.arrival_time
+        gap = None
+        if first is not None and last is not None and num_tokens > 1:
+            gap = (last - first) / (num_tokens - 1)
+        self._seen.append((self._clock(), ttft, gap))
+
+    def summary(self) -> dict[str, float | None]:
+        """Medians and 95th percentiles in seconds; None where nothing was seen."""
+        oldest = self._clock() - WINDOW_SECONDS
+        while self._seen and self._seen[0][0] < oldest:
+            self._seen.popleft()
+        ttfts = [ttft for _, ttft, _ in self._seen if ttft is not None]
+        gaps = [gap for _, _, gap in self._seen if gap is not None]
+        return {
+            "window_seconds": WINDOW_SECONDS,
+            "num_requests": len(self._seen),
+            "ttft_p50": _percentile(ttfts, 50),
+            "ttft_p95": _percentile(ttfts, 95),
+            "itl_p50": _percentile(gaps, 50),
+            "itl_p95": _percentile(gaps, 95),
+        }
+
+
+def _percentile(values: Sequence[float], percent: int) -> float | None:
+    if not values:
+        return None
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

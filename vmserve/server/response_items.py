@@ -1,0 +1,156 @@
+"""Between the items of the responses API and the messages of a chat."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from vmserve.errors import InvalidRequestError
+from vmserve.server.limits import SIZES
+
+__all__ = ["call_item", "chat_tool_choice", "chat_tools", "message_item", "messages_of"]
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def messages_of(given: Any) -> list[dict[str, Any]]:
+    """The ``input`` of a request. Raises :class:`InvalidRequestError`."""
+    if isinstance(given, str) and given:
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise InvalidRequestError(
+            "input must be a text or a list of items, and not be empty", "input"
+        )
+    most = SIZES["messages"][1]
+    if len(given) > most:
+        raise InvalidRequestError(f"input must have at most {most} items", "input")
+    messages: list[dict[str, Any]] = []
+    for place, item in enumerate(given):
+        if not isinstance(item, dict):
+            raise InvalidRequestError(f"input[{place}] must be an object", "input")
+        _add(messages, place, item)
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], place: int, item: dict[str, Any]) -> None:
+    match item.get("type", "message"):
+        case "message":
+            messages.append(_message(place, item))
+        case "function_call":
+            _add_call(messages, place, item)
+        case "function_call_output":
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": _text(place, item, "call_id"),
+                    "content": _content(place, "output", item.get("output")),
+                }
+            )
+        case "reasoning":
+            pass  # what a model thought is not shown to it again
+        case other:
+            raise InvalidRequestError(
+                f"input[{place}] is of type {str(other)[:40]!r}: there are message, "
+                "function_call and function_call_output",
+                "input",
+            )
+
+
+def _message(place: int, item: dict[str, Any]) -> dict[str, Any]:
+    role = item.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequestError(f"input[{place}] must have a role, a string", "input")
+    # Templates know no developers.
+    role = "system" if role == "developer" else role
+    return {"role": role, "content": _content(place, "content", item.get("content"))}
+
+
+def _add_call(messages: list[dict[str, Any]], place: int, item: dict[str, Any]) -> None:
+    """Calls that follow each other, or a text of the model, are one message."""
+    function = {
+        "name": _text(place, item, "name"),
+        "arguments": _text(place, item, "arguments"),
+    }
+    call = {"id": _text(place, item, "call_id"), "type": "function", "function": function}
+    if messages and messages[-1]["role"] == "assistant":
+        messages[-1].setdefault("tool_calls", []).append(call)
+    else:
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+
+
+def _text(place: int, item: dict[str, Any], name: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"input[{place}].{name} must be a string", "input")
+    return value
+
+
+def _content(place: int, name: str, content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"input[{place}].{name} must be a string or a list of text parts", "input"
+        )
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind == "refusal":
+            continue
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                f"input[{place}].{name} has a part of type {str(kind)[:40]!r}: only text is "
+                "supported",
+                "input",
+            )
+        parts.append({"type": "text", "text": part["text"]})
+    return parts
+
+
+def chat_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Functions as chats have them; none is None. Raises :class:`InvalidRequestError`."""
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequestError("tools must be a list of objects", "tools")
+    shaped = []
+    for place, tool in enumerate(tools):
+        kind = tool.get("type")
+        if kind != "function":
+            raise InvalidRequestError(
+                f"tools[{place}] is of type {str(kind)[:40]!r}: only functions can be called",
+                "tools",
+            )
+        function = {key: value for key, value in tool.items() if key != "type"}
+        shaped.append({"type": "function", "function": function})
+    return shaped
+
+
+def chat_tool_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
+
+
+def message_item(text: str, status: str, item_id: str | None = None) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {
+        "type": "message",
+        "id": item_id or f"msg_{secrets.token_hex(12)}",
+        "status": status,
+        "role": "assistant",
+        "content": [part],
+    }
+
+
+def call_item(
+    name: str, arguments: str, call_id: str, status: str, item_id: str | None = None
+) -> dict[str, Any]:
+    return {
+        "type": "function_call",
+        "id": item_id or f"fc_{secrets.token_hex(12)}",
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+        "status": status,
+    }

@@ -1,0 +1,101 @@
+"""The output of a response: deltas of a message in, items and their events out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vmserve.server.response_items import call_item, message_item
+
+__all__ = ["OutputItems"]
+
+Events = list[tuple[str, dict[str, Any]]]
+
+
+class OutputItems:
+    """One item after the other: a message, or a call of a function.
+
+    ``items`` are those that have begun; the last one grows until :meth:`finish`.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._is_open = False
+
+    def take(self, delta: dict[str, Any]) -> Events:
+        """Names and fields of the events that a delta of a chat's message stands for."""
+        events: Events = []
+        if delta.get("content"):
+            events += self._text(delta["content"])
+        for part in delta.get("tool_calls", ()):
+            function = part["function"]
+            if "id" in part:
+                events += self._close("completed")
+                events += self._open(call_item(function["name"], "", part["id"], "in_progress"))
+            if function["arguments"]:
+                events.append(self._grow("arguments", function["arguments"]))
+        return events
+
+    def finish(self, status: str) -> Events:
+        """The answer has ended: a text without any item is an empty message."""
+        events: Events = []
+        if not self.items:
+            events += self._open_message()
+        return events + self._close(status)
+
+    def _text(self, text: str) -> Events:
+        events: Events = []
+        if not self._is_open or self.items[-1]["type"] != "message":
+            events += self._close("completed")
+            events += self._open_message()
+        return [*events, self._grow("text", text)]
+
+    def _open_message(self) -> Events:
+        item = message_item("", "in_progress")
+        [part], item["content"] = item["content"], []
+        events = self._open(item)
+        item["content"].append(part)
+        return [*events, ("response.content_part.added", {**self._part(), "part": dict(part)})]
+
+    def _open(self, item: dict[str, Any]) -> Events:
+        self.items.append(item)
+        self._is_open = True
+        added = {"output_index": len(self.items) - 1, "item": _copy(item)}
+        return [("response.output_item.added", added)]
+
+    def _grow(self, what: str, text: str) -> tuple[str, dict[str, Any]]:
+        item = self.items[-1]
+        if what == "arguments":
+            item["arguments"] += text
+            return "response.function_call_arguments.delta", {**self._place(), "delta": text}
+        item["content"][0]["text"] += text
+        fields = {**self._part(), "delta": text, "logprobs": []}
+        return "response.output_text.delta", fields
+
+    def _close(self, status: str) -> Events:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self.items[-1]
+        item["status"] = status
+        done = ("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})
+        if item["type"] == "function_call":
+            fields = {**self._place(), "name": item["name"], "arguments": item["arguments"]}
+            return [("response.function_call_arguments.done", fields), done]
+        [part] = item["content"]
+        text = {**self._part(), "text": part["text"], "logprobs": []}
+        return [
+            ("response.output_text.done", text),
+            ("response.content_part.done", {**self._part(), "part": part}),
+            done,
+        ]
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _part(self) -> dict[str, Any]:
+        return {**self._place(), "content_index": 0}
+
+
+def _copy(item: dict[str, Any]) -> dict[str, Any]:
+    """As it is now: it grows."""
+    return {**item, "content": list(item["content"])} if "content" in item else dict(item)

@@ -1,0 +1,247 @@
+"""``/v1/responses``: a thin layer over chat, with OpenAI's items, events and storage."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vmserve.server.auth import Caller
+from vmserve.server.body import read_model
+from vmserve.server.chat import ChatService, StartedChat
+from vmserve.server.choices import StreamedChoice
+from vmserve.server.context import ServerContext
+from vmserve.server.errors import ApiError, not_implemented
+from vmserve.server.protocol import ChatCompletionRequest, ResponsesRequest
+from vmserve.server.response_items import (
+    chat_tool_choice,
+    chat_tools,
+    messages_of,
+)
+from vmserve.server.response_output import OutputItems
+from vmserve.server.response_store import ResponseStore, StoredResponse
+from vmserve.server.scope import unless_disconnected
+from vmserve.server.streaming import EventStream
+from vmserve.server.structured import schema_of_format
+from vmserve.server.wire import JSON_TYPE, dump_json
+from vmserve.types import RequestOutput
+
+__all__ = ["ResponsesService"]
+
+#: Fields that mean the same in a chat.
+_SHARED = (
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+    "min_tokens",
+    "priority",
+    "cache_salt",
+    "request_timeout",
+    "user",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "structured_outputs",
+)
+
+
+class ResponsesService:
+    """Creates responses, and keeps those that ask for it for later ones of the same key."""
+
+    def __init__(self, context: ServerContext, chat: ChatService) -> None:
+        self._context = context
+        self._chat = chat
+        self._store = ResponseStore()
+
+    async def create(self, request: Request) -> Response:
+        body = await read_model(request, ResponsesRequest)
+        return await unless_disconnected(request.receive, self._create(request, body))
+
+    async def retrieve(self, request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        stored = self._stored(request, response_id, "response_id")
+        return Response(dump_json(stored.reply), media_type=JSON_TYPE)
+
+    async def delete(self, request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        self._stored(request, response_id, "response_id")
+        self._store.delete(_owner(request), response_id)
+        reply = {"id": response_id, "object": "response", "deleted": True}
+        return Response(dump_json(reply), media_type=JSON_TYPE)
+
+    def _stored(self, request: Request, response_id: str, param: str) -> StoredResponse:
+        stored = self._store.get(_owner(request), response_id)
+        if stored is None:
+            raise ApiError(404, f"There is no response {response_id[:200]!r}.", param)
+        return stored
+
+    async def _create(self, request: Request, body: ResponsesRequest) -> Response:
+        _refuse_unserved(body)
+        messages = messages_of(body.input)
+        if body.previous_response_id is not None:
+            earlier = self._stored(request, body.previous_response_id, "previous_response_id")
+            messages = earlier.messages + messages
+        chat_body = _chat_body(body, messages)
+        response_id = f"resp_{secrets.token_hex(16)}"
+        started = await self._chat.start(request, chat_body, response_id)
+        reply = _Reply(response_id, body, started)
+        keep = body.store is not False
+
+        def store(final: dict[str, Any]) -> None:
+            if keep:
+                said = messages_of(final["output"]) if final["output"] else []
+                kept = StoredResponse(final, [*messages, *said])
+                self._store.put(_owner(request), response_id, kept)
+
+        if body.stream:
+            outputs = await started.generation.stream()
+            return EventStream(reply.events(outputs, store), named=True)
+        [result] = await started.generation.run()
+        final = reply.full(result)
+        store(final)
+        return Response(dump_json(final), media_type=JSON_TYPE)
+
+
+def _owner(request: Request) -> str:
+    caller: Caller = request.state.caller
+    return caller.name
+
+
+def _refuse_unserved(body: ResponsesRequest) -> None:
+    if body.background:
+        raise not_implemented("background", "background", "leave it out")
+    if body.conversation is not None:
+        raise not_implemented("conversation", "conversation", "use previous_response_id")
+
+
+def _chat_body(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
+    fields = {name: getattr(body, name) for name in _SHARED}
+    if body.instructions:
+        messages = [{"role": "system", "content": body.instructions}, *messages]
+    fields["messages"] = messages
+    fields["max_completion_tokens"] = body.max_output_tokens
+    fields["tools"] = chat_tools(body.tools)
+    if fields["tools"] is not None:
+        fields["tool_choice"] = chat_tool_choice(body.tool_choice)
+    if body.truncation == "auto":
+        fields["truncate_prompt_tokens"] = -1
+    if isinstance(body.text, dict) and body.text.get("format") is not None:
+        wanted = body.text["format"]
+        schema_of_format(wanted, "text.format")  # refused under the name that it has here
+        fields["response_format"] = wanted
+    return ChatCompletionRequest.model_validate(fields)
+
+
+class _Reply:
+    """One response, whole or as events."""
+
+    def __init__(self, response_id: str, body: ResponsesRequest, started: StartedChat) -> None:
+        self._id = response_id
+        self._body = body
+        self._started = started
+        self._created = int(time.time())
+        self._items = OutputItems()
+        self._num_events = 0
+
+    def full(self, result: RequestOutput) -> dict[str, Any]:
+        [choice] = result.outputs
+        streamed = StreamedChoice(self._started.use.reader())
+        for delta, _ in streamed.add(choice):
+            self._items.take(delta)
+        self._items.finish(_status(choice.finish_reason))
+        return self._final(choice.finish_reason, len(choice.token_ids), result)
+
+    async def events(
+        self, outputs: AsyncIterator[tuple[int, RequestOutput]], store: Any
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """OpenAI's events, in its order."""
+        yield self._event("response.created", {"response": self._body_of("in_progress")})
+        yield self._event("response.in_progress", {"response": self._body_of("in_progress")})
+        streamed = StreamedChoice(self._started.use.reader())
+        num_tokens = 0
+        reason: str | None = None
+        last: RequestOutput | None = None
+        async for _, output in outputs:
+            last = output
+            for choice in output.outputs:
+                num_tokens += len(choice.token_ids)
+                for delta, _ in streamed.add(choice):
+                    for name, fields in self._items.take(delta):
+                        yield self._event(name, fields)
+                reason = choice.finish_reason
+        for name, fields in self._items.finish(_status(reason)):
+            yield self._event(name, fields)
+        final = self._final(reason, num_tokens, last)
+        store(final)
+        yield self._event(f"response.{final['status']}", {"response": final})
+
+    def _event(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+        event = {"type": name, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return event
+
+    def _final(
+        self, reason: str | None, num_tokens: int, result: RequestOutput | None
+    ) -> dict[str, Any]:
+        num_prompt = len(self._started.job.token_ids)
+        final = self._body_of(_status(reason))
+        if reason in ("length", "abort"):
+            told = "max_output_tokens" if reason == "length" else "server_shutdown"
+            final["incomplete_details"] = {"reason": told}
+        final["output"] = self._items.items
+        final["usage"] = {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {
+                "cached_tokens": 0 if result is None else result.metrics.num_cached_tokens
+            },
+            "output_tokens": num_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": num_prompt + num_tokens,
+        }
+        return final
+
+    def _body_of(self, status: str) -> dict[str, Any]:
+        body = self._body
+        params = self._started.job.params.as_sampling()
+        text = body.text if isinstance(body.text, dict) else {}
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._started.model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "store": body.store is not False,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}, **text},
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "tools": body.tools or [],
+            "top_p": params.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+
+def _status(reason: str | None) -> str:
+    return "incomplete" if reason in ("length", "abort") else "completed"

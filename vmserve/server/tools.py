@@ -1,0 +1,164 @@
+"""Tools in chat: which may be called, how calls are found in the text, how replies show them."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vmserve.errors import InvalidRequestError
+from vmserve.server.messages import check_tools
+from vmserve.server.protocol import ChatCompletionRequest
+from vmserve.structured.spec import StructuredOutputsParams
+from vmserve.tools.base import CallArguments, CallBegins, Content, ToolParser
+from vmserve.tools.forced import ForcedCallParser, NamedCallParser, forced_calls, named_call
+from vmserve.tools.registry import PARSERS, ParserFactory
+
+__all__ = ["AnswerReader", "ToolUse", "message_of", "tool_use"]
+
+Tool = Mapping[str, Any]
+_ID_ALPHABET = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """``shown``: the tools for the template. ``make_parser``: None where text is only text.
+
+    ``structured``: what the answer has to match, where calls are enforced.
+    """
+
+    shown: list[Tool] | None = None
+    make_parser: Callable[[], ToolParser] | None = None
+    structured: StructuredOutputsParams | None = None
+    parallel: bool = True
+    #: The model's marker of a call is a special token, which texts leave out by default.
+    keeps_special_tokens: bool = False
+    #: Templates of some models take ids of nine letters and digits only.
+    short_ids: bool = False
+
+    def reader(self) -> AnswerReader | None:
+        """A new one for each choice."""
+        if self.make_parser is None:
+            return None
+        return AnswerReader(self.make_parser(), self.parallel, self.short_ids)
+
+
+def tool_use(body: ChatCompletionRequest, parser: str) -> ToolUse:
+    """``parser``: a name in :data:`PARSERS`. Raises :class:`InvalidRequestError`."""
+    tools = check_tools(body.tools, body.tool_choice)
+    choice = "auto" if body.tool_choice is None else body.tool_choice
+    if tools is None or choice == "none":
+        return ToolUse(tools)
+    parallel = body.parallel_tool_calls is not False
+    is_mistral = parser == "mistral"
+    if choice == "auto":
+        names = frozenset(tool["function"]["name"] for tool in tools)
+        factory: ParserFactory = PARSERS[parser]
+        return ToolUse(
+            tools,
+            lambda: factory(names),
+            None,
+            parallel,
+            keeps_special_tokens=is_mistral,
+            short_ids=is_mistral,
+        )
+    if choice == "required":
+        wanted = forced_calls(tools, parallel=parallel)
+        return ToolUse(tools, ForcedCallParser, wanted, parallel, short_ids=is_mistral)
+    tool = _named(tools, choice)
+    name = tool["function"]["name"]
+    return ToolUse(
+        tools, lambda: NamedCallParser(name), named_call(tool), parallel, short_ids=is_mistral
+    )
+
+
+def _named(tools: list[Tool], choice: Any) -> Tool:
+    function = choice.get("function", choice) if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or choice.get("type", "function") != "function":
+        raise InvalidRequestError(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": '
+            '{"name": ...}}',
+            "tool_choice",
+        )
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return tool
+    raise InvalidRequestError(f"tool_choice: there is no tool {name[:80]!r}", "tool_choice")
+
+
+class AnswerReader:
+    """The text of one choice in; what a message's deltas say comes out."""
+
+    def __init__(self, parser: ToolParser, parallel: bool, short_ids: bool) -> None:
+        self._parser = parser
+        self._parallel = parallel
+        self._short_ids = short_ids
+        self.num_calls = 0
+
+    def read(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+        """Deltas: of content, of the begin of a call, of a piece of its arguments."""
+        events = self._parser.feed(text)
+        if is_last:
+            events += self._parser.finish()
+        deltas: list[dict[str, Any]] = []
+        for event in events:
+            match event:
+                case Content(text):
+                    deltas.append({"content": text})
+                case CallBegins(name):
+                    self.num_calls += 1
+                    deltas.append({"tool_calls": [self._begin(name)]})
+                case CallArguments(text):
+                    piece = {"index": self.num_calls - 1, "function": {"arguments": text}}
+                    deltas.append({"tool_calls": [piece]})
+        if not self._parallel:
+            deltas = [delta for delta in deltas if _is_first(delta)]
+        return _joined(deltas)
+
+    def reason(self, finish_reason: str | None) -> str | None:
+        return "tool_calls" if finish_reason == "stop" and self.num_calls else finish_reason
+
+    def _begin(self, name: str) -> dict[str, Any]:
+        call_id = f"call_{secrets.token_hex(12)}"
+        if self._short_ids:
+            call_id = "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
+        return {
+            "index": self.num_calls - 1,
+            "id": call_id,
+            "type": "function",
+            "function": {"name": name, "arguments": ""},
+        }
+
+
+def _is_first(delta: dict[str, Any]) -> bool:
+    return "tool_calls" not in delta or delta["tool_calls"][0]["index"] == 0
+
+
+def _joined(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Content that follows content is one delta."""
+    joined: list[dict[str, Any]] = []
+    for delta in deltas:
+        if joined and "content" in delta and "content" in joined[-1]:
+            joined[-1]["content"] += delta["content"]
+        else:
+            joined.append(delta)
+    return joined
+
+
+def message_of(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a whole message: content and tool_calls, if there are any."""
+    content = "".join(delta.get("content", "") for delta in deltas)
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        for part in delta.get("tool_calls", ()):
+            if "id" in part:
+                function = dict(part["function"])
+                calls.append({"id": part["id"], "type": "function", "function": function})
+            else:
+                calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+    if not calls:
+        return {"content": content}
+    return {"content": content or None, "tool_calls": calls}

@@ -1,0 +1,174 @@
+"""Compiled grammars: vetted in another process, compiled in this one, kept for the next request."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from vmserve.errors import InvalidRequestError
+from vmserve.structured.grammar import PARSER_LIMITS
+from vmserve.structured.guide import Guide, Mask, fill_masks
+from vmserve.structured.spec import Constraint, StructuredOutputsParams
+from vmserve.structured.vetting import VETTING_SECONDS, VettingError, VettingProcess
+from vmserve.structured.worker import Setup, make_tokenizer
+
+__all__ = ["Grammar", "GrammarCompiler"]
+
+#: Grammars that are kept, and the memory that they take together.
+MAX_GRAMMARS = 128
+MAX_GRAMMAR_BYTES = 256 << 20
+#: A refusal that load may have caused is repeated without another try for so long.
+_REFUSAL_SECONDS = 60.0
+#: Compilations at a time; each has a process.
+_NUM_WORKERS = 2
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Grammar:
+    """Compiled. ``cost_bytes``: about what its parser takes, and each of its guides."""
+
+    matcher: LLMatcher
+    end_ids: frozenset[int]
+    cost_bytes: int
+
+    def start(self, stop_ids: Iterable[int] = ()) -> Guide:
+        """The guide of an answer without tokens. ``stop_ids`` end it besides EOS."""
+        return Guide(self.matcher.deep_copy(), self.end_ids.union(stop_ids))
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    future: Future[Grammar]
+    #: After this time a refusal is not repeated any more.
+    until: float | None = None
+
+
+class GrammarCompiler:
+    """Compiles off the caller's thread, one time for equal constraints.
+
+    ``tokenizer``: a ``tokenizers`` tokenizer as JSON. ``vocab_size``: columns of the logits;
+    ``eos_ids``: what ends an answer. Nothing is started before the first constraint comes.
+    Thread-safe, but for :meth:`masks` and :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        *,
+        seconds: float = VETTING_SECONDS,
+    ) -> None:
+        self._setup = Setup(tokenizer, vocab_size, sorted(eos_ids))
+        self.vocab_size = vocab_size
+        self._entries: OrderedDict[Constraint, _Entry] = OrderedDict()
+        self._lock = threading.Lock()
+        self._processes = [VettingProcess(self._setup, seconds) for _ in range(_NUM_WORKERS)]
+        self._free = list(self._processes)
+        self._threads = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="vmserve-grammar")
+        self._tokenizer_lock = threading.Lock()
+
+    def submit(self, params: StructuredOutputsParams) -> Future[Grammar]:
+        """The grammar, or :class:`~vmserve.errors.InvalidRequestError`, when it is known."""
+        constraint = params.constraint
+        with self._lock:
+            entry = self._entries.get(constraint)
+            if entry is None or (entry.until is not None and entry.until < time.monotonic()):
+                entry = _Entry(Future())
+                self._entries[constraint] = entry
+                self._threads.submit(self._work, constraint, entry)
+            self._entries.move_to_end(constraint)
+            self._evict()
+            return entry.future
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """Waits for it. Raises :class:`~vmserve.errors.InvalidRequestError`."""
+        return self.submit(params).result()
+
+    def masks(self, guides: list[Guide]) -> Mask:
+        """What may follow each: ``[guides, vocab_size]``."""
+        return fill_masks(guides, self.vocab_size, self._tokenizer.eos_token, self._executor)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the vetting processes that run."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def close(self) -> None:
+        """End threads and processes; what was not compiled yet is refused."""
+        for process in self._processes:
+            process.interrupt()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for process in self._processes:
+            process.close()
+        for constraint, entry in self._entries.items():
+            if not entry.future.done():
+                entry.future.set_exception(_refusal(constraint, "the engine is being closed"))
+
+    # -- in a thread of its own ---------------------------------------------------------
+
+    def _work(self, constraint: Constraint, entry: _Entry) -> None:
+        try:
+            entry.future.set_result(self._compile(constraint))
+        except VettingError as error:
+            if not error.final:
+                entry.until = time.monotonic() + _REFUSAL_SECONDS
+            entry.future.set_exception(_refusal(constraint, str(error)))
+        except BaseException as error:
+            entry.until = time.monotonic()
+            entry.future.set_exception(error)
+            raise
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        with self._lock:
+            process = self._free.pop()
+        try:
+            verdict = process.vet(constraint)
+        finally:
+            with self._lock:
+                self._free.append(process)
+        # llguidance lets other threads run meanwhile.
+        matcher = LLMatcher(self._tokenizer, verdict.grammar, log_level=0, limits=PARSER_LIMITS)
+        if matcher.is_error():
+            raise VettingError(matcher.get_error()[:200], final=True)
+        matcher.compute_bitmask()  # what it learns by that is copied with it
+        end_ids = self._setup.eos_ids or self._tokenizer.eos_tokens
+        return Grammar(matcher, frozenset(end_ids), verdict.cost_bytes)
+
+    def _evict(self) -> None:
+        """Forget what was not asked for longest; requests that have it keep it."""
+        total = 0
+        for place, (constraint, entry) in enumerate(reversed(list(self._entries.items()))):
+            total += len(constraint.text)
+            if entry.future.done() and entry.future.exception() is None:
+                total += entry.future.result().cost_bytes
+            is_over = place >= MAX_GRAMMARS or total > MAX_GRAMMAR_BYTES
+            if place and is_over and entry.future.done():
+                del self._entries[constraint]
+
+    @property
+    def _tokenizer(self) -> LLTokenizer:
+        with self._tokenizer_lock:
+            return self._made_tokenizer
+
+    @cached_property
+    def _made_tokenizer(self) -> LLTokenizer:
+        return make_tokenizer(self._setup)
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor()
+
+
+def _refusal(constraint: Constraint, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"structured_outputs: this {constraint.kind} cannot be served: {reason}",
+        "structured_outputs",
+    )

@@ -1,0 +1,72 @@
+"""From what a request states to the grammar that llguidance compiles.
+
+Runs in the vetting process only: converting a hostile grammar may take any time.
+"""
+
+from __future__ import annotations
+
+import json
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from vmserve.structured.spec import Constraint
+
+__all__ = ["JSON_OPTIONS", "PARSER_LIMITS", "BadGrammarError", "to_grammar", "vetted"]
+
+#: One space at most where JSON allows white space: it is bounded, and a weak model goes on.
+JSON_OPTIONS = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": " ?",
+    "lenient": False,
+}
+#: Of one parser: a state of the lexer takes 1 to 2 KiB; a mask is computed in about 20 ms at most.
+PARSER_LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
+_MAX_TOLD = 400
+
+
+class BadGrammarError(Exception):
+    """It cannot be compiled; the text says why, for whoever wrote it."""
+
+
+def to_grammar(constraint: Constraint) -> str:
+    """The grammar in llguidance's own form. Raises :class:`BadGrammarError`."""
+    kind, text = constraint
+    try:
+        if kind == "json":
+            return str(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))  # type: ignore[arg-type]
+        if kind == "regex":
+            return str(LLMatcher.grammar_from_regex(text))
+        if kind == "choice":
+            return str(LLMatcher.grammar_from_lark(_choice_rule(json.loads(text))))
+        return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
+    except RecursionError:
+        raise BadGrammarError("it is nested too deep") from None
+    except Exception as error:  # noqa: BLE001  the converter raises bare exceptions
+        raise BadGrammarError(_told(str(error))) from None
+
+
+def _choice_rule(choices: list[str]) -> str:
+    # Lark's strings are those of JSON.
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def vetted(constraint: Constraint, tokenizer: LLTokenizer) -> str:
+    """The grammar, after it was compiled and its first mask computed.
+
+    Raises :class:`BadGrammarError`.
+    """
+    grammar = to_grammar(constraint)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise BadGrammarError(_told(matcher.get_error()))
+    return grammar
+
+
+def _told(error: str) -> str:
+    if error.startswith(("NoExtension", "EndOfSentence")):
+        return "nothing can match it"
+    text = error.partition("<state>")[0].strip()
+    return text if len(text) <= _MAX_TOLD else text[:_MAX_TOLD] + "…"

@@ -1,0 +1,128 @@
+"""The engine's requests with a grammar: those that wait for it, and the masks of those that run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vmserve.errors import InvalidRequestError, VmserveError
+
+if TYPE_CHECKING:
+    from vmserve.scheduler.sequence import Request
+    from vmserve.scheduler.sequence import Sequence as TokenSequence
+    from vmserve.structured.compiler import Grammar, GrammarCompiler
+    from vmserve.structured.spec import StructuredOutputsParams
+    from vmserve.tokenizer import Tokenizer
+
+__all__ = ["StructuredRequests"]
+
+#: How long an engine with nothing else to do waits for a grammar at a time.
+_WAIT_SECONDS = 0.01
+
+
+class StructuredRequests:
+    """Belongs to the engine's thread; :meth:`check` may be called from any.
+
+    No process and no thread exists before the first request comes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = list(eos_ids)
+        self._compiling: dict[str, tuple[Request, Future[Grammar]]] = {}
+        #: Request ids and errors of those whose grammars met a limit in the last step.
+        self.broken: dict[str, VmserveError] = {}
+
+    @property
+    def num_compiling(self) -> int:
+        return len(self._compiling)
+
+    @cached_property
+    def compiler(self) -> GrammarCompiler:
+        # An engine that serves no such request needs none of it.
+        from vmserve.structured.compiler import GrammarCompiler  # noqa: PLC0415
+
+        eos_ids = self._eos_ids or sorted(self._tokenizer.eos_ids)
+        return GrammarCompiler(self._tokenizer.to_json(), self._vocab_size, eos_ids)
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Compile it now. Raises :class:`~vmserve.errors.InvalidRequestError`."""
+        self.compiler.compile(params)
+
+    def add(self, request: Request) -> None:
+        """A new request: it runs when :meth:`take_compiled` says so."""
+        params = request.params.structured_outputs
+        assert params is not None
+        future = self.compiler.submit(params)
+        request.is_compiling = True
+        self._compiling[request.request_id] = (request, future)
+
+    def drop(self, request: Request) -> None:
+        """The request was aborted while it waited."""
+        del self._compiling[request.request_id]
+
+    def take_compiled(self) -> tuple[list[Request], list[tuple[Request, VmserveError]]]:
+        """Requests whose grammars are known by now: those that may run, and those refused."""
+        ready: list[Request] = []
+        failed: list[tuple[Request, VmserveError]] = []
+        for request, future in list(self._compiling.values()):
+            if not future.done():
+                continue
+            error = future.exception()
+            if error is not None:
+                failed.append((request, _told(error)))
+                continue
+            del self._compiling[request.request_id]
+            request.is_compiling = False
+            grammar = future.result()
+            for sequence in request.sequences:
+                sequence.guide = grammar.start(request.params.stop_token_ids)
+            ready.append(request)
+        return ready, failed
+
+    def wait(self) -> None:
+        """A moment, or until a grammar is known; at once where none is waited for."""
+        if self._compiling:
+            futures = [future for _, future in self._compiling.values()]
+            wait(futures, timeout=_WAIT_SECONDS, return_when=FIRST_COMPLETED)
+
+    def masks(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.bool_] | None]:
+        """Of each sequence: the tokens that may follow, or None for all of them."""
+        masks: list[NDArray[np.bool_] | None] = [None] * len(sequences)
+        rows = [row for row, sequence in enumerate(sequences) if sequence.guide is not None]
+        if not rows:
+            return masks
+        guides = [guide for sequence in sequences if (guide := sequence.guide) is not None]
+        for row, guide, mask in zip(rows, guides, self.compiler.masks(guides), strict=True):
+            if mask.any():
+                masks[row] = mask
+            else:
+                self.broken[sequences[row].request.request_id] = VmserveError(
+                    "the grammar of structured_outputs cannot go on from this answer "
+                    f"({guide.error or 'nothing can follow'}): make it simpler"
+                )
+        return masks
+
+    def take_broken(self) -> list[tuple[str, VmserveError]]:
+        broken, self.broken = list(self.broken.items()), {}
+        return broken
+
+    def close(self) -> None:
+        """End the processes. Requests that wait have been aborted."""
+        if "compiler" in self.__dict__:
+            self.compiler.close()
+
+
+def _told(error: BaseException) -> VmserveError:
+    if isinstance(error, VmserveError):
+        return error
+    return InvalidRequestError(
+        "structured_outputs: the grammar could not be compiled; send the request again",
+        "structured_outputs",
+    )

@@ -1,0 +1,135 @@
+"""What a parser is given and what it gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = [
+    "CallArguments",
+    "CallBegins",
+    "Content",
+    "Event",
+    "JsonEnd",
+    "ToolParser",
+    "call_events",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer that is no call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    """A call of the function ``name``. What follows it belongs to it, until the next one."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of the JSON text of its arguments."""
+
+    text: str
+
+
+Event = Content | CallBegins | CallArguments
+
+
+class ToolParser(Protocol):
+    """Takes the text of one answer in pieces; what comes out does not depend on where it was cut.
+
+    Text that may become a call is held back. What turns out to be none is content.
+    """
+
+    def feed(self, text: str) -> list[Event]:
+        """More of the text."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """The text has ended: what was held back. Nothing may be fed after it."""
+        ...
+
+
+def call_events(name: str, arguments: Any) -> list[Event]:
+    text = json.dumps(arguments, ensure_ascii=False)
+    return [CallBegins(name), CallArguments(text)]
+
+
+def parsed_call(value: Any, names: frozenset[str], keys: Iterable[str]) -> list[Event] | None:
+    """The events of ``{"name": ..., "arguments": {...}}``; None where it is no call of a tool.
+
+    ``keys``: names of the member that holds the arguments, any of which does.
+    """
+    if not isinstance(value, dict) or value.get("name") not in names:
+        return None
+    arguments = next((value[key] for key in keys if key in value), None)
+    if isinstance(arguments, str):  # some models quote it once more
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(arguments, dict):
+        return None
+    return call_events(value["name"], arguments)
+
+
+class JsonEnd:
+    """Finds the end of a JSON object or array in a text that comes in pieces."""
+
+    __slots__ = ("_depth", "_escaped", "_in_string")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def find(self, text: str, start: int = 0) -> int | None:
+        """Take ``text[start:]``; the place behind the value, or None if it goes on."""
+        for place in range(start, len(text)):
+            char = text[place]
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._in_string = False
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return place + 1
+        return None
+
+
+class ContentBuffer:
+    """White space beside a call is no content: it is held until what follows is known."""
+
+    def __init__(self) -> None:
+        self._space = ""
+        self._num_calls = 0
+
+    def content(self, text: str) -> list[Event]:
+        text = self._space + text
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        return [Content(kept)] if kept else []
+
+    def call(self, events: list[Event]) -> list[Event]:
+        self._space = ""
+        self._num_calls += 1
+        return events
+
+    def finish(self) -> list[Event]:
+        rest, self._space = self._space, ""
+        return [Content(rest)] if rest and not self._num_calls else []

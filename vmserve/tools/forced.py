@@ -1,0 +1,110 @@
+"""Calls that a grammar enforces: the answer is nothing else, and so is parsed as it comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vmserve.structured.spec import StructuredOutputsParams
+from vmserve.tools.base import CallArguments, CallBegins, Event, JsonEnd
+
+__all__ = ["ForcedCallParser", "NamedCallParser", "forced_calls", "named_call"]
+
+#: As in :mod:`vmserve.structured.grammar`, for the schemas inside of a grammar.
+_JSON_OPTIONS = {"whitespace_flexible": False, "whitespace_pattern": " ?", "lenient": False}
+_NAME = '{"name": '
+_ARGUMENTS = ', "arguments": '
+_NEXT = ", "
+
+
+def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments; without one they are an empty object."""
+    parameters = tool["function"].get("parameters")
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return dict(parameters)
+
+
+def named_call(tool: Mapping[str, Any]) -> StructuredOutputsParams:
+    """The arguments of one function."""
+    return StructuredOutputsParams(json=parameters_of(tool))
+
+
+def forced_calls(tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> StructuredOutputsParams:
+    """One call or, with ``parallel``, at least one, as a JSON list."""
+    rules = [f'start: "[" call{f" ({_quoted(_NEXT)} call)*" if parallel else ""} "]"']
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+    for i, tool in enumerate(tools):
+        name = json.dumps(tool["function"]["name"], ensure_ascii=False)
+        schema = parameters_of(tool) | {"x-guidance": _JSON_OPTIONS}
+        head = _quoted(f"{_NAME}{name}{_ARGUMENTS}")
+        rules.append(f'call_{i}: {head} arguments_{i} "}}"')
+        rules.append(f"arguments_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
+    return StructuredOutputsParams(grammar="\n".join(rules) + "\n")
+
+
+def _quoted(text: str) -> str:
+    """As a string of a grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+class NamedCallParser:
+    """All of the text is the arguments of the function ``name``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._has_begun = False
+
+    def feed(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        events: list[Event] = [] if self._has_begun else [CallBegins(self._name)]
+        self._has_begun = True
+        return [*events, CallArguments(text)]
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+class ForcedCallParser:
+    """Text of the grammar of :func:`forced_calls`; cut off, it ends with a part of a call."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._end: JsonEnd | None = None
+
+    def feed(self, text: str) -> list[Event]:
+        self._held += text
+        events: list[Event] = []
+        while (news := self._arguments() if self._end else self._head()) is not None:
+            events += news
+        return events
+
+    def finish(self) -> list[Event]:
+        return []
+
+    def _head(self) -> list[Event] | None:
+        """Everything up to the arguments of the next call."""
+        place = self._held.find(_NAME)
+        if place < 0:
+            return None
+        try:
+            name, end = json.JSONDecoder().raw_decode(self._held, place + len(_NAME))
+        except ValueError:
+            return None
+        start = end + len(_ARGUMENTS)
+        if len(self._held) < start:
+            return None
+        self._held, self._end = self._held[start:], JsonEnd()
+        return [CallBegins(name)]
+
+    def _arguments(self) -> list[Event] | None:
+        assert self._end is not None
+        if not self._held:
+            return None
+        end = self._end.find(self._held)
+        text, self._held = self._held[:end], self._held[len(self._held) if end is None else end :]
+        if end is not None:
+            self._end = None
+        return [CallArguments(text)]
