@@ -1,0 +1,212 @@
+"""``CudaRuntime`` and ``CudaMemory`` over a pretended ``torch.cuda``: who is told what, when."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vmserve  # noqa: F401  first: it sets how torch's threads wait
+
+import torch  # isort: skip
+
+from tests.sim.simcuda import GRANULE, SimConfig, SimCuda
+from vmserve import SamplingParams
+from vmserve.config import EngineConfig
+from vmserve.engine import LLMEngine
+from vmserve.errors import UnsupportedError
+from vmserve.memory import device
+from vmserve.memory.device import CudaMemory
+from vmserve.runner import runtime
+from vmserve.runner.runtime import CpuRuntime, CudaRuntime
+
+
+class FakeStream:
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream = handle
+        self.num_waits = 0
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+class FakeGraph:
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+
+    def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
+        self.calls.append(("begin", pool, capture_error_mode))
+
+    def capture_end(self) -> None:
+        self.calls.append(("end",))
+
+    def replay(self) -> None:
+        self.calls.append(("replay",))
+
+
+class FakeCuda:
+    """The parts of ``torch.cuda`` that are used, with nothing behind them."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.default = FakeStream(0)
+        self.current = self.default
+        self.made = FakeStream(0x77)
+        self.reserved, self.allocated = 100, 100
+        self.num_pools = 0
+
+    def current_device(self) -> int:
+        return 0
+
+    def Stream(self, device: Any) -> FakeStream:
+        return self.made
+
+    def ExternalStream(self, handle: int, device: int) -> FakeStream:
+        assert handle == self.made.cuda_stream
+        return self.made
+
+    def CUDAGraph(self) -> FakeGraph:
+        return FakeGraph(self.calls)
+
+    def default_stream(self, device: Any) -> FakeStream:
+        return self.default
+
+    def current_stream(self, device: Any) -> FakeStream:
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def mem_get_info(self, device: Any) -> tuple[int, int]:
+        return 3 << 30, 4 << 30
+
+    def memory_reserved(self, device: Any) -> int:
+        return self.reserved
+
+    def memory_allocated(self, device: Any) -> int:
+        return self.allocated
+
+    def empty_cache(self) -> None:
+        self.reserved = self.allocated
+
+    def graph_pool_handle(self) -> str:
+        self.num_pools += 1
+        return f"pool {self.num_pools}"
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(runtime, "_cuda", fake)
+    monkeypatch.setattr(device, "_cuda", fake)
+    return fake
+
+
+def test_the_pool_follows_the_stream_that_torch_uses(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, sim: SimCuda
+) -> None:
+    made = CudaRuntime()
+    assert made.gpu_bytes == 4 << 30
+    sim.make_current()
+    cuda.made.cuda_stream = sim.new_stream()
+    monkeypatch.setattr(device.CudaMemory.__init__, "__kwdefaults__", {
+        "device": 0, "spare_bytes": device.SPARE_BYTES, "library": str(sim.path)
+    })  # fmt: skip
+    pages = made.memory(1 << 30)
+    assert isinstance(pages, CudaMemory)
+    assert (pages.stream, pages.spare_bytes) == (cuda.made.cuda_stream, 1 << 30)
+    assert made.memory(5).spare_bytes == device.SPARE_BYTES  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match=r"stream 0x0, but the KV memory follows 0x"):
+        made.check()
+    with made.active():
+        made.check()
+    assert pages.total_bytes == 4 << 30
+    assert pages.granularity == GRANULE
+    pages.wait()
+    assert cuda.made.num_waits == 1
+    CudaMemory(0, library=str(sim.path)).wait()
+    assert cuda.default.num_waits == 1
+
+
+def test_torch_gives_back_what_it_only_caches(cuda: FakeCuda, sim: SimCuda) -> None:
+    pages = CudaMemory(0, library=str(sim.path))
+    assert not pages.release_unused()
+    cuda.reserved = 500
+    assert pages.release_unused()
+    assert cuda.reserved == 100
+
+
+def test_capturing(cuda: FakeCuda) -> None:
+    """On one memory pool, in a mode in which other threads may map pages."""
+    made = CudaRuntime()
+    made.new_graphs()
+    for _ in range(2):
+        made.begin_capture()
+        made.end_capture().replay()
+    one = [("begin", "pool 1", "thread_local"), ("end",), ("replay",)]
+    assert cuda.calls == one * 2
+    assert cuda.made.num_waits == 2
+    made.new_graphs()
+    made.begin_capture()
+    made.abort_capture()
+    made.abort_capture()
+    assert cuda.calls[6:] == [("begin", "pool 2", "thread_local"), ("end",)]
+
+
+def test_tensors_are_the_addresses_themselves(
+    cuda: FakeCuda, sim: SimCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = CudaMemory(0, library=str(sim.path))
+    buffer = np.zeros((2, 8), dtype=np.uint8)
+    given: list[Any] = []
+
+    def as_tensor(value: Any, device: str) -> torch.Tensor:
+        given.append((value.__cuda_array_interface__, device))
+        return torch.from_numpy(value.buffer if len(given) == 1 else value.buffer.copy())
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    assert pages.tensor(buffer).data_ptr() == buffer.ctypes.data
+    interface, where = given[0]
+    assert where == "cuda:0"
+    assert interface == {
+        "shape": (2, 8), "typestr": "|u1", "data": (buffer.ctypes.data, False),
+        "strides": None, "version": 3,
+    }  # fmt: skip
+    with pytest.raises(UnsupportedError, match=r"copies device memory .* needs torch 2\.11"):
+        pages.tensor(buffer)
+
+
+def test_growing_leaves_the_spare_bytes_free(sim: SimCuda) -> None:
+    sim.configure(SimConfig(total_bytes=64 * GRANULE))
+    pages = CudaMemory(0, library=str(sim.path), spare_bytes=16 * GRANULE)
+    driver = pages.create_driver(GRANULE, 64, None)
+    driver.create([(0, 40)])
+    with pytest.raises(MemoryError, match="would leave less than"):
+        driver.create([(40, 10)])
+
+
+def test_activations_without_memory_get_the_pools_free_pages() -> None:
+    options: dict[str, Any] = {"kv_cache_memory": "16MiB", "max_model_len": 256}
+    engine = LLMEngine(EngineConfig(dtype="float32", **options), runtime=CpuRuntime())
+    execute, failures = engine._runner.execute, [1, 0, 0]
+
+    def short_of_memory(*args: Any) -> Any:
+        if failures.pop(0):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return execute(*args)
+
+    engine._runner.execute = short_of_memory  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engine.add_request("a", [5, 6, 7], params)
+    results = [engine.step() for _ in range(2)]
+    assert not any(result.failures for result in results)
+    [output] = results[1].outputs
+    assert len(output.outputs[0].token_ids) == 2
+    assert failures == []
+    engine.close()
