@@ -157,8 +157,10 @@ def test_a_new_view_is_noticed() -> None:
 def test_registry_knows_its_names() -> None:
     on_cpu = PREFERRED["cpu"]
     assert {name: create_backend(name).name for name in on_cpu} == {n: n for n in on_cpu}
-    with pytest.raises(ConfigurationError, match=r"cuda cannot serve .*: torch sees no GPU here"):
+    with pytest.raises(ConfigurationError, match="cuda has no kernels for the device cpu: use auto"):
         create_backend("cuda", head_dim=128, dtype=torch.bfloat16)
+    with pytest.raises(ConfigurationError, match=r"cuda cannot serve .*: torch sees no GPU here"):
+        create_backend("cuda", head_dim=128, dtype=torch.bfloat16, device="cuda")
     assert create_backend("auto").read_slack_tokens == 0
     with pytest.raises(ConfigurationError, match=r"attention_backend: 'fa9' is not one of auto"):
         create_backend("fa9")
