@@ -157,7 +157,9 @@ def test_a_new_view_is_noticed() -> None:
 def test_registry_knows_its_names() -> None:
     on_cpu = PREFERRED["cpu"]
     assert {name: create_backend(name).name for name in on_cpu} == {n: n for n in on_cpu}
-    with pytest.raises(ConfigurationError, match="cuda has no kernels for the device cpu: use auto"):
+    with pytest.raises(
+        ConfigurationError, match="cuda has no kernels for the device cpu: use auto"
+    ):
         create_backend("cuda", head_dim=128, dtype=torch.bfloat16)
     with pytest.raises(ConfigurationError, match=r"cuda cannot serve .*: torch sees no GPU here"):
         create_backend("cuda", head_dim=128, dtype=torch.bfloat16, device="cuda")

@@ -52,8 +52,18 @@ def test_the_page_loads_its_own_files_only(shared: Running) -> None:
     assert 'data-key="none"' in page.text
 
 
+def test_the_description_of_the_api_needs_nothing_from_elsewhere(shared: Running) -> None:
+    page = shared.http.get("/docs")
+    links = _Links()
+    links.feed(page.text)
+    assert links.loads == {"live.css", "docs.js", "data:,", "openapi.json"}
+    assert links.inline == []
+    assert "http" not in shared.http.get("/docs.js").text
+
+
 def test_files_have_a_type_and_a_policy(shared: Running) -> None:
     types = {"/": "text/html", "/live.css": "text/css", "/live.js": "text/javascript"}
+    types |= {"/docs": "text/html", "/docs.js": "text/javascript"}
     assert types.keys() == LIVE_PAGE_PATHS
     for path, media_type in types.items():
         response = shared.http.get(path)
@@ -70,7 +80,8 @@ def test_the_page_of_a_server_with_keys_asks_for_one(start: Start) -> None:
         response = server.http.get(path)
         assert response.status_code == 200
         assert "secret" not in response.text
-    assert 'data-key="required"' in server.http.get("/").text
+    for page in ("/", "/docs"):
+        assert 'data-key="required"' in server.http.get(page).text
     assert error_of(server.http.get("/v1/kv/live"))["code"] == 401
 
 

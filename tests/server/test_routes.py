@@ -40,6 +40,7 @@ def test_the_routes_of_the_contract_are_there() -> None:
         "/live.css",
         "/live.js",
         "/docs",
+        "/docs.js",
         "/detokenize",
         "/health",
         "/invocations",
@@ -126,7 +127,7 @@ def test_status_routes_can_be_opened(start: Start) -> None:
     server = start(api_keys=("k",), open_status_routes=True)
     for path in ("/health", "/ping", "/ready", "/version"):
         assert server.http.get(path).status_code == 200
-    for path in ("/metrics", "/v1/models", "/load", "/docs"):
+    for path in ("/metrics", "/v1/models", "/load", "/openapi.json"):
         assert server.http.get(path).status_code == 401
 
 

@@ -19,7 +19,7 @@ from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import error_response
 from vmserve.server.info import InfoService, InvocationService
-from vmserve.server.live import LivePage, LiveView
+from vmserve.server.live import LiveView, Pages
 from vmserve.server.middleware import Boundary, Gate, RequestScope
 from vmserve.server.openapi import body_of, install_openapi
 from vmserve.server.protocol import (
@@ -53,8 +53,8 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     app = FastAPI(
         title="vmserve",
         version=__version__,
+        docs_url=None,  # FastAPI's loads its scripts from elsewhere
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
     )
@@ -85,7 +85,7 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
     completions, chat = CompletionService(context), ChatService(context)
     invocations = InvocationService(completions, chat)
     tokenization, info = TokenizationService(context), InfoService(context)
-    live, view = LivePage(needs_key=bool(context.config.keys)), LiveView(context)
+    view = LiveView(context)
 
     def get(path: str, handler: Handler) -> None:
         app.add_api_route(path, handler, response_model=None)
@@ -117,7 +117,7 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
     get("/version", info.version)
     get("/load", info.load)
     get("/metrics", info.metrics)
-    for path, handler in (("/", live.page), ("/live.css", live.style), ("/live.js", live.script)):
+    for path, handler in Pages(needs_key=bool(context.config.keys)).handlers():
         app.add_api_route(path, handler, response_model=None, include_in_schema=False)
 
 

@@ -1,9 +1,10 @@
-"""The live page, and what it shows: ``/``, its files, and ``/v1/kv/live``."""
+"""The pages: the live one at ``/`` with its ``/v1/kv/live``, the API's description at ``/docs``."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
 from importlib import resources
 from typing import Any, Final
@@ -25,10 +26,10 @@ from vmserve.telemetry.snapshot import (
     RequestSnapshot,
 )
 
-__all__ = ["LIVE_PAGE_PATHS", "LivePage", "LiveView"]
+__all__ = ["LIVE_PAGE_PATHS", "LiveView", "Pages"]
 
-#: The page and its files tell nothing of the server, and are open: the page asks for the key.
-LIVE_PAGE_PATHS: Final = frozenset({"/", "/live.css", "/live.js"})
+#: Pages and their files tell nothing of the server, and are open: a page asks for the key.
+LIVE_PAGE_PATHS: Final = frozenset({"/", "/live.css", "/live.js", "/docs", "/docs.js"})
 #: However many look on, the engine is asked this often at most.
 REFRESH_SECONDS: Final = 0.25
 _FIRST_CELL: Final = ord("0")
@@ -130,25 +131,35 @@ def _marked(pool: PoolMap, bit: int) -> int:
     return sum(count for code, count in pool.codes.items() if code & bit)
 
 
-class LivePage:
-    """The page's files; ``needs_key``: whether it asks for a key before anything else."""
+class Pages:
+    """The pages' files by path; ``needs_key``: whether a page asks for a key before anything."""
+
+    _FILES: Final = {
+        "/": ("index.html", "text/html"),
+        "/live.css": ("live.css", "text/css"),
+        "/live.js": ("live.js", "text/javascript"),
+        "/docs": ("docs.html", "text/html"),
+        "/docs.js": ("docs.js", "text/javascript"),
+    }
 
     def __init__(self, *, needs_key: bool) -> None:
-        html = _read("index.html")
-        if needs_key:
-            html = html.replace(b'data-key="none"', b'data-key="required"', 1)
-        self._html = html
-        self._style, self._script = _read("live.css"), _read("live.js")
+        self._replies = {
+            path: (_read(name, needs_key), media_type)
+            for path, (name, media_type) in self._FILES.items()
+        }
 
-    async def page(self, request: Request) -> Response:
-        return Response(self._html, media_type="text/html", headers=_HEADERS)
-
-    async def style(self, request: Request) -> Response:
-        return Response(self._style, media_type="text/css", headers=_HEADERS)
-
-    async def script(self, request: Request) -> Response:
-        return Response(self._script, media_type="text/javascript", headers=_HEADERS)
+    def handlers(self) -> Iterator[tuple[str, Callable[[Request], Awaitable[Response]]]]:
+        for path, (content, media_type) in self._replies.items():
+            yield path, _file(content, media_type)
 
 
-def _read(name: str) -> bytes:
-    return resources.files("vmserve").joinpath("assets", "live", name).read_bytes()
+def _file(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        return Response(content, media_type=media_type, headers=_HEADERS)
+
+    return answer
+
+
+def _read(name: str, needs_key: bool) -> bytes:
+    content = resources.files("vmserve").joinpath("assets", "live", name).read_bytes()
+    return content.replace(b'data-key="none"', b'data-key="required"', 1) if needs_key else content
