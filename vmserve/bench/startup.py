@@ -35,8 +35,8 @@ SCHEMA_VERSION = 1
 #: In the order in which an engine comes to them; each counts from the process's start.
 PHASES: Mapping[str, str] = {
     "imports": "imports done",
-    "kv_pool": "KV pool ready",
     "model": "model loaded",
+    "kv_pool": "KV pool ready",
     "engine": "engine ready",
     "first_token": "first token",
     "http_ready": "/ready answers",
