@@ -9,6 +9,7 @@ import openai
 import pytest
 
 import vmserve
+from tests.profiles import write_profile
 from tests.server.conftest import Body, Running, error_of, until
 from tests.server.test_lifecycle import raw_request
 from vmserve import AsyncLLM
@@ -22,10 +23,15 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module", params=[AsyncLLM, ProcessLLM], ids=["one", "two"])
-def real(request: pytest.FixtureRequest) -> Iterator[Running]:
+def real(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     """With the engine in this process, and in one of its own: nobody can tell."""
+    profile = write_profile(tmp_path_factory.mktemp("profile"))
     running = Running(
-        request.param(kv_cache_memory="128MiB", max_model_len=1024, max_num_seqs=16),
+        request.param(
+            kv_cache_memory="128MiB", max_model_len=1024, max_num_seqs=16, regime_profile=profile
+        ),
         served_model_names=("embedded",),
     )
     yield running
