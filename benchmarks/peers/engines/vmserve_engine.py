@@ -8,7 +8,7 @@ import torch
 
 from engines.stepped import run_all
 from vmserve import LLM, SamplingParams
-from vmserve.models import resolve_dtype
+from vmserve.models import choose_native
 
 Json = dict[str, Any]
 
@@ -20,8 +20,13 @@ class VmserveEngine:
         options |= {"enable_prefix_caching": False}
         self._llm = LLM(model=job["model"], **(options | job["options"]))
         engine = self._llm.engine
-        dtype = resolve_dtype(engine.config.dtype, engine.model_config, "cpu")
-        self.facts = {"computes_in": str(dtype).removeprefix("torch.")}
+        config = engine.config
+        dtype, is_native = choose_native(
+            config.linear_backend, config.quantization, config.dtype, engine.model_config
+        )
+        name = str(dtype).removeprefix("torch.")
+        native = f"float32, weights as they are stored or int8; KV cache {name}"
+        self.facts = {"computes_in": native if is_native else name}
         self._num_seen: dict[str, int] = {}
         self._next_number = 0
 
