@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -191,7 +192,7 @@ class _PlanInUse:
         self.table_width = buffer.counts.table_width if tables.copied else tables.width
 
 
-class _Plans:
+class _Plans(ABC):
     """Plans by window. Subclasses say when they are made, and of what size."""
 
     def __init__(self, launcher: Launcher, view: DeviceView, tables: _Tables) -> None:
@@ -201,11 +202,11 @@ class _Plans:
         self._by_window: dict[int | None, _PlanInUse] = {}
         self._rotated: torch.Tensor | None = None
 
-    def of(self, window: int | None, q_heads: int) -> _PlanInUse:
-        raise NotImplementedError
+    @abstractmethod
+    def of(self, window: int | None, q_heads: int) -> _PlanInUse: ...
 
-    def check_tokens(self, num_tokens: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def check_tokens(self, num_tokens: int) -> None: ...
 
     def rotated(self, q: torch.Tensor) -> torch.Tensor:
         """Where rotated queries go: one buffer for all layers."""
