@@ -18,8 +18,6 @@ namespace py = pybind11;
 namespace vmserve {
 namespace {
 
-using IntArray = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
-
 DType as_dtype(const std::string& name) {
   if (name == "float32") return DType::kFloat32;
   if (name == "bfloat16") return DType::kBFloat16;
@@ -41,8 +39,7 @@ std::vector<double> forward(CpuDecoder& decoder, const IntArray& token_ids,
                             std::pair<TensorTuple, TensorTuple> rotary,
                             const std::vector<CpuBatch*>& batches, const IntArray& wanted,
                             std::uintptr_t logits) {
-  const Ints ids(token_ids.data(), token_ids.data() + token_ids.size());
-  const Ints rows(wanted.data(), wanted.data() + wanted.size());
+  const Ints ids = as_ints(token_ids), rows = as_ints(wanted);
   const TensorRef cos = as_tensor(std::move(rotary.first));
   const TensorRef sin = as_tensor(std::move(rotary.second));
   std::vector<CpuDecoder::Part> parts;

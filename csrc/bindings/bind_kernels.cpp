@@ -20,11 +20,6 @@ namespace {
 
 using Tables = py::array_t<std::int32_t, py::array::c_style>;
 using Doubles = py::array_t<double, py::array::c_style>;
-using IntArray = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
-
-Ints as_ints(const IntArray& array) {
-  return {array.data(), array.data() + array.size()};
-}
 
 std::vector<TensorRef> as_tensors(std::vector<TensorTuple>&& tuples) {
   std::vector<TensorRef> tensors;

@@ -1,6 +1,7 @@
 // How a tensor comes from Python.
 #pragma once
 
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <cstdint>
@@ -16,8 +17,14 @@
 namespace vmserve {
 
 using Ints = std::vector<std::int64_t>;
+using IntArray =
+    pybind11::array_t<std::int64_t, pybind11::array::c_style | pybind11::array::forcecast>;
 // (address, dtype, shape, strides in elements)
 using TensorTuple = std::tuple<std::uintptr_t, std::string_view, Ints, Ints>;
+
+inline Ints as_ints(const IntArray& array) {
+  return {array.data(), array.data() + array.size()};
+}
 
 inline TensorRef as_tensor(TensorTuple&& tuple) {
   auto& [address, dtype, shape, strides] = tuple;

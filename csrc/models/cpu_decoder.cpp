@@ -120,7 +120,6 @@ struct CpuDecoder::Linear {
   std::vector<float> scales, bias;  // in the order of the lanes, as long as all the panels
   cpu::WeightType type{};
   std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0;
-  bool gated = false;
 };
 
 struct CpuDecoder::Layer {
@@ -188,7 +187,6 @@ CpuDecoder::Linear CpuDecoder::pack(const std::vector<const TensorRef*>& tensors
   Linear linear;
   linear.inputs = tensors[0]->shape[1];
   linear.depth = padded_depth(linear.inputs);
-  linear.gated = gated;
   std::int64_t lanes = 0;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const TensorRef& tensor = *tensors[i];
@@ -305,14 +303,14 @@ void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids, const Te
 }
 
 void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t num_rows,
-                          int epilogue, void* out, std::int64_t out_stride) {
+                          cpu::Epilogue epilogue, void* out, std::int64_t out_stride) {
   cpu::LinearArgs args{};
   args.weights = linear.weights.data();
   args.scales = linear.scales.empty() ? nullptr : linear.scales.data();
   args.bias = linear.bias.empty() ? nullptr : linear.bias.data();
   args.depth = linear.depth;
   args.num_outputs = static_cast<std::int32_t>(linear.outputs);
-  args.epilogue = static_cast<cpu::Epilogue>(epilogue);
+  args.epilogue = epilogue;
   args.out_stride = out_stride;
   const std::int64_t panel_bytes =
       kernels_->panel_outputs * linear.depth * weight_size(linear.type);
@@ -414,12 +412,10 @@ void CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
   const bool narrow = kv_dtype_ == DType::kBFloat16;
   if (layer.q_norm.empty()) {
     const auto epilogue = narrow ? cpu::Epilogue::kNarrow : cpu::Epilogue::kStore;
-    multiply(layer.qkv, packed_.data(), num_rows, static_cast<int>(epilogue), qkv_.data(),
-             row_size);
+    multiply(layer.qkv, packed_.data(), num_rows, epilogue, qkv_.data(), row_size);
     return;
   }
-  multiply(layer.qkv, packed_.data(), num_rows, static_cast<int>(cpu::Epilogue::kStore),
-           qkv_.data(), row_size);
+  multiply(layer.qkv, packed_.data(), num_rows, cpu::Epilogue::kStore, qkv_.data(), row_size);
   normalise_heads(layer, num_rows);
   if (!narrow) return;
   // In place: a row's bfloat16 lie where rows before it were.
@@ -499,14 +495,14 @@ void CpuDecoder::keep(const std::vector<std::int64_t>& wanted) {
 
 void CpuDecoder::finish_layer(const Layer& layer, std::int64_t num_rows) {
   const std::int64_t hidden = shape_.hidden_size;
-  const auto add = static_cast<int>(cpu::Epilogue::kAdd);
+  const auto add = cpu::Epilogue::kAdd;
   pack_rows(attended_.data(), kv_dtype_ == DType::kBFloat16, num_rows,
             shape_.q_heads * shape_.head_dim, nullptr);
   multiply(layer.output, packed_.data(), num_rows, add, x_.data(), hidden);
   pack_rows(x_.data(), false, num_rows, hidden, layer.mlp_norm.data());
   grow(gated_, num_rows * layer.down.depth);
-  multiply(layer.gate_up, packed_.data(), num_rows, static_cast<int>(cpu::Epilogue::kGate),
-           gated_.data(), layer.down.depth);
+  multiply(layer.gate_up, packed_.data(), num_rows, cpu::Epilogue::kGate, gated_.data(),
+           layer.down.depth);
   multiply(layer.down, gated_.data(), num_rows, add, x_.data(), hidden);
 }
 
@@ -533,8 +529,7 @@ void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, const Tenso
     finish_layer(layer, num_rows);
   }
   pack_rows(x_.data(), false, num_rows, shape_.hidden_size, final_norm_.data());
-  multiply(*head_, packed_.data(), num_rows, static_cast<int>(cpu::Epilogue::kStore), logits,
-           shape_.vocab_size);
+  multiply(*head_, packed_.data(), num_rows, cpu::Epilogue::kStore, logits, shape_.vocab_size);
 }
 
 }  // namespace vmserve

@@ -19,7 +19,7 @@ namespace vmserve {
 
 namespace cpu {
 struct LinearKernels;
-enum class WeightType : std::int32_t;
+enum class Epilogue : std::int32_t;
 }  // namespace cpu
 
 // Sizes and constants that all layers share.
@@ -90,7 +90,6 @@ class CpuDecoder {
  private:
   struct Linear;
   struct Layer;
-  struct Rows;
 
   void check_call(const std::vector<std::int64_t>& token_ids, const TensorRef& cos,
                   const TensorRef& sin, const std::vector<Part>& parts,
@@ -105,8 +104,8 @@ class CpuDecoder {
   void finish_layer(const Layer& layer, std::int64_t num_rows);
   void pack_rows(const void* rows, bool bf16, std::int64_t num_rows, std::int64_t depth,
                  const float* norm);
-  void multiply(const Linear& linear, const float* rows, std::int64_t num_rows, int epilogue,
-                void* out, std::int64_t out_stride);
+  void multiply(const Linear& linear, const float* rows, std::int64_t num_rows,
+                cpu::Epilogue epilogue, void* out, std::int64_t out_stride);
   template <class Body>
   void parallel(std::int64_t num_items, std::int64_t work, const Body& body);
 
