@@ -14,12 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vmserve.chat_template import RenderedChat, render_chat
 from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.output.detokenizer import IncrementalDetokenizer, TokenTable
 from vmserve.tokenizer_files import FileTokenizer, read_tokenizer
+
+if TYPE_CHECKING:
+    from vmserve.chat_template import RenderedChat
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -210,6 +212,8 @@ class Tokenizer:
                 "set only one of them",
                 "continue_final_message",
             )
+        from vmserve.chat_template import render_chat  # noqa: PLC0415 - not all models chat
+
         rendered = render_chat(
             self._complete,
             messages,

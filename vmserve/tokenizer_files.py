@@ -7,7 +7,6 @@ would build the tokenizer anew, add a token to it or change how it works, the fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
 from vmserve.errors import ConfigurationError
-from vmserve.models.files import read_json
+from vmserve.json_files import read_json
 
 __all__ = ["FileTokenizer", "read_tokenizer"]
 
@@ -28,7 +27,15 @@ _CLASSES = frozenset(("PreTrainedTokenizerFast", "TokenizersBackend"))
 #: Mistral tokenizers of this size and more may get another pre-tokenizer.
 _PATCHED_VOCABULARY = 100_000
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 #: Keys of tokenizer_config.json that say nothing about ids and texts, or that are read below. The
 #: BOS and EOS switches do not count beside a tokenizer.json, whose post-processor decides.
 _UNDERSTOOD = frozenset(
@@ -86,7 +93,10 @@ class FileTokenizer:
 
 
 def read_tokenizer(directory: Path) -> FileTokenizer | None:
-    """The tokenizer of a directory; None if it is better read by ``transformers``."""
+    """The tokenizer of a directory; None if it is better read by ``transformers``.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for a damaged tokenizer.json.
+    """
     try:
         config = read_json(directory / "tokenizer_config.json")
         model = read_json(directory / "config.json")
@@ -101,7 +111,7 @@ def read_tokenizer(directory: Path) -> FileTokenizer | None:
     template = _chat_template(directory, config)
     if isinstance(template, list):
         return None
-    backend = Backend.from_file(str(directory / "tokenizer.json"))
+    backend = _load_backend(directory / "tokenizer.json")
     known = {str(token.content) for token in backend.get_added_tokens_decoder().values()}
     if not known.issuperset([*named.values(), *map(_content, extra)]):
         return None  # they would be added, or are none
@@ -126,6 +136,17 @@ def _is_plain(directory: Path, config: Mapping[str, Any], model: Mapping[str, An
         return False
     others = _OTHERS if "added_tokens_decoder" in config else _OTHERS + _LEGACY
     return not any((directory / name).exists() for name in others)
+
+
+def _load_backend(path: Path) -> Backend:
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library's errors have no type of their own
+        if type(error) is not Exception:
+            raise
+        raise ConfigurationError(
+            f"{path.name} is damaged ({error}): fetch the model again"
+        ) from error
 
 
 def _content(token: object) -> str:

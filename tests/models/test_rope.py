@@ -51,9 +51,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize("max_len", [1024, 1025, 4096])
 @pytest.mark.parametrize("theta", [10000.0, 500000])
 @pytest.mark.parametrize(("head_dim", "parameters"), CASES)
-def test_frequencies(
-    head_dim: int, parameters: dict[str, Any], theta: float, max_len: int
-) -> None:
+def test_frequencies(head_dim: int, parameters: dict[str, Any], theta: float, max_len: int) -> None:
     parameters = {**parameters, "rope_theta": theta}
     rope = RopeConfig(parameters["rope_type"], parameters, head_dim, 4096)
     ours = RotaryEmbedding(rope, max_len, torch.device("cpu"))

@@ -16,7 +16,14 @@ from vmserve.models import resolve_model
 from vmserve.tokenizer import Tokenizer, _eos_ids, load_tokenizer
 from vmserve.tokenizer_files import FileTokenizer, read_tokenizer
 
-TEXTS = ["the quick fox", " naïve <|turn|> €🙂\n\n", "", "</s>", "two words é <think>", "a  b , c ."]
+TEXTS = [
+    "the quick fox",
+    " naïve <|turn|> €🙂\n\n",
+    "",
+    "</s>",
+    "two words é <think>",
+    "a  b , c .",
+]
 PLAIN = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": "<s>",

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from vmserve.attention.base import AttentionCall
+from vmserve.hub import resolve_model
 from vmserve.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from vmserve.models.decoder import Decoder
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import DTYPES, resolve_dtype
-from vmserve.models.hub import resolve_model
 from vmserve.models.loader import Progress, load_tensors
 from vmserve.models.native import NativeDecoder, choose_native, load_native
 from vmserve.models.weights import assemble, canonical_name, is_ignorable, tensor_shapes

@@ -12,9 +12,9 @@ import torch
 
 from vmserve.attention.base import LayerAttention
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.json_files import read_json
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.families import FAMILIES
-from vmserve.models.files import read_json
 from vmserve.models.weights import tensor_shapes
 
 if TYPE_CHECKING:

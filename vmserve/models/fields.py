@@ -27,8 +27,8 @@ _DTYPES = {
 }
 #: What changes the meaning of other fields, in ways that are not repeated here.
 _ELSEWHERE = frozenset(
-    ("decoder", "generator", "mlp_layer_types", "mtp_layer_types", "original_max_position_embeddings",
-     "partial_rotary_factor", "per_layer_config", "text_config", "text_encoder")
+    ("decoder", "generator", "mlp_layer_types", "mtp_layer_types", "partial_rotary_factor",
+     "original_max_position_embeddings", "per_layer_config", "text_config", "text_encoder")
 )  # fmt: skip
 _LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
 _DEFAULT_THETA = 10_000.0
@@ -151,8 +151,10 @@ def _is_plausible(rope_type: str, parameters: Mapping[str, Any], max_len: int) -
         return False
     if rope_type == "llama3":
         is_int = type(original) is int
-        return is_int and original < max_len and (
-            parameters["low_freq_factor"] < parameters["high_freq_factor"]
+        return (
+            is_int
+            and original < max_len
+            and (parameters["low_freq_factor"] < parameters["high_freq_factor"])
         )
     if rope_type == "yarn":
         return max_len / original in (1, parameters["factor"]) and (

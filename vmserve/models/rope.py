@@ -162,9 +162,7 @@ def _sharpness(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _longrope(
-    rope: RopeConfig, periods: torch.Tensor, max_len: int
-) -> tuple[torch.Tensor, float]:
+def _longrope(rope: RopeConfig, periods: torch.Tensor, max_len: int) -> tuple[torch.Tensor, float]:
     """LongRoPE (Ding et al. 2024): a factor for each dimension, of two sets."""
     parameters = rope.parameters
     context = parameters["original_max_position_embeddings"]

@@ -32,6 +32,6 @@ def resolve_model(model: str | None) -> Path:
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
         raise ConfigurationError(f"model directory {model} does not exist: check --model")
     # Only now: the hub's client is slow to import.
-    from vmserve.models.hub_download import cached, downloaded  # noqa: PLC0415
+    from vmserve.hub_download import cached, downloaded  # noqa: PLC0415
 
     return cached(model) or downloaded(model)

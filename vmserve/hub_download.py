@@ -1,6 +1,6 @@
 """Models of the hub: from the local Hugging Face cache, else downloaded.
 
-Apart from :mod:`vmserve.models.hub` because the hub's client takes as long to import as all of our
+Apart from :mod:`vmserve.hub` because the hub's client takes as long to import as all of our
 own modules, and a directory needs none of it.
 """
 
