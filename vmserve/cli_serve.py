@@ -7,7 +7,6 @@ import collections
 import contextlib
 import dataclasses
 import gc
-import importlib
 import ipaddress
 import json
 import logging
@@ -26,6 +25,7 @@ from typer.core import TyperCommand
 from vmserve.cli_options import with_engine_options
 from vmserve.config import format_size
 from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.imports import import_quickly
 from vmserve.ipc.client import ProcessLLM, Supervision
 from vmserve.logs import LOG_FORMATS, configure_logging
 from vmserve.server.auth import KeyRing, read_key_file
@@ -421,7 +421,7 @@ def _start_engine(
 
 def _import_server() -> None:
     """What serves is imported while the engine's process, which takes longer, imports torch."""
-    importlib.import_module("vmserve.server.run")
+    import_quickly("vmserve.server.run")
 
 
 async def _serve(

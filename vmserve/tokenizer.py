@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.output.detokenizer import IncrementalDetokenizer, TokenTable
 from vmserve.tokenizer_files import FileTokenizer, read_tokenizer
+from vmserve.tokenizer_transformers import load_from_transformers
 
 if TYPE_CHECKING:
     from vmserve.chat_template import RenderedChat
@@ -32,21 +33,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
     directory = Path(path)
-    hf = read_tokenizer(directory) or _from_transformers(directory)
+    hf = read_tokenizer(directory) or load_from_transformers(directory)
     return Tokenizer(hf, eos_ids=_eos_ids(directory))
-
-
-def _from_transformers(directory: Path) -> Any:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(directory), trust_remote_code=False, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigurationError(
-            f"no tokenizer could be loaded from {directory}: {error}"
-        ) from error
 
 
 def _eos_ids(directory: Path) -> list[int]:

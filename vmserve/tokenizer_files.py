@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from vmserve.errors import ConfigurationError
 from vmserve.json_files import read_json
+from vmserve.tokenizer_transformers import load_from_transformers
 
 __all__ = ["FileTokenizer", "read_tokenizer"]
 
@@ -86,10 +87,7 @@ class FileTokenizer:
     @cached_property
     def complete(self) -> Any:
         """The same as a tokenizer of ``transformers``, which is imported for it."""
-        # The class itself: AutoTokenizer would find it too, and import torch on the way.
-        from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
-
-        return PreTrainedTokenizerFast.from_pretrained(str(self.directory), local_files_only=True)
+        return load_from_transformers(self.directory)
 
 
 def read_tokenizer(directory: Path) -> FileTokenizer | None:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vmserve.bench.ab.client import RunFailedError
-from vmserve.bench.startup import PHASES, document, table
+from vmserve.bench.startup import PHASES, PROCESSES, Samples, document, memory_table, table
 from vmserve.cli_bench import app
 
 # Processes import torch, which takes its time on a busy machine.
@@ -24,7 +24,7 @@ def test_a_process_and_a_server_from_start_to_first_token(tmp_path: Path) -> Non
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
     told = json.loads(path.read_text())
-    assert (told["schema"], told["schema_version"]) == ("vmserve-bench-startup", 1)
+    assert (told["schema"], told["schema_version"]) == ("vmserve-bench-startup", 2)
     assert told["options"] == {"kv_cache_memory": "64MiB", "max_model_len": 256}
     assert list(told["phases"]) == list(PHASES)
     times = [one["seconds"][0] for one in told["phases"].values()]
@@ -33,6 +33,19 @@ def test_a_process_and_a_server_from_start_to_first_token(tmp_path: Path) -> Non
     assert http == sorted(http)
     assert 0 < offline[0] < http[0]
     assert "first token over HTTP" in result.output
+    cpu = [one["cpu_seconds"] for one in told["phases"].values()]
+    assert [len(each) for each in cpu] == [1] * 5 + [0] * 2
+    assert sorted(cpu[:5]) == cpu[:5]
+    memory = told["memory_bytes"]
+    assert list(memory) == list(PROCESSES)
+    for process in memory.values():
+        [pss] = process["pss"]
+        parts = sum(process[kind][0] for kind in ("anon", "file", "shmem"))
+        assert abs(pss - parts) < 64 << 10
+    assert told["sizes_bytes"]["weights"] == 6_815_744
+    assert memory["torch"]["pss"] < memory["offline"]["pss"]
+    assert memory["server"]["pss"] < memory["engine"]["pss"]
+    assert "an interpreter with torch" in result.output
 
 
 def test_what_the_process_said_is_told(tmp_path: Path) -> None:
@@ -48,7 +61,19 @@ def test_medians_and_samples() -> None:
         ("imports done", "2 s", "1 s", "3 s"),
         ("first token", "5 s", "4 s", "9 s"),
     )
-    assert document({}, seconds)["phases"]["imports"] == {
+    samples = Samples(seconds, {"imports": [0.5]})
+    assert document({}, samples)["phases"]["imports"] == {
         "title": "imports done",
         "seconds": [3.0, 1.0, 2.0],
+        "cpu_seconds": [0.5],
     }
+
+
+def test_memory() -> None:
+    samples = Samples(sizes={"weights": 2_000_000, "kv_cache": 8_000_000})
+    for pss in (30_000_000, 10_000_000, 20_000_000):
+        samples.add_memory("engine", {"pss": pss, "anon": 1_000, "file": 0, "shmem": 5})
+    assert document({}, samples)["memory_bytes"]["engine"]["pss"] == [30e6, 10e6, 20e6]
+    shown = memory_table(samples)
+    assert shown.rows == (("vmserve serve: its engine", "20 MB", "1 kB", "0 B", "5 B"),)
+    assert "weights 2 MB, kv cache 8 MB" in shown.title

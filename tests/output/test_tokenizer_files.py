@@ -12,9 +12,11 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from tests.output.kinds import KINDS, SPECIAL
-from vmserve.models import resolve_model
+from vmserve.errors import ConfigurationError
+from vmserve.hub import resolve_model
 from vmserve.tokenizer import Tokenizer, _eos_ids, load_tokenizer
 from vmserve.tokenizer_files import FileTokenizer, read_tokenizer
+from vmserve.tokenizer_transformers import _class_name, load_from_transformers
 
 TEXTS = [
     "the quick fox",
@@ -193,3 +195,41 @@ def test_padding_and_large_mistral_vocabularies(tmp_path: Path) -> None:
     backend.add_tokens([AddedToken(f"word{number}") for number in range(100_001)])
     assert read_tokenizer(write(tmp_path, backend, PLAIN, {"model_type": "mistral"})) is None
     assert read_tokenizer(write(tmp_path, backend, PLAIN)) is not None
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "opt", "gpt2", "phi"])
+@pytest.mark.parametrize(
+    "tokenizer_class",
+    [None, "PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast", "LlamaTokenizer",
+     "GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast"],
+)  # fmt: skip
+def test_the_class_that_transformers_chooses(
+    model_type: str, tokenizer_class: str | None, tmp_path: Path
+) -> None:
+    config = {**PLAIN, "tokenizer_class": tokenizer_class}
+    if tokenizer_class is None:
+        del config["tokenizer_class"]
+    write(tmp_path, backend_of("byte_level"), config, {"model_type": model_type})
+    (tmp_path / "special_tokens_map.json").write_text("{}")
+    ours = load_from_transformers(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+
+
+def test_what_only_transformers_finds_out(tmp_path: Path) -> None:
+    own = {**PLAIN, "auto_map": {"AutoTokenizer": ["own.OurOwn", None]}}
+    write(tmp_path, backend_of("byte_level"), own, {"model_type": "qwen2"})
+    assert _class_name(tmp_path) is None
+    write(tmp_path, backend_of("byte_level"), PLAIN, {"model_type": "opt", "tokenizer_class": "A"})
+    assert _class_name(tmp_path) is None
+    write(tmp_path, backend_of("byte_level"), PLAIN, {"model_type": "opt"})
+    assert _class_name(tmp_path) == "PreTrainedTokenizerFast"
+
+
+def test_a_damaged_tokenizer(tmp_path: Path) -> None:
+    write(tmp_path, backend_of("byte_level"), PLAIN)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"')
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.json is damaged \(.*\): fetch"):
+        load_tokenizer(tmp_path)
