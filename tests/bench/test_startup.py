@@ -70,10 +70,10 @@ def test_medians_and_samples() -> None:
 
 
 def test_memory() -> None:
-    samples = Samples(sizes={"weights": 2_000_000, "kv_cache": 8_000_000})
-    for pss in (30_000_000, 10_000_000, 20_000_000):
-        samples.add_memory("engine", {"pss": pss, "anon": 1_000, "file": 0, "shmem": 5})
-    assert document({}, samples)["memory_bytes"]["engine"]["pss"] == [30e6, 10e6, 20e6]
+    samples = Samples(sizes={"weights": 2 << 20, "kv_cache": 8 << 20})
+    for pss in (30 << 20, 10 << 20, 20 << 20):
+        samples.add_memory("engine", {"pss": pss, "anon": 1 << 10, "file": 0, "shmem": 5})
+    assert document({}, samples)["memory_bytes"]["engine"]["pss"] == [30 << 20, 10 << 20, 20 << 20]
     shown = memory_table(samples)
-    assert shown.rows == (("vmserve serve: its engine", "20 MB", "1 kB", "0 B", "5 B"),)
-    assert "weights 2 MB, kv cache 8 MB" in shown.title
+    assert shown.rows == (("vmserve serve: its engine", "20 MiB", "1 KiB", "0 B", "5 B"),)
+    assert "weights 2 MiB, kv cache 8 MiB" in shown.title

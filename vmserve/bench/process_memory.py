@@ -7,8 +7,8 @@ from pathlib import Path
 
 __all__ = ["KINDS", "child_processes", "read_memory"]
 
-#: Fields of /proc/PID/smaps_rollup (Linux 5.14: with the split). What several processes share counts
-#: for each of them in equal parts, so that the processes of a machine add up.
+#: Fields of /proc/PID/smaps_rollup (the split: since Linux 5.3). What several processes share
+#: counts for each of them in equal parts, so that the processes of a machine add up.
 KINDS: Mapping[str, str] = {
     "pss": "Pss",
     "anon": "Pss_Anon",

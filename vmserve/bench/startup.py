@@ -29,8 +29,18 @@ from vmserve.bench.process_memory import KINDS, child_processes, read_memory
 from vmserve.bench.report import dump, make_console, make_directory, print_table, progress
 from vmserve.bench.serve.events import Answer, EventReader
 from vmserve.cli_options import with_engine_options
+from vmserve.config import format_size
 
-__all__ = ["PHASES", "PROCESSES", "SCHEMA", "Samples", "document", "memory_table", "startup_command", "table"]
+__all__ = [
+    "PHASES",
+    "PROCESSES",
+    "SCHEMA",
+    "Samples",
+    "document",
+    "memory_table",
+    "startup_command",
+    "table",
+]
 
 SCHEMA = "vmserve-bench-startup"
 SCHEMA_VERSION = 2
@@ -259,7 +269,7 @@ def table(seconds: Mapping[str, Sequence[float]]) -> Table:
 
 def memory_table(samples: Samples) -> Table:
     """Medians of the proportional set size, and what it is made of."""
-    show = Metric("", "", "B").format
+    show = format_size
     rows = tuple(
         (title, *(show(statistics.median(samples.memory[name][kind])) for kind in KINDS))
         for name, title in PROCESSES.items()

@@ -65,7 +65,7 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
 
     memory, stats = read_memory(), engine.memory.stats()
     sizes = {
-        "weights": engine.weight_bytes,
+        "weights": engine._model.parameter_bytes,
         "kv_cache": stats.committed_pages * engine.memory.layout.total_page_bytes,
     }
     engine.close()
