@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from vmserve.bench import startup
 from vmserve.bench.ab.client import RunFailedError
 from vmserve.bench.startup import PHASES, PROCESSES, Samples, document, memory_table, table
 from vmserve.cli_bench import app
@@ -77,3 +80,14 @@ def test_memory() -> None:
     shown = memory_table(samples)
     assert shown.rows == (("vmserve serve: its engine", "20 MiB", "1 KiB", "0 B", "5 B"),)
     assert "weights 2 MiB, kv cache 8 MiB" in shown.title
+
+
+def test_modules_that_are_compiled_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    assert document({}, Samples())["has_bytecode"] is False
+    cached = Path(importlib.util.cache_from_source(str(startup.__file__)))
+    cached.parent.mkdir(parents=True)
+    cached.touch()
+    assert document({}, Samples())["has_bytecode"] is True

@@ -35,6 +35,7 @@ HEAVY = {
     "llguidance",
     "matplotlib",
     "msgspec",
+    "numpy.ma",
     "pydantic",
     "rich",
     "sympy",

@@ -4,6 +4,7 @@ what the processes then have in memory."""
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import socket
@@ -115,10 +116,20 @@ def startup_command(
             report((index + 1) / repeats)
     console = make_console()
     print_table(console, table(samples.seconds))
+    if not has_bytecode():
+        console.print(
+            "vmserve's modules have no bytecode on disk: each process compiled them "
+            "(PYTHONDONTWRITEBYTECODE?); python -m compileall writes it"
+        )
     print_table(console, memory_table(samples))
     if json_path is not None:
         make_directory(json_path.parent)
         json_path.write_text(dump(document(engine_options, samples)), encoding="utf-8")
+
+
+def has_bytecode() -> bool:
+    """Whether this installation's modules are compiled already, as pip leaves them."""
+    return Path(importlib.util.cache_from_source(__file__)).is_file()
 
 
 def time_offline(options: Mapping[str, Any], samples: Samples) -> dict[str, float]:
@@ -237,6 +248,7 @@ def document(options: Mapping[str, Any], samples: Samples) -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine_info(),
         "options": dict(options),
+        "has_bytecode": has_bytecode(),
         "phases": {
             name: {
                 "title": title,
