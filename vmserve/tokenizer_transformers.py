@@ -9,7 +9,7 @@ from typing import Any
 from vmserve.errors import ConfigurationError
 from vmserve.json_files import read_json
 
-__all__ = ["load_from_transformers"]
+__all__ = ["chosen_class", "load_from_transformers"]
 
 _GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _BUILT = ("GPT2Tokenizer", "Qwen2Tokenizer")
@@ -38,18 +38,19 @@ def load_from_transformers(directory: Path) -> Any:
 
 
 def _class_name(directory: Path) -> str | None:
-    """What AutoTokenizer would choose; None where that depends on more than two fields."""
+    """What AutoTokenizer would choose, if that is known without it."""
     try:
         config = read_json(directory / "tokenizer_config.json")
         model = read_json(directory / "config.json")
     except ConfigurationError:
         return None
+    return chosen_class(model, config)
+
+
+def chosen_class(model: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """By config.json and tokenizer_config.json; None where AutoTokenizer has to say."""
     if "auto_map" in config or "model_name" in model or "tokenizer_class" in model:
         return None
-    return _chosen(model, config)
-
-
-def _chosen(model: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
     model_type, given = model.get("model_type"), config.get("tokenizer_class")
     if model_type == "qwen2":  # whatever is given: it is known to be wrong in many repositories
         return "Qwen2Tokenizer"

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, decoders, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from tests.output.kinds import KINDS, SPECIAL
 from vmserve.errors import ConfigurationError
@@ -55,11 +55,25 @@ def reference(directory: Path) -> Tokenizer:
     return Tokenizer(hf, _eos_ids(directory))
 
 
+def meaning(tokenizer: Tokenizer) -> Any:
+    """A tokenizer as JSON, without what says the same in two ways."""
+
+    def plain(fields: dict[str, Any]) -> dict[str, Any]:
+        fields.pop("trim_offsets", None)  # of offsets in a text only
+        return {k: "" if v is None and k.endswith(("_prefix", "_suffix")) else v
+                for k, v in fields.items()}  # fmt: skip
+
+    parts: dict[str, Any] = json.loads(tokenizer.to_json(), object_hook=plain)
+    if (parts["decoder"] or {}).get("type") == "ByteLevel":
+        parts["decoder"] = "ByteLevel"  # what else it says is for encoding
+    return parts
+
+
 def assert_same(directory: Path) -> None:
     """It is read from its files, and is in nothing different from what transformers loads."""
     assert isinstance(read_tokenizer(directory), FileTokenizer)
     ours, theirs = load_tokenizer(directory), reference(directory)
-    assert ours.to_json() == theirs.to_json()
+    assert meaning(ours) == meaning(theirs)
     assert ours.special_ids == theirs.special_ids
     assert (ours.eos_ids, ours.bos_id) == (theirs.eos_ids, theirs.bos_id)
     assert (ours.vocab_size, ours._markers) == (theirs.vocab_size, theirs._markers)
@@ -169,7 +183,7 @@ def test_what_is_left_to_transformers(changes: dict[str, Any], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("model", [{"model_type": "qwen2"}, {"model_type": "phi3"}, {"a": 1}])
-def test_models_whose_tokenizers_are_built_anew(model: dict[str, Any], tmp_path: Path) -> None:
+def test_other_models(model: dict[str, Any], tmp_path: Path) -> None:
     assert read_tokenizer(write(tmp_path, backend_of("byte_level"), PLAIN, model)) is None
 
 
@@ -233,3 +247,80 @@ def test_a_damaged_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"')
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json is damaged \(.*\): fetch"):
         load_tokenizer(tmp_path)
+
+
+# -- classes that build the pipeline anew --------------------------------------------------
+
+GPT2 = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>",
+        "unk_token": "</s>"}  # fmt: skip
+QWEN2 = {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "</s>",
+         "pad_token": "<s>", "unk_token": None, "add_prefix_space": False,
+         "split_special_tokens": False}  # fmt: skip
+
+
+def qwen2_backend() -> Backend:
+    """The pipeline of Qwen's tokenizers, as transformers builds it."""
+    backend = backend_of("byte_level")
+    built = Qwen2Tokenizer().backend_tokenizer
+    backend.normalizer = built.normalizer
+    backend.pre_tokenizer = built.pre_tokenizer
+    backend.decoder = built.decoder
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("config", "model_type"),
+    [(GPT2, "gpt2"), (GPT2, "opt"), (GPT2, "llama"), (GPT2, "qwen3"), (QWEN2, "qwen2"),
+     (QWEN2, "qwen3"), (QWEN2, "llama"), ({**QWEN2, "tokenizer_class": "Any"}, "qwen2")],
+)  # fmt: skip
+def test_files_that_say_what_the_class_builds(
+    config: dict[str, Any], model_type: str, tmp_path: Path
+) -> None:
+    backend = backend_of("byte_level") if config is GPT2 else qwen2_backend()
+    assert_same(write(tmp_path, backend, config, {"model_type": model_type}))
+
+
+def test_special_tokens_that_a_class_assumes(tmp_path: Path) -> None:
+    backend = backend_of("byte_level")
+    config = {"model_max_length": 1024}
+    assert read_tokenizer(write(tmp_path, backend, config, {"model_type": "gpt2"})) is None
+    backend.add_special_tokens(["<|endoftext|>"])
+    assert_same(write(tmp_path, backend, config, {"model_type": "gpt2"}))
+    assert load_tokenizer(tmp_path).eos_ids == {backend.token_to_id("<|endoftext|>")}
+    backend = qwen2_backend()
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    decoder = {
+        str(token_id): added(token.content, normalized=token.normalized, special=token.special)
+        for token_id, token in backend.get_added_tokens_decoder().items()
+    }
+    config = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": decoder}
+    assert_same(write(tmp_path, backend, config, {"model_type": "qwen3"}))
+    del decoder["0"]
+    assert read_tokenizer(write(tmp_path, backend, config, {"model_type": "qwen3"})) is None
+
+
+def test_files_that_say_something_else(tmp_path: Path) -> None:
+    def read(backend: Backend, config: dict[str, Any], model_type: str) -> object:
+        return read_tokenizer(write(tmp_path, backend, config, {"model_type": model_type}))
+
+    assert read(qwen2_backend(), GPT2, "gpt2") is None
+    assert read(backend_of("byte_level"), QWEN2, "qwen2") is None
+    assert read(backend_of("metaspace"), {**GPT2}, "gpt2") is None
+    backend = backend_of("byte_level")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer]
+    )
+    assert read(backend, GPT2, "llama") is None
+    backend = backend_of("byte_level")
+    backend.model.dropout = 0.5
+    assert read(backend, GPT2, "gpt2") is None
+    backend = backend_of("byte_level")
+    backend.decoder = decoders.Fuse()
+    assert read(backend, GPT2, "gpt2") is None
+    backend = qwen2_backend()
+    backend.add_tokens([AddedToken("<new>", lstrip=True, special=True)])
+    assert read(backend, {**QWEN2, "eos_token": "<new>"}, "qwen3") is None
+    assert read(backend, {**QWEN2, "eos_token": "<think>"}, "qwen3") is None
+    assert read(backend, {**QWEN2, "add_prefix_space": True}, "qwen3") is None
+    assert read(backend, {**QWEN2, "split_special_tokens": True}, "qwen3") is None
