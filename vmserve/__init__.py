@@ -9,10 +9,11 @@ with LLM() as llm:
 
 from __future__ import annotations
 
-import importlib
 import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from vmserve.imports import import_quickly
 
 if TYPE_CHECKING:
     from vmserve.async_llm import AsyncLLM
@@ -89,4 +90,4 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'vmserve' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES.get(name, "vmserve.errors")), name)
+    return getattr(import_quickly(_HOMES.get(name, "vmserve.errors")), name)

@@ -6,7 +6,6 @@ exit status 2 for bad options, files or requests, 1 for what failed while runnin
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from vmserve import __version__
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
+from vmserve.imports import import_quickly
 
 __all__ = ["app", "main"]
 
@@ -46,7 +46,7 @@ class _LazyCommands(TyperGroup):
         home = _COMMANDS.get(cmd_name)
         if home is None:
             return None
-        module = importlib.import_module(home.module)
+        module = import_quickly(home.module)
         if isinstance(function := getattr(module, home.function), typer.Typer):
             return typer.main.get_command(function)
         command_class = getattr(module, home.command_class) if home.command_class else TyperCommand

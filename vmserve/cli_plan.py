@@ -114,9 +114,9 @@ def _shape(name: str, dtype: str | None) -> tuple[ModelShape, int]:
     preset = PRESETS.get(name.lower())
     if preset is not None:
         return _with_dtype(preset, dtype), CUDA_GRANULARITY
-    # Reading a model's configuration needs transformers; the shapes above do not.
+    # Reading a model's configuration needs torch; the shapes above do not.
+    from vmserve.hub import resolve_model  # noqa: PLC0415
     from vmserve.models.config import ModelConfig  # noqa: PLC0415
-    from vmserve.models.hub import resolve_model  # noqa: PLC0415
 
     config = ModelConfig.from_directory(resolve_model(None if name == "embedded" else name))
     shape = ModelShape(

@@ -17,24 +17,25 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand
 
-from vmserve.async_llm import AsyncLLM
 from vmserve.cli_options import with_engine_options
 from vmserve.config import format_size
 from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.imports import import_quickly
 from vmserve.ipc.client import ProcessLLM, Supervision
 from vmserve.logs import LOG_FORMATS, configure_logging
-from vmserve.server.app import create_app
 from vmserve.server.auth import KeyRing, read_key_file
 from vmserve.server.config import ServerConfig
 from vmserve.server.limits import WRITE_STALL_SECONDS
-from vmserve.server.run import bind, check_certificate, serve, stop_on_signals, url_of
-from vmserve.server.tokenization import tokenizer_info
+from vmserve.server.listen import bind, check_certificate, url_of
 from vmserve.tools.registry import PARSERS
+
+if TYPE_CHECKING:
+    from vmserve.async_llm import AsyncLLM
 
 __all__ = ["EMBEDDED_NAME", "ServeCommand", "serve_command"]
 
@@ -387,6 +388,8 @@ def _run(
             _check_template(engine, config.chat_template)
             prefixes = {path: _prefix_ids(path, engine, config.chat_template) for path in pinned}
             if show_tokenizer:
+                from vmserve.server.tokenization import tokenizer_info  # noqa: PLC0415 - as below
+
                 info = tokenizer_info(engine.tokenizer.hf)
                 config = dataclasses.replace(config, tokenizer_info=info)
         except BaseException:
@@ -404,8 +407,21 @@ def _start_engine(
     options: dict[str, Any], supervision: Supervision | None
 ) -> AsyncLLM | ProcessLLM:
     if supervision is None:
+        # Only now: the server's own process has no use for torch.
+        from vmserve.async_llm import AsyncLLM  # noqa: PLC0415
+
         return AsyncLLM(**options, progress=_report_phases())
-    return ProcessLLM(**options, progress=_report_phases(), supervision=supervision)
+    return ProcessLLM(
+        **options,
+        progress=_report_phases(),
+        supervision=supervision,
+        meanwhile=_import_server,
+    )
+
+
+def _import_server() -> None:
+    """What serves is imported while the engine's process, which takes longer, imports torch."""
+    import_quickly("vmserve.server.run")
 
 
 async def _serve(
@@ -414,6 +430,9 @@ async def _serve(
     listener: socket.socket,
     prefixes: dict[Path, list[int]],
 ) -> None:
+    from vmserve.server.app import create_app  # noqa: PLC0415 - see _import_server
+    from vmserve.server.run import serve, stop_on_signals  # noqa: PLC0415
+
     stop = asyncio.Event()
     names = ", ".join(config.served_model_names)
     url = url_of(listener, tls=config.ssl_certfile is not None)

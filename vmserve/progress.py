@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 __all__ = ["generation_progress"]
 
 
@@ -17,6 +14,16 @@ def generation_progress(num_requests: int, show: bool) -> Iterator[Callable[[int
     if not show:
         yield lambda num_tokens: None
         return
+    # Only now: few watch, and rich takes its time.
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
     columns = (
         TextColumn("generating"),
         BarColumn(),

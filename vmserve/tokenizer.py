@@ -1,8 +1,9 @@
 """Text to token ids and back.
 
-A thin layer over the tokenizer that ``transformers`` loads (never with remote code): what
+A thin layer over the tokenizer that ``transformers`` would load (never with remote code): what
 it returns is what transformers returns, except that special tokens which a chat message
-merely spells stay text.
+merely spells stay text. ``transformers`` itself is imported for chats, and for tokenizers that
+are more than their files (see :mod:`vmserve.tokenizer_files`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer
-
-from vmserve.chat_template import RenderedChat, render_chat
 from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.output.detokenizer import IncrementalDetokenizer, TokenTable
+from vmserve.tokenizer_files import FileTokenizer, read_tokenizer
+from vmserve.tokenizer_transformers import load_from_transformers
+
+if TYPE_CHECKING:
+    from vmserve.chat_template import RenderedChat
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -30,12 +33,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
     directory = Path(path)
-    try:
-        hf = AutoTokenizer.from_pretrained(
-            str(directory), trust_remote_code=False, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigurationError(f"no tokenizer could be loaded from {path}: {error}") from error
+    hf = read_tokenizer(directory) or load_from_transformers(directory)
     return Tokenizer(hf, eos_ids=_eos_ids(directory))
 
 
@@ -51,7 +49,7 @@ def _eos_ids(directory: Path) -> list[int]:
 
 
 class Tokenizer:
-    """``hf``: a transformers tokenizer backed by the ``tokenizers`` library.
+    """``hf``: a transformers tokenizer backed by the ``tokenizers`` library, or one from files.
 
     ``eos_ids``: ids that end a text besides the tokenizer's own. Safe to call from several
     threads. Raises :class:`~vmserve.errors.ConfigurationError` for other tokenizers.
@@ -97,7 +95,16 @@ class Tokenizer:
     @cached_property
     def hf(self) -> Any:
         """The transformers tokenizer, for users: a copy, since its calls change its state."""
-        return deepcopy(self._hf)
+        return deepcopy(self._complete)
+
+    @property
+    def _complete(self) -> Any:
+        return self._hf.complete if isinstance(self._hf, FileTokenizer) else self._hf
+
+    def prepare_chat(self) -> None:
+        """Do now what would make the first chat slow; nothing for a model without a template."""
+        if self._hf.chat_template:
+            _ = self._complete
 
     def to_json(self) -> str:
         """The tokenizer of the ``tokenizers`` library, as its own JSON."""
@@ -193,8 +200,10 @@ class Tokenizer:
                 "set only one of them",
                 "continue_final_message",
             )
+        from vmserve.chat_template import render_chat  # noqa: PLC0415 - not all models chat
+
         rendered = render_chat(
-            self._hf,
+            self._complete,
             messages,
             special_tokens=self._special_tokens.values(),
             tools=tools,

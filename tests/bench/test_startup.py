@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from vmserve.bench import startup
 from vmserve.bench.ab.client import RunFailedError
-from vmserve.bench.startup import PHASES, document, table
+from vmserve.bench.startup import PHASES, PROCESSES, Samples, document, memory_table, table
 from vmserve.cli_bench import app
 
 # Processes import torch, which takes its time on a busy machine.
@@ -24,7 +27,7 @@ def test_a_process_and_a_server_from_start_to_first_token(tmp_path: Path) -> Non
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
     told = json.loads(path.read_text())
-    assert (told["schema"], told["schema_version"]) == ("vmserve-bench-startup", 1)
+    assert (told["schema"], told["schema_version"]) == ("vmserve-bench-startup", 2)
     assert told["options"] == {"kv_cache_memory": "64MiB", "max_model_len": 256}
     assert list(told["phases"]) == list(PHASES)
     times = [one["seconds"][0] for one in told["phases"].values()]
@@ -33,6 +36,19 @@ def test_a_process_and_a_server_from_start_to_first_token(tmp_path: Path) -> Non
     assert http == sorted(http)
     assert 0 < offline[0] < http[0]
     assert "first token over HTTP" in result.output
+    cpu = [one["cpu_seconds"] for one in told["phases"].values()]
+    assert [len(each) for each in cpu] == [1] * 5 + [0] * 2
+    assert sorted(cpu[:5]) == cpu[:5]
+    memory = told["memory_bytes"]
+    assert list(memory) == list(PROCESSES)
+    for process in memory.values():
+        [pss] = process["pss"]
+        parts = sum(process[kind][0] for kind in ("anon", "file", "shmem"))
+        assert abs(pss - parts) < 64 << 10
+    assert told["sizes_bytes"]["weights"] == 6_815_744
+    assert memory["torch"]["pss"] < memory["offline"]["pss"]
+    assert memory["server"]["pss"] < memory["engine"]["pss"]
+    assert "an interpreter with torch" in result.output
 
 
 def test_what_the_process_said_is_told(tmp_path: Path) -> None:
@@ -48,7 +64,30 @@ def test_medians_and_samples() -> None:
         ("imports done", "2 s", "1 s", "3 s"),
         ("first token", "5 s", "4 s", "9 s"),
     )
-    assert document({}, seconds)["phases"]["imports"] == {
+    samples = Samples(seconds, {"imports": [0.5]})
+    assert document({}, samples)["phases"]["imports"] == {
         "title": "imports done",
         "seconds": [3.0, 1.0, 2.0],
+        "cpu_seconds": [0.5],
     }
+
+
+def test_memory() -> None:
+    samples = Samples(sizes={"weights": 2 << 20, "kv_cache": 8 << 20})
+    for pss in (30 << 20, 10 << 20, 20 << 20):
+        samples.add_memory("engine", {"pss": pss, "anon": 1 << 10, "file": 0, "shmem": 5})
+    assert document({}, samples)["memory_bytes"]["engine"]["pss"] == [30 << 20, 10 << 20, 20 << 20]
+    shown = memory_table(samples)
+    assert shown.rows == (("vmserve serve: its engine", "20 MiB", "1 KiB", "0 B", "5 B"),)
+    assert "weights 2 MiB, kv cache 8 MiB" in shown.title
+
+
+def test_modules_that_are_compiled_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    assert document({}, Samples())["has_bytecode"] is False
+    cached = Path(importlib.util.cache_from_source(str(startup.__file__)))
+    cached.parent.mkdir(parents=True)
+    cached.touch()
+    assert document({}, Samples())["has_bytecode"] is True

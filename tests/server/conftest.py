@@ -17,7 +17,8 @@ from tests.server.fake_engine import FakeAsyncLLM
 from vmserve.errors import EngineDeadError
 from vmserve.server.config import ServerConfig
 from vmserve.server.engine_client import EngineClient
-from vmserve.server.run import bind, serve, url_of
+from vmserve.server.listen import bind, url_of
+from vmserve.server.run import serve
 
 Body = dict[str, Any]
 

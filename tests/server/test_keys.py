@@ -16,7 +16,7 @@ from vmserve import AsyncLLM
 from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.server.auth import ApiKey, KeyRing, read_key_file
 from vmserve.server.config import ServerConfig
-from vmserve.server.run import check_certificate
+from vmserve.server.listen import check_certificate
 
 Start = Callable[..., Running]
 #: Routes that need no key, whatever the options are.

@@ -14,7 +14,7 @@ from tests.server.conftest import Body, Running, error_of, until
 from tests.server.fake_engine import FakeAsyncLLM
 from vmserve.errors import VmserveError
 from vmserve.server.config import ServerConfig
-from vmserve.server.run import bind
+from vmserve.server.listen import bind
 
 Start = Callable[..., Running]
 COMPLETIONS = "/v1/completions"

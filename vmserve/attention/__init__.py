@@ -8,7 +8,6 @@ import torch
 
 from vmserve.attention.base import AttentionBackend, ContiguousView, LayerAttention, PagedView
 from vmserve.attention.cpu import CpuBackend
-from vmserve.attention.cuda import CudaPagedBackend
 from vmserve.attention.flash import FlashAttn2, FlashAttn3, FlashBackend, TorchFlash
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.sdpa import SdpaBackend
@@ -17,9 +16,17 @@ from vmserve.memory.base import Regime
 
 __all__ = ["BACKENDS", "PREFERRED", "check_backend", "create_backend"]
 
+
+def _cuda() -> AttentionBackend:
+    # Only now: a machine without a GPU need not import what drives one.
+    from vmserve.attention.cuda import CudaPagedBackend  # noqa: PLC0415
+
+    return CudaPagedBackend()
+
+
 BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
     "cpu": CpuBackend,
-    "cuda": CudaPagedBackend,
+    "cuda": _cuda,
     "flash-attn": lambda: FlashBackend(FlashAttn2()),
     "flash-attn-3": lambda: FlashBackend(FlashAttn3()),
     "reference": ReferenceBackend,

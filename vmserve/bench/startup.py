@@ -1,8 +1,10 @@
-"""``vmserve bench startup``: from a process's start to its first token, and where the time goes."""
+"""``vmserve bench startup``: from a process's start to its first token, where the time goes, and
+what the processes then have in memory."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import socket
@@ -12,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -23,14 +26,25 @@ from vmserve.bench.ab.client import RunFailedError
 from vmserve.bench.ab.metrics import Metric
 from vmserve.bench.alloc.section import Table
 from vmserve.bench.machine import machine_info
+from vmserve.bench.process_memory import KINDS, child_processes, read_memory
 from vmserve.bench.report import dump, make_console, make_directory, print_table, progress
 from vmserve.bench.serve.events import Answer, EventReader
 from vmserve.cli_options import with_engine_options
+from vmserve.config import format_size
 
-__all__ = ["PHASES", "SCHEMA", "document", "startup_command", "table"]
+__all__ = [
+    "PHASES",
+    "PROCESSES",
+    "SCHEMA",
+    "Samples",
+    "document",
+    "memory_table",
+    "startup_command",
+    "table",
+]
 
 SCHEMA = "vmserve-bench-startup"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 #: In the order in which an engine comes to them; each counts from the process's start.
 PHASES: Mapping[str, str] = {
@@ -42,10 +56,34 @@ PHASES: Mapping[str, str] = {
     "http_ready": "/ready answers",
     "http_first_token": "first token over HTTP",
 }
+PROCESSES: Mapping[str, str] = {
+    "torch": "an interpreter with torch",
+    "offline": "LLM, after its first token",
+    "server": "vmserve serve: the server",
+    "engine": "vmserve serve: its engine",
+}
 _TIMEOUT_S = 600.0
 _STOP_S = 30.0
 _POLL_S = 0.01
 _COMMAND = (sys.executable, "-m", "vmserve.bench.startup_child")
+
+
+@dataclass
+class Samples:
+    """One value per process in each list."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    #: Of the processor, up to a phase.
+    cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
+    #: Process -> kind of memory -> bytes.
+    memory: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    #: Bytes of the weights, and of the KV cache's committed pages.
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def add_memory(self, process: str, found: Mapping[str, int]) -> None:
+        kinds = self.memory.setdefault(process, {})
+        for kind, num_bytes in found.items():
+            kinds.setdefault(kind, []).append(num_bytes)
 
 
 @with_engine_options
@@ -59,34 +97,56 @@ def startup_command(
     ] = None,
     **engine_options: Any,
 ) -> None:
-    """Time fresh processes from their start to their first token.
+    """Time fresh processes from their start to their first token, and look at their memory.
 
     Each time counts from before the process existed. The first process may read files that the
     others find in the system's cache: --json has every sample.
 
     Example: vmserve bench startup --model PATH --repeats 7 --serve --json startup.json
     """
-    seconds: dict[str, list[float]] = {}
+    samples = Samples()
     with progress("startup") as report:
         for index in range(repeats):
-            found = time_offline(engine_options)
+            found = time_offline(engine_options, samples)
             if with_server:
                 report((index + 0.5) / repeats)
-                found |= time_server(engine_options)
+                found |= time_server(engine_options, samples)
             for name, value in found.items():
-                seconds.setdefault(name, []).append(value)
+                samples.seconds.setdefault(name, []).append(value)
             report((index + 1) / repeats)
-    print_table(make_console(), table(seconds))
+    console = make_console()
+    print_table(console, table(samples.seconds))
+    if not has_bytecode():
+        console.print(
+            "vmserve's modules have no bytecode on disk: each process compiled them "
+            "(PYTHONDONTWRITEBYTECODE?); python -m compileall writes it"
+        )
+    print_table(console, memory_table(samples))
     if json_path is not None:
         make_directory(json_path.parent)
-        json_path.write_text(dump(document(engine_options, seconds)), encoding="utf-8")
+        json_path.write_text(dump(document(engine_options, samples)), encoding="utf-8")
 
 
-def time_offline(options: Mapping[str, Any]) -> dict[str, float]:
+def has_bytecode() -> bool:
+    """Whether this installation's modules are compiled already, as pip leaves them."""
+    return Path(importlib.util.cache_from_source(__file__)).is_file()
+
+
+def time_offline(options: Mapping[str, Any], samples: Samples) -> dict[str, float]:
     """Seconds to each phase. Raises RunFailedError with what the process said."""
+    samples.add_memory("torch", _told("torch", {})["memory"])
     began = time.monotonic()
+    told = _told("offline", options)
+    for name, value in told["cpu"].items():
+        samples.cpu_seconds.setdefault(name, []).append(value)
+    samples.add_memory("offline", told["memory"])
+    samples.sizes = told["sizes"]
+    return {name: float(at) - began for name, at in told["reached"].items()}
+
+
+def _told(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
     done = subprocess.run(
-        [*_COMMAND, "offline", json.dumps(dict(options))],
+        [*_COMMAND, mode, json.dumps(dict(options))],
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
@@ -94,11 +154,11 @@ def time_offline(options: Mapping[str, Any]) -> dict[str, float]:
     )
     if done.returncode != 0:
         raise RunFailedError(f"the process did not start: {_last_line(done.stderr)}")
-    reached = json.loads(done.stdout.strip().splitlines()[-1])
-    return {name: float(at) - began for name, at in reached.items()}
+    told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return told
 
 
-def time_server(options: Mapping[str, Any]) -> dict[str, float]:
+def time_server(options: Mapping[str, Any], samples: Samples) -> dict[str, float]:
     """Seconds to an answer of /ready, and to the first token of a request after it."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
@@ -110,7 +170,12 @@ def time_server(options: Mapping[str, Any]) -> dict[str, float]:
     ):
         _wait_ready(client, process, began)
         ready = time.monotonic() - began
-        return {"http_ready": ready, "http_first_token": _first_token(client) - began}
+        first_token = _first_token(client) - began
+        pid = process.popen.pid
+        samples.add_memory("server", read_memory(pid))
+        for child in child_processes(pid):
+            samples.add_memory("engine", read_memory(child))
+        return {"http_ready": ready, "http_first_token": first_token}
 
 
 class _Process:
@@ -174,19 +239,27 @@ def _first_token(client: httpx.Client) -> float:
     raise RunFailedError(f"the server answered {response.status_code} and no token")
 
 
-def document(options: Mapping[str, Any], seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def document(options: Mapping[str, Any], samples: Samples) -> dict[str, Any]:
     """Every sample, ready for JSON."""
+    seconds, cpu_seconds = samples.seconds, samples.cpu_seconds
     return {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine_info(),
         "options": dict(options),
+        "has_bytecode": has_bytecode(),
         "phases": {
-            name: {"title": title, "seconds": [round(one, 6) for one in seconds[name]]}
+            name: {
+                "title": title,
+                "seconds": [round(one, 6) for one in seconds[name]],
+                "cpu_seconds": [round(one, 6) for one in cpu_seconds.get(name, ())],
+            }
             for name, title in PHASES.items()
             if name in seconds
         },
+        "memory_bytes": samples.memory,
+        "sizes_bytes": samples.sizes,
     }
 
 
@@ -204,6 +277,18 @@ def table(seconds: Mapping[str, Sequence[float]]) -> Table:
         ("", "median", "fastest", "slowest"),
         rows,
     )
+
+
+def memory_table(samples: Samples) -> Table:
+    """Medians of the proportional set size, and what it is made of."""
+    show = format_size
+    rows = tuple(
+        (title, *(show(statistics.median(samples.memory[name][kind])) for kind in KINDS))
+        for name, title in PROCESSES.items()
+        if name in samples.memory
+    )
+    sizes = ", ".join(f"{name.replace('_', ' ')} {show(n)}" for name, n in samples.sizes.items())
+    return Table(f"proportional set size ({sizes})", ("", *KINDS), rows)
 
 
 def _free_port() -> int:

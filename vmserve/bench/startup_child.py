@@ -1,4 +1,4 @@
-"""The fresh process that ``vmserve bench startup`` times; it says when it came to what.
+"""The fresh process that ``vmserve bench startup`` measures; it says when it came to what.
 
 Times are of ``time.monotonic``, which all processes of a machine share, so that the parent can
 count them from before this process existed. Imports come late for that reason.
@@ -14,23 +14,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["main", "offline"]
+__all__ = ["main", "offline", "only_torch"]
 
 _PROMPT = list(range(10, 26))
 
 
-def offline(options: dict[str, Any]) -> dict[str, float]:
-    """An engine from nothing to its first token; what was reached when."""
+def only_torch() -> dict[str, Any]:
+    """What an interpreter takes that has imported torch and done nothing with it."""
+    import torch  # noqa: PLC0415 - it is what is measured
+
+    from vmserve.bench.process_memory import read_memory  # noqa: PLC0415
+
+    torch.zeros(1)
+    return {"memory": read_memory()}
+
+
+def offline(options: dict[str, Any]) -> dict[str, Any]:
+    """An engine from nothing to its first token: what was reached when, by the clock and in
+    seconds of the processor, and the memory at the end."""
     import vmserve.engine as engine_module  # noqa: PLC0415 - it is what is timed
     from vmserve.config import EngineConfig  # noqa: PLC0415
     from vmserve.sampling import SamplingParams  # noqa: PLC0415
 
     reached = {"imports": time.monotonic()}
+    cpu = {"imports": time.process_time()}
+
+    def reach(name: str) -> None:
+        reached[name], cpu[name] = time.monotonic(), time.process_time()
 
     def stamped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            reached[name] = time.monotonic()
+            reach(name)
             return result
 
         return call
@@ -39,26 +54,34 @@ def offline(options: dict[str, Any]) -> dict[str, float]:
     for name, phase in (("_create_memory", "kv_pool"), ("load_model", "model")):
         setattr(engine_module, name, stamped(phase, getattr(engine_module, name)))
     engine = engine_module.LLMEngine(EngineConfig.from_options(options))
-    reached["engine"] = time.monotonic()
+    reach("engine")
     params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, temperature=0.0)
     engine.add_request("first", _PROMPT, params)
     while engine.has_unfinished:
         for failure in engine.step().failures:
             raise failure.error
-    reached["first_token"] = time.monotonic()
+    reach("first_token")
+    from vmserve.bench.process_memory import read_memory  # noqa: PLC0415 - after what is timed
+
+    memory, stats = read_memory(), engine.memory.stats()
+    sizes = {
+        "weights": engine._model.parameter_bytes,
+        "kv_cache": stats.committed_pages * engine.memory.layout.total_page_bytes,
+    }
     engine.close()
-    return reached
+    return {"reached": reached, "cpu": cpu, "memory": memory, "sizes": sizes}
 
 
 def main() -> None:
-    """``offline OPTIONS`` writes times to standard output; ``serve OPTIONS PORT`` serves."""
+    """``offline OPTIONS`` and ``torch {}`` write what they found to standard output;
+    ``serve OPTIONS PORT`` serves."""
     options = json.loads(sys.argv[2])
     if sys.argv[1] == "serve":
         from vmserve.cli_serve import serve_command  # noqa: PLC0415 - it is what is timed
 
         serve_command(port=int(sys.argv[3]), served_model_name=["startup"], **options)
     else:
-        print(json.dumps(offline(options)))
+        print(json.dumps(only_torch() if sys.argv[1] == "torch" else offline(options)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 It is started by :mod:`vmserve.ipc.process`, never by hand.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import ctypes
@@ -14,6 +15,9 @@ import signal
 import socket
 import sys
 from pathlib import Path
+
+# Until all is loaded: see vmserve.imports.
+gc.disable()
 
 from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
@@ -60,6 +64,7 @@ def main() -> int:
     # What is loaded stays: left to the collector, it would be walked through again and again.
     gc.collect()
     gc.freeze()
+    gc.enable()
     _send(sock, _ready(engine))
     try:
         EngineService(engine, sock).run()

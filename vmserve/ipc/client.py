@@ -7,6 +7,7 @@ It knows when the engine has died (the socket ends) and when it hangs (no word f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -14,12 +15,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
+from vmserve.hub import resolve_model
 from vmserve.ipc.assembly import RequestAssembly
 from vmserve.ipc.framing import FrameReader, frame
 from vmserve.ipc.messages import (
@@ -147,7 +150,7 @@ class ProcessLLM:
     """Streams from one engine in a process of its own to the tasks of one event loop.
 
     Arguments and errors are those of :class:`vmserve.AsyncLLM`. Loading blocks; the engine is
-    killed when the thread that made this ends.
+    killed when the thread that made this ends. ``meanwhile`` is called while the engine loads.
     """
 
     def __init__(
@@ -156,6 +159,7 @@ class ProcessLLM:
         *,
         progress: Callable[[str, int, int], None] | None = None,
         supervision: Supervision | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
         **engine_options: Any,
     ) -> None:
         self._options = {"model": model, **engine_options}
@@ -163,8 +167,11 @@ class ProcessLLM:
         self._supervision = supervision or Supervision()
         self._process = self._spawn()
         try:
+            meanwhile()
+            tokenizer = _early_tokenizer(self.config)
             ready = self._process.wait_ready(progress or _no_progress)
-            self.tokenizer: Tokenizer = load_tokenizer(ready.tokenizer)
+            self.tokenizer: Tokenizer = tokenizer or load_tokenizer(ready.tokenizer)
+            self.tokenizer.prepare_chat()
         except BaseException:
             self._process.close()
             raise
@@ -542,6 +549,18 @@ class ProcessLLM:
 
 def _no_progress(phase: str, done: int, total: int) -> None:
     pass
+
+
+def _early_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer, while the engine loads; None where that has to fetch it, or refuse it."""
+    source = config.tokenizer or config.model
+    if source is not None and not Path(source).expanduser().is_dir():
+        return None
+    with contextlib.suppress(VmserveError):
+        tokenizer = load_tokenizer(resolve_model(source))
+        tokenizer.prepare_chat()
+        return tokenizer
+    return None
 
 
 def _facts(ready: Ready) -> ModelFacts:

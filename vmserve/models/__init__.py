@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from vmserve.attention.base import AttentionCall
+from vmserve.hub import resolve_model
 from vmserve.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from vmserve.models.decoder import Decoder
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import DTYPES, resolve_dtype
-from vmserve.models.foreign import ForeignModel, load_foreign
-from vmserve.models.hub import resolve_model
 from vmserve.models.loader import Progress, load_tensors
 from vmserve.models.native import NativeDecoder, choose_native, load_native
 from vmserve.models.weights import assemble, canonical_name, is_ignorable, tensor_shapes
+
+if TYPE_CHECKING:
+    from vmserve.models.foreign import ForeignModel
 
 __all__ = [
     "DTYPES",
@@ -93,6 +96,9 @@ def load_model(
             directory, config.network, dtype, where, max_len, progress
         )
     else:
+        # Only now: transformers takes seconds to import.
+        from vmserve.models.foreign import load_foreign  # noqa: PLC0415
+
         network, parameter_bytes = load_foreign(directory, config.network, dtype, where, progress)
     return LoadedModel(config, dtype, where, parameter_bytes, network)
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from vmserve.attention.base import LayerAttention
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.json_files import read_json
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.families import FAMILIES
-from vmserve.models.files import read_json
-from vmserve.models.foreign import ForeignConfig
 from vmserve.models.weights import tensor_shapes
+
+if TYPE_CHECKING:
+    from vmserve.models.foreign import ForeignConfig
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig"]
 
@@ -82,22 +80,23 @@ class ModelConfig:
         network: DecoderConfig | ForeignConfig
         if architecture in FAMILIES:
             family = FAMILIES[architecture]
-            hf = _parse(family.config_class, raw)
+            hf: Any = family.read(raw) or _parse(family.model_type, raw)
             network = family.describe(hf)
-            attention, num_weights = network.layers, _num_weights(network)
+            num_weights = _num_weights(network)
+            text = hf
         else:
-            hf = _parse(CONFIG_MAPPING[raw["model_type"]], raw)
-            network = ForeignConfig.inspect(architecture, hf)
-            attention, num_weights = network.layers, network.num_weights
+            hf = _parse(str(raw["model_type"]), raw)
+            network = _inspect(architecture, hf)
+            num_weights = network.num_weights
+            text = hf.get_text_config()
         generation = _read_optional(directory / "generation_config.json")
-        text = hf.get_text_config()
         return cls(
             architecture=architecture,
             vocab_size=network.vocab_size,
             kv_heads=network.kv_heads,
             head_dim=network.head_dim,
             max_position_embeddings=network.max_position_embeddings,
-            attention=attention,
+            attention=network.layers,
             num_weights=num_weights,
             activation_width=network.activation_width,
             eos_token_ids=_token_ids(generation.get("eos_token_id", text.eos_token_id)),
@@ -125,11 +124,17 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 def _architecture(raw: dict[str, Any]) -> str:
     """The causal LM that config.json names; a directory's own code (auto_map) never counts."""
-    model_type = raw.get("model_type")
-    known = {family.model_type: name for name, family in FAMILIES.items()}
-    of_type = known.get(str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type)))
-    names = raw.get("architectures") or [of_type or model_type]
-    name = names[0] if isinstance(names, list) and names else model_type
+    model_type = str(raw.get("model_type"))
+    of_type = next((n for n, family in FAMILIES.items() if family.model_type == model_type), None)
+    given = raw.get("architectures")
+    name = of_type
+    if given:
+        name = given[0] if isinstance(given, list) else raw.get("model_type")
+    if name not in FAMILIES:
+        from vmserve.models.transformers_config import causal_architecture  # noqa: PLC0415 - slow
+
+        of_type = of_type or causal_architecture(model_type)
+        name = name or of_type or raw.get("model_type")
     if name not in FAMILIES and (name is None or name != of_type):
         own_code = " (it brings its own code, which is never run)" if "auto_map" in raw else ""
         raise UnsupportedError(
@@ -144,19 +149,17 @@ def _architecture(raw: dict[str, Any]) -> str:
     return str(name)
 
 
-def _parse(config_class: type[PreTrainedConfig], raw: dict[str, Any]) -> PreTrainedConfig:
-    try:
-        return config_class.from_dict(raw)
-    except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"config.json: {_reason(error)}") from error
-    except StrictDataclassError as error:
-        raise ConfigurationError(f"config.json: {_reason(error.__cause__ or error)}") from error
+def _parse(model_type: str, raw: dict[str, Any]) -> Any:
+    """What ``transformers`` makes of config.json, where we leave it to that."""
+    from vmserve.models.transformers_config import parse  # noqa: PLC0415 - slow to import
+
+    return parse(model_type, raw)
 
 
-def _reason(error: BaseException) -> str:
-    """One line of at most 300 characters."""
-    text = str(error.args[0]) if error.args else type(error).__name__
-    return textwrap.shorten(text, 300)
+def _inspect(architecture: str, hf: Any) -> ForeignConfig:
+    from vmserve.models.foreign import ForeignConfig  # noqa: PLC0415 - slow to import
+
+    return ForeignConfig.inspect(architecture, hf)
 
 
 def _num_weights(network: DecoderConfig) -> int:

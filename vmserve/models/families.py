@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-
-from transformers import (
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from typing import Any
 
 from vmserve.attention.base import LayerAttention
 from vmserve.errors import ConfigurationError, UnsupportedError
@@ -23,6 +14,7 @@ from vmserve.models.decoder_config import (
     NormConfig,
     TensorNames,
 )
+from vmserve.models.fields import Fields, Schema, read_fields
 from vmserve.models.rope import RopeConfig
 
 __all__ = ["FAMILIES", "Family"]
@@ -75,12 +67,17 @@ _Windows = tuple[int | None, ...]
 @dataclass(frozen=True)
 class Family:
     model_type: str
-    config_class: type[PreTrainedConfig]
-    describe: Callable[[PreTrainedConfig], DecoderConfig]
+    schema: Schema
+    #: From the fields of config.json, as :meth:`read` or ``transformers`` has them.
+    describe: Callable[[Any], DecoderConfig]
+
+    def read(self, raw: Mapping[str, Any]) -> Fields | None:
+        """See :func:`~vmserve.models.fields.read_fields`."""
+        return read_fields(self.schema, raw)
 
 
 def _llama(
-    hf: PreTrainedConfig,
+    hf: Any,
     biases: tuple[bool, bool, bool],
     windows: _Windows | None = None,
     names: TensorNames = _LLAMA_NAMES,
@@ -114,7 +111,7 @@ def _llama(
     )
 
 
-def _rope(hf: PreTrainedConfig, head_dim: int) -> RopeConfig:
+def _rope(hf: Any, head_dim: int) -> RopeConfig:
     parameters = dict(hf.rope_parameters)
     return RopeConfig(
         rope_type=str(parameters.get("rope_type", "default")),
@@ -124,7 +121,7 @@ def _rope(hf: PreTrainedConfig, head_dim: int) -> RopeConfig:
     )
 
 
-def _window_by_layer_type(hf: PreTrainedConfig) -> _Windows:
+def _window_by_layer_type(hf: Any) -> _Windows:
     windows: dict[str, int | None] = {
         "full_attention": None,
         "sliding_attention": hf.sliding_window,
@@ -142,12 +139,12 @@ def _window_by_layer_type(hf: PreTrainedConfig) -> _Windows:
     return tuple(windows[layer_type] for layer_type in hf.layer_types)
 
 
-def _qwen3(hf: PreTrainedConfig) -> DecoderConfig:
+def _qwen3(hf: Any) -> DecoderConfig:
     biases = (hf.attention_bias, hf.attention_bias, False)
     return _llama(hf, biases, _window_by_layer_type(hf), _QWEN3_NAMES)
 
 
-def _opt(hf: PreTrainedConfig) -> DecoderConfig:
+def _opt(hf: Any) -> DecoderConfig:
     """OPT (Zhang et al. 2022); the 350m model is post-norm, with a narrower embedding."""
     head_dim = _even_share(hf.hidden_size, hf.num_attention_heads)
     return DecoderConfig(
@@ -174,7 +171,7 @@ def _opt(hf: PreTrainedConfig) -> DecoderConfig:
     )
 
 
-def _gpt2(hf: PreTrainedConfig) -> DecoderConfig:
+def _gpt2(hf: Any) -> DecoderConfig:
     """GPT-2 (Radford et al. 2019); ``reorder_and_upcast_attn`` is about training only."""
     if hf.add_cross_attention:
         raise UnsupportedError("GPT-2 with cross-attention (add_cross_attention) is not supported")
@@ -214,26 +211,171 @@ def _even_share(hidden_size: int, heads: int) -> int:
     return hidden_size // heads
 
 
+# -- fields of config.json: defaults as in transformers ------------------------------------
+
+_Kinds = Mapping[str, tuple[str, Any]]
+
+_COMMON: _Kinds = {
+    "vocab_size": ("int", 32000),
+    "hidden_size": ("int", 4096),
+    "intermediate_size": ("int", 11008),
+    "num_hidden_layers": ("int", 32),
+    "num_attention_heads": ("int", 32),
+    "num_key_value_heads": ("int?", None),
+    "head_dim": ("int?", None),
+    "hidden_act": ("str", "silu"),
+    "max_position_embeddings": ("int", 2048),
+    "rms_norm_eps": ("float", 1e-6),
+    "tie_word_embeddings": ("bool", False),
+    "bos_token_id": ("int?", 1),
+    "eos_token_id": ("ids", 2),
+}
+_QWEN: _Kinds = {
+    **_COMMON,
+    "vocab_size": ("int", 151936),
+    "intermediate_size": ("int", 22016),
+    "num_key_value_heads": ("int?", 32),
+    "max_position_embeddings": ("int", 32768),
+    "use_sliding_window": ("bool", False),
+    "sliding_window": ("int?", 4096),
+    "max_window_layers": ("int", 28),
+    "layer_types": ("layer_types", None),
+    "bos_token_id": ("int?", None),
+    "eos_token_id": ("ids", None),
+}
+
+
+def _finish_llama(found: Fields) -> bool:
+    heads = found.num_attention_heads
+    if heads < 1 or found.hidden_size % heads:
+        return False
+    return _finish_mistral(found)
+
+
+def _finish_mistral(found: Fields) -> bool:
+    if found.num_attention_heads < 1:
+        return False
+    if found.num_key_value_heads is None:
+        found.num_key_value_heads = found.num_attention_heads
+    if found.head_dim is None:
+        found.head_dim = found.hidden_size // found.num_attention_heads
+    return bool(found.head_dim % 2 == 0)
+
+
+def _finish_qwen(found: Fields) -> bool:
+    if not found.use_sliding_window:
+        found.sliding_window = None
+    layers = range(found.num_hidden_layers)
+    if found.layer_types is None:
+        first = len(layers) if found.sliding_window is None else found.max_window_layers
+        found.layer_types = [
+            "sliding_attention" if layer >= first else "full_attention" for layer in layers
+        ]
+    return len(found.layer_types) == found.num_hidden_layers and _finish_mistral(found)
+
+
+def _finish_opt(found: Fields) -> bool:
+    if found.word_embed_proj_dim is None:
+        found.word_embed_proj_dim = found.hidden_size
+    return True
+
+
+def _finish_gpt2(found: Fields) -> bool:
+    found.hidden_size = found.n_embd
+    found.num_attention_heads = found.n_head
+    found.num_hidden_layers = found.n_layer
+    found.max_position_embeddings = found.n_positions
+    return True
+
+
+_LLAMA = Schema(
+    {**_COMMON, "attention_bias": ("bool", False), "mlp_bias": ("bool", False)},
+    rope=True,
+    finish=_finish_llama,
+)
+_MISTRAL = Schema(
+    {
+        **_COMMON,
+        "intermediate_size": ("int", 14336),
+        "num_key_value_heads": ("int", 8),
+        "max_position_embeddings": ("int", 4096 * 32),
+        "sliding_window": ("int?", 4096),
+    },
+    rope=True,
+    finish=_finish_mistral,
+)
+_QWEN2 = Schema(_QWEN, rope=True, finish=_finish_qwen)
+_QWEN3 = Schema(
+    {**_QWEN, "head_dim": ("int", 128), "attention_bias": ("bool", False)},
+    rope=True,
+    finish=_finish_qwen,
+)
+_OPT = Schema(
+    {
+        "vocab_size": ("int", 50272),
+        "hidden_size": ("int", 768),
+        "num_hidden_layers": ("int", 12),
+        "ffn_dim": ("int", 3072),
+        "max_position_embeddings": ("int", 2048),
+        "do_layer_norm_before": ("bool", True),
+        "_remove_final_layer_norm": ("bool", False),
+        "word_embed_proj_dim": ("int?", None),
+        "num_attention_heads": ("int", 12),
+        "activation_function": ("str", "relu"),
+        "bos_token_id": ("int?", 2),
+        "eos_token_id": ("ids", 2),
+        "enable_bias": ("bool", True),
+        "layer_norm_elementwise_affine": ("bool", True),
+        "tie_word_embeddings": ("bool", True),
+    },
+    rope=False,
+    finish=_finish_opt,
+)
+_GPT2 = Schema(
+    {
+        "vocab_size": ("int", 50257),
+        "n_positions": ("int", 1024),
+        "n_embd": ("int", 768),
+        "n_layer": ("int", 12),
+        "n_head": ("int", 12),
+        "n_inner": ("int?", None),
+        "activation_function": ("str", "gelu_new"),
+        "layer_norm_epsilon": ("float", 1e-5),
+        "scale_attn_weights": ("bool", True),
+        "scale_attn_by_inverse_layer_idx": ("bool", False),
+        "add_cross_attention": ("bool", False),
+        "bos_token_id": ("int?", 50256),
+        "eos_token_id": ("ids", 50256),
+        "tie_word_embeddings": ("bool", True),
+    },
+    rope=False,
+    finish=_finish_gpt2,
+    aliases=frozenset(
+        ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
+    ),
+)
+
+
 #: By the name in ``architectures`` of config.json.
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(
         "llama",
-        LlamaConfig,
+        _LLAMA,
         lambda hf: _llama(hf, (hf.attention_bias, hf.attention_bias, hf.mlp_bias)),
     ),
     "MistralForCausalLM": Family(
         "mistral",
-        MistralConfig,
+        _MISTRAL,
         lambda hf: _llama(
             hf, (False, False, False), (hf.sliding_window,) * max(0, hf.num_hidden_layers)
         ),
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2",
-        Qwen2Config,
+        _QWEN2,
         lambda hf: _llama(hf, (True, False, False), _window_by_layer_type(hf)),
     ),
-    "Qwen3ForCausalLM": Family("qwen3", Qwen3Config, _qwen3),
-    "OPTForCausalLM": Family("opt", OPTConfig, _opt),
-    "GPT2LMHeadModel": Family("gpt2", GPT2Config, _gpt2),
+    "Qwen3ForCausalLM": Family("qwen3", _QWEN3, _qwen3),
+    "OPTForCausalLM": Family("opt", _OPT, _opt),
+    "GPT2LMHeadModel": Family("gpt2", _GPT2, _gpt2),
 }

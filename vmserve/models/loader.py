@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from vmserve.errors import ConfigurationError
-from vmserve.models.files import read_json
+from vmserve.json_files import read_json
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
 
 __all__ = ["Progress", "find_tensors", "listed", "load_tensors", "weight_files"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vmserve.attention.rotary import Rotary
 from vmserve.errors import ConfigurationError, UnsupportedError
@@ -84,17 +83,94 @@ class RotaryEmbedding:
 
 
 def _inverse_frequencies(rope: RopeConfig, max_len: int) -> tuple[torch.Tensor, float]:
-    """``[head_dim / 2]`` float32 radians per position, and the factor on cos and sin."""
-    if rope.rope_type in ("default", "dynamic"):
-        exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
-        return 1.0 / (rope.parameters["rope_theta"] ** exponents), 1.0
-    # transformers computes the scaled ones from a config; these fields are all that it reads.
-    carrier = LlamaConfig(
-        hidden_size=rope.head_dim,
-        num_attention_heads=1,
-        head_dim=rope.head_dim,
-        max_position_embeddings=rope.max_position_embeddings,
-        rope_parameters=dict(rope.parameters),
-    )
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[rope.rope_type](carrier, seq_len=max_len)
-    return frequencies.to(torch.float32), float(scaling)
+    """``[head_dim / 2]`` float32 radians per position, and the factor on cos and sin.
+
+    The same numbers, bit for bit, as in ``transformers``: checkpoints were trained and are compared
+    with those.
+    """
+    parameters = rope.parameters
+    periods = _periods(rope)
+    match rope.rope_type:
+        case "linear":
+            return 1.0 / periods / parameters["factor"], 1.0
+        case "llama3":
+            return _llama3(1.0 / periods, parameters), 1.0
+        case "yarn":
+            return _yarn(rope, periods)
+        case "longrope":
+            return _longrope(rope, periods, max_len)
+        case _:
+            return 1.0 / periods, 1.0
+
+
+def _periods(rope: RopeConfig) -> torch.Tensor:
+    """``[head_dim / 2]``: positions per radian."""
+    exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
+    periods: torch.Tensor = rope.parameters["rope_theta"] ** exponents
+    return periods
+
+
+def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
+    """Slow rotations are slowed further, fast ones left alone, those between blended (Llama 3.1).
+
+    What is slow and fast is said in turns that a vector makes within the original context.
+    """
+    context = parameters["original_max_position_embeddings"]
+    few, many = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    wavelengths = 2 * math.pi / frequencies
+    slowed = frequencies / parameters["factor"]
+    share = (context / wavelengths - few) / (many - few)
+    blended = (1 - share) * frequencies / parameters["factor"] + share * frequencies
+    faster = torch.where(wavelengths < context / many, frequencies, blended)
+    return torch.where(wavelengths > context / few, slowed, faster)
+
+
+def _yarn(rope: RopeConfig, periods: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """YaRN (Peng et al. 2023): as with llama3, by a ramp over the dimensions (section 3.2), and
+    attention that is sharper (section 3.4)."""
+    parameters = rope.parameters
+    context = parameters["original_max_position_embeddings"]
+    factor = parameters["factor"]
+    if factor is None:
+        factor = rope.max_position_embeddings / context
+    scaling = parameters.get("attention_factor")
+    if scaling is None:
+        mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        if mscale and all_dim:
+            scaling = _sharpness(factor, mscale) / _sharpness(factor, all_dim)
+        else:
+            scaling = _sharpness(factor, 1)
+
+    def dimension(turns: float) -> float:
+        """Where a vector makes so many turns within the original context."""
+        theta = parameters["rope_theta"]
+        return rope.head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = dimension(parameters.get("beta_fast") or 32)
+    last = dimension(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.head_dim - 1)
+    if first == last:
+        last += 0.001  # a step instead of a ramp
+    ramp = (torch.arange(rope.head_dim // 2, dtype=torch.float32) - first) / (last - first)
+    kept = 1 - ramp.clamp(0, 1)
+    return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept, float(scaling)
+
+
+def _sharpness(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(rope: RopeConfig, periods: torch.Tensor, max_len: int) -> tuple[torch.Tensor, float]:
+    """LongRoPE (Ding et al. 2024): a factor for each dimension, of two sets."""
+    parameters = rope.parameters
+    context = parameters["original_max_position_embeddings"]
+    scaling = parameters.get("attention_factor")
+    if scaling is None:
+        factor = parameters.get("factor")
+        if factor is None:
+            factor = rope.max_position_embeddings / context
+        scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
+    chosen = parameters["long_factor" if max_len > context else "short_factor"]
+    return 1.0 / (torch.tensor(chosen, dtype=torch.float32) * periods), float(scaling)

@@ -1,16 +1,13 @@
-"""Serving: a socket, the application on it, and the drain at the end."""
+"""Serving: the application on a socket, and the drain at the end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import signal
 import socket
-import ssl
-import stat
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Final
@@ -18,101 +15,21 @@ from typing import Final
 import uvicorn
 from fastapi import FastAPI
 
-from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
+from vmserve.errors import EngineDeadError
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.connection import GuardedProtocol
 from vmserve.server.engine_client import EngineClient
-from vmserve.server.limits import MAX_HEADER_BYTES, MAX_SEND_BYTES
+from vmserve.server.limits import MAX_HEADER_BYTES
+from vmserve.server.listen import cannot_bind, url_of
 
-__all__ = ["bind", "check_certificate", "serve", "stop_on_signals", "url_of"]
+__all__ = ["serve", "stop_on_signals"]
 
 logger = logging.getLogger(__name__)
 
 #: After the drain: for last bytes to leave, and for idle connections to close.
 FLUSH_SECONDS: Final = 3.0
 _BACKLOG: Final = 2048
-
-
-def bind(config: ServerConfig) -> socket.socket:
-    """A bound socket, so that a port in use is known before a model is loaded.
-
-    It does not listen yet: until the server is ready, connections are refused.
-
-    Raises :class:`~vmserve.errors.VmserveError`.
-    """
-    if config.uds is not None:
-        return _bind_unix(Path(config.uds))
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_SEND_BYTES)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-    except (OSError, UnicodeError) as error:
-        listener.close()
-        raise _cannot_bind(f"{config.host}:{config.port}", error) from error
-    return listener
-
-
-def _bind_unix(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        _remove_stale(path)
-        previous = os.umask(0o177)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(previous)
-    except OSError as error:
-        listener.close()
-        raise _cannot_bind(str(path), error) from error
-    return listener
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove a socket that no one listens on any more; anything else is left alone."""
-    try:
-        if not stat.S_ISSOCK(path.stat().st_mode):
-            return
-    except FileNotFoundError:
-        return
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-
-
-def _cannot_bind(where: str, error: OSError | UnicodeError) -> VmserveError:
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return VmserveError(f"{where} is in use by another process: choose another --port or --uds")
-    reason = error.strerror if isinstance(error, OSError) else "not a host name"
-    return ConfigurationError(f"cannot listen on {where}: {reason}")
-
-
-def check_certificate(config: ServerConfig) -> None:
-    """Raises :class:`~vmserve.errors.ConfigurationError` for files that TLS cannot use."""
-    if config.ssl_certfile is None:
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-            config.ssl_certfile, config.ssl_keyfile
-        )
-    except OSError as error:  # an ssl.SSLError is one
-        raise ConfigurationError(
-            f"ssl_certfile: {config.ssl_certfile} and {config.ssl_keyfile} cannot be used: "
-            f"{error.strerror or 'not a certificate and its key in PEM form'}"
-        ) from error
-
-
-def url_of(listener: socket.socket, *, tls: bool = False) -> str:
-    """Where clients reach ``listener``."""
-    if listener.family == socket.AF_UNIX:
-        return f"unix:{listener.getsockname()}"
-    scheme = "https" if tls else "http"
-    host, port = listener.getsockname()[:2]
-    return f"{scheme}://{f'[{host}]' if listener.family == socket.AF_INET6 else host}:{port}"
 
 
 class _Server(uvicorn.Server):
@@ -204,7 +121,7 @@ async def _serve(
         try:
             await running
         except OSError as error:  # another server took the port while this one was loading
-            raise _cannot_bind(url_of(listener), error) from error
+            raise cannot_bind(url_of(listener), error) from error
         finally:
             if config.uds is not None:
                 Path(config.uds).unlink(missing_ok=True)

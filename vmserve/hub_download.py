@@ -1,9 +1,12 @@
-"""From what the user calls a model to the directory that has its files."""
+"""Models of the hub: from the local Hugging Face cache, else downloaded.
+
+Apart from :mod:`vmserve.hub` because the hub's client takes as long to import as all of our
+own modules, and a directory needs none of it.
+"""
 
 from __future__ import annotations
 
 import logging
-from importlib.resources import files
 from pathlib import Path
 from typing import cast
 
@@ -18,7 +21,7 @@ from huggingface_hub.errors import (
 
 from vmserve.errors import ConfigurationError
 
-__all__ = ["resolve_model"]
+__all__ = ["cached", "downloaded"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,31 +33,8 @@ _UNWANTED_FILES = ["consolidated*", "*/*"]
 _TRANSPORT_ERRORS = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
 
 
-def resolve_model(model: str | None) -> Path:
-    """The directory of a model.
-
-    ``model``: None for the model inside the package; an existing directory; or a hub id
-    such as ``Qwen/Qwen3-0.6B``, taken from the local Hugging Face cache, else downloaded
-    (``huggingface_hub`` shows the progress on standard error).
-
-    Raises :class:`~vmserve.errors.ConfigurationError` when there is no such model, or it
-    is not in the cache and cannot be downloaded.
-    """
-    if model is None:
-        return Path(str(files("vmserve") / "assets" / "embedded"))
-    directory = Path(model).expanduser()
-    if directory.is_dir():
-        return directory
-    if directory.exists():
-        raise ConfigurationError(
-            f"{model} is a file: --model needs the directory with config.json and *.safetensors"
-        )
-    if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
-        raise ConfigurationError(f"model directory {model} does not exist: check --model")
-    return _cached(model) or _downloaded(model)
-
-
-def _cached(repo_id: str) -> Path | None:
+def cached(repo_id: str) -> Path | None:
+    """Its directory in the cache; None if it is not there as a whole."""
     try:
         snapshot = _snapshot(repo_id, local_files_only=True)
     except LocalEntryNotFoundError:
@@ -68,7 +48,8 @@ def _cached(repo_id: str) -> Path | None:
     return snapshot if _is_usable(snapshot) else None
 
 
-def _downloaded(repo_id: str) -> Path:
+def downloaded(repo_id: str) -> Path:
+    """Raises :class:`~vmserve.errors.ConfigurationError` with the reason if it cannot be had."""
     logger.info("%s is not in the local Hugging Face cache: downloading", repo_id)
     try:
         snapshot = _snapshot(repo_id, local_files_only=False)

@@ -1,0 +1,111 @@
+"""What a process imports before its first token, and what the server's process never does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.timeout(400)
+
+OFFLINE = """
+import json, sys
+from vmserve import LLM, SamplingParams
+with LLM(kv_cache_memory="64MiB", max_model_len=256) as llm:
+    [result] = llm.generate("Once", SamplingParams(max_tokens=1, temperature=0))
+    assert len(result.outputs[0].token_ids) == 1
+print(json.dumps(sorted(sys.modules)))
+"""
+#: Each of them would add more than a tenth of a second, or drags such modules in.
+HEAVY = {
+    "fastapi",
+    "httpx",
+    "huggingface_hub.file_download",
+    "huggingface_hub.hf_api",
+    "jinja2",
+    "llguidance",
+    "matplotlib",
+    "msgspec",
+    "numpy.ma",
+    "pydantic",
+    "rich",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "torch.onnx",
+    "transformers",
+    "typer",
+    "uvicorn",
+    "vmserve.attention.cuda",
+    "vmserve.models.foreign",
+    "zmq",
+}
+
+
+def test_the_first_token_without_heavy_modules() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    imported = set(json.loads(done.stdout.splitlines()[-1]))
+    assert "torch" in imported
+    assert "vmserve.models.decoder" in imported
+    assert sorted(imported & HEAVY) == []
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def loads_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def wait_url(process: subprocess.Popen[str]) -> str:
+    """Where it serves, from the line of its log that says that it is ready."""
+    assert process.stderr is not None
+    end = time.monotonic() + 300
+    lines: list[str] = []
+    while time.monotonic() < end:
+        readable, _, _ = select.select([process.stderr], [], [], 1.0)
+        if readable:
+            line = process.stderr.readline()
+            assert line, "".join(lines)
+            lines.append(line)
+            if match := re.search(r"ready: serving .* at (http://\S+)", line):
+                return match[1]
+    raise AssertionError("".join(lines))
+
+
+def test_the_servers_process_has_no_torch() -> None:
+    environment = {name: v for name, v in os.environ.items() if name != "VMSERVE_API_KEY"}
+    command = [sys.executable, "-c", "from vmserve.cli import main; main()", "serve", "--port", "0",
+               "--kv-cache-memory", "64MiB", "--max-model-len", "256"]  # fmt: skip
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment, bufsize=1
+    ) as process:
+        try:
+            url = wait_url(process)
+            [engine] = children(process.pid)
+            with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+                chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2,
+                        "model": "vmserve-embedded"}  # fmt: skip
+                reply = client.post("/v1/chat/completions", json=chat)
+                assert reply.status_code == 200, reply.text
+                prompt = {"prompt": "Once", "max_tokens": 2, "model": "vmserve-embedded"}
+                assert client.post("/v1/completions", json=prompt).status_code == 200
+            assert loads_torch(engine)
+            assert not loads_torch(process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)

@@ -1,0 +1,163 @@
+"""The fields of config.json that the decoder's families have, read without ``transformers``.
+
+Importing the configurations of ``transformers`` takes longer than everything else that happens
+before a model's first token, and what a usual config.json says can be read without them. A reading
+is the same as theirs, default for default, or it is none: whatever is unusual (a type that is not
+the field's, a spelling that is not known here, sizes that contradict each other) is left to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+__all__ = ["Fields", "Schema", "read_fields"]
+
+#: Attributes by the names of ``transformers``.
+Fields = SimpleNamespace
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+#: What changes the meaning of other fields, in ways that are not repeated here.
+_ELSEWHERE = frozenset(
+    ("decoder", "generator", "mlp_layer_types", "mtp_layer_types", "partial_rotary_factor",
+     "original_max_position_embeddings", "per_layer_config", "text_config", "text_encoder")
+)  # fmt: skip
+_LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
+_DEFAULT_THETA = 10_000.0
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+_KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "int": _is_int,
+    "int?": lambda value: value is None or _is_int(value),
+    "float": lambda value: type(value) is float,
+    "bool": lambda value: type(value) is bool,
+    "str": lambda value: type(value) is str,
+    "ids": lambda value: (
+        value is None or _is_int(value) or (type(value) is list and all(map(_is_int, value)))
+    ),
+    "layer_types": lambda value: (
+        value is None or (type(value) is list and _LAYER_TYPES.issuperset(map(str, value)))
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Schema:
+    """``fields``: name -> (kind, default), as in the family's configuration class.
+
+    ``finish`` fills in what follows from other fields; False: they contradict each other.
+    """
+
+    fields: Mapping[str, tuple[str, Any]]
+    rope: bool
+    finish: Callable[[Fields], bool]
+    #: Other names of fields, which nobody writes.
+    aliases: frozenset[str] = frozenset()
+
+
+def read_fields(schema: Schema, raw: Mapping[str, Any]) -> Fields | None:
+    """The fields of a config.json; None if it is better read by ``transformers``."""
+    if not raw.keys().isdisjoint(_ELSEWHERE | schema.aliases):
+        return None
+    if "layer_types" in raw and "layer_types" not in schema.fields:
+        return None
+    found = Fields()
+    for name, (kind, default) in schema.fields.items():
+        value = raw.get(name, default)
+        if not _KINDS[kind](value):
+            return None
+        setattr(found, name, value)
+    dtype = raw.get("torch_dtype") if raw.get("dtype") is None else raw["dtype"]
+    if not (dtype is None or (type(dtype) is str and dtype in _DTYPES)):
+        return None
+    found.dtype = None if dtype is None else _DTYPES[dtype]
+    if not (_in_vocabulary(found) and schema.finish(found)):
+        return None
+    if schema.rope:
+        parameters = _rope_parameters(raw, found.max_position_embeddings)
+        if parameters is None:
+            return None
+        found.rope_parameters = parameters
+    return found
+
+
+def _in_vocabulary(found: Fields) -> bool:
+    """Where this is False, ``transformers`` warns."""
+    ids = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
+    known = [each for each in (found.bos_token_id, *ids) if each is not None]
+    return all(0 <= each < found.vocab_size for each in known)
+
+
+# -- rotary embedding ---------------------------------------------------------------------
+
+_ANY = {"rope_theta", "rope_type", "type"}
+_NEEDED: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset(("factor",)),
+    "dynamic": frozenset(("factor",)),
+    "llama3": frozenset(("factor", "low_freq_factor", "high_freq_factor")),
+    "yarn": frozenset(("factor",)),
+}
+_OPTIONAL: Mapping[str, frozenset[str]] = {
+    "llama3": frozenset(("original_max_position_embeddings",)),
+    "yarn": frozenset(
+        ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow")
+    ),
+}
+
+
+def _rope_parameters(raw: Mapping[str, Any], max_len: int) -> dict[str, Any] | None:
+    """Of either spelling: ``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` beside it."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        return None
+    parameters = dict(given)
+    parameters.setdefault("rope_theta", raw.get("rope_theta", _DEFAULT_THETA))
+    rope_type = parameters.setdefault("rope_type", parameters.get("type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in _NEEDED:
+        return None
+    allowed = _NEEDED[rope_type] | _OPTIONAL.get(rope_type, frozenset())
+    names = parameters.keys() - _ANY
+    numbers = [parameters[name] for name in names] + [parameters["rope_theta"]]
+    if not (_NEEDED[rope_type] <= names <= allowed and all(map(_is_number, numbers))):
+        return None
+    if "original_max_position_embeddings" in allowed:
+        parameters.setdefault("original_max_position_embeddings", max_len)
+    return parameters if _is_plausible(rope_type, parameters, max_len) else None
+
+
+def _is_plausible(rope_type: str, parameters: Mapping[str, Any], max_len: int) -> bool:
+    """Where this is False, ``transformers`` warns or refuses."""
+    if parameters.get("factor", 1) < 1:
+        return False
+    original = parameters.get("original_max_position_embeddings", 1)
+    if original < 1:
+        return False
+    if rope_type == "llama3":
+        is_int = type(original) is int
+        return (
+            is_int
+            and original < max_len
+            and (parameters["low_freq_factor"] < parameters["high_freq_factor"])
+        )
+    if rope_type == "yarn":
+        return max_len / original in (1, parameters["factor"]) and (
+            parameters.get("beta_slow", 1) <= parameters.get("beta_fast", 32)
+        )
+    return True

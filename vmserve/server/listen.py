@@ -1,0 +1,99 @@
+"""The socket that a server listens on: made before anything that takes its time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import ssl
+import stat
+from pathlib import Path
+
+from vmserve.errors import ConfigurationError, VmserveError
+from vmserve.server.config import ServerConfig
+from vmserve.server.limits import MAX_SEND_BYTES
+
+__all__ = ["bind", "cannot_bind", "check_certificate", "url_of"]
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A bound socket, so that a port in use is known before a model is loaded.
+
+    It does not listen yet: until the server is ready, connections are refused.
+
+    Raises :class:`~vmserve.errors.VmserveError`.
+    """
+    if config.uds is not None:
+        return _bind_unix(Path(config.uds))
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_SEND_BYTES)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        raise cannot_bind(f"{config.host}:{config.port}", error) from error
+    return listener
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        previous = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(previous)
+    except OSError as error:
+        listener.close()
+        raise cannot_bind(str(path), error) from error
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket that no one listens on any more; anything else is left alone."""
+    try:
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+
+
+def cannot_bind(where: str, error: OSError | UnicodeError) -> VmserveError:
+    """What to tell whoever asked for the address."""
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return VmserveError(f"{where} is in use by another process: choose another --port or --uds")
+    reason = error.strerror if isinstance(error, OSError) else "not a host name"
+    return ConfigurationError(f"cannot listen on {where}: {reason}")
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """Raises :class:`~vmserve.errors.ConfigurationError` for files that TLS cannot use."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            config.ssl_certfile, config.ssl_keyfile
+        )
+    except OSError as error:  # an ssl.SSLError is one
+        raise ConfigurationError(
+            f"ssl_certfile: {config.ssl_certfile} and {config.ssl_keyfile} cannot be used: "
+            f"{error.strerror or 'not a certificate and its key in PEM form'}"
+        ) from error
+
+
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
+    """Where clients reach ``listener``."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    scheme = "https" if tls else "http"
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if listener.family == socket.AF_INET6 else host}:{port}"
