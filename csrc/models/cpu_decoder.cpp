@@ -513,6 +513,7 @@ void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, const Tenso
   check_call(token_ids, cos, sin, parts, wanted);
   auto num_rows = static_cast<std::int64_t>(token_ids.size());
   if (num_rows == 0) return;
+  const ThreadPool::Awake awake(*pool_);
   embed(token_ids);
   grow(attended_, num_rows * shape_.q_heads * shape_.head_dim);
   const auto num_layers = static_cast<std::int64_t>(layers_.size());
