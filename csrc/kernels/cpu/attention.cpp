@@ -296,8 +296,7 @@ void CpuAttention::write(const CpuBatch& batch, const CpuLayerCall& call) {
       run.items.push_back({seq, token});
     }
   }
-  const std::int64_t serial_elements =
-      pool_->is_awake() ? kSerialElementsAwake : kSerialElements;
+  const std::int64_t serial_elements = pool_->is_awake() ? kSerialElementsAwake : kSerialElements;
   const bool serial = batch.num_tokens() * row_elements < serial_elements;
   pool_->run(static_cast<std::int64_t>(run.items.size()), serial ? 1 : ThreadPool::kMaxThreads,
              &do_write, &run);

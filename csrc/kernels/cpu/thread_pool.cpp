@@ -97,7 +97,9 @@ struct ThreadPool::Shared {
   void wake_sleepers() {
     if (num_sleeping.load(std::memory_order_seq_cst) == 0) return;
     // Whoever has looked under the mutex and found nothing sleeps by now.
-    { const std::lock_guard lock(mutex); }
+    {
+      const std::lock_guard lock(mutex);
+    }
     wake.notify_all();
   }
 
@@ -126,7 +128,9 @@ struct ThreadPool::Shared {
   void leave() {
     const std::uint64_t before = state.fetch_sub(1, std::memory_order_acq_rel);
     if ((before & kJoined) == 1 && (before & kCallerSleeps) != 0) {
-      { const std::lock_guard lock(mutex); }
+      {
+        const std::lock_guard lock(mutex);
+      }
       idle.notify_one();
     }
   }
