@@ -21,6 +21,8 @@ constexpr std::int64_t kSerialWork = 1 << 15;
 // go by, and of many rows a part, so that there are items for every thread.
 constexpr std::int64_t kItemBytes = 192 << 10;
 constexpr std::int64_t kItemsPerThread = 4;
+// With so few rows a cache has nothing to keep, and kernels want several panels side by side.
+constexpr std::int64_t kFewRows = 3, kPanelsOfFewRows = 4;
 // Of the weights of an item that are widened at a time.
 constexpr std::int64_t kWidenedBytes = 192 << 10;
 constexpr std::size_t kBigPage = std::size_t{2} << 20;
@@ -348,6 +350,7 @@ void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t 
   const std::int64_t share =
       std::max<std::int64_t>(1, linear.num_panels / (kItemsPerThread * pool_->num_threads()));
   std::int64_t panels = std::clamp<std::int64_t>(kItemBytes / panel_bytes, 1, share);
+  if (num_rows <= kFewRows) panels = std::max(panels, kPanelsOfFewRows);
   if (panels >= 4) panels = panels / 4 * 4;
   const std::int64_t num_items = (linear.num_panels + panels - 1) / panels;
   const auto kernel = kernels_->linear[static_cast<std::size_t>(linear.type)];
