@@ -401,6 +401,9 @@ def columns(objects: list[Any], names: tuple[str, ...]) -> NDArray[np.int64]:
     """
 
 def cpu_isas() -> list[str]: ...
+def row_peaks(
+    rows: int, num_rows: int, width: int, isa: str = ""
+) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float64]]: ...
 
 class CpuKvView:
     @overload
@@ -471,10 +474,12 @@ class CpuDecoder:
     @property
     def rounds_rows(self) -> bool: ...
     num_threads: int
+    @property
+    def num_positions(self) -> int: ...
+    def set_rotations(self, cos: _TensorTuple, sin: _TensorTuple) -> None: ...
     def forward(
         self,
         token_ids: NDArray[np.int64],
-        rotary: tuple[_TensorTuple, _TensorTuple],
         batches: list[CpuBatch],
         wanted: NDArray[np.int64],
         logits: int,

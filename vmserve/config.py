@@ -21,7 +21,7 @@ KVRegime = Literal["auto", "virtual", "paged"]
 ZeroPolicy = Literal["always", "tenant", "never"]
 #: "native": one call into C++ for the whole forward pass, on a CPU.
 LinearBackend = Literal["auto", "native", "torch"]
-#: "int8": linear layers with a scale for each output; activations stay as they are.
+#: "int8": linear layers with a scale for each output; activations of 16 bits.
 Quantization = Literal["none", "int8"]
 KVMapper = Literal["auto", "off", "thread"]
 Preemption = Literal["auto", "recompute", "swap"]

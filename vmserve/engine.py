@@ -139,8 +139,7 @@ class LLMEngine:
             )
             for regime in Regime
         }
-        # What "auto" has chosen may have been somebody else's kernels.
-        native = native and all(isinstance(each, CpuBackend) for each in backends.values())
+        native = native and _attends_natively(config, backends)
         slack = max(backend.read_slack_tokens for backend in backends.values())
         pages = self._runtime.memory(self.resolved.activation_bytes)
         with self._runtime.active():
@@ -821,6 +820,21 @@ def _linear_backend(config: EngineConfig, runtime: DeviceRuntime) -> str:
     ):
         return "torch"
     return config.linear_backend
+
+
+def _attends_natively(config: EngineConfig, backends: Mapping[Regime, AttentionBackend]) -> bool:
+    """Whether no regime has somebody else's kernels, as "auto" may have chosen.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` where it was asked for.
+    """
+    others = sorted({each.name for each in backends.values() if not isinstance(each, CpuBackend)})
+    if others and (config.linear_backend == "native" or config.quantization != "none"):
+        raise ConfigurationError(
+            f"linear_backend: native attends with the cpu backend alone, and --attention-backend "
+            f"{config.attention_backend} is {' and '.join(others)} here: use --attention-backend "
+            "cpu, or --linear-backend torch without --quantization"
+        )
+    return not others
 
 
 def _reads_prompts_mostly(plan: StepPlan) -> bool:

@@ -36,17 +36,14 @@ const float* vector_of(std::optional<TensorTuple> tuple, std::int64_t size, cons
 }
 
 std::vector<double> forward(CpuDecoder& decoder, const IntArray& token_ids,
-                            std::pair<TensorTuple, TensorTuple> rotary,
                             const std::vector<CpuBatch*>& batches, const IntArray& wanted,
                             std::uintptr_t logits) {
   const Ints ids = as_ints(token_ids), rows = as_ints(wanted);
-  const TensorRef cos = as_tensor(std::move(rotary.first));
-  const TensorRef sin = as_tensor(std::move(rotary.second));
   std::vector<CpuDecoder::Part> parts;
   for (CpuBatch* batch : batches) parts.push_back({batch, 0.0});
   {
     const py::gil_scoped_release unlocked;
-    decoder.forward(ids, cos, sin, parts, rows, reinterpret_cast<float*>(logits));
+    decoder.forward(ids, parts, rows, reinterpret_cast<float*>(logits));
   }
   std::vector<double> seconds;
   for (const CpuDecoder::Part& part : parts) seconds.push_back(part.seconds);
@@ -116,8 +113,15 @@ void bind_decoder(py::module_& m) {
       .def_property_readonly("weight_bytes", &CpuDecoder::weight_bytes)
       .def_property_readonly("rounds_rows", &CpuDecoder::rounds_rows)
       .def_property("num_threads", &CpuDecoder::num_threads, &CpuDecoder::set_num_threads)
-      .def("forward", &forward, py::arg("token_ids"), py::arg("rotary"), py::arg("batches"),
-           py::arg("wanted"), py::arg("logits"));
+      .def_property_readonly("num_positions", &CpuDecoder::num_positions)
+      .def(
+          "set_rotations",
+          [](CpuDecoder& decoder, TensorTuple cos, TensorTuple sin) {
+            decoder.set_rotations(as_tensor(std::move(cos)), as_tensor(std::move(sin)));
+          },
+          py::arg("cos"), py::arg("sin"))
+      .def("forward", &forward, py::arg("token_ids"), py::arg("batches"), py::arg("wanted"),
+           py::arg("logits"));
 }
 
 }  // namespace vmserve

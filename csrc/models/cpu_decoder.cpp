@@ -21,6 +21,8 @@ constexpr std::int64_t kSerialWork = 1 << 15;
 // go by, and of many rows a part, so that there are items for every thread.
 constexpr std::int64_t kItemBytes = 192 << 10;
 constexpr std::int64_t kItemsPerThread = 4;
+// With so few rows a cache has nothing to keep, and kernels want several panels side by side.
+constexpr std::int64_t kFewRows = 3, kPanelsOfFewRows = 4;
 // Of the weights of an item that are widened at a time.
 constexpr std::int64_t kWidenedBytes = 192 << 10;
 constexpr std::size_t kBigPage = std::size_t{2} << 20;
@@ -68,6 +70,14 @@ std::vector<float> copy_vector(const TensorRef& tensor, const char* name, std::i
 template <class Number>
 void grow(std::vector<Number>& buffer, std::int64_t size) {
   if (buffer.size() < static_cast<std::size_t>(size)) buffer.resize(static_cast<std::size_t>(size));
+}
+
+std::uint16_t narrow_bits(float x) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const bool is_nan = (bits & 0x7fffffffU) > 0x7f800000U;
+  return static_cast<std::uint16_t>(is_nan ? 0x7fc0U
+                                           : (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
 }
 
 class Stopwatch {
@@ -279,8 +289,34 @@ void CpuDecoder::set_ends(const TensorRef& embedding, const TensorRef& final_nor
   embedding_ = embedding;
 }
 
-void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids, const TensorRef& cos,
-                            const TensorRef& sin, const std::vector<Part>& parts,
+void CpuDecoder::set_rotations(const TensorRef& cos, const TensorRef& sin) {
+  for (const TensorRef* tensor : {&cos, &sin}) {
+    const std::int64_t dim = shape_.head_dim;
+    require(tensor->dtype == kv_dtype_ && tensor->shape.size() == 3 &&
+                tensor->shape == std::vector<std::int64_t>{cos.shape[0], 1, dim} &&
+                tensor->strides[0] == dim && tensor->strides[2] == 1,
+            "cosines and sines are [positions, 1, head_dim] in the KV cache's dtype, contiguous");
+  }
+  const std::lock_guard lock(mutex_);
+  cos_ = cos;
+  sin_ = sin;
+}
+
+std::int64_t CpuDecoder::num_positions() const {
+  return cos_.shape.empty() ? 0 : cos_.shape[0];
+}
+
+void CpuDecoder::check_positions(const CpuBatch& batch) const {
+  for (std::int64_t i = 0; i < batch.num_sequences(); ++i) {
+    const std::int64_t end = batch.num_past(i) + batch.num_new(i);
+    require(end <= num_positions(), "position " + std::to_string(end - 1) +
+                                        " has no rotation: there are " +
+                                        std::to_string(num_positions()));
+  }
+}
+
+void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids,
+                            const std::vector<Part>& parts,
                             const std::vector<std::int64_t>& wanted) const {
   require(head_ != nullptr && !layers_.empty(), "the decoder has no weights yet");
   const auto num_rows = static_cast<std::int64_t>(token_ids.size());
@@ -301,13 +337,10 @@ void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids, const Te
                 view.head_dim() == shape_.head_dim &&
                 view.num_layers() == static_cast<std::int64_t>(layers_.size()),
             "the KV cache is not this decoder's");
+    check_positions(*part.batch);
   }
   require(rows == num_rows, std::to_string(num_rows) + " token ids for batches of " +
                                 std::to_string(rows) + " tokens");
-  for (const TensorRef* tensor : {&cos, &sin}) {
-    require(tensor->dtype == kv_dtype_ && tensor->shape.size() == 3 && tensor->shape[0] == num_rows,
-            "cos and sin are [tokens, 1, rotary_dim] in the KV cache's dtype");
-  }
 }
 
 void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t num_rows,
@@ -327,6 +360,7 @@ void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t 
   const std::int64_t share =
       std::max<std::int64_t>(1, linear.num_panels / (kItemsPerThread * pool_->num_threads()));
   std::int64_t panels = std::clamp<std::int64_t>(kItemBytes / panel_bytes, 1, share);
+  if (num_rows <= kFewRows) panels = std::max(panels, kPanelsOfFewRows);
   if (panels >= 4) panels = panels / 4 * 4;
   const std::int64_t num_items = (linear.num_panels + panels - 1) / panels;
   const auto kernel = linear.paired ? kernels_->linear_pairs
@@ -343,6 +377,8 @@ void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t 
     mine.num_panels =
         static_cast<std::int32_t>(std::min(panels, linear.num_panels - item * panels));
     mine.rows = rows;
+    mine.short_rows = shorts_.data();
+    mine.row_scales = row_scales_.data();
     mine.num_rows = static_cast<std::int32_t>(num_rows);
     mine.out = out;
     kernel(mine);
@@ -352,7 +388,13 @@ void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t 
 void CpuDecoder::pack_rows(const Linear& next, const void* rows, bool bf16, std::int64_t num_rows,
                            const float* norm) {
   const std::int64_t depth = next.inputs, block_depth = next.depth;
-  grow(packed_, num_rows * block_depth);
+  const std::int64_t groups = cpu::num_groups(block_depth);
+  if (quantized_) {
+    grow(shorts_, num_rows * block_depth);
+    grow(row_scales_, num_rows * groups);
+  } else {
+    grow(packed_, num_rows * block_depth);
+  }
   std::vector<std::int32_t> firsts;
   for (std::int64_t row = 0; row < num_rows;) {
     firsts.push_back(static_cast<std::int32_t>(row));
@@ -369,7 +411,12 @@ void CpuDecoder::pack_rows(const Linear& next, const void* rows, bool bf16, std:
     args.norm = norm;
     args.eps = shape_.norm_eps;
     args.paired = next.paired;
-    args.block = packed_.data() + first * block_depth;
+    if (quantized_) {
+      args.short_block = shorts_.data() + first * block_depth;
+      args.scales = row_scales_.data() + first * groups;
+    } else {
+      args.block = packed_.data() + first * block_depth;
+    }
     kernels_->pack_rows(args);
   });
 }
@@ -395,29 +442,54 @@ void CpuDecoder::embed(const std::vector<std::int64_t>& token_ids) {
   }
 }
 
+void CpuDecoder::normalise_head(float* head, const float* norm, float* room) const {
+  // A row of its own; packed as a block of one row it stays in order.
+  cpu::PackRowsArgs args{};
+  args.rows = head;
+  args.row_stride = shape_.head_dim;
+  args.num_rows = 1;
+  args.depth = shape_.head_dim;
+  args.norm = norm;
+  args.eps = shape_.norm_eps;
+  args.block = room;
+  kernels_->pack_rows(args);
+  std::copy_n(room, shape_.head_dim, head);
+}
+
 void CpuDecoder::normalise_heads(const Layer& layer, std::int64_t num_rows) {
-  // Each head of q and k is a row of its own; packed as blocks of one row it stays where it is.
   const std::int64_t dim = shape_.head_dim, q_heads = shape_.q_heads, kv_heads = shape_.kv_heads;
   const std::int64_t row_size = (q_heads + 2 * kv_heads) * dim;
+  const bool narrow = kv_dtype_ == DType::kBFloat16;
+  if (narrow) grow(narrow_qkv_, num_rows * row_size);
   parallel(num_rows, num_rows * row_size, [&](std::int64_t row) {
-    std::vector<float> normalised(static_cast<std::size_t>(padded_depth(dim)));
+    std::vector<float> room(static_cast<std::size_t>(padded_depth(dim)));
+    float* const at = qkv_.data() + row * row_size;
     for (std::int64_t head = 0; head < q_heads + kv_heads; ++head) {
-      float* const at = qkv_.data() + row * row_size + head * dim;
-      cpu::PackRowsArgs args{};
-      args.rows = at;
-      args.row_stride = dim;
-      args.num_rows = 1;
-      args.depth = dim;
-      args.norm = head < q_heads ? layer.q_norm.data() : layer.k_norm.data();
-      args.eps = shape_.norm_eps;
-      args.block = normalised.data();
-      kernels_->pack_rows(args);
-      std::copy(normalised.begin(), normalised.begin() + dim, at);
+      const auto& norm = head < q_heads ? layer.q_norm : layer.k_norm;
+      normalise_head(at + head * dim, norm.data(), room.data());
     }
+    std::uint16_t* const to = narrow_qkv_.data() + row * row_size;
+    for (std::int64_t i = 0; narrow && i < row_size; ++i) to[i] = narrow_bits(at[i]);
   });
 }
 
-void CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
+void CpuDecoder::gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows) {
+  const std::int64_t bytes = shape_.head_dim * (kv_dtype_ == DType::kBFloat16 ? 2 : 4);
+  grow(rotations_, 2 * num_rows * bytes);
+  char* to = rotations_.data();
+  for (const TensorRef* table : {&cos_, &sin_}) {
+    for (const Part& part : parts) {
+      for (std::int64_t i = 0; i < part.batch->num_sequences(); ++i) {
+        const auto size = static_cast<std::size_t>(part.batch->num_new(i) * bytes);
+        std::memcpy(to, table->data + part.batch->num_past(i) * bytes, size);
+        to += size;
+      }
+    }
+  }
+}
+
+// Where q, k and v of the rows are, in the KV cache's type.
+char* CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
   const std::int64_t row_size = (shape_.q_heads + 2 * shape_.kv_heads) * shape_.head_dim;
   pack_rows(layer.qkv, x_.data(), false, num_rows, layer.attention_norm.data());
   grow(qkv_, num_rows * row_size);
@@ -425,44 +497,38 @@ void CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
   if (layer.q_norm.empty()) {
     const auto epilogue = narrow ? cpu::Epilogue::kNarrow : cpu::Epilogue::kStore;
     multiply(layer.qkv, packed_.data(), num_rows, epilogue, qkv_.data(), row_size);
-    return;
+    return reinterpret_cast<char*>(qkv_.data());
   }
   multiply(layer.qkv, packed_.data(), num_rows, cpu::Epilogue::kStore, qkv_.data(), row_size);
   normalise_heads(layer, num_rows);
-  if (!narrow) return;
-  // In place: a row's bfloat16 lie where rows before it were.
-  auto* const to = reinterpret_cast<char*>(qkv_.data());
-  for (std::int64_t i = 0; i < num_rows * row_size; ++i) {
-    std::uint32_t bits;
-    std::memcpy(&bits, qkv_.data() + i, sizeof bits);
-    const bool is_nan = (bits & 0x7fffffffU) > 0x7f800000U;
-    const auto half =
-        static_cast<std::uint16_t>(is_nan ? 0x7fc0U : (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
-    std::memcpy(to + 2 * i, &half, sizeof half);
-  }
+  return narrow ? reinterpret_cast<char*>(narrow_qkv_.data())
+                : reinterpret_cast<char*>(qkv_.data());
 }
 
-void CpuDecoder::attend(const Layer& layer, std::int64_t index, const TensorRef& cos,
-                        const TensorRef& sin, std::vector<Part>& parts) {
+void CpuDecoder::attend(const Layer& layer, std::int64_t index, char* qkv,
+                        std::vector<Part>& parts) {
   const std::int64_t dim = shape_.head_dim, q_heads = shape_.q_heads, kv_heads = shape_.kv_heads;
   const std::int64_t row_size = (q_heads + 2 * kv_heads) * dim;
   const std::int64_t item = kv_dtype_ == DType::kBFloat16 ? 2 : 4;
-  std::int64_t first = 0;
+  std::int64_t num_rows = 0, first = 0;
+  for (const Part& part : parts) num_rows += part.batch->num_tokens();
   for (Part& part : parts) {
     const Stopwatch watch;
     const std::int64_t rows = part.batch->num_tokens();
     const auto heads_at = [&](std::int64_t head, std::int64_t heads) {
       TensorRef tensor;
-      tensor.data = reinterpret_cast<char*>(qkv_.data()) + (first * row_size + head * dim) * item;
+      tensor.data = qkv + (first * row_size + head * dim) * item;
       tensor.dtype = kv_dtype_;
       tensor.shape = {rows, heads, dim};
       tensor.strides = {row_size, dim, 1};
       return tensor;
     };
-    const auto rotation_at = [&](const TensorRef& rotation) {
-      TensorRef tensor = rotation;
-      tensor.data += first * rotation.strides[0] * item;
-      tensor.shape[0] = rows;
+    const auto rotation_at = [&](std::int64_t row) {
+      TensorRef tensor;
+      tensor.data = rotations_.data() + row * dim * item;
+      tensor.dtype = kv_dtype_;
+      tensor.shape = {rows, 1, dim};
+      tensor.strides = {dim, dim, 1};
       return tensor;
     };
     CpuLayerCall call;
@@ -470,8 +536,8 @@ void CpuDecoder::attend(const Layer& layer, std::int64_t index, const TensorRef&
     call.q = heads_at(0, q_heads);
     call.k = heads_at(q_heads, kv_heads);
     call.v = heads_at(q_heads + kv_heads, kv_heads);
-    call.cos = rotation_at(cos);
-    call.sin = rotation_at(sin);
+    call.cos = rotation_at(first);
+    call.sin = rotation_at(num_rows + first);
     call.out.data = reinterpret_cast<char*>(attended_.data()) + first * q_heads * dim * item;
     call.out.dtype = kv_dtype_;
     call.out.shape = {rows, q_heads, dim};
@@ -512,25 +578,33 @@ void CpuDecoder::finish_layer(const Layer& layer, std::int64_t num_rows) {
   multiply(layer.output, packed_.data(), num_rows, add, x_.data(), hidden);
   pack_rows(layer.gate_up, x_.data(), false, num_rows, layer.mlp_norm.data());
   grow(gated_, num_rows * layer.down.depth);
-  multiply(layer.gate_up, packed_.data(), num_rows, cpu::Epilogue::kGate, gated_.data(),
-           layer.down.depth, layer.down.paired);
+  if (quantized_) {
+    // The scales of a row are known when all of it is.
+    multiply(layer.gate_up, nullptr, num_rows, cpu::Epilogue::kGateRows, gated_.data(),
+             shape_.mlp_size);
+    pack_rows(layer.down, gated_.data(), false, num_rows, nullptr);
+  } else {
+    multiply(layer.gate_up, packed_.data(), num_rows, cpu::Epilogue::kGate, gated_.data(),
+             layer.down.depth, layer.down.paired);
+  }
   multiply(layer.down, gated_.data(), num_rows, add, x_.data(), hidden);
 }
 
-void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, const TensorRef& cos,
-                         const TensorRef& sin, std::vector<Part>& parts,
+void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector<Part>& parts,
                          const std::vector<std::int64_t>& wanted, float* logits) {
   const std::lock_guard lock(mutex_);
-  check_call(token_ids, cos, sin, parts, wanted);
+  check_call(token_ids, parts, wanted);
   auto num_rows = static_cast<std::int64_t>(token_ids.size());
   if (num_rows == 0) return;
+  const ThreadPool::Awake awake(*pool_);
   embed(token_ids);
+  gather_rotations(parts, num_rows);
   grow(attended_, num_rows * shape_.q_heads * shape_.head_dim);
   const auto num_layers = static_cast<std::int64_t>(layers_.size());
   for (std::int64_t index = 0; index < num_layers; ++index) {
     const Layer& layer = layers_[static_cast<std::size_t>(index)];
-    project(layer, num_rows);
-    attend(layer, index, cos, sin, parts);
+    char* const qkv = project(layer, num_rows);
+    attend(layer, index, qkv, parts);
     if (index == num_layers - 1) {
       // Nothing reads the other rows any more.
       keep(wanted);

@@ -16,6 +16,7 @@ import torch
 from vmserve import _core
 from vmserve.attention.base import AttentionCall, LayerAttention
 from vmserve.attention.cpu import ISA_VARIABLE, CpuCall, head_refusal, tensor_tuple
+from vmserve.attention.rotary import Rotary
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
@@ -29,6 +30,8 @@ __all__ = ["NativeDecoder", "TimedPart", "choose_native", "load_native", "refusa
 
 #: Of the KV cache, and of what is rounded to be written there.
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+#: Of which cosines and sines are made at once.
+MIN_POSITIONS = 1024
 _ACTIVATIONS = ("silu", "swish")
 
 _TensorTuple = tuple[int, str, tuple[int, ...], tuple[int, ...]]
@@ -104,6 +107,7 @@ class NativeDecoder:
     ) -> None:  # fmt: skip
         self._core = core
         self._rotary = rotary
+        self._rotations: Rotary | None = None  # read in place
         self._vocab_size = config.vocab_size
         self._dtype = dtype
         self._embedding = embedding  # read in place
@@ -133,23 +137,27 @@ class NativeDecoder:
         """
         parts = cast("_Parts", attention).parts
         batches = [_native_batch(part.call) for part in parts]
-        rotary = self._rotary.at(positions, self._dtype)
-        num_tokens = len(token_ids)
-        rows = np.arange(num_tokens) if logits_rows is None else logits_rows.numpy()
+        self._rotate_up_to(int(positions.numpy().max(initial=0)))
+        rows = np.arange(len(token_ids)) if logits_rows is None else logits_rows.numpy()
         logits = torch.empty(len(rows), self._vocab_size)
         threads = torch.get_num_threads()
         if self._core.num_threads != threads:
             self._core.num_threads = threads
-        seconds = self._core.forward(
-            token_ids.numpy(),
-            (tensor_tuple(rotary.cos), tensor_tuple(rotary.signed_sin)),
-            batches,
-            rows,
-            logits.data_ptr(),
-        )
+        seconds = self._core.forward(token_ids.numpy(), batches, rows, logits.data_ptr())
         for part, taken in zip(parts, seconds, strict=True):
             part.seconds += taken
         return logits
+
+    def _rotate_up_to(self, position: int) -> None:
+        """Cosines and sines are kept for as many positions as any sequence has had, and no more:
+        for a context of 128k tokens they would be 64 MiB."""
+        known = self._core.num_positions
+        if position < known:
+            return
+        wanted = max(position + 1, 2 * known, MIN_POSITIONS)
+        rotations = self._rotary.at(torch.arange(wanted), self._dtype)
+        self._core.set_rotations(tensor_tuple(rotations.cos), tensor_tuple(rotations.signed_sin))
+        self._rotations = rotations
 
 
 def _native_batch(call: AttentionCall) -> _core.CpuBatch:

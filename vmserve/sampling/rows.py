@@ -1,20 +1,34 @@
 """Operations on each row of a matrix, the same for a row whatever other rows are there.
 
 On a CPU they go through numpy, whose comparisons, sorts and partitions of float32 are
-vectorised (torch's argmax and ``>`` are 5 to 10 times slower there); elsewhere through torch.
+vectorised (torch's argmax and ``>`` are 5 to 10 times slower there), or the C++ core; elsewhere
+through torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Entries", "Ids", "Values", "argmax", "at_least", "kth_largest", "num_before"]
+from vmserve import _core
+
+__all__ = [
+    "Entries",
+    "Ids",
+    "Peaks",
+    "Values",
+    "argmax",
+    "at_least",
+    "kth_largest",
+    "num_before",
+    "peaks",
+]
 
 Ids = NDArray[np.int64]
 Values = NDArray[np.float32]
@@ -32,6 +46,37 @@ class Entries:
     def __iter__(self) -> Iterator[tuple[Ids, Values]]:
         for start, end in zip(self.starts, self.starts[1:], strict=False):
             yield self.ids[start:end], self.values[start:end]
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What tells the likeliest token of each row of logits, and how likely any token is."""
+
+    #: The largest value's column, the lowest one of equals: [rows].
+    ids: Tensor
+    #: That value, and the sum over the row of ``exp(value - maximum)``, on the host: [rows]. The
+    #: sum is NaN where a value is NaN or +inf, or all are -inf.
+    maxima: Values
+    totals: NDArray[np.float64]
+
+    def logprobs(self, x: Tensor, chosen: Tensor) -> list[float]:
+        """Of column ``chosen[i]`` of row i of the same logits."""
+        if chosen is self.ids:
+            own = -np.log(self.totals)
+        else:
+            values = x.gather(1, chosen[:, None])[:, 0].cpu().numpy()
+            own = (values - self.maxima).astype(np.float64) - np.log(self.totals)
+        return cast("list[float]", own.tolist())
+
+
+def peaks(x: Tensor) -> Peaks:
+    """``x`` [rows, columns] contiguous float32."""
+    if x.device.type == "cpu":
+        ids, maxima, totals = _core.row_peaks(x.data_ptr(), *x.shape)
+        return Peaks(torch.from_numpy(ids), maxima, totals)
+    highest = x.amax(dim=-1)
+    sums = (x - highest[:, None]).exp().sum(dim=-1, dtype=torch.float64)
+    return Peaks(x.argmax(dim=-1), highest.cpu().numpy(), sums.cpu().numpy())
 
 
 def argmax(x: Tensor) -> Tensor:

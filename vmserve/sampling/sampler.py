@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 import torch
@@ -15,7 +14,16 @@ from vmserve.sampling.adjust import adjust, is_adjusted
 from vmserve.sampling.draw import draw
 from vmserve.sampling.params import SamplingParams
 from vmserve.sampling.rng import uniforms
-from vmserve.sampling.rows import Ids, Values, argmax, at_least, kth_largest, num_before
+from vmserve.sampling.rows import (
+    Ids,
+    Peaks,
+    Values,
+    argmax,
+    at_least,
+    kth_largest,
+    num_before,
+    peaks,
+)
 from vmserve.sampling.tokens import SampledToken, TopTokens
 
 __all__ = ["SampledToken", "Sampler", "SamplingRow"]
@@ -68,12 +76,18 @@ class Sampler:
         self._check(logits, len(rows))
         if not rows:
             return []
-        logits, logprobs = self._log_softmax(logits)
-        chosen = self._choose(logits, rows)
-        own = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+        logits, found = self._peaks(logits)
+        chosen = self._choose(logits, rows, found.ids)
+        own = found.logprobs(logits, chosen)
         tokens = chosen.tolist()
-        tops = self._tops(logits, logprobs, chosen, rows)
-        return [SampledToken(*token) for token in zip(tokens, own, tops, strict=False)]
+        asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        if not asked:
+            return [SampledToken(*token) for token in zip(tokens, own, strict=True)]
+        tops: list[TopTokens | None] = [None] * len(rows)
+        for i, top in zip(asked, self._tops(logits, chosen, rows, asked), strict=True):
+            tops[i] = top
+            own[i] = top[tokens[i]][0]
+        return [SampledToken(*token) for token in zip(tokens, own, tops, strict=True)]
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: Tensor, targets: Sequence[int], k: int) -> list[TopTokens]:
@@ -130,6 +144,16 @@ class Sampler:
                 f"logits are {tuple(logits.shape)}, expected ({num_rows}, {self.vocab_size})"
             )
 
+    def _peaks(self, logits: Tensor) -> tuple[Tensor, Peaks]:
+        """Logits without NaN, contiguous float32, and their peaks."""
+        logits = logits.float().contiguous()
+        found = peaks(logits)
+        broken = np.isnan(found.totals)
+        if not broken.any():
+            return logits, found
+        logits = self._repaired(logits, torch.from_numpy(broken).to(logits.device))
+        return logits, peaks(logits)
+
     def _log_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Logits without NaN, contiguous float32, and their log-probabilities.
 
@@ -141,13 +165,17 @@ class Sampler:
         broken = logprobs[:, 0].isnan()  # one NaN or +inf makes the whole row NaN
         if not bool(broken.any()):
             return logits, logprobs
+        logits = self._repaired(logits, broken)
+        return logits, torch.log_softmax(logits, -1, out=logprobs)
+
+    def _repaired(self, logits: Tensor, broken: Tensor) -> Tensor:
         self.num_repaired_rows += int(broken.sum())
         largest = torch.finfo(torch.float32).max
         repaired = logits[broken].nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
         repaired[repaired.amax(dim=-1) == -torch.inf] = 0.0
         logits = logits.clone()
         logits[broken] = repaired
-        return logits, torch.log_softmax(logits, -1, out=logprobs)
+        return logits
 
     def _room_like(self, x: Tensor) -> Tensor:
         if self._scratch.numel() < x.numel() or self._scratch.device != x.device:
@@ -156,10 +184,12 @@ class Sampler:
 
     # -- choosing -----------------------------------------------------------------------
 
-    def _choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    def _choose(self, logits: Tensor, rows: Sequence[SamplingRow], likeliest: Tensor) -> Tensor:
         """The token of each row: [rows] int64. Leaves ``logits`` as they are."""
         adjusted = [i for i, row in enumerate(rows) if is_adjusted(row)]
         drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        if not adjusted and not drawn:
+            return likeliest
         x = logits
         if len(adjusted) == len(rows):
             x = adjust(logits.clone(), rows)
@@ -188,24 +218,24 @@ class Sampler:
     # -- log-probabilities --------------------------------------------------------------
 
     def _tops(
-        self, logits: Tensor, logprobs: Tensor, chosen: Tensor, rows: Sequence[SamplingRow]
-    ) -> Sequence[TopTokens | None] | repeat[None]:
-        asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        if not asked:
-            return repeat(None)
-        tops: list[TopTokens | None] = [None] * len(rows)
-        listed = [i for i in asked if rows[i].params.logprob_token_ids is None]
+        self, logits: Tensor, chosen: Tensor, rows: Sequence[SamplingRow], asked: Sequence[int]
+    ) -> list[TopTokens]:
+        """What the rows ``asked`` want to know of their logits."""
+        logits, chosen = _pick(logits, asked), chosen[asked]
+        logprobs = torch.log_softmax(logits, -1, out=self._room_like(logits))
+        wanted = [rows[i].params for i in asked]
+        listed = [i for i, params in enumerate(wanted) if params.logprob_token_ids is None]
+        tops: dict[int, TopTokens] = {}
         if listed:
-            counts = [rows[i].params.logprobs or 0 for i in listed]
+            counts = [wanted[i].logprobs or 0 for i in listed]
             found = self._with_ranks(
                 _pick(logits, listed), _pick(logprobs, listed), chosen[listed], counts
             )
-            for i, top in zip(listed, found, strict=True):
-                tops[i] = top
-        for i in set(asked).difference(listed):
-            ids = rows[i].params.logprob_token_ids or ()
+            tops.update(zip(listed, found, strict=True))
+        for i in set(range(len(asked))).difference(listed):
+            ids = wanted[i].logprob_token_ids or ()
             tops[i] = self._of_ids(logits[i], logprobs[i], int(chosen[i]), ids)
-        return tops
+        return [tops[i] for i in range(len(asked))]
 
     def _with_ranks(
         self, logits: Tensor, logprobs: Tensor, chosen: Tensor, counts: Sequence[int]

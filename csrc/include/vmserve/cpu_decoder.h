@@ -1,11 +1,12 @@
 // A whole decoder of the Llama family on the CPU: one call for a step's forward pass.
 //
 // Weights are packed once, for the instruction set at hand, in the type that they are stored in
-// (or in int8); activations and sums are float32, K and V are written and read in the type of the
-// KV cache. A processor that multiplies pairs of bfloat16 does so where both the weights and the KV
-// cache are bfloat16: what enters a linear layer is rounded then. Norms, rotations, the write of K
-// and V, residuals and the gated MLP are part of the products around them, and nothing but the
-// pool's own wake-ups lies between two of them.
+// (or in int8); activations and sums are float32 (before int8 weights rounded to 16 bits, with a
+// scale for each row and 512 elements), K and V are written and read in the type of the KV cache.
+// A processor that multiplies pairs of bfloat16 does so where both the weights and the KV cache are
+// bfloat16: what enters a linear layer is rounded then. Norms, rotations, the write of K and V,
+// residuals and the gated MLP are part of the products around them, and nothing but the pool's own
+// wake-ups lies between two of them.
 //
 // A row's result has the same bits whatever other rows are in the batch, on any number of threads.
 #pragma once
@@ -71,6 +72,11 @@ class CpuDecoder {
   void add_layer(const DecoderLayer& layer);
   void set_ends(const TensorRef& embedding, const TensorRef& final_norm, const TensorRef& head);
 
+  // Cosines and signed sines of positions 0, 1, ...: [positions, 1, head_dim] in the KV cache's
+  // type, contiguous; the caller's, until others are set.
+  void set_rotations(const TensorRef& cos, const TensorRef& sin);
+  std::int64_t num_positions() const;
+
   // Bytes of the packed weights.
   std::size_t weight_bytes() const;
   // Whether what enters its linear layers is rounded to bfloat16.
@@ -84,26 +90,25 @@ class CpuDecoder {
     double seconds;  // out: what attention took
   };
 
-  // token_ids [tokens]; cos and sin [tokens, 1, head_dim] in the KV cache's type; `wanted`: the
-  // rows whose logits [wanted, vocab] are asked for, in any order. Throws MisuseError for ids or
-  // rows out of range before anything is written.
-  void forward(const std::vector<std::int64_t>& token_ids, const TensorRef& cos,
-               const TensorRef& sin, std::vector<Part>& parts,
+  // token_ids [tokens]; `wanted`: the rows whose logits [wanted, vocab] are asked for, in any
+  // order. Throws MisuseError for ids, rows or positions out of range before anything is written.
+  void forward(const std::vector<std::int64_t>& token_ids, std::vector<Part>& parts,
                const std::vector<std::int64_t>& wanted, float* logits);
 
  private:
   struct Linear;
   struct Layer;
 
-  void check_call(const std::vector<std::int64_t>& token_ids, const TensorRef& cos,
-                  const TensorRef& sin, const std::vector<Part>& parts,
+  void check_call(const std::vector<std::int64_t>& token_ids, const std::vector<Part>& parts,
                   const std::vector<std::int64_t>& wanted) const;
+  void check_positions(const CpuBatch& batch) const;
   Linear pack(const std::vector<const TensorRef*>& tensors, bool gated);
   void embed(const std::vector<std::int64_t>& token_ids);
-  void project(const Layer& layer, std::int64_t num_rows);
+  void gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows);
+  char* project(const Layer& layer, std::int64_t num_rows);
   void normalise_heads(const Layer& layer, std::int64_t num_rows);
-  void attend(const Layer& layer, std::int64_t index, const TensorRef& cos, const TensorRef& sin,
-              std::vector<Part>& parts);
+  void normalise_head(float* head, const float* norm, float* room) const;
+  void attend(const Layer& layer, std::int64_t index, char* qkv, std::vector<Part>& parts);
   void keep(const std::vector<std::int64_t>& wanted);
   void finish_layer(const Layer& layer, std::int64_t num_rows);
   // To the form in which `next` reads its rows.
@@ -121,12 +126,16 @@ class CpuDecoder {
   std::shared_ptr<ThreadPool> pool_;
   std::unique_ptr<CpuAttention> attention_;
   std::vector<Layer> layers_;
-  TensorRef embedding_;
+  TensorRef embedding_, cos_, sin_;
   std::vector<float> final_norm_;
   std::unique_ptr<Linear> head_;
   std::mutex mutex_;  // one call at a time
   // Of a step; grown as needed, kept.
   std::vector<float> x_, kept_, packed_, gated_, qkv_, attended_, scratch_;
+  std::vector<std::uint16_t> narrow_qkv_;
+  std::vector<std::int16_t> shorts_;  // instead of packed_, for int8 weights
+  std::vector<float> row_scales_;
+  std::vector<char> rotations_;  // cosines, then sines, of the step's rows
 };
 
 }  // namespace vmserve

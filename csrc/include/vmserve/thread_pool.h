@@ -16,6 +16,19 @@ class ThreadPool {
  public:
   using Work = void (*)(void* context, std::int64_t item, int worker);
 
+  // While one lives, workers look for the next run for a while before they sleep: for calls that
+  // follow each other within microseconds. Made by the one thread that runs; the pool outlives it.
+  class Awake {
+   public:
+    explicit Awake(ThreadPool& pool);
+    ~Awake();
+    Awake(const Awake&) = delete;
+    Awake& operator=(const Awake&) = delete;
+
+   private:
+    ThreadPool& pool_;
+  };
+
   // Pre: num_threads in 1 .. kMaxThreads. Throws OutOfMemoryError when the system has no more.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
@@ -25,6 +38,8 @@ class ThreadPool {
   static constexpr int kMaxThreads = 1024;
 
   int num_threads() const { return num_threads_; }
+  // Whether workers wait without sleeping, so that little work is worth sharing.
+  bool is_awake() const;
 
   // work(context, i, w) for all i in [0, num_items), each once; w in [0, num_threads) is no two
   // threads' at a time. Items begin in order. Post: all are done. `work` must not throw, nor call

@@ -14,8 +14,10 @@ namespace vmserve {
 namespace {
 
 constexpr std::size_t kAlignFloats = 16;
-// Waking another thread takes longer than so many multiplications, or copied elements.
+// Waking another thread takes longer than so many multiplications, or copied elements; where it
+// waits without sleeping, telling it takes longer than so many.
 constexpr std::int64_t kSerialWork = 1 << 18, kSerialElements = 1 << 16;
+constexpr std::int64_t kSerialWorkAwake = 1 << 16, kSerialElementsAwake = 1 << 13;
 // No window: further than any two positions are apart.
 constexpr std::int64_t kNoWindow = std::int64_t{1} << 40;
 // Tokens of one item of the write.
@@ -294,7 +296,8 @@ void CpuAttention::write(const CpuBatch& batch, const CpuLayerCall& call) {
       run.items.push_back({seq, token});
     }
   }
-  const bool serial = batch.num_tokens() * row_elements < kSerialElements;
+  const std::int64_t serial_elements = pool_->is_awake() ? kSerialElementsAwake : kSerialElements;
+  const bool serial = batch.num_tokens() * row_elements < serial_elements;
   pool_->run(static_cast<std::int64_t>(run.items.size()), serial ? 1 : ThreadPool::kMaxThreads,
              &do_write, &run);
 }
@@ -317,8 +320,9 @@ void CpuAttention::attend(const CpuBatch& batch, const CpuLayerCall& call, cpu::
   AttendRun run{batch,   call,          kernels_for(*table_, dtype), plan, q, partials,
                 scratch, scratch_floats};
   plan.restart();
+  const std::int64_t serial_work = pool_->is_awake() ? kSerialWorkAwake : kSerialWork;
   pool_->run(static_cast<std::int64_t>(plan.items.size()),
-             plan.work < kSerialWork ? 1 : ThreadPool::kMaxThreads, &do_attend, &run);
+             plan.work < serial_work ? 1 : ThreadPool::kMaxThreads, &do_attend, &run);
 }
 
 }  // namespace vmserve

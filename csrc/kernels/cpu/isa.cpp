@@ -32,7 +32,8 @@ std::vector<const KernelTable*> usable_tables() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  if (avx512 && multiplies_bf16()) tables.push_back(&avx512_bf16_kernels());
+  if (avx512 && multiplies_bf16() && __builtin_cpu_supports("avx512vnni"))
+    tables.push_back(&avx512_bf16_kernels());
   if (avx512) tables.push_back(&avx512_kernels());
   if (avx2) tables.push_back(&avx2_kernels());
 #endif

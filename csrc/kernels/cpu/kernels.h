@@ -91,15 +91,17 @@ struct CombineArgs {
   Output out;
 };
 
-// How a linear layer's weights are stored. Sums are in float32 whatever they are.
+// How a linear layer's weights are stored. Sums are in float32 whatever they are, and so are rows,
+// but for kInt8 and for linear_pairs.
 enum class WeightType : std::int32_t { kFloat32, kBFloat16, kInt8 };
 
 // What becomes of a product; see LinearArgs.
 enum class Epilogue : std::int32_t {
-  kStore,   // rows of floats
-  kNarrow,  // rows of bfloat16
-  kAdd,     // added to rows of floats
-  kGate,    // silu(gate) * up, as packed rows
+  kStore,    // rows of floats
+  kNarrow,   // rows of bfloat16
+  kAdd,      // added to rows of floats
+  kGate,     // silu(gate) * up, as packed rows of floats
+  kGateRows  // the same as rows of floats
 };
 
 // y = x W^T for some of the outputs of a linear layer, all rows.
@@ -109,12 +111,17 @@ enum class Epilogue : std::int32_t {
 // not there is zero. Rows are packed as well, in blocks of as many as block_rows says; the block
 // whose first row is r begins at rows + r * depth: [depth, rows of the block], or, in pairs of
 // bfloat16, [depth / 2, rows of the block] of two successive elements each.
+//
+// Int8 weights are multiplied by rows of int16, [depth / 2, rows of the block, 2], that have a
+// scale for each row and kGroupDepth elements: so many products are summed exactly, in int32.
 struct LinearArgs {
   const char* weights;
   const float* scales;  // of each output; int8 only
   const float* bias;    // of each output, or null
   std::int64_t depth;
   const float* rows;
+  const std::int16_t* short_rows;  // int8: instead of `rows`
+  const float* row_scales;         // int8: [num_rows, num_groups(depth)]
   std::int32_t num_rows;
   std::int32_t first_panel, num_panels;
   std::int32_t num_outputs;  // the last panel may have fewer
@@ -153,9 +160,26 @@ struct PackRowsArgs {
   float eps;
   bool paired;  // in pairs of bfloat16
   float* block;
+  std::int16_t* short_block;  // instead of `block`, where it is not null
+  float* scales;              // of a short block: [num_rows, num_groups]; NaN for rows with NaN
 };
 
 constexpr std::int64_t kDepthUnit = 4;
+// 2 * 256 products of 127 and 32,767 are just below 2^31.
+constexpr std::int64_t kGroupDepth = 512;
+constexpr std::int64_t num_groups(std::int64_t depth) {
+  return (depth + kGroupDepth - 1) / kGroupDepth;
+}
+
+// Of each row of logits: its largest value (the first of equals) and the sum of the exponentials
+// of the differences to it, which is NaN where a value is NaN or +inf, or all are -inf.
+struct PeaksArgs {
+  const float* rows;  // [num_rows, width], contiguous
+  std::int64_t num_rows, width;
+  std::int64_t* ids;
+  float* maxima;
+  double* totals;
+};
 
 struct LinearKernels {
   std::int32_t panel_outputs;
@@ -180,6 +204,7 @@ struct KernelTable {
   const char* isa;
   Kernels f32, bf16;
   LinearKernels linear;
+  void (*peaks)(const PeaksArgs&);
   std::size_t (*decode_scratch)(std::int32_t q_heads, std::int32_t head_dim);  // floats
   std::size_t (*tile_scratch)(std::int32_t rows_and_heads, std::int32_t head_dim);
 };

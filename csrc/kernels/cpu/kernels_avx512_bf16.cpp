@@ -1,4 +1,5 @@
-// AVX-512 with VDPBF16PS (Cooper Lake, Zen 4 and later): one more product, the rest as without it.
+// AVX-512 with VDPBF16PS and VPDPWSSD (Cooper Lake, Zen 4 and later): two products of linear
+// layers, the rest as without them.
 #define VMSERVE_DOTS_PAIRS
 #define VMSERVE_VEC "vec_avx512.h"
 #include "linear.h"
@@ -9,6 +10,7 @@ namespace {
 KernelTable with_pairs(KernelTable table) {
   table.isa = "avx512_bf16";
   table.linear.linear_pairs = &linear<PairedBf16>;
+  table.linear.linear[static_cast<int>(WeightType::kInt8)] = &linear<std::int8_t>;
   return table;
 }
 

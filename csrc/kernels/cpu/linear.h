@@ -1,10 +1,13 @@
 // Linear layers: y = x W^T with weights in float32, bfloat16 or int8, and sums in float32.
 //
+// Int8: x as int16 with a scale for each row and group of the depth, as integer products are two
+// to a lane and need no conversion of the weights; a group's sum is exact.
+//
 // Outputs lie across the lanes, two vectors to a panel; the elements of x are broadcast. A panel
 // is read once for each block of up to kLinearRows rows, as one stream, and widened in registers:
 // with few rows the memory bus is the limit, with many the multipliers are. Within a panel, `kStep`
-// successive elements of a lane's weights lie side by side (2 of bfloat16, 4 of int8), so that
-// widening takes a shift or a mask and no shuffle.
+// successive elements of a lane's weights lie side by side (2 of bfloat16 and of int8), so that
+// widening bfloat16 takes a shift or a mask and no shuffle.
 //
 // Where the processor multiplies pairs of bfloat16 (Vec::kDotsPairs), rows can be rounded to
 // bfloat16 too: two successive elements then are one lane, as two of the weights are already, and
@@ -26,6 +29,7 @@ struct Stored;
 template <>
 struct Stored<float> {
   static constexpr int kStep = 1;
+  static constexpr bool kShort = false, kPaired = false;
   template <int i>
   static Vec::R part(const float* from) {
     return Vec::load(from);
@@ -34,6 +38,7 @@ struct Stored<float> {
 template <>
 struct Stored<Bf16> {
   static constexpr int kStep = 2;
+  static constexpr bool kShort = false, kPaired = false;
   template <int i>
   static Vec::R part(const Bf16* from) {
     return Vec::template part<i>(from);
@@ -41,11 +46,8 @@ struct Stored<Bf16> {
 };
 template <>
 struct Stored<std::int8_t> {
-  static constexpr int kStep = 4;
-  template <int i>
-  static Vec::R part(const std::int8_t* from) {
-    return Vec::template part<i>(from);
-  }
+  static constexpr int kStep = 2;
+  static constexpr bool kShort = true, kPaired = false;
 };
 
 // Weights of bfloat16 for rows of bfloat16.
@@ -55,12 +57,8 @@ struct PairedBf16 {
 template <>
 struct Stored<PairedBf16> {
   static constexpr int kStep = 2;
+  static constexpr bool kShort = false, kPaired = true;
 };
-
-template <class W>
-constexpr bool kRowsInPairs = false;
-template <>
-constexpr bool kRowsInPairs<PairedBf16> = true;
 
 // Weights come from memory in the order in which they lie there, panel after panel: so far ahead
 // they are asked for. One stream alone keeps the bus less than half busy.
@@ -70,6 +68,17 @@ template <int kRows, int kPanels>
 struct Sums {
   Vec::R at[kPanels][2][kRows];
 };
+
+template <int kRows, int kPanels>
+inline Sums<kRows, kPanels> no_sums() {
+  Sums<kRows, kPanels> sums;
+#pragma GCC unroll 8
+  for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) sums.at[p][0][r] = sums.at[p][1][r] = Vec::zero();
+  }
+  return sums;
+}
 
 // Step i of kStep: one element of the depth.
 template <class W, int kRows, int kPanels, int i>
@@ -99,8 +108,8 @@ inline void accumulate(const W* weights, std::int64_t panel_stride, const float*
 
 // A whole step of paired rows: two elements of the depth. `V` is `Vec`, where that has pairs.
 template <class V, int kRows, int kPanels>
-inline void accumulate_pairs(const PairedBf16* weights, std::int64_t panel_stride, const float* x,
-                             Sums<kRows, kPanels>& sums) {
+inline void accumulate_dots(const PairedBf16* weights, std::int64_t panel_stride, const float* x,
+                            Sums<kRows, kPanels>& sums) {
   typename V::R w[kPanels][2];
 #pragma GCC unroll 8
   for (int p = 0; p < kPanels; ++p) {
@@ -153,12 +162,18 @@ void gate(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
   const std::int32_t first = panel * Vec::kWidth;
   const int count = least(Vec::kWidth, a.num_outputs - first);
   float* const to = static_cast<float*>(a.out) + block_at(first_row, a.out_stride);
+  const bool as_rows = a.epilogue == Epilogue::kGateRows;
   float lanes[Vec::kWidth];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     Vec::store(lanes, Vec::mul(silu(sums[0][r]), sums[1][r]));
-    for (int i = 0; i < count; ++i) put_packed(to, first + i, r, kRows, a.pairs_out, lanes[i]);
+    if (as_rows) {
+      memcpy(to + r * a.out_stride + first, lanes, static_cast<size_t>(count) * sizeof(float));
+    } else {
+      for (int i = 0; i < count; ++i) put_packed(to, first + i, r, kRows, a.pairs_out, lanes[i]);
+    }
   }
+  if (as_rows) return;
   // The depth of what comes next is padded.
   const bool last = first + count == a.num_outputs;
   for (std::int64_t k = a.num_outputs; last && k < a.out_stride; ++k) {
@@ -169,7 +184,7 @@ void gate(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
 template <int kRows>
 void finish(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
             Vec::R (&sums)[2][kRows]) {
-  const bool gated = a.epilogue == Epilogue::kGate;
+  const bool gated = a.epilogue == Epilogue::kGate || a.epilogue == Epilogue::kGateRows;
   const std::int32_t first = panel * kPanelOutputs;
   const int packed_outputs = gated ? 2 * a.num_outputs : a.num_outputs;
   const int count = least(kPanelOutputs, packed_outputs - first);
@@ -213,39 +228,109 @@ void finish(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
   }
 }
 
+// Two elements of the depth.
+template <int kRows, int kPanels>
+inline void accumulate_pairs(const std::int8_t* weights, std::int64_t panel_stride,
+                             const std::int16_t* x, Vec::I (&sums)[kPanels][2][kRows]) {
+  Vec::S w[kPanels][2];
+#pragma GCC unroll 8
+  for (int p = 0; p < kPanels; ++p) {
+    w[p][0] = Vec::widen_bytes(weights + p * panel_stride);
+    w[p][1] = Vec::widen_bytes(weights + p * panel_stride + 2 * Vec::kWidth);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    const Vec::S pair = Vec::set_pair(x + 2 * r);
+#pragma GCC unroll 8
+    for (int p = 0; p < kPanels; ++p) {
+      sums[p][0][r] = Vec::add_products(sums[p][0][r], pair, w[p][0]);
+      sums[p][1][r] = Vec::add_products(sums[p][1][r], pair, w[p][1]);
+    }
+  }
+}
+
+template <int kPanels>
+inline void prefetch_weights(const void* weights, std::int64_t panel_bytes, int step_bytes) {
+#pragma GCC unroll 8
+  for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 4
+    for (int line = 0; line < step_bytes; line += kLine) {
+      __builtin_prefetch(static_cast<const char*>(weights) + p * panel_bytes + kWeightsAhead +
+                         line);
+    }
+  }
+}
+
+template <int kRows, int kPanels>
+void short_panels(const LinearArgs& a, const std::int8_t* weights, std::int32_t first_row,
+                  std::int32_t panel) {
+  const std::int64_t panel_stride = a.depth * kPanelOutputs, groups = num_groups(a.depth);
+  const std::int16_t* x = a.short_rows + block_at(first_row, a.depth);
+  Sums<kRows, kPanels> sums = no_sums<kRows, kPanels>();
+  for (std::int64_t g = 0; g < groups; ++g) {
+    Vec::I whole[kPanels][2][kRows];
+#pragma GCC unroll 8
+    for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) whole[p][0][r] = whole[p][1][r] = Vec::zero_int();
+    }
+    const std::int64_t count = least(kGroupDepth, a.depth - g * kGroupDepth);
+    // Two pairs at a time, as a line of weights has them.
+    for (std::int64_t k = 0; k < count; k += 4) {
+      accumulate_pairs<kRows, kPanels>(weights, panel_stride, x, whole);
+      accumulate_pairs<kRows, kPanels>(weights + 2 * kPanelOutputs, panel_stride, x + 2 * kRows,
+                                       whole);
+      prefetch_weights<kPanels>(weights, panel_stride, 4 * kPanelOutputs);
+      weights += 4 * kPanelOutputs;
+      x += 4 * kRows;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Vec::R scale = Vec::set(a.row_scales[(first_row + r) * groups + g]);
+#pragma GCC unroll 8
+      for (int p = 0; p < kPanels; ++p) {
+        Vec::R(&at)[2][kRows] = sums.at[p];
+        at[0][r] = Vec::fma(Vec::to_float(whole[p][0][r]), scale, at[0][r]);
+        at[1][r] = Vec::fma(Vec::to_float(whole[p][1][r]), scale, at[1][r]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int p = 0; p < kPanels; ++p) finish<kRows>(a, first_row, panel + p, sums.at[p]);
+}
+
 // `weights`: of `panel` and those after it.
 template <class W, int kRows, int kPanels>
-void panels(const LinearArgs& a, const W* weights, std::int32_t first_row, std::int32_t panel) {
+void float_panels(const LinearArgs& a, const W* weights, std::int32_t first_row,
+                  std::int32_t panel) {
   constexpr int kStep = Stored<W>::kStep;
   constexpr int kStepBytes = kStep * kPanelOutputs * static_cast<int>(sizeof(W));
   const std::int64_t panel_stride = a.depth * kPanelOutputs;
   const float* x = a.rows + block_at(first_row, a.depth);
-  Sums<kRows, kPanels> sums;
-#pragma GCC unroll 8
-  for (int p = 0; p < kPanels; ++p) {
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) sums.at[p][0][r] = sums.at[p][1][r] = Vec::zero();
-  }
+  Sums<kRows, kPanels> sums = no_sums<kRows, kPanels>();
   for (std::int64_t k = 0; k < a.depth; k += kStep) {
-    if constexpr (kRowsInPairs<W>) {
-      accumulate_pairs<Vec, kRows, kPanels>(weights, panel_stride, x, sums);
+    if constexpr (Stored<W>::kPaired) {
+      accumulate_dots<Vec, kRows, kPanels>(weights, panel_stride, x, sums);
       x += kRows;
     } else {
       accumulate<W, kRows, kPanels, 0>(weights, panel_stride, x, sums);
       x += kStep * kRows;
     }
-#pragma GCC unroll 8
-    for (int p = 0; p < kPanels; ++p) {
-#pragma GCC unroll 4
-      for (int line = 0; line < kStepBytes; line += kLine) {
-        __builtin_prefetch(reinterpret_cast<const char*>(weights + p * panel_stride) +
-                           kWeightsAhead + line);
-      }
-    }
+    prefetch_weights<kPanels>(weights, panel_stride * static_cast<std::int64_t>(sizeof(W)),
+                              kStepBytes);
     weights += kStep * kPanelOutputs;
   }
 #pragma GCC unroll 8
   for (int p = 0; p < kPanels; ++p) finish<kRows>(a, first_row, panel + p, sums.at[p]);
+}
+
+template <class W, int kRows, int kPanels>
+void panels(const LinearArgs& a, const W* weights, std::int32_t first_row, std::int32_t panel) {
+  if constexpr (Stored<W>::kShort) {
+    short_panels<kRows, kPanels>(a, weights, first_row, panel);
+  } else {
+    float_panels<W, kRows, kPanels>(a, weights, first_row, panel);
+  }
 }
 
 // With few rows several panels at a time: sums that do not wait for one another.
@@ -331,7 +416,7 @@ void widened_rows(const LinearArgs& a) {
 
 template <class W>
 void linear(const LinearArgs& a) {
-  if constexpr (Stored<W>::kStep > 1 && !kRowsInPairs<W>) {
+  if constexpr (Stored<W>::kStep > 1 && !Stored<W>::kShort && !Stored<W>::kPaired) {
     const bool fits = a.scratch_floats >= a.depth * kPanelOutputs;
     if (a.num_rows >= 2 * Vec::kLinearRows && fits) {
       widened_rows<W>(a);
@@ -455,8 +540,57 @@ inline float as_float(Bf16 x) {
   return widened(x);
 }
 
+// Rounds to the nearest of 65,535 steps between the largest number and its negative.
+// values: as many as whole vectors take, zeros behind the last.
+inline float to_shorts(const float* values, std::int64_t count, std::int16_t* to) {
+  Vec::R largest = Vec::zero(), sound = Vec::zero();
+  for (std::int64_t k = 0; k < count; k += Vec::kWidth) {
+    const Vec::R x = Vec::load(values + k);
+    largest = Vec::max(Vec::abs(x), largest);
+    sound = Vec::add(sound, Vec::sub(x, x));  // of infinities and NaN: NaN
+  }
+  const float highest = Vec::reduce_max(largest);
+  const Vec::R inverse = Vec::set(highest > 1.0e-30F ? 32767.0F / highest : 0.0F);
+  const Vec::R limit = Vec::set(32767.0F), lowest = Vec::set(-32767.0F);
+  for (std::int64_t k = 0; k < count; k += Vec::kWidth) {
+    const Vec::R x = Vec::mul(Vec::load(values + k), inverse);
+    Vec::store_shorts(to + k, Vec::min(Vec::max(x, lowest), limit));
+  }
+  return highest / 32767.0F + Vec::reduce_add(sound);
+}
+
+template <class T>
+void pack_short_rows(const PackRowsArgs& a) {
+  const std::int64_t padded_depth = (a.depth + kDepthUnit - 1) / kDepthUnit * kDepthUnit;
+  for (int r = 0; r < a.num_rows; ++r) {
+    const T* const row = static_cast<const T*>(a.rows) + r * a.row_stride;
+    const float factor = a.norm == nullptr ? 1.0F : factor_of(row, a.depth, a.eps);
+    for (std::int64_t first = 0, g = 0; first < padded_depth; first += kGroupDepth, ++g) {
+      const std::int64_t count = least(kGroupDepth, a.depth - first);
+      const std::int64_t kept = least(kGroupDepth, padded_depth - first);
+      float values[kGroupDepth];
+      std::int16_t shorts[kGroupDepth];
+      for (std::int64_t k = 0; k < count; ++k) values[k] = as_float(row[first + k]);
+      for (std::int64_t k = 0; k < count && a.norm != nullptr; ++k) {
+        values[k] = values[k] * factor * a.norm[first + k];
+      }
+      const std::int64_t whole = (kept + Vec::kWidth - 1) / Vec::kWidth * Vec::kWidth;
+      for (std::int64_t k = count; k < whole; ++k) values[k] = 0.0F;
+      a.scales[r * num_groups(padded_depth) + g] = to_shorts(values, whole, shorts);
+      std::int16_t* const to = a.short_block + first * a.num_rows + 2 * r;
+      for (std::int64_t k = 0; k < kept; k += 2) {
+        memcpy(to + k * a.num_rows, shorts + k, 2 * sizeof(std::int16_t));
+      }
+    }
+  }
+}
+
 template <class T, bool kPaired>
 void pack_rows_of(const PackRowsArgs& a) {
+  if (a.short_block != nullptr) {
+    pack_short_rows<T>(a);
+    return;
+  }
   const std::int64_t padded_depth = (a.depth + kDepthUnit - 1) / kDepthUnit * kDepthUnit;
   for (int r = 0; r < a.num_rows; ++r) {
     const T* const row = static_cast<const T*>(a.rows) + r * a.row_stride;

@@ -1,5 +1,10 @@
+// How a run is shared: one word says which run is on, whether workers may join it, and how many
+// have. A worker joins by counting itself in while the run is open; the caller closes it when no
+// item is left, and waits for those that are in. A worker that comes late finds it closed and is
+// not waited for. No lock is taken unless somebody sleeps.
 #include "vmserve/thread_pool.h"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,9 +20,15 @@
 namespace vmserve {
 namespace {
 
-// Layers follow each other within microseconds where the model is small: a short wait without
-// sleeping saves a wake-up, and is over before it takes time from anybody's next operation.
-constexpr int kSpins = 300;
+// A short wait without sleeping saves a wake-up, and is over before it takes time from anybody's
+// next operation. While the pool is kept awake it is as long as what lies between two runs; in
+// case the core has other work, that goes first every kSpins.
+constexpr int kSpins = 300, kAwakeSpins = 6000;
+
+constexpr std::uint64_t kJoined = (std::uint64_t{1} << 24) - 1;
+constexpr std::uint64_t kOpen = std::uint64_t{1} << 24;
+constexpr std::uint64_t kCallerSleeps = std::uint64_t{1} << 25;
+constexpr int kNumberShift = 32;
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -25,6 +36,20 @@ inline void pause() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+// Whether `done` became true within kSpins looks, or kAwakeSpins while `awake`.
+template <class Condition>
+bool spin(const std::atomic<bool>& awake, const Condition& done) {
+  for (int i = 1; i <= (awake.load(std::memory_order_relaxed) ? kAwakeSpins : kSpins); ++i) {
+    if (done()) return true;
+    if (i % kSpins == 0) {
+      sched_yield();
+    } else {
+      pause();
+    }
+  }
+  return done();
 }
 
 struct Job {
@@ -45,15 +70,83 @@ void take_items(const Job& job, std::atomic<std::int64_t>& next, int worker) {
 }  // namespace
 
 struct ThreadPool::Shared {
+  // Number of the run << 32 | kCallerSleeps | kOpen | workers that are in.
+  std::atomic<std::uint64_t> state = 0;
+  std::atomic<std::int64_t> next = 0;  // item
+  Job job;                             // written while nobody is in, read by those that are
+  std::atomic<bool> awake = false;
+  std::atomic<int> num_sleeping = 0;  // written under the mutex
   std::mutex mutex;
   std::condition_variable wake, idle;
-  Job job;                                // mutex
-  bool open = false;                      // mutex: workers may join the job
-  std::atomic<int> joined = 0;            // grows under the mutex
-  bool stopping = false;                  // mutex
-  std::atomic<std::uint64_t> number = 0;  // of the job; written under the mutex
-  std::atomic<std::int64_t> next = 0;     // item
+  bool stopping = false;  // mutex
   std::vector<std::thread> workers;
+
+  std::uint32_t number() const {
+    return static_cast<std::uint32_t>(state.load(std::memory_order_acquire) >> kNumberShift);
+  }
+
+  void begin(const Job& next_job) {
+    const std::uint64_t number = (state.load(std::memory_order_relaxed) >> kNumberShift) + 1;
+    job = next_job;
+    next.store(0, std::memory_order_relaxed);
+    // In one order with num_sleeping: either the sleeper is seen here, or it sees the new number.
+    state.store(number << kNumberShift | kOpen, std::memory_order_seq_cst);
+    wake_sleepers();
+  }
+
+  void wake_sleepers() {
+    if (num_sleeping.load(std::memory_order_seq_cst) == 0) return;
+    // Whoever has looked under the mutex and found nothing sleeps by now.
+    {
+      const std::lock_guard lock(mutex);
+    }
+    wake.notify_all();
+  }
+
+  // Post: nobody is in.
+  void end() {
+    if ((state.fetch_and(~kOpen, std::memory_order_acq_rel) & kJoined) == 0) return;
+    const auto is_empty = [this] { return (state.load(std::memory_order_acquire) & kJoined) == 0; };
+    if (spin(awake, is_empty)) return;
+    std::unique_lock lock(mutex);
+    state.fetch_or(kCallerSleeps, std::memory_order_acq_rel);
+    idle.wait(lock, is_empty);
+  }
+
+  // Whether the caller counts as in the run of that number.
+  bool join(std::uint32_t number) {
+    std::uint64_t seen = state.load(std::memory_order_acquire);
+    while (seen >> kNumberShift == number && (seen & kOpen) != 0) {
+      if (state.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel,
+                                      std::memory_order_acquire)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  void leave() {
+    const std::uint64_t before = state.fetch_sub(1, std::memory_order_acq_rel);
+    if ((before & kJoined) == 1 && (before & kCallerSleeps) != 0) {
+      {
+        const std::lock_guard lock(mutex);
+      }
+      idle.notify_one();
+    }
+  }
+
+  // Until there is a run after `seen`; false when the pool ends.
+  bool sleep(std::uint32_t seen) {
+    std::unique_lock lock(mutex);
+    num_sleeping.fetch_add(1, std::memory_order_seq_cst);
+    const auto is_called = [&] {
+      return stopping ||
+             state.load(std::memory_order_seq_cst) >> kNumberShift != std::uint64_t{seen};
+    };
+    wake.wait(lock, is_called);
+    num_sleeping.fetch_sub(1, std::memory_order_seq_cst);
+    return !stopping;
+  }
 };
 
 ThreadPool::ThreadPool(int num_threads)
@@ -93,6 +186,10 @@ void ThreadPool::stop() {
   for (std::thread& worker : shared_->workers) worker.join();
 }
 
+bool ThreadPool::is_awake() const {
+  return shared_->awake.load(std::memory_order_relaxed);
+}
+
 void ThreadPool::run(std::int64_t num_items, int max_threads, Work work, void* context) {
   const std::lock_guard turn(turn_);
   const auto useful = std::min<std::int64_t>({num_items, max_threads, num_threads_});
@@ -101,49 +198,34 @@ void ThreadPool::run(std::int64_t num_items, int max_threads, Work work, void* c
     for (std::int64_t item = 0; item < num_items; ++item) work(context, item, 0);
     return;
   }
-  Shared& shared = *shared_;
-  {
-    const std::lock_guard lock(shared.mutex);
-    shared.job = job;
-    shared.open = true;
-    shared.next.store(0, std::memory_order_relaxed);
-    shared.number.fetch_add(1, std::memory_order_release);
-  }
-  shared.wake.notify_all();
-  take_items(job, shared.next, 0);
-  // A worker that has not woken up by now is not waited for.
-  {
-    const std::lock_guard lock(shared.mutex);
-    shared.open = false;
-  }
-  for (int i = 0; i < kSpins && shared.joined.load(std::memory_order_acquire) != 0; ++i) pause();
-  if (shared.joined.load(std::memory_order_acquire) == 0) return;
-  std::unique_lock lock(shared.mutex);
-  shared.idle.wait(lock, [&] { return shared.joined.load() == 0; });
+  shared_->begin(job);
+  take_items(job, shared_->next, 0);
+  shared_->end();
 }
 
 void ThreadPool::serve(Shared& shared, int index) {
-  std::uint64_t seen = 0;
+  std::uint32_t seen = 0;
   for (;;) {
-    for (int i = 0; i < kSpins && shared.number.load(std::memory_order_acquire) == seen; ++i) {
-      pause();
-    }
-    std::unique_lock lock(shared.mutex);
-    shared.wake.wait(lock, [&] { return shared.stopping || shared.number.load() != seen; });
-    if (shared.stopping) return;
-    seen = shared.number.load();
-    if (!shared.open || index >= shared.job.num_helpers) continue;
-    const Job job = shared.job;
-    shared.joined.fetch_add(1, std::memory_order_relaxed);
-    lock.unlock();
-    take_items(job, shared.next, index + 1);
-    // Who waits may be gone once this is 0, and may be asleep: the notice is under the mutex, for
-    // the wait to begin before it or to see the 0.
-    if (shared.joined.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      lock.lock();
-      shared.idle.notify_one();
-    }
+    const auto is_called = [&] { return shared.number() != seen; };
+    if (!spin(shared.awake, is_called) && !shared.sleep(seen)) return;
+    seen = shared.number();
+    if (!shared.join(seen)) continue;
+    if (index < shared.job.num_helpers) take_items(shared.job, shared.next, index + 1);
+    shared.leave();
   }
+}
+
+ThreadPool::Awake::Awake(ThreadPool& pool) : pool_(pool) {
+  if (pool.num_threads_ == 1 || getpid() != pool.pid_) return;
+  pool.shared_->awake.store(true, std::memory_order_relaxed);
+  // A run without items: who sleeps is up by the time of the first one.
+  const std::lock_guard turn(pool.turn_);
+  pool.shared_->begin(Job{});
+  pool.shared_->end();
+}
+
+ThreadPool::Awake::~Awake() {
+  pool_.shared_->awake.store(false, std::memory_order_relaxed);
 }
 
 }  // namespace vmserve

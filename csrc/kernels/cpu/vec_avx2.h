@@ -8,7 +8,9 @@
 //   reduce8     the sums over the lanes of eight vectors
 //   kRows       rows of a matrix product's block: kRows * 3 sums stay in registers
 //   kLinearRows the same of a linear layer: kLinearRows * 2
-//   part<i>     element i of each lane's kWidth groups: of 2 bfloat16, or of 4 int8
+//   part<i>     element i of each lane's kWidth groups of 2 bfloat16
+//   S, I        2 * kWidth int16, two to a lane, and kWidth int32: integer products of both of a
+//               lane's pairs are added to it (add_products); store_shorts rounds to nearest even
 #pragma once
 
 #include <immintrin.h>
@@ -104,11 +106,26 @@ struct Vec {
     return _mm256_castsi256_ps(i == 0 ? _mm256_slli_epi32(bits, 16)
                                       : _mm256_and_si256(bits, upper()));
   }
-  template <int i>
-  static R part(const std::int8_t* from) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(bytes, 24 - 8 * i), 24));
+
+  using S = __m256i;
+  using I = __m256i;
+  static I zero_int() { return _mm256_setzero_si256(); }
+  static S widen_bytes(const std::int8_t* from) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
+  static S set_pair(const std::int16_t* from) {
+    std::int32_t both;
+    memcpy(&both, from, sizeof both);
+    return _mm256_set1_epi32(both);
+  }
+  static I add_products(I sum, S a, S b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+  static R to_float(I a) { return _mm256_cvtepi32_ps(a); }
+  static void store_shorts(std::int16_t* to, R a) {
+    const __m256i whole = _mm256_cvtps_epi32(a);
+    const __m128i low = _mm256_castsi256_si128(whole), high = _mm256_extracti128_si256(whole, 1);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packs_epi32(low, high));
+  }
+
   static void load_some(const float* from, int count, R& a, R& b) {
     if (count == kWidth) {
       a = load(from);

@@ -1,5 +1,5 @@
-// Sixteen floats in an AVX-512 register (F, BW, DQ, VL; with VMSERVE_DOTS_PAIRS also BF16). See
-// vec_avx2.h for what the members mean.
+// Sixteen floats in an AVX-512 register (F, BW, DQ, VL; with VMSERVE_DOTS_PAIRS also BF16 and
+// VNNI). See vec_avx2.h for what the members mean.
 #pragma once
 
 #ifdef VMSERVE_EMULATED_AVX512  // scripts/emulate-avx512
@@ -105,11 +105,31 @@ struct Vec {
     return _mm512_castsi512_ps(i == 0 ? _mm512_slli_epi32(bits, 16)
                                       : _mm512_and_si512(bits, upper()));
   }
-  template <int i>
-  static R part(const std::int8_t* from) {
-    const __m512i bytes = _mm512_loadu_si512(from);
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 24 - 8 * i), 24));
+
+  using S = __m512i;
+  using I = __m512i;
+  static I zero_int() { return _mm512_setzero_si512(); }
+  static S widen_bytes(const std::int8_t* from) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
+  static S set_pair(const std::int16_t* from) {
+    std::int32_t both;
+    memcpy(&both, from, sizeof both);
+    return _mm512_set1_epi32(both);
+  }
+  static I add_products(I sum, S a, S b) {
+#ifdef VMSERVE_DOTS_PAIRS
+    return _mm512_dpwssd_epi32(sum, a, b);
+#else
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#endif
+  }
+  static R to_float(I a) { return _mm512_cvtepi32_ps(a); }
+  static void store_shorts(std::int16_t* to, R a) {
+    const __m256i whole = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), whole);
+  }
+
   static void load_some(const float* from, int count, R& a, R& b) {
     const std::uint32_t wanted = (1U << count) - 1;
     a = _mm512_maskz_loadu_ps(static_cast<__mmask16>(wanted), from);

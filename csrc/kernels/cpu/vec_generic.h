@@ -143,12 +143,38 @@ struct Vec {
     for (int lane = 0; lane < kWidth; ++lane) r.x[lane] = widen(from[2 * lane + i]);
     return r;
   }
-  template <int i>
-  static R part(const std::int8_t* from) {
+
+  struct S {
+    std::int16_t x[2 * kWidth];
+  };
+  struct I {
+    std::int32_t x[kWidth];
+  };
+  static I zero_int() { return I{}; }
+  static S widen_bytes(const std::int8_t* from) {
+    S s;
+    for (int i = 0; i < 2 * kWidth; ++i) s.x[i] = from[i];
+    return s;
+  }
+  static S set_pair(const std::int16_t* from) {
+    S s;
+    for (int i = 0; i < 2 * kWidth; ++i) s.x[i] = from[i % 2];
+    return s;
+  }
+  static I add_products(I sum, S a, S b) {
+    for (int i = 0; i < 2 * kWidth; ++i) sum.x[i / 2] += a.x[i] * b.x[i];
+    return sum;
+  }
+  static R to_float(I a) {
     R r;
-    for (int lane = 0; lane < kWidth; ++lane) r.x[lane] = static_cast<float>(from[4 * lane + i]);
+    for (int i = 0; i < kWidth; ++i) r.x[i] = static_cast<float>(a.x[i]);
     return r;
   }
+  static void store_shorts(std::int16_t* to, R a) {
+    const R whole = round(a);
+    for (int i = 0; i < kWidth; ++i) to[i] = static_cast<std::int16_t>(whole.x[i]);
+  }
+
   template <class T>
   static void load_some(const T* from, int count, R& a, R& b) {
     T whole[2 * kWidth] = {};
