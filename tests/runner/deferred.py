@@ -1,0 +1,276 @@
+"""A device whose work runs as late as it may: when the host waits for it, and not before.
+
+Torch's operations, the kernels of attention, and what the memory asks of the (simulated) CUDA
+driver all wait in one stream, in their order. The host goes on with tensors that hold NaN or
+nonsense until then. So a step that is launched beside another one is planned, and its memory
+mapped, before anything of that other one has run: whatever of the first one's pages, inputs or
+results the second one spoils shows in the tokens. What the host reads without waiting is wrong,
+and an operation that makes it wait (``item()``, ``nonzero()``) is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.sim.simcuda import SimCuda
+from vmserve.attention.base import ContiguousView, KVView, LayerAttention, PagedView, RaggedBatch
+from vmserve.attention.cpu import CpuBackend
+from vmserve.attention.rotary import Rotary
+from vmserve.memory.device import CudaMemory, MemoryDevice
+from vmserve.runner.runtime import CpuRuntime
+
+import torch  # isort: skip
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+__all__ = ["DeferredCpu", "DeferredMemory", "DeferredRuntime"]
+
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Stream:
+    """Work in its order; it runs when :meth:`wait` is called."""
+
+    def __init__(self, sim: SimCuda) -> None:
+        self._sim = sim
+        self._functions: dict[int, Any] = {}
+        self._num = 0
+        self._error: BaseException | None = None
+        self.is_running = False
+
+    def put(self, work: Callable[[], object]) -> None:
+        key = self._num
+        self._num += 1
+
+        def run(_: object) -> None:
+            del self._functions[key]
+            if self._error is not None:
+                return  # a lost device does nothing more
+            self.is_running = True
+            try:
+                with torch.inference_mode():
+                    work()
+            except BaseException as error:  # noqa: BLE001  told where the host waits
+                self._error = error
+            finally:
+                self.is_running = False
+
+        self._functions[key] = function = _HOST_FUNCTION(run)
+        assert self._sim.library.cuLaunchHostFunc(None, function, None) == 0
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._functions)
+
+    def wait(self, until: int | None = None) -> None:
+        """For all work, or for what was put before there were ``until`` pieces in all."""
+        while self._functions and (until is None or min(self._functions) < until):
+            assert self._sim.pump(1) == 1
+        if until is None:
+            self._sim.pump()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise RuntimeError("the device failed") from error
+
+    @property
+    def num_put(self) -> int:
+        return self._num
+
+
+class _Later(TorchDispatchMode):
+    """Puts each operation into the stream, and gives tensors of the shapes that it will have."""
+
+    def __init__(self, runtime: DeferredRuntime) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        stream = self._runtime.stream
+        if stream.is_running or not _takes_tensors((args, kwargs)):
+            return func(*args, **kwargs)
+        aliases = [each.alias_info for each in func._schema.returns]
+        if any(alias is not None and not alias.is_write for alias in aliases):
+            return func(*args, **kwargs)  # a view: nothing is read
+        written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        if written:
+            given = _arguments(func, args, kwargs)
+            stream.put(lambda: func(*args, **kwargs))
+            found = [given[name] for name in written]
+            return found[0] if len(found) == 1 else tuple(found)
+        if func in _WAITS:
+            self._runtime.num_forced_waits += 1
+            stream.wait()
+            return func(*args, **kwargs)
+        shapes = func(*_mapped(args), **_mapped(kwargs))
+        outputs = tree_map(_nothing_yet, shapes)
+
+        def run() -> None:
+            computed = func(*args, **kwargs)
+            for out, value in zip(_flat(outputs), _flat(computed), strict=True):
+                out.copy_(value)
+
+        stream.put(run)
+        return outputs
+
+
+_aten: Any = torch.ops.aten
+_WAITS = (_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.equal.default)
+
+
+def _flat(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    return [tensor for value in values for tensor in _flat(value)]
+
+
+def _takes_tensors(values: Any) -> bool:
+    found: list[Tensor] = []
+    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, values)
+    return bool(found)
+
+
+def _mapped(values: Any) -> Any:
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, values)
+
+
+def _nothing_yet(shape: Any) -> Any:
+    if not isinstance(shape, Tensor):
+        return shape
+    out = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+    return out.fill_(float("nan") if out.is_floating_point() else out.dtype != torch.bool)
+
+
+def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+class _Fetched:
+    def __init__(self, runtime: DeferredRuntime, copies: list[Tensor]) -> None:
+        self._runtime = runtime
+        self._copies = copies
+        self._until = runtime.stream.num_put
+
+    def take(self) -> list[NDArray[Any]]:
+        self._runtime.num_takes += 1
+        self._runtime.most_pending = max(
+            self._runtime.most_pending, self._runtime.stream.num_put - self._until
+        )
+        self._runtime.stream.wait(self._until)
+        return [copy.numpy() for copy in self._copies]
+
+
+class DeferredMemory(CudaMemory):
+    """Pages of the simulated machine, whose addresses are the processor's."""
+
+    def __init__(self, sim: SimCuda, stream: Stream) -> None:
+        super().__init__(library=str(sim.path), spare_bytes=0)
+        self._stream = stream
+
+    @property
+    def total_bytes(self) -> int:
+        return 1 << 26
+
+    def tensor(self, buffer: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(buffer)
+
+    def wait(self) -> None:
+        self._stream.wait()
+
+    def release_unused(self) -> bool:
+        return False
+
+
+class DeferredRuntime(CpuRuntime):
+    """See the module's text. ``graphs``: tapes, whose operations are put one by one."""
+
+    def __init__(self, sim: SimCuda, *, graphs: bool = False) -> None:
+        super().__init__(graphs=graphs)
+        sim.make_current()
+        self.stream = Stream(sim)
+        self._memory = DeferredMemory(sim, self.stream)
+        self.is_late = False
+        self.num_takes = 0
+        self.num_forced_waits = 0
+        #: The most work that lay behind what the host waited for: that of the step ahead.
+        self.most_pending = 0
+
+    def memory(self, spare_bytes: int | None = None) -> MemoryDevice:
+        return self._memory
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """While an engine is built (``is_late`` is not set yet), work is done at once."""
+        with _Later(self) if self.is_late else contextlib.nullcontext():
+            yield
+
+    def upload(self, array: NDArray[Any], out: Tensor | None = None) -> Tensor:
+        source = torch.from_numpy(array.copy())
+        return source if out is None else out[: len(source)].copy_(source)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> _Fetched:
+        copies = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
+        return _Fetched(self, copies)
+
+    def begin_capture(self) -> None:
+        self.synchronize()
+        super().begin_capture()
+
+    def synchronize(self) -> None:
+        self.stream.wait()
+
+
+_CALLS: dict[int, tuple[CpuBackend, KVView, RaggedBatch]] = {}
+
+
+@torch.library.custom_op("vmserve_tests::deferred_attention", mutates_args=())
+def _attend(
+    step: int, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    backend, view, batch = _CALLS[step]
+    call = backend.bind(view, batch)
+    return call(LayerAttention(layer, scale), q, k, v, Rotary(cos, sin)).clone()
+
+
+@_attend.register_fake
+def _shape(
+    step: int, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+class DeferredCpu(CpuBackend):
+    """The processor's kernels as one operation a layer, over block tables as they were."""
+
+    def bind(self, view: KVView, batch: RaggedBatch) -> Any:
+        if isinstance(view, PagedView):
+            tables = torch.from_numpy(view.block_tables.numpy().copy())
+            view = PagedView(view.keys, view.values, tables, view.block_tokens)
+        else:
+            assert isinstance(view, ContiguousView)
+        step = len(_CALLS)
+        _CALLS[step] = (CpuBackend(), view, batch)
+
+        def call(
+            spec: LayerAttention, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None = None
+        ) -> Tensor:
+            if rotary is None:  # the kernels are measured, before any step
+                return CpuBackend().bind(view, batch)(spec, q, k, v)
+            found: Tensor = _attend(
+                step, spec.layer, spec.scale, q, k, v, rotary.cos, rotary.signed_sin
+            )
+            return found
+
+        return call
