@@ -16,21 +16,23 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from tests.sim.simcuda import SimCuda
 from vmserve.attention.base import ContiguousView, KVView, LayerAttention, PagedView, RaggedBatch
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.rotary import Rotary
+from vmserve.engine import LLMEngine
 from vmserve.memory.device import CudaMemory, MemoryDevice
 from vmserve.runner.runtime import CpuRuntime
 
 import torch  # isort: skip
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["DeferredCpu", "DeferredMemory", "DeferredRuntime"]
+__all__ = ["DeferredCpu", "DeferredMemory", "DeferredRuntime", "make_late"]
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -62,7 +64,8 @@ class Stream:
             finally:
                 self.is_running = False
 
-        self._functions[key] = function = _HOST_FUNCTION(run)
+        function = _HOST_FUNCTION(run)
+        self._functions[key] = function
         assert self._sim.library.cuLaunchHostFunc(None, function, None) == 0
 
     @property
@@ -96,11 +99,14 @@ class _Later(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         stream = self._runtime.stream
-        if stream.is_running or not _takes_tensors((args, kwargs)):
+        if stream.is_running or not _tensors((args, kwargs)):
             return func(*args, **kwargs)
         aliases = [each.alias_info for each in func._schema.returns]
         if any(alias is not None and not alias.is_write for alias in aliases):
-            return func(*args, **kwargs)  # a view: nothing is read
+            given = func(*args, **kwargs)
+            places = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+            if all(out.untyped_storage().data_ptr() in places for out in _tensors(given)):
+                return given  # views, by which nothing is read; else copies, as of to() at times
         written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
         if written:
             given = _arguments(func, args, kwargs)
@@ -116,7 +122,7 @@ class _Later(TorchDispatchMode):
 
         def run() -> None:
             computed = func(*args, **kwargs)
-            for out, value in zip(_flat(outputs), _flat(computed), strict=True):
+            for out, value in zip(_tensors(outputs), _tensors(computed), strict=True):
                 out.copy_(value)
 
         stream.put(run)
@@ -127,16 +133,9 @@ _aten: Any = torch.ops.aten
 _WAITS = (_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.equal.default)
 
 
-def _flat(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    return [tensor for value in values for tensor in _flat(value)]
-
-
-def _takes_tensors(values: Any) -> bool:
-    found: list[Tensor] = []
-    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, values)
-    return bool(found)
+def _tensors(values: Any) -> list[Tensor]:
+    leaves, _ = tree_flatten(values)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _mapped(values: Any) -> Any:
@@ -274,3 +273,28 @@ class DeferredCpu(CpuBackend):
             return found
 
         return call
+
+
+def make_late(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> DeferredRuntime:
+    """From here on the engine's steps run late; what the host samples waits for the device."""
+    runtime = engine._runtime
+    assert isinstance(runtime, DeferredRuntime)
+    stream = runtime.stream
+
+    def waiting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            stream.wait()
+            stream.is_running = True  # what it computes is there at once
+            try:
+                return method(*args)
+            finally:
+                stream.is_running = False
+
+        return call
+
+    for name in ("sample", "prompt_logprobs", "beam_candidates"):
+        monkeypatch.setattr(engine._sampler, name, waiting(getattr(engine._sampler, name)))
+    # On the processor it reads the logits by numpy, of which a device knows nothing.
+    monkeypatch.setattr("vmserve.sampling.device.argmax", lambda x: x.argmax(dim=-1))
+    runtime.is_late = True
+    return runtime
