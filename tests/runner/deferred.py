@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,19 +21,19 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.sim.simcuda import SimCuda
-from vmserve.attention.base import ContiguousView, KVView, LayerAttention, PagedView, RaggedBatch
+from vmserve.attention.base import KVView, LayerAttention, PagedView, RaggedBatch
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.rotary import Rotary
 from vmserve.engine import LLMEngine
 from vmserve.memory.device import CudaMemory, MemoryDevice
+from vmserve.models import LoadedModel
 from vmserve.runner.runtime import CpuRuntime
 
 import torch  # isort: skip
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["DeferredCpu", "DeferredMemory", "DeferredRuntime", "make_late"]
+__all__ = ["DeferredCpu", "DeferredMemory", "DeferredRuntime", "SnapshotCpu", "make_late"]
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -117,8 +118,9 @@ class _Later(TorchDispatchMode):
             self._runtime.num_forced_waits += 1
             stream.wait()
             return func(*args, **kwargs)
-        shapes = func(*_mapped(args), **_mapped(kwargs))
-        outputs = tree_map(_nothing_yet, shapes)
+        outputs = func(*args, **kwargs)  # for their shapes: its inputs mean nothing yet
+        for out in _tensors(outputs):
+            out.fill_(float("nan") if out.is_floating_point() else 0)
 
         def run() -> None:
             computed = func(*args, **kwargs)
@@ -134,19 +136,13 @@ _WAITS = (_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.equal.
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    leaves, _ = tree_flatten(values)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _mapped(values: Any) -> Any:
-    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, values)
-
-
-def _nothing_yet(shape: Any) -> Any:
-    if not isinstance(shape, Tensor):
-        return shape
-    out = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
-    return out.fill_(float("nan") if out.is_floating_point() else out.dtype != torch.bool)
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
 
 
 def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -231,48 +227,61 @@ class DeferredRuntime(CpuRuntime):
         self.stream.wait()
 
 
-_CALLS: dict[int, tuple[CpuBackend, KVView, RaggedBatch]] = {}
+_CALLS: dict[int, Any] = {}
 
 
 @torch.library.custom_op("vmserve_tests::deferred_attention", mutates_args=())
 def _attend(
     step: int, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    backend, view, batch = _CALLS[step]
-    call = backend.bind(view, batch)
-    return call(LayerAttention(layer, scale), q, k, v, Rotary(cos, sin)).clone()
+    attended: Tensor = _CALLS[step](LayerAttention(layer, scale), q, k, v, Rotary(cos, sin))
+    return attended.clone()
 
 
-@_attend.register_fake
-def _shape(
-    step: int, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
-) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-class DeferredCpu(CpuBackend):
-    """The processor's kernels as one operation a layer, over block tables as they were."""
+class SnapshotCpu(CpuBackend):
+    """The processor's kernels, over block tables as they were when the step was launched: a
+    device has a copy of them."""
 
     def bind(self, view: KVView, batch: RaggedBatch) -> Any:
         if isinstance(view, PagedView):
             tables = torch.from_numpy(view.block_tables.numpy().copy())
             view = PagedView(view.keys, view.values, tables, view.block_tokens)
-        else:
-            assert isinstance(view, ContiguousView)
+        return CpuBackend().bind(view, batch)
+
+
+class DeferredCpu(SnapshotCpu):
+    """One operation of torch's a layer: for a model that is not deferred as a whole."""
+
+    def bind(self, view: KVView, batch: RaggedBatch) -> Any:
+        bound = super().bind(view, batch)
         step = len(_CALLS)
-        _CALLS[step] = (CpuBackend(), view, batch)
+        _CALLS[step] = bound
 
         def call(
             spec: LayerAttention, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None = None
         ) -> Tensor:
             if rotary is None:  # the kernels are measured, before any step
-                return CpuBackend().bind(view, batch)(spec, q, k, v)
+                attended: Tensor = bound(spec, q, k, v)
+                return attended
             found: Tensor = _attend(
                 step, spec.layer, spec.scale, q, k, v, rotary.cos, rotary.signed_sin
             )
             return found
 
         return call
+
+
+def _as_a_whole(model: LoadedModel, stream: Stream) -> Callable[..., Tensor]:
+    """The model's ``forward`` as one piece of work."""
+    forward = model.forward
+
+    def put(ids: Tensor, positions: Tensor, attention: Any, rows: Tensor | None = None) -> Tensor:
+        num_rows = len(ids if rows is None else rows)
+        out = torch.from_numpy(np.full((num_rows, model.config.vocab_size), np.nan, np.float32))
+        stream.put(lambda: out.copy_(forward(ids, positions, attention, rows)))
+        return out
+
+    return put
 
 
 def make_late(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> DeferredRuntime:
@@ -294,6 +303,9 @@ def make_late(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> DeferredRun
 
     for name in ("sample", "prompt_logprobs", "beam_candidates"):
         monkeypatch.setattr(engine._sampler, name, waiting(getattr(engine._sampler, name)))
+    if not runtime.wants_graphs:
+        forward = _as_a_whole(engine._runner._model, stream)
+        monkeypatch.setattr(engine._runner, "_model", SimpleNamespace(forward=forward))
     # On the processor it reads the logits by numpy, of which a device knows nothing.
     monkeypatch.setattr("vmserve.sampling.device.argmax", lambda x: x.argmax(dim=-1))
     runtime.is_late = True

