@@ -216,17 +216,21 @@ def test_cached_prefixes_hold_known_tokens_only(deferred: Any, regime: str) -> N
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_too_little_memory(deferred: Any, preemption: str) -> None:
     """Nobody gives way while a step runs: it is taken in before."""
-    options: dict[str, Any] = {"kv_cache_memory": "1MiB", "preemption": preemption}
+    options: dict[str, Any] = {
+        "kv_cache_memory": "512KiB",
+        "max_model_len": 128,
+        "preemption": preemption,
+    }
     options |= {"kv_regime": "paged", "swap_space": "8MiB" if preemption == "swap" else 0}
 
     def long(index: int) -> SamplingParams:
-        return SamplingParams(temperature=0.5, seed=index, max_tokens=90, ignore_eos=True)
+        return SamplingParams(temperature=0.5, seed=index, max_tokens=50, ignore_eos=True)
 
     stats = both(deferred, long, **options)
     assert stats["num_preemptions_total"] > 0
     assert (stats["swapped_in_blocks_total"] > 0) == (preemption == "swap")
     assert stats["steps_synchronous_room_total"] >= stats["num_preemptions_total"]
-    assert stats["steps_overlapped_total"] > 100
+    assert stats["steps_overlapped_total"] > 60
 
 
 def test_what_needs_the_tokens_waits_for_them(deferred: Any) -> None:
