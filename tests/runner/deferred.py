@@ -43,6 +43,9 @@ class Stream:
 
     def __init__(self, sim: SimCuda) -> None:
         self._sim = sim
+        self._context = ctypes.c_void_p()
+        retain = sim.library.cuDevicePrimaryCtxRetain
+        assert retain(ctypes.byref(self._context), 0) == 0
         self._functions: dict[int, Any] = {}
         self._num = 0
         self._error: BaseException | None = None
@@ -67,7 +70,10 @@ class Stream:
 
         function = _HOST_FUNCTION(run)
         self._functions[key] = function
-        assert self._sim.library.cuLaunchHostFunc(None, function, None) == 0
+        # The driver of an engine that is gone may have left its own behind as the current one.
+        assert self._sim.library.cuCtxSetCurrent(self._context) == 0
+        result = self._sim.library.cuLaunchHostFunc(None, function, None)
+        assert result == 0, (result, self._sim.violations())
 
     @property
     def num_pending(self) -> int:
@@ -76,7 +82,7 @@ class Stream:
     def wait(self, until: int | None = None) -> None:
         """For all work, or for what was put before there were ``until`` pieces in all."""
         while self._functions and (until is None or min(self._functions) < until):
-            assert self._sim.pump(1) == 1
+            assert self._sim.pump(1) == 1, self._sim.violations()
         if until is None:
             self._sim.pump()
         if self._error is not None:
@@ -191,7 +197,6 @@ class DeferredRuntime(CpuRuntime):
 
     def __init__(self, sim: SimCuda, *, graphs: bool = False) -> None:
         super().__init__(graphs=graphs)
-        sim.make_current()
         self.stream = Stream(sim)
         self._memory = DeferredMemory(sim, self.stream)
         self.is_late = False

@@ -133,7 +133,6 @@ class FCFSScheduler:
     def finish(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
-            self._regimes.forget(sequence)
             self._is_short = False
         elif sequence.status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
@@ -141,6 +140,7 @@ class FCFSScheduler:
             self._swapped.remove(sequence)
         elif sequence.status is SequenceStatus.FOLLOWING:
             self._followers.remove(sequence)
+        self._regimes.forget(sequence)
         was_swapped = sequence.status is SequenceStatus.SWAPPED
         sequence.status = SequenceStatus.FINISHED
         request = sequence.request
