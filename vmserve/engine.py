@@ -28,7 +28,7 @@ from vmserve.errors import (
     OutOfMemoryError,
     VmserveError,
 )
-from vmserve.memory.base import Attach, MemoryPlan, Regime
+from vmserve.memory.base import Regime
 from vmserve.memory.device import MemoryDevice
 from vmserve.memory.layout import (
     HOST_GRANULARITY,
@@ -37,6 +37,7 @@ from vmserve.memory.layout import (
     plan_layout,
 )
 from vmserve.memory.manager import MemoryManager, MemoryOptions
+from vmserve.memory.pins import MAX_PINNED_PREFIXES, PinnedPrefixes
 from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
@@ -73,7 +74,6 @@ logger = logging.getLogger(__name__)
 
 #: Free pages that an idle engine keeps: the next short request then waits for no page fault.
 IDLE_BYTES = 16 << 20
-MAX_PINNED_PREFIXES = 64
 #: How far ahead of a sequence its pages are mapped while a step computes.
 LOOKAHEAD_TOKENS = 16
 #: Logits of prompt tokens that a step computes at most (128 MiB in float32), whatever their number.
@@ -237,9 +237,7 @@ class LLMEngine:
         self._num_arrived = 0
         #: A heap of deadlines and request ids; those that have ended are skipped.
         self._deadlines: list[tuple[float, str]] = []
-        #: Handle -> the sequence in memory that keeps the blocks.
-        self._pins: dict[int, int] = {}
-        self._num_pinned = 0
+        self._pins = PinnedPrefixes(self.memory, self.resolved)
 
     # -- requests ---------------------------------------------------------------------
 
@@ -376,66 +374,11 @@ class LLMEngine:
         Raises :class:`~vmserve.errors.InvalidRequestError` where it has nothing, or where too
         little of the pool would be left for the longest sequence.
         """
-        if not self.resolved.prefix_caching:
-            raise InvalidRequestError(
-                "prefixes cannot be pinned without --enable-prefix-caching", "prompt"
-            )
-        if len(self._pins) >= MAX_PINNED_PREFIXES:
-            raise InvalidRequestError(
-                f"{MAX_PINNED_PREFIXES} prefixes are pinned already: unpin one", "prompt"
-            )
-        # A match never has the last token; one more lets it have the whole prefix.
-        memory_id = self.memory.open(
-            [*token_ids, 0],
-            regime=Regime.PAGED,
-            tenant=memory_tenant(isolation),
-            salt=cache_salt.encode(),
-        )
-        if memory_id is None:
-            raise InvalidRequestError("too many sequences are open: try again", "prompt")
-        try:
-            hit = self._attach(memory_id, len(token_ids))
-        except VmserveError:
-            self.memory.release(memory_id)
-            raise
-        handle = self._num_pinned
-        self._num_pinned += 1
-        self._pins[handle] = memory_id
-        return PinnedPrefix(handle, hit)
-
-    def _attach(self, memory_id: int, num_tokens: int) -> int:
-        """Reference the cached blocks of a prefix; how many tokens they hold."""
-        hit = self.memory.match(memory_id)
-        if hit == 0:
-            raise InvalidRequestError(
-                f"nothing of the {num_tokens} tokens is in the prefix cache: a prefix is pinned "
-                f"in whole blocks of {self.resolved.block_tokens} tokens, once computed",
-                "prompt",
-            )
-        plan = self.memory.plan([], [Attach(memory_id, hit)])
-        assert isinstance(plan, MemoryPlan), "whole blocks are referenced, nothing is copied"
-        self.memory.launched(self.memory.apply(plan))
-        blocks_per_page = self.memory.layout.page_tokens // self.memory.layout.block_tokens
-        pages = {
-            int(block) // blocks_per_page
-            for pinned in (memory_id, *self._pins.values())
-            for block in self.memory.blocks(pinned)
-        }
-        needed = self.memory.layout.pages_for(self.resolved.max_model_len)
-        left = self.memory.limit_pages - len(pages)
-        if left < needed:
-            raise InvalidRequestError(
-                f"with {hit} tokens pinned {left} pages are left, and a sequence of "
-                f"{self.resolved.max_model_len} tokens needs {needed}: raise --kv-cache-memory",
-                "prompt",
-            )
-        return hit
+        return self._pins.hold(token_ids, cache_salt.encode(), memory_tenant(isolation))
 
     def unpin_prefix(self, handle: int) -> None:
         """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
-        if handle not in self._pins:
-            raise ValueError(f"no prefix is pinned with the handle {handle}")
-        self.memory.release(self._pins.pop(handle))
+        self._pins.release(handle)
 
     def convert(self, request_id: str, regime: Regime) -> None:
         """Keep the request in ``regime`` from the next step on that finds memory for it.
