@@ -7,9 +7,13 @@ behind. That steps did overlap is what the counters say.
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,6 +255,40 @@ def test_what_needs_the_tokens_waits_for_them(deferred: Any) -> None:
     assert stats["steps_synchronous_beams_total"] > 2
     assert stats["steps_synchronous_prompt_logprobs_total"] == 1
     assert stats["steps_overlapped_total"] > 4
+
+
+def test_a_grammar_is_followed(deferred: Any) -> None:
+    """Its mask waits for the token before: such a step is launched ahead, and drawn behind."""
+
+    def guided(index: int) -> SamplingParams:
+        given = {"regex": r"[a-z]{3}-[0-9]{2}"} if index % 3 == 0 else None
+        return SamplingParams(
+            temperature=1.0, seed=index, max_tokens=12, structured_outputs=given, ignore_eos=True
+        )
+
+    late = Life(deferred()).live(guided, every=2)
+    for index in (0, 3):
+        [(_, text, _)] = late.done[str(index)]
+        assert re.fullmatch(r"[a-z]{3}-[0-9]{2}", text)
+    plain = Life(make_plain()).live(guided, every=2)
+    plain.engine.close()
+    assert late.done == plain.done
+    stats = late.end()
+    assert stats["steps_synchronous_sampler_total"] > 0
+    assert stats["steps_overlapped_total"] > 0
+
+
+def test_a_trace_has_two_tracks(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    life = Life(make_plain(async_scheduling="on", trace_file=str(path))).live(greedy_and_drawn)
+    stats = life.end()
+    events = json.loads(path.read_text())
+    steps = [event for event in events if event["name"] == "step"]
+    assert len(steps) == stats["engine_steps_total"]
+    for track in (1, 3):  # on each, one step ends before the next begins
+        spans = [(step["ts"], step["ts"] + step["dur"]) for step in steps if step["tid"] == track]
+        assert len(spans) > len(steps) // 4
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize("regime", ["virtual", "auto"])
