@@ -530,7 +530,10 @@ class LLMEngine:
     def _without_broken(self, outputs: list[RequestOutput]) -> StepResult:
         """End the requests whose grammars met a limit in this step."""
         failures = []
+        told = {output.request_id for output in outputs}
         for request_id, error in self.structured.take_broken():
+            if request_id not in self._requests and request_id not in told:
+                continue  # aborted since its token was drawn
             self.abort(request_id)
             failures.append(RequestFailure(request_id, error))
         ended = {failure.request_id for failure in failures}
