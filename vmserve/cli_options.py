@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from vmserve.config import AsyncScheduling as _AsyncScheduling
 from vmserve.config import KVMapper as _KVMapper
 from vmserve.config import KVRegime as _KVRegime
 from vmserve.config import LinearBackend as _LinearBackend
@@ -218,6 +219,14 @@ Preemption = Annotated[
         panel=_SCHEDULING,
     ),
 ]
+AsyncScheduling = Annotated[
+    _AsyncScheduling | None,
+    _option(
+        "--async-scheduling",
+        help="Launches a step while the one before it runs. Default: auto, on a GPU.",
+        panel=_SCHEDULING,
+    ),
+]
 SchedulingPolicy = Annotated[
     _SchedulingPolicy | None,
     _option(
@@ -303,6 +312,7 @@ ENGINE_OPTIONS: Final[dict[str, Any]] = {
     "max_num_batched_tokens": MaxNumBatchedTokens,
     "preemption": Preemption,
     "scheduling_policy": SchedulingPolicy,
+    "async_scheduling": AsyncScheduling,
     "scheduler_delay_factor": SchedulerDelayFactor,
     "fair_sharing": FairSharing,
     "request_timeout": RequestTimeout,

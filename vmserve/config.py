@@ -26,6 +26,8 @@ Quantization = Literal["none", "int8"]
 KVMapper = Literal["auto", "off", "thread"]
 Preemption = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority", "v0"]
+#: Whether a step is launched while the one before it runs; "auto": on a GPU.
+AsyncScheduling = Literal["auto", "on", "off"]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
@@ -109,6 +111,7 @@ class EngineConfig:
     preemption: Preemption = "auto"
     scheduling_policy: SchedulingPolicy = "fcfs"
     scheduler_delay_factor: float = 0.0
+    async_scheduling: AsyncScheduling = "auto"
     fair_sharing: bool = False
     request_timeout: float | None = None
     regime_profile: str | None = None
@@ -146,6 +149,7 @@ class EngineConfig:
             "linear_backend": get_args(LinearBackend),
             "quantization": get_args(Quantization),
             "scheduling_policy": get_args(SchedulingPolicy),
+            "async_scheduling": get_args(AsyncScheduling),
             "dtype": ("auto", "float32", "float", "bfloat16", "float16", "half"),
             "device": ("auto", "cpu", "cuda"),
         }
@@ -189,6 +193,11 @@ class EngineConfig:
                 "scheduler_delay_factor: only the policy v0 waits before it reads prompts; "
                 "give --scheduling-policy v0 too"
             )
+        if self.async_scheduling == "on" and self.scheduling_policy == "v0":
+            raise ConfigurationError(
+                "async_scheduling: the policy v0 ends a step before it plans the next: use "
+                "--async-scheduling off, or --scheduling-policy fcfs"
+            )
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigurationError(f"seed: {self.seed} does not fit 64 bits")
 
@@ -230,6 +239,8 @@ class ResolvedConfig:
     preemption: Preemption
     scheduling_policy: SchedulingPolicy
     scheduler_delay_factor: float
+    #: A step is launched while the one before it runs.
+    async_scheduling: bool
     fair_sharing: bool
     #: Seconds from its arrival in which a request must end, where it does not say less.
     request_timeout: float | None
@@ -291,6 +302,8 @@ def resolve(
         preemption=config.preemption,
         scheduling_policy=config.scheduling_policy,
         scheduler_delay_factor=config.scheduler_delay_factor,
+        async_scheduling=config.async_scheduling == "on"
+        or (config.async_scheduling == "auto" and on_gpu and config.scheduling_policy != "v0"),
         fair_sharing=config.fair_sharing,
         request_timeout=config.request_timeout,
         regime_profile=config.regime_profile,

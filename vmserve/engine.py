@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vmserve import _core
 from vmserve.attention import create_backend
@@ -20,6 +19,7 @@ from vmserve.attention.base import AttentionBackend, KVView
 from vmserve.attention.cpu import CpuBackend
 from vmserve.config import EngineConfig, ResolvedConfig, format_size, resolve
 from vmserve.decoding import BeamGroup, BeamSearch
+from vmserve.engine_step import EngineStep, Flight
 from vmserve.errors import (
     ConfigurationError,
     DeadlineError,
@@ -28,7 +28,7 @@ from vmserve.errors import (
     OutOfMemoryError,
     VmserveError,
 )
-from vmserve.memory.base import Attach, MemoryPlan, Regime
+from vmserve.memory.base import Regime
 from vmserve.memory.device import MemoryDevice
 from vmserve.memory.layout import (
     HOST_GRANULARITY,
@@ -37,13 +37,14 @@ from vmserve.memory.layout import (
     plan_layout,
 )
 from vmserve.memory.manager import MemoryManager, MemoryOptions
+from vmserve.memory.pins import MAX_PINNED_PREFIXES, PinnedPrefixes
 from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
-from vmserve.output.processor import OutputProcessor, sampling_row
+from vmserve.output.processor import OutputProcessor
 from vmserve.runner.calibration import HeadShape, measure_profile
 from vmserve.runner.graphs import DecodeGraphs
-from vmserve.runner.model_runner import AttentionTime, ModelRunner, RegimeKernels, StepLogits
+from vmserve.runner.model_runner import AttentionTime, ModelRunner, RegimeKernels
 from vmserve.runner.runtime import DeviceRuntime, open_runtime
 from vmserve.sampling import (
     BeamSearchParams,
@@ -73,7 +74,6 @@ logger = logging.getLogger(__name__)
 
 #: Free pages that an idle engine keeps: the next short request then waits for no page fault.
 IDLE_BYTES = 16 << 20
-MAX_PINNED_PREFIXES = 64
 #: How far ahead of a sequence its pages are mapped while a step computes.
 LOOKAHEAD_TOKENS = 16
 #: Logits of prompt tokens that a step computes at most (128 MiB in float32), whatever their number.
@@ -94,6 +94,12 @@ class RequestFailure:
 class StepResult:
     outputs: tuple[RequestOutput, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
+
+    def __add__(self, other: StepResult) -> StepResult:
+        """Who failed in the other one is told nothing else any more."""
+        failed = {failure.request_id for failure in other.failures}
+        outputs = tuple(each for each in self.outputs if each.request_id not in failed)
+        return StepResult(outputs + other.outputs, self.failures + other.failures)
 
 
 class LLMEngine:
@@ -198,10 +204,10 @@ class LLMEngine:
                     self.resolved.max_model_len,
                 )
         self._runner = ModelRunner(self._model, kernels, self._runtime, self._graphs)
+        self._is_async = self.resolved.async_scheduling
         vocab = self.model_config.vocab_size
-        self._sampler = (
-            Sampler(vocab) if device.type == "cpu" else DeviceSampler(vocab, self._runtime)
-        )
+        on_host = device.type == "cpu" and not self._is_async
+        self._sampler = Sampler(vocab) if on_host else DeviceSampler(vocab, self._runtime)
         #: Requests whose answers have to match a grammar.
         self.structured = StructuredRequests(
             self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
@@ -210,15 +216,27 @@ class LLMEngine:
         self._output = OutputProcessor(
             self.tokenizer, self.model_config.eos_token_ids, self.scheduler, self.counters
         )
+        self._steps = EngineStep(
+            self.memory,
+            self.scheduler,
+            self._runner,
+            self._runtime,
+            self._sampler,
+            self.structured,
+            self._output,
+        )
+        #: The step that runs, whose tokens are not known yet: with async_scheduling only.
+        self._flight: Flight | None = None
+        #: Why the next step is not launched before the tokens of the last one are known.
+        self._waited_for = "idle"
+        self._last_ended = 0.0
         trace_file = self.resolved.trace_file
         self._trace = None if trace_file is None else StepTrace(Path(trace_file))
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         #: A heap of deadlines and request ids; those that have ended are skipped.
         self._deadlines: list[tuple[float, str]] = []
-        #: Handle -> the sequence in memory that keeps the blocks.
-        self._pins: dict[int, int] = {}
-        self._num_pinned = 0
+        self._pins = PinnedPrefixes(self.memory, self.resolved)
 
     # -- requests ---------------------------------------------------------------------
 
@@ -355,66 +373,11 @@ class LLMEngine:
         Raises :class:`~vmserve.errors.InvalidRequestError` where it has nothing, or where too
         little of the pool would be left for the longest sequence.
         """
-        if not self.resolved.prefix_caching:
-            raise InvalidRequestError(
-                "prefixes cannot be pinned without --enable-prefix-caching", "prompt"
-            )
-        if len(self._pins) >= MAX_PINNED_PREFIXES:
-            raise InvalidRequestError(
-                f"{MAX_PINNED_PREFIXES} prefixes are pinned already: unpin one", "prompt"
-            )
-        # A match never has the last token; one more lets it have the whole prefix.
-        memory_id = self.memory.open(
-            [*token_ids, 0],
-            regime=Regime.PAGED,
-            tenant=memory_tenant(isolation),
-            salt=cache_salt.encode(),
-        )
-        if memory_id is None:
-            raise InvalidRequestError("too many sequences are open: try again", "prompt")
-        try:
-            hit = self._attach(memory_id, len(token_ids))
-        except VmserveError:
-            self.memory.release(memory_id)
-            raise
-        handle = self._num_pinned
-        self._num_pinned += 1
-        self._pins[handle] = memory_id
-        return PinnedPrefix(handle, hit)
-
-    def _attach(self, memory_id: int, num_tokens: int) -> int:
-        """Reference the cached blocks of a prefix; how many tokens they hold."""
-        hit = self.memory.match(memory_id)
-        if hit == 0:
-            raise InvalidRequestError(
-                f"nothing of the {num_tokens} tokens is in the prefix cache: a prefix is pinned "
-                f"in whole blocks of {self.resolved.block_tokens} tokens, once computed",
-                "prompt",
-            )
-        plan = self.memory.plan([], [Attach(memory_id, hit)])
-        assert isinstance(plan, MemoryPlan), "whole blocks are referenced, nothing is copied"
-        self.memory.launched(self.memory.apply(plan))
-        blocks_per_page = self.memory.layout.page_tokens // self.memory.layout.block_tokens
-        pages = {
-            int(block) // blocks_per_page
-            for pinned in (memory_id, *self._pins.values())
-            for block in self.memory.blocks(pinned)
-        }
-        needed = self.memory.layout.pages_for(self.resolved.max_model_len)
-        left = self.memory.limit_pages - len(pages)
-        if left < needed:
-            raise InvalidRequestError(
-                f"with {hit} tokens pinned {left} pages are left, and a sequence of "
-                f"{self.resolved.max_model_len} tokens needs {needed}: raise --kv-cache-memory",
-                "prompt",
-            )
-        return hit
+        return self._pins.hold(token_ids, cache_salt.encode(), memory_tenant(isolation))
 
     def unpin_prefix(self, handle: int) -> None:
         """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
-        if handle not in self._pins:
-            raise ValueError(f"no prefix is pinned with the handle {handle}")
-        self.memory.release(self._pins.pop(handle))
+        self._pins.release(handle)
 
     def convert(self, request_id: str, regime: Regime) -> None:
         """Keep the request in ``regime`` from the next step on that finds memory for it.
@@ -428,7 +391,10 @@ class LLMEngine:
     # -- the step ---------------------------------------------------------------------
 
     def step(self) -> StepResult:
-        """Compute once for every sequence that fits; returns what became known by it."""
+        """Compute once for every sequence that fits; returns what became known by it.
+
+        With ``async_scheduling``, of the step before: this one is computed meanwhile.
+        """
         with self._runtime.active():
             return self._step()
 
@@ -437,46 +403,111 @@ class LLMEngine:
             return StepResult(failures=tuple(late))
         if self.structured.num_compiling and (news := self._take_compiled()):
             return news
+        previous, self._flight = self._flight, None
+        if previous is None:
+            following = self._launch()
+            return following if isinstance(following, StepResult) else self._end_alone(following)
+        ahead = self._launch_ahead(previous)
+        previous.phases.resume()
+        result = self._take_in(previous, ahead if isinstance(ahead, Flight) else None)
+        if isinstance(ahead, StepResult):
+            return result + ahead
+        if ahead is None:
+            return result
+        ahead.phases.resume()
+        return result + self._draw(ahead)
+
+    def _launch(self, previous: Flight | None = None) -> Flight | StepResult:
+        """Plan a step and give it to the device; a result where there is none.
+
+        ``previous``: the step that runs; then nobody is preempted, and nothing is waited for.
+        """
         phases = StepPhases()
         try:
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(ahead=previous is not None)
         except NoRoomError as error:
             self.abort(error.request_id)
             return StepResult(failures=(RequestFailure(error.request_id, error),))
         if plan is None:
-            self._idle()
-            self.structured.wait()
+            if previous is None:
+                self._idle()
+                self.structured.wait()
             return StepResult()
         phases.end("schedule")
         try:
             epoch = self.memory.apply(plan.memory)
         except (OutOfMemoryError, DriverError) as error:
-            return self._make_room_after(error, plan)
+            return StepResult() if previous is not None else self._make_room_after(error, plan)
         self.scheduler.applied(plan)
         self._mark_scheduled(plan)
         phases.end("memory")
         try:
-            logits = self._execute(plan)
-            if _reads_prompts_mostly(plan):
+            flight = self._steps.launch(plan, epoch, phases, previous)
+            if previous is None and _reads_prompts_mostly(plan):
                 self._runtime.synchronize()  # or only its launches would be timed
-            self._learn(plan, phases.end("model"))
-            self._count_attention(logits.attention)
-            self.memory.launched(epoch)
-            self.scheduler.computed(plan)
-            masks = self.structured.masks(logits.samplers)
-            samples = self._sampler.sample(
-                logits.sampling_logits(), list(map(sampling_row, logits.samplers, masks))
-            )
-            phases.end("sample")
-            beam_masks = self.structured.masks(logits.beams) if logits.beams else ()
-            outputs = self._output.process(logits, samples, self._sampler, beam_masks)
         except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
-            self._give_up(epoch)
+            self._steps.give_up(epoch)
             return self._fail_batch(error, plan)
-        self._name_tokens(plan)
+        seconds = phases.end("model")
+        if previous is None:
+            self._learn(plan, seconds)
+        self._count_attention(flight.logits.attention)
+        return flight
+
+    def _launch_ahead(self, previous: Flight) -> Flight | StepResult | None:
+        """The step behind ``previous``, before its tokens are known; None where that cannot be."""
+        self._waited_for = previous.waits() or "room"
+        if self._waited_for != "room":
+            return None
+        with previous.expected(), self.memory.without_waiting():
+            flight = self._launch(previous)
+        if isinstance(flight, StepResult):
+            return flight if flight.failures else None
+        self.counters.steps_overlapped += 1
+        return flight
+
+    def _draw(self, flight: Flight) -> StepResult:
+        """Its tokens will be taken in by the next step."""
+        try:
+            self._steps.draw(flight)
+        except Exception as error:  # noqa: BLE001
+            self._steps.give_up(flight.epoch)
+            return self._fail_batch(error, flight.plan)
+        flight.phases.end("sample")
+        if not self._requests:  # all have ended meanwhile: there is no next step
+            return self._take_in(flight)
+        self._flight = flight
+        return StepResult()
+
+    def _end_alone(self, flight: Flight) -> StepResult:
+        """A step behind which none runs: taken in at once, unless the next is to run beside it."""
+        if self._is_async:
+            self.counters.synchronous(self._waited_for)
+            self._waited_for = "idle"
+        result = self._draw(flight)
+        if self._flight is None:
+            return result
+        if self._is_async:
+            waits = flight.waits()
+            if waits is None:
+                return result
+            self._waited_for = waits
+        self._flight = None
+        return self._take_in(flight)
+
+    def _take_in(self, flight: Flight, following: Flight | None = None) -> StepResult:
+        """``following``: the step that was launched behind it, which fails with it."""
+        try:
+            outputs = self._steps.take_in(flight)
+        except Exception as error:  # noqa: BLE001
+            self._steps.give_up((following or flight).epoch)
+            plans = [flight.plan] if following is None else [flight.plan, following.plan]
+            return self._fail_batch(error, *plans)
+        if self.resolved.prefix_caching:
+            self._steps.name_tokens(flight.plan)
         self._retire(outputs)
-        phases.end("output")
-        self._record(plan, phases, outputs)
+        flight.phases.end("output")
+        self._record(flight, outputs)
         if self.structured.broken:
             return self._without_broken(outputs)
         return StepResult(outputs=tuple(outputs))
@@ -498,32 +529,15 @@ class LLMEngine:
     def _without_broken(self, outputs: list[RequestOutput]) -> StepResult:
         """End the requests whose grammars met a limit in this step."""
         failures = []
+        told = {output.request_id for output in outputs}
         for request_id, error in self.structured.take_broken():
+            if request_id not in self._requests and request_id not in told:
+                continue  # aborted since its token was drawn
             self.abort(request_id)
             failures.append(RequestFailure(request_id, error))
         ended = {failure.request_id for failure in failures}
         left = tuple(output for output in outputs if output.request_id not in ended)
         return StepResult(left, tuple(failures))
-
-    def _execute(self, plan: StepPlan) -> StepLogits:
-        """Once more where a GPU had no room for activations, with what the pool can spare."""
-        slots = self._slots(plan)
-        try:
-            return self._runner.execute(plan, slots)
-        except torch.OutOfMemoryError as error:
-            self._runtime.synchronize()
-            if not self.memory.trim(0, drop_idle=True):
-                raise
-            logger.warning("the KV cache gave its free pages to activations: %s", error)
-        return self._runner.execute(plan, slots)
-
-    def _give_up(self, epoch: int) -> None:
-        """What the step wrote is worthless; no page of it is used again before it has ended."""
-        try:
-            self._runtime.synchronize()
-        except RuntimeError as error:
-            logger.error("the device failed", exc_info=error)
-        self.memory.abandon(epoch)
 
     def _expire(self, now: float) -> list[RequestFailure]:
         """End those whose time is over."""
@@ -543,12 +557,16 @@ class LLMEngine:
             late.append(RequestFailure(request_id, error))
         return late
 
-    def _record(self, plan: StepPlan, phases: StepPhases, outputs: list[RequestOutput]) -> None:
+    def _record(self, flight: Flight, outputs: list[RequestOutput]) -> None:
+        plan, phases = flight.plan, flight.phases
         self.counters.step(plan.num_tokens, phases)
-        self._regimes.stepped(phases.spans[-1].ended - phases.spans[0].began)
+        # Of steps that overlap, each has the time since the one before it ended.
+        began, ended = phases.spans[0].began, phases.spans[-1].ended
+        self._regimes.stepped(ended - max(began, self._last_ended))
+        self._last_ended = ended
         if self._trace is None:
             return
-        self._trace.step(plan, phases, self.scheduler, self.memory.stats())
+        self._trace.step(plan, phases, self.scheduler, self.memory.stats(), ahead=flight.is_ahead)
         for output in outputs:
             if output.finished:
                 self._trace.request(output.request_id, output.metrics)
@@ -567,32 +585,11 @@ class LLMEngine:
                 predicted = profile.kernels(regime).batch_seconds(batch.num_past, batch.num_new)
             self.counters.attended(regime.value, seconds, predicted)
 
-    def _slots(self, plan: StepPlan) -> NDArray[np.int32]:
-        """-1 for a paged sequence: its row of the block tables is where kernels find it."""
-        return self.memory.slots(plan.memory_ids)
-
-    def _name_tokens(self, plan: StepPlan) -> None:
-        """What became known names blocks for the prefix cache, once they are computed."""
-        if not self.resolved.prefix_caching:
-            return
-        memory_ids: list[int] = []
-        tokens: list[int] = []
-        for sequence, memory_id in zip(plan.sequences, plan.memory_ids.tolist(), strict=True):
-            if sequence.memory_id != memory_id:
-                continue  # it has finished
-            known, num_named = sequence.tokens, sequence.num_named
-            sequence.num_named = len(known)
-            if num_named + 1 == len(known):
-                memory_ids.append(memory_id)
-                tokens.append(known[-1])
-            elif num_named < len(known):
-                memory_ids += [memory_id] * (len(known) - num_named)
-                tokens += known[num_named:]
-        self.memory.append_tokens(memory_ids, tokens)
-
-    def _fail_batch(self, error: Exception, plan: StepPlan) -> StepResult:
-        logger.error("a step of %d sequences failed", len(plan), exc_info=error)
-        request_ids = {sequence.request.request_id for sequence in plan.sequences}
+    def _fail_batch(self, error: Exception, *plans: StepPlan) -> StepResult:
+        sequences = [sequence for plan in plans for sequence in plan.sequences]
+        logger.error("a step of %d sequences failed", len(sequences), exc_info=error)
+        # Of a step that was launched ahead, some may have ended.
+        request_ids = {seq.request.request_id for seq in sequences} & self._requests.keys()
         for request_id in request_ids:
             self.abort(request_id)
         told = VmserveError("the step that computed this request failed; send it again")
@@ -727,6 +724,7 @@ class LLMEngine:
         if self._trace is not None:
             self._trace.close()
         self.structured.close()
+        self._flight = None
         self._runtime.synchronize()
         self.memory.close()
 

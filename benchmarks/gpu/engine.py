@@ -369,8 +369,35 @@ def part_layout(bench: Bench) -> Iterator[Row]:
             yield row | {"step_ms": 1e3 * statistics.median(times), "refused": ""}
 
 
+def part_overlap(bench: Bench) -> Iterator[Row]:
+    """Decoding with each step launched while the one before runs, and one after the other."""
+    for batch, regime, overlap in itertools.product(
+        bench.plan.batches, ("virtual", "paged"), ("off", "on")
+    ):
+        options: dict[str, Any] = {"kv_regime": regime, "async_scheduling": overlap}
+        with bench.engine(max_num_seqs=max(batch, 1), **options) as engine:
+            for index in range(batch):
+                add(engine, str(index), bench.plan.context, 3 * bench.plan.steps + 16, index)
+            run_until_decoding(engine, batch)
+            step_seconds(engine, 3)  # whatever is made at first use
+            before = engine.counters.steps_overlapped
+            times = step_seconds(engine, bench.plan.steps)
+            overlapped = engine.counters.steps_overlapped - before
+        middle = statistics.median(times)
+        yield {
+            "batch": batch,
+            "regime": regime,
+            "async": overlap,
+            "overlapped": overlapped,
+            "steps": bench.plan.steps,
+            "step_ms": 1e3 * middle,
+            "tokens_per_s": batch / middle,
+        }
+
+
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "decode": part_decode,
+    "overlap": part_overlap,
     "mapping": part_mapping,
     "ttft": part_ttft,
     "makespan": part_makespan,

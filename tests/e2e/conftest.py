@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.sim.conftest import sim, sim_library
 from vmserve import LLM  # first: it sets how torch's threads wait, before torch is loaded
 
 import torch  # isort: skip
 from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 
 from vmserve.models import resolve_model
+
+__all__ = ["sim", "sim_library"]
 
 Reference = Callable[[list[int], int], list[int]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -128,10 +128,10 @@ def test_a_batch_that_raises_fails_its_requests_and_not_the_engine() -> None:
         runner = engine._engine._runner
         execute = runner.execute
 
-        def poisoned(plan: StepPlan, slots: list[int]) -> object:
+        def poisoned(plan: StepPlan, *args: Any) -> object:
             if any(sequence.tokens[0] == 13 for sequence in plan.sequences):
                 raise RuntimeError("poison")
-            return execute(plan, slots)
+            return execute(plan, *args)
 
         runner.execute = poisoned  # type: ignore[method-assign, assignment]
         with pytest.raises(VmserveError, match="step that computed this request failed"):

@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from tests.runner.deferred import DeferredRuntime, SnapshotCpu, make_late
+from tests.sim.simcuda import SimConfig, SimCuda
 from vmserve import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from vmserve.attention import BACKENDS
 from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import Regime
 from vmserve.sampling import GenerationParams
@@ -63,8 +66,10 @@ def alone() -> Iterator[Callable[[Asked], RequestOutput]]:
 class Life:
     """One engine, what was asked of it, and what became of that."""
 
-    def __init__(self, seed: int, heads: list[list[int]]) -> None:
+    def __init__(self, seed: int, heads: list[list[int]], **options: Any) -> None:
         self.rng = rng = random.Random(seed)
+        #: Fewer of those requests whose tokens have to be known before the next step is planned.
+        self.overlaps = options.get("async_scheduling") == "on"
         self.heads = heads
         self.blocks_per_page = rng.choice([1, 1, 2, 8])
         page_tokens = 16 * self.blocks_per_page
@@ -85,6 +90,7 @@ class Life:
             preemption="auto",
             swap_space=rng.choice([0, "512KiB", "64MiB"]),
             scheduling_policy=rng.choice(["fcfs", "priority"]),
+            **options,
         )
         self.engine: Any = self.llm.engine
         self.asked: dict[str, Asked] = {}
@@ -111,11 +117,11 @@ class Life:
                 raise OutOfMemoryError("the system refuses (injected)")
             return int(apply(plan))
 
-        def fail(plan: Any, places: Any) -> Any:
+        def fail(plan: Any, *args: Any) -> Any:
             if self.rng.random() < 0.01:
                 self.excused |= {item.sequence.request.request_id for item in plan.scheduled}
                 raise RuntimeError("the batch fails (injected)")
-            return execute(plan, places)
+            return execute(plan, *args)
 
         memory.apply, runner.execute = refuse, fail
 
@@ -154,7 +160,7 @@ class Life:
     def _params(self, room: int) -> GenerationParams:
         rng = self.rng
         most = min(room, rng.choice([1, 2, 5, 20, 60]))
-        if rng.random() < 0.3:
+        if rng.random() < (0.1 if self.overlaps else 0.3):
             width = rng.randrange(1, min(MAX_WIDTH, self.max_num_seqs) + 1)
             return BeamSearchParams(
                 beam_width=width,
@@ -172,7 +178,7 @@ class Life:
             seed=rng.randrange(1000),
             max_tokens=0 if scored is not None and rng.random() < 0.3 else most,
             prompt_logprobs=scored,
-            logprobs=rng.choice([None, 1]),
+            logprobs=None if self.overlaps and rng.random() < 0.9 else rng.choice([None, 1]),
             ignore_eos=rng.random() < 0.5,
             # Frequent ones: many choices stop early, some with their first token.
             stop_token_ids=tuple(set(self.heads[0])) if rng.random() < 0.4 else (),
@@ -214,6 +220,7 @@ class Life:
             self._check_failure(name)
         engine = self.engine
         scheduler, memory = engine.scheduler, engine.memory
+        memory.wait()
         memory.check()
         stats = engine.stats()
         assert stats["num_seqs"] == stats["used_pages"] == stats["waiting_pages"] == 0
@@ -302,3 +309,29 @@ def test_a_random_life(
         life.check(alone)
     finally:
         life.llm.close()
+
+
+@pytest.mark.parametrize("seed", range(FIRST, LAST))
+def test_a_random_life_on_a_device_that_runs_late(
+    seed: int,
+    prompts: Prompts,
+    alone: Callable[[Asked], RequestOutput],
+    sim: SimCuda,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each step is launched before the work of the one before it has begun."""
+    sim.configure(SimConfig(total_bytes=1 << 26))
+    with monkeypatch.context() as patch:
+        patch.setitem(BACKENDS, "cpu", SnapshotCpu)  # type: ignore[arg-type]
+        patch.setattr("vmserve.engine.open_runtime", lambda *_: DeferredRuntime(sim))
+        life = Life(seed, prompts(3, 96, 20), async_scheduling="on")
+    runtime = make_late(life.engine, monkeypatch)
+    try:
+        life.live(num_requests=24)
+        life.check(alone)
+        stats = life.engine.stats()
+    finally:
+        life.llm.close()
+    assert stats["steps_overlapped_total"] > 10
+    assert runtime.num_forced_waits == 0
+    assert sim.violations() == []

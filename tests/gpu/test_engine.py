@@ -115,6 +115,18 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_overlapped_steps_give_the_tokens_of_single_ones(
+    make_engine: Callable[..., LLMEngine], eager: bool
+) -> None:
+    found = []
+    for overlap in ("off", "on"):
+        engine = make_engine(dtype="float32", enforce_eager=eager, async_scheduling=overlap)
+        found.append(generate(engine)[1])
+        assert (engine.stats()["steps_overlapped_total"] > 0) == (overlap == "on")
+    assert found[0] == found[1]
+
+
 def test_seeds_give_the_same_samples_in_both_regimes(
     make_engine: Callable[..., LLMEngine],
 ) -> None:

@@ -28,6 +28,8 @@ def test_the_dry_run_writes_a_row_for_everything_that_it_measures(tmp_path: Path
     kinds = ("captured", "eager")
     assert decode == {(b, r, s) for b in plan.batches for r in regimes for s in kinds}
     assert all(row["tokens_per_s"] > 0 for row in parts["decode"])
+    overlap = [(row["async"], row["overlapped"]) for row in parts["overlap"]]
+    assert overlap == [("off", 0), ("on", plan.steps)] * len(regimes) * len(plan.batches)
     assert [row["mapping"] for row in parts["mapping"]] == ["synchronous", "overlapped"]
     assert len(parts["ttft"]) == 2 * len(plan.prompts)
     assert [row["regime"] for row in parts["makespan"]] == ["paged", "virtual", "auto"]

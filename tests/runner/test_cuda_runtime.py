@@ -33,6 +33,18 @@ class FakeStream:
         self.num_waits += 1
 
 
+class FakeEvent:
+    def __init__(self) -> None:
+        self.stream: FakeStream | None = None
+        self.num_waits = 0
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
 class FakeGraph:
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
@@ -57,6 +69,11 @@ class FakeCuda:
         self.made = FakeStream(0x77)
         self.reserved, self.allocated = 100, 100
         self.num_pools = 0
+        self.events: list[FakeEvent] = []
+
+    def Event(self) -> FakeEvent:
+        self.events.append(FakeEvent())
+        return self.events[-1]
 
     def current_device(self) -> int:
         return 0
@@ -140,6 +157,24 @@ def test_torch_gives_back_what_it_only_caches(cuda: FakeCuda, sim: SimCuda) -> N
     cuda.reserved = 500
     assert pages.release_unused()
     assert cuda.reserved == 100
+
+
+def test_what_is_fetched_is_waited_for_alone(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an event behind the copies: work that was given to the stream after it goes on."""
+    made = CudaRuntime()
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **k: empty(*a, **k))
+    source = torch.tensor([3, 4])
+    with made.active():
+        fetched = made.fetch([source, torch.tensor([0.5])])
+    source.fill_(9)
+    [event] = cuda.events
+    assert (event.stream, event.num_waits) == (cuda.made, 0)
+    first, second = fetched.take()
+    assert (first.tolist(), second.tolist()) == ([3, 4], [0.5])
+    assert (event.num_waits, cuda.made.num_waits) == (1, 0)
 
 
 def test_capturing(cuda: FakeCuda) -> None:

@@ -48,7 +48,7 @@ def test_uploads_and_downloads() -> None:
     buffer = torch.zeros(4, dtype=torch.int64)
     runtime.upload(np.array([1, 2]), buffer)
     assert buffer.tolist() == [1, 2, 0, 0]
-    [array] = runtime.download([buffer])
+    [array] = runtime.fetch([buffer]).take()
     assert array.tolist() == [1, 2, 0, 0]
 
 

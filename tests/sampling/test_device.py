@@ -40,11 +40,11 @@ def random_params(rng: random.Random) -> dict[str, Any]:
 class Counting(CpuRuntime):
     """Counts the waits."""
 
-    num_downloads = 0
+    num_waits = 0
 
-    def download(self, tensors: Any) -> Any:
-        self.num_downloads += 1
-        return super().download(tensors)
+    def fetch(self, tensors: Any) -> Any:
+        self.num_waits += 1
+        return super().fetch(tensors)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -64,7 +64,7 @@ def test_the_same_tokens(seed: int, coarse: bool) -> None:
     for mine, other in zip(there, here, strict=True):
         assert mine.logprob == pytest.approx(other.logprob, abs=1e-5)
         assert mine.top is None
-    assert runtime.num_downloads == 1
+    assert runtime.num_waits == 1
 
 
 def test_a_batch_of_one_kind_takes_its_short_way() -> None:
@@ -86,7 +86,7 @@ def test_what_is_not_common_goes_the_usual_way(params: dict[str, Any]) -> None:
     rows = [row(1, 4), row(2, 4, **params), row(3, 4)]
     runtime = Counting()
     assert DeviceSampler(VOCAB, runtime).sample(logits, rows) == Sampler(VOCAB).sample(logits, rows)
-    assert runtime.num_downloads == 0
+    assert runtime.num_waits == 0
 
 
 def test_broken_logits_are_repaired() -> None:

@@ -643,6 +643,23 @@ def test_newcomers_that_push_a_conversion_out_leave_the_regime_as_it_is() -> Non
     assert [item.regime for item in taken.scheduled] == [Regime.VIRTUAL] * 2
 
 
+def test_whoever_ends_in_host_memory_is_to_change_no_regime_any_more() -> None:
+    memory = CountingMemory(12, num_slots=16, swap_pages=64)
+    limits = SchedulerLimits(8, 64, 0.0)
+    scheduler = FCFSScheduler(memory, limits, preemption=PreemptionPolicy("swap"))
+    first, second = make_request("a", 20, max_tokens=16), make_request("b", 20, max_tokens=16)
+    scheduler.add(first)
+    scheduler.add(second)
+    while second.sequences[0].status is not SequenceStatus.SWAPPED:
+        run(scheduler, memory)
+    scheduler.convert(second, Regime.PAGED)
+    scheduler.abort(second)
+    assert not scheduler._regimes.give_up()  # there is no wish left to be given up
+    while run(scheduler, memory) is not None:
+        pass
+    assert (memory.page_lists, memory.swapped) == ({}, {})
+
+
 def test_swapped_sequences_come_back_before_newcomers_and_do_not_thrash() -> None:
     memory = CountingMemory(12, num_slots=16, swap_pages=64)
     limits = SchedulerLimits(8, 64, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -28,7 +29,7 @@ from vmserve.memory.device import HostMemory, MemoryDevice, memory_device
 from vmserve.memory.tensors import layer_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -122,6 +123,7 @@ class MemoryManager:
         driver = device.create_driver(layout.page_bytes, num_frames, limits)
         self._is_asynchronous = driver.capabilities.asynchronous
         self._launched_epoch = 0
+        self._may_wait = True
         if wrap_driver is not None:
             driver = wrap_driver(driver)
         block_bytes = layout.num_groups * layout.block_tokens * layout.token_stride
@@ -182,7 +184,7 @@ class MemoryManager:
         """
         rows = np.asarray(growths, dtype=np.int64).reshape(-1, 3)
         plan = self._core.plan_step(rows, _op_tuples(ops))
-        if not plan.fits and plan.waiting_pages and self._catch_up():
+        if not plan.fits and plan.waiting_pages and self._may_wait and self._catch_up():
             plan = self._core.plan_step(rows, _op_tuples(ops))
         if plan.fits:
             return MemoryPlan(rows, tuple(ops), plan.needed_pages, plan.version)
@@ -240,6 +242,15 @@ class MemoryManager:
         """Until the steps that were launched are complete; what they held back is free then."""
         self._catch_up()
 
+    @contextmanager
+    def without_waiting(self) -> Iterator[None]:
+        """Within, plans do without what the steps that run hold back."""
+        self._may_wait = False
+        try:
+            yield
+        finally:
+            self._may_wait = True
+
     def _catch_up(self) -> bool:
         """Wait for the steps that run, if nothing is begun that is not with the device yet."""
         begun = self._core.begun_epoch
@@ -293,7 +304,7 @@ class MemoryManager:
         Where a step or a copy that runs holds some back, it is waited for.
         """
         plan = self._core.plan(())
-        if plan.waiting_pages and self._catch_up():
+        if plan.waiting_pages and self._may_wait and self._catch_up():
             plan = self._core.plan(())
         return plan.available_pages
 

@@ -19,6 +19,7 @@ import torch
 
 from vmserve.attention.base import AttentionPlan, PlansAhead
 from vmserve.models.decoder_config import DecoderConfig
+from vmserve.runner.ids import known
 
 if TYPE_CHECKING:
     import numpy as np
@@ -172,13 +173,20 @@ class DecodeGraphs:
         return isinstance(self._kernels[regime].backend, PlansAhead)
 
     def whole(
-        self, token_ids: NDArray[np.int64], regime: Regime, batch: RaggedBatch
+        self,
+        token_ids: NDArray[np.int64],
+        regime: Regime,
+        batch: RaggedBatch,
+        drawn: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits ``[rows, vocab]`` of a batch of one regime, one new token a sequence."""
+        """Logits ``[rows, vocab]`` of a batch of one regime, one new token a sequence.
+
+        ``drawn``: the tokens that only the device knows (:func:`vmserve.runner.ids.known`).
+        """
         num_rows = len(token_ids)
         width = self._width(num_rows)
         length = self._length(int(batch.num_past.max()) + 1)
-        self._fill(token_ids, batch.num_past)
+        self._fill(token_ids, batch.num_past, drawn)
         key = (regime, width, length)
         if key in self._whole:
             plan, captured = self._whole[key]
@@ -192,12 +200,16 @@ class DecodeGraphs:
         return captured.logits[:num_rows]
 
     def in_pieces(
-        self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], attention: AttentionCall
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        attention: AttentionCall,
+        drawn: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits ``[rows, vocab]``; ``attention`` is bound to the batch."""
         num_rows = len(token_ids)
         width = self._width(num_rows)
-        self._fill(token_ids, positions)
+        self._fill(token_ids, positions, drawn)
         captured = self._pieces.get(width)
         if captured is None:
             captured = self._capture(width, _no_attention, _Cut(self._runtime))
@@ -218,9 +230,21 @@ class DecodeGraphs:
             length *= LENGTH_FACTOR
         return min(length, self._max_len)
 
-    def _fill(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        """Rows behind them keep the tokens of earlier steps: some token, at some position."""
-        self._runtime.upload(token_ids, self._token_ids)
+    def _fill(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        drawn: torch.Tensor | None,
+    ) -> None:
+        """Rows behind them keep the tokens of earlier steps: some token, at some position.
+
+        What only the device knows is looked up before the replay: graphs read one buffer.
+        """
+        if drawn is None:
+            self._runtime.upload(token_ids, self._token_ids)
+        else:
+            ids = known(self._runtime.upload(token_ids), drawn)
+            self._token_ids[: len(token_ids)].copy_(ids)
         self._runtime.upload(positions.copy(), self._positions)
 
     def _plan(self, regime: Regime, width: int, length: int) -> AttentionPlan:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from vmserve.attention.base import (
 )
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
+from vmserve.runner.ids import known
 from vmserve.runner.runtime import CpuRuntime, DeviceRuntime
 from vmserve.scheduler.base import StepPlan
-from vmserve.scheduler.sequence import Sequence
+from vmserve.scheduler.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -82,19 +84,43 @@ class StepLogits:
     #: What attention took, of each regime that the step has.
     attention: tuple[AttentionTime, ...]
 
-    def sampling_logits(self) -> torch.Tensor:
-        """``[samplers, vocab]``"""
-        return self._rows(self.sample_rows)
+    def sampling_logits(self, upload: Callable[[NDArray[Any]], torch.Tensor]) -> torch.Tensor:
+        """``[samplers, vocab]``; ``upload`` takes row numbers to the device without waiting."""
+        if self._is_all(self.sample_rows):
+            return self.logits
+        return self.logits[upload(np.array(self.sample_rows, dtype=np.int64))]
 
     def beam_logits(self) -> torch.Tensor:
         """``[beams, vocab]``"""
-        return self._rows(self.beam_rows)
+        return self.logits if self._is_all(self.beam_rows) else self.logits[list(self.beam_rows)]
 
-    def _rows(self, rows: tuple[int, ...]) -> torch.Tensor:
-        """Without a copy where these are all there are."""
-        if rows == tuple(range(self.logits.shape[0])):
-            return self.logits
-        return self.logits[list(rows)]
+    def _is_all(self, rows: tuple[int, ...]) -> bool:
+        """Then no copy is needed."""
+        return rows == tuple(range(self.logits.shape[0]))
+
+    def of_running(self) -> StepLogits:
+        """Without the sequences that have ended since the step was launched."""
+        some = (*self.samplers, *self.beams, *(rows.sequence for rows in self.prompt_rows))
+        if not any(_has_ended(sequence) for sequence in some):
+            return self
+        draws = [not _has_ended(sequence) for sequence in self.samplers]
+        searches = [not _has_ended(sequence) for sequence in self.beams]
+        return replace(
+            self,
+            samplers=tuple(compress(self.samplers, draws)),
+            sample_rows=tuple(compress(self.sample_rows, draws)),
+            beams=tuple(compress(self.beams, searches)),
+            beam_rows=tuple(compress(self.beam_rows, searches)),
+            prompt_rows=tuple(row for row in self.prompt_rows if not _has_ended(row.sequence)),
+        )
+
+    def without_logits(self) -> StepLogits:
+        """Who they are for is still told."""
+        return replace(self, logits=self.logits.new_empty(0))
+
+
+def _has_ended(sequence: Sequence) -> bool:
+    return sequence.status is SequenceStatus.FINISHED
 
 
 class ModelRunner:
@@ -116,8 +142,12 @@ class ModelRunner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, slots: NDArray[np.int32]) -> StepLogits:
+    def execute(
+        self, plan: StepPlan, slots: NDArray[np.int32], drawn: torch.Tensor | None = None
+    ) -> StepLogits:
         """``slots``: of each sequence; -1 where kernels find it by its row of the block tables.
+
+        ``drawn``: int64, on the device: the tokens that are -1, -2, ... in their sequences.
 
         On a GPU the work is given to the engine's stream, and nobody waits for it.
         """
@@ -131,7 +161,7 @@ class ModelRunner:
         if plan.only_decodes:
             wanted = _every_row(plan)
             if self._graphs is not None and self._graphs.takes(len(plan)):
-                return self._replay(plan, slots, num_paged, wanted, self._graphs)
+                return self._replay(plan, slots, num_paged, wanted, self._graphs, drawn)
             token_ids, rows = _last_tokens(plan), None
         else:
             wanted = _rows_wanted(plan)
@@ -140,7 +170,7 @@ class ModelRunner:
         # A copy: the plan's own columns are not the model's to touch.
         positions = plan.num_past.copy() if rows is None else _positions(parts)
         logits = self._model.forward(
-            self._upload(token_ids),
+            known(self._upload(token_ids), drawn),
             self._runtime.upload(positions),
             parts[0].call if len(parts) == 1 else _MixedCall(parts),
             None if rows is None else self._upload(rows),
@@ -158,16 +188,17 @@ class ModelRunner:
         num_paged: int,
         wanted: _Wanted,
         graphs: DecodeGraphs,
+        drawn: torch.Tensor | None,
     ) -> StepLogits:
         """A step that was captured, or is now; of both regimes, all of it but attention is."""
         token_ids = np.array(_last_tokens(plan), dtype=np.int64)
         stretches = _stretches(plan, slots, num_paged)
         if len(stretches) == 1 and graphs.captures_attention(stretches[0][0]):
             [(regime, batch)] = stretches
-            return _step_logits(graphs.whole(token_ids, regime, batch), wanted, ())
+            return _step_logits(graphs.whole(token_ids, regime, batch, drawn), wanted, ())
         parts = _bound(stretches, self._kernels)
         attention = parts[0].call if len(parts) == 1 else _MixedCall(parts)
-        logits = graphs.in_pieces(token_ids, plan.num_past, attention)
+        logits = graphs.in_pieces(token_ids, plan.num_past, attention, drawn)
         return _step_logits(logits, wanted, self._times(parts))
 
     def _times(self, parts: list[_Part]) -> tuple[AttentionTime, ...]:

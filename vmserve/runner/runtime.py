@@ -25,7 +25,7 @@ from vmserve.memory.device import SPARE_BYTES, CudaMemory, HostMemory, MemoryDev
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["CpuRuntime", "CudaRuntime", "DeviceRuntime", "Graph", "open_runtime"]
+__all__ = ["CpuRuntime", "CudaRuntime", "DeviceRuntime", "Fetch", "Graph", "open_runtime"]
 
 logger = logging.getLogger(__name__)
 #: torch.cuda has parts without types.
@@ -36,6 +36,14 @@ class Graph(Protocol):
     """Work that was recorded; it runs again on the same tensors, whatever they hold by then."""
 
     def replay(self) -> None: ...
+
+
+class Fetch(Protocol):
+    """Copies on their way to the host."""
+
+    def take(self) -> list[NDArray[Any]]:
+        """Wait for them, and for no work that was given to the device after them."""
+        ...
 
 
 class DeviceRuntime(Protocol):
@@ -66,8 +74,8 @@ class DeviceRuntime(Protocol):
         """A copy on the device, into the first rows of ``out`` if given; nobody waits for it."""
         ...
 
-    def download(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
-        """Copies on the host, one wait for all."""
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
+        """Copy to the host what these will hold by the work so far; one wait for all."""
         ...
 
     def new_graphs(self) -> None:
@@ -91,6 +99,16 @@ class DeviceRuntime(Protocol):
     def allocated_bytes(self) -> int:
         """What torch has taken of the device, in use or not."""
         ...
+
+
+class _Fetched:
+    """There already."""
+
+    def __init__(self, arrays: list[NDArray[Any]]) -> None:
+        self._arrays = arrays
+
+    def take(self) -> list[NDArray[Any]]:
+        return self._arrays
 
 
 class CpuRuntime:
@@ -122,8 +140,8 @@ class CpuRuntime:
     def upload(self, array: NDArray[Any], out: torch.Tensor | None = None) -> torch.Tensor:
         return upload(array, self.device, out)
 
-    def download(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
-        return [tensor.numpy() for tensor in tensors]
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
+        return _Fetched([tensor.numpy() for tensor in tensors])
 
     def new_graphs(self) -> None:
         """Each has its own tensors."""
@@ -148,6 +166,18 @@ class CpuRuntime:
 
     def allocated_bytes(self) -> int:
         return 0
+
+
+class _CudaFetch:
+    """``event`` is behind the copies to page-locked memory."""
+
+    def __init__(self, event: Any, copies: list[torch.Tensor]) -> None:
+        self._event = event
+        self._copies = copies
+
+    def take(self) -> list[NDArray[Any]]:
+        self._event.synchronize()
+        return [copy.numpy() for copy in self._copies]
 
 
 class CudaRuntime:
@@ -186,15 +216,16 @@ class CudaRuntime:
     def upload(self, array: NDArray[Any], out: torch.Tensor | None = None) -> torch.Tensor:
         return upload(array, self.device, out)
 
-    def download(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
         copies = [
             torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
                 tensor, non_blocking=True
             )
             for tensor in tensors
         ]
-        _cuda.current_stream(self.device).synchronize()
-        return [copy.numpy() for copy in copies]
+        event = _cuda.Event()
+        event.record(_cuda.current_stream(self.device))
+        return _CudaFetch(event, copies)
 
     def new_graphs(self) -> None:
         # NOTE: torch refuses a pool again once all of its graphs are gone.

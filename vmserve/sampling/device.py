@@ -24,7 +24,7 @@ from vmserve.sampling.sampler import SampledToken, Sampler, SamplingRow
 if TYPE_CHECKING:
     from vmserve.sampling.params import SamplingParams
 
-__all__ = ["DeviceSampler"]
+__all__ = ["DeviceSampler", "Drawing"]
 
 
 class Transfers(Protocol):
@@ -32,7 +32,28 @@ class Transfers(Protocol):
 
     def upload(self, array: NDArray[Any], out: Tensor | None = None) -> Tensor: ...
 
-    def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]: ...
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetched: ...
+
+
+class Fetched(Protocol):
+    def take(self) -> list[NDArray[Any]]: ...
+
+
+class Drawing:
+    """Tokens that are drawn on the device: kernels may read them before the host does."""
+
+    def __init__(self, sampler: DeviceSampler, token_ids: Tensor, fetched: Fetched) -> None:
+        self._sampler = sampler
+        #: int64 ``[rows]``, on the device.
+        self.token_ids = token_ids
+        self._fetched = fetched
+
+    def take(self) -> list[SampledToken]:
+        """Wait for them."""
+        tokens, logprobs, finite = self._fetched.take()
+        self._sampler.num_repaired_rows += int((~finite).sum())
+        rows = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        return [SampledToken(*token) for token in rows]
 
 
 class DeviceSampler(Sampler):
@@ -45,23 +66,28 @@ class DeviceSampler(Sampler):
         super().__init__(vocab_size)
         self._device = device
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        drawing = self.start(logits, rows)
+        return super().sample(logits, rows) if drawing is None else drawing.take()
+
+    @torch.inference_mode()
+    def start(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Drawing | None:
+        """:meth:`sample` without the wait; None for rows that are the host's to sample."""
         if not rows or any(row.params.logprobs is not None or is_adjusted(row) for row in rows):
-            return super().sample(logits, rows)
+            return None
         self._check(logits, len(rows))
         x = logits.float()
+        # What is not a number is repaired without asking: nobody waits to know whether there is.
+        finite = x.amax(dim=-1).isfinite()
+        x = x.nan_to_num(nan=-torch.inf, posinf=torch.finfo(x.dtype).max, neginf=-torch.inf)
+        x = x.masked_fill_((x.amax(dim=-1) == -torch.inf)[:, None], 0.0)
         logprobs = x.log_softmax(dim=-1)
         if all(row.params.is_greedy for row in rows):
             chosen = argmax(x)
         else:
             chosen = self._draw_there(x, rows)
         own = logprobs.gather(1, chosen[:, None])[:, 0]
-        # One NaN or infinity makes the whole row NaN.
-        tokens, found, broken = self._device.download((chosen, own, logprobs[:, 0].isnan()))
-        if broken.any():
-            return super().sample(logits, rows)
-        return [SampledToken(*token) for token in zip(tokens.tolist(), found.tolist(), strict=True)]
+        return Drawing(self, chosen, self._device.fetch((chosen, own, finite)))
 
     def _draw_there(self, x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         vocab = x.shape[1]

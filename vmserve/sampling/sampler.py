@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ from vmserve.sampling.rows import (
     peaks,
 )
 from vmserve.sampling.tokens import SampledToken, TopTokens
+
+if TYPE_CHECKING:
+    from vmserve.sampling.device import Drawing
 
 __all__ = ["SampledToken", "Sampler", "SamplingRow"]
 
@@ -69,6 +74,10 @@ class Sampler:
         self.num_repaired_rows = 0
         # Kept from call to call: a fresh array of this size is page faults all over.
         self._scratch = torch.empty(0)
+
+    def start(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Drawing | None:
+        """Have the device draw, and wait for nothing; None where :meth:`sample` is to be asked."""
+        return None
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:

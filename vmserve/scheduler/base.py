@@ -201,8 +201,11 @@ class Scheduler(Protocol):
         """The sequence has its last token: release its memory."""
         ...
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, *, ahead: bool = False) -> StepPlan | None:
         """The next step, or None when there is nothing to run.
+
+        ``ahead``: while the last one runs, some of whose tokens are not known; then nobody gives
+        way to anybody, and None says that the next step is to be asked for once they are known.
 
         Raises :class:`NoRoomError` when there is no memory for a request even alone: waiting
         would bring none.

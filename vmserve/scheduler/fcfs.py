@@ -133,7 +133,6 @@ class FCFSScheduler:
     def finish(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
-            self._regimes.forget(sequence)
             self._is_short = False
         elif sequence.status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
@@ -141,6 +140,7 @@ class FCFSScheduler:
             self._swapped.remove(sequence)
         elif sequence.status is SequenceStatus.FOLLOWING:
             self._followers.remove(sequence)
+        self._regimes.forget(sequence)
         was_swapped = sequence.status is SequenceStatus.SWAPPED
         sequence.status = SequenceStatus.FINISHED
         request = sequence.request
@@ -201,8 +201,10 @@ class FCFSScheduler:
                 if samples:
                     self._shares.served(sequence.request, num_generated=1)
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, *, ahead: bool = False) -> StepPlan | None:
         self._regimes.reconsider()
+        if ahead:
+            return self._schedule_ahead()
         if self._prompts_began is not None:
             self._prompts_took = self._clock() - self._prompts_began
             self._prompts_began = None
@@ -211,12 +213,24 @@ class FCFSScheduler:
             plan = self._schedule()
         return plan
 
-    def _schedule(self) -> StepPlan | None:
+    def _schedule_ahead(self) -> StepPlan | None:
+        """Those that run, as far as there is room, and newcomers beside them."""
+        self._begin()
+        draft = self._share_budget()
+        plan = self._plan_memory(draft)
+        if not isinstance(plan, StepPlan):
+            return None
+        return self._with_admitted(draft, plan)
+
+    def _begin(self) -> None:
         for sequence in self._followers.take_ready(self._running, self._donors.values()):
             self._enqueue(sequence)
         if self._is_pending:
             self._renew_starts()
         self._is_pending = True
+
+    def _schedule(self) -> StepPlan | None:
+        self._begin()
         if self._limits.separates_phases and (prompts := self._schedule_prompts()) is not None:
             return prompts
         preempted_before = self.num_preemptions_total
@@ -225,9 +239,16 @@ class FCFSScheduler:
         if self.num_preemptions_total == preempted_before or not draft:
             # Where nobody decodes after all, prompts may be read in this step, too.
             mixes = not self._limits.separates_phases or len(draft) == 0
-            newcomers = self._admit(draft, prompts=mixes)
-            if newcomers:
-                plan = self._plan_with_newcomers(draft, newcomers)
+            plan = self._with_admitted(draft, plan, prompts=mixes)
+        return plan if draft else None
+
+    def _with_admitted(
+        self, draft: StepDraft, plan: StepPlan | None, *, prompts: bool = True
+    ) -> StepPlan | None:
+        """``plan`` is the draft's so far; None for no step."""
+        newcomers = self._admit(draft, prompts=prompts)
+        if newcomers:
+            plan = self._plan_with_newcomers(draft, newcomers)
         return plan if draft else None
 
     def _give_way(self) -> bool:

@@ -8,9 +8,13 @@ from itertools import accumulate
 
 from vmserve.telemetry.phases import PHASES, StepPhases
 
-__all__ = ["STEP_TOKENS", "EngineCounters"]
+__all__ = ["STEP_TOKENS", "WAITS", "EngineCounters"]
 
 REGIMES = ("virtual", "paged")
+#: Why a step was not launched while the one before it ran: none did, its beams, its
+#: log-probabilities of prompts, its tokens were drawn by the host, it drew the first tokens of
+#: forks, or nobody could go on beside it (no memory, or all ended with it).
+WAITS = ("idle", "beams", "prompt_logprobs", "sampler", "forks", "room")
 #: Bounds of the histogram of a step's tokens.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -19,6 +23,9 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class EngineCounters:
     steps: int = 0
     tokens_computed: int = 0
+    #: With asynchronous scheduling: steps launched while the one before ran, and others, by reason.
+    steps_overlapped: int = 0
+    steps_synchronous: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WAITS, 0))
     prompt_tokens: int = 0
     generation_tokens: int = 0
     requests_finished: int = 0
@@ -42,6 +49,10 @@ class EngineCounters:
         for span in phases.spans:
             self.phase_seconds[span.phase] += span.ended - span.began
 
+    def synchronous(self, reason: str) -> None:
+        """A step was launched behind one whose tokens were known; ``reason``: one of WAITS."""
+        self.steps_synchronous[reason] += 1
+
     def attended(self, regime: str, seconds: float, predicted: float) -> None:
         """A step's sequences of a regime spent so long in attention."""
         self.attention_seconds[regime] += seconds
@@ -60,6 +71,8 @@ class EngineCounters:
             **dict(zip(names, below, strict=False)),
             "engine_steps_total": self.steps,
             "tokens_computed_total": self.tokens_computed,
+            "steps_overlapped_total": self.steps_overlapped,
+            **{f"steps_synchronous_{why}_total": n for why, n in self.steps_synchronous.items()},
             "prompt_tokens_total": self.prompt_tokens,
             "generation_tokens_total": self.generation_tokens,
             "request_success_total": self.requests_finished,

@@ -20,12 +20,16 @@ class PhaseSpan(NamedTuple):
 
 
 class StepPhases:
-    """Made as a step begins; each phase ends where the next one begins."""
+    """Made as a step begins; each phase ends where the next one begins (or resumes)."""
 
     __slots__ = ("_last", "spans")
 
     def __init__(self) -> None:
         self.spans: list[PhaseSpan] = []
+        self._last = time.perf_counter()
+
+    def resume(self) -> None:
+        """What was done since the last phase ended is another step's."""
         self._last = time.perf_counter()
 
     def end(self, phase: str) -> float:

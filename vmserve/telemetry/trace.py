@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepTrace"]
 
-_STEPS, _REQUESTS = 1, 2
+_STEPS, _REQUESTS, _OTHER_STEPS = 1, 2, 3
 _PAGES = ("free_pages", "used_pages", "idle_pages", "waiting_pages", "held_pages")
 _CALLS = ("unhidden_calls_total", "hidden_calls_total")
 _EVENTS = (
@@ -55,13 +55,25 @@ class StepTrace:
         self._last: dict[str, float] = {}
         self._file.write("[")
         self._is_first = True
-        for thread, name in ((_STEPS, "steps"), (_REQUESTS, "requests")):
+        self._track = _STEPS
+        names = {_STEPS: "steps", _OTHER_STEPS: "steps beside them", _REQUESTS: "requests"}
+        for thread, name in names.items():
             self._event("M", "thread_name", 0.0, tid=thread, args={"name": name})
 
     def step(
-        self, plan: StepPlan, phases: StepPhases, scheduler: Scheduler, stats: MemoryStats
+        self,
+        plan: StepPlan,
+        phases: StepPhases,
+        scheduler: Scheduler,
+        stats: MemoryStats,
+        *,
+        ahead: bool = False,
     ) -> None:
-        """One step: its phases, what it computed, and how the memory is after it."""
+        """One step: its phases, what it computed, and how the memory is after it.
+
+        ``ahead``: it began before the last one ended, and so has a track beside that one's.
+        """
+        self._track = _OTHER_STEPS if ahead and self._track == _STEPS else _STEPS
         num_virtual = sum(item.regime is Regime.VIRTUAL for item in plan.scheduled)
         num_decoding = sum(item.num_new == 1 for item in plan.scheduled)
         args = {
@@ -124,7 +136,7 @@ class StepTrace:
         return moved
 
     def _span(self, name: str, began: float, ended: float, args: dict[str, Any]) -> None:
-        self._event("X", name, began, tid=_STEPS, dur=(ended - began) * 1e6, args=args)
+        self._event("X", name, began, tid=self._track, dur=(ended - began) * 1e6, args=args)
 
     def _count(self, name: str, when: float, values: dict[str, float]) -> None:
         self._event("C", name, when, tid=_STEPS, args=values)

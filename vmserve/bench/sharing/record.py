@@ -21,8 +21,6 @@ from vmserve.memory.manager import MemoryManager, MemoryOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from numpy.typing import NDArray
-
     from vmserve.config import EngineConfig
     from vmserve.scheduler.base import StepPlan
     from vmserve.scheduler.sequence import Sequence
@@ -62,12 +60,12 @@ class WatchedEngine(LLMEngine):
         super().__init__(config)
         self.watch: Callable[[StepPlan, list[Sequence]], None] | None = None
 
-    def _slots(self, plan: StepPlan) -> NDArray[np.int32]:
+    def _mark_scheduled(self, plan: StepPlan) -> None:
         if self.watch is not None:
             requests = self._requests.values()
             everyone = (sequence for request in requests for sequence in request.sequences)
             self.watch(plan, [seq for seq in everyone if seq.memory_id is not None])
-        return super()._slots(plan)
+        super()._mark_scheduled(plan)
 
 
 @dataclass(slots=True)

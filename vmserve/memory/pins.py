@@ -1,0 +1,92 @@
+"""Prefixes that stay in the cache because somebody asked for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vmserve.errors import InvalidRequestError, VmserveError
+from vmserve.memory.base import Attach, MemoryPlan, Regime
+from vmserve.types import PinnedPrefix
+
+if TYPE_CHECKING:
+    from vmserve.config import ResolvedConfig
+    from vmserve.memory.manager import MemoryManager
+
+__all__ = ["MAX_PINNED_PREFIXES", "PinnedPrefixes"]
+
+MAX_PINNED_PREFIXES = 64
+
+
+class PinnedPrefixes:
+    """Each is a sequence in memory that references the blocks and never runs."""
+
+    def __init__(self, memory: MemoryManager, resolved: ResolvedConfig) -> None:
+        self._memory = memory
+        self._resolved = resolved
+        #: Handle -> the sequence in memory that keeps the blocks.
+        self._held: dict[int, int] = {}
+        self._num_handles = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, token_ids: list[int], salt: bytes, tenant: int) -> PinnedPrefix:
+        """Raises as :meth:`vmserve.engine.LLMEngine.hold_prefix` does."""
+        if not self._resolved.prefix_caching:
+            raise InvalidRequestError(
+                "prefixes cannot be pinned without --enable-prefix-caching", "prompt"
+            )
+        if len(self._held) >= MAX_PINNED_PREFIXES:
+            raise InvalidRequestError(
+                f"{MAX_PINNED_PREFIXES} prefixes are pinned already: unpin one", "prompt"
+            )
+        # A match never has the last token; one more lets it have the whole prefix.
+        memory_id = self._memory.open(
+            [*token_ids, 0], regime=Regime.PAGED, tenant=tenant, salt=salt
+        )
+        if memory_id is None:
+            raise InvalidRequestError("too many sequences are open: try again", "prompt")
+        try:
+            hit = self._attach(memory_id, len(token_ids))
+        except VmserveError:
+            self._memory.release(memory_id)
+            raise
+        handle = self._num_handles
+        self._num_handles += 1
+        self._held[handle] = memory_id
+        return PinnedPrefix(handle, hit)
+
+    def release(self, handle: int) -> None:
+        """Raises ``ValueError`` for an unknown handle."""
+        if handle not in self._held:
+            raise ValueError(f"no prefix is pinned with the handle {handle}")
+        self._memory.release(self._held.pop(handle))
+
+    def _attach(self, memory_id: int, num_tokens: int) -> int:
+        """Reference the cached blocks of a prefix; how many tokens they hold."""
+        memory, resolved = self._memory, self._resolved
+        hit = memory.match(memory_id)
+        if hit == 0:
+            raise InvalidRequestError(
+                f"nothing of the {num_tokens} tokens is in the prefix cache: a prefix is pinned "
+                f"in whole blocks of {resolved.block_tokens} tokens, once computed",
+                "prompt",
+            )
+        plan = memory.plan([], [Attach(memory_id, hit)])
+        assert isinstance(plan, MemoryPlan), "whole blocks are referenced, nothing is copied"
+        memory.launched(memory.apply(plan))
+        blocks_per_page = memory.layout.page_tokens // memory.layout.block_tokens
+        pages = {
+            int(block) // blocks_per_page
+            for pinned in (memory_id, *self._held.values())
+            for block in memory.blocks(pinned)
+        }
+        needed = memory.layout.pages_for(resolved.max_model_len)
+        left = memory.limit_pages - len(pages)
+        if left < needed:
+            raise InvalidRequestError(
+                f"with {hit} tokens pinned {left} pages are left, and a sequence of "
+                f"{resolved.max_model_len} tokens needs {needed}: raise --kv-cache-memory",
+                "prompt",
+            )
+        return hit
