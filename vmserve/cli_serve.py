@@ -34,6 +34,7 @@ from vmserve.server.config import ServerConfig
 from vmserve.server.limits import WRITE_STALL_SECONDS
 from vmserve.server.run import bind, check_certificate, serve, stop_on_signals, url_of
 from vmserve.server.tokenization import tokenizer_info
+from vmserve.server.tracing import check_tracing
 from vmserve.tools.registry import PARSERS
 
 __all__ = ["EMBEDDED_NAME", "ServeCommand", "serve_command"]
@@ -252,6 +253,15 @@ def serve_command(
             metavar="NAME",
         ),
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of an OpenTelemetry collector (OTLP over HTTP), which gets a span per "
+            "request; needs vmserve[otel].",
+            rich_help_panel=_PROCESSES,
+            metavar="URL",
+        ),
+    ] = None,
     max_queued_requests: Annotated[
         int,
         typer.Option(
@@ -336,6 +346,7 @@ def serve_command(
         shutdown_timeout=shutdown_timeout,
         engine_death_linger=engine_death_linger,
         write_timeout=write_timeout,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
     )
@@ -365,6 +376,7 @@ def _run(
     an engine that has died.
     """
     check_certificate(config)
+    check_tracing(config.otlp_traces_endpoint)
     with _stoppable_start(), bind(config) as listener:
         if config.uds is None and not (config.keys or _is_loopback(config.host)):
             logger.warning(

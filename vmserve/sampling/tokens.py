@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 __all__ = ["SampledToken", "TopTokens"]
 
@@ -11,8 +10,7 @@ __all__ = ["SampledToken", "TopTokens"]
 TopTokens: TypeAlias = dict[int, tuple[float, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """``logprob`` is natural, under the model's own distribution; ``top`` as was asked for."""
 
     token_id: int
