@@ -1,7 +1,7 @@
 """Fuzz a server by its own description: ``python -m tests.fuzz.run [--cases N] [--url URL]``.
 
-Without a URL, ``vmserve serve`` (both its processes) is started with the embedded model. Ends with status 1 if any
-answer was a fault.
+Without a URL, ``vmserve serve`` (both its processes) is started with the embedded model. Ends
+with status 1 if any answer was a fault.
 """
 
 from __future__ import annotations
