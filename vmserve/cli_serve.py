@@ -253,6 +253,15 @@ def serve_command(
             metavar="NAME",
         ),
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of an OpenTelemetry collector (OTLP over HTTP), which gets a span per "
+            "request; needs vmserve[otel].",
+            rich_help_panel=_PROCESSES,
+            metavar="URL",
+        ),
+    ] = None,
     max_queued_requests: Annotated[
         int,
         typer.Option(
@@ -337,6 +346,7 @@ def serve_command(
         shutdown_timeout=shutdown_timeout,
         engine_death_linger=engine_death_linger,
         write_timeout=write_timeout,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
     )
@@ -366,6 +376,10 @@ def _run(
     an engine that has died.
     """
     check_certificate(config)
+    if config.otlp_traces_endpoint is not None:
+        from vmserve.server.tracing import check_tracing  # noqa: PLC0415 - seldom asked for
+
+        check_tracing(config.otlp_traces_endpoint)
     with _stoppable_start(), bind(config) as listener:
         if config.uds is None and not (config.keys or _is_loopback(config.host)):
             logger.warning(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.output.detokenizer import IncrementalDetokenizer, TokenTable
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from vmserve.chat_template import RenderedChat
 
 __all__ = ["Tokenizer", "load_tokenizer"]
+
+#: Characters, or tokens, of a text from which on other threads run meanwhile: of the library's
+#: calls only those for batches release the interpreter's lock.
+_MOST_WITH_LOCK: Final = 1024
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -118,6 +122,9 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> Any:
         try:
+            if len(text) > _MOST_WITH_LOCK:
+                batch = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+                return batch[0]
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:  # lone surrogates, which JSON can carry and UTF-8 cannot
             raise InvalidRequestError(
@@ -239,7 +246,11 @@ class Tokenizer:
         them are kept, so that text once streamed stays right.
         """
         known = [token_id for token_id in ids if 0 <= token_id < 2**32]
-        text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        text: str
+        if len(known) > _MOST_WITH_LOCK:
+            [text] = self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
         if "\ufffd" in text and self.table.has_byte_tokens:
             detokenizer = IncrementalDetokenizer(self, skip_special_tokens)
             return "".join(map(detokenizer.push, known)) + detokenizer.flush()

@@ -1,11 +1,12 @@
 """What serving costs beside the engine: the same work in process, in two processes, over HTTP.
 
-    python benchmarks/server_overhead/run.py [--model DIR] [--rounds 3] [--output FILE]
+    python benchmarks/server_overhead/run.py [--model DIR] [--rounds 8] [--output FILE]
 
 64 streams of distinct prompts at once, and then single requests to an idle engine. Each
-measurement is a fresh process; the ways take turns within a round. `in-process` is AsyncLLM,
-`process` ProcessLLM (the engine in a process of its own, called from Python), `http` is
-`vmserve serve` with a client that does little more than count events.
+measurement is a fresh process; the ways take turns within a round, and are compared round by
+round. `in-process` is AsyncLLM, `process` ProcessLLM (the engine in a process of its own, called
+from Python), `http` is `vmserve serve` with a client that does little more than count events, and
+`http, one process` the same with --in-process-engine.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import platform
 import random
@@ -23,17 +25,23 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+from client import cpu_seconds, stream_all
 
 from vmserve import AsyncLLM, SamplingParams
+from vmserve.bench.ab.statistics import paired_effects
 from vmserve.ipc.client import ProcessLLM
 
-WAYS = ("in-process", "process", "http")
-#: Runs one request: when its first token came, in seconds from its start.
-Send = Callable[[list[int], int], Awaitable[float]]
+WAYS = ("in-process", "process", "http, one process", "http")
+#: Runs requests of so many tokens at once: seconds until the first token of any.
+SendAll = Callable[[list[list[int]], int], Awaitable[float]]
+#: And the processes: the one that is called, and the one that steps.
+Way = tuple[SendAll, int, int]
 
 
 def main() -> int:
@@ -43,7 +51,7 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--singles", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--worker", choices=WAYS, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -66,13 +74,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         for way in order.sample(WAYS, len(WAYS)):
             rounds[way].append(run_worker(args, way))
             print(f"round {number + 1}, {way}: {rounds[way][-1]}", file=sys.stderr)
-    medians = {
-        way: {name: round(statistics.median(each[name] for each in found), 3) for name in found[0]}
-        for way, found in rounds.items()
-    }
-    base = medians["in-process"]
-    http = medians["http"]
     return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
         "work": {
             "model": "embedded" if args.model is None else Path(args.model).name,
@@ -80,13 +83,37 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             "prompt_tokens": args.prompt_tokens,
             "tokens": args.tokens,
         },
-        "medians": medians,
-        "http_throughput_overhead_percent": round(
-            100 * (1 - http["tokens_per_s"] / base["tokens_per_s"]), 1
-        ),
-        "http_ttft_overhead_ms": round(http["idle_ttft_ms"] - base["idle_ttft_ms"], 2),
+        "medians": {
+            way: {name: round(statistics.median(one[name] for one in all_), 3) for name in all_[0]}
+            for way, all_ in rounds.items()
+        },
+        "throughput_to_in_process": {
+            way: ratio(rounds[way], rounds["in-process"]) for way in WAYS[1:]
+        },
+        "idle_ttft_above_in_process_ms": {
+            way: differences(rounds[way], rounds["in-process"]) for way in WAYS[1:]
+        },
         "rounds": rounds,
     }
+
+
+def ratio(way: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, float | None]:
+    """Of the throughputs, round by round; the 99 % interval needs 6 rounds."""
+    logs = [
+        math.log(ours["tokens_per_s"] / theirs["tokens_per_s"])
+        for ours, theirs in zip(way, base, strict=True)
+    ]
+    [effect] = paired_effects(np.array([logs]))
+    return {"ratio": effect.ratio, "low": effect.low, "high": effect.high}
+
+
+def differences(way: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, float]:
+    """Of the idle times to the first token, round by round: median, least and most."""
+    found = sorted(
+        ours["idle_ttft_ms"] - theirs["idle_ttft_ms"]
+        for ours, theirs in zip(way, base, strict=True)
+    )
+    return {"median": statistics.median(found), "least": found[0], "most": found[-1]}
 
 
 def run_worker(args: argparse.Namespace, way: str) -> dict[str, float]:
@@ -111,28 +138,26 @@ def run_worker(args: argparse.Namespace, way: str) -> dict[str, float]:
 async def measure(args: argparse.Namespace) -> dict[str, float]:
     rng = random.Random(1)
 
-    def prompt() -> list[int]:
-        return [rng.randrange(100, 1000) for _ in range(args.prompt_tokens)]
+    def prompts(num: int) -> list[list[int]]:
+        return [[rng.randrange(100, 1000) for _ in range(args.prompt_tokens)] for _ in range(num)]
 
-    async with WAYS_TO_SEND[args.worker](args) as (send, pid):
-        await asyncio.gather(*(send(prompt(), 8) for _ in range(args.streams)))  # warm-up
-        prompts = [prompt() for _ in range(args.streams)]
-        cpu = cpu_seconds(pid)
+    num_tokens = args.streams * args.tokens
+    async with WAYS_TO_SEND[args.worker](args) as (send_all, caller, engine):
+        await send_all(prompts(args.streams), 8)  # warm-up
+        work = prompts(args.streams)
+        processes = {"caller": caller, "engine": engine}
+        cpu = {name: cpu_seconds(pid) for name, pid in processes.items()}
         began = time.perf_counter()
-        await asyncio.gather(*(send(each, args.tokens) for each in prompts))
+        await send_all(work, args.tokens)
         seconds = time.perf_counter() - began
-        cpu = cpu_seconds(pid) - cpu
-        firsts = [await send(prompt(), 2) for _ in range(args.singles)]
+        cpu = {name: cpu_seconds(pid) - cpu[name] for name, pid in processes.items()}
+        firsts = [await send_all(prompts(1), 2) for _ in range(args.singles)]
     return {
-        "tokens_per_s": args.streams * args.tokens / seconds,
-        # Of the process that callers talk to, and of no other.
-        "cpu_us_per_token": 1e6 * cpu / (args.streams * args.tokens),
+        "tokens_per_s": num_tokens / seconds,
+        # Of the process that callers talk to, and of the one that steps; they may be the same.
+        **{f"{name}_cpu_us_per_token": 1e6 * cpu[name] / num_tokens for name in processes},
         "idle_ttft_ms": 1000 * statistics.median(firsts),
     }
-
-
-def cpu_seconds(pid: int) -> float:
-    return sum(psutil.Process(pid).cpu_times()[:2])
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -146,15 +171,15 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def in_process(args: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
+async def in_process(args: argparse.Namespace) -> AsyncIterator[Way]:
     async with closing(AsyncLLM(**engine_options(args))) as engine:
-        yield sender(engine), os.getpid()
+        yield sender(engine), os.getpid(), os.getpid()
 
 
 @contextlib.asynccontextmanager
-async def in_two_processes(args: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
+async def in_two_processes(args: argparse.Namespace) -> AsyncIterator[Way]:
     async with closing(ProcessLLM(**engine_options(args))) as engine:
-        yield sender(engine), os.getpid()
+        yield sender(engine), os.getpid(), engine.pid
 
 
 @contextlib.asynccontextmanager
@@ -165,7 +190,7 @@ async def closing(engine: Any) -> AsyncIterator[Any]:
         await engine.shutdown()
 
 
-def sender(engine: Any) -> Send:
+def sender(engine: Any) -> SendAll:
     numbers = iter(range(1_000_000))
 
     async def send(prompt: list[int], num_tokens: int) -> float:
@@ -177,69 +202,61 @@ def sender(engine: Any) -> Send:
                 first = time.perf_counter() - began
         return first
 
-    return send
+    async def send_all(prompts: list[list[int]], num_tokens: int) -> float:
+        return min(await asyncio.gather(*(send(prompt, num_tokens) for prompt in prompts)))
+
+    return send_all
 
 
 @contextlib.asynccontextmanager
-async def over_http(args: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
+async def over_http(args: argparse.Namespace, *more: str) -> AsyncIterator[Way]:
     options = engine_options(args)
     command = [
         *(sys.executable, "-c", "from vmserve.cli import main; main()", "serve"),
         *("--max-num-seqs", str(options["max_num_seqs"]), "--kv-regime", options["kv_regime"]),
         *("--max-model-len", str(options["max_model_len"]), "--no-enable-prefix-caching"),
         *(() if args.model is None else ("--model", args.model)),
+        *more,
     ]
     with tempfile.TemporaryDirectory() as directory:
-        path = str(Path(directory) / "socket")
-        process = await asyncio.create_subprocess_exec(
-            *command, "--uds", path, stderr=asyncio.subprocess.PIPE
-        )
-        assert process.stderr is not None
-        said = b""
-        while b"ready:" not in said:
-            line = await process.stderr.readline()
-            if not line:
-                raise RuntimeError(f"the server did not start: {said.decode()}")
-            said += line
-        draining = asyncio.ensure_future(process.stderr.read())
+        path, log = Path(directory) / "socket", Path(directory) / "log"
+        with log.open("w") as file:
+            process = subprocess.Popen([*command, "--uds", str(path)], stderr=file)
         try:
-            yield http_sender(path), process.pid
+            while "ready:" not in log.read_text():
+                if process.poll() is not None:
+                    raise RuntimeError(f"the server did not start: {log.read_text()}")
+                await asyncio.sleep(0.1)
+            children = psutil.Process(process.pid).children()
+            yield http_sender(str(path)), process.pid, [*children, process][0].pid
         finally:
             process.terminate()
-            await draining
-            await process.wait()
+            process.wait()
 
 
-def http_sender(path: str) -> Send:
-    async def send(prompt: list[int], num_tokens: int) -> float:
-        body = json.dumps(
-            {
-                "prompt": prompt,
-                "max_tokens": num_tokens,
-                "ignore_eos": True,
-                "temperature": 0,
-                "stream": True,
-            }
-        ).encode()
-        began, first, received = time.perf_counter(), 0.0, bytearray()
-        reader, writer = await asyncio.open_unix_connection(path)
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+def over_http_in_one_process(
+    args: argparse.Namespace,
+) -> contextlib.AbstractAsyncContextManager[Way]:
+    return over_http(args, "--in-process-engine")
+
+
+def http_sender(path: str) -> SendAll:
+    async def send_all(prompts: list[list[int]], num_tokens: int) -> float:
+        told = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+        _, first = stream_all(
+            path, [("/v1/completions", {**told, "prompt": prompt}) for prompt in prompts]
         )
-        while data := await reader.read(65536):
-            received += data
-            if not first and b"data: {" in received:
-                first = time.perf_counter() - began
-        writer.close()
-        if not received.startswith(b"HTTP/1.1 200") or b"data: [DONE]" not in received:
-            raise RuntimeError(f"a request failed: {received[:300]!r}")
         return first
 
-    return send
+    return send_all
 
 
-WAYS_TO_SEND = {"in-process": in_process, "process": in_two_processes, "http": over_http}
+WAYS_TO_SEND: dict[str, Callable[..., contextlib.AbstractAsyncContextManager[Way]]] = {
+    "in-process": in_process,
+    "process": in_two_processes,
+    "http, one process": over_http_in_one_process,
+    "http": over_http,
+}
 
 
 def cpu_name() -> str:

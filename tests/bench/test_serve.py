@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import threading
@@ -216,6 +217,23 @@ def test_open_loop_waits_for_arrivals(target: Target) -> None:
     assert (late.due_s, early.due_s) == (0.15, 0.0)
     assert late.token_times_s[0] > 0.15
     assert run.record.elapsed_s == late.token_times_s[-1]
+    # What the client itself was late by is in the times to the first token, and said.
+    assert run.mean_send_delay_s > 0
+    assert 2 * run.mean_send_delay_s <= late.ttft_s + early.ttft_s
+    slow = dataclasses.replace(run, mean_send_delay_s=0.025)
+    assert any("25 ms after they were due" in line for line in told_of(slow))
+    assert not any(
+        "were due" in line for line in told_of(dataclasses.replace(slow, mean_send_delay_s=0))
+    )
+
+
+def test_a_closed_loop_is_never_late(target: Target) -> None:
+    run = send(target, [job(4, 2)], Load(concurrency=1))
+    assert run.mean_send_delay_s == 0
+
+
+def told_of(run: ServedRun) -> list[str]:
+    return notes([ServedRound.of(0, 0, run, Slo(), None)])
 
 
 def test_concurrency_bounds_what_is_under_way(target: Target) -> None:

@@ -1,7 +1,7 @@
 """Fuzz a server by its own description: ``python -m tests.fuzz.run [--cases N] [--url URL]``.
 
-Without a URL, ``vmserve serve`` is started with the embedded model. Ends with status 1 if any
-answer was a fault.
+Without a URL, ``vmserve serve`` (both its processes) is started with the embedded model. Ends
+with status 1 if any answer was a fault.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,15 +26,19 @@ _OPTIONS = ("--port", "0", "--max-model-len", "128", "--kv-cache-memory", "64MiB
 @contextlib.contextmanager
 def own_server() -> Iterator[str]:
     command = [str(Path(sys.executable).with_name("vmserve")), "serve", *_OPTIONS]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
+    with tempfile.TemporaryDirectory() as directory:
+        # Not a pipe: it would be full after some hundred requests, and the server stand still.
+        log = Path(directory) / "log"
+        with log.open("w") as file:
+            server = subprocess.Popen(command, stderr=file)
         try:
-            found = next(filter(None, map(_READY.search, server.stderr)), None)
-            assert found is not None, "the server did not start"
+            while (found := _READY.search(log.read_text())) is None:
+                assert server.poll() is None, f"the server did not start: {log.read_text()}"
+                time.sleep(0.1)
             yield found.group(1)
         finally:
             server.terminate()
-            server.communicate()
+            server.wait()
 
 
 def main() -> int:

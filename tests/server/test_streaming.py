@@ -1,6 +1,7 @@
 """Streams: the rules that chunks obey, on both routes."""
 
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,63 @@ def test_completion_chunks(shared: Running) -> None:
         {**head, "choices": [{**choice, "text": "h", "finish_reason": None}]},
         {**head, "choices": [{**choice, "text": "e", "finish_reason": "length"}]},
     ]
+
+
+@pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}, {"n": 2}])
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "Hi"}), (CHAT, CHAT_BODY)])
+def test_the_usual_chunks_say_what_others_say(
+    start: Start, path: str, body: Body, more: Body
+) -> None:
+    """Chunks of text alone are written by another way than those that give token ids too."""
+    running = start(FakeAsyncLLM('a"\\\n\u00e4\U0001f600z'))
+    usual = running.stream(path, {**body, **more})
+    shown = running.stream(path, {**body, **more, "return_token_ids": True})
+    assert len(usual) > 5
+    for chunk in shown:
+        chunk.pop("prompt_token_ids", None)
+        for choice in chunk["choices"]:
+            choice.pop("prompt_token_ids", None)
+            choice.pop("token_ids", None)
+    for chunk in [*usual, *shown]:
+        del chunk["id"], chunk["created"]
+    assert usual == shown
+
+
+def test_an_old_client_gets_a_stream_without_chunks(shared: Running) -> None:
+    """HTTP/1.0 has no chunked bodies: the connection's end is the body's."""
+    body = json.dumps({"prompt": "Hi", "max_tokens": 3, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=30) as raw:
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        received = b"".join(iter(lambda: raw.recv(65536), b""))
+    head, _, content = received.partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    events = content.decode().split("\n\n")
+    assert [json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]] == list("hel")
+    assert events[-2:] == ["data: [DONE]", ""]
+
+
+def test_chunk_framing(shared: Running) -> None:
+    """Byte for byte: each event is one chunk of the body, and the body has an end."""
+    body = json.dumps({"prompt": "Hi", "max_tokens": 3, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=30) as raw:
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        received = b"".join(iter(lambda: raw.recv(65536), b""))
+    head, _, rest = received.partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head.lower()
+    events = []
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        events.append(rest[: int(size, 16)])
+        assert rest[int(size, 16) :][:2] == b"\r\n"
+        rest = rest[int(size, 16) + 2 :]
+    assert events[-2:] == [b"data: [DONE]\n\n", b""]
+    assert [json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]] == list("hel")
 
 
 def test_chat_chunks(shared: Running) -> None:

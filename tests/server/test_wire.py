@@ -6,7 +6,7 @@ import pytest
 
 from vmserve.errors import InvalidRequestError
 from vmserve.server.limits import MAX_DEPTH
-from vmserve.server.wire import dump_json, parse_json
+from vmserve.server.wire import TextTemplate, dump_json, parse_json
 
 
 def nested(depth: int) -> bytes:
@@ -53,3 +53,13 @@ def test_dump_is_compact_utf8_and_has_no_nan() -> None:
     assert dump_json({"a": ["é", 1.5]}) == '{"a":["é",1.5]}'.encode()
     with pytest.raises(ValueError, match="not JSON compliant"):
         dump_json([float("nan")])
+
+
+def test_a_template_is_what_the_encoder_gives() -> None:
+    text = "".join(map(chr, [*range(0x800), 0x2028, 0xE000, 0xFFFD, 0x1F600])) + '"\\'
+    chunk = {"id": 'a"b', "choices": [{"text": TextTemplate.TEXT, "logprobs": None}]}
+    template = TextTemplate(chunk)
+    for piece in ("", "x", text):
+        assert template.fill(piece) == dump_json(
+            {"id": 'a"b', "choices": [{"text": piece, "logprobs": None}]}
+        )

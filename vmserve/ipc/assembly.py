@@ -6,7 +6,7 @@ one. The text is cut here, by the same rules.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 
 from vmserve.ipc.messages import Choice, Position, Update
 from vmserve.output.stream import ChoiceStream, Delta
@@ -39,13 +39,13 @@ class _Answer:
 
     def output(self, part: Delta) -> CompletionOutput:
         return CompletionOutput(
-            index=self.index,
-            text=part.text,
-            token_ids=part.token_ids,
-            cumulative_logprob=self.cumulative,
-            logprobs=part.logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            self.index,
+            part.text,
+            part.token_ids,
+            self.cumulative,
+            part.logprobs,
+            self.finish_reason,
+            self.stop_reason,
         )
 
 
@@ -81,22 +81,26 @@ class RequestAssembly:
         """A delta without choices, to tell a stream that its request is queued."""
         return self._build([], delta=True)
 
-    def take(self, update: Update, now: float) -> RequestOutput | None:
-        """What there is to tell after ``update``, which came at ``now`` (monotonic seconds)."""
-        if update.metrics is not None:
-            self.metrics = update.metrics
-        elif update.choices:
-            self.metrics.last_token_time = now
-        if update.prompt_logprobs is not None:
-            self._prompt_logprobs = [
-                None if position is None else self._as_logprobs(position)
-                for position in update.prompt_logprobs
-            ]
-        touched = [self._take(choice) for choice in update.choices]
-        self.finished = update.finished
+    def take(self, updates: Sequence[Update], now: float) -> RequestOutput | None:
+        """What there is to tell after ``updates``, the last of which came at ``now`` (monotonic
+        seconds)."""
+        touched: dict[int, _Answer] = {}
+        for update in updates:
+            if update.metrics is not None:
+                self.metrics = update.metrics
+            elif update.choices:
+                self.metrics.last_token_time = now
+            if update.prompt_logprobs is not None:
+                self._prompt_logprobs = [
+                    None if position is None else self._as_logprobs(position)
+                    for position in update.prompt_logprobs
+                ]
+            for choice in update.choices:
+                touched[choice.index] = self._take(choice)
+            self.finished = update.finished
         if self.finished:
             self.metrics.finished_time = self.metrics.finished_time or now
-        return self._tell(touched)
+        return self._tell(touched.values())
 
     def _take(self, choice: Choice) -> _Answer:
         answer = self._answers.get(choice.index)
@@ -132,7 +136,7 @@ class RequestAssembly:
 
     # -- outputs ----------------------------------------------------------------------
 
-    def _tell(self, touched: list[_Answer]) -> RequestOutput | None:
+    def _tell(self, touched: Iterable[_Answer]) -> RequestOutput | None:
         if not self._stream:
             return self._build(self._best(), delta=False) if self.finished else None
         outputs = []

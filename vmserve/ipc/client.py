@@ -37,11 +37,11 @@ from vmserve.ipc.messages import (
     Shutdown,
     StepNews,
     ToEngine,
-    Update,
     decode_from_engine,
     encode,
     params_to_wire,
 )
+from vmserve.ipc.open_request import OpenRequest
 from vmserve.ipc.process import EngineProcess
 from vmserve.sampling.params import GenerationParams, SamplingParams
 from vmserve.telemetry.snapshot import EngineSnapshot
@@ -52,7 +52,6 @@ __all__ = ["ModelFacts", "ProcessLLM", "Supervision"]
 
 logger = logging.getLogger(__name__)
 
-Item = RequestOutput | BaseException
 #: How often a prefix is computed again that was evicted before it could be pinned.
 _PIN_ATTEMPTS = 3
 #: An engine that was told to end has so long to do it.
@@ -101,17 +100,6 @@ class ModelFacts:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-
-
-class _Request:
-    """A request that has not ended, and the queue of whoever waits for it."""
-
-    __slots__ = ("assembly", "handle", "queue")
-
-    def __init__(self, handle: int, assembly: RequestAssembly) -> None:
-        self.handle = handle
-        self.assembly = assembly
-        self.queue: asyncio.Queue[Item] = asyncio.Queue()
 
 
 @dataclass(slots=True)
@@ -190,8 +178,8 @@ class ProcessLLM:
         self._num_restarts = 0
         self._handles = itertools.count(1)
         self._serials = itertools.count(1)
-        self._requests: dict[int, _Request] = {}
-        self._by_id: dict[str, _Request] = {}
+        self._requests: dict[int, OpenRequest] = {}
+        self._by_id: dict[str, OpenRequest] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._pins: dict[int, _Pin] = {}
         self._pin_handles = itertools.count()
@@ -281,7 +269,7 @@ class ProcessLLM:
             arrival_time=time.monotonic(),
             stream=stream,
         )
-        request = _Request(handle, assembly)
+        request = OpenRequest(handle, assembly, stream=stream)
         add = Add(
             handle,
             request_id,
@@ -299,12 +287,9 @@ class ProcessLLM:
         finished = False
         try:
             while not finished:
-                item = await request.queue.get()
-                if isinstance(item, BaseException):
-                    finished = True
-                    raise item
-                finished = item.finished
-                yield item
+                output = await request.next()
+                finished = output.finished
+                yield output
         finally:
             if self._forget(handle) is not None:
                 self._send_quietly(Abort(handle, tell=False))
@@ -437,7 +422,7 @@ class ProcessLLM:
             return
         self._error = EngineDeadError("the engine has stopped")
         for request in list(self._requests.values()):
-            request.queue.put_nowait(self._error)
+            request.fail(self._error)
             self._forget(request.handle)
         for answer in self._questions.values():
             if not answer.done():
@@ -511,25 +496,18 @@ class ProcessLLM:
         for handle in news.accepted:
             request = self._requests.get(handle)
             if request is not None:
-                request.queue.put_nowait(request.assembly.accepted())
+                request.accept()
         now = time.monotonic()
         for update in news.updates:
-            self._take_update(update, now)
+            request = self._requests.get(update.handle)
+            if request is not None:  # else whoever asked has gone
+                request.update(update, now)
+                if update.finished:
+                    self._forget(update.handle)
         for handle, failure in news.failures:
             request = self._forget(handle)
             if request is not None:
-                request.queue.put_nowait(failure.error())
-
-    def _take_update(self, update: Update, now: float) -> None:
-        request = self._requests.get(update.handle)
-        if request is None:
-            return  # whoever asked has gone
-        assembly = request.assembly
-        output = assembly.take(update, now)
-        if update.finished:
-            self._forget(update.handle)
-        if output is not None:
-            request.queue.put_nowait(output)
+                request.fail(failure.error())
 
     def _take_answer(self, message: Answer) -> None:
         answer = self._questions.get(message.serial)
@@ -540,7 +518,7 @@ class ProcessLLM:
         else:
             answer.set_result(message.value)
 
-    def _forget(self, handle: int) -> _Request | None:
+    def _forget(self, handle: int) -> OpenRequest | None:
         request = self._requests.pop(handle, None)
         if request is not None and self._by_id.get(request.assembly.request_id) is request:
             del self._by_id[request.assembly.request_id]

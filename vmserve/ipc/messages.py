@@ -176,7 +176,8 @@ class Refused(_Message, frozen=True):
     error: WireError
 
 
-class Choice(msgspec.Struct, frozen=True, array_like=True):
+# Thousands a second of these, without cycles: the collector need not know of them.
+class Choice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What is new of one choice."""
 
     index: int
@@ -187,7 +188,7 @@ class Choice(msgspec.Struct, frozen=True, array_like=True):
     stop_reason: int | str | None
 
 
-class Update(msgspec.Struct, frozen=True, array_like=True):
+class Update(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What is new of one request; ``metrics`` with its first tokens and at its end, the prompt's
     log-probabilities at its end."""
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,24 @@ class EngineProcess:
 
     The socket is one half of a pair without a name, which the new process inherits: nobody else
     can connect, nothing is left in a directory, and either side's end is seen by the other. The
-    process is killed when the *thread* that started it ends.
+    process is killed when the *thread* that started it ends. ``program``: what the interpreter
+    runs, with the socket's number as its argument.
     """
 
-    def __init__(self, options: dict[str, Any], log_level: int, log_format: str) -> None:
+    def __init__(
+        self,
+        options: dict[str, Any],
+        log_level: int,
+        log_format: str,
+        program: Sequence[str] = ("-m", "vmserve.ipc"),
+    ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
         self.sock = ours
         with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "vmserve.ipc", str(theirs.fileno())],
+                [sys.executable, "-P", *program, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": _import_path()},
                 stdin=subprocess.DEVNULL,

@@ -8,7 +8,7 @@ stop string, and, without any text, for the next token that has some.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vmserve.output.detokenizer import IncrementalDetokenizer
 from vmserve.output.stop import StopChecker
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ChoiceStream", "Delta"]
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(NamedTuple):
     """Text and the tokens it comes from; ``logprobs`` is None where none were asked for."""
 
     text: str

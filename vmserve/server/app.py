@@ -20,7 +20,7 @@ from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import error_response
 from vmserve.server.info import InfoService, InvocationService
 from vmserve.server.live import LiveView, Pages
-from vmserve.server.middleware import Boundary, Gate, RequestScope
+from vmserve.server.middleware import GENERATION_PATHS, Boundary, Gate, RequestScope
 from vmserve.server.openapi import body_of, install_openapi
 from vmserve.server.protocol import (
     ChatCompletionRequest,
@@ -32,6 +32,7 @@ from vmserve.server.protocol import (
 )
 from vmserve.server.responses import ResponsesService
 from vmserve.server.tokenization import TokenizationService
+from vmserve.server.tracing import Traced
 
 __all__ = ["create_app"]
 
@@ -64,6 +65,8 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     app.add_exception_handler(StarletteHTTPException, _routing_error)
     # The last one added is the outermost.
     app.add_middleware(RequestScope, lifecycle=context.lifecycle)
+    if context.tracing is not None:
+        app.add_middleware(Traced, tracing=context.tracing, paths=GENERATION_PATHS)
     app.add_middleware(
         Gate,
         keys=context.keys,

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from vmserve.errors import InvalidRequestError
+from vmserve.server.context import ServerContext
 from vmserve.server.errors import ApiError, ClientDisconnectedError
 from vmserve.server.limits import BODY_TIMEOUT_SECONDS, MAX_BODY_BYTES
 from vmserve.server.protocol import RequestModel
 from vmserve.server.wire import JSON_TYPE, parse_json
 
-__all__ = ["read_json", "read_model"]
+__all__ = ["MOST_BYTES_ON_LOOP", "read_json", "read_model"]
 
 Model = TypeVar("Model", bound=RequestModel)
+T = TypeVar("T")
+
+#: Larger bodies are parsed by a thread.
+MOST_BYTES_ON_LOOP: Final = 64 * 1024
 
 
 async def read_model(request: Request, model: type[Model]) -> Model:
@@ -24,27 +30,43 @@ async def read_model(request: Request, model: type[Model]) -> Model:
     Raises :class:`ApiError` (408, 413, 415), :class:`InvalidRequestError` and pydantic's
     ``ValidationError``.
     """
-    return model.model_validate(await read_json(request))
+    return await _understand(request, lambda body: model.model_validate(_object(body)))
 
 
 async def read_json(request: Request) -> dict[str, Any]:
     """The body, which must be a JSON object. Errors: those of :func:`read_model`."""
+    return await _understand(request, _object)
+
+
+async def _understand(request: Request, parse: Callable[[bytes], T]) -> T:
+    """What ``parse`` makes of the body: of a large one aside, so that streams go on."""
+    body = await _receive(request)
+    if len(body) <= MOST_BYTES_ON_LOOP:
+        return parse(body)
+    context: ServerContext = request.app.state.context
+    return await context.run_aside(lambda: parse(body))
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    value = parse_json(body)
+    if not isinstance(value, dict):
+        raise InvalidRequestError("The request body must be a JSON object")
+    return value
+
+
+async def _receive(request: Request) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != JSON_TYPE:
         raise ApiError(415, f"Send the request body as {JSON_TYPE}: no other type is read.")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-            body = await _read(request)
+            return await _read(request)
     except TimeoutError as error:
         raise ApiError(
             408, f"The request body did not arrive within {BODY_TIMEOUT_SECONDS:g} seconds."
         ) from error
     except ClientDisconnect as error:
         raise ClientDisconnectedError from error
-    value = parse_json(body)
-    if not isinstance(value, dict):
-        raise InvalidRequestError("The request body must be a JSON object")
-    return value
 
 
 async def _read(request: Request) -> bytes:

@@ -29,10 +29,11 @@ from vmserve.server.params import (
 )
 from vmserve.server.protocol import ChatCompletionRequest, TokenizeRequest
 from vmserve.server.scope import unless_disconnected
-from vmserve.server.streaming import EventStream
+from vmserve.server.streaming import Chunk, EventStream
 from vmserve.server.tools import ToolUse, message_of, tool_use
+from vmserve.server.tracing import trace_of
 from vmserve.server.usage import Usage, per_request_metrics
-from vmserve.server.wire import JSON_TYPE, dump_json
+from vmserve.server.wire import JSON_TYPE, TextTemplate, dump_json
 from vmserve.tools.registry import parser_for_template
 from vmserve.types import CompletionOutput, RequestOutput
 
@@ -71,7 +72,7 @@ async def render_chat(
             "add_generation_prompt",
             "continue_final_message",
         )
-    text, token_ids = await context.tokenize(
+    text, token_ids = await context.run_aside(
         lambda: context.engine.tokenizer.apply_chat_template(
             messages,
             tools=tools,
@@ -139,7 +140,10 @@ class ChatService:
         chat = await render_chat(body, context, use.shown)
         job = self._job(body, chat, use)
         terms = Terms.of(request, body)
-        generation = Generation(context, request.state.exit_stack, reply_id, [job], terms)
+        trace = trace_of(request)
+        if trace is not None:
+            trace.begin(body.model, model, reply_id, job.params)
+        generation = Generation(context, request.state.exit_stack, reply_id, [job], terms, trace)
         return StartedChat(model, chat, use, job, generation)
 
     def _job(self, body: ChatCompletionRequest, chat: RenderedChat, use: ToolUse) -> Job:
@@ -250,7 +254,7 @@ class _Reply:
 
     async def chunks(
         self, outputs: AsyncIterator[tuple[int, RequestOutput]]
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    ) -> AsyncGenerator[Chunk, None]:
         """Per choice the role and then each new piece; the usage at the end if asked for.
 
         The role waits for the first piece, so that the first event of a choice tells when
@@ -277,8 +281,16 @@ class _Reply:
                 for delta, piece in said:
                     usage.num_completion += len(piece.token_ids)
                     buffer.num_told += len(piece.token_ids)
+                    if buffer.template is not None and piece.finish_reason is None:
+                        yield buffer.template.fill(piece.text)
+                        continue
                     reason = buffer.reason(piece.finish_reason)
                     yield self._chunk(choice.index, piece, delta, reason, buffer.num_told)
+                    if self._tells_text_alone:
+                        blank = Piece(TextTemplate.TEXT, [], [], None, None)
+                        content = {"content": TextTemplate.TEXT}
+                        chunk = self._chunk(choice.index, blank, content, None, 0)
+                        buffer.template = TextTemplate(chunk)
             if output.finished:
                 usage.num_cached = output.metrics.num_cached_tokens
                 last = output
@@ -316,6 +328,14 @@ class _Reply:
 
     def _in_chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices, **usage}
+
+    @property
+    def _tells_text_alone(self) -> bool:
+        """Whether a choice's chunks differ in their text alone, but for the first and last one."""
+        body = self._body
+        return self._use.reader() is None and not (
+            body.logprobs or body.return_token_ids or self._options.continuous
+        )
 
     def _usage_so_far(self, num_tokens: int) -> dict[str, Any]:
         if not self._options.include:

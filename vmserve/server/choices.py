@@ -6,6 +6,7 @@ from typing import Any
 
 from vmserve.server.generation import ChoiceBuffer, Piece
 from vmserve.server.tools import AnswerReader
+from vmserve.server.wire import TextTemplate
 from vmserve.types import CompletionOutput
 
 __all__ = ["Said", "StreamedChoice", "begun_with", "with_echo"]
@@ -17,7 +18,7 @@ Said = list[tuple[dict[str, Any], Piece]]
 class StreamedChoice:
     """What a stream remembers of one choice."""
 
-    __slots__ = ("_buffer", "_held", "_reader", "num_pieces", "num_told")
+    __slots__ = ("_buffer", "_held", "_reader", "num_pieces", "num_told", "template")
 
     def __init__(self, reader: AnswerReader | None) -> None:
         self._buffer = ChoiceBuffer()
@@ -26,6 +27,8 @@ class StreamedChoice:
         self.num_pieces = 0
         #: Tokens that chunks have told of.
         self.num_told = 0
+        #: Of chunks whose text is all that is new.
+        self.template: TextTemplate | None = None
 
     def reason(self, finish_reason: str | None) -> str | None:
         return self._reader.reason(finish_reason) if self._reader is not None else finish_reason

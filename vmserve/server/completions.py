@@ -28,9 +28,10 @@ from vmserve.server.params import (
 from vmserve.server.prompts import Prompt, check_vocabulary, split_prompts
 from vmserve.server.protocol import CompletionRequest
 from vmserve.server.scope import unless_disconnected
-from vmserve.server.streaming import EventStream
+from vmserve.server.streaming import Chunk, EventStream
+from vmserve.server.tracing import trace_of
 from vmserve.server.usage import Usage, per_request_metrics
-from vmserve.server.wire import JSON_TYPE, dump_json
+from vmserve.server.wire import JSON_TYPE, TextTemplate, dump_json
 from vmserve.types import CompletionOutput, RequestOutput
 
 __all__ = ["CompletionService"]
@@ -62,12 +63,16 @@ class CompletionService:
         reply = _Reply(
             context, body, options, jobs, model, body.request_id or request.state.request_id
         )
+        trace = trace_of(request)
+        if trace is not None:
+            trace.begin(body.model, model, reply.id, params)
         generation = Generation(
             context,
             request.state.exit_stack,
             reply.id,
             jobs,
             Terms.of(request, body),
+            trace,
         )
         if body.stream:
             return EventStream(reply.chunks(await generation.stream()))
@@ -92,7 +97,7 @@ class CompletionService:
         if isinstance(prompt, str):
             special = body.add_special_tokens is not False
             tokenizer = context.engine.tokenizer
-            given = await context.tokenize(lambda: tokenizer.encode(prompt, special))
+            given = await context.run_aside(lambda: tokenizer.encode(prompt, special))
             text: str | None = prompt
         else:
             check_vocabulary("prompt", prompt, context.engine.model_config.vocab_size)
@@ -198,7 +203,7 @@ class _Reply:
 
     async def chunks(
         self, outputs: AsyncIterator[tuple[int, RequestOutput]]
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    ) -> AsyncGenerator[Chunk, None]:
         """One chunk for each new piece of a choice, and the usage at the end if asked for."""
         streams: dict[int, _ChoiceStream] = {}
         last: RequestOutput | None = None
@@ -209,11 +214,20 @@ class _Reply:
                 scores[job] = output.prompt_logprobs
             for choice in output.outputs:
                 index = job * self._n + choice.index
-                stream = streams.setdefault(index, _ChoiceStream(index, job))
+                stream = streams.get(index)
+                if stream is None:
+                    stream = streams[index] = _ChoiceStream(index, job)
                 piece = stream.buffer.add(choice)
-                if piece is not None:
-                    usage.num_completion += len(piece.token_ids)
-                    yield self._chunk(stream, piece, scores.get(job, []))
+                if piece is None:
+                    continue
+                usage.num_completion += len(piece.token_ids)
+                if stream.template is not None and piece.finish_reason is None:
+                    yield stream.template.fill(piece.text)
+                    continue
+                yield self._chunk(stream, piece, scores.get(job, []))
+                if self._tells_text_alone:
+                    blank = Piece(TextTemplate.TEXT, [], [], None, None)
+                    stream.template = TextTemplate(self._chunk(stream, blank, ()))
             if output.finished:
                 usage.num_cached += output.metrics.num_cached_tokens
                 last = output
@@ -248,6 +262,12 @@ class _Reply:
                 echoed, piece.logprobs, stream.text_offset
             )
         return {**self._head, "choices": [choice], **self._usage_so_far(stream)}
+
+    @property
+    def _tells_text_alone(self) -> bool:
+        """Whether chunks differ in their text alone, but for a choice's first and last one."""
+        body = self._body
+        return body.logprobs is None and not (body.return_token_ids or self._options.continuous)
 
     def _usage_so_far(self, stream: _ChoiceStream) -> dict[str, Any]:
         if not self._options.include:
@@ -294,11 +314,13 @@ class _Reply:
 class _ChoiceStream:
     """What a stream remembers of one choice."""
 
-    __slots__ = ("buffer", "index", "job", "started", "text_offset")
+    __slots__ = ("buffer", "index", "job", "started", "template", "text_offset")
 
     def __init__(self, index: int, job: int) -> None:
         self.buffer = ChoiceBuffer()
         self.index = index
         self.job = job
         self.started = False
+        #: Of the chunks between the first and the last, where their text is all that is new.
+        self.template: TextTemplate | None = None
         self.text_offset = 0

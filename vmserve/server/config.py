@@ -24,7 +24,7 @@ class ServerConfig:
     ``engine_death_linger``, for which a server without an engine answers 503 before it ends.
     ``write_timeout``: seconds that a client may leave a full buffer unread. ``model_root`` is
     what model cards give as ``root``; ``tokenizer_info`` what ``/tokenizer_info`` answers, if
-    anything.
+    anything. ``otlp_traces_endpoint``: the URL that spans are sent to, if any.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
@@ -52,6 +52,7 @@ class ServerConfig:
     shutdown_timeout: float = 5.0
     engine_death_linger: float = 10.0
     write_timeout: float = WRITE_STALL_SECONDS
+    otlp_traces_endpoint: str | None = None
     max_queued_requests: int = 1024
     max_queued_tokens: int = 8_000_000
 

@@ -15,6 +15,7 @@ from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import ApiError
 from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.telemetry import Telemetry
+from vmserve.server.tracing import Tracing
 
 __all__ = ["ServerContext"]
 
@@ -22,7 +23,10 @@ T = TypeVar("T")
 
 
 class ServerContext:
-    """One per application. :meth:`close` joins the threads that tokenize."""
+    """One per application. :meth:`close` joins the threads that tokenize and export spans.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for spans that cannot be exported.
+    """
 
     def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
         self.engine = engine
@@ -35,9 +39,11 @@ class ServerContext:
             lambda: int(engine.stats().get("num_requests_running", 0)),
         )
         self.telemetry = Telemetry()
+        endpoint = config.otlp_traces_endpoint
+        self.tracing = None if endpoint is None else Tracing(endpoint)
         self.created = int(time.time())
         # Megabytes of text must stop neither the event loop nor, with a second thread, others.
-        self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="vmserve-tokenizer")
+        self._aside = ThreadPoolExecutor(2, thread_name_prefix="vmserve-aside")
 
     @property
     def max_model_len(self) -> int:
@@ -70,9 +76,11 @@ class ServerContext:
             raise ApiError(404, f"The model `{name[:200]}` does not exist.", "model")
         return self.config.model_name
 
-    async def tokenize(self, work: Callable[[], T]) -> T:
-        """Run ``work``, which calls the tokenizer, on a thread of its own."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+    async def run_aside(self, work: Callable[[], T]) -> T:
+        """Run ``work``, which takes long (a text's tokens, a large body), on another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._aside, work)
 
     def close(self) -> None:
-        self._tokenizing.shutdown(wait=True, cancel_futures=True)
+        self._aside.shutdown(wait=True, cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from vmserve.errors import EngineDeadError
+from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.sampling import GenerationParams
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
 from vmserve.server.protocol import GenerationRequest
 from vmserve.server.scope import closing, gather
+from vmserve.server.tracing import RequestTrace
 from vmserve.types import CompletionOutput, LogprobsList, RequestOutput
 
 __all__ = ["ChoiceBuffer", "Generation", "Job", "Piece", "Terms"]
@@ -67,11 +68,13 @@ class Generation:
         request_id: str,
         jobs: list[Job],
         terms: Terms,
+        trace: RequestTrace | None = None,
     ) -> None:
         self._context = context
         self._stack = stack
         self._jobs = jobs
         self._terms = terms
+        self._trace = trace
         # Two clients may choose the same id; the engine's must be unique.
         self._engine_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
         ticket = context.admission.admit(len(jobs), sum(self._cost(job) for job in jobs))
@@ -99,12 +102,18 @@ class Generation:
         self, firsts: list[RequestOutput], streams: list[AsyncIterator[RequestOutput]]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         num_tokens = [0] * len(streams)
-        async with closing(_merge(firsts, streams)) as merged:
-            async for index, output in merged:
-                num_tokens[index] += sum(len(choice.token_ids) for choice in output.outputs)
-                if output.finished:
-                    self._finished(index, output, num_tokens[index])
-                yield index, output
+        try:
+            async with closing(_merge(firsts, streams)) as merged:
+                async for index, output in merged:
+                    for choice in output.outputs:
+                        num_tokens[index] += len(choice.token_ids)
+                    if output.finished:
+                        self._finished(index, output, num_tokens[index])
+                    yield index, output
+        except VmserveError as error:
+            if self._trace is not None:  # the stream's end, an error event, is all that others see
+                self._trace.failed(error)
+            raise
 
     async def _run_one(self, index: int) -> RequestOutput:
         async with closing(self._open(index, stream=False)) as outputs:
@@ -131,6 +140,8 @@ class Generation:
 
     def _finished(self, index: int, output: RequestOutput, num_tokens: int) -> None:
         self._context.telemetry.observe(self._jobs[index].params, output, num_tokens)
+        if self._trace is not None:
+            self._trace.finished(output, num_tokens)
 
     def _cost(self, job: Job) -> int:
         left = max(0, self._context.max_model_len - len(job.token_ids))
@@ -138,8 +149,7 @@ class Generation:
         return job.params.num_sequences * (len(job.token_ids) + asked)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What one chunk says of one choice."""
 
     text: str

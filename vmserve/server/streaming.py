@@ -8,11 +8,15 @@ from typing import Any, Final
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from vmserve.server.connection import BodyWriter, body_writer
 from vmserve.server.errors import ClientDisconnectedError, error_body, to_api_error
 from vmserve.server.scope import closing, unless_disconnected
 from vmserve.server.wire import dump_json
 
-__all__ = ["EventStream"]
+__all__ = ["Chunk", "EventStream"]
+
+#: What an event says: a value, or its JSON.
+Chunk = dict[str, Any] | bytes
 
 _DONE: Final = b"data: [DONE]\n\n"
 
@@ -26,7 +30,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]], *, named: bool = False) -> None:
+    def __init__(self, chunks: AsyncIterator[Chunk], *, named: bool = False) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         # A length would be that of the (empty) body known now.
         del self.headers["content-length"]
@@ -35,11 +39,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_disconnected(receive, self._send(send))
+            await unless_disconnected(receive, self._send(send, body_writer(scope)))
         except ClientDisconnectedError:
             return
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, writer: BodyWriter | None) -> None:
         await send(
             {
                 "type": "http.response.start",
@@ -48,14 +52,18 @@ class EventStream(Response):
             }
         )
         async with closing(_events(self._chunks, self._named)) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            if writer is None:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            else:
+                async for event in events:
+                    if writer.is_full:
+                        await writer.drain()
+                    writer.write(event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _events(
-    chunks: AsyncIterator[dict[str, Any]], named: bool
-) -> AsyncGenerator[bytes, None]:
+async def _events(chunks: AsyncIterator[Chunk], named: bool) -> AsyncGenerator[bytes, None]:
     num_sent = 0
     try:
         async with closing(chunks) as opened:
@@ -74,6 +82,8 @@ async def _events(
             yield _DONE
 
 
-def _event(value: dict[str, Any], named: bool) -> bytes:
+def _event(value: Chunk, named: bool) -> bytes:
+    if isinstance(value, bytes):
+        return b"data: %b\n\n" % value
     name = b"event: " + value["type"].encode() + b"\n" if named else b""
     return name + b"data: " + dump_json(value) + b"\n\n"

@@ -95,6 +95,9 @@ class ServedRun:
     num_counted: int
     #: Answers that are not as long as was asked.
     num_other_length: int
+    #: From when requests were due to when the client came to send them, on average: part of
+    #: each TTFT, which other clients do not count.
+    mean_send_delay_s: float = 0.0
 
     @property
     def statuses(self) -> dict[str, int]:
@@ -153,6 +156,7 @@ class _Run:
         self._finished: list[RequestSample] = []
         self._failures: list[Failure] = []
         self._num_retries = self._num_counted = self._num_other_length = 0
+        self._send_delays_s: list[float] = []
         self._began = 0.0
 
     async def run(self) -> ServedRun:
@@ -173,6 +177,7 @@ class _Run:
             self._num_retries,
             self._num_counted,
             self._num_other_length,
+            sum(self._send_delays_s) / max(len(self._send_delays_s), 1),
         )
 
     def _now(self) -> float:
@@ -198,8 +203,10 @@ class _Run:
             if body is None:
                 added = own if self._target.endpoint == "chat" else prompt
                 body = self._encode(job, added, messages)
+            now = self._now()
+            self._send_delays_s.append(0.0 if due_s is None else now - due_s)
             try:
-                answer = await self._ask(job, body, self._now() if due_s is None else due_s)
+                answer = await self._ask(job, body, now if due_s is None else due_s)
             except _RequestFailed as failure:
                 self._failed(turns[place:], failure)
                 return

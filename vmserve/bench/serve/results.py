@@ -27,6 +27,8 @@ SCHEMA = "vmserve-bench-serve"
 SCHEMA_VERSION = 1
 #: Share of one core above which the client's own work may show in the latencies.
 _BUSY_CLIENT = 0.7
+#: Mean delay in sending that is worth a word.
+_LATE_CLIENT_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ def document(
                 "num_retries": one.run.num_retries,
                 "num_counted": one.run.num_counted,
                 "num_other_length": one.run.num_other_length,
+                "mean_send_delay_s": one.run.mean_send_delay_s,
             }
             for one in rounds
         ],
@@ -135,6 +138,12 @@ def notes(rounds: Sequence[ServedRound]) -> list[str]:
         lines.append(
             f"{other} answers are not as long as was asked: the server heeds no ignore_eos, or "
             "cuts answers."
+        )
+    delay = max(one.run.mean_send_delay_s for one in rounds)
+    if delay > _LATE_CLIENT_S:
+        lines.append(
+            f"The client sent requests {1000 * delay:.0f} ms after they were due, on average, and "
+            "TTFT counts that: it, or the machine, was too busy."
         )
     share = max(one.client_share for one in rounds)
     if share > _BUSY_CLIENT:

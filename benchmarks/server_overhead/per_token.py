@@ -1,0 +1,133 @@
+"""Processor time of the server's process per streamed token: no model, no engine to disturb it.
+
+    python benchmarks/server_overhead/per_token.py [--streams 64] [--tokens 200] [--repeats 10]
+
+The real server, over a Unix socket, gets its tokens from an engine that says them at fixed
+intervals (scripted_engine.py). The least of many short repeats is what it costs where nothing
+else wants the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from client import cpu_seconds, stream_all
+
+from vmserve.ipc.client import ProcessLLM
+from vmserve.ipc.process import EngineProcess
+from vmserve.server.config import ServerConfig
+from vmserve.server.run import bind, serve
+
+#: Tokens of the short answers, whose cost is taken from that of the long ones.
+FEW = 20
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": [300] * 32}),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+    "chat with usage": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "Hello"}],
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
+}
+
+
+class ScriptedLLM(ProcessLLM):
+    """A :class:`ProcessLLM` whose engine is scripted_engine.py."""
+
+    def _spawn(self) -> EngineProcess:
+        script = Path(__file__).with_name("scripted_engine.py")
+        return EngineProcess(self._options, 30, "text", [str(script)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=150)
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--kinds", nargs="*", default=["completions", "chat"], choices=BODIES)
+    args = parser.parse_args()
+    os.environ["VMSERVE_STEP_SECONDS"] = str(args.step_ms / 1000)
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "socket")
+        pid = os.fork()
+        if pid == 0:
+            asyncio.run(run_server(path))
+            os._exit(0)
+        try:
+            report = measure(args, path, pid)
+        finally:
+            os.kill(pid, 15)
+            os.waitpid(pid, 0)
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+async def run_server(path: str) -> None:
+    engine = ScriptedLLM()
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(15, stop.set)
+    config = ServerConfig(uds=path, served_model_names=("m",))
+    await serve(engine, config, bind(config), stop)
+
+
+def measure(args: argparse.Namespace, path: str, pid: int) -> dict[str, Any]:
+    while not Path(path).exists():
+        time.sleep(0.05)
+    while True:
+        with contextlib.suppress(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(path)
+            break
+        time.sleep(0.05)
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in args.kinds}
+    for kind in args.kinds:
+        cost(pid, path, kind, args.streams, 4)  # warm-up
+    for _ in range(args.repeats):
+        for kind in args.kinds:
+            short, long = (
+                cost(pid, path, kind, args.streams, tokens) / args.streams
+                for tokens in (FEW, FEW + args.tokens)
+            )
+            found[kind].append((short, long))
+    return {kind: summary(pairs, args.tokens) for kind, pairs in found.items()}
+
+
+def summary(pairs: list[tuple[float, float]], num_tokens: int) -> dict[str, float]:
+    """Microseconds per token are what the longer answers cost more; least, and median."""
+    short, long = (min(values) for values in zip(*pairs, strict=True))
+    slopes = [(long - short) / num_tokens for short, long in pairs]
+    return {
+        "us_per_token": round(1e6 * (long - short) / num_tokens, 2),
+        "us_per_token_median": round(1e6 * statistics.median(slopes), 2),
+        "us_per_request": round(1e6 * (short - FEW * (long - short) / num_tokens), 1),
+    }
+
+
+def cost(pid: int, path: str, kind: str, num: int, num_tokens: int) -> float:
+    """Processor seconds of the server."""
+    cpu = cpu_seconds(pid)
+    target, body = BODIES[kind]
+    told = {**body, "max_tokens": num_tokens, "ignore_eos": True}
+    num_events, _ = stream_all(path, [(target, told)] * num)
+    spent = cpu_seconds(pid) - cpu
+    if num_events < 0.95 * num * num_tokens:
+        # Tokens that the server was too slow for share an event.
+        print(f"{kind}: {num_events} events of {num * num_tokens} tokens", file=sys.stderr)
+    return spent
+
+
+if __name__ == "__main__":
+    sys.exit(main())

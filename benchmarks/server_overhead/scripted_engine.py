@@ -1,0 +1,88 @@
+"""An engine that only says things: steps of one token per stream, as fast as they are taken.
+
+Started in the place of ``vmserve.ipc`` by per_token.py. It loads the embedded model to describe
+it, computes nothing, and waits ``VMSERVE_STEP_SECONDS`` between two steps.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+
+from vmserve.config import EngineConfig
+from vmserve.engine import LLMEngine
+from vmserve.ipc.__main__ import _ready
+from vmserve.ipc.framing import receive_frame, send_frame
+from vmserve.ipc.messages import (
+    Abort,
+    Add,
+    Choice,
+    Launch,
+    Ping,
+    Pong,
+    Shutdown,
+    StepNews,
+    Update,
+    decode_to_engine,
+    encode,
+)
+from vmserve.types import RequestMetrics
+
+
+def main() -> None:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    launch = decode_to_engine(receive_frame(sock) or b"")
+    assert isinstance(launch, Launch)
+    engine = LLMEngine(EngineConfig.from_options(launch.options))
+    send_frame(sock, encode(_ready(engine)))
+    engine.close()
+    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sock, heard), daemon=True).start()
+    _speak(sock, heard, float(os.environ["VMSERVE_STEP_SECONDS"]))
+
+
+def _read(sock: socket.socket, heard: queue.SimpleQueue[object]) -> None:
+    while (data := receive_frame(sock)) is not None:
+        message = decode_to_engine(data)
+        if isinstance(message, Ping):
+            send_frame(sock, encode(Pong(message.serial)))
+        heard.put(message)
+    os._exit(0)
+
+
+def _speak(sock: socket.socket, heard: queue.SimpleQueue[object], step_seconds: float) -> None:
+    left: dict[int, int] = {}
+    while True:
+        accepted: list[int] = []
+        while not (left and heard.empty()):
+            match heard.get():
+                case Add() as add:
+                    left[add.handle] = int(add.params["sampling"].get("max_tokens", 16))
+                    accepted.append(add.handle)
+                case Abort() as abort:
+                    left.pop(abort.handle, None)
+                case Shutdown():
+                    return
+        if accepted:
+            send_frame(sock, encode(StepNews(len(left), 0, accepted, [], [])))
+        time.sleep(step_seconds)
+        updates = [_update(handle, num) for handle, num in left.items()]
+        left = {handle: num - 1 for handle, num in left.items() if num > 1}
+        send_frame(sock, encode(StepNews(len(left), 0, [], updates, [])))
+
+
+def _update(handle: int, num_left: int) -> Update:
+    """A token that is a word, of which the last one ends the answer."""
+    is_last = num_left == 1
+    now = time.monotonic()
+    metrics = RequestMetrics(now, now, now, now, now) if is_last else None
+    choice = Choice(0, [300 + num_left % 50], -1.5, None, "length" if is_last else None, None)
+    return Update(handle, [choice], is_last, metrics, None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What a stream's reader gets, early or late."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from vmserve import EngineDeadError, SamplingParams
+from vmserve.ipc.assembly import RequestAssembly
+from vmserve.ipc.messages import Choice, Update
+from vmserve.ipc.open_request import MOST_AT_ONCE, OpenRequest
+from vmserve.models import resolve_model
+from vmserve.tokenizer import Tokenizer, load_tokenizer
+from vmserve.types import FinishReason, RequestMetrics
+
+WORDS = [300, 301, 302, 303]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve_model(None))
+
+
+def request(tokenizer: Tokenizer, *, stream: bool = True, n: int = 1) -> OpenRequest:
+    assembly = RequestAssembly(
+        tokenizer,
+        "r",
+        None,
+        [5],
+        SamplingParams(n=n, max_tokens=1000),
+        eos_token_ids=[2],
+        arrival_time=0.0,
+        stream=stream,
+    )
+    return OpenRequest(1, assembly, stream=stream)
+
+
+def update(token_id: int, end: FinishReason | None = None, index: int = 0) -> Update:
+    choice = Choice(index, [token_id], -1.0, None, end, None)
+    return Update(1, [choice], end is not None, RequestMetrics(0.0) if end else None, None)
+
+
+def test_a_prompt_reader_gets_every_token(tokenizer: Tokenizer) -> None:
+    async def read() -> None:
+        opened = request(tokenizer)
+        opened.accept()
+        assert (await opened.next()).outputs == []
+        for place, token_id in enumerate(WORDS):
+            waiting = asyncio.ensure_future(opened.next())
+            await asyncio.sleep(0)
+            opened.update(update(token_id), 1.0 + place)
+            [choice] = (await waiting).outputs
+            assert choice.token_ids == [token_id]
+            assert choice.text == tokenizer.decode([token_id])
+
+    asyncio.run(read())
+
+
+def test_a_slow_reader_gets_all_at_once(tokenizer: Tokenizer) -> None:
+    async def read() -> None:
+        opened = request(tokenizer, n=2)
+        opened.accept()
+        for token_id in WORDS:
+            opened.update(update(token_id), 1.0)
+        opened.update(update(WORDS[0], index=1), 2.0)
+        opened.update(update(WORDS[1], "length"), 3.0)
+        opened.fail(EngineDeadError("gone"))
+        assert (await opened.next()).outputs == []  # that it was accepted comes first
+        output = await opened.next()
+        assert output.finished
+        first, second = output.outputs
+        assert first.token_ids == [*WORDS, WORDS[1]]
+        assert first.text == tokenizer.decode([*WORDS, WORDS[1]])
+        assert (first.finish_reason, second.finish_reason) == ("length", None)
+        assert second.token_ids == WORDS[:1]
+        with pytest.raises(EngineDeadError, match="gone"):  # only after what came before it
+            await opened.next()
+
+    asyncio.run(read())
+
+
+def test_a_very_slow_reader_takes_turns(tokenizer: Tokenizer) -> None:
+    """So much text is not made in one go: others are served in between."""
+
+    async def read() -> list[int]:
+        opened = request(tokenizer)
+        num = 2 * MOST_AT_ONCE + 1
+        for _ in range(num):
+            opened.update(update(WORDS[0]), 1.0)
+        return [len((await opened.next()).outputs[0].token_ids) for _ in range(3)]
+
+    assert asyncio.run(read()) == [MOST_AT_ONCE, MOST_AT_ONCE, 1]
+
+
+def test_a_whole_answer_is_told_once(tokenizer: Tokenizer) -> None:
+    async def read() -> None:
+        opened = request(tokenizer, stream=False)
+        waiting = asyncio.ensure_future(opened.next())
+        for token_id in WORDS:
+            opened.update(update(token_id), 1.0)
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        opened.update(update(WORDS[0], "length"), 2.0)
+        [choice] = (await waiting).outputs
+        assert choice.token_ids == [*WORDS, WORDS[0]]
+        assert choice.text == tokenizer.decode([*WORDS, WORDS[0]])
+
+    asyncio.run(read())
