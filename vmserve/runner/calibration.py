@@ -234,7 +234,9 @@ def _level(samples: NDArray[np.float64]) -> list[float]:
     least = samples.min(axis=1)
     for first in range(0, len(least), 2):
         # The median; np.median would import numpy.ma, which takes longer than the tries.
-        ratio = float(np.quantile(samples[first] / samples[first + 1], 0.5))
+        ratios = np.sort(samples[first] / samples[first + 1])
+        middle = len(ratios) // 2
+        ratio = float(ratios[middle] + ratios[-middle - 1]) / 2
         if abs(math.log(ratio)) < math.log1p(_RESOLUTION):
             least[first : first + 2] = least[first : first + 2].min()
     return [float(seconds) for seconds in least]
