@@ -111,6 +111,7 @@ void bind_decoder(py::module_& m) {
           },
           py::arg("embedding"), py::arg("final_norm"), py::arg("head"))
       .def_property_readonly("weight_bytes", &CpuDecoder::weight_bytes)
+      .def_property_readonly("rounds_rows", &CpuDecoder::rounds_rows)
       .def_property("num_threads", &CpuDecoder::num_threads, &CpuDecoder::set_num_threads)
       .def_property_readonly("num_positions", &CpuDecoder::num_positions)
       .def(

@@ -129,6 +129,7 @@ struct CpuDecoder::Linear {
   BigBuffer weights;
   std::vector<float> scales, bias;  // in the order of the lanes, as long as all the panels
   cpu::WeightType type{};
+  bool paired = false;  // its rows are packed in pairs of bfloat16
   std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0;
 };
 
@@ -164,6 +165,10 @@ std::size_t CpuDecoder::weight_bytes() const {
     }
   }
   return bytes;
+}
+
+bool CpuDecoder::rounds_rows() const {
+  return !layers_.empty() && layers_.front().qkv.paired;
 }
 
 int CpuDecoder::num_threads() const {
@@ -216,6 +221,9 @@ CpuDecoder::Linear CpuDecoder::pack(const std::vector<const TensorRef*>& tensors
   linear.type = quantized_       ? cpu::WeightType::kInt8
                 : args.from_bf16 ? cpu::WeightType::kBFloat16
                                  : cpu::WeightType::kFloat32;
+  // Rows are rounded only where the model computes in bfloat16.
+  linear.paired = linear.type == cpu::WeightType::kBFloat16 && kv_dtype_ == DType::kBFloat16 &&
+                  kernels_->linear_pairs != nullptr;
   args.type = linear.type;
   args.depth = linear.inputs;
   args.num_panels = 1;
@@ -336,7 +344,8 @@ void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids,
 }
 
 void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t num_rows,
-                          cpu::Epilogue epilogue, void* out, std::int64_t out_stride) {
+                          cpu::Epilogue epilogue, void* out, std::int64_t out_stride,
+                          bool pairs_out) {
   cpu::LinearArgs args{};
   args.weights = linear.weights.data();
   args.scales = linear.scales.empty() ? nullptr : linear.scales.data();
@@ -344,6 +353,7 @@ void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t 
   args.depth = linear.depth;
   args.num_outputs = static_cast<std::int32_t>(linear.outputs);
   args.epilogue = epilogue;
+  args.pairs_out = pairs_out;
   args.out_stride = out_stride;
   const std::int64_t panel_bytes =
       kernels_->panel_outputs * linear.depth * weight_size(linear.type);
@@ -353,7 +363,8 @@ void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t 
   if (num_rows <= kFewRows) panels = std::max(panels, kPanelsOfFewRows);
   if (panels >= 4) panels = panels / 4 * 4;
   const std::int64_t num_items = (linear.num_panels + panels - 1) / panels;
-  const auto kernel = kernels_->linear[static_cast<std::size_t>(linear.type)];
+  const auto kernel = linear.paired ? kernels_->linear_pairs
+                                    : kernels_->linear[static_cast<std::size_t>(linear.type)];
   const std::int64_t work = num_rows * linear.num_panels * kernels_->panel_outputs * linear.depth;
   const std::int64_t panel_floats = kernels_->panel_outputs * linear.depth;
   args.scratch_floats =
@@ -374,9 +385,10 @@ void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t 
   });
 }
 
-void CpuDecoder::pack_rows(const void* rows, bool bf16, std::int64_t num_rows, std::int64_t depth,
+void CpuDecoder::pack_rows(const Linear& next, const void* rows, bool bf16, std::int64_t num_rows,
                            const float* norm) {
-  const std::int64_t block_depth = padded_depth(depth), groups = cpu::num_groups(block_depth);
+  const std::int64_t depth = next.inputs, block_depth = next.depth;
+  const std::int64_t groups = cpu::num_groups(block_depth);
   if (quantized_) {
     grow(shorts_, num_rows * block_depth);
     grow(row_scales_, num_rows * groups);
@@ -398,6 +410,7 @@ void CpuDecoder::pack_rows(const void* rows, bool bf16, std::int64_t num_rows, s
     args.depth = depth;
     args.norm = norm;
     args.eps = shape_.norm_eps;
+    args.paired = next.paired;
     if (quantized_) {
       args.short_block = shorts_.data() + first * block_depth;
       args.scales = row_scales_.data() + first * groups;
@@ -478,7 +491,7 @@ void CpuDecoder::gather_rotations(const std::vector<Part>& parts, std::int64_t n
 // Where q, k and v of the rows are, in the KV cache's type.
 char* CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
   const std::int64_t row_size = (shape_.q_heads + 2 * shape_.kv_heads) * shape_.head_dim;
-  pack_rows(x_.data(), false, num_rows, shape_.hidden_size, layer.attention_norm.data());
+  pack_rows(layer.qkv, x_.data(), false, num_rows, layer.attention_norm.data());
   grow(qkv_, num_rows * row_size);
   const bool narrow = kv_dtype_ == DType::kBFloat16;
   if (layer.q_norm.empty()) {
@@ -561,19 +574,18 @@ void CpuDecoder::keep(const std::vector<std::int64_t>& wanted) {
 void CpuDecoder::finish_layer(const Layer& layer, std::int64_t num_rows) {
   const std::int64_t hidden = shape_.hidden_size;
   const auto add = cpu::Epilogue::kAdd;
-  pack_rows(attended_.data(), kv_dtype_ == DType::kBFloat16, num_rows,
-            shape_.q_heads * shape_.head_dim, nullptr);
+  pack_rows(layer.output, attended_.data(), kv_dtype_ == DType::kBFloat16, num_rows, nullptr);
   multiply(layer.output, packed_.data(), num_rows, add, x_.data(), hidden);
-  pack_rows(x_.data(), false, num_rows, hidden, layer.mlp_norm.data());
+  pack_rows(layer.gate_up, x_.data(), false, num_rows, layer.mlp_norm.data());
   grow(gated_, num_rows * layer.down.depth);
   if (quantized_) {
     // The scales of a row are known when all of it is.
     multiply(layer.gate_up, nullptr, num_rows, cpu::Epilogue::kGateRows, gated_.data(),
              shape_.mlp_size);
-    pack_rows(gated_.data(), false, num_rows, shape_.mlp_size, nullptr);
+    pack_rows(layer.down, gated_.data(), false, num_rows, nullptr);
   } else {
     multiply(layer.gate_up, packed_.data(), num_rows, cpu::Epilogue::kGate, gated_.data(),
-             layer.down.depth);
+             layer.down.depth, layer.down.paired);
   }
   multiply(layer.down, gated_.data(), num_rows, add, x_.data(), hidden);
 }
@@ -601,7 +613,7 @@ void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector
     }
     finish_layer(layer, num_rows);
   }
-  pack_rows(x_.data(), false, num_rows, shape_.hidden_size, final_norm_.data());
+  pack_rows(*head_, x_.data(), false, num_rows, final_norm_.data());
   multiply(*head_, packed_.data(), num_rows, cpu::Epilogue::kStore, logits, shape_.vocab_size);
 }
 

@@ -116,9 +116,13 @@ def test_logits_are_those_of_transformers(
     assert worst_difference(_run(model, prompts), expected) < 1e-5
 
 
+#: Those that multiply pairs of bfloat16 where the model computes in bfloat16.
+WITH_PAIRS = {"avx512_bf16", "generic16"}
+
+
 @pytest.mark.parametrize("variant", ["llama", "llama-odd", "qwen3"])
 def test_a_bfloat16_checkpoint_loses_nothing_in_a_float32_cache(
-    variant: str, checkpoints: dict[str, Path], tmp_path: Path
+    variant: str, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounded = tmp_path / variant
     model = load_model(checkpoints[variant], torch.float32)
@@ -128,13 +132,23 @@ def test_a_bfloat16_checkpoint_loses_nothing_in_a_float32_cache(
     ).save_pretrained(rounded)
     prompts = random_prompts(LENGTHS)
     expected = transformers_logits(rounded, prompts, torch.bfloat16, compute_float32=True)
-    native = load_model(rounded, torch.float32, native=True)
-    assert worst_difference(_run(native, prompts), expected) < 1e-5
-    # A bfloat16 cache rounds keys, values and what was attended, and nothing else is rounded.
-    narrow = load_model(rounded, torch.bfloat16, native=True)
-    error = mean_square(_run(narrow, prompts), expected)
-    rounds_all = transformers_logits(rounded, prompts, torch.bfloat16)
-    assert 0 < error < mean_square(rounds_all, expected)
+    rounds_all = mean_square(transformers_logits(rounded, prompts, torch.bfloat16), expected)
+    errors: dict[bool, float] = {}
+    for isa in _core.cpu_isas():
+        monkeypatch.setenv(ISA_VARIABLE, isa)
+        native = load_model(rounded, torch.float32, native=True)
+        assert worst_difference(_run(native, prompts), expected) < 1e-5
+        # A bfloat16 cache rounds keys, values and what was attended; with pairs also what enters
+        # a linear layer. Nothing else is rounded.
+        narrow = load_model(rounded, torch.bfloat16, native=True)
+        pairs = isa in WITH_PAIRS
+        assert isinstance(narrow.network, NativeDecoder)
+        assert narrow.network.rounds_rows == pairs
+        error = mean_square(_run(narrow, prompts), expected)
+        assert 0 < error < rounds_all
+        errors.setdefault(pairs, error)
+        assert error == pytest.approx(errors[pairs], rel=0.3)
+    assert errors[False] < errors[True]
 
 
 def test_int8_is_the_nearest_of_255_steps_for_each_output(
@@ -273,11 +287,23 @@ def _forward(model: LoadedModel, lengths: list[int], threads: int) -> list[torch
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("isa", _core.cpu_isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_row_has_the_same_bits_in_every_batch(
-    quantized: bool, checkpoints: dict[str, Path]
+    quantized: bool,
+    dtype: torch.dtype,
+    isa: str,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = load_model(checkpoints["llama-odd"], torch.float32, native=True, quantized=quantized)
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    path = checkpoints["llama-odd"]
+    if dtype == torch.bfloat16:
+        AutoModelForCausalLM.from_pretrained(path, dtype=dtype).save_pretrained(tmp_path)
+        path = tmp_path
+    model = load_model(path, dtype, native=True, quantized=quantized)
     (alone,) = _forward(model, [17], threads=1)
     # One row, a few, and so many that weights are widened once for all of them.
     for others in ([1], [3, 2], [5, 40, 1, 30]):

@@ -117,6 +117,12 @@ class NativeDecoder:
         """Of the packed weights and the embedding."""
         return self._core.weight_bytes + self._embedding.nbytes
 
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether activations are rounded to bfloat16 where they enter a linear layer: in
+        bfloat16, on a processor that multiplies pairs of them."""
+        return self._core.rounds_rows
+
     def forward(
         self,
         token_ids: torch.Tensor,

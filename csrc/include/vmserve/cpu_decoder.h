@@ -1,10 +1,12 @@
 // A whole decoder of the Llama family on the CPU: one call for a step's forward pass.
 //
 // Weights are packed once, for the instruction set at hand, in the type that they are stored in
-// (or in int8); activations and sums are float32 (before int8 weights rounded to 16 bits, with a
-// scale for each row and 512 elements), K and V are written and read in the type of the KV cache.
-// Norms, rotations, the write of K and V, residuals and the gated MLP are part of the products
-// around them, and nothing but the pool's own wake-ups lies between two of them.
+// (or in int8); activations and sums are float32, K and V are written and read in the type of the
+// KV cache. Before int8 weights rows are rounded to 16 bits, with a scale for each row and 512
+// elements. A processor that multiplies pairs of bfloat16 does so where both the weights and the KV
+// cache are bfloat16: what enters a linear layer is rounded then. Norms, rotations, the write of K
+// and V, residuals and the gated MLP are part of the products around them, and nothing but the
+// pool's own wake-ups lies between two of them.
 //
 // A row's result has the same bits whatever other rows are in the batch, on any number of threads.
 #pragma once
@@ -77,6 +79,8 @@ class CpuDecoder {
 
   // Bytes of the packed weights.
   std::size_t weight_bytes() const;
+  // Whether what enters its linear layers is rounded to bfloat16.
+  bool rounds_rows() const;
   int num_threads() const;
   void set_num_threads(int num_threads);
 
@@ -107,10 +111,11 @@ class CpuDecoder {
   void attend(const Layer& layer, std::int64_t index, char* qkv, std::vector<Part>& parts);
   void keep(const std::vector<std::int64_t>& wanted);
   void finish_layer(const Layer& layer, std::int64_t num_rows);
-  void pack_rows(const void* rows, bool bf16, std::int64_t num_rows, std::int64_t depth,
+  // To the form in which `next` reads its rows.
+  void pack_rows(const Linear& next, const void* rows, bool bf16, std::int64_t num_rows,
                  const float* norm);
   void multiply(const Linear& linear, const float* rows, std::int64_t num_rows,
-                cpu::Epilogue epilogue, void* out, std::int64_t out_stride);
+                cpu::Epilogue epilogue, void* out, std::int64_t out_stride, bool pairs_out = false);
   template <class Body>
   void parallel(std::int64_t num_items, std::int64_t work, const Body& body);
 

@@ -1,11 +1,30 @@
 #include "isa.h"
 
+#ifdef VMSERVE_X86_KERNELS
+#include <cpuid.h>
+#endif
+
 #include "vmserve/errors.h"
 
 namespace vmserve::cpu {
 
+#ifdef VMSERVE_X86_KERNELS
+namespace {
+
+// AVX512_BF16; asked of the processor itself, since not every compiler has a name for it.
+bool multiplies_bf16() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & (1U << 5)) != 0;
+}
+
+}  // namespace
+#endif
+
 std::vector<const KernelTable*> usable_tables() {
   std::vector<const KernelTable*> tables;
+#ifdef VMSERVE_EMULATED_AVX512
+  tables = {&avx512_bf16_kernels(), &avx512_kernels()};
+#endif
 #ifdef VMSERVE_X86_KERNELS
   // These also ask whether the system saves the registers.
   __builtin_cpu_init();
@@ -13,6 +32,7 @@ std::vector<const KernelTable*> usable_tables() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
+  if (avx512 && multiplies_bf16()) tables.push_back(&avx512_bf16_kernels());
   if (avx512) tables.push_back(&avx512_kernels());
   if (avx2) tables.push_back(&avx2_kernels());
 #endif

@@ -91,7 +91,7 @@ struct CombineArgs {
   Output out;
 };
 
-// How a linear layer's weights are stored. Rows and sums are float32, but for kInt8.
+// How a linear layer's weights are stored. Sums are in float32, of groups of kInt8 in int32.
 enum class WeightType : std::int32_t { kFloat32, kBFloat16, kInt8 };
 
 // What becomes of a product; see LinearArgs.
@@ -108,7 +108,8 @@ enum class Epilogue : std::int32_t {
 // Weights are packed: panels of panel_outputs outputs, each [depth, panel_outputs] in the order
 // that the instruction set reads them in (linear.h). `depth` is a multiple of kDepthUnit; what is
 // not there is zero. Rows are packed as well, in blocks of as many as block_rows says; the block
-// whose first row is r begins at rows + r * depth: [depth, rows of the block].
+// whose first row is r begins at rows + r * depth: [depth, rows of the block], or, in pairs of
+// bfloat16, [depth / 2, rows of the block] of two successive elements each.
 //
 // Int8 weights are multiplied by rows of int16, [depth / 2, rows of the block, 2], that have a
 // scale for each row and kGroupDepth elements: so many products are summed exactly, in int32.
@@ -124,6 +125,7 @@ struct LinearArgs {
   std::int32_t first_panel, num_panels;
   std::int32_t num_outputs;  // the last panel may have fewer
   Epilogue epilogue;
+  bool pairs_out;           // kGate: packed in pairs of bfloat16
   void* out;                // row r, output n: out + r * out_stride + n; kGate: packed rows
   std::int64_t out_stride;  // elements; kGate: the depth of what is packed
   float* scratch;           // for widened weights: a panel's at least, or none
@@ -155,6 +157,7 @@ struct PackRowsArgs {
   std::int64_t depth;       // of the rows; the block has it rounded up to kDepthUnit
   const float* norm;
   float eps;
+  bool paired;  // in pairs of bfloat16
   float* block;
   std::int16_t* short_block;  // instead of `block`, where it is not null
   float* scales;              // of a short block: [num_rows, num_groups]; NaN for rows with NaN
@@ -182,6 +185,8 @@ struct LinearKernels {
   // Rows of the packed block that begins where so many rows are left.
   std::int32_t (*block_rows)(std::int32_t rows_left);
   void (*linear[3])(const LinearArgs&);  // by WeightType
+  // Weights of bfloat16, rows in pairs of bfloat16; null where that is no faster.
+  void (*linear_pairs)(const LinearArgs&);
   void (*pack)(const PackArgs&);
   void (*pack_rows)(const PackRowsArgs&);
 };
@@ -208,6 +213,7 @@ const KernelTable& generic16_kernels();
 #ifdef VMSERVE_X86_KERNELS
 const KernelTable& avx2_kernels();
 const KernelTable& avx512_kernels();
+const KernelTable& avx512_bf16_kernels();
 #endif
 
 // Floats of one row and head of a partial output.

@@ -9,6 +9,10 @@
 // successive elements of a lane's weights lie side by side (2 of bfloat16 and of int8), so that
 // widening bfloat16 takes a shift or a mask and no shuffle.
 //
+// Where the processor multiplies pairs of bfloat16 (Vec::kDotsPairs), rows can be rounded to
+// bfloat16 too: two successive elements then are one lane, as two of the weights are already, and
+// an instruction adds both products.
+//
 // Every output is one sum in the order of the depth: it has the same bits whatever other rows are
 // computed with it.
 #pragma once
@@ -45,6 +49,21 @@ struct Stored<std::int8_t> {
   static constexpr int kStep = 2;
   static constexpr bool kShort = true;
 };
+
+// Weights of bfloat16 for rows of bfloat16.
+struct PairedBf16 {
+  std::uint16_t bits;
+};
+template <>
+struct Stored<PairedBf16> {
+  static constexpr int kStep = 2;
+  static constexpr bool kShort = false;
+};
+
+template <class W>
+constexpr bool kRowsInPairs = false;
+template <>
+constexpr bool kRowsInPairs<PairedBf16> = true;
 
 // Weights come from memory in the order in which they lie there, panel after panel: so far ahead
 // they are asked for. One stream alone keeps the bus less than half busy.
@@ -92,6 +111,28 @@ inline void accumulate(const W* weights, std::int64_t panel_stride, const float*
   }
 }
 
+// A whole step of paired rows: two elements of the depth. `V` is `Vec`, where that has pairs.
+template <class V, int kRows, int kPanels>
+inline void accumulate_pairs(const PairedBf16* weights, std::int64_t panel_stride, const float* x,
+                             Sums<kRows, kPanels>& sums) {
+  typename V::R w[kPanels][2];
+#pragma GCC unroll 8
+  for (int p = 0; p < kPanels; ++p) {
+    const auto* const from = reinterpret_cast<const float*>(weights + p * panel_stride);
+    w[p][0] = V::load(from);
+    w[p][1] = V::load(from + V::kWidth);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    const typename V::R lanes = V::set_pair(x + r);
+#pragma GCC unroll 8
+    for (int p = 0; p < kPanels; ++p) {
+      sums.at[p][0][r] = V::dot_pairs(lanes, w[p][0], sums.at[p][0][r]);
+      sums.at[p][1][r] = V::dot_pairs(lanes, w[p][1], sums.at[p][1][r]);
+    }
+  }
+}
+
 inline Vec::R silu(Vec::R x) {
   const Vec::R power = Vec::min(Vec::mul(x, Vec::set(-kLog2E)), Vec::set(126.0F));
   return Vec::div(x, Vec::add(Vec::set(1.0F), exp2(power)));
@@ -109,6 +150,17 @@ inline std::int64_t block_at(std::int32_t first_row, std::int64_t depth) {
   return static_cast<std::int64_t>(first_row) * depth;
 }
 
+// Element k of row r of a block of `rows` packed rows.
+inline void put_packed(float* block, std::int64_t k, std::int64_t r, std::int64_t rows, bool paired,
+                       float x) {
+  if (paired) {
+    const std::uint16_t bits = narrow_bits(x);
+    memcpy(reinterpret_cast<char*>(block + (k / 2) * rows + r) + 2 * (k % 2), &bits, sizeof bits);
+  } else {
+    block[k * rows + r] = x;
+  }
+}
+
 template <int kRows>
 void gate(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
           Vec::R (&sums)[2][kRows]) {
@@ -123,14 +175,14 @@ void gate(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
     if (as_rows) {
       memcpy(to + r * a.out_stride + first, lanes, static_cast<size_t>(count) * sizeof(float));
     } else {
-      for (int i = 0; i < count; ++i) to[(first + i) * kRows + r] = lanes[i];
+      for (int i = 0; i < count; ++i) put_packed(to, first + i, r, kRows, a.pairs_out, lanes[i]);
     }
   }
   if (as_rows) return;
   // The depth of what comes next is padded.
   const bool last = first + count == a.num_outputs;
   for (std::int64_t k = a.num_outputs; last && k < a.out_stride; ++k) {
-    for (int r = 0; r < kRows; ++r) to[k * kRows + r] = 0.0F;
+    for (int r = 0; r < kRows; ++r) put_packed(to, k, r, kRows, a.pairs_out, 0.0F);
   }
 }
 
@@ -183,8 +235,8 @@ void finish(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
 
 // Two elements of the depth.
 template <int kRows, int kPanels>
-inline void accumulate_pairs(const std::int8_t* weights, std::int64_t panel_stride,
-                             const std::int16_t* x, Vec::I (&sums)[kPanels][2][kRows]) {
+inline void accumulate_shorts(const std::int8_t* weights, std::int64_t panel_stride,
+                              const std::int16_t* x, Vec::I (&sums)[kPanels][2][kRows]) {
   Vec::S w[kPanels][2];
 #pragma GCC unroll 8
   for (int p = 0; p < kPanels; ++p) {
@@ -230,9 +282,9 @@ void short_panels(const LinearArgs& a, const std::int8_t* weights, std::int32_t 
     const std::int64_t count = least(kGroupDepth, a.depth - g * kGroupDepth);
     // Two pairs at a time, as a line of weights has them.
     for (std::int64_t k = 0; k < count; k += 4) {
-      accumulate_pairs<kRows, kPanels>(weights, panel_stride, x, whole);
-      accumulate_pairs<kRows, kPanels>(weights + 2 * kPanelOutputs, panel_stride, x + 2 * kRows,
-                                       whole);
+      accumulate_shorts<kRows, kPanels>(weights, panel_stride, x, whole);
+      accumulate_shorts<kRows, kPanels>(weights + 2 * kPanelOutputs, panel_stride, x + 2 * kRows,
+                                        whole);
       prefetch_weights<kPanels>(weights, panel_stride, 4 * kPanelOutputs);
       weights += 4 * kPanelOutputs;
       x += 4 * kRows;
@@ -262,11 +314,16 @@ void float_panels(const LinearArgs& a, const W* weights, std::int32_t first_row,
   const float* x = a.rows + block_at(first_row, a.depth);
   Sums<kRows, kPanels> sums = no_sums<kRows, kPanels>();
   for (std::int64_t k = 0; k < a.depth; k += kStep) {
-    accumulate<W, kRows, kPanels, 0>(weights, panel_stride, x, sums);
+    if constexpr (kRowsInPairs<W>) {
+      accumulate_pairs<Vec, kRows, kPanels>(weights, panel_stride, x, sums);
+      x += kRows;
+    } else {
+      accumulate<W, kRows, kPanels, 0>(weights, panel_stride, x, sums);
+      x += kStep * kRows;
+    }
     prefetch_weights<kPanels>(weights, panel_stride * static_cast<std::int64_t>(sizeof(W)),
                               kStepBytes);
     weights += kStep * kPanelOutputs;
-    x += kStep * kRows;
   }
 #pragma GCC unroll 8
   for (int p = 0; p < kPanels; ++p) finish<kRows>(a, first_row, panel + p, sums.at[p]);
@@ -364,7 +421,7 @@ void widened_rows(const LinearArgs& a) {
 
 template <class W>
 void linear(const LinearArgs& a) {
-  if constexpr (Stored<W>::kStep > 1 && !Stored<W>::kShort) {
+  if constexpr (Stored<W>::kStep > 1 && !Stored<W>::kShort && !kRowsInPairs<W>) {
     const bool fits = a.scratch_floats >= a.depth * kPanelOutputs;
     if (a.num_rows >= 2 * Vec::kLinearRows && fits) {
       widened_rows<W>(a);
@@ -533,7 +590,7 @@ void pack_short_rows(const PackRowsArgs& a) {
   }
 }
 
-template <class T>
+template <class T, bool kPaired>
 void pack_rows_of(const PackRowsArgs& a) {
   if (a.short_block != nullptr) {
     pack_short_rows<T>(a);
@@ -542,34 +599,32 @@ void pack_rows_of(const PackRowsArgs& a) {
   const std::int64_t padded_depth = (a.depth + kDepthUnit - 1) / kDepthUnit * kDepthUnit;
   for (int r = 0; r < a.num_rows; ++r) {
     const T* const row = static_cast<const T*>(a.rows) + r * a.row_stride;
-    float* const to = a.block + r;
-    const std::int64_t step = a.num_rows;
+    const auto put = [&](std::int64_t k, float x) {
+      put_packed(a.block, k, r, a.num_rows, kPaired, x);
+    };
     if (a.norm == nullptr) {
-      for (std::int64_t k = 0; k < a.depth; ++k) to[k * step] = as_float(row[k]);
+      for (std::int64_t k = 0; k < a.depth; ++k) put(k, as_float(row[k]));
     } else {
       const float factor = factor_of(row, a.depth, a.eps);
-      for (std::int64_t k = 0; k < a.depth; ++k) {
-        to[k * step] = as_float(row[k]) * factor * a.norm[k];
-      }
+      for (std::int64_t k = 0; k < a.depth; ++k) put(k, as_float(row[k]) * factor * a.norm[k]);
     }
-    for (std::int64_t k = a.depth; k < padded_depth; ++k) to[k * step] = 0.0F;
+    for (std::int64_t k = a.depth; k < padded_depth; ++k) put(k, 0.0F);
   }
 }
 
 inline void pack_rows(const PackRowsArgs& a) {
-  if (a.from_bf16) {
-    pack_rows_of<Bf16>(a);
+  if (a.paired) {
+    a.from_bf16 ? pack_rows_of<Bf16, true>(a) : pack_rows_of<float, true>(a);
   } else {
-    pack_rows_of<float>(a);
+    a.from_bf16 ? pack_rows_of<Bf16, false>(a) : pack_rows_of<float, false>(a);
   }
 }
 
 constexpr LinearKernels linear_kernels() {
-  return {kPanelOutputs,
-          &block_rows,
-          {&linear<float>, &linear<Bf16>, &linear<std::int8_t>},
-          &pack,
-          &pack_rows};
+  void (*pairs)(const LinearArgs&) = nullptr;
+  if constexpr (Vec::kDotsPairs) pairs = &linear<PairedBf16>;
+  return {kPanelOutputs, &block_rows, {&linear<float>, &linear<Bf16>, &linear<std::int8_t>},
+          pairs,         &pack,       &pack_rows};
 }
 
 }  // namespace

@@ -25,6 +25,7 @@ struct Vec {
   static constexpr int kWidth = 8;
   static constexpr int kRows = 4;
   static constexpr int kLinearRows = 6;
+  static constexpr bool kDotsPairs = false;
   using R = __m256;
 
   static R zero() { return _mm256_setzero_ps(); }

@@ -1,7 +1,12 @@
-// Sixteen floats in an AVX-512 register (F, BW, DQ, VL). See vec_avx2.h for what the members mean.
+// Sixteen floats in an AVX-512 register (F, BW, DQ, VL; with VMSERVE_DOTS_PAIRS also BF16). See
+// vec_avx2.h for what the members mean.
 #pragma once
 
+#ifdef VMSERVE_EMULATED_AVX512  // scripts/emulate-avx512
+#include VMSERVE_EMULATED_AVX512
+#else
 #include <immintrin.h>
+#endif
 
 #include "kernels.h"
 
@@ -13,6 +18,16 @@ struct Vec {
   static constexpr int kRows = 8;
   static constexpr int kLinearRows = 12;
   using R = __m512;
+#ifdef VMSERVE_DOTS_PAIRS
+  static constexpr bool kDotsPairs = true;
+  static R set_pair(const float* from) { return _mm512_set1_ps(*from); }
+  // Both products are added one after the other, denormals as zero.
+  static R dot_pairs(R a, R b, R sum) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+#else
+  static constexpr bool kDotsPairs = false;
+#endif
 
   static R zero() { return _mm512_setzero_ps(); }
   static R set(float x) { return _mm512_set1_ps(x); }
@@ -105,7 +120,7 @@ struct Vec {
   static I add_products(I sum, S a, S b) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b)); }
   static R to_float(I a) { return _mm512_cvtepi32_ps(a); }
   static void store_shorts(std::int16_t* to, R a) {
-    const __m256i whole = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a));
+    const __m256i whole = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), whole);
   }
 

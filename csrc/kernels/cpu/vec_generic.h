@@ -17,6 +17,7 @@ struct Vec {
   static constexpr int kWidth = VMSERVE_GENERIC_WIDTH;
   static constexpr int kRows = kWidth / 2;
   static constexpr int kLinearRows = 4;
+  static constexpr bool kDotsPairs = kWidth == 16;
   struct R {
     float x[kWidth];
   };
@@ -105,6 +106,17 @@ struct Vec {
     memcpy(&bits, &x, sizeof bits);
     if (x != x) return {0x7fc0};
     return {static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+  }
+  static R set_pair(const float* from) { return set(*from); }
+  static R dot_pairs(R a, R b, R sum) {
+    Bf16 x[2 * kWidth], y[2 * kWidth];
+    memcpy(x, a.x, sizeof x);
+    memcpy(y, b.x, sizeof y);
+    for (int i = 0; i < kWidth; ++i) {
+      sum.x[i] += widen(x[2 * i + 1]) * widen(y[2 * i + 1]);
+      sum.x[i] += widen(x[2 * i]) * widen(y[2 * i]);
+    }
+    return sum;
   }
   static R round_bf16(R a) {
     for (float& x : a.x) x = widen(narrow(x));

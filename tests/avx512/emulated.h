@@ -1,0 +1,128 @@
+// Stands in for <immintrin.h> where scripts/emulate-avx512 builds the AVX-512 kernels for a
+// processor without it: SIMDe (Debian: libsimde-dev) has most of the intrinsics, the rest are here,
+// by what Intel's Intrinsics Guide says of them.
+#pragma once
+
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512.h>
+#include <simde/x86/fma.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace emulated {
+
+template <class To, class From>
+inline To bits_of(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+struct Floats {
+  float at[16];
+};
+struct Ints {
+  std::int32_t at[16];
+};
+struct Shorts {
+  std::uint16_t at[32];
+};
+
+inline float reduce_max(simde__m512 a) {
+  const auto lanes = bits_of<Floats>(a);
+  float most = lanes.at[0];
+  for (const float lane : lanes.at) most = lane > most ? lane : most;
+  return most;
+}
+
+// The guide leaves the order open; GCC adds halves.
+inline float reduce_add(simde__m512 a) {
+  auto lanes = bits_of<Floats>(a);
+  for (int width = 8; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes.at[i] += lanes.at[i + width];
+  }
+  return lanes.at[0];
+}
+
+inline simde__m512 maskz_loadu_ps(std::uint16_t mask, const void* from) {
+  Floats lanes = {};
+  for (int i = 0; i < 16; ++i) {
+    if ((mask >> i) & 1) std::memcpy(&lanes.at[i], static_cast<const float*>(from) + i, 4);
+  }
+  return bits_of<simde__m512>(lanes);
+}
+
+inline simde__m512i maskz_loadu_epi16(std::uint32_t mask, const void* from) {
+  Shorts lanes = {};
+  for (int i = 0; i < 32; ++i) {
+    if ((mask >> i) & 1) std::memcpy(&lanes.at[i], static_cast<const std::uint16_t*>(from) + i, 2);
+  }
+  return bits_of<simde__m512i>(lanes);
+}
+
+inline simde__m256 extract(simde__m512 a, int half) {
+  simde__m256 to;
+  std::memcpy(&to, reinterpret_cast<const char*>(&a) + 32 * half, sizeof to);
+  return to;
+}
+
+inline simde__m512 cvtepi32_ps(simde__m512i a) {
+  const auto from = bits_of<Ints>(a);
+  Floats to;
+  for (int i = 0; i < 16; ++i) to.at[i] = static_cast<float>(from.at[i]);
+  return bits_of<simde__m512>(to);
+}
+
+inline simde__m512i cvtps_epi32(simde__m512 a) {  // to the nearest, ties to even
+  const auto from = bits_of<Floats>(a);
+  Ints to;
+  for (int i = 0; i < 16; ++i) to.at[i] = static_cast<std::int32_t>(std::nearbyintf(from.at[i]));
+  return bits_of<simde__m512i>(to);
+}
+
+inline simde__m512i srai_epi32(simde__m512i a, unsigned count) {
+  auto lanes = bits_of<Ints>(a);
+  for (std::int32_t& lane : lanes.at) lane >>= count;
+  return bits_of<simde__m512i>(lanes);
+}
+
+inline float widened(std::uint16_t half) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
+  return bits_of<float>(bits);
+}
+
+inline float flushed(float x) {  // denormals count as zero, whatever MXCSR says
+  return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0F, x) : x;
+}
+
+// Two numbers of each lane, the odd one first, each product fused with its addition.
+inline simde__m512 dot_pairs(simde__m512 sums, __m512bh a, __m512bh b) {
+  auto to = bits_of<Floats>(sums);
+  const auto x = bits_of<Shorts>(a), y = bits_of<Shorts>(b);
+  for (int i = 0; i < 16; ++i) {
+    for (const int k : {2 * i + 1, 2 * i}) {
+      to.at[i] = flushed(
+          std::fmaf(flushed(widened(x.at[k])), flushed(widened(y.at[k])), flushed(to.at[i])));
+    }
+  }
+  return bits_of<simde__m512>(to);
+}
+
+}  // namespace emulated
+
+#define _mm512_reduce_max_ps(a) ::emulated::reduce_max(a)
+#define _mm512_reduce_add_ps(a) ::emulated::reduce_add(a)
+#define _mm512_maskz_loadu_ps(mask, from) ::emulated::maskz_loadu_ps(mask, from)
+#define _mm512_maskz_loadu_epi16(mask, from) ::emulated::maskz_loadu_epi16(mask, from)
+#define _mm512_extractf32x8_ps(a, half) ::emulated::extract(a, half)
+#define _mm512_cvtepi32_ps(a) ::emulated::cvtepi32_ps(a)
+#define _mm512_cvtps_epi32(a) ::emulated::cvtps_epi32(a)
+#define _mm512_srai_epi32(a, count) ::emulated::srai_epi32(a, count)
+#undef _mm512_dpbf16_ps
+#define _mm512_dpbf16_ps(sums, a, b) ::emulated::dot_pairs(sums, a, b)
+// SIMDe 0.7.4 gives this name the arguments of the masked one.
+#undef _mm512_madd_epi16
+#define _mm512_madd_epi16(a, b) simde_mm512_madd_epi16(a, b)
