@@ -117,11 +117,12 @@ inline simde__m512 dot_pairs(simde__m512 sums, __m512bh a, __m512bh b) {
 #define _mm512_reduce_add_ps(a) ::emulated::reduce_add(a)
 #define _mm512_maskz_loadu_ps(mask, from) ::emulated::maskz_loadu_ps(mask, from)
 #define _mm512_maskz_loadu_epi16(mask, from) ::emulated::maskz_loadu_epi16(mask, from)
-#undef _mm512_madd_epi16  // SIMDe 0.7.4 gives it the arguments of the masked one
-#define _mm512_madd_epi16(a, b) simde_mm512_madd_epi16(a, b)
 #define _mm512_extractf32x8_ps(a, half) ::emulated::extract(a, half)
 #define _mm512_cvtepi32_ps(a) ::emulated::cvtepi32_ps(a)
 #define _mm512_cvtps_epi32(a) ::emulated::cvtps_epi32(a)
 #define _mm512_srai_epi32(a, count) ::emulated::srai_epi32(a, count)
 #undef _mm512_dpbf16_ps
 #define _mm512_dpbf16_ps(sums, a, b) ::emulated::dot_pairs(sums, a, b)
+// SIMDe 0.7.4 gives this name the arguments of the masked one.
+#undef _mm512_madd_epi16
+#define _mm512_madd_epi16(a, b) simde_mm512_madd_epi16(a, b)

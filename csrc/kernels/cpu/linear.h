@@ -230,8 +230,8 @@ void finish(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
 
 // Two elements of the depth.
 template <int kRows, int kPanels>
-inline void accumulate_pairs(const std::int8_t* weights, std::int64_t panel_stride,
-                             const std::int16_t* x, Vec::I (&sums)[kPanels][2][kRows]) {
+inline void accumulate_shorts(const std::int8_t* weights, std::int64_t panel_stride,
+                              const std::int16_t* x, Vec::I (&sums)[kPanels][2][kRows]) {
   Vec::S w[kPanels][2];
 #pragma GCC unroll 8
   for (int p = 0; p < kPanels; ++p) {
@@ -277,9 +277,9 @@ void short_panels(const LinearArgs& a, const std::int8_t* weights, std::int32_t 
     const std::int64_t count = least(kGroupDepth, a.depth - g * kGroupDepth);
     // Two pairs at a time, as a line of weights has them.
     for (std::int64_t k = 0; k < count; k += 4) {
-      accumulate_pairs<kRows, kPanels>(weights, panel_stride, x, whole);
-      accumulate_pairs<kRows, kPanels>(weights + 2 * kPanelOutputs, panel_stride, x + 2 * kRows,
-                                       whole);
+      accumulate_shorts<kRows, kPanels>(weights, panel_stride, x, whole);
+      accumulate_shorts<kRows, kPanels>(weights + 2 * kPanelOutputs, panel_stride, x + 2 * kRows,
+                                        whole);
       prefetch_weights<kPanels>(weights, panel_stride, 4 * kPanelOutputs);
       weights += 4 * kPanelOutputs;
       x += 4 * kRows;

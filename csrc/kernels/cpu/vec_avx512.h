@@ -126,7 +126,7 @@ struct Vec {
   }
   static R to_float(I a) { return _mm512_cvtepi32_ps(a); }
   static void store_shorts(std::int16_t* to, R a) {
-    const __m256i whole = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a));
+    const __m256i whole = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), whole);
   }
 
