@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 #: After the drain: for last bytes to leave, and for idle connections to close.
 FLUSH_SECONDS: Final = 3.0
 _BACKLOG: Final = 2048
+#: How long a connection may wait for its next request. Longer than clients and balancers keep
+#: theirs (httpx: 5, most balancers: 60): who closes first must not be us, just as they write.
+_KEEP_ALIVE_SECONDS: Final = 75
 
 
 class _Server(uvicorn.Server):
@@ -98,6 +101,7 @@ async def _serve(
             access_log=False,
             server_header=False,
             backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
             timeout_graceful_shutdown=int(FLUSH_SECONDS),
             ssl_certfile=config.ssl_certfile,
