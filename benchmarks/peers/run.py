@@ -266,7 +266,7 @@ class Bench:
                 "requests": self.workloads[model.name]["offline"][:count],
                 "candidates": candidates,
             }
-            added = {"OMP_NUM_THREADS": str(self.options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+            added = {"OMP_NUM_THREADS": str(self.options.threads)}
             result = run_worker(job, added, self.options.time_limit)
             if "error" in result:
                 reason = {"name": f"token check, {model.name}", "reason": result["error"]}
