@@ -28,6 +28,11 @@ MODULES = {
 ERROR_TAIL_CHARS = 3000
 
 
+def inherited() -> dict[str, str]:
+    """This process's environment, without what importing vmserve has put there for itself."""
+    return {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+
+
 def variables(
     subject: Subject, environment: Environment, num_threads: int, cache_dir: Path, kv_gib: int
 ) -> dict[str, str]:
@@ -66,7 +71,7 @@ def run_engine(
 
     What was measured before an error is kept.
     """
-    environment = {**os.environ, **added}
+    environment = {**inherited(), **added}
     if subject.engine == "vllm":
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with tempfile.TemporaryDirectory(prefix="peers-benchmark-") as directory:

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 from environments import Environment
+from launch import inherited
 from process import process_tree, pss_of
 from subjects import Subject, command_line_options
 
@@ -116,7 +117,7 @@ def server(arguments: list[str], added: Mapping[str, str]) -> Iterator[Any]:
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             arguments,
-            env={**os.environ, **added},
+            env={**inherited(), **added},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
