@@ -352,7 +352,11 @@ class KVMemory:
     def apply_step(
         self, grows: NDArray[np.int64], version: int, ops: Sequence[_Op] = ()
     ) -> int: ...
-    def append_tokens(self, seqs: Sequence[int], tokens: Sequence[int]) -> None: ...
+    def append_tokens(
+        self,
+        seqs: Sequence[int] | NDArray[np.int64],
+        tokens: Sequence[int] | NDArray[np.int64],
+    ) -> None: ...
     def release(self, seq: int) -> None: ...
     def complete(self, epoch: int) -> None: ...
     def abandon_epoch(self, epoch: int) -> None: ...
@@ -394,10 +398,22 @@ class KVMemory:
 #: (address, dtype, shape, strides in elements)
 _TensorTuple = tuple[int, str, Sequence[int], Sequence[int]]
 
-def columns(objects: list[Any], names: tuple[str, ...]) -> NDArray[np.int64]:
-    """Row i has the attribute ``names[i]`` of every object: int64 ``[names, objects]``.
+def step_columns(
+    sequences: list[Any], num_new: list[int] | None = None, window: int = 0
+) -> tuple[NDArray[np.int64], NDArray[np.int64], bool, bool, bool]:
+    """What a step needs to know of its sequences; ``num_new``: their shares, None for 1 of each.
 
-    An int as it is, a list's length, -1 for None; raises TypeError for others.
+    Rows as :class:`vmserve.scheduler.base.Columns` has them, int64 ``[6, sequences]``; growths
+    int64 ``[sequences, 3]``; whether each share is all that its sequence has to compute; whether
+    each is besides one token behind a prompt; whether any sequence starts in this step.
+    """
+
+def take_unnamed(
+    sequences: list[Any], memory_ids: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens that became known since the last call: whose they are, and which; ``[tokens]`` each.
+
+    Sequences whose ``memory_id`` is not the given one any more have ended: nothing of them.
     """
 
 def cpu_isas() -> list[str]: ...
@@ -427,6 +443,9 @@ class CpuBatch:
     ) -> None: ...
     @property
     def num_tokens(self) -> int: ...
+    @property
+    def last_position(self) -> int:
+        """The highest position of a new token; -1 without any."""
 
 class CpuDecoder:
     def __init__(
@@ -481,7 +500,7 @@ class CpuDecoder:
         self,
         token_ids: NDArray[np.int64],
         batches: list[CpuBatch],
-        wanted: NDArray[np.int64],
+        wanted: NDArray[np.int64] | None,
         logits: int,
     ) -> list[float]: ...
 

@@ -407,6 +407,7 @@ class LLMEngine:
         if previous is None:
             following = self._launch()
             return following if isinstance(following, StepResult) else self._end_alone(following)
+        previous.was_kept = True
         ahead = self._launch_ahead(previous)
         previous.phases.resume()
         result = self._take_in(previous, ahead if isinstance(ahead, Flight) else None)
@@ -626,6 +627,8 @@ class LLMEngine:
         return StepResult(failures=(RequestFailure(request.request_id, error),))
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
+        if plan.only_decodes:
+            return
         now = time.monotonic()
         for index in np.flatnonzero(plan.reads_prompt).tolist():
             sequence = plan.sequences[index]

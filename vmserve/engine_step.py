@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vmserve import _core
 from vmserve.output.processor import sampling_row
 from vmserve.scheduler.sequence import SequenceStatus
 
@@ -46,6 +47,8 @@ class Flight:
     logits: StepLogits
     #: Launched before the tokens of the step before it were known.
     is_ahead: bool
+    #: Others may have been aborted since its tokens were drawn.
+    was_kept: bool = False
     #: The tokens, while only the device knows them; else ``samples``, of each sampler.
     drawing: Drawing | None = None
     samples: list[SampledToken] = field(default_factory=list)
@@ -116,8 +119,10 @@ class EngineStep:
 
     def draw(self, flight: Flight) -> None:
         """The tokens of all steps before are known."""
-        # Who has ended by them computed one token too many: nothing is drawn for it.
-        flight.logits = logits = flight.logits.of_running()
+        if flight.is_ahead:
+            # Who has ended by them computed one token too many: nothing is drawn for it.
+            flight.logits = flight.logits.of_running()
+        logits = flight.logits
         masks = self._structured.masks(logits.samplers)
         rows = list(map(sampling_row, logits.samplers, masks))
         numbers = logits.sampling_logits(self._runtime.upload)
@@ -133,29 +138,19 @@ class EngineStep:
         if flight.drawing is not None:
             samples = flight.drawing.take()
             flight.phases.end("sample")
-        # Others may have ended, by an abort, since they were drawn.
-        running = [seq.status is not SequenceStatus.FINISHED for seq in flight.logits.samplers]
-        samples = list(compress(samples, running))
-        logits = flight.logits.of_running()
+        logits = flight.logits
+        if flight.was_kept:
+            running = [seq.status is not SequenceStatus.FINISHED for seq in logits.samplers]
+            samples = list(compress(samples, running))
+            logits = logits.of_running()
         masks = self._structured.masks(logits.beams) if logits.beams else ()
         return self._output.process(logits, samples, self._sampler, masks)
 
     def name_tokens(self, plan: StepPlan) -> None:
         """What became known names blocks for the prefix cache, once they are computed."""
-        memory_ids: list[int] = []
-        tokens: list[int] = []
-        for sequence, memory_id in zip(plan.sequences, plan.memory_ids.tolist(), strict=True):
-            if sequence.memory_id != memory_id:
-                continue  # it has finished
-            known, num_named = sequence.tokens, sequence.num_named
-            sequence.num_named = len(known)
-            if num_named + 1 == len(known):
-                memory_ids.append(memory_id)
-                tokens.append(known[-1])
-            elif num_named < len(known):
-                memory_ids += [memory_id] * (len(known) - num_named)
-                tokens += known[num_named:]
-        self._memory.append_tokens(memory_ids, tokens)
+        owners, tokens = _core.take_unnamed(plan.sequences, plan.memory_ids)
+        if len(owners):
+            self._memory.append_tokens(owners, tokens)
 
     def give_up(self, epoch: int) -> None:
         """What was written is worthless; no page of it is used again before that has ended."""

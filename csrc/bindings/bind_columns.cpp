@@ -1,9 +1,14 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <algorithm>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "bindings.h"
+#include "tensor_tuple.h"
 #include "vmserve/errors.h"
 
 namespace py = pybind11;
@@ -11,43 +16,141 @@ namespace py = pybind11;
 namespace vmserve {
 namespace {
 
-// An int as it is, a list's length, -1 for None.
-std::int64_t as_number(const py::handle value, const py::handle name) {
+// An int as it is, -1 for None.
+std::int64_t as_number(const py::handle value, PyObject* name) {
   if (PyLong_Check(value.ptr())) {
     const long long number = PyLong_AsLongLong(value.ptr());
     if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
     return number;
   }
-  if (PyList_Check(value.ptr())) return PyList_GET_SIZE(value.ptr());
   if (value.is_none()) return -1;
-  throw py::type_error(py::cast<std::string>(name) + " is neither an int nor a list nor None");
+  throw py::type_error(py::cast<std::string>(name) + " is neither an int nor None");
 }
 
-// Row i has the attribute `names[i]` of every object: int64 [names, objects]. Object by object, so
-// that each comes into the processor's caches once.
-py::array_t<std::int64_t> columns(const py::list& objects, const py::tuple& names) {
-  py::array_t<std::int64_t> array({names.size(), objects.size()});
-  auto cells = array.mutable_unchecked<2>();
-  for (py::ssize_t column = 0; column < cells.shape(1); ++column) {
-    const auto object = py::reinterpret_borrow<py::object>(
-        PyList_GetItem(objects.ptr(), column));  // the list may be changed by an attribute's code
-    if (!object) throw py::error_already_set();
-    for (py::ssize_t row = 0; row < cells.shape(0); ++row) {
-      const py::handle name = PyTuple_GET_ITEM(names.ptr(), row);
-      const auto value =
-          py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name.ptr()));
-      if (!value) throw py::error_already_set();
-      cells(row, column) = as_number(value, name);
+py::array_t<std::int64_t> as_array(const std::vector<std::int64_t>& numbers) {
+  return py::array_t<std::int64_t>(static_cast<py::ssize_t>(numbers.size()), numbers.data());
+}
+
+// Attributes of a sequence, by name.
+struct Names {
+  PyObject* memory_id = PyUnicode_InternFromString("memory_id");
+  PyObject* num_computed = PyUnicode_InternFromString("num_computed");
+  PyObject* num_prompt = PyUnicode_InternFromString("num_prompt");
+  PyObject* num_named = PyUnicode_InternFromString("num_named");
+  PyObject* tokens = PyUnicode_InternFromString("tokens");
+  PyObject* start = PyUnicode_InternFromString("start");
+};
+
+const Names& names() {
+  static const Names* const kept = new Names();  // the interpreter may be gone before statics are
+  return *kept;
+}
+
+py::object attribute(const py::handle object, PyObject* name) {
+  auto value = py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name));
+  if (!value) throw py::error_already_set();
+  return value;
+}
+
+std::int64_t number(const py::handle object, PyObject* name) {
+  return as_number(attribute(object, name), name);
+}
+
+py::list token_list(const py::handle sequence) {
+  py::object tokens = attribute(sequence, names().tokens);
+  if (PyList_Check(tokens.ptr()) == 0) throw py::type_error("a sequence's tokens are a list");
+  return py::reinterpret_steal<py::list>(tokens.release());
+}
+
+py::object item(const py::list& list, py::ssize_t place) {
+  auto value = py::reinterpret_borrow<py::object>(PyList_GetItem(list.ptr(), place));
+  if (!value) throw py::error_already_set();
+  return value;
+}
+
+std::int64_t token_at(const py::list& tokens, py::ssize_t place) {
+  return as_number(item(tokens, place), names().tokens);
+}
+
+// The rows of a step's table; `vmserve.scheduler.base.Columns` has their meaning.
+enum Row : py::ssize_t { kMemoryId, kComputed, kPrompt, kKnown, kLast, kNew, kNumRows };
+
+// What a step needs to know of its sequences, in one pass. `num_new`: their shares, or None for a
+// token of each. `window`: how many positions any layer sees, 0 for all.
+// Returns the table int64 [rows, sequences], growths int64 [sequences, 3], whether every share is
+// all that its sequence has to compute, whether every share is besides one token behind a prompt,
+// and whether any sequence starts in this step.
+py::tuple step_columns(const py::list& sequences, const std::optional<py::list>& num_new,
+                       std::int64_t window) {
+  const auto num = static_cast<py::ssize_t>(sequences.size());
+  if (num_new && static_cast<py::ssize_t>(num_new->size()) != num) {
+    throw py::value_error("there is not one share for each sequence");
+  }
+  py::array_t<std::int64_t> table({static_cast<py::ssize_t>(kNumRows), num});
+  py::array_t<std::int64_t> growths({num, py::ssize_t{3}});
+  auto cells = table.mutable_unchecked<2>();
+  auto grown = growths.mutable_unchecked<2>();
+  bool takes_last = true, only_decodes = true, starts = false;
+  for (py::ssize_t i = 0; i < num; ++i) {
+    const py::object sequence = item(sequences, i);
+    const py::list tokens = token_list(sequence);
+    const std::int64_t memory_id = number(sequence, names().memory_id);
+    const std::int64_t computed = number(sequence, names().num_computed);
+    const std::int64_t prompt = number(sequence, names().num_prompt);
+    const auto known = static_cast<std::int64_t>(tokens.size());
+    const std::int64_t share = num_new ? as_number(item(*num_new, i), names().tokens) : 1;
+    cells(kMemoryId, i) = memory_id;
+    cells(kComputed, i) = computed;
+    cells(kPrompt, i) = prompt;
+    cells(kKnown, i) = known;
+    cells(kLast, i) = known > 0 ? token_at(tokens, known - 1) : 0;
+    cells(kNew, i) = share;
+    grown(i, 0) = memory_id;
+    grown(i, 1) = computed + share;
+    grown(i, 2) = window > 0 ? std::max<std::int64_t>(0, computed - window + 1) : 0;
+    takes_last = takes_last && computed + share == known;
+    only_decodes = only_decodes && share == 1 && computed >= prompt;
+    starts = starts || !attribute(sequence, names().start).is_none();
+  }
+  return py::make_tuple(table, growths, takes_last, takes_last && only_decodes, starts);
+}
+
+// The tokens of sequences that the KV memory has not been told: sequence by sequence, in two
+// arrays int64 [tokens], whose they are and which. They count as told from here on.
+// `memory_ids[i]`: what sequence i was in memory; one that is not any more has ended.
+py::tuple take_unnamed(const py::list& sequences, const IntArray& memory_ids) {
+  if (memory_ids.size() != static_cast<py::ssize_t>(sequences.size())) {
+    throw py::value_error("there is not one id for each sequence");
+  }
+  std::vector<std::int64_t> owners, tokens;
+  owners.reserve(sequences.size());
+  tokens.reserve(sequences.size());
+  for (py::ssize_t i = 0; i < memory_ids.size(); ++i) {
+    const py::object sequence = item(sequences, i);
+    const std::int64_t memory_id = memory_ids.data()[i];
+    if (number(sequence, names().memory_id) != memory_id) continue;
+    const py::list known = token_list(sequence);
+    const auto num_known = static_cast<py::ssize_t>(known.size());
+    const std::int64_t num_named = number(sequence, names().num_named);
+    if (num_named == num_known) continue;
+    for (py::ssize_t place = num_named; place < num_known; ++place) {
+      owners.push_back(memory_id);
+      tokens.push_back(token_at(known, place));
+    }
+    if (PyObject_SetAttr(sequence.ptr(), names().num_named, py::int_(num_known).ptr()) != 0) {
+      throw py::error_already_set();
     }
   }
-  return array;
+  return py::make_tuple(as_array(owners), as_array(tokens));
 }
 
 }  // namespace
 
 void bind_columns(py::module_& m) {
-  m.def("columns", &columns, py::arg("objects"), py::arg("names"),
-        "Attributes of many objects at once.");
+  m.def("step_columns", &step_columns, py::arg("sequences"), py::arg("num_new") = py::none(),
+        py::arg("window") = 0, "What a step needs to know of its sequences.");
+  m.def("take_unnamed", &take_unnamed, py::arg("sequences"), py::arg("memory_ids"),
+        "Tokens that became known since the last call.");
 }
 
 }  // namespace vmserve

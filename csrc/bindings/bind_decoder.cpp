@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -36,9 +37,12 @@ const float* vector_of(std::optional<TensorTuple> tuple, std::int64_t size, cons
 }
 
 std::vector<double> forward(CpuDecoder& decoder, const IntArray& token_ids,
-                            const std::vector<CpuBatch*>& batches, const IntArray& wanted,
-                            std::uintptr_t logits) {
-  const Ints ids = as_ints(token_ids), rows = as_ints(wanted);
+                            const std::vector<CpuBatch*>& batches,
+                            const std::optional<IntArray>& wanted, std::uintptr_t logits) {
+  const Ints ids = as_ints(token_ids);
+  Ints rows(wanted ? 0 : ids.size());  // all, in order
+  std::iota(rows.begin(), rows.end(), 0);
+  if (wanted) rows = as_ints(*wanted);
   std::vector<CpuDecoder::Part> parts;
   for (CpuBatch* batch : batches) parts.push_back({batch, 0.0});
   {

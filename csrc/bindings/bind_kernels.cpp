@@ -134,7 +134,8 @@ void bind_kernels(py::module_& m) {
                                                as_ints(num_new));
            }),
            py::arg("view"), py::arg("places"), py::arg("num_past"), py::arg("num_new"))
-      .def_property_readonly("num_tokens", &CpuBatch::num_tokens);
+      .def_property_readonly("num_tokens", &CpuBatch::num_tokens)
+      .def_property_readonly("last_position", &CpuBatch::last_position);
   py::class_<CpuAttention>(m, "CpuAttention")
       .def(py::init<int, const std::string&>(), py::arg("num_threads"), py::arg("isa") = "")
       .def_property_readonly("isa", &CpuAttention::isa)

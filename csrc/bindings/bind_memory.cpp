@@ -23,6 +23,17 @@ namespace {
 using OpTuple = std::tuple<OpKind, SeqId, std::int64_t, std::int64_t, SeqId, View>;
 using Ints = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
 
+std::vector<std::int32_t> narrow(const Ints& numbers) {
+  std::vector<std::int32_t> result;
+  result.reserve(static_cast<std::size_t>(numbers.size()));
+  for (py::ssize_t i = 0; i < numbers.size(); ++i) {
+    const std::int64_t number = numbers.data()[i];
+    result.push_back(static_cast<std::int32_t>(number));
+    if (result.back() != number) throw MisuseError(std::to_string(number) + " is no 32-bit id");
+  }
+  return result;
+}
+
 std::vector<Op> as_ops(const std::vector<OpTuple>& tuples) {
   std::vector<Op> ops;
   ops.reserve(tuples.size());
@@ -295,8 +306,15 @@ void bind_sequences(py::class_<KVMemory>& memory) {
             return self.apply(ops, version);
           },
           py::arg("grows"), py::arg("version"), py::arg("ops") = std::vector<OpTuple>())
-      .def("append_tokens", &KVMemory::append_tokens, py::arg("seqs"), py::arg("tokens"),
-           unlocked())
+      .def(
+          "append_tokens",
+          [](KVMemory& self, const Ints& seqs, const Ints& tokens) {
+            const std::vector<SeqId> ids = narrow(seqs);
+            const std::vector<std::int32_t> names = narrow(tokens);
+            const py::gil_scoped_release no_gil;
+            self.append_tokens(ids, names);
+          },
+          py::arg("seqs"), py::arg("tokens"))
       .def("release", &KVMemory::release, py::arg("seq"), unlocked())
       .def("complete", &KVMemory::complete, py::arg("epoch"), unlocked())
       .def("abandon_epoch", &KVMemory::abandon_epoch, py::arg("epoch"), unlocked())

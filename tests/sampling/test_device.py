@@ -22,8 +22,8 @@ def row(seed: int, position: int, **params: Any) -> SamplingRow:
         params=SamplingParams(max_tokens=100, **params),
         seed=seed,
         index=seed % 3,
-        prompt_token_ids=[1, 2],
-        output_token_ids=[5] * position,
+        tokens=[1, 2] + [5] * position,
+        num_prompt=2,
         stop_ids=frozenset(),
     )
 

@@ -19,8 +19,8 @@ def row(params=None, *, prompt=(), output=(), seed=0, index=0, stop_ids=(), bad_
         params=params or SamplingParams(**{"temperature": 0.0, **kwargs}),
         seed=seed,
         index=index,
-        prompt_token_ids=list(prompt),
-        output_token_ids=list(output),
+        tokens=[*prompt, *output],
+        num_prompt=len(prompt),
         stop_ids=frozenset(stop_ids),
         bad_words=tuple(bad_words),
     )

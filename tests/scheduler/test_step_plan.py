@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vmserve import _core
-from vmserve.memory.base import Convert, MemoryPlan, Regime
+from vmserve.memory.base import Convert, Fork, MemoryPlan, Regime
 from vmserve.scheduler.base import ScheduledSequence, StepDraft, StepPlan
 from vmserve.scheduler.sequence import Sequence
 
@@ -73,14 +73,43 @@ def test_a_draft_drops_and_pops() -> None:
     assert StepDraft().columns().num_new.tolist() == []
 
 
-def test_attributes_of_many_objects() -> None:
-    sequences: list[object] = [make(12, 8, 11, 3), Sequence(None, 2, [], 0)]  # type: ignore[arg-type]
-    columns = _core.columns(sequences, ("memory_id", "tokens", "index"))
-    assert (columns.dtype, columns.tolist()) == (np.int64, [[3, -1], [12, 0], [0, 2]])
-    assert _core.columns([], ("index",)).shape == (1, 0)
-    with pytest.raises(AttributeError, match="nothing"):
-        _core.columns(sequences, ("nothing",))
-    with pytest.raises(TypeError, match="regime is neither an int nor a list nor None"):
-        _core.columns(sequences, ("regime",))
+def test_columns_of_sequences() -> None:
+    sequences = [make(12, 8, 11, 3), make(6, 6, 4, 0)]
+    table, growths, *flags = _core.step_columns(sequences, [1, 2], window=5)
+    assert table.tolist() == [[3, 0], [11, 4], [8, 6], [12, 6], [11, 5], [1, 2]]
+    assert growths.tolist() == [[3, 12, 7], [0, 6, 0]]
+    assert (table.dtype, growths.dtype, flags) == (np.int64, np.int64, [True, False, False])
+    assert _core.step_columns(sequences)[1].tolist() == [[3, 12, 0], [0, 5, 0]]
+    assert _core.step_columns(sequences[:1])[2:] == (True, True, False)
+    assert _core.step_columns([])[0].shape == (6, 0)
+
+
+def test_a_start_is_seen_in_the_columns() -> None:
+    sequence = make(12, 8, 11, 3)
+    sequence.start = Fork(3, 1, 11)
+    assert _core.step_columns([make(5, 2, 4, 1), sequence])[2:] == (True, True, True)
+
+
+def test_columns_of_what_is_no_sequence() -> None:
+    with pytest.raises(AttributeError, match="tokens"):
+        _core.step_columns([object()])
+    with pytest.raises(TypeError, match="num_computed is neither an int nor None"):
+        _core.step_columns([make(1, 1, "no", 0)])  # type: ignore[arg-type]
     with pytest.raises(OverflowError):
-        _core.columns([make(1, 1, 1 << 70, 0)], ("num_computed",))
+        _core.step_columns([make(1, 1, 1 << 70, 0)])
+    with pytest.raises(ValueError, match="one share for each"):
+        _core.step_columns([make(1, 1, 0, 0)], [1, 1])
+
+
+def test_tokens_are_named_once_and_not_of_the_ended() -> None:
+    first, second, ended = make(4, 2, 3, 7), make(5, 5, 4, 9), make(3, 1, 2, 1)
+    first.num_named, second.num_named = 2, 5
+    ids = np.array([7, 9, 1])
+    ended.memory_id = None
+    owners, tokens = _core.take_unnamed([first, second, ended], ids)
+    assert (owners.tolist(), tokens.tolist()) == ([7, 7], [2, 3])
+    assert (first.num_named, second.num_named, ended.num_named) == (4, 5, 0)
+    first.tokens.append(42)
+    assert _core.take_unnamed([first, second, ended], ids)[1].tolist() == [42]
+    with pytest.raises(ValueError, match="one id for each"):
+        _core.take_unnamed([first], ids)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -77,38 +78,56 @@ class RaggedBatch:
     places: NDArray[np.int64]
     num_past: NDArray[np.int64]
     num_new: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    #: ``[num_tokens]`` int64: the place and the position of each row of the ragged batch.
-    token_places: torch.Tensor
-    token_positions: torch.Tensor
+    num_tokens: int
 
     @property
     def num_sequences(self) -> int:
         return len(self.places)
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.token_positions)
+    def is_single(self) -> bool:
+        """Whether there is one token of each."""
+        return self.num_tokens == len(self.places)
+
+    # What only some kernels ask for is made when it is asked for.
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """int64 ``[num_sequences]``"""
+        starts: NDArray[np.int64] = np.cumsum(self.num_new) - self.num_new
+        return starts
+
+    @cached_property
+    def token_places(self) -> torch.Tensor:
+        """int64 ``[num_tokens]``: the place of each row of the ragged batch."""
+        places = self.places
+        return torch.from_numpy(
+            places.copy() if self.is_single else np.repeat(places, self.num_new)
+        )
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """``[num_tokens]``: the position of each row."""
+        if self.is_single:
+            return self.num_past.copy()
+        shift = np.repeat(self.num_past - self.starts, self.num_new)
+        positions: NDArray[np.int64] = np.arange(self.num_tokens) + shift
+        return positions
+
+    @cached_property
+    def token_positions(self) -> torch.Tensor:
+        """The same as a tensor that shares its memory."""
+        return torch.from_numpy(self.positions)
 
     @staticmethod
     def build(places: ArrayLike, num_past: ArrayLike, num_new: ArrayLike) -> RaggedBatch:
         """Lay the sequences out one after the other. Every ``num_new`` must be positive."""
-        places, past = np.asarray(places, dtype=np.int64), np.asarray(num_past, dtype=np.int64)
         new = np.asarray(num_new, dtype=np.int64)
-        ends = np.cumsum(new)
-        starts = ends - new
-        num_tokens = int(ends[-1]) if len(ends) else 0
-        token_places, token_positions = places.copy(), past.copy()
-        if num_tokens != len(new):  # else there is one token of each
-            token_places = np.repeat(places, new)
-            token_positions = np.arange(num_tokens) + np.repeat(past - starts, new)
         return RaggedBatch(
-            places=places,
-            num_past=past,
+            places=np.asarray(places, dtype=np.int64),
+            num_past=np.asarray(num_past, dtype=np.int64),
             num_new=new,
-            starts=starts,
-            token_places=torch.from_numpy(token_places),
-            token_positions=torch.from_numpy(token_positions),
+            num_tokens=int(new.sum()),
         )
 
 

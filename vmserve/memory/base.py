@@ -275,8 +275,10 @@ class KVMemory(Protocol):
         """They are over, but what they wrote is worthless."""
         ...
 
-    def append_tokens(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
-        """Tokens that became known, one for each sequence: names for the prefix cache."""
+    def append_tokens(
+        self, seqs: Sequence[int] | NDArray[np.int64], tokens: Sequence[int] | NDArray[np.int64]
+    ) -> None:
+        """Tokens that became known, ``tokens[i]`` of ``seqs[i]``: names for the prefix cache."""
         ...
 
     def release(self, seq: int) -> None:

@@ -268,8 +268,10 @@ class MemoryManager:
         """They are over, but what they wrote is worthless: nothing of it is cached."""
         self._core.abandon_epoch(epoch)
 
-    def append_tokens(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
-        """Tokens that became known, one for each sequence: names for the prefix cache."""
+    def append_tokens(
+        self, seqs: Sequence[int] | NDArray[np.int64], tokens: Sequence[int] | NDArray[np.int64]
+    ) -> None:
+        """Tokens that became known, ``tokens[i]`` of ``seqs[i]``: names for the prefix cache."""
         self._core.append_tokens(seqs, tokens)
 
     def release(self, seq: int) -> None:

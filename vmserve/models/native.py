@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-import numpy as np
 import torch
 
 from vmserve import _core
@@ -137,9 +136,10 @@ class NativeDecoder:
         """
         parts = cast("_Parts", attention).parts
         batches = [_native_batch(part.call) for part in parts]
-        self._rotate_up_to(int(positions.numpy().max(initial=0)))
-        rows = np.arange(len(token_ids)) if logits_rows is None else logits_rows.numpy()
-        logits = torch.empty(len(rows), self._vocab_size)
+        self._rotate_up_to(max((batch.last_position for batch in batches), default=0))
+        rows = None if logits_rows is None else logits_rows.numpy()
+        num_rows = len(token_ids) if rows is None else len(rows)
+        logits = torch.empty(num_rows, self._vocab_size)
         threads = torch.get_num_threads()
         if self._core.num_threads != threads:
             self._core.num_threads = threads

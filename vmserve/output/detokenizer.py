@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from vmserve.tokenizer import Tokenizer
 
-__all__ = ["IncrementalDetokenizer", "TokenTable"]
+__all__ = ["DetokenizerStrategy", "IncrementalDetokenizer", "TokenTable"]
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNKNOWN_CHARACTER = "\ufffd".encode()
@@ -95,7 +95,7 @@ def _byte_level(token: str) -> bytes:
         return token.encode()
 
 
-class _Strategy(Protocol):
+class DetokenizerStrategy(Protocol):
     @property
     def pending(self) -> bool: ...
 
@@ -110,18 +110,19 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         table = tokenizer.table
         skipped = table.special_ids if skip_special_tokens else frozenset()
-        self._strategy: _Strategy = (
+        #: How it is done; for callers that cannot afford a call in between.
+        self.strategy: DetokenizerStrategy = (
             _ByteLevel(table, skipped) if table.is_byte_level else _Windowed(table, skipped)
         )
         #: ``push(token_id)`` returns the new text, "" while a character is incomplete.
-        self.push = self._strategy.push
+        self.push = self.strategy.push
         #: ``flush()`` ends the text: incomplete bytes become U+FFFD. Push nothing after it.
-        self.flush = self._strategy.flush
+        self.flush = self.strategy.flush
 
     @property
     def pending(self) -> bool:
         """Whether the last token ended inside a character."""
-        return self._strategy.pending
+        return self.strategy.pending
 
 
 class _ByteLevel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,23 +42,27 @@ class _Open:
     request: Request
     choices: list[_Choice]
     prompt_logprobs: PromptLogprobs | None
+    #: Choices that have not ended.
+    num_running: int
     #: Choices with news that a stream has not been told.
     news: list[_Choice] = field(default_factory=list)
 
 
 def sampling_row(sequence: Sequence, mask: NDArray[np.bool_] | None = None) -> SamplingRow:
     """What the sampler needs to know of a sequence; ``mask``: what its grammar lets follow."""
-    request = sequence.request
-    return SamplingRow(
-        params=request.params,
-        seed=request.seed,
-        index=sequence.index,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=sequence.output_token_ids,
-        stop_ids=request.stop_ids,
-        bad_words=request.bad_words,
-        mask=mask,
-    )
+    row = sequence.sampling
+    if row is None:
+        request = sequence.request
+        row = sequence.sampling = SamplingRow(
+            params=request.params,
+            seed=request.seed,
+            index=sequence.index,
+            tokens=sequence.tokens,
+            num_prompt=sequence.num_prompt,
+            stop_ids=request.stop_ids,
+            bad_words=request.bad_words,
+        )
+    return row if mask is None else replace(row, mask=mask)
 
 
 class OutputProcessor:
@@ -88,7 +92,7 @@ class OutputProcessor:
         scored: PromptLogprobs | None = None
         if request.params.prompt_logprobs is not None:
             scored = [None]
-        self._open[request.request_id] = _Open(request, choices, scored)
+        self._open[request.request_id] = _Open(request, choices, scored, len(choices))
 
     def process(
         self,
@@ -104,10 +108,11 @@ class OutputProcessor:
         now = time.monotonic()
         self._score_prompts(logits, sampler)
         touched: dict[str, _Open] = {}
+        take_token, is_open = self._take_token, self._open
         for sequence, sample in zip(logits.samplers, samples, strict=True):
-            entry = self._open[sequence.request.request_id]
-            self._take_token(entry, sequence, sample, now)
-            touched[entry.request.request_id] = entry
+            request_id = sequence.request.request_id
+            entry = touched[request_id] = is_open[request_id]
+            take_token(entry, sequence, sample, now)
         touched.update(self._search_on(logits, sampler, beam_masks, now))
         outputs = [self._output(entry, now) for entry in touched.values()]
         return [output for output in outputs if output is not None]
@@ -142,7 +147,10 @@ class OutputProcessor:
         sequence.tokens.append(sample.token_id)
         self._counters.generation_tokens += 1
         request.metrics.token_at(now)
-        reason, stop = self._push(choice, sequence, sample)
+        if sequence.guide is None:
+            reason, stop = self._push(choice, sequence, sample)
+        else:
+            reason, stop = self._push_guided(choice, sequence, sequence.guide, sample)
         if reason is None:
             if choice not in entry.news:
                 entry.news.append(choice)
@@ -155,22 +163,19 @@ class OutputProcessor:
     ) -> tuple[FinishReason | None, int | str | None]:
         """Add the token to the text; says whether and why the choice ends with it."""
         request = sequence.request
-        params = request.params
-        if sequence.guide is not None:
-            return self._push_guided(choice, sequence, sequence.guide, sample)
-        may_stop = sequence.num_output > params.min_tokens
-        token_id = sample.token_id
-        is_eos = token_id in self._eos_token_ids and not params.ignore_eos
-        if may_stop and (is_eos or token_id in params.stop_token_ids):
-            choice.stream.push(sample, hidden=True)
-            # An id that was asked for is the reason, also when it is the end token.
-            return "stop", token_id if token_id in params.stop_token_ids else None
+        params, token_id = request.params, sample.token_id
+        num_output = len(sequence.tokens) - sequence.num_prompt
+        may_stop = num_output > params.min_tokens
+        if may_stop:
+            is_asked = token_id in params.stop_token_ids
+            if is_asked or (token_id in self._eos_token_ids and not params.ignore_eos):
+                choice.stream.push(sample, hidden=True)
+                # An id that was asked for is the reason, also when it is the end token.
+                return "stop", token_id if is_asked else None
         matched = choice.stream.push(sample, may_stop=may_stop)
         if matched is not None:
             return "stop", matched
-        if sequence.num_output >= request.max_tokens:
-            return "length", None
-        return None, None
+        return ("length" if num_output >= request.max_tokens else None), None
 
     @staticmethod
     def _push_guided(
@@ -200,6 +205,7 @@ class OutputProcessor:
         self, entry: _Open, choice: _Choice, reason: FinishReason, stop: int | str | None
     ) -> None:
         choice.stream.finish()
+        entry.num_running -= 1
         choice.finish_reason = reason
         choice.stop_reason = stop
         if choice not in entry.news:
@@ -284,8 +290,7 @@ class OutputProcessor:
     # -- outputs ----------------------------------------------------------------------
 
     def _output(self, entry: _Open, now: float) -> RequestOutput | None:
-        finished = all(choice.finish_reason is not None for choice in entry.choices)
-        if finished:
+        if entry.num_running <= 0:  # of beams none is counted
             del self._open[entry.request.request_id]
             entry.request.metrics.finished_time = now
             self._counters.requests_finished += 1

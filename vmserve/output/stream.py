@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from vmserve.output.detokenizer import IncrementalDetokenizer
+from vmserve.output.detokenizer import DetokenizerStrategy, IncrementalDetokenizer
 from vmserve.output.stop import StopChecker
 from vmserve.types import Logprob, LogprobsList
 
@@ -51,9 +51,10 @@ class ChoiceStream:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._include_stop = params.include_stop_str_in_output
-        self._detokenizer: IncrementalDetokenizer | None = None
+        self._detokenizer: DetokenizerStrategy | None = None
         if params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+            detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+            self._detokenizer = detokenizer.strategy
         self._checker = StopChecker(params.stop, self._include_stop) if params.stop else None
         self._waiting: list[_Waiting] = []
         self._pieces: list[str] = []
@@ -92,10 +93,17 @@ class ChoiceStream:
             self._waiting.append(_Waiting(token, None, self._num_chars))
             return None
         piece = detokenizer.push(token.token_id)
+        if self._checker is None and piece and not self._waiting and not detokenizer.pending:
+            # The usual case, without detours.
+            self._num_chars += len(piece)
+            self._num_free = self._num_released = self._num_chars
+            self._pieces.append(piece)
+            self._release_token(token, piece)
+            return None
         stop = self._check(piece, may_stop and not hidden)
         all_free = stop is None and self._num_free == self._num_chars
         if piece and all_free and not self._waiting and not detokenizer.pending:
-            self._num_released = self._num_chars  # the usual case, without detours
+            self._num_released = self._num_chars
             self._pieces.append(piece)
             self._release_token(token, piece)
             return None

@@ -152,34 +152,23 @@ class ModelRunner:
         On a GPU the work is given to the engine's stream, and nobody waits for it.
         """
         self._runtime.check()
-        is_paged = slots < 0
-        num_paged = int(np.count_nonzero(is_paged))
+        num_paged = int(np.count_nonzero(slots < 0))
         if 0 < num_paged < len(plan):
             # One stretch of rows for each regime; within it the order of the plan.
-            order = np.argsort(~is_paged, kind="stable")
+            order = np.argsort(slots >= 0, kind="stable")
             plan, slots = plan.in_order(order), slots[order]
-        if plan.only_decodes:
-            wanted = _every_row(plan)
-            if self._graphs is not None and self._graphs.takes(len(plan)):
-                return self._replay(plan, slots, num_paged, wanted, self._graphs, drawn)
-            token_ids, rows = _last_tokens(plan), None
-        else:
-            wanted = _rows_wanted(plan)
-            token_ids, rows = _new_tokens(plan), wanted.rows
+        wanted = _every_row(plan) if plan.only_decodes else _rows_wanted(plan)
+        if plan.only_decodes and self._graphs is not None and self._graphs.takes(len(plan)):
+            return self._replay(plan, slots, num_paged, wanted, self._graphs, drawn)
         parts = _parts(plan, slots, num_paged, self._kernels)
-        # A copy: the plan's own columns are not the model's to touch.
-        positions = plan.num_past.copy() if rows is None else _positions(parts)
+        upload = self._runtime.upload
         logits = self._model.forward(
-            known(self._upload(token_ids), drawn),
-            self._runtime.upload(positions),
+            known(upload(_new_tokens(plan)), drawn),
+            upload(_positions(parts)),
             parts[0].call if len(parts) == 1 else _MixedCall(parts),
-            None if rows is None else self._upload(rows),
+            None if plan.only_decodes else upload(np.array(wanted.rows, dtype=np.int64)),
         )
         return _step_logits(logits, wanted, self._times(parts))
-
-    def _upload(self, numbers: list[int]) -> torch.Tensor:
-        """int64; by way of numpy, which reads a list much faster."""
-        return self._runtime.upload(np.array(numbers, dtype=np.int64))
 
     def _replay(
         self,
@@ -191,7 +180,7 @@ class ModelRunner:
         drawn: torch.Tensor | None,
     ) -> StepLogits:
         """A step that was captured, or is now; of both regimes, all of it but attention is."""
-        token_ids = np.array(_last_tokens(plan), dtype=np.int64)
+        token_ids = plan.last_tokens
         stretches = _stretches(plan, slots, num_paged)
         if len(stretches) == 1 and graphs.captures_attention(stretches[0][0]):
             [(regime, batch)] = stretches
@@ -232,20 +221,19 @@ class _Part:
     call: _TimedCall
 
 
-def _last_tokens(plan: StepPlan) -> list[int]:
-    return [sequence.tokens[-1] for sequence in plan.sequences]
-
-
-def _new_tokens(plan: StepPlan) -> list[int]:
+def _new_tokens(plan: StepPlan) -> NDArray[np.int64]:
+    """``[num_tokens]``; a copy, as the plan's own columns are not the model's to touch."""
+    if plan.only_decodes:
+        return plan.last_tokens.copy()
     token_ids: list[int] = []
     ends = (plan.num_past + plan.num_new).tolist()
     for sequence, num_past, end in zip(plan.sequences, plan.num_past.tolist(), ends, strict=True):
         token_ids += sequence.tokens[num_past:end]
-    return token_ids
+    return np.array(token_ids, dtype=np.int64)  # numpy reads a list much faster than torch
 
 
 def _positions(parts: list[_Part]) -> NDArray[np.int64]:
-    positions = [part.batch.token_positions.numpy() for part in parts]
+    positions = [part.batch.positions for part in parts]
     return positions[0] if len(parts) == 1 else np.concatenate(positions)
 
 
@@ -253,14 +241,14 @@ def _stretches(
     plan: StepPlan, slots: NDArray[np.int32], num_paged: int
 ) -> list[tuple[Regime, RaggedBatch]]:
     """The first ``num_paged`` sequences are paged."""
+    ids, past, new = plan.memory_ids, plan.num_past, plan.num_new
+    if num_paged in (0, len(plan)):
+        regime, places = (Regime.PAGED, ids) if num_paged else (Regime.VIRTUAL, slots)
+        return [(regime, RaggedBatch(places.astype(np.int64), past, new, plan.num_tokens))]
     paged, virtual = slice(num_paged), slice(num_paged, None)
     return [
-        (regime, RaggedBatch.build(places, plan.num_past[stretch], plan.num_new[stretch]))
-        for regime, stretch, places in (
-            (Regime.PAGED, paged, plan.memory_ids[paged]),
-            (Regime.VIRTUAL, virtual, slots[virtual]),
-        )
-        if len(places)
+        (Regime.PAGED, RaggedBatch.build(ids[paged], past[paged], new[paged])),
+        (Regime.VIRTUAL, RaggedBatch.build(slots[virtual], past[virtual], new[virtual])),
     ]
 
 

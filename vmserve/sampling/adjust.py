@@ -32,7 +32,7 @@ def is_adjusted(row: SamplingRow) -> bool:
         or params.allowed_token_ids
         or row.bad_words
         or row.mask is not None
-        or len(row.output_token_ids) < params.min_tokens
+        or row.num_output < params.min_tokens
         or _is_penalised(row)
     )
 
@@ -173,8 +173,7 @@ def _repetition(x: Tensor, rows: Sequence[SamplingRow], penalised: Sequence[int]
 
 def _seen(row: SamplingRow, vocab: int) -> Ids:
     mask = np.zeros(vocab, dtype=bool)
-    mask[_array(row.prompt_token_ids)] = True
-    mask[_array(row.output_token_ids)] = True
+    mask[_array(row.tokens)] = True
     return np.flatnonzero(mask)
 
 

@@ -94,7 +94,7 @@ class DeviceSampler(Sampler):
         numbers = uniforms(
             [row.seed for row in rows],
             [row.index for row in rows],
-            [len(row.output_token_ids) for row in rows],
+            [row.num_output for row in rows],
         )
         columns = np.array([_limits(row.params, vocab) for row in rows], dtype=np.float64)
         table = self._device.upload(np.column_stack([numbers, columns]))

@@ -42,20 +42,33 @@ Likeliest = list[tuple[int, float]]
 class SamplingRow:
     """One sequence that samples in this step.
 
-    ``seed`` is the request's (any 64-bit number), ``index`` the choice. ``stop_ids`` are
-    the ids that ``min_tokens`` holds back; ``bad_words`` token sequences. ``mask`` [vocab]:
-    True for the tokens that a grammar lets follow, one of which is taken whatever else is
-    asked for. The lists are only read.
+    ``seed`` is the request's (any 64-bit number), ``index`` the choice. ``tokens`` are its prompt,
+    of ``num_prompt`` tokens, and its answer so far; the list may grow while the row is kept.
+    ``stop_ids`` are the ids that ``min_tokens`` holds back; ``bad_words`` token sequences.
+    ``mask`` [vocab]: True for the tokens that a grammar lets follow, one of which is taken
+    whatever else is asked for. The lists are only read.
     """
 
     params: SamplingParams
     seed: int
     index: int
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
+    tokens: list[int]
+    num_prompt: int
     stop_ids: frozenset[int]
     bad_words: tuple[tuple[int, ...], ...] = ()
     mask: NDArray[np.bool_] | None = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.tokens[: self.num_prompt]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
 
 
 class Sampler:
@@ -219,7 +232,7 @@ class Sampler:
         numbers = uniforms(
             [row.seed for row in rows],
             [row.index for row in rows],
-            [len(row.output_token_ids) for row in rows],
+            [row.num_output for row in rows],
         )
         return draw(x, [row.params for row in rows], numbers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,14 +53,58 @@ class ScheduledSequence:
     samples: bool
 
 
-class Columns(NamedTuple):
-    """What a step needs to know of its sequences, by the attributes' names; ``tokens``: known."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """What a step needs to know of its sequences, ``[sequences]`` each, read in one pass."""
 
-    memory_id: Ints
-    num_computed: Ints
-    num_prompt: Ints
-    tokens: Ints
-    num_new: Ints
+    #: int64 ``[6, sequences]``: the properties' rows.
+    table: Ints
+    #: int64 ``[sequences, 3]``, as :class:`vmserve.memory.base.Growth` has them.
+    growths: Ints
+    #: Each share is all that its sequence has to compute.
+    takes_last: bool
+    #: And is one token, behind the sequence's prompt.
+    only_decodes: bool
+    #: A sequence starts in this step: with a prefix, as a fork, or from host memory.
+    has_starts: bool
+
+    @staticmethod
+    def of(sequences: list[Sequence], num_new: list[int] | None, window: int | None) -> Columns:
+        """``num_new``: the shares; None for a token of each. ``window``: of the widest layer."""
+        return Columns(*_core.step_columns(sequences, num_new, window or 0))
+
+    @property
+    def memory_id(self) -> Ints:
+        return self.table[0]
+
+    @property
+    def num_computed(self) -> Ints:
+        return self.table[1]
+
+    @property
+    def num_prompt(self) -> Ints:
+        return self.table[2]
+
+    @property
+    def num_known(self) -> Ints:
+        return self.table[3]
+
+    @property
+    def last_token(self) -> Ints:
+        return self.table[4]
+
+    @property
+    def num_new(self) -> Ints:
+        return self.table[5]
+
+    def in_order(self, order: Ints) -> Columns:
+        return Columns(
+            self.table.take(order, axis=1),
+            self.growths[order],
+            self.takes_last,
+            self.only_decodes,
+            self.has_starts,
+        )
 
 
 @dataclass(slots=True)
@@ -77,6 +121,14 @@ class StepDraft:
     def __iter__(self) -> Iterator[Share]:
         return zip(self.sequences, self.num_new, strict=True)
 
+    @staticmethod
+    def of_everybody(sequences: list[Sequence], window: int | None) -> StepDraft | None:
+        """One token of each, where that is all that they have to compute; else None."""
+        columns = Columns.of(sequences, None, window)
+        if not columns.takes_last:
+            return None
+        return StepDraft(list(sequences), [1] * len(sequences), columns)
+
     def append(self, share: Share) -> None:
         sequence, num_new = share
         self.sequences.append(sequence)
@@ -87,19 +139,11 @@ class StepDraft:
         self._columns = None
         return self.sequences.pop(), self.num_new.pop()
 
-    def columns(self) -> Columns:
+    def columns(self, window: int | None = None) -> Columns:
         """Read once: shares may come and go, their sequences stay as they are meanwhile."""
         if self._columns is None:
-            numbers = _core.columns(self.sequences, Columns._fields[:-1])
-            memory_id, num_computed, num_prompt, tokens = numbers
-            num_new = np.array(self.num_new, dtype=np.int64)
-            self._columns = Columns(memory_id, num_computed, num_prompt, tokens, num_new)
+            self._columns = Columns.of(self.sequences, self.num_new, window)
         return self._columns
-
-    def takes_last_tokens(self) -> bool:
-        """Whether each share is all that its sequence has to compute."""
-        columns = self.columns()
-        return np.array_equal(columns.num_computed + columns.num_new, columns.tokens)
 
     def drop(self, sequences: list[Sequence]) -> None:
         """Without the shares of these."""
@@ -118,39 +162,49 @@ class StepPlan:
     """
 
     sequences: list[Sequence]
-    memory_ids: Ints
-    num_past: Ints
-    num_new: Ints
-    #: Some of its new tokens are of its prompt.
-    reads_prompt: Flags
-    #: The last new token is the last known one, so that the next can be drawn.
-    samples: Flags
+    columns: Columns
     num_tokens: int
     memory: MemoryPlan
 
     @staticmethod
     def of(draft: StepDraft, columns: Columns, memory: MemoryPlan) -> StepPlan:
-        return StepPlan(
-            list(draft.sequences),
-            memory_ids=columns.memory_id,
-            num_past=columns.num_computed,
-            num_new=columns.num_new,
-            reads_prompt=columns.num_computed < columns.num_prompt,
-            samples=columns.num_computed + columns.num_new == columns.tokens,
-            num_tokens=sum(draft.num_new),
-            memory=memory,
-        )
+        return StepPlan(list(draft.sequences), columns, sum(draft.num_new), memory)
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
+    def memory_ids(self) -> Ints:
+        return self.columns.memory_id
+
+    @property
+    def num_past(self) -> Ints:
+        return self.columns.num_computed
+
+    @property
+    def num_new(self) -> Ints:
+        return self.columns.num_new
+
+    @property
     def only_decodes(self) -> bool:
         """Whether it computes the last known token of every sequence, behind its prompt."""
-        num = len(self)
-        if self.num_tokens != num or np.count_nonzero(self.samples) != num:
-            return False
-        return int(np.count_nonzero(self.reads_prompt)) == 0
+        return self.columns.only_decodes
+
+    @property
+    def last_tokens(self) -> Ints:
+        """The last known token of each sequence: all that a step computes that only decodes."""
+        return self.columns.last_token
+
+    @property
+    def reads_prompt(self) -> Flags:
+        """Some of its new tokens are of its prompt."""
+        return self.columns.num_computed < self.columns.num_prompt
+
+    @property
+    def samples(self) -> Flags:
+        """The last new token is the last known one, so that the next can be drawn."""
+        columns = self.columns
+        return columns.num_computed + columns.num_new == columns.num_known
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:
@@ -168,16 +222,8 @@ class StepPlan:
 
     def in_order(self, order: Ints) -> StepPlan:
         """The same step; entry ``order[i]`` of each column is its ``i``-th."""
-        return StepPlan(
-            [self.sequences[row] for row in order.tolist()],
-            self.memory_ids[order],
-            self.num_past[order],
-            self.num_new[order],
-            self.reads_prompt[order],
-            self.samples[order],
-            self.num_tokens,
-            self.memory,
-        )
+        sequences = [self.sequences[row] for row in order.tolist()]
+        return StepPlan(sequences, self.columns.in_order(order), self.num_tokens, self.memory)
 
     def _regimes(self) -> list[Regime]:
         """Once the plan's conversions are done."""

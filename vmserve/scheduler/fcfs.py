@@ -24,8 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
-import numpy as np
-
 from vmserve.memory.base import (
     Attach,
     Fork,
@@ -36,7 +34,7 @@ from vmserve.memory.base import (
     Shortfall,
     SwapIn,
 )
-from vmserve.scheduler.base import Columns, Ints, NoRoomError, StepDraft, StepPlan
+from vmserve.scheduler.base import NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import StepBudget
 from vmserve.scheduler.demand import BlockDemand
 from vmserve.scheduler.fairness import TenantShares
@@ -184,8 +182,9 @@ class FCFSScheduler:
         self._is_pending = False
         if plan.memory.ops:
             self._started(plan.memory.ops)
-        for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
-            self._drop_donor(donor.request)
+        if self._donors:
+            for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
+                self._drop_donor(donor.request)
 
     def _started(self, ops: tuple[MemoryOp, ...]) -> None:
         for sequence in self._running:
@@ -327,9 +326,12 @@ class FCFSScheduler:
 
     def _plan_memory(self, draft: StepDraft) -> StepPlan | Shortfall:
         """With the conversions that were asked for, unless there is no memory for them now."""
-        columns = draft.columns()
-        growths = _growths(columns, self._limits.window)
-        starts: list[MemoryOp] = [seq.start for seq in self._running if seq.start is not None]
+        columns = draft.columns(self._limits.window)
+        growths = columns.growths
+        starts: list[MemoryOp] = []
+        # Beams that only wait may start, too.
+        if columns.has_starts or len(draft) < len(self._running):
+            starts = [seq.start for seq in self._running if seq.start is not None]
         answer: MemoryPlan | Shortfall | None = None
         conversions = self._regimes.conversions()
         if conversions:
@@ -341,11 +343,11 @@ class FCFSScheduler:
         return StepPlan.of(draft, columns, answer)
 
     def _share_budget(self) -> StepDraft:
-        budget = self._new_budget()
-        if len(self._running) <= budget.tokens:
-            everybody = StepDraft(list(self._running), [1] * len(self._running))
-            if everybody.takes_last_tokens():  # most steps: all decode
+        if len(self._running) <= self._limits.max_num_batched_tokens:
+            everybody = StepDraft.of_everybody(self._running, self._limits.window)
+            if everybody is not None:  # most steps: all decode
                 return everybody
+        budget = self._new_budget()
         decoding = [seq for seq in self._running if len(seq.tokens) - seq.num_computed == 1]
         plan = budget.take_next_tokens(decoding)
         separate = self._limits.separates_phases and decoding
@@ -728,13 +730,3 @@ class FCFSScheduler:
         assert sequence.memory_id is not None
         self._memory.release(sequence.memory_id)
         sequence.memory_id = sequence.start = None
-
-
-def _growths(columns: Columns, window: int | None) -> Ints:
-    """``window``: how many positions any layer sees; older ones are not needed any more."""
-    rows = np.zeros((len(columns.memory_id), 3), dtype=np.int64)
-    rows[:, 0] = columns.memory_id
-    rows[:, 1] = columns.num_computed + columns.num_new
-    if window is not None:
-        rows[:, 2] = np.maximum(0, columns.num_computed - window + 1)
-    return rows

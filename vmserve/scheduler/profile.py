@@ -66,10 +66,14 @@ class KernelCosts:
     def batch_seconds(self, num_past: NDArray[np.int64], num_new: NDArray[np.int64]) -> float:
         """The same of one step's batch in columns, which has sequences."""
         decodes = num_new == 1
-        reads = float(num_past[decodes].sum() + np.count_nonzero(decodes))
+        num_decodes = int(np.count_nonzero(decodes))
+        num = len(num_new)
+        if num_decodes == num:  # most steps
+            return self.call + self.sequence * num + self.read * float(num_past.sum() + num)
+        reads = float(num_past[decodes].sum() + num_decodes)
         past, new = num_past[~decodes], num_new[~decodes]
         pairs = float((new * (past + (new + 1) / 2)).sum())
-        return self.call + self.sequence * len(num_new) + self.read * reads + self.pair * pairs
+        return self.call + self.sequence * num + self.read * reads + self.pair * pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

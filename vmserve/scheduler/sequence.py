@@ -11,6 +11,7 @@ from vmserve.memory.base import Attach, Fork, Regime, SwapIn
 if TYPE_CHECKING:
     from vmserve.decoding.group import BeamGroup
     from vmserve.sampling.params import SamplingParams
+    from vmserve.sampling.sampler import SamplingRow
     from vmserve.structured.guide import Guide
     from vmserve.types import RequestMetrics
 
@@ -120,6 +121,8 @@ class Sequence:
     num_prompt_scored: int = 0
     #: Where the answer is in the grammar that it has to match, if there is one.
     guide: Guide | None = None
+    #: What the sampler needs to know of it, made for its first token.
+    sampling: SamplingRow | None = None
 
     @property
     def order(self) -> tuple[int, int, int]:

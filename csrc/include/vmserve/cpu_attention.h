@@ -85,6 +85,8 @@ class CpuBatch {
   std::int64_t num_past(std::int64_t i) const { return num_past_[i]; }
   std::int64_t num_new(std::int64_t i) const { return num_new_[i]; }
   std::int64_t start(std::int64_t i) const { return starts_[i]; }
+  // The highest position of a new token; -1 without any.
+  std::int64_t last_position() const;
 
   // Where sequence i's tokens lie in a layer.
   cpu::Sequence sequence(std::int64_t layer, std::int64_t i) const;

@@ -100,6 +100,14 @@ CpuBatch::CpuBatch(std::shared_ptr<const CpuKvView> view, std::vector<std::int64
 
 CpuBatch::~CpuBatch() = default;
 
+std::int64_t CpuBatch::last_position() const {
+  std::int64_t last = -1;
+  for (std::int64_t i = 0; i < num_sequences(); ++i) {
+    last = std::max(last, num_past(i) + num_new(i) - 1);
+  }
+  return last;
+}
+
 void CpuBatch::check_sequences() const {
   require(places_.size() == num_past_.size() && places_.size() == num_new_.size(),
           "places, num_past and num_new differ in length");
