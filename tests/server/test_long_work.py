@@ -17,6 +17,7 @@ from tests.server.conftest import Body, Running
 from tests.server.fake_engine import FakeAsyncLLM
 from vmserve.models import resolve_model
 from vmserve.server import body as body_module
+from vmserve.server import context as context_module
 from vmserve.tokenizer import Tokenizer, load_tokenizer
 
 Start = Callable[..., Running]
@@ -52,7 +53,7 @@ def hold(patch: pytest.MonkeyPatch, owner: Any, name: str, held: Callable[..., b
     [
         ("encode", "/v1/completions", {"prompt": "slow", "max_tokens": 1}),
         ("encode", "/tokenize", {"prompt": "slow"}),
-        ("decode", "/detokenize", {"tokens": [118]}),
+        ("decode", "/detokenize", {"tokens": [118] * 4}),
         ("apply_chat_template", "/v1/chat/completions", {"max_tokens": 1}),
         ("parse_json", "/tokenize", {"prompt": "x", "ignored": LARGE}),
     ],
@@ -62,12 +63,13 @@ def test_a_stream_goes_on(
 ) -> None:
     engine = FakeAsyncLLM()
     running = start(engine)
+    monkeypatch.setattr(context_module, "LONG_WORK", 3)  # what others send is longer than "Hi"
     if what == "apply_chat_template":
         sent = {**sent, "messages": [{"role": "user", "content": "slow"}]}
     if what == "parse_json":
         held = hold(monkeypatch, body_module, what, lambda data: len(data) > len(LARGE))
     elif what == "decode":
-        held = hold(monkeypatch, engine.tokenizer, what, lambda ids, *_: ids == [118])
+        held = hold(monkeypatch, engine.tokenizer, what, lambda ids, *_: ids == [118] * 4)
     else:
         held = hold(monkeypatch, engine.tokenizer, what, lambda given, *_, **__: given != "Hi")
     with ThreadPoolExecutor(1) as pool:
@@ -79,6 +81,23 @@ def test_a_stream_goes_on(
         held.go.set()
         assert slow.result(60).status_code == 200
     assert held.thread.startswith("vmserve-aside")
+
+
+def test_two_long_texts_hold_up_no_short_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeAsyncLLM()
+    running = start(engine)
+    monkeypatch.setattr(context_module, "LONG_WORK", 3)
+    held = hold(monkeypatch, engine.tokenizer, "encode", lambda text, *_, **__: text != "Hi")
+    with ThreadPoolExecutor(2) as pool:
+        slow = [pool.submit(running.post, "/tokenize", {"prompt": "slow"}) for _ in range(2)]
+        assert held.inside.wait(30)
+        time.sleep(0.05)  # for the other one to arrive; it may be late, and then nothing is shown
+        assert running.post("/tokenize", {"prompt": "Hi"}).status_code == 200
+        assert not any(one.done() for one in slow)
+        held.go.set()
+        assert [one.result(60).status_code for one in slow] == [200, 200]
 
 
 @pytest.fixture(scope="module")

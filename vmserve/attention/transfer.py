@@ -20,7 +20,10 @@ def upload(
     Without ``out``, on the CPU, the tensor shares the array's memory.
     """
     source = torch.from_numpy(array)
-    if device.type != "cpu":
+    if device.type == "cpu":
+        if out is None:
+            return source
+    else:
         # Page-locked, or the copy would be made at once; torch keeps the memory until it is done.
         source = source.pin_memory()
     if out is None:

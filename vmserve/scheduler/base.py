@@ -75,27 +75,33 @@ class Columns:
 
     @property
     def memory_id(self) -> Ints:
-        return self.table[0]
+        row: Ints = self.table[0]
+        return row
 
     @property
     def num_computed(self) -> Ints:
-        return self.table[1]
+        row: Ints = self.table[1]
+        return row
 
     @property
     def num_prompt(self) -> Ints:
-        return self.table[2]
+        row: Ints = self.table[2]
+        return row
 
     @property
     def num_known(self) -> Ints:
-        return self.table[3]
+        row: Ints = self.table[3]
+        return row
 
     @property
     def last_token(self) -> Ints:
-        return self.table[4]
+        row: Ints = self.table[4]
+        return row
 
     @property
     def num_new(self) -> Ints:
-        return self.table[5]
+        row: Ints = self.table[5]
+        return row
 
     def in_order(self, order: Ints) -> Columns:
         return Columns(
@@ -198,13 +204,15 @@ class StepPlan:
     @property
     def reads_prompt(self) -> Flags:
         """Some of its new tokens are of its prompt."""
-        return self.columns.num_computed < self.columns.num_prompt
+        flags: Flags = self.columns.num_computed < self.columns.num_prompt
+        return flags
 
     @property
     def samples(self) -> Flags:
         """The last new token is the last known one, so that the next can be drawn."""
         columns = self.columns
-        return columns.num_computed + columns.num_new == columns.num_known
+        flags: Flags = columns.num_computed + columns.num_new == columns.num_known
+        return flags
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:

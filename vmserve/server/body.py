@@ -44,7 +44,7 @@ async def _understand(request: Request, parse: Callable[[bytes], T]) -> T:
     if len(body) <= MOST_BYTES_ON_LOOP:
         return parse(body)
     context: ServerContext = request.app.state.context
-    return await context.run_aside(lambda: parse(body))
+    return await context.run_aside(lambda: parse(body), len(body))
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -81,7 +81,8 @@ async def render_chat(
             chat_template=context.config.chat_template,
             chat_template_kwargs=body.chat_template_kwargs,
             add_special_tokens=bool(body.add_special_tokens),
-        )
+        ),
+        sum(len(content_text(message)) for message in messages),
     )
     last = messages[-1]
     role = last["role"] if continued else "assistant"

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from vmserve.server.admission import Admission
 from vmserve.server.auth import KeyRing
@@ -17,9 +17,11 @@ from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.telemetry import Telemetry
 from vmserve.server.tracing import Tracing
 
-__all__ = ["ServerContext"]
+__all__ = ["LONG_WORK", "ServerContext"]
 
 T = TypeVar("T")
+#: A text of so many characters takes some 10 ms to encode; longer ones have a thread of their own.
+LONG_WORK: Final = 32 * 1024
 
 
 class ServerContext:
@@ -42,8 +44,9 @@ class ServerContext:
         endpoint = config.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(endpoint)
         self.created = int(time.time())
-        # Megabytes of text must stop neither the event loop nor, with a second thread, others.
-        self._aside = ThreadPoolExecutor(2, thread_name_prefix="vmserve-aside")
+        # Megabytes of text must stop neither the event loop nor others' short ones.
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="vmserve-aside")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="vmserve-aside-long")
 
     @property
     def max_model_len(self) -> int:
@@ -76,11 +79,14 @@ class ServerContext:
             raise ApiError(404, f"The model `{name[:200]}` does not exist.", "model")
         return self.config.model_name
 
-    async def run_aside(self, work: Callable[[], T]) -> T:
-        """Run ``work``, which takes long (a text's tokens, a large body), on another thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._aside, work)
+    async def run_aside(self, work: Callable[[], T], size: int) -> T:
+        """Run ``work`` on ``size`` characters, bytes or tokens (a text to encode, a large body) on
+        another thread. What is long waits for what is long, and for nothing else."""
+        lane = self._long if size > LONG_WORK else self._aside
+        return await asyncio.get_running_loop().run_in_executor(lane, work)
 
     def close(self) -> None:
-        self._aside.shutdown(wait=True, cancel_futures=True)
+        for lane in (self._aside, self._long):
+            lane.shutdown(wait=True, cancel_futures=True)
         if self.tracing is not None:
             self.tracing.close()

@@ -50,7 +50,7 @@ class TokenizationService:
             tools = check_tools(body.tools, "none")
             return (await render_chat(body, self._context, tools)).token_ids
         tokenizer, special = self._context.engine.tokenizer, body.add_special_tokens is not False
-        return await self._context.run_aside(lambda: tokenizer.encode(text, special))
+        return await self._context.run_aside(lambda: tokenizer.encode(text, special), len(text))
 
     async def detokenize(self, request: Request) -> Response:
         """``{prompt}``: the text of the ids, special tokens kept."""
@@ -59,7 +59,9 @@ class TokenizationService:
         context.served_name(body.model)
         check_vocabulary("tokens", body.tokens, context.engine.model_config.vocab_size)
         tokenizer = context.engine.tokenizer
-        text = await context.run_aside(lambda: tokenizer.decode(body.tokens, False))
+        text = await context.run_aside(
+            lambda: tokenizer.decode(body.tokens, False), len(body.tokens)
+        )
         return Response(dump_json({"prompt": text}), media_type=JSON_TYPE)
 
     async def info(self, request: Request) -> Response:
