@@ -41,7 +41,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 
-#: For each directory prints [parameter bytes, growth of peak resident memory, growth of PSS].
+#: For each directory prints [parameter bytes, growth of peak resident memory, growth of resident memory].
 PROGRAM = """
 import json, pathlib, sys, torch
 from vmserve.models import load_model
@@ -54,12 +54,12 @@ models = []  # all stay: memory that one gave back would hide what the next one 
 
 def measure(directory):
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = kilobytes("status", "VmHWM"), kilobytes("smaps_rollup", "Pss")
+    before = kilobytes("status", "VmHWM"), kilobytes("smaps_rollup", "Rss")
     model = load_model(directory, torch.float32)
     for layer in model.network._weights.layers:
         layer.mlp.up.weight.sum(), layer.output.weight.sum()
     models.append(model)
-    after = kilobytes("status", "VmHWM"), kilobytes("smaps_rollup", "Pss")
+    after = kilobytes("status", "VmHWM"), kilobytes("smaps_rollup", "Rss")
     return [model.parameter_bytes, *((b - a) * 1024 for a, b in zip(before, after))]
 
 torch.ones(64, 64).to(torch.bfloat16).float() @ torch.ones(64, 64)
@@ -93,8 +93,8 @@ def test_resident_once(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     measured = json.loads(result.stdout)
-    for directory, (parameter_bytes, peak, pss) in zip(directories, measured, strict=True):
+    for directory, (parameter_bytes, peak, resident) in zip(directories, measured, strict=True):
         assert 95e6 < parameter_bytes < 110e6
         # As much as the weights (they are all there), and less than a third more, at any time.
-        assert 0.95 * parameter_bytes < pss < 1.3 * parameter_bytes, directory.name
+        assert 0.95 * parameter_bytes < resident < 1.3 * parameter_bytes, directory.name
         assert peak < 1.3 * parameter_bytes, directory.name
