@@ -83,9 +83,7 @@ def test_a_stream_goes_on(
     assert held.thread.startswith("vmserve-aside")
 
 
-def test_two_long_texts_hold_up_no_short_one(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_long_texts_hold_up_no_short_one(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeAsyncLLM()
     running = start(engine)
     monkeypatch.setattr(context_module, "LONG_WORK", 3)

@@ -97,9 +97,7 @@ class CompletionService:
         if isinstance(prompt, str):
             special = body.add_special_tokens is not False
             tokenizer = context.engine.tokenizer
-            given = await context.run_aside(
-                lambda: tokenizer.encode(prompt, special), len(prompt)
-            )
+            given = await context.run_aside(lambda: tokenizer.encode(prompt, special), len(prompt))
             text: str | None = prompt
         else:
             check_vocabulary("prompt", prompt, context.engine.model_config.vocab_size)
