@@ -41,7 +41,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 
-#: For each directory prints [parameter bytes, growth of peak resident memory, growth of resident memory].
+#: For each directory prints [parameter bytes, growth of peak and of resident memory].
 PROGRAM = """
 import json, pathlib, sys, torch
 from vmserve.models import load_model
