@@ -6,22 +6,25 @@ import hashlib
 import heapq
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from vmserve import _core
 from vmserve.attention import create_backend
-from vmserve.attention.base import AttentionBackend, KVView
-from vmserve.attention.cpu import CpuBackend
-from vmserve.config import EngineConfig, ResolvedConfig, format_size, resolve
+from vmserve.attention.base import KVView
+from vmserve.config import EngineConfig, ResolvedConfig, resolve
 from vmserve.decoding import BeamGroup, BeamSearch
+from vmserve.engine_parts import (
+    attends_natively,
+    cost_model,
+    create_memory,
+    linear_backend,
+    widest_window,
+)
 from vmserve.engine_step import EngineStep, Flight
 from vmserve.errors import (
-    ConfigurationError,
     DeadlineError,
     DriverError,
     InvalidRequestError,
@@ -29,20 +32,10 @@ from vmserve.errors import (
     VmserveError,
 )
 from vmserve.memory.base import Regime
-from vmserve.memory.device import MemoryDevice
-from vmserve.memory.layout import (
-    HOST_GRANULARITY,
-    KVLayout,
-    layers_for_granularity,
-    plan_layout,
-)
-from vmserve.memory.manager import MemoryManager, MemoryOptions
-from vmserve.memory.pins import MAX_PINNED_PREFIXES, PinnedPrefixes
+from vmserve.memory.pins import PinnedPrefixes
 from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
-from vmserve.models.decoder_config import DecoderConfig
 from vmserve.output.processor import OutputProcessor
-from vmserve.runner.calibration import HeadShape, measure_profile
 from vmserve.runner.graphs import DecodeGraphs
 from vmserve.runner.model_runner import AttentionTime, ModelRunner, RegimeKernels
 from vmserve.runner.runtime import DeviceRuntime, open_runtime
@@ -58,7 +51,7 @@ from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.profile import DeviceProfile
-from vmserve.scheduler.regime import CostModel, RegimePolicy
+from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.structured.requests import StructuredRequests
 from vmserve.telemetry.counters import EngineCounters
@@ -74,8 +67,6 @@ logger = logging.getLogger(__name__)
 
 #: Free pages that an idle engine keeps: the next short request then waits for no page fault.
 IDLE_BYTES = 16 << 20
-#: How far ahead of a sequence its pages are mapped while a step computes.
-LOOKAHEAD_TOKENS = 16
 #: Logits of prompt tokens that a step computes at most (128 MiB in float32), whatever their number.
 SCORED_LOGITS = 1 << 25
 #: ``progress(phase, done, total)``: called while loading; units depend on the phase.
@@ -127,7 +118,7 @@ class LLMEngine:
         device = self._runtime.device
         self.resolved: ResolvedConfig = resolve(config, self.model_config, self._runtime.gpu_bytes)
         dtype, native = choose_native(
-            _linear_backend(config, self._runtime),
+            linear_backend(config, self._runtime),
             config.quantization,
             config.dtype,
             self.model_config,
@@ -145,7 +136,7 @@ class LLMEngine:
             )
             for regime in Regime
         }
-        native = native and _attends_natively(config, backends)
+        native = native and attends_natively(config, backends)
         slack = max(backend.read_slack_tokens for backend in backends.values())
         pages = self._runtime.memory(self.resolved.activation_bytes)
         with self._runtime.active():
@@ -160,12 +151,12 @@ class LLMEngine:
                 progress=progress,
             )
             self._runtime.synchronize()
-        self.memory = _create_memory(self.resolved, self.model_config, dtype, slack, pages)
+        self.memory = create_memory(self.resolved, self.model_config, dtype, slack, pages)
         swaps = self.resolved.swap_bytes > 0
         self._preemption = PreemptionPolicy(self.resolved.preemption if swaps else "recompute")
         self._regimes = RegimePolicy(
             self.resolved.kv_regime,
-            _cost_model(
+            cost_model(
                 self.resolved,
                 self.model_config,
                 self.memory.layout,
@@ -179,7 +170,7 @@ class LLMEngine:
             SchedulerLimits(
                 self.resolved.max_num_seqs,
                 self.resolved.max_num_batched_tokens,
-                window=_widest_window(self.model_config),
+                window=widest_window(self.model_config),
                 max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
                 separates_phases=self.resolved.scheduling_policy == "v0",
                 delay_factor=self.resolved.scheduler_delay_factor,
@@ -739,113 +730,5 @@ def memory_tenant(isolation: str) -> int:
     return int.from_bytes(hashlib.sha256(isolation.encode()).digest()[:8], "little", signed=True)
 
 
-def _create_memory(
-    resolved: ResolvedConfig,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    read_slack_tokens: int,
-    device: MemoryDevice,
-) -> MemoryManager:
-    """The KV memory for these options; refuses a pool that cannot hold the longest sequence."""
-    limit_bytes = resolved.kv_limit_bytes
-    shape = (model.num_layers, model.kv_heads, model.head_dim, dtype, device.granularity)
-    layout = plan_layout(
-        *shape,
-        layers_per_group=resolved.kv_layers_per_group or layers_for_granularity(*shape),
-        page_bytes=resolved.kv_page_bytes,
-        block_tokens=resolved.block_tokens,
-        limit_bytes=limit_bytes,
-        # The mappings of a GPU are not the system's.
-        max_map_count=(
-            _core.SystemLimits().max_map_count() if device.granularity == HOST_GRANULARITY else None
-        ),
-    )
-    max_len = resolved.max_model_len
-    needed = layout.pages_for(max_len + read_slack_tokens)
-    available = layout.num_pages(limit_bytes)
-    if needed > available:
-        fitting = max(0, available * layout.page_tokens - read_slack_tokens)
-        raise ConfigurationError(
-            f"a sequence of {max_len} tokens needs {needed} pages of "
-            f"{format_size(layout.total_page_bytes)}, {available} fit in the KV cache of "
-            f"{format_size(limit_bytes)}: raise --kv-cache-memory to "
-            f"{format_size(needed * layout.total_page_bytes)}"
-            + (f" or lower --max-model-len to {fitting}" if fitting else "")
-        )
-    return MemoryManager(
-        layout,
-        num_slots=resolved.max_num_seqs,
-        # Besides those that run: finished ones from which others have yet to fork, and pins.
-        num_seqs=2 * resolved.max_num_seqs + MAX_PINNED_PREFIXES,
-        max_len=max_len,
-        limit_bytes=limit_bytes,
-        options=MemoryOptions(
-            read_slack_tokens=read_slack_tokens,
-            zero_pages=resolved.kv_zero_pages,
-            prefix_caching=resolved.prefix_caching,
-            mapper=resolved.kv_mapper,
-            swap_bytes=resolved.swap_bytes,
-            driver=device,
-            lookahead_tokens=LOOKAHEAD_TOKENS,
-        ),
-    )
-
-
-def _cost_model(
-    resolved: ResolvedConfig,
-    model: ModelConfig,
-    layout: KVLayout,
-    backends: Mapping[Regime, AttentionBackend],
-    dtype: torch.dtype,
-    runtime: DeviceRuntime,
-) -> CostModel | None:
-    """From the stored profile, or a short measurement; None where regimes are not chosen."""
-    if resolved.kv_regime != "auto":
-        return None
-    if resolved.regime_profile is not None:
-        profile = DeviceProfile.read(Path(resolved.regime_profile))
-    else:
-        network = model.network
-        q_heads = network.q_heads if isinstance(network, DecoderConfig) else model.kv_heads
-        heads = HeadShape(q_heads, model.kv_heads, model.head_dim, dtype)
-        profile = measure_profile(layout, backends, heads, resolved.max_model_len, runtime)
-    return CostModel(profile, layout)
-
-
-def _linear_backend(config: EngineConfig, runtime: DeviceRuntime) -> str:
-    """The native decoder is one call on a CPU, with our own kernels for attention: other kernels,
-    other devices and captured layers are torch's."""
-    others = config.attention_backend not in ("auto", "cpu")
-    if config.linear_backend == "auto" and (
-        others or runtime.device.type != "cpu" or runtime.wants_graphs
-    ):
-        return "torch"
-    return config.linear_backend
-
-
-def _attends_natively(config: EngineConfig, backends: Mapping[Regime, AttentionBackend]) -> bool:
-    """Whether no regime has somebody else's kernels, as "auto" may have chosen.
-
-    Raises :class:`~vmserve.errors.ConfigurationError` where it was asked for.
-    """
-    others = sorted({each.name for each in backends.values() if not isinstance(each, CpuBackend)})
-    if others and (config.linear_backend == "native" or config.quantization != "none"):
-        raise ConfigurationError(
-            f"linear_backend: native attends with the cpu backend alone, and --attention-backend "
-            f"{config.attention_backend} is {' and '.join(others)} here: use --attention-backend "
-            "cpu, or --linear-backend torch without --quantization"
-        )
-    return not others
-
-
 def _reads_prompts_mostly(plan: StepPlan) -> bool:
     return plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan)
-
-
-def _widest_window(model: ModelConfig) -> int | None:
-    widest = 0
-    for window in model.windows:
-        if window is None:
-            return None
-        widest = max(widest, window)
-    return widest

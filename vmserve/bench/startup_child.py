@@ -51,7 +51,7 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
         return call
 
     # This process ends with the measurement, so that nobody else meets these.
-    for name, phase in (("_create_memory", "kv_pool"), ("load_model", "model")):
+    for name, phase in (("create_memory", "kv_pool"), ("load_model", "model")):
         setattr(engine_module, name, stamped(phase, getattr(engine_module, name)))
     engine = engine_module.LLMEngine(EngineConfig.from_options(options))
     reach("engine")

@@ -1,0 +1,144 @@
+"""The parts that an engine is made of, from its options: what can be refused is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from vmserve import _core
+from vmserve.attention.base import AttentionBackend
+from vmserve.attention.cpu import CpuBackend
+from vmserve.config import EngineConfig, ResolvedConfig, format_size
+from vmserve.errors import ConfigurationError
+from vmserve.memory.base import Regime
+from vmserve.memory.device import MemoryDevice
+from vmserve.memory.layout import HOST_GRANULARITY, KVLayout, layers_for_granularity, plan_layout
+from vmserve.memory.manager import MemoryManager, MemoryOptions
+from vmserve.memory.pins import MAX_PINNED_PREFIXES
+from vmserve.models.config import ModelConfig
+from vmserve.models.decoder_config import DecoderConfig
+from vmserve.runner.calibration import HeadShape, measure_profile
+from vmserve.runner.runtime import DeviceRuntime
+from vmserve.scheduler.profile import DeviceProfile
+from vmserve.scheduler.regime import CostModel
+
+__all__ = [
+    "attends_natively",
+    "cost_model",
+    "create_memory",
+    "linear_backend",
+    "widest_window",
+]
+
+#: How far ahead of a sequence its pages are mapped while a step computes.
+LOOKAHEAD_TOKENS = 16
+
+
+def create_memory(
+    resolved: ResolvedConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    read_slack_tokens: int,
+    device: MemoryDevice,
+) -> MemoryManager:
+    """The KV memory for these options; refuses a pool that cannot hold the longest sequence."""
+    limit_bytes = resolved.kv_limit_bytes
+    shape = (model.num_layers, model.kv_heads, model.head_dim, dtype, device.granularity)
+    layout = plan_layout(
+        *shape,
+        layers_per_group=resolved.kv_layers_per_group or layers_for_granularity(*shape),
+        page_bytes=resolved.kv_page_bytes,
+        block_tokens=resolved.block_tokens,
+        limit_bytes=limit_bytes,
+        # The mappings of a GPU are not the system's.
+        max_map_count=(
+            _core.SystemLimits().max_map_count() if device.granularity == HOST_GRANULARITY else None
+        ),
+    )
+    max_len = resolved.max_model_len
+    needed = layout.pages_for(max_len + read_slack_tokens)
+    available = layout.num_pages(limit_bytes)
+    if needed > available:
+        fitting = max(0, available * layout.page_tokens - read_slack_tokens)
+        raise ConfigurationError(
+            f"a sequence of {max_len} tokens needs {needed} pages of "
+            f"{format_size(layout.total_page_bytes)}, {available} fit in the KV cache of "
+            f"{format_size(limit_bytes)}: raise --kv-cache-memory to "
+            f"{format_size(needed * layout.total_page_bytes)}"
+            + (f" or lower --max-model-len to {fitting}" if fitting else "")
+        )
+    return MemoryManager(
+        layout,
+        num_slots=resolved.max_num_seqs,
+        # Besides those that run: finished ones from which others have yet to fork, and pins.
+        num_seqs=2 * resolved.max_num_seqs + MAX_PINNED_PREFIXES,
+        max_len=max_len,
+        limit_bytes=limit_bytes,
+        options=MemoryOptions(
+            read_slack_tokens=read_slack_tokens,
+            zero_pages=resolved.kv_zero_pages,
+            prefix_caching=resolved.prefix_caching,
+            mapper=resolved.kv_mapper,
+            swap_bytes=resolved.swap_bytes,
+            driver=device,
+            lookahead_tokens=LOOKAHEAD_TOKENS,
+        ),
+    )
+
+
+def cost_model(
+    resolved: ResolvedConfig,
+    model: ModelConfig,
+    layout: KVLayout,
+    backends: Mapping[Regime, AttentionBackend],
+    dtype: torch.dtype,
+    runtime: DeviceRuntime,
+) -> CostModel | None:
+    """From the stored profile, or a short measurement; None where regimes are not chosen."""
+    if resolved.kv_regime != "auto":
+        return None
+    if resolved.regime_profile is not None:
+        profile = DeviceProfile.read(Path(resolved.regime_profile))
+    else:
+        network = model.network
+        q_heads = network.q_heads if isinstance(network, DecoderConfig) else model.kv_heads
+        heads = HeadShape(q_heads, model.kv_heads, model.head_dim, dtype)
+        profile = measure_profile(layout, backends, heads, resolved.max_model_len, runtime)
+    return CostModel(profile, layout)
+
+
+def linear_backend(config: EngineConfig, runtime: DeviceRuntime) -> str:
+    """The native decoder is one call on a CPU, with our own kernels for attention: other kernels,
+    other devices and captured layers are torch's."""
+    others = config.attention_backend not in ("auto", "cpu")
+    if config.linear_backend == "auto" and (
+        others or runtime.device.type != "cpu" or runtime.wants_graphs
+    ):
+        return "torch"
+    return config.linear_backend
+
+
+def attends_natively(config: EngineConfig, backends: Mapping[Regime, AttentionBackend]) -> bool:
+    """Whether no regime has somebody else's kernels, as "auto" may have chosen.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` where it was asked for.
+    """
+    others = sorted({each.name for each in backends.values() if not isinstance(each, CpuBackend)})
+    if others and (config.linear_backend == "native" or config.quantization != "none"):
+        raise ConfigurationError(
+            f"linear_backend: native attends with the cpu backend alone, and --attention-backend "
+            f"{config.attention_backend} is {' and '.join(others)} here: use --attention-backend "
+            "cpu, or --linear-backend torch without --quantization"
+        )
+    return not others
+
+
+def widest_window(model: ModelConfig) -> int | None:
+    widest = 0
+    for window in model.windows:
+        if window is None:
+            return None
+        widest = max(widest, window)
+    return widest
