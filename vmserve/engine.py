@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import logging
 import time
@@ -15,7 +14,6 @@ import numpy as np
 from vmserve.attention import create_backend
 from vmserve.attention.base import KVView
 from vmserve.config import EngineConfig, ResolvedConfig, resolve
-from vmserve.decoding import BeamGroup, BeamSearch
 from vmserve.engine_parts import (
     attends_natively,
     cost_model,
@@ -23,6 +21,7 @@ from vmserve.engine_parts import (
     linear_backend,
     widest_window,
 )
+from vmserve.engine_requests import RequestIntake, memory_tenant
 from vmserve.engine_step import EngineStep, Flight
 from vmserve.errors import (
     DeadlineError,
@@ -40,11 +39,9 @@ from vmserve.runner.graphs import DecodeGraphs
 from vmserve.runner.model_runner import AttentionTime, ModelRunner, RegimeKernels
 from vmserve.runner.runtime import DeviceRuntime, open_runtime
 from vmserve.sampling import (
-    BeamSearchParams,
     DeviceSampler,
     GenerationParams,
     Sampler,
-    SamplingParams,
 )
 from vmserve.scheduler.base import NoRoomError, StepPlan
 from vmserve.scheduler.fairness import TenantShares
@@ -52,14 +49,14 @@ from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.profile import DeviceProfile
 from vmserve.scheduler.regime import RegimePolicy
-from vmserve.scheduler.sequence import Request, Sequence
+from vmserve.scheduler.sequence import Request
 from vmserve.structured.requests import StructuredRequests
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.telemetry.phases import StepPhases
 from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
 from vmserve.telemetry.trace import StepTrace
 from vmserve.tokenizer import Tokenizer, load_tokenizer
-from vmserve.types import PinnedPrefix, RequestMetrics, RequestOutput
+from vmserve.types import PinnedPrefix, RequestOutput
 
 __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 
@@ -224,7 +221,7 @@ class LLMEngine:
         trace_file = self.resolved.trace_file
         self._trace = None if trace_file is None else StepTrace(Path(trace_file))
         self._requests: dict[str, Request] = {}
-        self._num_arrived = 0
+        self._intake = RequestIntake(self.resolved, self.model_config, self.tokenizer)
         #: A heap of deadlines and request ids; those that have ended are skipped.
         self._deadlines: list[tuple[float, str]] = []
         self._pins = PinnedPrefixes(self.memory, self.resolved)
@@ -236,39 +233,7 @@ class LLMEngine:
 
         Raises :class:`~vmserve.errors.InvalidRequestError`.
         """
-        context = self.resolved.max_model_len
-        vocab = self.model_config.vocab_size
-        if not prompt_token_ids:
-            raise InvalidRequestError("The decoder prompt cannot be empty", "prompt")
-        lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
-        if lowest < 0 or highest >= vocab:
-            wrong = lowest if lowest < 0 else highest
-            raise InvalidRequestError(
-                f"Token id {wrong} is out of vocabulary: the model has ids 0 to {vocab - 1}",
-                "prompt",
-            )
-        room = 0 if params.max_tokens == 0 else 1
-        if len(prompt_token_ids) + room > context:
-            raise InvalidRequestError(
-                f"This model's maximum context length is {context} tokens; the prompt of "
-                f"{len(prompt_token_ids)} tokens is longer than the model's context length "
-                f"less {room} for the answer: shorten it, or set truncate_prompt_tokens",
-                "prompt",
-            )
-        if params.max_tokens is not None and params.max_tokens > context:
-            raise InvalidRequestError(
-                f"This model's maximum context length is {context} tokens; "
-                f"max_tokens={params.max_tokens} is above it",
-                "max_tokens",
-            )
-        params.as_sampling().validate_for(vocab, self.resolved.max_logprobs)
-        most = self.resolved.max_num_seqs
-        if isinstance(params, BeamSearchParams) and params.beam_width > most:
-            raise InvalidRequestError(
-                f"beam_width must be at most {most} here, got {params.beam_width} "
-                "(less_than_equal): beams run together; raise --max-num-seqs",
-                "beam_width",
-            )
+        self._intake.check(prompt_token_ids, params)
 
     def add_request(
         self,
@@ -296,7 +261,7 @@ class LLMEngine:
         self.prepare(prompt_token_ids, params)
         if request_id in self._requests:
             raise InvalidRequestError(f"request_id {request_id!r} is already in use", "request_id")
-        request = self._build_request(request_id, prompt_token_ids, params, prompt)
+        request = self._intake.build(request_id, prompt_token_ids, params, prompt)
         request.priority = priority
         request.rank = priority if self.resolved.scheduling_policy == "priority" else 0
         request.cache_salt = cache_salt.encode()
@@ -635,61 +600,6 @@ class LLMEngine:
             self.counters.prefix_cache_queries += len(request.prompt_token_ids)
             self.counters.prefix_cache_hits += request.metrics.num_cached_tokens
 
-    # -- building ---------------------------------------------------------------------
-
-    def _build_request(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        asked: GenerationParams,
-        prompt: str | None,
-    ) -> Request:
-        beams = asked if isinstance(asked, BeamSearchParams) else None
-        params = asked.as_sampling()
-        left = self.resolved.max_model_len - len(prompt_token_ids)
-        max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
-        arrival = self._num_arrived
-        self._num_arrived += 1
-        stop_ids = frozenset(params.stop_token_ids)
-        request = Request(
-            request_id=request_id,
-            prompt=prompt,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            max_tokens=max_tokens,
-            seed=self._seed_for(params, arrival),
-            arrival=arrival,
-            metrics=RequestMetrics(arrival_time=time.monotonic()),
-            stop_ids=stop_ids | frozenset(self.model_config.eos_token_ids),
-            bad_words=self.tokenizer.encode_bad_words(params.bad_words or ()),
-            num_branches=params.num_sequences,
-        )
-        num_sequences = 1 if beams else request.num_branches
-        request.sequences = [
-            Sequence(request, index, list(prompt_token_ids), len(prompt_token_ids))
-            for index in range(num_sequences)
-        ]
-        if beams is not None:
-            search = BeamSearch(
-                beams.beam_width,
-                max_tokens,
-                length_penalty=beams.length_penalty,
-                early_stopping=beams.early_stopping,
-                min_tokens=beams.min_tokens,
-                # A grammar says itself where an answer may end.
-                eos_token_ids=()
-                if beams.ignore_eos and beams.structured_outputs is None
-                else self.model_config.eos_token_ids,
-            )
-            request.beams = BeamGroup(request, search, params.logprobs)
-        return request
-
-    def _seed_for(self, params: SamplingParams, arrival: int) -> int:
-        if params.seed is not None:
-            return params.seed % 2**63
-        # Requests without a seed differ from each other, and repeat from run to run.
-        return (self.resolved.seed * 0x9E3779B97F4A7C15 + arrival * 0xD1B54A32D192ED03 + 1) % 2**63
-
     # -- life -------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float | int]:
@@ -721,13 +631,6 @@ class LLMEngine:
         self._flight = None
         self._runtime.synchronize()
         self.memory.close()
-
-
-def memory_tenant(isolation: str) -> int:
-    """The memory core's number for whoever must not see what others leave behind."""
-    if not isolation:
-        return 0
-    return int.from_bytes(hashlib.sha256(isolation.encode()).digest()[:8], "little", signed=True)
 
 
 def _reads_prompts_mostly(plan: StepPlan) -> bool:
