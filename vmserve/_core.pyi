@@ -417,9 +417,30 @@ def take_unnamed(
     """
 
 def cpu_isas() -> list[str]: ...
-def row_peaks(
-    rows: int, num_rows: int, width: int, isa: str = ""
-) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float64]]: ...
+def row_weights(
+    values: NDArray[np.float32], temperature: float, shift: float, isa: str = ""
+) -> NDArray[np.float32]:
+    """``exp(values / temperature - shift)``, as the sampler's kernels have it."""
+
+def uniform_of(seed: int, index: int, position: int) -> float: ...
+
+class RowSampler:
+    num_threads: int
+    def __init__(
+        self, vocab_size: int, greedy_below: float, num_threads: int = 1, isa: str = ""
+    ) -> None: ...
+    def sample(
+        self, logits: _TensorTuple, rows: Sequence[Any]
+    ) -> tuple[list[int], list[float], list[dict[int, tuple[float, int]] | None], int]:
+        """Of each ``SamplingRow`` its token, log-probability and what it asked for besides.
+
+        Last, how many rows were repaired.
+        """
+
+    def score(
+        self, logits: _TensorTuple, targets: Sequence[int], num_likeliest: int
+    ) -> tuple[list[int], list[float], list[dict[int, tuple[float, int]] | None], int]:
+        """The same of tokens that are given; -1 likeliest tokens are the whole vocabulary."""
 
 class CpuKvView:
     @overload

@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "../kernels/cpu/isa.h"
 #include "bindings.h"
 #include "tensor_tuple.h"
 #include "vmserve/cpu_attention.h"
@@ -67,27 +66,6 @@ void run(CpuAttention& attention, CpuBatch& batch, std::int64_t layer, TensorTup
   attention.run(batch, call);
 }
 
-// Of contiguous rows [num_rows, width] of float32: ids, maxima and totals; see cpu::PeaksArgs.
-py::tuple row_peaks(std::uintptr_t rows, std::int64_t num_rows, std::int64_t width,
-                    const std::string& isa) {
-  if (num_rows < 0 || width < 1) throw MisuseError("rows of logits have one column or more");
-  py::array_t<std::int64_t> ids(num_rows);
-  py::array_t<float> maxima(num_rows);
-  Doubles totals(num_rows);
-  const cpu::PeaksArgs args{reinterpret_cast<const float*>(rows),
-                            num_rows,
-                            width,
-                            ids.mutable_data(),
-                            maxima.mutable_data(),
-                            totals.mutable_data()};
-  const auto& table = cpu::choose_table(isa);
-  {
-    const py::gil_scoped_release unlocked;
-    table.peaks(args);
-  }
-  return py::make_tuple(ids, maxima, totals);
-}
-
 void bind_references(py::module_& m) {
   m.def(
       "write_reference",
@@ -117,8 +95,6 @@ void bind_references(py::module_& m) {
 
 void bind_kernels(py::module_& m) {
   m.def("cpu_isas", &cpu_isas);
-  m.def("row_peaks", &row_peaks, py::arg("rows"), py::arg("num_rows"), py::arg("width"),
-        py::arg("isa") = "");
   py::class_<CpuKvView, std::shared_ptr<CpuKvView>>(m, "CpuKvView")
       .def(py::init([](std::vector<TensorTuple> keys, std::vector<TensorTuple> values) {
              return std::make_shared<CpuKvView>(as_tensors(std::move(keys)),

@@ -13,5 +13,6 @@ void bind_memory(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);
 void bind_columns(pybind11::module_& m);
 void bind_decoder(pybind11::module_& m);
+void bind_sampler(pybind11::module_& m);
 
 }  // namespace vmserve

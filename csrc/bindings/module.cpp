@@ -54,5 +54,6 @@ PYBIND11_MODULE(_core, m) {
   vmserve::bind_memory(m);
   vmserve::bind_kernels(m);
   vmserve::bind_decoder(m);
+  vmserve::bind_sampler(m);
   vmserve::bind_columns(m);
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from vmserve import (
@@ -12,6 +14,7 @@ from vmserve import (
     RequestOutput,
     SamplingParams,
 )
+from vmserve.sampling.torch_sampler import TorchSampler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -40,6 +43,29 @@ def test_defaults_are_16_tokens_and_metrics_are_set(llm: LLM) -> None:
     assert metrics.first_token_time is not None
     assert metrics.finished_time is not None
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
+
+
+def test_the_core_samples_every_row_on_a_cpu(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy or drawn, with penalties, bans, grammars and log-probabilities."""
+
+    def refuse(*args: object) -> object:
+        raise AssertionError("sampled by torch")
+
+    monkeypatch.setattr(TorchSampler, "sample", refuse)
+    sampler = llm.engine._sampler
+    before = sampler.num_core_rows
+    every: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0},
+        {"top_p": 0.9, "logprobs": 5},
+        {"top_k": 20, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+        {"min_p": 0.1, "logit_bias": {5: 1.0}, "bad_words": ["the"]},
+        {"structured_outputs": {"regex": "[a-z]{40}"}},
+    ]
+    params = [SamplingParams(max_tokens=6, ignore_eos=True, **each) for each in every]
+    results = llm.generate(["Once upon a time"] * len(every), params)
+    assert [len(result.outputs[0].token_ids) for result in results] == [6] * len(every)
+    assert sampler.num_core_rows - before == 6 * len(every)
 
 
 def test_one_bad_prompt_refuses_the_call_and_leaves_nothing_queued(llm: LLM) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vmserve import _core
 from vmserve.sampling import rows as R
 
 
@@ -59,35 +57,7 @@ def test_entries_iterate_by_row():
     assert [ids.tolist() for ids, _ in entries] == [[4, 5], [], [6]]
 
 
-def peaks_of(x, isa):
-    x = x.contiguous()
-    return _core.row_peaks(x.data_ptr(), *x.shape, isa)
-
-
-@pytest.mark.parametrize("isa", _core.cpu_isas())
-@pytest.mark.parametrize("width", [1, 7, 8, 255, 256, 257, 512, 4099])
-def test_peaks_are_those_of_float64(isa, width):
-    x = torch.randn(5, width, generator=torch.Generator().manual_seed(width)) * 9
-    x[1, width // 2 :] = x[1].max()  # the first of equals counts
-    x[2] = -x[2].abs()
-    x[3, : width - 1] = -float("inf")
-    x[4] += 3.0e38
-    ids, maxima, totals = peaks_of(x, isa)
-    assert ids.tolist() == x.numpy().argmax(axis=-1).tolist()
-    assert maxima.tolist() == x.amax(dim=-1).tolist()
-    exact = (x.double() - x.double().amax(dim=-1, keepdim=True)).exp().sum(dim=-1)
-    # An exponential is good to 2^-23, its argument rounded twice, up to 104 in size (or it is
-    # nothing beside the 1 of the maximum); 32 of them are added in a lane, then 16 lanes.
-    bound = (2 + 2 * 104 + 32 + 16) * 2.0**-24
-    assert np.abs(totals / exact.numpy() - 1).max() < bound
-    # A row has the same bits whatever other rows there are.
-    for row in range(len(x)):
-        alone = peaks_of(x[row : row + 1], isa)
-        assert [each[0] for each in alone] == [ids[row], maxima[row], totals[row]]
-
-
-@pytest.mark.parametrize("isa", _core.cpu_isas())
-def test_peaks_tell_rows_that_are_no_logits(isa):
+def test_peaks_tell_rows_that_are_no_logits():
     inf = float("inf")
     x = torch.zeros(6, 300)
     x[0, 299] = inf
@@ -95,11 +65,9 @@ def test_peaks_tell_rows_that_are_no_logits(isa):
     x[2, 299] = float("nan")
     x[3] = -inf
     x[4, 1:] = -inf
-    _, _, totals = peaks_of(x, isa)
+    totals = R.peaks(x).totals
     assert np.isnan(totals).tolist() == [True, True, True, True, False, False]
     assert totals[4:].tolist() == [1.0, 300.0]
-    with pytest.raises(ValueError, match="one column or more"):
-        _core.row_peaks(x.data_ptr(), 6, 0, isa)
 
 
 @given(matrices())

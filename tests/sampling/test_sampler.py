@@ -10,8 +10,18 @@ import torch
 
 from vmserve.sampling import SampledToken, Sampler, SamplingParams, SamplingRow
 from vmserve.sampling import sampler as sampler_module
+from vmserve.sampling import torch_sampler as torch_module
+from vmserve.sampling.torch_sampler import TorchSampler
 
 INF = float("inf")
+
+
+@pytest.fixture(autouse=True, params=["core", "torch"])
+def way(request, monkeypatch):
+    """Everything holds for the C++ core and for torch, which has the logits of devices."""
+    if request.param == "torch":
+        monkeypatch.setitem(globals(), "Sampler", TorchSampler)
+    return request.param
 
 
 def row(params=None, *, prompt=(), output=(), seed=0, index=0, stop_ids=(), bad_words=(), **kwargs):
@@ -135,7 +145,8 @@ def test_prompts_are_scored_in_parts(monkeypatch):
     logits = torch.randn(11, 50, generator=torch.Generator().manual_seed(1))
     targets = list(range(11))
     expected = Sampler(50).prompt_logprobs(logits, targets, 4)
-    monkeypatch.setattr(sampler_module, "_PART_ELEMENTS", 150)
+    for module in (sampler_module, torch_module):
+        monkeypatch.setattr(module, "PART_ELEMENTS", 150)
     assert Sampler(50).prompt_logprobs(logits, targets, 4) == expected
 
 

@@ -1,8 +1,7 @@
 """Operations on each row of a matrix, the same for a row whatever other rows are there.
 
 On a CPU they go through numpy, whose comparisons, sorts and partitions of float32 are
-vectorised (torch's argmax and ``>`` are 5 to 10 times slower there), or the C++ core; elsewhere
-through torch.
+vectorised (torch's argmax and ``>`` are 5 to 10 times slower there); elsewhere through torch.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from vmserve import _core
 
 __all__ = [
     "Entries",
@@ -70,13 +67,14 @@ class Peaks:
 
 
 def peaks(x: Tensor) -> Peaks:
-    """``x`` [rows, columns] contiguous float32."""
-    if x.device.type == "cpu":
-        ids, maxima, totals = _core.row_peaks(x.data_ptr(), *x.shape)
-        return Peaks(torch.from_numpy(ids), maxima, totals)
+    """``x`` [rows, columns] float32."""
     highest = x.amax(dim=-1)
-    sums = (x - highest[:, None]).exp().sum(dim=-1, dtype=torch.float64)
-    return Peaks(x.argmax(dim=-1), highest.cpu().numpy(), sums.cpu().numpy())
+    weights = (x - highest[:, None]).exp()
+    if x.device.type == "cpu":  # where torch's sum of one row depends on its threads
+        totals = weights.numpy().sum(axis=-1, dtype=np.float64)
+    else:
+        totals = weights.sum(dim=-1, dtype=torch.float64).cpu().numpy()
+    return Peaks(argmax(x), highest.cpu().numpy(), totals)
 
 
 def argmax(x: Tensor) -> Tensor:

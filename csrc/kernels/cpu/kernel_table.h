@@ -3,7 +3,7 @@
 
 #include "decode.h"
 #include "linear.h"
-#include "peaks.h"
+#include "rows.h"
 #include "tile.h"
 #include "write.h"
 
@@ -16,8 +16,8 @@ constexpr Kernels kernels_of() {
 }
 
 constexpr KernelTable table_of(const char* isa) {
-  return {isa,    kernels_of<float>(), kernels_of<Bf16>(), linear_kernels(),
-          &peaks, &decode_scratch,     &tile_scratch};
+  return {isa,           kernels_of<float>(), kernels_of<Bf16>(), linear_kernels(),
+          row_kernels(), &decode_scratch,     &tile_scratch};
 }
 
 }  // namespace

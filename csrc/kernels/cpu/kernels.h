@@ -171,14 +171,32 @@ constexpr std::int64_t num_groups(std::int64_t depth) {
   return (depth + kGroupDepth - 1) / kGroupDepth;
 }
 
-// Of each row of logits: its largest value (the first of equals) and the sum of the exponentials
-// of the differences to it, which is NaN where a value is NaN or +inf, or all are -inf.
-struct PeaksArgs {
-  const float* rows;  // [num_rows, width], contiguous
-  std::int64_t num_rows, width;
-  std::int64_t* ids;
-  float* maxima;
-  double* totals;
+// Elements of a row of logits whose maximum, and whose weights' sum, are kept.
+constexpr std::int64_t kRowBlock = 128;
+constexpr std::int64_t num_row_blocks(std::int64_t width) {
+  return (width + kRowBlock - 1) / kRowBlock;
+}
+
+// What a sampler asks of a row of `width` logits. Every instruction set has the same bits: sums go
+// through sixteen lanes in one order, and exponentials have no fused operations. `temperature`
+// divides first, in float32, down to the largest finite number at most; 1 changes nothing.
+struct RowKernels {
+  void (*widen)(const Bf16* row, std::int64_t width, float* out);
+  // The largest value, or NaN where one is NaN or +inf; maxima[b] is that of block b.
+  float (*survey)(const float* row, std::int64_t width, float* maxima);
+  // sums[b] = sum of exp(x / temperature - shift) over block b. No x / temperature is above shift.
+  void (*sum_blocks)(const float* row, std::int64_t width, float temperature, float shift,
+                     float* sums);
+  // One by one: relative error below 2^-23, exactly 0 below exp(-87).
+  void (*weights)(const float* values, std::int64_t count, float temperature, float shift,
+                  float* out);
+  // x / temperature where that is at least `floor`, and its columns, ascending; how many there are.
+  // Each of `ids` and `values` has room for `width`.
+  std::int64_t (*at_least)(const float* row, std::int64_t width, const float* maxima,
+                           float temperature, float floor, std::int32_t* ids, float* values);
+  // How many columns come before `id`, by value downwards, then by column.
+  std::int64_t (*num_before)(const float* row, std::int64_t width, const float* maxima,
+                             std::int64_t id);
 };
 
 struct LinearKernels {
@@ -204,7 +222,7 @@ struct KernelTable {
   const char* isa;
   Kernels f32, bf16;
   LinearKernels linear;
-  void (*peaks)(const PeaksArgs&);
+  RowKernels rows;
   std::size_t (*decode_scratch)(std::int32_t q_heads, std::int32_t head_dim);  // floats
   std::size_t (*tile_scratch)(std::int32_t rows_and_heads, std::int32_t head_dim);
 };

@@ -6,6 +6,7 @@
 //               VCVTNEPS2BF16, which flushes denormals). `lane_of` in math.h is the order.
 //   load_some   as many of a pair as there are (fewer than 2 * kWidth), zeros for the rest
 //   reduce8     the sums over the lanes of eight vectors
+//   at_least    bit i: whether lane i of the first is at least that of the second
 //   kRows       rows of a matrix product's block: kRows * 3 sums stay in registers
 //   kLinearRows the same of a linear layer: kLinearRows * 2
 //   part<i>     element i of each lane's kWidth groups of 2 bfloat16
@@ -45,6 +46,9 @@ struct Vec {
   }
   static R where_less(R a, R b, R yes, R no) {
     return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+  }
+  static unsigned at_least(R a, R b) {
+    return static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)));
   }
   static R round(R a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static R scale_by_power(R a, R n) {

@@ -47,6 +47,7 @@ struct Vec {
   static R where_less(R a, R b, R yes, R no) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
   }
+  static unsigned at_least(R a, R b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
   static R round(R a) {
     return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }

@@ -66,6 +66,11 @@ struct Vec {
     for (int i = 0; i < kWidth; ++i) no.x[i] = a.x[i] < b.x[i] ? yes.x[i] : no.x[i];
     return no;
   }
+  static unsigned at_least(R a, R b) {
+    unsigned mask = 0;
+    for (int i = 0; i < kWidth; ++i) mask |= static_cast<unsigned>(a.x[i] >= b.x[i]) << i;
+    return mask;
+  }
   static R round(R a) {
     // Exact for |x| < 2^22, and to even as the vector instructions do.
     constexpr float kShift = 12582912.0F;

@@ -1,0 +1,300 @@
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../kernels/cpu/isa.h"
+#include "../kernels/cpu/kernels.h"
+#include "bindings.h"
+#include "tensor_tuple.h"
+#include "vmserve/row_sampler.h"
+
+namespace py = pybind11;
+
+namespace vmserve {
+namespace {
+
+using Token = std::int32_t;
+using Tokens = std::vector<Token>;
+
+// A name, made a Python string once.
+class Attribute {
+ public:
+  explicit Attribute(const char* name)
+      : name_(py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name))) {}
+
+  py::object of(py::handle object) const {
+    auto value = py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name_.ptr()));
+    if (!value) throw py::error_already_set();
+    return value;
+  }
+
+ private:
+  py::object name_;
+};
+
+double as_double(const py::object& value) {
+  const double number = PyFloat_AsDouble(value.ptr());
+  if (number == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return number;
+}
+
+std::int64_t as_int(py::handle value) {
+  const long long number = PyLong_AsLongLong(value.ptr());
+  if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return number;
+}
+
+// Ids beyond 32 bits are no vocabulary's: -1 is refused as such later.
+Token as_token(py::handle value) {
+  const std::int64_t number = as_int(value);
+  return number == static_cast<Token>(number) ? static_cast<Token>(number) : -1;
+}
+
+std::int64_t size_of(const py::object& sequence) {
+  const Py_ssize_t size = PyObject_Size(sequence.ptr());
+  if (size < 0) throw py::error_already_set();
+  return size;
+}
+
+// The items of a list or tuple, or of anything that can be iterated.
+Tokens as_tokens(const py::object& items) {
+  const auto fast =
+      py::reinterpret_steal<py::object>(PySequence_Fast(items.ptr(), "token ids are a sequence"));
+  if (!fast) throw py::error_already_set();
+  Tokens tokens(static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr())));
+  PyObject** const at = PySequence_Fast_ITEMS(fast.ptr());
+  for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = as_token(at[i]);
+  return tokens;
+}
+
+// A row's prompt and answer, one after the other.
+struct Known {
+  py::object tokens;
+  std::int64_t num_prompt, size;
+
+  std::int64_t num_output() const { return size - num_prompt; }
+  Tokens prompt() const { return slice(0, num_prompt); }
+  Tokens output() const { return slice(num_prompt, size); }
+
+ private:
+  Tokens slice(std::int64_t begin, std::int64_t end) const {
+    return as_tokens(py::reinterpret_steal<py::object>(PySequence_GetSlice(
+        tokens.ptr(), static_cast<py::ssize_t>(begin), static_cast<py::ssize_t>(end))));
+  }
+};
+
+// Reads vmserve.sampling.sampler.SamplingRow, attribute by attribute: a tenth of what packing the
+// rows in Python costs, and the sampler runs once a step.
+class RowReader {
+ public:
+  RowReader(double greedy_below, std::int64_t vocab) : greedy_below_(greedy_below), vocab_(vocab) {}
+
+  // `masks` keeps the arrays alive that the request points into.
+  RowRequest read(py::handle row, std::vector<py::object>& masks) const {
+    const py::object params = params_.of(row);
+    const Known known = read_known(row);
+    RowRequest request;
+    request.seed = static_cast<std::uint64_t>(PyLong_AsUnsignedLongLongMask(seed_.of(row).ptr()));
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    request.index = static_cast<std::uint64_t>(as_int(index_.of(row)));
+    request.position = static_cast<std::uint64_t>(known.num_output());
+    const double temperature = as_double(temperature_.of(params));
+    request.temperature = temperature < greedy_below_ ? 0.0F : static_cast<float>(temperature);
+    request.top_k = as_int(top_k_.of(params));
+    request.top_p = as_double(top_p_.of(params));
+    request.min_p = as_double(min_p_.of(params));
+    read_logprobs(params, request);
+    LogitChanges changes;
+    if (read_changes(row, params, known, changes, masks)) {
+      request.changes = std::move(changes);
+    }
+    return request;
+  }
+
+ private:
+  Known read_known(py::handle row) const {
+    py::object tokens = tokens_.of(row);
+    const std::int64_t size = size_of(tokens), num_prompt = as_int(num_prompt_.of(row));
+    if (num_prompt < 0 || num_prompt > size) {
+      throw MisuseError("a row of " + std::to_string(size) + " tokens has no prompt of " +
+                        std::to_string(num_prompt));
+    }
+    return {std::move(tokens), num_prompt, size};
+  }
+
+  void read_logprobs(const py::object& params, RowRequest& request) const {
+    const py::object num = logprobs_.of(params);
+    if (num.is_none()) return;
+    const py::object listed = listed_.of(params);
+    if (!listed.is_none()) request.listed = as_tokens(listed);
+    request.num_likeliest = as_int(num);
+    if (request.num_likeliest < 0) request.num_likeliest = vocab_;
+  }
+
+  // Whether there are any.
+  bool read_changes(py::handle row, const py::object& params, const Known& known,
+                    LogitChanges& changes, std::vector<py::object>& masks) const {
+    const bool limited = read_limits(row, params, known, changes, masks);
+    changes.repetition = static_cast<float>(as_double(repetition_.of(params)));
+    changes.presence = as_double(presence_.of(params));
+    changes.frequency = as_double(frequency_.of(params));
+    const bool repeats = changes.repetition != 1.0F;
+    const bool counts = changes.presence != 0.0 || changes.frequency != 0.0;
+    if (repeats) changes.prompt = known.prompt();
+    if (repeats || counts) changes.output = known.output();
+    return limited || repeats || counts;
+  }
+
+  // Bias, and what may be chosen.
+  bool read_limits(py::handle row, const py::object& params, const Known& known,
+                   LogitChanges& changes, std::vector<py::object>& masks) const {
+    const py::object bias = bias_.of(params), allowed = allowed_.of(params), mask = mask_.of(row);
+    if (!bias.is_none()) {
+      for (const auto& [id, value] : py::cast<py::dict>(bias)) {
+        const auto amount = py::reinterpret_borrow<py::object>(value);
+        changes.bias.emplace_back(as_token(id), static_cast<float>(as_double(amount)));
+      }
+    }
+    if (!allowed.is_none()) changes.allowed = as_tokens(allowed);
+    read_banned(row, params, known, changes.banned);
+    if (!mask.is_none()) {
+      auto array = py::cast<py::array_t<bool, py::array::c_style | py::array::forcecast>>(mask);
+      if (array.ndim() != 1 || array.shape(0) != vocab_) {
+        throw MisuseError("a mask is of the vocabulary: [" + std::to_string(vocab_) + "]");
+      }
+      changes.mask = array.data();
+      masks.push_back(std::move(array));
+    }
+    return !changes.bias.empty() || !changes.allowed.empty() || !changes.banned.empty() ||
+           changes.mask != nullptr;
+  }
+
+  // The last tokens of bad words that the output is about to complete, and the stop ids that
+  // min_tokens holds back. Ids from the tokenizer: it may have more than the model.
+  void read_banned(py::handle row, const py::object& params, const Known& known,
+                   Tokens& banned) const {
+    const py::object words = bad_words_.of(row);
+    if (size_of(words) > 0) {
+      const Tokens said = known.output();
+      for (const py::handle item : words) {
+        const Tokens word = as_tokens(py::reinterpret_borrow<py::object>(item));
+        if (word.empty() || word.size() - 1 > said.size()) continue;
+        const auto rest = static_cast<std::ptrdiff_t>(word.size()) - 1;
+        if (std::equal(word.begin(), word.begin() + rest, said.end() - rest)) {
+          add_known(word.back(), banned);
+        }
+      }
+    }
+    if (known.num_output() < as_int(min_tokens_.of(params))) {
+      for (const Token id : as_tokens(stop_ids_.of(row))) add_known(id, banned);
+    }
+  }
+
+  void add_known(Token id, Tokens& ids) const {
+    if (id >= 0 && id < vocab_) ids.push_back(id);
+  }
+
+  double greedy_below_;
+  std::int64_t vocab_;
+  Attribute params_{"params"}, seed_{"seed"}, index_{"index"}, tokens_{"tokens"},
+      num_prompt_{"num_prompt"}, stop_ids_{"stop_ids"}, bad_words_{"bad_words"}, mask_{"mask"};
+  Attribute temperature_{"temperature"}, top_k_{"top_k"}, top_p_{"top_p"}, min_p_{"min_p"},
+      logprobs_{"logprobs"}, listed_{"logprob_token_ids"}, bias_{"logit_bias"},
+      allowed_{"allowed_token_ids"}, min_tokens_{"min_tokens"}, repetition_{"repetition_penalty"},
+      presence_{"presence_penalty"}, frequency_{"frequency_penalty"};
+};
+
+py::object as_top(const RowResult& result) {
+  if (result.ranked.empty()) return py::none();
+  py::dict top;
+  for (const RankedToken& token : result.ranked) {
+    top[py::int_(token.id)] = py::make_tuple(token.logprob, token.rank);
+  }
+  return std::move(top);
+}
+
+// (tokens, log-probabilities, what was asked of each row or None, number of repaired rows)
+py::tuple as_tuple(const std::vector<RowResult>& results) {
+  const auto num = static_cast<py::ssize_t>(results.size());
+  py::list tokens(num), logprobs(num), tops(num);
+  std::int64_t num_repaired = 0;
+  for (py::ssize_t i = 0; i < num; ++i) {
+    const RowResult& result = results[static_cast<std::size_t>(i)];
+    tokens[i] = py::int_(result.token);
+    logprobs[i] = py::float_(result.logprob);
+    tops[i] = as_top(result);
+    num_repaired += result.was_repaired ? 1 : 0;
+  }
+  return py::make_tuple(tokens, logprobs, tops, num_repaired);
+}
+
+class PyRowSampler {
+ public:
+  PyRowSampler(std::int64_t vocab, double greedy_below, int num_threads, const std::string& isa)
+      : sampler_(vocab, num_threads, isa), reader_(greedy_below, vocab) {}
+
+  py::tuple sample(TensorTuple logits, const py::sequence& rows) {
+    std::vector<RowRequest> requests;
+    std::vector<py::object> masks;
+    requests.reserve(rows.size());
+    for (const py::handle row : rows) requests.push_back(reader_.read(row, masks));
+    return run(std::move(logits), requests);
+  }
+
+  py::tuple score(TensorTuple logits, const Tokens& targets, std::int64_t num_likeliest) {
+    std::vector<RowRequest> requests(targets.size());
+    for (std::size_t i = 0; i < targets.size(); ++i) {
+      requests[i].given = targets[i];
+      requests[i].num_likeliest = num_likeliest < 0 ? sampler_.vocab() : num_likeliest;
+    }
+    return run(std::move(logits), requests);
+  }
+
+  int num_threads() const { return sampler_.num_threads(); }
+  void set_num_threads(int num_threads) { sampler_.set_num_threads(num_threads); }
+
+ private:
+  py::tuple run(TensorTuple logits, const std::vector<RowRequest>& requests) {
+    const TensorRef tensor = as_tensor(std::move(logits));
+    std::vector<RowResult> results;
+    {
+      const py::gil_scoped_release unlocked;
+      sampler_.run(tensor, requests, results);
+    }
+    return as_tuple(results);
+  }
+
+  RowSampler sampler_;
+  RowReader reader_;
+};
+
+// What the kernels make of values, one by one; see cpu::RowKernels.
+py::array_t<float> row_weights(const py::array_t<float, py::array::c_style>& values,
+                               float temperature, float shift, const std::string& isa) {
+  py::array_t<float> out(values.size());
+  cpu::choose_table(isa).rows.weights(values.data(), values.size(), temperature, shift,
+                                      out.mutable_data());
+  return out;
+}
+
+}  // namespace
+
+void bind_sampler(py::module_& m) {
+  m.def("row_weights", &row_weights, py::arg("values"), py::arg("temperature"), py::arg("shift"),
+        py::arg("isa") = "");
+  m.def("uniform_of", &uniform_of, py::arg("seed"), py::arg("index"), py::arg("position"));
+  py::class_<PyRowSampler>(m, "RowSampler")
+      .def(py::init<std::int64_t, double, int, const std::string&>(), py::arg("vocab_size"),
+           py::arg("greedy_below"), py::arg("num_threads") = 1, py::arg("isa") = "")
+      .def_property("num_threads", &PyRowSampler::num_threads, &PyRowSampler::set_num_threads)
+      .def("sample", &PyRowSampler::sample, py::arg("logits"), py::arg("rows"))
+      .def("score", &PyRowSampler::score, py::arg("logits"), py::arg("targets"),
+           py::arg("num_likeliest"));
+}
+
+}  // namespace vmserve
