@@ -11,7 +11,7 @@ import hypothesis
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis import Case, GenerationMode
-from schemathesis.core.failures import FailureGroup
+from schemathesis.core.failures import Failure, FailureGroup
 
 __all__ = ["Tally", "fuzz", "fuzz_operation", "operations"]
 
@@ -94,6 +94,8 @@ def faults(case: Case, response: Any) -> Iterator[str]:
     except FailureGroup as group:
         for failure in group.exceptions:
             yield f"the answer is not as described: {failure}"
+    except Failure as failure:  # one comes by itself
+        yield f"the answer is not as described: {failure}"
 
 
 def _error_faults(status: int, response: Any) -> Iterator[str]:

@@ -102,14 +102,21 @@ def _describe(app: FastAPI, needs_key: bool, model_names: list[str]) -> dict[str
     return document
 
 
+#: Each event of a stream, as the sequential media types of OpenAPI have it.
+_EVENT = {
+    "type": "object",
+    "description": "A chunk as `data:`, of some endpoints with its kind as `event:`; last [DONE].",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+
+
 def _describe_reply(operation: dict[str, Any], reply: Reply) -> None:
     operation["summary"], operation["tags"] = reply.summary, [reply.tag]
     content: dict[str, Any] = {}
     if reply.schema is not None:
         content[reply.media_type] = {"schema": reply.schema}
     if reply.streams:
-        content["text/event-stream"] = {
-            "schema": {"type": "string", "description": "Chunks as `data:` events, then [DONE]."}
-        }
+        content["text/event-stream"] = {"schema": _EVENT}
     described = {"description": "As asked", "content": content}
     operation["responses"]["200"] = described if content else {"description": "No body"}
