@@ -48,8 +48,47 @@ Address FaultInjectingDriver::reserve(std::size_t bytes, Backing backing) {
   return inner_->reserve(bytes, backing);
 }
 
+Capabilities FaultInjectingDriver::capabilities() const {
+  Capabilities capabilities = inner_->capabilities();
+  capabilities.copy_stream = capabilities.copy_stream || late_copies_;
+  return capabilities;
+}
+
+std::int64_t FaultInjectingDriver::run_copies(std::int64_t count) {
+  std::int64_t done = 0;
+  for (; done < count && !late_.empty(); ++done) {
+    inner_->copy({late_.front()});
+    late_.pop_front();
+    ++num_copied_;
+  }
+  return done;
+}
+
+void FaultInjectingDriver::copy_out(const std::vector<CopyRun>& runs) {
+  if (!late_copies_) return one_by_one("copy_out", runs, &PageDriver::copy_out);
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    count_call("copy_out", i);
+    late_.push_back(runs[i]);
+  }
+}
+
+void FaultInjectingDriver::copy_in(const std::vector<CopyRun>& runs) {
+  if (late_copies_ && !runs.empty()) run_copies(std::numeric_limits<std::int64_t>::max());
+  one_by_one("copy_in", runs, &PageDriver::copy_in);
+}
+
+Mark FaultInjectingDriver::copy_mark() {
+  count_call("copy_mark", 0);
+  return late_copies_ ? num_copied_ + late_.size() : inner_->copy_mark();
+}
+
+bool FaultInjectingDriver::copy_reached(Mark mark) {
+  return late_copies_ ? mark <= num_copied_ : inner_->copy_reached(mark);
+}
+
 void FaultInjectingDriver::fence() {
   count_call("fence", 0);
+  run_copies(std::numeric_limits<std::int64_t>::max());
   inner_->fence();
 }
 

@@ -9,7 +9,8 @@ blocks before it and its own token; each tenant has its own range of values, one
 the prefix cache, forks, conversions and the swap space hand out is right if its bytes are.
 
 Copies are queued by ``apply()`` itself. So the epochs that are begun and not launched are launched
-before an ``apply()`` that may copy what they write.
+before an ``apply()`` that may copy what they write. Kernels run on one stream, copies to and from
+the host on another, and either may be far behind the other.
 """
 
 from __future__ import annotations
@@ -475,7 +476,7 @@ class Life:
     def keep_house(self) -> None:
         rng, core = self.rng, self.core
         chore = rng.choice(
-            ["trim", "trim", "limit", "compact", "compact", "cache", "mapper", "settle"]
+            ["trim", "trim", "limit", "compact", "compact", "cache", "mapper", "settle", "copies"]
         )
         if chore == "trim":
             keep, drop = rng.randint(0, 4), rng.random() < 0.5
@@ -498,6 +499,8 @@ class Life:
         elif chore == "mapper":
             count = rng.randint(1, 3)
             self.guarded(lambda: core.run_mapper(count))
+        elif chore == "copies":
+            self.guarded(core.finish_copies)
         else:
             self.guarded(core.settle_mapper)
 
