@@ -433,14 +433,16 @@ bool KVMemory::attaches(const std::vector<Op>& ops) {
 }
 
 // Pages in use whose gaps are nobody's to fill, and not to be packed, while an epoch or a copy
-// runs.
+// runs; and those of which a block is copied, which is not written to meanwhile.
 std::int64_t KVMemory::num_restless_pages() const {
   if (completed_ == begun_ && copying_.empty()) return 0;
   std::int64_t restless = 0;
   for (std::int64_t id = pool_.next_committed(0); id >= 0; id = pool_.next_committed(id + 1)) {
     const auto page = static_cast<PageId>(id);
     const bool has_gaps = pool_.used(page) > 0 && pool_.used(page) < config_.blocks_per_page;
-    restless += has_gaps && pool_.maps(page) == 0 && pool_.held(page) == 0 ? 1 : 0;
+    const bool is_loose = has_gaps && pool_.maps(page) == 0 && pool_.held(page) == 0;
+    const bool is_copied = pool_.used(page) > 0 && pool_.copying(page) > 0;
+    restless += is_loose || is_copied ? 1 : 0;
   }
   return restless;
 }

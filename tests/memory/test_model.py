@@ -410,7 +410,9 @@ def test_a_block_that_is_being_copied_is_not_handed_out() -> None:
         model.apply([grow(2, 1)], 4, look(after, begun=4, completed=3))
 
     model = copying_model()
-    with pytest.raises(Violation, match="block 4 was handed to sequence 2 while it is being copied"):
+    with pytest.raises(
+        Violation, match="block 4 was handed to sequence 2 while it is being copied"
+    ):
         hand_out(model)
     model = copying_model()
     model.copies_ended(1)

@@ -237,6 +237,24 @@ class MemoryMachine(RuleBasedStateMachine):
         self.rig.check()
 
     @precondition(lambda self: self.rig.model.seqs)
+    @rule(data=st.data(), steps=st.integers(0, 2), fault=FAULTS)
+    def make_way(self, data: st.DataObject, steps: int, fault: Fault | None) -> None:
+        """Somebody's pages are wanted at once; those who share with it go on meanwhile."""
+        refs = self.rig.model.seen.refs
+        seqs = [seq for seq in self.seqs if self.is_open(seq)]
+        sharing = [
+            s for s in seqs if any(refs.get(b, 0) > 1 for b in self.rig.model.seen.seqs[s].blocks)
+        ]
+        seq = data.draw(st.sampled_from(sharing or seqs), label="sequence") if seqs else None
+        if seq is None or not self.rig.step([Op(Kind.SWAP_OUT, seq)], fault):
+            return
+        for _ in range(steps):
+            for other in [s for s in self.seqs if self.is_open(s)]:
+                if growth := self.draw_growth(data, other, self.rig.model.seqs[other].length):
+                    self.rig.step(growth)
+        self.rig.check()
+
+    @precondition(lambda self: self.rig.model.seqs)
     @rule(data=st.data(), fault=FAULTS)
     def release(self, data: st.DataObject, fault: Fault | None) -> None:
         seq = self.some(data, lambda seq: True)

@@ -233,8 +233,10 @@ class Life:
         draw = rng.random()
         if draw < 0.12:
             self.admit()
-        elif draw < 0.60:
+        elif draw < 0.52:
             self.decode()
+        elif draw < 0.60:
+            self.make_way()
         elif draw < 0.70:
             self.mix()
         elif draw < 0.75:
@@ -371,6 +373,25 @@ class Life:
                 ops += self.growth(seq, seq.length)
         if ops:
             self.apply(ops)
+
+    def make_way(self) -> None:
+        """Somebody's pages are wanted at once, while the copies of them run; or it comes back."""
+        rng = self.rng
+        present = [seq for seq in self.seqs.values() if seq.length and not seq.swapped]
+        victims = rng.sample(present, min(len(present), rng.choice([1, 1, 2])))
+        swaps: list[CoreOp] = [(OpKind.SWAP_OUT, seq.id, 0, 0, -1, View.VIRTUAL) for seq in victims]
+        if not swaps or not self.apply(swaps):
+            return
+        for _ in range(rng.randint(1, 3)):
+            if self.lost:
+                return
+            rng.choice([self.decode, self.decode, self.admit, self.fork])()
+            self.launch(rng.randint(0, 2))
+            if rng.random() < 0.3:
+                self.sim.pump(1)
+        back = rng.choice(victims)
+        if rng.random() < 0.5 and not self.lost and back.id in self.seqs and back.swapped:
+            self.apply([(OpKind.SWAP_IN, back.id, 0, 0, -1, View.VIRTUAL)])
 
     def fork(self) -> None:
         rng = self.rng

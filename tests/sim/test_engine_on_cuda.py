@@ -323,3 +323,12 @@ def test_where_the_pool_grows_the_device_is_told_how_much_it_has(sim: SimCuda) -
     assert pages.granularity == 4096
     with pytest.raises(ConfigurationError, match="does not hold one page"):
         manager(pages, 0)
+
+
+def test_closing_in_the_middle_of_a_copy(sim: SimCuda) -> None:
+    """What it reads and writes is there until it has ended."""
+    memory, _, _ = swapped_memory(SimulatedMemory(sim))
+    memory.close()
+    del memory
+    assert sim.violations() == []
+    assert sim.counts() == NOTHING
