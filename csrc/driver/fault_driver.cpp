@@ -65,11 +65,20 @@ std::int64_t FaultInjectingDriver::run_copies(std::int64_t count) {
 }
 
 void FaultInjectingDriver::copy_out(const std::vector<CopyRun>& runs) {
-  if (!late_copies_) return one_by_one("copy_out", runs, &PageDriver::copy_out);
-  for (std::size_t i = 0; i < runs.size(); ++i) {
-    count_call("copy_out", i);
-    late_.push_back(runs[i]);
+  std::size_t asked = runs.size();
+  // Also copied now, so that misuse is refused now; what counts is what is there when it is run.
+  const auto defer = [&] {
+    const auto stop = runs.begin() + static_cast<std::ptrdiff_t>(asked);
+    if (late_copies_) late_.insert(late_.end(), runs.begin(), stop);
+  };
+  try {
+    one_by_one("copy_out", runs, &PageDriver::copy_out);
+  } catch (const Error& error) {
+    asked = error.completed;
+    defer();
+    throw;
   }
+  defer();
 }
 
 void FaultInjectingDriver::copy_in(const std::vector<CopyRun>& runs) {
