@@ -18,7 +18,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from vmserve.bench.machine import machine_info
 from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
 from vmserve.errors import ConfigurationError, OutOfMemoryError
+from vmserve.memory.manager import MemoryManager
 from vmserve.models import LoadedModel, ModelConfig, resolve_model
 from vmserve.models.decoder import Decoder
 from vmserve.models.weights import assemble, tensor_shapes
@@ -395,6 +396,45 @@ def part_overlap(bench: Bench) -> Iterator[Row]:
         }
 
 
+def part_swap(bench: Bench) -> Iterator[Row]:
+    """Too little memory, victims swapped: their copies waited for, and beside the next step."""
+    batch, length = max(12, bench.plan.batches[-2]), bench.plan.context + 4 * bench.plan.steps
+    with bench.engine(max_num_seqs=batch) as engine:
+        layout = engine.memory.layout
+    needed = batch * layout.pages_for(length) * layout.total_page_bytes
+    one = layout.pages_for(bench.plan.max_len) * layout.total_page_bytes
+
+    def waiting(memory: MemoryManager, seqs: Sequence[int]) -> bool:
+        done = swap_out(memory, seqs)
+        memory.wait()
+        return done
+
+    swap_out = MemoryManager.swap_out
+    for copies, regime in itertools.product(("waited for", "beside"), ("virtual", "paged")):
+        options: dict[str, Any] = {"kv_regime": regime, "preemption": "swap"}
+        options |= {"kv_cache_memory": max(one, needed // 2), "swap_space": needed}
+        chosen = waiting if copies == "waited for" else swap_out
+        with (
+            mock.patch.object(MemoryManager, "swap_out", chosen),
+            bench.engine(max_num_seqs=batch, **options) as engine,
+        ):
+            for index in range(batch):
+                add(engine, str(index), bench.plan.context, 4 * bench.plan.steps, index)
+            began = time.perf_counter()
+            while engine.has_unfinished:
+                step(engine)
+            seconds = time.perf_counter() - began
+            stats = engine.stats()
+        yield {
+            "copies": copies,
+            "regime": regime,
+            "swaps": stats["num_swapped_out_total"],
+            "blocks_out": stats["swapped_out_blocks_total"],
+            "makespan_s": seconds,
+            "output_tokens_per_s": 4 * bench.plan.steps * batch / seconds,
+        }
+
+
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "decode": part_decode,
     "overlap": part_overlap,
@@ -403,6 +443,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "makespan": part_makespan,
     "idle": part_idle,
     "layout": part_layout,
+    "swap": part_swap,
 }
 
 

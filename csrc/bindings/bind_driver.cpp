@@ -62,7 +62,8 @@ void bind_values(py::module_& m) {
       .def_readonly("read_only", &Capabilities::read_only)
       .def_readonly("zeros_backing", &Capabilities::zeros_backing)
       .def_readonly("host_memory", &Capabilities::host_memory)
-      .def_readonly("asynchronous", &Capabilities::asynchronous);
+      .def_readonly("asynchronous", &Capabilities::asynchronous)
+      .def_readonly("copy_stream", &Capabilities::copy_stream);
   py::class_<DriverStats>(m, "DriverStats")
       .def_readonly("created_frames", &DriverStats::created_frames)
       .def_readonly("mapped_frames", &DriverStats::mapped_frames)
@@ -107,6 +108,10 @@ void bind_driver(py::module_& m) {
       .def("set_access", batched<AccessRun, AccessTuple>(&PageDriver::set_access), py::arg("runs"))
       .def("zero", batched<AddressRun, AddressTuple>(&PageDriver::zero), py::arg("runs"))
       .def("copy", batched<CopyRun, CopyTuple>(&PageDriver::copy), py::arg("runs"))
+      .def("copy_out", batched<CopyRun, CopyTuple>(&PageDriver::copy_out), py::arg("runs"))
+      .def("copy_in", batched<CopyRun, CopyTuple>(&PageDriver::copy_in), py::arg("runs"))
+      .def("copy_mark", &PageDriver::copy_mark, unlocked())
+      .def("copy_reached", &PageDriver::copy_reached, py::arg("mark"), unlocked())
       .def("fence", &PageDriver::fence, unlocked())
       .def("mark", &PageDriver::mark, unlocked())
       .def("reached", &PageDriver::reached, py::arg("mark"), unlocked())
@@ -143,10 +148,12 @@ void bind_driver(py::module_& m) {
 
   py::class_<FaultInjectingDriver, PageDriver, std::shared_ptr<FaultInjectingDriver>>(
       m, "FaultInjectingDriver")
-      .def(py::init<std::shared_ptr<PageDriver>>(), py::arg("inner"))
+      .def(py::init<std::shared_ptr<PageDriver>, bool>(), py::arg("inner"), py::kw_only(),
+           py::arg("late_copies") = false)
       .def("arm", &FaultInjectingDriver::arm, py::arg("call"), py::kw_only(),
            py::arg("forever") = false, py::arg("code") = ENOMEM, py::arg("sticky") = false)
       .def("disarm", &FaultInjectingDriver::disarm)
+      .def("run_copies", &FaultInjectingDriver::run_copies, py::arg("count"))
       .def_property_readonly("num_calls", &FaultInjectingDriver::num_calls);
 }
 

@@ -173,6 +173,7 @@ void bind_stats(py::module_& m) {
   VMSERVE_STAT(tail_waste_bytes);
   VMSERVE_STAT(swap_blocks);
   VMSERVE_STAT(swap_capacity_blocks);
+  VMSERVE_STAT(copying_blocks);
   VMSERVE_STAT(memfd_allocated_bytes);
   VMSERVE_STAT(num_mappings);
   VMSERVE_STAT(pending_repairs);
@@ -319,6 +320,8 @@ void bind_sequences(py::class_<KVMemory>& memory) {
       .def("complete", &KVMemory::complete, py::arg("epoch"), unlocked())
       .def("abandon_epoch", &KVMemory::abandon_epoch, py::arg("epoch"), unlocked())
       .def("launched", &KVMemory::launched, py::arg("epoch"), unlocked())
+      .def("finish_copies", &KVMemory::finish_copies, unlocked())
+      .def("is_copying", &KVMemory::is_copying, unlocked())
       .def_property_readonly("begun_epoch", &KVMemory::begun_epoch)
       .def_property_readonly("completed_epoch", &KVMemory::completed_epoch);
 }

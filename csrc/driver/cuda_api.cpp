@@ -60,6 +60,7 @@ std::shared_ptr<const Api> Api::load(const std::string& library) {
   need("cuStreamCreate", api->stream_create);
   need("cuStreamDestroy_v2", api->stream_destroy);
   need("cuStreamSynchronize", api->stream_synchronize);
+  need("cuStreamWaitEvent", api->stream_wait_event);
   need("cuEventCreate", api->event_create);
   need("cuEventRecord", api->event_record);
   need("cuEventQuery", api->event_query);

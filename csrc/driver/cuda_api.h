@@ -128,6 +128,7 @@ struct Api {
   Result (*stream_create)(Stream* stream, unsigned flags);
   Result (*stream_destroy)(Stream stream);
   Result (*stream_synchronize)(Stream stream);
+  Result (*stream_wait_event)(Stream stream, Event event, unsigned flags);
   Result (*event_create)(Event* event, unsigned flags);
   Result (*event_record)(Event event, Stream stream);
   Result (*event_query)(Event event);

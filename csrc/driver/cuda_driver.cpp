@@ -35,6 +35,7 @@ Capabilities CudaDriver::capabilities() const {
   capabilities.read_only = read_only_;
   capabilities.zeros_backing = false;
   capabilities.asynchronous = true;
+  capabilities.copy_stream = true;
   return capabilities;
 }
 
@@ -226,19 +227,18 @@ void CudaDriver::set_access(const std::vector<AccessRun>& runs) {
 
 void CudaDriver::zero(const std::vector<AddressRun>& runs) {
   enter();
-  auto* const stream = reinterpret_cast<cuda::Stream>(options_.stream);
+  if (!runs.empty()) own_work_ = marks_.last + 1;
   for (std::size_t i = 0; i < runs.size(); ++i) {
     ledger_.check_zeroable(runs[i], i);
-    const cuda::Result result = api_->memset_async(runs[i].addr, 0, runs[i].bytes, stream);
+    const cuda::Result result =
+        api_->memset_async(runs[i].addr, 0, runs[i].bytes, compute_stream());
     if (result != cuda::kSuccess) {
       refuse(result, "cuMemsetD8Async", "zeroing " + human_bytes(runs[i].bytes), "try again", i);
     }
   }
 }
 
-void CudaDriver::copy(const std::vector<CopyRun>& runs) {
-  enter();
-  auto* const stream = reinterpret_cast<cuda::Stream>(options_.stream);
+void CudaDriver::queue_copies(const std::vector<CopyRun>& runs, Stream stream) {
   for (std::size_t i = 0; i < runs.size(); ++i) {
     ledger_.check_copyable(runs[i], i);
     const cuda::Result result = api_->memcpy_async(runs[i].dst, runs[i].src, runs[i].bytes, stream);
@@ -248,27 +248,88 @@ void CudaDriver::copy(const std::vector<CopyRun>& runs) {
   }
 }
 
-void CudaDriver::retire(std::size_t count) {
+void CudaDriver::copy(const std::vector<CopyRun>& runs) {
+  enter();
+  if (!runs.empty()) own_work_ = marks_.last + 1;
+  queue_copies(runs, compute_stream());
+}
+
+// -- beside the kernels
+
+cuda::Result CudaDriver::follow(Stream behind, Stream before) {
+  // A wait is for the newest record at the time of the call: one event does for all.
+  const cuda::Result result = api_->event_record(order_event_, before);
+  return result != cuda::kSuccess ? result : api_->stream_wait_event(behind, order_event_, 0);
+}
+
+void CudaDriver::copy_out(const std::vector<CopyRun>& runs) {
+  enter();
+  if (runs.empty()) return;
+  const cuda::Result result = follow(copy_stream_, compute_stream());
+  if (result != cuda::kSuccess) {
+    refuse(result, "cuStreamWaitEvent", "putting copies behind the kernels", "try again");
+  }
+  queue_copies(runs, copy_stream_);
+}
+
+// Whether what zero and copy were asked for is done, as far as marks tell.
+bool CudaDriver::is_own_work_done() {
+  return own_work_ <= marks_.last && is_reached(marks_, own_work_);
+}
+
+// What the compute stream is given from here on waits for the copies.
+void CudaDriver::join_copies(std::size_t completed) {
+  const cuda::Result result = follow(compute_stream(), copy_stream_);
+  if (result == cuda::kSuccess || api_->stream_synchronize(copy_stream_) == cuda::kSuccess) return;
+  lose(result, "cuStreamWaitEvent",
+       "the kernels could not be put behind the copies to device memory: " + api_->name(result),
+       completed);
+}
+
+void CudaDriver::copy_in(const std::vector<CopyRun>& runs) {
+  enter();
+  if (runs.empty()) return;
+  if (!is_own_work_done()) {
+    const cuda::Result result = follow(copy_stream_, compute_stream());
+    if (result != cuda::kSuccess) {
+      refuse(result, "cuStreamWaitEvent", "putting copies behind the kernels", "try again");
+    }
+  }
+  try {
+    queue_copies(runs, copy_stream_);
+  } catch (const Error& error) {
+    // Whoever is given the targets next must not meet a copy that comes late.
+    if (error.completed > 0) join_copies(error.completed);
+    throw;
+  }
+  join_copies(runs.size());
+}
+
+// -- marks
+
+void CudaDriver::retire(Marks& marks, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
-    idle_events_.push_back(pending_.front());
-    pending_.pop_front();
+    idle_events_.push_back(marks.pending.front());
+    marks.pending.pop_front();
   }
 }
 
 void CudaDriver::fence() {
   enter();
-  const cuda::Result result =
-      api_->stream_synchronize(reinterpret_cast<cuda::Stream>(options_.stream));
-  if (result != cuda::kSuccess) {
-    refuse(result, "cuStreamSynchronize", "waiting for the compute stream", "try again");
+  for (Stream const stream : {compute_stream(), copy_stream_}) {
+    const cuda::Result result = api_->stream_synchronize(stream);
+    if (result == cuda::kSuccess) continue;
+    refuse(result, "cuStreamSynchronize", "waiting for the device", "try again");
   }
-  retire(pending_.size());
+  retire(marks_, marks_.pending.size());
+  retire(copy_marks_, copy_marks_.pending.size());
+  own_work_ = 0;
 }
 
-CudaDriver::Event CudaDriver::take_event() {
-  if (idle_events_.empty() && pending_.size() >= kManyPending &&
-      api_->event_query(pending_.front()) == cuda::kSuccess) {
-    retire(1);
+CudaDriver::Event CudaDriver::take_event(Marks& marks) {
+  if (idle_events_.empty() && marks.pending.size() >= kManyPending &&
+      api_->event_query(marks.pending.front()) == cuda::kSuccess) {
+    retire(marks, 1);
   }
   if (!idle_events_.empty()) {
     Event event = idle_events_.back();
@@ -283,32 +344,47 @@ CudaDriver::Event CudaDriver::take_event() {
   return event;
 }
 
-Mark CudaDriver::mark() {
+Mark CudaDriver::mark_stream(Marks& marks, Stream stream) {
   enter();
-  Event const event = take_event();
-  const cuda::Result result =
-      api_->event_record(event, reinterpret_cast<cuda::Stream>(options_.stream));
+  Event const event = take_event(marks);
+  const cuda::Result result = api_->event_record(event, stream);
   if (result != cuda::kSuccess) {
     idle_events_.push_back(event);
-    refuse(result, "cuEventRecord", "marking the compute stream", "try again");
+    refuse(result, "cuEventRecord", "marking a stream", "try again");
   }
-  pending_.push_back(event);
-  return ++last_mark_;
+  marks.pending.push_back(event);
+  return ++marks.last;
 }
 
-bool CudaDriver::reached(Mark mark) {
+bool CudaDriver::is_reached(Marks& marks, Mark mark) {
   enter();
-  if (mark > last_mark_) return false;
-  const Mark oldest = last_mark_ - pending_.size() + 1;
+  if (mark > marks.last) return false;
+  const Mark oldest = marks.last - marks.pending.size() + 1;
   if (mark < oldest) return true;
   const std::size_t index = mark - oldest;
-  const cuda::Result result = api_->event_query(pending_[index]);
+  const cuda::Result result = api_->event_query(marks.pending[index]);
   if (result == cuda::kNotReady) return false;
   if (result != cuda::kSuccess) {
     refuse(result, "cuEventQuery", "asking for a mark", "try again");
   }
-  retire(index + 1);  // marks are reached in their order
+  retire(marks, index + 1);  // marks are reached in their order
   return true;
+}
+
+Mark CudaDriver::mark() {
+  return mark_stream(marks_, compute_stream());
+}
+
+bool CudaDriver::reached(Mark mark) {
+  return is_reached(marks_, mark);
+}
+
+Mark CudaDriver::copy_mark() {
+  return mark_stream(copy_marks_, copy_stream_);
+}
+
+bool CudaDriver::copy_reached(Mark mark) {
+  return is_reached(copy_marks_, mark);
 }
 
 Address CudaDriver::alloc_host(std::size_t bytes) {

@@ -118,11 +118,14 @@ void CudaDriver::open_device() {
 void CudaDriver::open() {
   open_device();
   enter();
-  cuda::Result result = api_->stream_create(&clear_stream_, cuda::kStreamNonBlocking);
-  if (result != cuda::kSuccess) {
-    clear_stream_ = nullptr;
+  cuda::Result result = cuda::kSuccess;
+  for (Stream* const stream : {&clear_stream_, &copy_stream_}) {
+    result = api_->stream_create(stream, cuda::kStreamNonBlocking);
+    if (result == cuda::kSuccess) continue;
+    *stream = nullptr;
     refuse(result, "cuStreamCreate", "making a stream", "free device memory");
   }
+  order_event_ = take_event(marks_);
   scratch_frames_ = std::min(std::max<std::size_t>(kScratchBytes / frame_bytes(), 1),
                              static_cast<std::size_t>(num_frames()));
   cuda::DevicePointer addr = 0;
@@ -317,22 +320,24 @@ void CudaDriver::give_back_memory() noexcept {
 }
 
 void CudaDriver::close() noexcept {
-  const auto stream = reinterpret_cast<cuda::Stream>(options_.stream);
-  const auto ended = [](cuda::Result result) {
+  const auto ended = [&](Stream stream) {
+    const cuda::Result result = attempt([&] { return api_->stream_synchronize(stream); });
     return result == cuda::kSuccess || cuda::is_sticky(result);
   };
   attempt([&] { return api_->context_set_current(context_); });
-  const cuda::Result computed = attempt([&] { return api_->stream_synchronize(stream); });
-  const cuda::Result cleared =
-      clear_stream_ == nullptr ? cuda::kSuccess
-                               : attempt([&] { return api_->stream_synchronize(clear_stream_); });
-  if (ended(computed) && ended(cleared)) give_back_memory();
-  retire(pending_.size());
+  bool all_ended = ended(compute_stream());
+  for (Stream const stream : {clear_stream_, copy_stream_}) {
+    if (stream != nullptr) all_ended = ended(stream) && all_ended;
+  }
+  if (all_ended) give_back_memory();
+  retire(marks_, marks_.pending.size());
+  retire(copy_marks_, copy_marks_.pending.size());
+  if (order_event_ != nullptr) idle_events_.push_back(order_event_);
   for (Event const event : idle_events_) {
     attempt([&] { return api_->event_destroy(event); });
   }
-  if (clear_stream_ != nullptr) {
-    attempt([&] { return api_->stream_destroy(clear_stream_); });
+  for (Stream const stream : {clear_stream_, copy_stream_}) {
+    if (stream != nullptr) attempt([&] { return api_->stream_destroy(stream); });
   }
   attempt([&] { return api_->primary_context_release(device_); });
 }

@@ -48,8 +48,56 @@ Address FaultInjectingDriver::reserve(std::size_t bytes, Backing backing) {
   return inner_->reserve(bytes, backing);
 }
 
+Capabilities FaultInjectingDriver::capabilities() const {
+  Capabilities capabilities = inner_->capabilities();
+  capabilities.copy_stream = capabilities.copy_stream || late_copies_;
+  return capabilities;
+}
+
+std::int64_t FaultInjectingDriver::run_copies(std::int64_t count) {
+  std::int64_t done = 0;
+  for (; done < count && !late_.empty(); ++done) {
+    inner_->copy({late_.front()});
+    late_.pop_front();
+    ++num_copied_;
+  }
+  return done;
+}
+
+void FaultInjectingDriver::copy_out(const std::vector<CopyRun>& runs) {
+  std::size_t asked = runs.size();
+  // Also copied now, so that misuse is refused now; what counts is what is there when it is run.
+  const auto defer = [&] {
+    const auto stop = runs.begin() + static_cast<std::ptrdiff_t>(asked);
+    if (late_copies_) late_.insert(late_.end(), runs.begin(), stop);
+  };
+  try {
+    one_by_one("copy_out", runs, &PageDriver::copy_out);
+  } catch (const Error& error) {
+    asked = error.completed;
+    defer();
+    throw;
+  }
+  defer();
+}
+
+void FaultInjectingDriver::copy_in(const std::vector<CopyRun>& runs) {
+  if (late_copies_ && !runs.empty()) run_copies(std::numeric_limits<std::int64_t>::max());
+  one_by_one("copy_in", runs, &PageDriver::copy_in);
+}
+
+Mark FaultInjectingDriver::copy_mark() {
+  count_call("copy_mark", 0);
+  return late_copies_ ? num_copied_ + late_.size() : inner_->copy_mark();
+}
+
+bool FaultInjectingDriver::copy_reached(Mark mark) {
+  return late_copies_ ? mark <= num_copied_ : inner_->copy_reached(mark);
+}
+
 void FaultInjectingDriver::fence() {
   count_call("fence", 0);
+  run_copies(std::numeric_limits<std::int64_t>::max());
   inner_->fence();
 }
 

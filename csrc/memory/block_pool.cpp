@@ -43,11 +43,11 @@ PageState BlockPool::state_for(PageId id) const {
   if (page.used > 0) {
     const bool splits =
         page.maps == 0 && page.owner == kNoSeq && page.held == 0 && spare_blocks(page) > 0 &&
-        page.retire <= completed_;  // an epoch may still write the block that was given up
+        is_at_rest(id);  // an epoch may still write the block that was given up, or a copy read it
     return splits ? PageState::kSplit : PageState::kInUse;
   }
   if (page.held > 0) return PageState::kHeld;
-  if (page.retire > completed_) return PageState::kWaiting;
+  if (!is_at_rest(id)) return PageState::kWaiting;
   return page.cached > 0 || page.maps > 0 ? PageState::kIdle : PageState::kFree;
 }
 
@@ -267,6 +267,20 @@ void BlockPool::drop_ref(BlockId id, Epoch epoch) noexcept {
   settle(page_id);
 }
 
+void BlockPool::begin_copy(BlockId block) noexcept {
+  ++blocks_[block].copies;
+  ++pages_[page_of(block)].copying;
+  ++num_copies_;
+  settle(page_of(block));
+}
+
+void BlockPool::end_copy(BlockId block) noexcept {
+  --blocks_[block].copies;
+  --pages_[page_of(block)].copying;
+  --num_copies_;
+  settle(page_of(block));
+}
+
 void BlockPool::add_map(PageId page, std::int32_t index) noexcept {
   ++pages_[page].maps;
   pages_[page].index = index;
@@ -356,13 +370,14 @@ void BlockPool::check_page(PageId id) const {
     counted.used += block.refs > 0 ? 1 : 0;
     counted.shared += block.refs > 1 ? 1 : 0;
     counted.cached += block.refs == 0 && block.published ? 1 : 0;
+    counted.copying += block.copies;
     if (block.refs < 0 || (block.published && find(digests_[b]) != b)) {
       throw InvariantError("block " + std::to_string(b) + " has " + std::to_string(block.refs) +
                            " references or is published under another's digest");
     }
   }
   if (counted.used != page.used || counted.cached != page.cached || counted.shared != page.shared ||
-      page.maps < 0 || page.held < 0) {
+      counted.copying != page.copying || page.maps < 0 || page.held < 0) {
     throw InvariantError("page " + std::to_string(id) + " counts its blocks wrongly");
   }
   if (state_for(id) != page.state || free_.contains(id) != (page.state == PageState::kFree)) {

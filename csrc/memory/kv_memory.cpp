@@ -81,6 +81,7 @@ KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& confi
       seqs_(static_cast<std::size_t>(config.max_seqs)),
       slots_(static_cast<std::size_t>(config.num_slots)) {
   config_.seal_read_only = config_.seal_read_only && driver_->capabilities().read_only;
+  copies_beside_ = driver_->capabilities().copy_stream;
   const std::int64_t pages_per_slot = row_pages(config_);
   space_ = std::make_shared<AddressSpace>(
       driver_, AddressSpace::Shape{config_.num_groups, config_.num_slots, pages_per_slot,
@@ -283,6 +284,17 @@ void KVMemory::abandon_epoch(Epoch epoch) {
   complete_locked(epoch, /*sealed=*/false);
 }
 
+bool KVMemory::is_copying() {
+  const auto lock = enter();
+  absorb();
+  return !copying_.empty();
+}
+
+bool KVMemory::finish_copies() {
+  const auto lock = enter();
+  return finish_copies_locked();
+}
+
 void KVMemory::launched(Epoch epoch) {
   const auto lock = enter();
   require(epoch <= begun_, [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
@@ -353,6 +365,7 @@ std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle_too) {
   require(keep_pages >= 0, [&] { return std::string("keep_pages must not be negative"); });
   require_alive();
   settle_locked();
+  finish_copies_locked();
   retry_repairs();
   if (drop_idle_too) drop_idle(keep_pages);
   if (swap_->num_used() == 0) {
@@ -373,6 +386,7 @@ void KVMemory::set_limit(std::int64_t limit_pages) {
   });
   require_alive();
   settle_locked();
+  finish_copies_locked();
   retry_repairs();
   pool_.set_limit(limit_pages);
   ++version_;

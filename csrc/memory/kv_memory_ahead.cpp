@@ -14,6 +14,12 @@ constexpr std::int64_t kReclaimBatch = 64;
 }  // namespace
 
 void KVMemory::absorb() {
+  if (!marks_.empty()) absorb_marks();
+  if (!copying_.empty()) absorb_copies();
+  for (Outcome& outcome : mapper_->take_outcomes()) absorb(std::move(outcome));
+}
+
+void KVMemory::absorb_marks() {
   while (!marks_.empty()) {
     bool reached = false;
     try {
@@ -28,7 +34,39 @@ void KVMemory::absorb() {
     marks_.pop_front();
     complete_locked(epoch, /*sealed=*/true);
   }
-  for (Outcome& outcome : mapper_->take_outcomes()) absorb(std::move(outcome));
+}
+
+void KVMemory::absorb_copies() {
+  try {
+    while (!copying_.empty()) {
+      {
+        const auto driving = mapper_->lock_driver();
+        if (!driver_->copy_reached(copying_.front().mark)) return;
+      }
+      end_oldest_copies();
+    }
+  } catch (const Error& error) {
+    fail_if_sticky(error);
+  }
+}
+
+void KVMemory::end_oldest_copies() {
+  for (const BlockId block : copying_.front().blocks) pool_.end_copy(block);
+  copying_.pop_front();
+}
+
+bool KVMemory::finish_copies_locked() {
+  if (copying_.empty()) return false;
+  try {
+    const auto driving = mapper_->lock_driver();
+    driver_->fence();
+  } catch (const Error& error) {
+    last_error_ = error.what();
+    fail_if_sticky(error);
+    return false;
+  }
+  while (!copying_.empty()) end_oldest_copies();
+  return true;
 }
 
 void KVMemory::absorb(Outcome outcome) {

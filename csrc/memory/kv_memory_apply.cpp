@@ -148,6 +148,15 @@ void KVMemory::commit(Change& change) {
   totals_.zeroed += static_cast<std::int64_t>(change.zero_pages.size());
   for (const PageId page : change.held) pool_.unhold(page);
   for (const BlockId block : change.matched) pool_.drop_ref(block, 0);
+  if (change.copy_mark) {
+    Copying copying{*change.copy_mark, {}};
+    copying.blocks.reserve(change.swap_out.size());
+    for (const SwapCopy& copy : change.swap_out) {
+      copying.blocks.push_back(copy.block);
+      pool_.begin_copy(copy.block);
+    }
+    copying_.push_back(std::move(copying));
+  }
   for (auto block = change.drops.rbegin(); block != change.drops.rend(); ++block) {
     pool_.drop_ref(*block, begun_);
   }

@@ -267,7 +267,7 @@ BlockId KVMemory::fresh_whole_page(Change& change, SeqId id, BlockId before) {
 BlockId KVMemory::fresh_block(Change& change, SeqId id, BlockId before) {
   if (before != kNoBlock && (before + 1) % config_.blocks_per_page != 0) {
     const PageId page = pool_.page_of(before);
-    const bool is_own = pool_.owner(page) == id && pool_.retire(page) <= completed_;
+    const bool is_own = pool_.owner(page) == id && pool_.is_at_rest(page);
     if (is_own && pool_.refs(before + 1) == 0 && !pool_.is_published(before + 1)) {
       if (config_.zero_policy == ZeroPolicy::kAlways) change.zero_blocks.push_back(before + 1);
       add_ref(change, before + 1);

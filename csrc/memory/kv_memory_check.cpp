@@ -80,6 +80,7 @@ MemoryStats KVMemory::stats() {
   }
   s.swap_blocks = swap_->num_used();
   s.swap_capacity_blocks = swap_->capacity();
+  s.copying_blocks = pool_.num_copies();
   s.memfd_allocated_bytes = driver.allocated_bytes;
   s.num_mappings = driver.num_mappings;
   s.pending_repairs = static_cast<std::int64_t>(repairs_.size());
@@ -168,6 +169,20 @@ void KVMemory::check_references() const {
             " references recorded and " + std::to_string(count) + " counted");
     ++distinct;
   }
+  std::unordered_map<BlockId, std::int32_t> copied;
+  std::int64_t num_copies = 0;
+  for (const Copying& copying : copying_) {
+    for (const BlockId block : copying.blocks) ++copied[block];
+    num_copies += static_cast<std::int64_t>(copying.blocks.size());
+  }
+  for (const auto& [block, count] : copied) {
+    law(pool_.copies(block) == count, "block " + std::to_string(block) + " has " +
+                                          std::to_string(pool_.copies(block)) +
+                                          " copies recorded and " + std::to_string(count) + " run");
+  }
+  law(num_copies == pool_.num_copies(), std::to_string(pool_.num_copies()) +
+                                            " copies are recorded, " + std::to_string(num_copies) +
+                                            " run");
   law(distinct == pool_.num_used_blocks(), std::to_string(pool_.num_used_blocks()) +
                                                " blocks are used, " + std::to_string(distinct) +
                                                " are referenced");

@@ -135,10 +135,13 @@ void KVMemory::execute(Change& change) {
     return;
   }
   const auto driving = mapper_->lock_driver();
-  driver_->copy(out);  // before anything is written
+  driver_->copy_out(out);  // before anything is written
+  // NOTE: without a mark nobody would know when they end: refused, the change is undone, and what
+  // was copied for nothing lies in host memory that the next copies take, behind these.
+  if (!out.empty() && copies_beside_) change.copy_mark = driver_->copy_mark();
   driver_->zero(zeros);
   driver_->copy(copies);
-  driver_->copy(in);
+  driver_->copy_in(in);
   change.tx.map(maps);
   change.tx.set_access(writable, Access::kRead);
   change.tx.set_access(read_only, Access::kReadWrite);

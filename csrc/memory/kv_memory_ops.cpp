@@ -291,11 +291,11 @@ bool KVMemory::claim_spare(Change& change, SeqId id, std::int64_t index) {
 }
 
 // Copy on write: others read this block, or may find it, and its rest is about to be written. Of
-// those that all go on from it in one step the last one stays.
+// those that all go on from it in one step the last one stays. A copy to host memory reads it too.
 bool KVMemory::needs_copy(const Change& change, BlockId block) const {
   const auto left = change.left.find(block);
   const std::int32_t gone = left == change.left.end() ? 0 : left->second;
-  return pool_.refs(block) - gone > 1 || pool_.is_published(block);
+  return pool_.refs(block) - gone > 1 || pool_.is_published(block) || pool_.copies(block) > 0;
 }
 
 void KVMemory::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {

@@ -165,7 +165,8 @@ std::vector<KVMemory::BoundPage> KVMemory::bind_pages(const std::vector<BlockId>
     } else if (in_order && is_full) {
       bound.push_back({Kind::kShare, page, count});
     } else if (in_order && pool_.total_refs(page) == (own ? count : 0) &&
-               !offers_more(page, count) && pool_.held(page) <= held && !is_clearing_late(page)) {
+               !offers_more(page, count) && pool_.held(page) <= held && !is_clearing_late(page) &&
+               pool_.copying(page) == 0) {
       bound.push_back({Kind::kClaim, page, count});
     } else {
       bound.push_back({Kind::kCopy, kNoPage, count});
@@ -201,7 +202,7 @@ void KVMemory::demand_paged(Demand& demand, SeqId id, std::int64_t have, std::in
   if (have > 0 && have == static_cast<std::int64_t>(seq.has.blocks.size())) {
     const BlockId last = seq.has.blocks.back();
     if (last != kNoBlock && pool_.owner(pool_.page_of(last)) == id && !dense &&
-        pool_.retire(pool_.page_of(last)) <= completed_) {
+        pool_.is_at_rest(pool_.page_of(last))) {
       own_left = width - 1 - last % width;
     }
   }
@@ -357,7 +358,8 @@ void KVMemory::demand_grow(Demand& demand, const Op& op) const {
   // The tail block is copied if others read it, or may.
   const BlockId tail = is_changed ? kNoBlock : seq.has.blocks[now.length / config_.block_tokens];
   if (is_changed || is_parent(demand, op.seq) ||
-      (tail != kNoBlock && (pool_.refs(tail) > 1 || pool_.is_published(tail)))) {
+      (tail != kNoBlock &&
+       (pool_.refs(tail) > 1 || pool_.is_published(tail) || pool_.copies(tail) > 0))) {
     ++demand.blocks[seq.tenant];
   }
 }
@@ -389,7 +391,8 @@ std::int64_t KVMemory::pages_missing(const Demand& demand, bool squeezed) const 
 }
 
 // Pages that squeeze() may take apart: of paged sequences, with blocks that are free, cached or set
-// aside for one of them. While an epoch runs that may write them there are none.
+// aside for one of them. While an epoch runs that may write them there are none, and none of which
+// a block is copied.
 std::unordered_map<Tenant, std::vector<PageId>> KVMemory::loose_pages() const {
   std::unordered_map<Tenant, std::vector<PageId>> pages;
   if (completed_ != begun_) return pages;
@@ -397,7 +400,7 @@ std::unordered_map<Tenant, std::vector<PageId>> KVMemory::loose_pages() const {
     const auto page = static_cast<PageId>(id);
     const std::int32_t used = pool_.used(page);
     const bool is_loose = used > 0 && used < config_.blocks_per_page && pool_.maps(page) == 0 &&
-                          pool_.held(page) == 0;
+                          pool_.held(page) == 0 && pool_.copying(page) == 0;
     if (is_loose) pages[pool_.tenant(page)].push_back(page);
   }
   return pages;
@@ -429,6 +432,21 @@ bool KVMemory::attaches(const std::vector<Op>& ops) {
                      [](const Op& op) { return op.kind == OpKind::kAttach && op.num_tokens > 0; });
 }
 
+// Pages in use whose gaps are nobody's to fill, and not to be packed, while an epoch or a copy
+// runs; and those of which a block is copied, which is not written to meanwhile.
+std::int64_t KVMemory::num_restless_pages() const {
+  if (completed_ == begun_ && copying_.empty()) return 0;
+  std::int64_t restless = 0;
+  for (std::int64_t id = pool_.next_committed(0); id >= 0; id = pool_.next_committed(id + 1)) {
+    const auto page = static_cast<PageId>(id);
+    const bool has_gaps = pool_.used(page) > 0 && pool_.used(page) < config_.blocks_per_page;
+    const bool is_loose = has_gaps && pool_.maps(page) == 0 && pool_.held(page) == 0;
+    const bool is_copied = pool_.used(page) > 0 && pool_.copying(page) > 0;
+    restless += is_loose || is_copied ? 1 : 0;
+  }
+  return restless;
+}
+
 Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {
   Plan plan;
   Demand wanted = demand(ops, /*dense=*/false);
@@ -450,6 +468,7 @@ Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {
   plan.waiting_pages = pool_.count(PageState::kWaiting);
   plan.missing_slots = std::max<std::int64_t>(0, wanted.slots - num_usable_slots());
   plan.missing_swap_blocks = std::max<std::int64_t>(0, wanted.swap_blocks - swap_->num_free());
+  if (!plan.fits()) plan.waiting_pages += num_restless_pages();
   plan.version = version_;
   return plan;
 }

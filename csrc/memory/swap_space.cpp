@@ -16,7 +16,9 @@ SwapSpace::SwapSpace(std::shared_ptr<PageDriver> driver, std::int32_t num_groups
       refs_(static_cast<std::size_t>(capacity)) {}
 
 SwapSpace::~SwapSpace() {
+  if (chunks_.empty() && leftovers_.empty()) return;
   try {
+    driver_->fence();  // copies may still be on their way, also those of plans that were undone
     release_memory();
   } catch (const Error&) {
     // In a fork, or with the device lost: the driver frees it when it goes.

@@ -18,7 +18,14 @@ from vmserve._core import (
     PluginDriver,
 )
 
-CAPABILITIES = ("unmap", "read_only", "zeros_backing", "host_memory", "asynchronous")
+CAPABILITIES = (
+    "unmap",
+    "read_only",
+    "zeros_backing",
+    "host_memory",
+    "asynchronous",
+    "copy_stream",
+)
 NUM_FRAMES = 32
 
 
@@ -103,6 +110,11 @@ _ON_HOST = frozenset({"unmap", "read_only", "zeros_backing", "host_memory"})
 _REGISTERED = (
     Subject("host", HostDriver, _ON_HOST),
     Subject("faults", lambda size, n: FaultInjectingDriver(HostDriver(size, n)), _ON_HOST),
+    Subject(
+        "late",
+        lambda size, n: FaultInjectingDriver(HostDriver(size, n), late_copies=True),
+        _ON_HOST | {"copy_stream"},
+    ),
     Subject("null", NullDriver, _ON_HOST, traps=False, contents=False),
     Subject("sample", _sample, _ON_HOST),
     Subject("lean", _lean, _ON_HOST - {"host_memory"}, frame_bytes=8192),
@@ -110,7 +122,7 @@ _REGISTERED = (
     Subject(
         "cuda",
         _cuda,
-        frozenset({"unmap", "read_only", "host_memory", "asynchronous"}),
+        frozenset({"unmap", "read_only", "host_memory", "asynchronous", "copy_stream"}),
         read=read_by_copy,
         write=write_by_copy,
         traps=False,

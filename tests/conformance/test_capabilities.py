@@ -215,6 +215,68 @@ def test_without_asynchrony_work_is_done_when_its_call_returns(bench: Bench) -> 
         assert driver.reached(driver.mark())
 
 
+@needs("host_memory", "contents")
+def test_copies_out_and_back_are_done_in_their_order(bench: Bench) -> None:
+    """With or without a stream of their own."""
+    base, driver, size = bench.mapped(3), bench.driver, bench.size
+    host = driver.alloc_host(2 * size)
+    bench.write(base, b"first")
+    driver.copy_out([(host, base, size), (host + size, base, size)])
+    driver.copy_in([(base + size, host + size, size)])
+    driver.copy_out([(host, base + 2 * size, size)])
+    driver.copy_in([(base + size + 8, host, size - 8)])
+    driver.fence()
+    assert bench.read(base + size, 12) == b"first" + bytes(7)
+    bench.refuses(lambda: driver.copy_out([(host, base, 8), (host, base + 3 * size, 8)]), 1)
+    bench.refuses(lambda: driver.copy_in([(base, host, 8), (base + 3 * size, host, 8)]), 1)
+    driver.fence()
+    driver.free_host(host)
+
+
+@needs("copy_stream", "contents")
+def test_a_copy_mark_is_behind_the_copies_before_it(bench: Bench) -> None:
+    base, driver, size = bench.mapped(2), bench.driver, bench.size
+    host = driver.alloc_host(8 * size)
+    marks = []
+    for turn in range(8):
+        driver.copy_out([(host + turn * size, base, size)])
+        marks.append(driver.copy_mark())
+        reached = [driver.copy_reached(mark) for mark in reversed(marks)]
+        assert reached == sorted(reached)
+    assert not driver.copy_reached(marks[-1] + 1)
+    driver.fence()
+    assert all(driver.copy_reached(mark) for mark in marks)
+    driver.free_host(host)
+
+
+@needs("copy_stream", "contents")
+def test_work_asked_for_later_is_behind_a_copy_in(bench: Bench) -> None:
+    base, driver, size = bench.mapped(3), bench.driver, bench.size
+    host = driver.alloc_host(size)
+    bench.write(base, b"data")
+    driver.copy_out([(host, base, size)])
+    driver.copy_in([(base + size, host, size)])
+    driver.copy([(base + 2 * size, base + size, size)])
+    driver.zero([(base + size, 4)])
+    driver.fence()
+    assert bench.read(base + size, 4) == bytes(4)
+    assert bench.read(base + 2 * size, 4) == b"data"
+    driver.free_host(host)
+
+
+@lacks("copy_stream")
+@needs("host_memory")
+def test_without_a_copy_stream_the_two_orders_are_one(bench: Bench) -> None:
+    base, driver = bench.mapped(1), bench.driver
+    host = driver.alloc_host(bench.size)
+    driver.copy_out([(host, base, bench.size)])
+    mark = driver.copy_mark()
+    driver.fence()
+    assert driver.copy_reached(mark)
+    assert driver.reached(mark)
+    driver.free_host(host)
+
+
 # In a process of its own: forks that touch one address each, and what became of them.
 TOUCH = """
 import ctypes, faulthandler, json, os

@@ -27,7 +27,7 @@ __all__ = ["bench"]
 GPU = Subject(
     "gpu",
     lambda size, num_frames: _core.CudaDriver(size, num_frames),
-    frozenset({"unmap", "read_only", "host_memory", "asynchronous"}),
+    frozenset({"unmap", "read_only", "host_memory", "asynchronous", "copy_stream"}),
     frame_bytes=2 << 20,
     read=read_by_copy,
     write=write_by_copy,

@@ -36,6 +36,8 @@ def test_the_dry_run_writes_a_row_for_everything_that_it_measures(tmp_path: Path
     assert [row["when"] for row in parts["idle"]] == ["at start", "serving", "idle"]
     assert parts["idle"][1]["pool_mib"] > parts["idle"][0]["pool_mib"] == 0
     assert len(parts["layout"]) == 2 * len(plan.groups) * len(plan.page_mib)
+    assert [row["copies"] for row in parts["swap"]] == ["waited for"] * 2 + ["beside"] * 2
+    assert all(row["swaps"] > 0 for row in parts["swap"] if row["regime"] == "paged")
     text = (tmp_path / "engine.md").read_text()
     assert text.startswith("Dry run on a CPU: no figure means anything.")
     assert text.count("**") == 2 * len(parts)

@@ -78,11 +78,13 @@ class Rig:
     faults: _core.FaultInjectingDriver = field(init=False)
     model: Model = field(init=False)
     values: dict[int, NDArray[np.uint8]] = field(default_factory=dict)  # [groups, max_len]
+    #: The driver's marks behind what each plan swapped out, while the model has them as copied.
+    copy_marks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         options, shape = self.options, self.options.shape
         host = _core.HostDriver(PAGE, GROUPS * shape.max_pages)
-        self.faults = _core.FaultInjectingDriver(host)
+        self.faults = _core.FaultInjectingDriver(host, late_copies=shape.copies_late)
         self.core = _core.KVMemory(
             self.faults,
             num_groups=GROUPS,
@@ -197,7 +199,7 @@ class Rig:
         return matched
 
     def plan(self, ops: Sequence[Op]) -> Any:
-        stats = self.core.stats()
+        stats = self.see_copies()
         plan = self.core.plan([self._as_tuple(op) for op in ops])
         self.quiet()
         self.model.check_plan(
@@ -220,6 +222,7 @@ class Rig:
         before, lengths = self.model.seen, {s: m.length for s, m in self.model.seqs.items()}
         committed = self.core.stats().committed_pages
         read_late = [b for b, e in self.model.waiting.items() if e > self.model.completed]
+        read_late += self.model.copied
         contents = [self.arena(group)[read_late] for group in range(GROUPS)]
         epoch = self.under(
             fault, lambda: self.core.apply([self._as_tuple(op) for op in ops], plan.version)
@@ -230,6 +233,8 @@ class Rig:
         if epoch is None:
             return False
         writes = self.model.apply(ops, epoch, self.observe())
+        if len(self.model.copies) > len(self.copy_marks):
+            self.copy_marks.append(self.faults.copy_mark())
         for op in ops:
             if op.kind is Kind.FORK:
                 self.values.pop(op.seq, None)  # it has its parent's contents
@@ -301,12 +306,30 @@ class Rig:
         return given_back
 
     def compact(self, fault: Fault | None = None) -> None:
-        used = self.core.stats().used_pages
+        used = self.see_copies().used_pages
         if (emptied := self.under(fault, self.core.compact)) is None:
             return
         self.model.compact(self.observe())
         assert self.core.stats().used_pages <= used
         assert emptied >= 0
+
+    def run_copies(self, count: int) -> None:
+        """Of what is on its way to host memory, the oldest runs arrive."""
+        self.faults.run_copies(count)
+        self.see_copies()
+
+    def finish_copies(self, fault: Fault | None = None) -> None:
+        self.under(fault, self.core.finish_copies)
+        self.see_copies()
+
+    def see_copies(self) -> Any:
+        """The model learns which copies have ended, from the driver; the core has found out."""
+        ended = [mark for mark in self.copy_marks if self.faults.copy_reached(mark)]
+        self.copy_marks = self.copy_marks[len(ended) :]
+        self.model.copies_ended(len(ended))
+        stats = self.core.stats()
+        assert stats.copying_blocks == sum(self.model.copied.values())
+        return stats
 
     def quiet(self) -> None:
         self.model.quiet(self.observe())
@@ -441,7 +464,7 @@ class Rig:
             self.check_isolation()
 
     def _check_statistics(self) -> None:
-        stats, model = self.core.stats(), self.model
+        stats, model = self.see_copies(), self.model
         null = int(self.options.shape.null_page)
         refs = model.seen.refs
         assert stats.num_seqs == len(model.seqs)
@@ -453,7 +476,7 @@ class Rig:
         known = stats.free_pages + stats.used_pages + stats.waiting_pages
         known += stats.idle_pages + stats.held_pages
         assert stats.committed_pages - known in (0, null)
-        assert stats.waiting_pages == 0 or model.completed < model.begun
+        assert stats.waiting_pages == 0 or model.completed < model.begun or model.copied
         assert stats.committed_pages <= self.options.shape.max_pages
 
     def _check_mappings(self) -> None:
@@ -469,6 +492,8 @@ class Rig:
             self.release(seq)
         self.complete(self.model.begun)
         self.core.settle_mapper()
+        self.finish_copies()
+        assert not self.model.copied
         self.quiet()
 
     def give_everything_back(self) -> None:

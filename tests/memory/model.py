@@ -40,6 +40,8 @@ class Model(Laws):
         self.limit_pages = limit_pages
         self.weights = 0
         self.num_opened = 0
+        #: The blocks that each plan that swapped out is still copying, the oldest first.
+        self.copies: list[set[int]] = []
         #: Contents that may be found: what completed epochs wrote under the present weights.
         self.may_match: set[Key] = set()
 
@@ -252,6 +254,8 @@ class Model(Laws):
         """The ops succeeded. Returns what is to be written now."""
         expect(epoch == self.begun + 1, f"epoch {epoch} follows {self.begun}")
         earlier, self.begun = self.begun, epoch
+        if self.shape.copies_late and any(op.kind is Kind.SWAP_OUT for op in ops):
+            self._copy_out(ops)
         others = {op.seq: op for op in ops if op.kind is not Kind.GROW}
         for op in others.values():
             self._do(op)
@@ -264,8 +268,29 @@ class Model(Laws):
         self._sliding = set()
         writes = [w for model in self.seqs.values() for w in model.writes if w.epoch == epoch]
         for write in writes:
-            self._forget(after.seqs[write.seq].blocks[write.start // self.shape.block_tokens])
+            block = after.seqs[write.seq].blocks[write.start // self.shape.block_tokens]
+            expect(block not in self.copied, f"block {block} is written while it is being copied")
+            self._forget(block)
         return writes
+
+    def _copy_out(self, ops: Sequence[Op]) -> None:
+        """What is swapped out in one plan is copied once, whoever has it."""
+        copied: set[int] = set()
+        for op in ops:
+            if op.kind is Kind.SWAP_OUT:
+                blocks = self.seen.seqs[op.seq].blocks
+                copied |= set(blocks[: self.shape.blocks_for(self.seqs[op.seq].length)])
+        for block in copied - {NO_BLOCK}:
+            self.copied[block] = self.copied.get(block, 0) + 1
+        self.copies.append(copied - {NO_BLOCK})
+
+    def copies_ended(self, count: int) -> None:
+        """Those of the oldest `count` plans that swapped out."""
+        for _ in range(count):
+            for block in self.copies.pop(0):
+                self.copied[block] -= 1
+                if self.copied[block] == 0:
+                    del self.copied[block]
 
     def _grow(self, op: Op, epoch: int) -> None:
         model = self.seqs[op.seq]

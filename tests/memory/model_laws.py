@@ -32,6 +32,8 @@ class Laws:
         #: Blocks and slot entries given up -> the last epoch that can read them.
         self.waiting: dict[int, int] = {}
         self.pins: list[Pin] = []
+        #: Blocks that are being copied to host memory beside the kernels -> by so many copies.
+        self.copied: dict[int, int] = {}
         #: Pages and slots that the memory may keep to itself until the epoch is complete.
         self.resting: dict[int, int] = {}
         self.left_slots: dict[int, int] = {}
@@ -49,7 +51,7 @@ class Laws:
         return {b // self.shape.blocks_per_page for b in self.seen.refs}
 
     def waiting_pages(self) -> set[int]:
-        pages = {b // self.shape.blocks_per_page for b in self.waiting}
+        pages = {b // self.shape.blocks_per_page for b in (*self.waiting, *self.copied)}
         return (pages | {pin.page for pin in self.pins}) - self.used_pages()
 
     def _accept(
@@ -230,7 +232,10 @@ class Laws:
         bpp = 1 if self.seqs[seq].paged else self.shape.blocks_per_page
         unit = range(was // bpp * bpp, (was // bpp + 1) * bpp)  # what is copied as a whole
         shared = any(
-            self.seen.refs.get(block, 0) > 1 or block in self._forked or block in self.named
+            self.seen.refs.get(block, 0) > 1
+            or block in self._forked
+            or block in self.named
+            or block in self.copied
             for block in unit
         )
         expect(converted or shared, f"sequence {seq}: block {was} at {index} replaced without need")
@@ -248,6 +253,10 @@ class Laws:
             return
         if kind in SHARING and self._end(index) <= model.sealed and (had or same):
             return
+        expect(
+            block not in self.copied,
+            f"block {block} was handed to sequence {seq} while it is being copied",
+        )
         page = range(block // bpp * bpp, (block // bpp + 1) * bpp)
         copied = max(old.length, 0 if op is None else op.num_tokens)
         if index * self.shape.block_tokens >= copied and self._has_part(seq, page, old, new):
@@ -265,7 +274,7 @@ class Laws:
             f"block {block} was handed to sequence {seq}, but someone has it",
         )
         if not model.paged:
-            late = [b for b in page if self.waiting.get(b, 0) > self.completed]
+            late = [b for b in page if self.waiting.get(b, 0) > self.completed or b in self.copied]
             expect(not late, f"page of block {block} was handed out, but blocks {late} wait")
         self._forget(block)
 

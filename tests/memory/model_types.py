@@ -56,6 +56,8 @@ class Shape:
     prefix_caching: bool = True
     swap_blocks: int = 0
     read_slack: int = 0
+    #: Copies to host memory run when somebody waits for them, or lets them.
+    copies_late: bool = False
 
     @property
     def page_tokens(self) -> int:

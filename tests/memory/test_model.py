@@ -368,6 +368,57 @@ def test_missing_slots_are_those_that_nobody_left() -> None:
     assert model.missing_slots(ops) == (1, 2)  # slot 1 may still be read
 
 
+def copying_model() -> Model:
+    """Sequences 0 and 1 share blocks 4 and 5, of three tokens; 0 is being copied out."""
+    model = paged_model(3, completed=False)
+    shared = {0: seen(4, 5, length=3), 1: seen(4, 5, length=3)}
+    model.apply([Op(Kind.FORK, 1, 3, other=0)], 2, look(shared, begun=2))
+    shared = {seq: seen(4, 5, length=3, sealed=3) for seq in (0, 1)}
+    model.complete(2, look(shared, begun=2, completed=2))
+    model.shape = replace(model.shape, copies_late=True)
+    gone = {0: Seen(length=3, sealed=3, paged=True, swapped=True), 1: shared[1]}
+    model.apply([Op(Kind.SWAP_OUT, 0)], 3, look(gone, begun=3, completed=2))
+    model.complete(3, look(gone, begun=3, completed=3))
+    assert model.copied == {4: 1, 5: 1}
+    return model
+
+
+def test_nobody_writes_to_a_block_that_is_being_copied() -> None:
+    def go_on(model: Model, tail: int) -> None:
+        after = {0: model.seen.seqs[0], 1: seen(4, tail, length=4, sealed=3)}
+        model.apply([grow(1, 4)], 4, look(after, begun=4, completed=3))
+
+    with pytest.raises(Violation, match="block 5 is written while it is being copied"):
+        go_on(copying_model(), 5)
+    go_on(copying_model(), 6)  # copied on the write, though nobody else has it any more
+    model = copying_model()
+    model.copies_ended(1)
+    assert model.copied == {}
+    go_on(model, 5)
+    model = copying_model()
+    model.copies_ended(1)
+    with pytest.raises(Violation, match="block 5 at 1 replaced without need"):
+        go_on(model, 6)
+
+
+def test_a_block_that_is_being_copied_is_not_handed_out() -> None:
+    def hand_out(model: Model) -> None:
+        model.release(1, lambda: look({0: model.seen.seqs[0]}, begun=3, completed=3))
+        assert model.waiting_pages() == ({2} if model.copied else set())
+        opened(model, 2)
+        after = {0: model.seen.seqs[0], 2: seen(4, length=1)}
+        model.apply([grow(2, 1)], 4, look(after, begun=4, completed=3))
+
+    model = copying_model()
+    with pytest.raises(
+        Violation, match="block 4 was handed to sequence 2 while it is being copied"
+    ):
+        hand_out(model)
+    model = copying_model()
+    model.copies_ended(1)
+    hand_out(model)
+
+
 def test_swapped_sequences_have_no_blocks_and_keep_their_length() -> None:
     model = paged_model(4)
     gone = Seen(length=4, sealed=4, paged=True, swapped=True)

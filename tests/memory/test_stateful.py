@@ -25,8 +25,8 @@ FAULTS = st.one_of(
 SALTS = (b"", b"", b"", b"salt")
 TENANTS = (0, 0, 0, 1, 2)
 CHORES = (
-    *("trim", "set_limit", "compact", "run_mapper", "settle_mapper"),
-    *("trim", "set_limit", "compact", "run_mapper", "run_mapper", "clear_cache"),
+    *("trim", "set_limit", "compact", "run_mapper", "settle_mapper", "finish_copies"),
+    *("trim", "set_limit", "compact", "run_mapper", "run_mapper", "clear_cache", "run_copies"),
 )
 
 
@@ -48,6 +48,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         prefix_caching=draw(st.sampled_from([True, True, False])),
         swap_blocks=draw(st.sampled_from([0, 8, 200])),
         read_slack=draw(st.sampled_from([0, 0, 3])),
+        copies_late=draw(st.booleans()),
     )
 
 
@@ -236,6 +237,24 @@ class MemoryMachine(RuleBasedStateMachine):
         self.rig.check()
 
     @precondition(lambda self: self.rig.model.seqs)
+    @rule(data=st.data(), steps=st.integers(0, 2), fault=FAULTS)
+    def make_way(self, data: st.DataObject, steps: int, fault: Fault | None) -> None:
+        """Somebody's pages are wanted at once; those who share with it go on meanwhile."""
+        refs = self.rig.model.seen.refs
+        seqs = [seq for seq in self.seqs if self.is_open(seq)]
+        sharing = [
+            s for s in seqs if any(refs.get(b, 0) > 1 for b in self.rig.model.seen.seqs[s].blocks)
+        ]
+        seq = data.draw(st.sampled_from(sharing or seqs), label="sequence") if seqs else None
+        if seq is None or not self.rig.step([Op(Kind.SWAP_OUT, seq)], fault):
+            return
+        for _ in range(steps):
+            for other in [s for s in self.seqs if self.is_open(s)]:
+                if growth := self.draw_growth(data, other, self.rig.model.seqs[other].length):
+                    self.rig.step(growth)
+        self.rig.check()
+
+    @precondition(lambda self: self.rig.model.seqs)
     @rule(data=st.data(), fault=FAULTS)
     def release(self, data: st.DataObject, fault: Fault | None) -> None:
         seq = self.some(data, lambda seq: True)
@@ -274,6 +293,10 @@ class MemoryMachine(RuleBasedStateMachine):
         elif what == "run_mapper":
             rig.under(fault, lambda: rig.core.run_mapper(data.draw(st.integers(1, 3))))
             rig.quiet()
+        elif what == "run_copies":
+            rig.run_copies(data.draw(st.integers(1, 3)))
+        elif what == "finish_copies":
+            rig.finish_copies(fault)
         else:
             rig.core.settle_mapper()
             rig.quiet()
@@ -285,6 +308,7 @@ class MemoryMachine(RuleBasedStateMachine):
         """Whatever was left parked, spare, cached or waiting: pages for one are pages for one."""
         rig, shape = self.rig, self.rig.options.shape
         rig.complete(rig.model.begun)
+        rig.finish_copies()
         rig.set_limit(shape.pages_for(shape.max_len + shape.read_slack) + shape.null_page)
         seq = rig.open(paged=paged, private=True)
         assert seq is not None

@@ -237,6 +237,28 @@ def test_too_little_memory(deferred: Any, preemption: str) -> None:
     assert stats["steps_overlapped_total"] > 60
 
 
+def test_others_go_on_beside_the_copies_of_a_victim(deferred: Any) -> None:
+    """And nothing that they write meets what is still being copied."""
+    options = {"kv_cache_memory": "512KiB", "max_model_len": 128, "kv_regime": "paged"}
+    options |= {"preemption": "swap", "swap_space": "8MiB"}
+    copying = []
+
+    def watch(engine: LLMEngine, step: int) -> None:
+        copying.append(engine.memory.is_copying)
+
+    def long(index: int) -> SamplingParams:
+        return SamplingParams(temperature=0.5, seed=index, max_tokens=50, ignore_eos=True)
+
+    plain = Life(make_plain(**options)).live(long)
+    plain.engine.close()
+    late = Life(deferred(**options)).live(long, watch)
+    assert late.done == plain.done
+    assert sum(copying) > 0
+    stats = late.end()
+    assert stats["num_swapped_out_total"] > 0
+    assert stats["copying_blocks"] == 0
+
+
 def test_what_needs_the_tokens_waits_for_them(deferred: Any) -> None:
     asked = [
         SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True),

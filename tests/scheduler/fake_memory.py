@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -137,6 +138,16 @@ class CountingMemory:
             self.page_lists[seq] = []
         self.version += 1
         return True
+
+    @property
+    def is_copying(self) -> bool:
+        return False
+
+    def finish_copies(self) -> bool:
+        return False
+
+    def without_waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def release(self, seq: int) -> None:
         self.swapped.pop(seq, None)

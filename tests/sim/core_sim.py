@@ -9,7 +9,8 @@ blocks before it and its own token; each tenant has its own range of values, one
 the prefix cache, forks, conversions and the swap space hand out is right if its bytes are.
 
 Copies are queued by ``apply()`` itself. So the epochs that are begun and not launched are launched
-before an ``apply()`` that may copy what they write.
+before an ``apply()`` that may copy what they write. Kernels run on one stream, copies to and from
+the host on another, and either may be far behind the other.
 """
 
 from __future__ import annotations
@@ -232,8 +233,10 @@ class Life:
         draw = rng.random()
         if draw < 0.12:
             self.admit()
-        elif draw < 0.60:
+        elif draw < 0.52:
             self.decode()
+        elif draw < 0.60:
+            self.make_way()
         elif draw < 0.70:
             self.mix()
         elif draw < 0.75:
@@ -371,6 +374,25 @@ class Life:
         if ops:
             self.apply(ops)
 
+    def make_way(self) -> None:
+        """Somebody's pages are wanted at once, while the copies of them run; or it comes back."""
+        rng = self.rng
+        present = [seq for seq in self.seqs.values() if seq.length and not seq.swapped]
+        victims = rng.sample(present, min(len(present), rng.choice([1, 1, 2])))
+        swaps: list[CoreOp] = [(OpKind.SWAP_OUT, seq.id, 0, 0, -1, View.VIRTUAL) for seq in victims]
+        if not swaps or not self.apply(swaps):
+            return
+        for _ in range(rng.randint(1, 3)):
+            if self.lost:
+                return
+            rng.choice([self.decode, self.decode, self.admit, self.fork])()
+            self.launch(rng.randint(0, 2))
+            if rng.random() < 0.3:
+                self.sim.pump(1)
+        back = rng.choice(victims)
+        if rng.random() < 0.5 and not self.lost and back.id in self.seqs and back.swapped:
+            self.apply([(OpKind.SWAP_IN, back.id, 0, 0, -1, View.VIRTUAL)])
+
     def fork(self) -> None:
         rng = self.rng
         parents = [s for s in self.seqs.values() if s.length and not s.swapped and s.first == 0]
@@ -475,7 +497,7 @@ class Life:
     def keep_house(self) -> None:
         rng, core = self.rng, self.core
         chore = rng.choice(
-            ["trim", "trim", "limit", "compact", "compact", "cache", "mapper", "settle"]
+            ["trim", "trim", "limit", "compact", "compact", "cache", "mapper", "settle", "copies"]
         )
         if chore == "trim":
             keep, drop = rng.randint(0, 4), rng.random() < 0.5
@@ -498,6 +520,8 @@ class Life:
         elif chore == "mapper":
             count = rng.randint(1, 3)
             self.guarded(lambda: core.run_mapper(count))
+        elif chore == "copies":
+            self.guarded(core.finish_copies)
         else:
             self.guarded(core.settle_mapper)
 

@@ -17,7 +17,7 @@ from vmserve import KVCache, SamplingParams, plan_layout
 from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
 from vmserve.errors import ConfigurationError, OutOfMemoryError
-from vmserve.memory.base import Growth, MemoryPlan, Regime, Shortfall
+from vmserve.memory.base import Growth, MemoryPlan, Regime, Shortfall, SwapIn
 from vmserve.memory.device import CudaMemory, MemoryDevice
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.runner.runtime import CpuRuntime
@@ -207,7 +207,72 @@ def test_what_torch_holds_without_need_is_asked_for_before_giving_up(sim: SimCud
     memory.close()
 
 
-def test_pages_that_are_swapped_out_can_be_had_at_once(sim: SimCuda) -> None:
+def swapped_memory(pages: SimulatedMemory) -> tuple[MemoryManager, int, int]:
+    """One sequence has all four pages, and is on its way to the host; another one is empty."""
+    memory = MemoryManager(
+        LAYOUT,
+        num_slots=2,
+        max_len=64,
+        limit_bytes=4 * PAGE,
+        options=MemoryOptions(driver=pages, swap_bytes=8 * PAGE, mapper="off"),
+    )
+    seq, other = memory.open(regime=Regime.PAGED), memory.open()
+    assert seq is not None
+    assert other is not None
+    memory.launched(grow(memory, seq, 64))
+    for group in range(LAYOUT.num_groups):
+        first = memory.paged_view().keys[group].data_ptr()
+        pages._sim.launch_write(first, 64 * LAYOUT.token_stride, 7 + group)
+    assert memory.swap_out([seq])
+    return memory, seq, other
+
+
+def test_pages_that_are_swapped_out_can_be_had_when_their_copies_have_ended(sim: SimCuda) -> None:
+    pages = SimulatedMemory(sim)
+    memory, seq, other = swapped_memory(pages)
+    assert (pages.num_waits, memory.is_copying) == (0, True)
+    stats = memory.stats()
+    assert (stats.waiting_pages, stats.copying_blocks, stats.swap_blocks) == (4, 4, 4)
+    with memory.without_waiting():
+        answer = memory.plan([Growth(other, 64)])
+        assert isinstance(answer, Shortfall)
+        assert (answer.missing_pages, answer.waiting_pages) == (4, 4)
+        assert memory.available_pages() == 0
+    memory.launched(grow(memory, other, 64))  # waits for them
+    assert not memory.is_copying
+    assert memory.stats().copying_blocks == 0
+    memory.release(other)
+    back = memory.plan([], [SwapIn(seq)])
+    assert isinstance(back, MemoryPlan)
+    memory.launched(memory.apply(back))
+    table = memory.blocks(seq)
+    for group in range(LAYOUT.num_groups):
+        first = memory.paged_view().keys[group].data_ptr()
+        for block in table:
+            address = first + int(block) * 16 * LAYOUT.token_stride
+            sim.launch_read(address, 16 * LAYOUT.token_stride, 7 + group)
+    memory.wait()
+    memory.check()
+    memory.close()
+    assert sim.violations() == []
+
+
+def test_copies_that_have_ended_are_found_without_waiting(sim: SimCuda) -> None:
+    pages = SimulatedMemory(sim)
+    memory, _, other = swapped_memory(pages)
+    sim.pump()
+    assert not memory.is_copying
+    with memory.without_waiting():
+        memory.launched(grow(memory, other, 64))
+    assert pages.num_waits == 0
+    memory.check()
+    memory.close()
+
+
+@pytest.mark.parametrize("name", ["cuEventRecord", "cuStreamWaitEvent", "cuMemcpyAsync"])
+def test_a_swap_that_the_device_refuses_leaves_everything_as_it_was(
+    sim: SimCuda, name: str
+) -> None:
     pages = SimulatedMemory(sim)
     memory = MemoryManager(
         LAYOUT,
@@ -219,14 +284,17 @@ def test_pages_that_are_swapped_out_can_be_had_at_once(sim: SimCuda) -> None:
     seq = memory.open(regime=Regime.PAGED)
     assert seq is not None
     memory.launched(grow(memory, seq, 64))
+    for call in (1, 2):  # of recording: for the order, then as the mark
+        sim.fail(call, 1, name=name, forever=True)
+        assert not memory.swap_out([seq])
+        sim.no_faults()
+        assert (memory.is_copying, memory.stats().swap_blocks) == (False, 0)
+        memory.check()
+        if name == "cuStreamWaitEvent":
+            break
     assert memory.swap_out([seq])
-    assert pages.num_waits == 1  # for the copies, which read these pages
+    memory.wait()
     assert memory.stats().waiting_pages == 0
-    other = memory.open()
-    assert other is not None
-    memory.launched(grow(memory, other, 64))
-    assert pages.num_waits == 1
-    memory.check()
     memory.close()
     assert sim.violations() == []
 
@@ -255,3 +323,12 @@ def test_where_the_pool_grows_the_device_is_told_how_much_it_has(sim: SimCuda) -
     assert pages.granularity == 4096
     with pytest.raises(ConfigurationError, match="does not hold one page"):
         manager(pages, 0)
+
+
+def test_closing_in_the_middle_of_a_copy(sim: SimCuda) -> None:
+    """What it reads and writes is there until it has ended."""
+    memory, _, _ = swapped_memory(SimulatedMemory(sim))
+    memory.close()
+    del memory
+    assert sim.violations() == []
+    assert sim.counts() == NOTHING

@@ -9,6 +9,7 @@ import torch
 from vmserve.attention.base import AttentionBackend, ContiguousView, LayerAttention, PagedView
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.flash import FlashAttn2, FlashAttn3, FlashBackend, TorchFlash
+from vmserve.attention.flashinfer import FlashInferBackend
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.sdpa import SdpaBackend
 from vmserve.errors import ConfigurationError, UnsupportedError
@@ -29,6 +30,7 @@ BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
     "cuda": _cuda,
     "flash-attn": lambda: FlashBackend(FlashAttn2()),
     "flash-attn-3": lambda: FlashBackend(FlashAttn3()),
+    "flashinfer": FlashInferBackend,
     "reference": ReferenceBackend,
     "sdpa": SdpaBackend,
     "torch-flash": lambda: FlashBackend(TorchFlash()),
@@ -36,7 +38,15 @@ BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
 #: What "auto" tries on each type of device, in this order.
 PREFERRED: Mapping[str, tuple[str, ...]] = {
     "cpu": ("cpu", "sdpa", "reference"),
-    "cuda": ("flash-attn-3", "flash-attn", "torch-flash", "cuda", "sdpa", "reference"),
+    "cuda": (
+        "flash-attn-3",
+        "flash-attn",
+        "torch-flash",
+        "cuda",
+        "flashinfer",
+        "sdpa",
+        "reference",
+    ),
 }
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -104,7 +106,8 @@ MemoryOp = Attach | Fork | Convert | SwapOut | SwapIn
 class Shortfall:
     """A plan that does not fit, and what is missing of what.
 
-    ``waiting_pages`` become available when the steps that run are complete.
+    ``waiting_pages`` become available when the steps that run are complete, and the copies to
+    host memory have ended.
     """
 
     needed_pages: int
@@ -155,7 +158,7 @@ class MemoryStats:
     idle_pages: int
     """Evictable: cached blocks, or mapped in a slot beyond its sequence."""
     waiting_pages: int
-    """Given up, but a running step may still read them."""
+    """Given up, but a running step, or a copy to host memory, may still read them."""
     held_pages: int
     """In the hands of the mapper or of a repair."""
     quarantined_pages: int
@@ -182,6 +185,8 @@ class MemoryStats:
     """Bytes in live sequences' pages (virtual) or blocks (paged) beyond their length."""
     swap_blocks: int
     swap_capacity_blocks: int
+    copying_blocks: int
+    """On their way to host memory now, beside the kernels."""
     memfd_allocated_bytes: int
     num_mappings: int
     """Mappings (runs) that the driver holds now; bounded by vm.max_map_count on the host."""
@@ -288,8 +293,22 @@ class KVMemory(Protocol):
     def swap_out(self, seqs: Sequence[int]) -> bool:
         """Copy the sequences' blocks to host memory and give their pages up: all, or nothing.
 
-        False where host memory has no room for them, or the system refuses it.
+        False where host memory has no room for them, or the system refuses it. Where the copies run
+        beside the kernels the pages can be had when they have ended.
         """
+        ...
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies to host memory run, which hold pages back."""
+        ...
+
+    def finish_copies(self) -> bool:
+        """Wait for them; False if there were none, or they cannot be waited for."""
+        ...
+
+    def without_waiting(self) -> AbstractContextManager[None]:
+        """Within, plans do without what steps and copies that run hold back."""
         ...
 
     def available_pages(self) -> int:

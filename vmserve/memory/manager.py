@@ -124,8 +124,10 @@ class MemoryManager:
         self._is_asynchronous = driver.capabilities.asynchronous
         self._launched_epoch = 0
         self._may_wait = True
+        self._is_copying = False
         if wrap_driver is not None:
             driver = wrap_driver(driver)
+        self._copies_beside = driver.capabilities.copy_stream
         block_bytes = layout.num_groups * layout.block_tokens * layout.token_stride
         self._core = _core.KVMemory(
             driver,
@@ -184,8 +186,9 @@ class MemoryManager:
         """
         rows = np.asarray(growths, dtype=np.int64).reshape(-1, 3)
         plan = self._core.plan_step(rows, _op_tuples(ops))
-        if not plan.fits and plan.waiting_pages and self._may_wait and self._catch_up():
-            plan = self._core.plan_step(rows, _op_tuples(ops))
+        for catch_up in (self._catch_up, self.finish_copies):
+            if not plan.fits and plan.waiting_pages and self._may_wait and catch_up():
+                plan = self._core.plan_step(rows, _op_tuples(ops))
         if plan.fits:
             return MemoryPlan(rows, tuple(ops), plan.needed_pages, plan.version)
         return Shortfall(
@@ -239,12 +242,14 @@ class MemoryManager:
         self._launched_epoch = epoch
 
     def wait(self) -> None:
-        """Until the steps that were launched are complete; what they held back is free then."""
+        """Until the steps that were launched are complete, and copies to host memory have ended:
+        what they held back is free then."""
         self._catch_up()
+        self.finish_copies()
 
     @contextmanager
     def without_waiting(self) -> Iterator[None]:
-        """Within, plans do without what the steps that run hold back."""
+        """Within, plans do without what steps and copies that run hold back."""
         self._may_wait = False
         try:
             yield
@@ -285,8 +290,9 @@ class MemoryManager:
     def swap_out(self, seqs: Sequence[int]) -> bool:
         """Copy the sequences' blocks to host memory and give their pages up: all, or nothing.
 
-        False where host memory has no room for them, or the system refuses it. No step may run:
-        the pages can be had at once. Waits for the copies, behind which kernels would wait too.
+        False where host memory has no room for them, or the system refuses it. No step may run.
+        Where the driver copies beside the kernels nobody waits: the pages can be had when the
+        copies have ended. Otherwise they can be had at once, as kernels would wait for them too.
         """
         plan = self.plan((), [SwapOut(seq) for seq in seqs])
         if not isinstance(plan, MemoryPlan):
@@ -295,8 +301,21 @@ class MemoryManager:
             self.launched(self.apply(plan))
         except (OutOfMemoryError, DriverError):
             return False
-        self._catch_up()
+        self._is_copying = self._core.is_copying()
+        if not self._is_copying:
+            self._catch_up()
         return True
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies to host memory run, which hold pages back. Waits for nothing."""
+        if self._is_copying:
+            self._is_copying = self._core.is_copying()
+        return self._is_copying
+
+    def finish_copies(self) -> bool:
+        """Wait for them; False if none run, or if the driver refuses to wait: then they go on."""
+        return self._copies_beside and self._core.finish_copies()
 
     # -- the pool -----------------------------------------------------------------------
 
@@ -306,8 +325,9 @@ class MemoryManager:
         Where a step or a copy that runs holds some back, it is waited for.
         """
         plan = self._core.plan(())
-        if plan.waiting_pages and self._may_wait and self._catch_up():
-            plan = self._core.plan(())
+        for catch_up in (self._catch_up, self.finish_copies):
+            if plan.waiting_pages and self._may_wait and catch_up():
+                plan = self._core.plan(())
         return plan.available_pages
 
     def trim(self, keep_pages: int = 0, *, drop_idle: bool = False) -> int:

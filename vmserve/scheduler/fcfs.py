@@ -36,6 +36,7 @@ from vmserve.memory.base import (
 )
 from vmserve.scheduler.base import NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import StepBudget
+from vmserve.scheduler.copies import CopiesOut
 from vmserve.scheduler.demand import BlockDemand
 from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.followers import Followers
@@ -84,6 +85,7 @@ class FCFSScheduler:
         self._limits = limits
         self._demand = BlockDemand(memory.layout)
         self._preemption = preemption or PreemptionPolicy("recompute")
+        self._copies = CopiesOut(memory, self._demand, self._preemption)
         self._shares = shares
         self._clock = clock
         #: How long the last step of prompts alone took, and when it began, if it runs.
@@ -308,7 +310,10 @@ class FCFSScheduler:
         """Decodes, then prompt chunks; preempts from the back until it fits."""
         while self._running:
             draft = self._share_budget()
-            answer = self._plan_memory(draft)
+            if self._memory.is_copying:
+                draft, answer = self._plan_beside_copies(draft)
+            else:
+                answer = self._plan_memory(draft)
             if isinstance(answer, StepPlan):
                 return draft, answer
             if self._donors:
@@ -341,6 +346,19 @@ class FCFSScheduler:
         if isinstance(answer, Shortfall):
             return answer
         return StepPlan.of(draft, columns, answer)
+
+    def _plan_beside_copies(self, draft: StepDraft) -> tuple[StepDraft, StepPlan | Shortfall]:
+        """A step beside the copies of who was swapped out, once; else one that waits for them."""
+        with self._memory.without_waiting():
+            answer = self._plan_memory(draft)
+            if isinstance(answer, StepPlan):
+                return draft, answer
+            others = self._copies.leave_out(draft)
+            answer = self._plan_memory(others) if others else answer
+            if isinstance(answer, StepPlan):
+                return others, answer
+        self._copies.finish()
+        return draft, self._plan_memory(draft)
 
     def _share_budget(self) -> StepDraft:
         if len(self._running) <= self._limits.max_num_batched_tokens:
@@ -432,7 +450,7 @@ class FCFSScheduler:
         logger.debug("preempted %d sequences of %s", len(victims), request.request_id)
 
     def _swap_out(self, victims: list[Sequence]) -> bool:
-        """Whether the victims' keys and values are in host memory now."""
+        """Whether the victims' keys and values are in host memory now, or on their way there."""
         if any(seq.start is not None or seq.num_computed == 0 for seq in victims):
             return False  # nothing to copy yet, or not in memory
         sources = {seq.memory_id for seq in victims}
@@ -442,12 +460,9 @@ class FCFSScheduler:
         num_bytes = num_blocks * self._demand.block_bytes
         if not self._preemption.swaps(sum(seq.num_computed for seq in victims), num_bytes):
             return False
-        began = time.perf_counter()
-        if not self._memory.swap_out(
-            [seq.memory_id for seq in victims if seq.memory_id is not None]
-        ):
+        memory_ids = [seq.memory_id for seq in victims if seq.memory_id is not None]
+        if not self._copies.swap_out(memory_ids, num_bytes):
             return False
-        self._preemption.copied(num_bytes, time.perf_counter() - began)
         for sequence in victims:
             self._running.remove(sequence)
             sequence.status = SequenceStatus.SWAPPED

@@ -5,7 +5,8 @@
 //   absent   no memory behind it
 //   free     committed, nobody's; its content is of no use
 //   in use   a block of it has references; *split* if its other blocks can be handed out one by one
-//   waiting  given up, but an epoch that could read it is not complete
+//   waiting  given up, but an epoch that could read it is not complete, or a block of it is being
+//            copied to host memory
 //   idle     evictable: it has cached blocks or a slot shows it. First those that were used and
 //   have
 //            nothing cached, then the others, oldest use first
@@ -13,7 +14,7 @@
 // Laws
 //   * the state is a function of the counters (state_for), and the page is in that state's list
 //   * used, cached and shared of a page count its blocks with references, the published ones
-//     without, and those with two or more
+//     without, and those with two or more; copying sums the copies of its blocks that run
 //   * a digest names one block, and a block at most one digest
 //   * known_zero(p) only if every byte of the page is zero
 #pragma once
@@ -62,6 +63,8 @@ class BlockPool {
   std::int64_t num_used_blocks() const { return num_used_blocks_; }
   std::int64_t num_shared_blocks() const { return num_shared_blocks_; }
   std::int64_t num_cached_blocks() const { return num_cached_blocks_; }
+  // Copies of blocks to host memory that run.
+  std::int64_t num_copies() const { return num_copies_; }
   // How many pages can be had: free, idle, and absent ones within the limit.
   std::int64_t num_available() const;
 
@@ -69,6 +72,7 @@ class BlockPool {
   bool is_committed(PageId page) const { return committed_.contains(page); }
   std::int64_t next_committed(std::int64_t from) const { return committed_.lowest(from); }
   std::int32_t refs(BlockId block) const { return blocks_[block].refs; }
+  std::int32_t copies(BlockId block) const { return blocks_[block].copies; }
   std::int32_t used(PageId page) const { return pages_[page].used; }
   std::int32_t cached(PageId page) const { return pages_[page].cached; }
   std::int32_t shared(PageId page) const { return pages_[page].shared; }
@@ -78,6 +82,11 @@ class BlockPool {
   std::int32_t index(PageId page) const { return pages_[page].index; }
   Tenant tenant(PageId page) const { return pages_[page].tenant; }
   Epoch retire(PageId page) const { return pages_[page].retire; }
+  std::int32_t copying(PageId page) const { return pages_[page].copying; }
+  // Nothing that was given up of the page may be read any more.
+  bool is_at_rest(PageId page) const {
+    return pages_[page].retire <= completed_ && pages_[page].copying == 0;
+  }
   // References to all blocks of the page together.
   std::int64_t total_refs(PageId page) const;
 
@@ -104,6 +113,9 @@ class BlockPool {
   void add_ref(BlockId block) noexcept;
   // `epoch`: the last one whose kernels may still read the block.
   void drop_ref(BlockId block, Epoch epoch) noexcept;
+  // A copy reads the block, whoever has it: until it ends nobody may write to it.
+  void begin_copy(BlockId block) noexcept;
+  void end_copy(BlockId block) noexcept;
   void add_map(PageId page, std::int32_t index) noexcept;
   void drop_map(PageId page) noexcept;
   void set_owner(PageId page, SeqId owner) noexcept;
@@ -141,7 +153,7 @@ class BlockPool {
 
  private:
   struct Page {
-    std::int32_t used, cached, shared, held, maps;
+    std::int32_t used, cached, shared, held, maps, copying;
     std::int32_t index;    // where slots show it
     SeqId owner;           // the paged sequence that takes its blocks in order
     std::int32_t offered;  // blocks counted in its tenant's split list
@@ -155,6 +167,7 @@ class BlockPool {
   };
   struct Block {
     std::int32_t refs;
+    std::uint16_t copies;  // each is of another sequence that had the block
     bool published;
   };
   struct List {
@@ -194,7 +207,7 @@ class BlockPool {
   std::deque<std::pair<Epoch, PageId>> waiting_;
   std::int64_t counts_[7] = {};
   std::int64_t num_idle_mapped_ = 0, num_shared_pages_ = 0, num_used_blocks_ = 0,
-               num_shared_blocks_ = 0, num_cached_blocks_ = 0;
+               num_shared_blocks_ = 0, num_cached_blocks_ = 0, num_copies_ = 0;
 };
 
 }  // namespace vmserve

@@ -2,7 +2,8 @@
 // that is loaded when it is needed.
 //
 // A frame is one physical allocation (cuMemCreate); adjacent maps get one cuMemSetAccess, and a
-// run is unmapped by one cuMemUnmap over whole mappings. zero and copy go to the compute stream.
+// run is unmapped by one cuMemUnmap over whole mappings. zero and copy go to the compute stream,
+// copy_out and copy_in to a stream of the driver's own; events order the two where they must be.
 //
 // What CUDA lacks: a reservation has no background, so Backing::kZeros is refused. Whether a
 // mapping can be read-only is tried once; where it cannot, kRead maps writable and
@@ -53,8 +54,8 @@ class CudaDriver final : public PageDriver {
  public:
   // Throws DriverError where there is no library, device or virtual memory management.
   explicit CudaDriver(CudaOptions options);
-  // Waits for the compute stream, then gives everything back. What cannot be waited for stays
-  // mapped until the process ends.
+  // Waits for the device, then gives everything back. What cannot be waited for stays mapped until
+  // the process ends.
   ~CudaDriver() override;
   CudaDriver(const CudaDriver&) = delete;
   CudaDriver& operator=(const CudaDriver&) = delete;
@@ -76,6 +77,10 @@ class CudaDriver final : public PageDriver {
   void set_access(const std::vector<AccessRun>& runs) override;
   void zero(const std::vector<AddressRun>& runs) override;
   void copy(const std::vector<CopyRun>& runs) override;
+  void copy_out(const std::vector<CopyRun>& runs) override;
+  void copy_in(const std::vector<CopyRun>& runs) override;
+  Mark copy_mark() override;
+  bool copy_reached(Mark mark) override;
   void fence() override;
   Mark mark() override;
   bool reached(Mark mark) override;
@@ -87,7 +92,13 @@ class CudaDriver final : public PageDriver {
  private:
   using Handle = std::uint64_t;
   using Event = void*;
+  using Stream = void*;
   struct Unopened {};
+  // The marks of one stream.
+  struct Marks {
+    std::deque<Event> pending;  // not known to be reached, the oldest first
+    Mark last = 0;
+  };
 
   // Nothing of the device yet: what open() did before it failed is undone by the destructor.
   CudaDriver(CudaOptions options, Unopened);
@@ -121,8 +132,17 @@ class CudaDriver final : public PageDriver {
   void keep(const FrameRun& run, const std::vector<Handle>& handles, std::size_t first);
   void release_strays() noexcept;
 
-  Event take_event();
-  void retire(std::size_t count);
+  Stream compute_stream() const { return reinterpret_cast<Stream>(options_.stream); }
+  // On `stream`. Throws with how many runs were queued.
+  void queue_copies(const std::vector<CopyRun>& runs, Stream stream);
+  // What is given to `behind` from here on waits for what `before` has, or nothing changed.
+  cuda::Result follow(Stream behind, Stream before);
+  void join_copies(std::size_t completed);
+  bool is_own_work_done();
+  Event take_event(Marks& marks);
+  Mark mark_stream(Marks& marks, Stream stream);
+  bool is_reached(Marks& marks, Mark mark);
+  void retire(Marks& marks, std::size_t count);
   void close() noexcept;
   void give_back_memory() noexcept;
 
@@ -141,9 +161,15 @@ class CudaDriver final : public PageDriver {
   Address scratch_ = 0;
   std::size_t scratch_frames_ = 0;
 
-  std::deque<Event> pending_;  // of the marks not known to be reached, the oldest first
+  // Of copy_out and copy_in, and the event that puts one stream's work behind the other's.
+  Stream copy_stream_ = nullptr;
+  Event order_event_ = nullptr;
+
+  Marks marks_;  // of the compute stream
+  Marks copy_marks_;
   std::vector<Event> idle_events_;
-  Mark last_mark_ = 0;
+  // What zero and copy were asked for lies before this mark, which need not be made yet.
+  Mark own_work_ = 0;
 
   // What could not be undone: tried again later, at the latest when the driver closes.
   std::vector<AddressRun> stray_maps_;

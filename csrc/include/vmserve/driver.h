@@ -17,7 +17,8 @@
 //   * map, unmap, set_access, create and destroy take effect at once and wait for nobody: that no
 //     work in flight uses the addresses is the caller's to know (see mark). zero and copy are
 //     work: they happen in the order of the calls, after the kernels started before them and
-//     before those started after.
+//     before those started after. Copies to and from host memory can have an order of their own,
+//     beside that one: copy_out and copy_in.
 //   * After a DriverError that is `sticky` the device is lost: every later call may fail.
 //   * A driver belongs to the process that made it: calls in a fork of it throw MisuseError.
 #pragma once
@@ -85,6 +86,7 @@ struct Capabilities {
   bool zeros_backing = true;  // Backing::kZeros
   bool host_memory = true;    // alloc_host(), a target and a source of copy()
   bool asynchronous = false;  // zero and copy may still be running when the call returns
+  bool copy_stream = false;   // copy_out and copy_in run beside the kernels; else they are copy()
 };
 
 using Mark = std::uint64_t;
@@ -144,7 +146,23 @@ class PageDriver {
   // Pre:  dst is mapped writable, src is mapped, or they lie in host memory; no overlap.
   virtual void copy(const std::vector<CopyRun>& runs) = 0;
 
-  // Waits until all work asked for before is done.
+  // Copies that may run beside the kernels. They are done in the order of their calls, both kinds
+  // in one.
+  // copy_out: from device memory to host memory, once all work asked for before it is done. What
+  // is asked for later, kernels too, does not wait for it: until a copy_mark() behind it is reached
+  // nobody writes its sources, and of its targets nobody but copy_out and copy_in has use.
+  // Pre: as copy().
+  virtual void copy_out(const std::vector<CopyRun>& runs) { copy(runs); }
+  // From host memory to device memory, once what zero() and copy() were asked for before is done;
+  // it need not wait for kernels. What is asked for later waits for it, on the device, whether or
+  // not the call throws. Pre: as copy(), and no kernel that was started before uses its targets.
+  virtual void copy_in(const std::vector<CopyRun>& runs) { copy(runs); }
+  // A mark behind all copy_out() and copy_in() so far, and whether it is reached: as mark() and
+  // reached(), which know nothing of them.
+  virtual Mark copy_mark() { return mark(); }
+  virtual bool copy_reached(Mark mark) { return reached(mark); }
+
+  // Waits until all work asked for before is done, copies of either kind too.
   virtual void fence() = 0;
 
   // A mark behind all work that was given to the device so far: marks are reached in their order.

@@ -15,12 +15,14 @@
 //              touch what its sequences own, launched or not
 //   sealed     positions that a completed epoch has written; they never change again
 //   published  a sealed block that the prefix cache names by the digest of all tokens up to its end
+//   copied     being copied to host memory beside the kernels, where the driver can: nobody writes
+//              to the block, has it again or packs its page before the copy has ended
 //
 // What a page is (see block_pool.h for the ledger)
 //   absent  -> free -> in use -> waiting(epoch) -> idle -> free -> absent
 //   free     committed and nobody's
 //   in use   a sequence references one of its blocks
-//   waiting  given up, but an epoch that could read it is not complete
+//   waiting  given up, but an epoch that could read it is not complete, or a copy reads it
 //   idle     evictable: cached blocks, or spare in a slot; in order of last use
 //   held     a mapper's command or a repair has it
 //
@@ -33,6 +35,7 @@
 //     in the arena; nothing else is mapped
 //   * a page in a slot is not read-only where its sequence may still write: every read-only entry
 //     of a live sequence lies wholly below its sealed length
+//   * a block is copied as often as the copies that run have it
 //   * committed = free + in use + waiting + idle + held, and committed <= max_pages
 //   * blocks_for(length) blocks, or pages_for(length) pages, at least, belong to each sequence
 #pragma once
@@ -109,8 +112,9 @@ enum class OpKind : std::uint8_t { kAttach, kFork, kConvert, kSwapOut, kSwapIn, 
 //   kConvert  `seq` is in the view `view` afterwards
 //   kSwapOut  `seq`'s blocks go to host memory and its pages are given up
 //   kSwapIn   and back, into the view it had
-//             NOTE: copies are made when apply() is called; kernels of epochs that have begun and
-//             are not launched yet must not write what is copied
+//             NOTE: copies are asked for when apply() is called; kernels of epochs that have begun
+//             and are not launched yet must not write what is copied. Where they run beside the
+//             kernels, those that are launched later do not wait for the copies out
 //   kGrow     positions up to `num_tokens` can be used; those from the length on are written in the
 //             epoch that this apply begins. Never shrinks. Positions before `first_token` are not
 //             needed any more (sliding window): what lies wholly before it is given up
@@ -124,7 +128,8 @@ struct Op {
 };
 
 // The ops fit if nothing is missing: needed_pages <= available_pages and neither slots nor swap
-// blocks are short. `waiting_pages` become available when the epochs that run are complete.
+// blocks are short. `waiting_pages` become available when the epochs that run are
+// complete and the copies that run have ended; where the ops do not fit, blocks of them do.
 struct Plan {
   std::int64_t needed_pages = 0;
   std::int64_t available_pages = 0;
@@ -142,8 +147,8 @@ struct MemoryStats {
       free_pages, used_pages, idle_pages, waiting_pages, held_pages, quarantined_pages,
       shared_pages, split_pages, used_blocks, shared_blocks, cached_blocks, num_slots, used_slots,
       parked_slots, parked_pages, spare_pages, num_seqs, virtual_seqs, paged_seqs, swapped_seqs,
-      used_tokens, tail_waste_bytes, swap_blocks, swap_capacity_blocks, memfd_allocated_bytes,
-      num_mappings, pending_repairs, health;
+      used_tokens, tail_waste_bytes, swap_blocks, swap_capacity_blocks, copying_blocks,
+      memfd_allocated_bytes, num_mappings, pending_repairs, health;
   // Counters since the start.
   std::int64_t pages_mapped_total, pages_unmapped_total, pages_committed_total,
       pages_given_back_total, pages_zeroed_total, map_calls_total, unmap_calls_total,
@@ -222,6 +227,10 @@ class KVMemory {
   // The epoch's work has been given to the device: it is complete when the device has done it,
   // which every later call looks for (an asynchronous driver's events).
   void launched(Epoch epoch);
+  // Waits until the copies to host memory that run have ended. False if there are none, or if the
+  // driver cannot wait: then they go on.
+  bool finish_copies();
+  bool is_copying();
   Epoch begun_epoch() const;
   Epoch completed_epoch() const;
 
@@ -389,6 +398,7 @@ class KVMemory {
     std::vector<Fresh> fresh;
     std::vector<BlockCopy> copies;
     std::vector<SwapCopy> swap_out, swap_in;
+    std::optional<Mark> copy_mark;  // behind swap_out, where that runs beside the kernels
     std::vector<Attached> attached;
     std::unordered_map<BlockId, std::int32_t> left;  // by so many, each to a copy of its own
     std::vector<PageId> zero_pages;
@@ -447,6 +457,12 @@ class KVMemory {
     std::vector<Written> written;
   };
 
+  // Blocks on their way to host memory beside the kernels.
+  struct Copying {
+    Mark mark;
+    std::vector<BlockId> blocks;
+  };
+
   struct Totals {
     std::int64_t mapped = 0, unmapped = 0, committed = 0, given_back = 0, zeroed = 0, map_calls = 0,
                  unmap_calls = 0, access_calls = 0, arena_map_calls = 0, unhidden = 0, hidden = 0,
@@ -498,6 +514,7 @@ class KVMemory {
                                     bool own, std::int32_t held) const;
   bool offers_more(PageId page, std::int32_t count) const;
   bool is_clearing_late(PageId page) const;
+  std::int64_t num_restless_pages() const;
   std::vector<BlockId> matched_blocks(const Sequence& seq, std::int64_t num_tokens) const;
   bool takes_whole_page(std::int64_t block_index, bool dense) const;
   std::int64_t pages_missing(const Demand& demand, bool squeezed) const;
@@ -582,6 +599,10 @@ class KVMemory {
 
   // -- kv_memory_ahead.cpp
   void absorb();  // the mapper's outcomes, and marks that were reached
+  void absorb_marks();
+  void absorb_copies();
+  void end_oldest_copies();
+  bool finish_copies_locked();
   void absorb(Outcome outcome);
   void settle_locked();                     // waits for the mapper, then absorbs
   void tend(const std::vector<Op>& grows);  // gives the mapper what the next steps will need
@@ -634,8 +655,10 @@ class KVMemory {
   Epoch completed_ = 0;
   std::deque<Record> records_;
   std::deque<std::pair<Epoch, Mark>> marks_;
+  std::deque<Copying> copying_;
   std::int64_t num_open_ = 0;
   bool is_growing_ = false;  // the mapper commits pages
+  bool copies_beside_;       // the driver's copy stream
   Totals totals_;
 };
 
