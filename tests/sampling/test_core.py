@@ -182,8 +182,8 @@ def test_draws_are_those_of_torch(vocab: int) -> None:
 
 
 def test_a_large_vocabulary_is_drawn_by_its_weights() -> None:
-    """Pearson's chi-square over up to 64 groups of about equal weight, at p = 0.001."""
-    vocab, num, num_groups = 20_000, 2048, 64
+    """Pearson's chi-square over up to 32 groups of about equal weight, at p = 0.001."""
+    vocab, num, num_groups = 20_000, 2048, 32
     logits = 2 * torch.randn(vocab, generator=torch.Generator().manual_seed(3))
     for params in ({}, {"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 2000}, {"min_p": 0.02}):
         rows = [row(17, index, **params) for index in range(num)]
@@ -195,9 +195,9 @@ def test_a_large_vocabulary_is_drawn_by_its_weights() -> None:
         counts = np.bincount(group[np.searchsorted(ids, found)], minlength=num_groups)
         expected = num * np.bincount(group, weights=shares, minlength=num_groups)
         filled = expected > 0
-        # 63 degrees of freedom; fewer where a token is heavier than a group.
-        assert filled.sum() > 48
-        assert ((counts - expected)[filled] ** 2 / expected[filled]).sum() < 103.4
+        # 31 degrees of freedom; fewer where a token is heavier than a group.
+        assert filled.sum() > 20
+        assert ((counts - expected)[filled] ** 2 / expected[filled]).sum() < 61.1
 
 
 @st.composite

@@ -23,6 +23,9 @@ namespace vmserve {
 namespace cpu {
 struct KernelTable;
 }
+namespace sampling {
+struct Workspace;
+}
 
 // What a request changes in its logits, in this order: bias, then what may be chosen, then the
 // penalties. Ids are of the vocabulary.
@@ -84,17 +87,14 @@ class RowSampler {
            std::vector<RowResult>& results);
 
  private:
-  struct Workspace;
-  class Row;
-
   void check(const TensorRef& logits, const std::vector<RowRequest>& requests) const;
 
   std::int64_t vocab_;
   int num_threads_;
   const cpu::KernelTable* table_;
   std::mutex turn_;
-  std::unique_ptr<ThreadPool> pool_;                    // made when there is work to share
-  std::vector<std::unique_ptr<Workspace>> workspaces_;  // of each thread
+  std::unique_ptr<ThreadPool> pool_;  // made when there is work to share
+  std::vector<std::unique_ptr<sampling::Workspace>> workspaces_;  // of each thread
 };
 
 }  // namespace vmserve

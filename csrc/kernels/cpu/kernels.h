@@ -177,9 +177,9 @@ constexpr std::int64_t num_row_blocks(std::int64_t width) {
   return (width + kRowBlock - 1) / kRowBlock;
 }
 
-// What a sampler asks of a row of `width` logits. Every instruction set has the same bits: sums go
-// through sixteen lanes in one order, and exponentials have no fused operations. `temperature`
-// divides first, in float32, down to the largest finite number at most; 1 changes nothing.
+// What a sampler asks of a row of `width` logits. Every instruction set has the same bits (rows.h).
+// `temperature` divides first, in float32, down to the largest finite number at most; 1 changes
+// nothing.
 struct RowKernels {
   void (*widen)(const Bf16* row, std::int64_t width, float* out);
   // The largest value, or NaN where one is NaN or +inf; maxima[b] is that of block b.

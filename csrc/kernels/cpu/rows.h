@@ -1,5 +1,6 @@
 // What a sampler asks of one row of logits; see RowKernels. Nothing here depends on how many lanes
-// a register has: sums have sixteen of them everywhere, and no product is fused with a sum.
+// a register has: sums have sixteen of them everywhere, and products are fused with sums by `fused`
+// or not at all.
 #pragma once
 
 #include <float.h>
@@ -13,20 +14,21 @@ constexpr int kLanes = 16;
 constexpr int kParts = kLanes / Vec::kWidth;
 static_assert(kParts * Vec::kWidth == kLanes && kRowBlock % kLanes == 0);
 
-// e^x for x <= 0: 2^n e^f, with ln 2 in two parts so that f is exact to its last bit, and a
-// polynomial (minimax on [-ln 2 / 2, ln 2 / 2]) of degree 6.
+// e^x for x <= 0: 2^n e^f, with ln 2 in two parts, and a polynomial (minimax on
+// [-ln 2 / 2, ln 2 / 2]) of degree 6.
 inline Vec::R exp_of(Vec::R x) {
   const Vec::R floor = Vec::set(-87.0F);
   const Vec::R clipped = Vec::max(x, floor);
   const Vec::R n = Vec::round(Vec::mul(clipped, Vec::set(kLog2E)));
-  const Vec::R near = Vec::sub(clipped, Vec::mul(n, Vec::set(0.693359375F)));
-  const Vec::R f = Vec::sub(near, Vec::mul(n, Vec::set(-0.00021219444005F)));
+  const Vec::R near = Vec::fused(n, Vec::set(-kLn2), clipped);
+  const Vec::R f = Vec::fused(n, Vec::set(1.9046542e-9F), near);
   Vec::R p = Vec::set(0.00138144695666F);
-  p = Vec::add(Vec::mul(p, f), Vec::set(0.00836878083646F));
-  p = Vec::add(Vec::mul(p, f), Vec::set(0.04166839271784F));
-  p = Vec::add(Vec::mul(p, f), Vec::set(0.16666519641876F));
-  p = Vec::add(Vec::mul(p, f), Vec::set(0.49999994039536F));
-  p = Vec::add(Vec::add(Vec::mul(p, Vec::mul(f, f)), f), Vec::set(1.0F));
+  p = Vec::fused(p, f, Vec::set(0.00836878083646F));
+  p = Vec::fused(p, f, Vec::set(0.04166839271784F));
+  p = Vec::fused(p, f, Vec::set(0.16666519641876F));
+  p = Vec::fused(p, f, Vec::set(0.49999994039536F));
+  p = Vec::fused(p, f, Vec::set(1.0F));
+  p = Vec::fused(p, f, Vec::set(1.0F));
   return Vec::where_less(x, floor, Vec::zero(), Vec::scale_by_power(p, n));
 }
 
@@ -71,7 +73,8 @@ float sum_of_weights(const float* at, std::int64_t count, Scale scale, Vec::R sh
   for (; i + kLanes <= count; i += kLanes) {
     for (int part = 0; part < kParts; ++part) add(part, Vec::load(at + i + part * Vec::kWidth));
   }
-  for (int part = 0; i < count; ++part, i += Vec::kWidth) add(part, load_or_lowest(at + i, count - i));
+  for (int part = 0; i < count; ++part, i += Vec::kWidth)
+    add(part, load_or_lowest(at + i, count - i));
   return sum_of_lanes(sums);
 }
 

@@ -1,5 +1,6 @@
 // Eight floats in an AVX2 register. The members that are not plain arithmetic:
 //
+//   fused       a * b + c, rounded once (fma may round twice)
 //   load_pair   2 * kWidth consecutive elements as two vectors: the first and the second half of
 //               floats, the even and the odd ones of bfloat16 (a shift and a mask, no shuffle).
 //               store_pair is its inverse, rounding to nearest even as torch does (not with
@@ -40,6 +41,7 @@ struct Vec {
   static R max(R a, R b) { return _mm256_max_ps(a, b); }
   static R min(R a, R b) { return _mm256_min_ps(a, b); }
   static R fma(R a, R b, R c) { return _mm256_fmadd_ps(a, b, c); }
+  static R fused(R a, R b, R c) { return fma(a, b, c); }
   static R abs(R a) { return _mm256_andnot_ps(set(-0.0F), a); }
   static R with_sign_of(R magnitude, R sign) {
     return _mm256_or_ps(magnitude, _mm256_and_ps(sign, set(-0.0F)));

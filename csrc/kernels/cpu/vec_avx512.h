@@ -40,6 +40,7 @@ struct Vec {
   static R max(R a, R b) { return _mm512_max_ps(a, b); }
   static R min(R a, R b) { return _mm512_min_ps(a, b); }
   static R fma(R a, R b, R c) { return _mm512_fmadd_ps(a, b, c); }
+  static R fused(R a, R b, R c) { return fma(a, b, c); }
   static R abs(R a) { return _mm512_andnot_ps(set(-0.0F), a); }
   static R with_sign_of(R magnitude, R sign) {
     return _mm512_or_ps(magnitude, _mm512_and_ps(sign, set(-0.0F)));

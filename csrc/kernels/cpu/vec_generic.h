@@ -52,6 +52,28 @@ struct Vec {
   VMSERVE_LANES(min, x < y ? x : y)
 #undef VMSERVE_LANES
   static R fma(R a, R b, R c) { return add(mul(a, b), c); }
+  static R fused(R a, R b, R c) {
+    for (int i = 0; i < kWidth; ++i) c.x[i] = fused_of(a.x[i], b.x[i], c.x[i]);
+    return c;
+  }
+#ifdef __FP_FAST_FMAF
+  static float fused_of(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+  // In double precision the product is exact. A sum that is rounded to odd can be rounded again to
+  // float as if it were exact (Boldo and Melquiond, "Emulation of a FMA", 2008).
+  static float fused_of(float a, float b, float c) {
+    const double product = static_cast<double>(a) * static_cast<double>(b);
+    const double sum = product + static_cast<double>(c), part = sum - product;
+    const double error = (product - (sum - part)) + (static_cast<double>(c) - part);
+    std::int64_t bits;
+    memcpy(&bits, &sum, sizeof bits);
+    const std::int64_t is_inexact = error != 0.0 ? 1 : 0, is_beyond = error * sum < 0.0 ? 1 : 0;
+    bits = (bits - is_beyond) | is_inexact;
+    double odd;
+    memcpy(&odd, &bits, sizeof odd);
+    return static_cast<float>(odd);
+  }
+#endif
 
   static R abs(R a) {
     for (float& x : a.x) x = __builtin_fabsf(x);
