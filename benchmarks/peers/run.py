@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from models import MODELS, Model, ensure_files, ensure_model
 from process import run_worker
 from report import markdown, one_line
 from serving import SERVERS, own_environment, run_server
-from subjects import WEIGHTS, Subject, subjects_of
+from subjects import DEFAULT_PEERS, WEIGHTS, Subject, is_continuous, subjects_of
 from summary import collect, compare, medians
 from traffic import (
     FULL,
@@ -62,8 +62,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="model 8m, tiny workloads, 1 repeat")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: 8m 125m")
     parser.add_argument(
-        "--peers", nargs="*", default=list(WEIGHTS), metavar="PEER",
-        help="ENGINE[:WEIGHTS][:OPTION=VALUE,...]; default: all of them, all weights: "
+        "--peers", nargs="*", default=list(DEFAULT_PEERS), metavar="PEER",
+        help=f"ENGINE[:WEIGHTS][:OPTION=VALUE,...]; default: {' '.join(DEFAULT_PEERS)}; known: "
         + "; ".join(f"{name} ({', '.join(each)})" for name, each in WEIGHTS.items()),
     )  # fmt: skip
     parser.add_argument(
@@ -75,6 +75,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="of every engine; default 2")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences at once")
     parser.add_argument("--rate", type=float, help="of served, requests/s; default: by the model")
+    parser.add_argument("--requests", type=int, help="of offline; default: by the model")
+    parser.add_argument("--served-requests", type=int, help="default: by the model")
     parser.add_argument("--check-requests", type=int, help="of offline, at most; default 8")
     parser.add_argument("--seed", type=int, default=0, help="of weights, lengths and prompts")
     parser.add_argument("--time-limit", type=float, default=1800, help="seconds per process")
@@ -94,8 +96,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         options.subjects = subjects_of(options.variants or ["default"], options.peers)
     except ValueError as error:
         parser.error(str(error))
-    if min(options.repeats, options.threads, options.max_num_seqs) < 1:
-        parser.error("--repeats, --threads and --max-num-seqs must be at least 1")
+    counts = (options.repeats, options.threads, options.max_num_seqs)
+    counts += (options.requests or 1, options.served_requests or 1)
+    if min(counts) < 1:
+        parser.error("counts of repeats, threads, sequences and requests must be at least 1")
     return options
 
 
@@ -117,6 +121,8 @@ class Bench:
         self.files: dict[tuple[str, str], dict[str, str]] = {}
         self.models: list[Model] = []
         self.workloads: dict[str, dict[str, list[Json]]] = {}
+        #: By model, the served requests of each repeat.
+        self.served: dict[str, list[list[Json]]] = {}
         self.runs: list[Json] = []
 
     def prepare(self) -> None:
@@ -126,19 +132,31 @@ class Bench:
         for name in options.models:
             model = ensure_model(name, options.seed, options.cache_dir, log)
             self.models.append(model)
-            self.workloads[name] = make_workloads(
-                options.workloads,
-                SMOKE if options.smoke else FULL,
-                model.shape.vocab_size,
-                options.seed,
-                options.rate or RATES[name],
-            )
+            asked = [self._requests(model, repeat) for repeat in range(options.repeats)]
+            self.workloads[name] = asked[0]
+            self.served[name] = [each.get("served", []) for each in asked]
         for engine in dict.fromkeys(each.engine for each in options.subjects):
             if engine != "vmserve":
                 self._install(engine)
         for subject in options.subjects:
             for model in self.models:
                 self._convert(subject, model)
+
+    def _requests(self, model: Model, repeat: int) -> dict[str, list[Json]]:
+        options = self.options
+        sizes = SMOKE if options.smoke else FULL[model.name]
+        return make_workloads(
+            options.workloads,
+            replace(
+                sizes,
+                num_requests=options.requests or sizes.num_requests,
+                num_served=options.served_requests or sizes.num_served,
+            ),
+            model.shape.vocab_size,
+            options.seed,
+            options.rate or RATES[model.name],
+            repeat,
+        )
 
     def _install(self, engine: str) -> None:
         try:
@@ -183,11 +201,8 @@ class Bench:
 
     def _in_process(self, subject: Subject, asked: Json) -> Json:
         """Of the workloads, those that the engine's worker runs."""
-        return {
-            name: requests
-            for name, requests in asked.items()
-            if name != "served" or subject.engine == "openvino"
-        }
+        is_played = subject.engine == "openvino" or is_continuous(subject)
+        return {name: requests for name, requests in asked.items() if name != "served" or is_played}
 
     def measure(self) -> None:
         """Every engine once per repeat, interleaved: a drawn order, then its reverse."""
@@ -201,7 +216,9 @@ class Bench:
                     self._run(model, *units[index], repeat)
 
     def _run(self, model: Model, subject: Subject, is_server: bool, repeat: int) -> None:
-        asked = self.workloads[model.name]
+        asked = dict(self.workloads[model.name])
+        if "served" in asked:
+            asked["served"] = self.served[model.name][repeat]
         environment = self.environments[subject.engine]
         added = variables(
             subject,
@@ -215,7 +232,7 @@ class Bench:
         if is_server:
             run = run_server(subject, environment, job, added, asked["served"], limit)
         else:
-            job |= {"workloads": self._in_process(subject, asked)}
+            job["workloads"] = self._in_process(subject, asked)
             run = run_engine(environment.python, job, subject, added, limit)
         run |= {"model": model.name, "subject": subject.name, "repeat": repeat}
         run |= {"is_server": is_server}

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import httpx
 from environments import Environment
 from launch import inherited
-from process import process_tree, pss_of
+from process import SAMPLE_INTERVAL_S, MemorySamples
 from subjects import Subject, command_line_options
 
 from vmserve.bench.ab.client import Load
@@ -97,18 +98,39 @@ def run_server(
             target = Target(url, MODEL_NAME, timeout_s=limit_s)
             send(target, job["warmup"], vocab_size, limit_s)
             left = limit_s - (time.monotonic() - began)
-            run = send(target, requests, vocab_size, left)
-            pss = sum(pss_of(pid) for pid in process_tree(process.pid))
+            with sampled(process.pid) as samples:
+                run = send(target, requests, vocab_size, left)
     except (ServerFailedError, TimeoutError, OSError) as error:
         return {"error": str(error) or f"stopped after {limit_s:.0f} s", "workloads": {}}
-    samples = run.record.requests
+    answers = run.record.requests
     served = {
         "elapsed_s": run.record.elapsed_s,
-        "due_s": [each.due_s for each in samples],
-        "times_s": [list(each.token_times_s) for each in samples],
+        "due_s": [each.due_s for each in answers],
+        "times_s": [list(each.token_times_s) for each in answers],
         "client_cpu_s": run.record.cpu_s,
+        "peak_pss_bytes": max(samples.pss_bytes, default=0),
+        "text_digests": [each.digest for each in answers],
     }
-    return {"first_token_s": first_token, "pss_bytes": pss, "workloads": {"served": served}}
+    return {"first_token_s": first_token, "workloads": {"served": served}}
+
+
+@contextlib.contextmanager
+def sampled(pid: int) -> Iterator[MemorySamples]:
+    """The memory of a server and all it started, as that of the other workloads is watched."""
+    samples, ended = MemorySamples(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(SAMPLE_INTERVAL_S):
+            samples.take(pid)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
+        samples.take(pid)
 
 
 @contextlib.contextmanager
