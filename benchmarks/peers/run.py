@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,8 @@ class Bench:
             kv_gib(asked, model.shape),
         )
         job = self._job(model, subject)
+        if is_server and repeat > 0:
+            job["num_checked"] = 0  # asked outside of the load: once is enough
         limit = self.options.time_limit
         if is_server:
             run = run_server(subject, environment, job, added, asked["served"], limit)
@@ -260,38 +263,46 @@ class Bench:
         }
 
     def check(self) -> Json:
-        """By model and engine: the first repeat's tokens beside those of one request at a time
-        in float32.
-        """
+        """By model and engine: tokens beside those of one request at a time in float32."""
         found: Json = {}
         for model in self.models:
-            candidates: Json = {}
-            for run in self.runs:
-                offline = run["workloads"].get("offline", {})
-                if run["model"] == model.name and offline.get("token_ids"):
-                    candidates.setdefault(run["subject"], offline["token_ids"])
-            if not candidates:
-                continue
-            count = len(next(iter(candidates.values())))
-            say(f"{model.name}: checking the tokens of {count} requests")
-            job = {
-                "engine": "reference",
-                "model": str(model.directory),
-                "dtype": "float32",
-                "num_threads": self.options.threads,
-                "pad_id": PAD_ID,
-                "requests": self.workloads[model.name]["offline"][:count],
-                "candidates": candidates,
-            }
-            added = {"OMP_NUM_THREADS": str(self.options.threads)}
-            result = run_worker(job, added, self.options.time_limit)
-            if "error" in result:
-                reason = {"name": f"token check, {model.name}", "reason": result["error"]}
-                self.absent.append(reason)
-                continue
-            found[model.name] = {
-                name: summarize_check(each) for name, each in result["candidates"].items()
-            }
+            for workload, told in (("offline", ""), ("served", ", served")):
+                for name, each in self._check(model, workload).items():
+                    found.setdefault(model.name, {})[name + told] = summarize_check(each)
+        return found
+
+    def _check(self, model: Model, workload: str) -> Json:
+        """By engine, a report on each of the requests that all have answers to."""
+        asked = self.workloads[model.name].get(workload, [])
+        requests, candidates = comparable(asked, self._candidates(model, workload))
+        if not requests:
+            return {}
+        say(f"{model.name}: checking the tokens of {len(requests)} requests, {workload}")
+        job = {
+            "engine": "reference",
+            "model": str(model.directory),
+            "dtype": "float32",
+            "num_threads": self.options.threads,
+            "pad_id": PAD_ID,
+            "requests": requests,
+            "candidates": candidates,
+        }
+        added = {"OMP_NUM_THREADS": str(self.options.threads)}
+        result = run_worker(job, added, self.options.time_limit)
+        if "error" in result:
+            what = f"token check, {model.name}, {workload}"
+            self.absent.append({"name": what, "reason": result["error"]})
+            return {}
+        reports: Json = result["candidates"]
+        return reports
+
+    def _candidates(self, model: Model, workload: str) -> dict[str, list[list[int]]]:
+        """By engine, the tokens of its first repeat."""
+        found: dict[str, list[list[int]]] = {}
+        for run in self.runs:
+            answers = run["workloads"].get(workload, {}).get("token_ids")
+            if run["model"] == model.name and answers:
+                found.setdefault(run["subject"], answers)
         return found
 
     def results(self, checks: Json) -> Json:
@@ -322,6 +333,23 @@ class Bench:
             "absent": [each | {"reason": one_line(each["reason"])} for each in self.absent],
             "runs": [stored(run) for run in self.runs],
         }
+
+
+def comparable(
+    requests: list[Json], candidates: Mapping[str, list[list[int]]]
+) -> tuple[list[Json], dict[str, list[list[int]]]]:
+    """The requests that everybody answered in full, and the answers. Text from a server lacks
+    special tokens, which random weights make now and then: such an answer is not compared.
+    """
+    count = min((len(answers) for answers in candidates.values()), default=0)
+    wanted = [each["num_output_tokens"] for each in requests[:count]]
+    kept = [
+        place
+        for place in range(count)
+        if all(len(answers[place]) == wanted[place] for answers in candidates.values())
+    ]
+    found = {name: [answers[each] for each in kept] for name, answers in candidates.items()}
+    return [requests[place] for place in kept], found
 
 
 def summarize_check(reports: list[Json]) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ SERVERS = ("vmserve", "llama.cpp", "vllm")
 MODEL_NAME = "peers"
 POLL_S = 0.02
 GRACE_S = 10.0
+CHECK_TIMEOUT_S = 300.0
 ERROR_TAIL_CHARS = 2000
 #: What ``llama-server`` decodes at once: a slot reserves its whole context.
 LLAMA_SLOTS = 16
@@ -88,9 +90,10 @@ def run_server(
 ) -> Json:
     """One server from nothing to the last answer, as a worker's result; ``error`` if it failed."""
     port = free_port()
+    arguments = command(subject, environment, job, port)
     began = time.monotonic()
     try:
-        with server(command(subject, environment, job, port), added) as process:
+        with server(arguments, added) as process:
             url = f"http://127.0.0.1:{port}/v1"
             vocab_size = job["vocab_size"]
             wait_for(process, url, job["warmup"][0], began + limit_s)
@@ -100,7 +103,8 @@ def run_server(
             left = limit_s - (time.monotonic() - began)
             with sampled(process.pid) as samples:
                 run = send(target, requests, vocab_size, left)
-    except (ServerFailedError, TimeoutError, OSError) as error:
+            checked = [ask(url, each) for each in requests[: job["num_checked"]]]
+    except (ServerFailedError, TimeoutError, OSError, httpx.HTTPError) as error:
         return {"error": str(error) or f"stopped after {limit_s:.0f} s", "workloads": {}}
     answers = run.record.requests
     served = {
@@ -109,9 +113,13 @@ def run_server(
         "times_s": [list(each.token_times_s) for each in answers],
         "client_cpu_s": run.record.cpu_s,
         "peak_pss_bytes": max(samples.pss_bytes, default=0),
-        "text_digests": [each.digest for each in answers],
+        "token_ids": checked,
     }
-    return {"first_token_s": first_token, "workloads": {"served": served}}
+    return {
+        "first_token_s": first_token,
+        "arguments": [Path(each).name if each.startswith("/") else each for each in arguments],
+        "workloads": {"served": served},
+    }
 
 
 @contextlib.contextmanager
@@ -168,13 +176,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 def wait_for(process: subprocess.Popen[Any], url: str, request: Json, deadline: float) -> None:
     """Until one token comes. Raises ServerFailedError."""
-    body = {
-        "model": MODEL_NAME,
-        "prompt": request["prompt_token_ids"],
-        "max_tokens": 1,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
+    body = body_of(request, 1)
     with httpx.Client(timeout=120.0) as client:
         while time.monotonic() < deadline:
             if process.poll() is not None:
@@ -190,6 +192,31 @@ def wait_for(process: subprocess.Popen[Any], url: str, request: Json, deadline: 
                 raise ServerFailedError(f"{answer.status_code}: {answer.text[:300]}")
             time.sleep(POLL_S)
     raise ServerFailedError("no token came in time")
+
+
+def body_of(request: Json, num_tokens: int) -> Json:
+    """A request outside of the load: greedy, in one piece."""
+    return {
+        "model": MODEL_NAME,
+        "prompt": request["prompt_token_ids"],
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+def ask(url: str, request: Json) -> list[int]:
+    """Its answer's tokens, alone, outside of the load. Raises ServerFailedError."""
+    body = body_of(request, request["num_output_tokens"])
+    answer = httpx.post(f"{url}/completions", json=body, timeout=CHECK_TIMEOUT_S)
+    if not answer.is_success:
+        raise ServerFailedError(f"{answer.status_code}: {answer.text[:300]}")
+    return token_ids_of(answer.json()["choices"][0]["text"])
+
+
+def token_ids_of(text: str) -> list[int]:
+    """The checkpoint's words are named by their ids; special ones have no text."""
+    return [int(number) for number in re.findall(r"w(\d+)", text)]
 
 
 def send(target: Target, requests: list[Json], vocab_size: int, limit_s: float) -> ServedRun:

@@ -41,6 +41,7 @@ METRICS = (
     Metric("peak_pss_bytes", "peak PSS", "MiB", False, 2.0**-20),
     Metric("served_peak_pss_bytes", "served, peak PSS", "MiB", False, 2.0**-20),
     Metric("first_token_s", "start to first token", "s", False),
+    Metric("server_first_token_s", "server's start to first token", "s", False),
 )
 #: The peak during each workload, in a table beside that of the figures. What an engine does not
 #: give back after one, the next ones in the same process have too.
@@ -78,8 +79,9 @@ def metrics_of(run: Json, workloads: Mapping[str, Sequence[Json]]) -> dict[str, 
     peaks.pop("served", None)
     if peaks:
         found["peak_pss_bytes"] = max(peaks.values())
-    if "first_token_s" in run and not run.get("is_server"):
-        found["first_token_s"] = run["first_token_s"]
+    if "first_token_s" in run:
+        name = "server_first_token_s" if run.get("is_server") else "first_token_s"
+        found[name] = run["first_token_s"]
     return found
 
 

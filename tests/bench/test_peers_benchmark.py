@@ -302,6 +302,7 @@ def test_server_gives_latencies_and_its_own_memory(peers: dict[str, ModuleType])
         "served_ttft_p99_s": 0.5,
         "served_unfinished": 1.0,
         "served_peak_pss_bytes": 3,
+        "server_first_token_s": 9.0,
     }
 
 
@@ -464,6 +465,21 @@ def test_check_counts_what_is_identical(peers: dict[str, ModuleType]) -> None:
     assert peers["run"].summarize_check([same])["max_margin"] is None
 
 
+def test_only_answers_that_all_gave_in_full_are_checked(peers: dict[str, ModuleType]) -> None:
+    requests = [request_of(2), request_of(1), request_of(2), request_of(1)]
+    served = [[4, 5], [], [6, 7]]  # of the second, only a token without text came
+    candidates = {"a": [[4, 5], [2], [6, 8], [9]], "b": served}
+    kept, answers = peers["run"].comparable(requests, candidates)
+    assert kept == [requests[0], requests[2]]
+    assert answers == {"a": [[4, 5], [6, 8]], "b": [[4, 5], [6, 7]]}
+    assert peers["run"].comparable(requests, {}) == ([], {})
+
+
+def test_words_of_an_answer_are_its_ids(peers: dict[str, ModuleType]) -> None:
+    assert peers["serving"].token_ids_of(" w12 w7") == [12, 7]
+    assert peers["serving"].token_ids_of("w12w7") == [12, 7]
+
+
 def test_what_is_stored_has_no_tokens(peers: dict[str, ModuleType]) -> None:
     run = {
         "error": "first\nRuntimeError: /a/b.py broke",
@@ -475,10 +491,11 @@ def test_what_is_stored_has_no_tokens(peers: dict[str, ModuleType]) -> None:
     }
 
 
-@pytest.mark.timeout(600)  # three processes that import torch: long where cores are shared
+@pytest.mark.timeout(600)  # four processes that import torch: long where cores are shared
 def test_vmserve_alone_end_to_end(tmp_path: Path) -> None:
-    """One engine, one workload: results, table and picture are there and hold numbers."""
-    command = [sys.executable, str(PEERS / "run.py"), "--smoke", "--peers", "--workloads", "decode"]
+    """One engine and its server: results, table and picture are there and hold numbers."""
+    command = [sys.executable, str(PEERS / "run.py"), "--smoke", "--peers"]
+    command += ["--workloads", "decode", "served", "--served-requests", "2"]
     command += ["--variant", "paged:kv_regime=paged", "--check-requests", "0"]
     command += ["--cache-dir", str(tmp_path / "cache"), "--output-dir", str(tmp_path / "out")]
     done = subprocess.run(
@@ -490,9 +507,15 @@ def test_vmserve_alone_end_to_end(tmp_path: Path) -> None:
     assert (results["schema"], results["schema_version"]) == ("vmserve-bench-peers", 1)
     assert [each["name"] for each in results["subjects"]] == ["vmserve paged"]
     values = results["medians"]["8m"]["vmserve paged"]
-    memory = {"peak_pss_bytes", "decode_peak_pss_bytes"}
-    assert set(values) == {"decode_tokens_per_s", "first_token_s"} | memory
-    assert all(math.isfinite(value) and value > 0 for value in values.values())
+    memory = {"peak_pss_bytes", "decode_peak_pss_bytes", "served_peak_pss_bytes"}
+    served = {f"served_{each}_s" for each in ("ttft_p50", "ttft_p99", "tpot_p50", "itl_p50")}
+    served |= {"served_itl_p99_s", "served_unfinished", "server_first_token_s"}
+    assert set(values) == {"decode_tokens_per_s", "first_token_s"} | memory | served
+    # Tokens that are read together, where cores are shared, have no time between them.
+    gaps = {name: value for name, value in values.items() if "_itl_" in name or "_tpot_" in name}
+    assert all(math.isfinite(value) and value >= 0 for value in gaps.values())
+    others = [value for name, value in values.items() if name not in gaps]
+    assert all(math.isfinite(value) and value > 0 for value in others)
     assert "| vmserve paged |" in path.with_suffix(".md").read_text()
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
     assert str(tmp_path) not in path.read_text()
