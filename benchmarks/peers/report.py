@@ -32,11 +32,11 @@ def markdown(results: Json) -> str:
             f"{results['num_repeats']} interleaved repeats"
             f"{', a smoke run' if results['smoke'] else ''}."
         ),
-        "",
-        "Computes in:",
-        "",
-        *(f"- {name}: {text}" for name, text in computes_in(results)),
     ]
+    told = [f"- {name}: {text}" for name, text in computes_in(results)]
+    lines += ["", "Computes in (servers: by the arguments in the JSON file):", "", *told] * bool(
+        told
+    )
     for model, values in results["values"].items():
         lines += ["", f"## Model {model}", "", traffic_line(results["workloads"][model]), ""]
         lines += measured_table(values)

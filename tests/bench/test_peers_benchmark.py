@@ -435,7 +435,21 @@ def test_report_names_who_is_missing_and_why(peers: dict[str, ModuleType]) -> No
     assert "| vmserve default | 1,234 |" in text
     assert "| vllm bf16 | 1.50 [1.25, 2.00] |" in text
     assert "- openvino: pip ended with 1" in text
+    assert "Computes in" not in text
     assert "- vllm bf16, 8m, repeat 1: ValueError: no kernel in x.py" in text
+
+
+def test_overview_has_a_row_for_every_comparison(peers: dict[str, ModuleType]) -> None:
+    found = {"ratio": 1.5, "low": 1.25, "high": 2.0, "num_repeats": 3}
+    row = {"vmserve": "vmserve a", "peer": "vllm bf16", "metrics": {"decode_tokens_per_s": found}}
+    lines = peers["report"].overview({"comparisons": {"8m": [row], "1b": [{**row, "metrics": {}}]}})
+    assert lines[0].startswith("Above 1: vmserve is ahead; [95 % interval: bootstrap over 3")
+    assert lines[2:] == [
+        "| model | variant | than | decode, one stream |",
+        "|---|---|---|---:|",
+        "| 8m | a | vllm bf16 | 1.50 [1.25, 2.00] |",
+        "| 1b | a | vllm bf16 | - |",
+    ]
 
 
 def test_environment_is_made_anew_when_what_it_is_from_changes(
