@@ -13,7 +13,7 @@ from typing import Any
 
 from environments import Environment
 from process import MemorySamples, watch
-from subjects import Subject
+from subjects import Subject, is_continuous
 
 Json = dict[str, Any]
 
@@ -25,6 +25,7 @@ MODULES = {
     "openvino": "openvino_engine",
     "vllm": "vllm_engine",
 }
+CONTINUOUS = "transformers_continuous_engine"
 ERROR_TAIL_CHARS = 3000
 
 
@@ -78,7 +79,8 @@ def run_engine(
         job_path, result_path = Path(directory, "job.json"), Path(directory, "result.json")
         error_path = Path(directory, "output.txt")
         samples = MemorySamples()
-        job = {**job, "module": MODULES[subject.engine], "spawned_monotonic": time.monotonic()}
+        module = CONTINUOUS if is_continuous(subject) else MODULES[subject.engine]
+        job = {**job, "module": module, "spawned_monotonic": time.monotonic()}
         job_path.write_text(json.dumps(job), encoding="utf-8")
         with error_path.open("w") as output:
             process = subprocess.Popen(

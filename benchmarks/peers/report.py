@@ -1,14 +1,23 @@
-"""The results as text."""
+"""The results as text.
+
+python report.py RESULTS.json ...    (the ratios of all of them, as a README's tables)
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from summary import METRICS, Metric, medians
+from summary import MEMORY, METRICS, MIN_REPEATS, Metric, medians
 
 Json = dict[str, Any]
+
+#: From so many repeats on an interval is narrower than the range of what was seen.
+NUM_FOR_TAILS = 6
 
 
 def markdown(results: Json) -> str:
@@ -23,14 +32,16 @@ def markdown(results: Json) -> str:
             f"{results['num_repeats']} interleaved repeats"
             f"{', a smoke run' if results['smoke'] else ''}."
         ),
-        "",
-        "Computes in:",
-        "",
-        *(f"- {name}: {text}" for name, text in computes_in(results)),
     ]
+    told = [f"- {name}: {text}" for name, text in computes_in(results)]
+    lines += ["", "Computes in (servers: by the arguments in the JSON file):", "", *told] * bool(
+        told
+    )
     for model, values in results["values"].items():
         lines += ["", f"## Model {model}", "", traffic_line(results["workloads"][model]), ""]
         lines += measured_table(values)
+        lines += kept_up(values)
+        lines += memory_table(values)
         lines += comparison_tables(results["comparisons"].get(model, []))
         lines += checks(results["checks"].get(model, {}))
     lines += problems(results)
@@ -59,9 +70,11 @@ def traffic_line(workloads: Json) -> str:
     return "; ".join(parts) + "."
 
 
-def present(values: Mapping[str, Mapping[str, Any]]) -> list[Metric]:
+def present(
+    values: Mapping[str, Mapping[str, Any]], metrics: Sequence[Metric] = METRICS
+) -> list[Metric]:
     """The metrics that anybody has."""
-    return [m for m in METRICS if any(m.name in each for each in values.values())]
+    return [m for m in metrics if any(m.name in each for each in values.values())]
 
 
 def heading(first: str, metrics: Sequence[Metric], *, with_units: bool) -> list[str]:
@@ -69,13 +82,37 @@ def heading(first: str, metrics: Sequence[Metric], *, with_units: bool) -> list[
     return ["| " + " | ".join([first, *titles]) + " |", "|---|" + "---:|" * len(metrics)]
 
 
-def measured_table(values: Mapping[str, Any]) -> list[str]:
-    metrics = present(values)
-    lines = heading("engine", metrics, with_units=True)
+def measured_table(
+    values: Mapping[str, Any], among: Sequence[Metric] = METRICS, first: str = "engine"
+) -> list[str]:
+    metrics = present(values, among)
+    lines = heading(first, metrics, with_units=among is METRICS)
     for subject, middle in medians(values).items():
         cells = [shown(m, middle.get(m.name)) for m in metrics]
         lines.append("| " + " | ".join([subject, *cells]) + " |")
     return lines
+
+
+def kept_up(values: Mapping[str, Any]) -> list[str]:
+    """How many requests were unfinished when the last one came: the sign of a queue."""
+    left = {
+        subject: middle["served_unfinished"]
+        for subject, middle in medians(values).items()
+        if "served_unfinished" in middle
+    }
+    if not left:
+        return []
+    told = ", ".join(f"{subject} {count:.0f}" for subject, count in left.items())
+    return [
+        "",
+        f"Requests unfinished when the last one arrived (many: it did not keep up): {told}.",
+    ]
+
+
+def memory_table(values: Mapping[str, Any]) -> list[str]:
+    if not present(values, MEMORY):
+        return []
+    return ["", *measured_table(values, MEMORY, "peak PSS, MiB, while")]
 
 
 def comparison_tables(comparisons: Sequence[Json]) -> list[str]:
@@ -83,12 +120,23 @@ def comparison_tables(comparisons: Sequence[Json]) -> list[str]:
     for ours in dict.fromkeys(each["vmserve"] for each in comparisons):
         rows = [each for each in comparisons if each["vmserve"] == ours]
         metrics = present({each["peer"]: each["metrics"] for each in rows})
-        lines += ["", f"How many times better {ours} is (above 1: ahead; 95 % interval):", ""]
+        lines += ["", f"How many times better {ours} is (above 1: ahead{interval(rows)}):", ""]
         lines += heading("than", metrics, with_units=False)
         for each in rows:
             cells = [times(each["metrics"].get(m.name)) for m in metrics]
             lines.append("| " + " | ".join([each["peer"], *cells]) + " |")
     return lines
+
+
+def interval(rows: Sequence[Json]) -> str:
+    """What stands in brackets."""
+    counts = [each["num_repeats"] for row in rows for each in row["metrics"].values()]
+    most = max(counts, default=0)
+    if most < MIN_REPEATS:
+        return f"; {most} repeats: no interval" if most > 1 else "; one repeat: no interval"
+    told = f"; [95 % interval: bootstrap over {most} repeats"
+    # A resample of one repeat alone is then likelier than the tail that is cut off.
+    return f"{told}, so few that it is about their range]" if most < NUM_FOR_TAILS else f"{told}]"
 
 
 def shown(metric: Metric, value: float | None) -> str:
@@ -135,3 +183,25 @@ def one_line(text: str) -> str:
     telling = [line for line in lines if "rror" in line]
     line = (telling or lines or ["no reason given"])[-1]
     return re.sub(r"(/[\w.+-]+)+/", "", line)[:300]
+
+
+def overview(results: Json) -> list[str]:
+    """Every comparison of one file as a row: how many times better vmserve is."""
+    rows = [(model, each) for model, found in results["comparisons"].items() for each in found]
+    metrics = present({str(place): each["metrics"] for place, (_, each) in enumerate(rows)})
+    lines = [
+        "| " + " | ".join(["model", "variant", "than", *(m.title for m in metrics)]) + " |",
+        "|---|---|---|" + "---:|" * len(metrics),
+    ]
+    for model, each in rows:
+        cells = [times(each["metrics"].get(m.name)) for m in metrics]
+        ours = each["vmserve"].removeprefix("vmserve ")
+        lines.append("| " + " | ".join([model, ours, each["peer"], *cells]) + " |")
+    note = interval([each for _, each in rows]).removeprefix("; ")
+    return [f"Above 1: vmserve is ahead; {note}.", "", *lines]
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        read = json.loads(Path(name).read_text(encoding="utf-8"))
+        print(f"\n{Path(name).name}, {read['date']}\n", *overview(read), sep="\n")

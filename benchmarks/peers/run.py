@@ -15,7 +15,8 @@ import os
 import re
 import sys
 import tempfile
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from models import MODELS, Model, ensure_files, ensure_model
 from process import run_worker
 from report import markdown, one_line
 from serving import SERVERS, own_environment, run_server
-from subjects import WEIGHTS, Subject, subjects_of
+from subjects import DEFAULT_PEERS, WEIGHTS, Subject, is_continuous, subjects_of
 from summary import collect, compare, medians
 from traffic import (
     FULL,
@@ -62,8 +63,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="model 8m, tiny workloads, 1 repeat")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: 8m 125m")
     parser.add_argument(
-        "--peers", nargs="*", default=list(WEIGHTS), metavar="PEER",
-        help="ENGINE[:WEIGHTS][:OPTION=VALUE,...]; default: all of them, all weights: "
+        "--peers", nargs="*", default=list(DEFAULT_PEERS), metavar="PEER",
+        help=f"ENGINE[:WEIGHTS][:OPTION=VALUE,...]; default: {' '.join(DEFAULT_PEERS)}; known: "
         + "; ".join(f"{name} ({', '.join(each)})" for name, each in WEIGHTS.items()),
     )  # fmt: skip
     parser.add_argument(
@@ -75,6 +76,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="of every engine; default 2")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences at once")
     parser.add_argument("--rate", type=float, help="of served, requests/s; default: by the model")
+    parser.add_argument("--requests", type=int, help="of offline; default: by the model")
+    parser.add_argument("--served-requests", type=int, help="default: by the model")
     parser.add_argument("--check-requests", type=int, help="of offline, at most; default 8")
     parser.add_argument("--seed", type=int, default=0, help="of weights, lengths and prompts")
     parser.add_argument("--time-limit", type=float, default=1800, help="seconds per process")
@@ -94,8 +97,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         options.subjects = subjects_of(options.variants or ["default"], options.peers)
     except ValueError as error:
         parser.error(str(error))
-    if min(options.repeats, options.threads, options.max_num_seqs) < 1:
-        parser.error("--repeats, --threads and --max-num-seqs must be at least 1")
+    counts = (options.repeats, options.threads, options.max_num_seqs)
+    counts += (options.requests or 1, options.served_requests or 1)
+    if min(counts) < 1:
+        parser.error("counts of repeats, threads, sequences and requests must be at least 1")
     return options
 
 
@@ -117,6 +122,8 @@ class Bench:
         self.files: dict[tuple[str, str], dict[str, str]] = {}
         self.models: list[Model] = []
         self.workloads: dict[str, dict[str, list[Json]]] = {}
+        #: By model, the served requests of each repeat.
+        self.served: dict[str, list[list[Json]]] = {}
         self.runs: list[Json] = []
 
     def prepare(self) -> None:
@@ -126,19 +133,31 @@ class Bench:
         for name in options.models:
             model = ensure_model(name, options.seed, options.cache_dir, log)
             self.models.append(model)
-            self.workloads[name] = make_workloads(
-                options.workloads,
-                SMOKE if options.smoke else FULL,
-                model.shape.vocab_size,
-                options.seed,
-                options.rate or RATES[name],
-            )
+            asked = [self._requests(model, repeat) for repeat in range(options.repeats)]
+            self.workloads[name] = asked[0]
+            self.served[name] = [each.get("served", []) for each in asked]
         for engine in dict.fromkeys(each.engine for each in options.subjects):
             if engine != "vmserve":
                 self._install(engine)
         for subject in options.subjects:
             for model in self.models:
                 self._convert(subject, model)
+
+    def _requests(self, model: Model, repeat: int) -> dict[str, list[Json]]:
+        options = self.options
+        sizes = SMOKE if options.smoke else FULL[model.name]
+        return make_workloads(
+            options.workloads,
+            replace(
+                sizes,
+                num_requests=options.requests or sizes.num_requests,
+                num_served=options.served_requests or sizes.num_served,
+            ),
+            model.shape.vocab_size,
+            options.seed,
+            options.rate or RATES[model.name],
+            repeat,
+        )
 
     def _install(self, engine: str) -> None:
         try:
@@ -183,11 +202,8 @@ class Bench:
 
     def _in_process(self, subject: Subject, asked: Json) -> Json:
         """Of the workloads, those that the engine's worker runs."""
-        return {
-            name: requests
-            for name, requests in asked.items()
-            if name != "served" or subject.engine == "openvino"
-        }
+        is_played = subject.engine == "openvino" or is_continuous(subject)
+        return {name: requests for name, requests in asked.items() if name != "served" or is_played}
 
     def measure(self) -> None:
         """Every engine once per repeat, interleaved: a drawn order, then its reverse."""
@@ -201,7 +217,9 @@ class Bench:
                     self._run(model, *units[index], repeat)
 
     def _run(self, model: Model, subject: Subject, is_server: bool, repeat: int) -> None:
-        asked = self.workloads[model.name]
+        asked = dict(self.workloads[model.name])
+        if "served" in asked:
+            asked["served"] = self.served[model.name][repeat]
         environment = self.environments[subject.engine]
         added = variables(
             subject,
@@ -211,11 +229,13 @@ class Bench:
             kv_gib(asked, model.shape),
         )
         job = self._job(model, subject)
+        if is_server and repeat > 0:
+            job["num_checked"] = 0  # asked outside of the load: once is enough
         limit = self.options.time_limit
         if is_server:
             run = run_server(subject, environment, job, added, asked["served"], limit)
         else:
-            job |= {"workloads": self._in_process(subject, asked)}
+            job["workloads"] = self._in_process(subject, asked)
             run = run_engine(environment.python, job, subject, added, limit)
         run |= {"model": model.name, "subject": subject.name, "repeat": repeat}
         run |= {"is_server": is_server}
@@ -243,38 +263,46 @@ class Bench:
         }
 
     def check(self) -> Json:
-        """By model and engine: the first repeat's tokens beside those of one request at a time
-        in float32.
-        """
+        """By model and engine: tokens beside those of one request at a time in float32."""
         found: Json = {}
         for model in self.models:
-            candidates: Json = {}
-            for run in self.runs:
-                offline = run["workloads"].get("offline", {})
-                if run["model"] == model.name and offline.get("token_ids"):
-                    candidates.setdefault(run["subject"], offline["token_ids"])
-            if not candidates:
-                continue
-            count = len(next(iter(candidates.values())))
-            say(f"{model.name}: checking the tokens of {count} requests")
-            job = {
-                "engine": "reference",
-                "model": str(model.directory),
-                "dtype": "float32",
-                "num_threads": self.options.threads,
-                "pad_id": PAD_ID,
-                "requests": self.workloads[model.name]["offline"][:count],
-                "candidates": candidates,
-            }
-            added = {"OMP_NUM_THREADS": str(self.options.threads)}
-            result = run_worker(job, added, self.options.time_limit)
-            if "error" in result:
-                reason = {"name": f"token check, {model.name}", "reason": result["error"]}
-                self.absent.append(reason)
-                continue
-            found[model.name] = {
-                name: summarize_check(each) for name, each in result["candidates"].items()
-            }
+            for workload, told in (("offline", ""), ("served", ", served")):
+                for name, each in self._check(model, workload).items():
+                    found.setdefault(model.name, {})[name + told] = summarize_check(each)
+        return found
+
+    def _check(self, model: Model, workload: str) -> Json:
+        """By engine, a report on each of the requests that all have answers to."""
+        asked = self.workloads[model.name].get(workload, [])
+        requests, candidates = comparable(asked, self._candidates(model, workload))
+        if not requests:
+            return {}
+        say(f"{model.name}: checking the tokens of {len(requests)} requests, {workload}")
+        job = {
+            "engine": "reference",
+            "model": str(model.directory),
+            "dtype": "float32",
+            "num_threads": self.options.threads,
+            "pad_id": PAD_ID,
+            "requests": requests,
+            "candidates": candidates,
+        }
+        added = {"OMP_NUM_THREADS": str(self.options.threads)}
+        result = run_worker(job, added, self.options.time_limit)
+        if "error" in result:
+            what = f"token check, {model.name}, {workload}"
+            self.absent.append({"name": what, "reason": result["error"]})
+            return {}
+        reports: Json = result["candidates"]
+        return reports
+
+    def _candidates(self, model: Model, workload: str) -> dict[str, list[list[int]]]:
+        """By engine, the tokens of its first repeat."""
+        found: dict[str, list[list[int]]] = {}
+        for run in self.runs:
+            answers = run["workloads"].get(workload, {}).get("token_ids")
+            if run["model"] == model.name and answers:
+                found.setdefault(run["subject"], answers)
         return found
 
     def results(self, checks: Json) -> Json:
@@ -305,6 +333,23 @@ class Bench:
             "absent": [each | {"reason": one_line(each["reason"])} for each in self.absent],
             "runs": [stored(run) for run in self.runs],
         }
+
+
+def comparable(
+    requests: list[Json], candidates: Mapping[str, list[list[int]]]
+) -> tuple[list[Json], dict[str, list[list[int]]]]:
+    """The requests that everybody answered in full, and the answers. Text from a server lacks
+    special tokens, which random weights make now and then: such an answer is not compared.
+    """
+    count = min((len(answers) for answers in candidates.values()), default=0)
+    wanted = [each["num_output_tokens"] for each in requests[:count]]
+    kept = [
+        place
+        for place in range(count)
+        if all(len(answers[place]) == wanted[place] for answers in candidates.values())
+    ]
+    found = {name: [answers[each] for each in kept] for name, answers in candidates.items()}
+    return [requests[place] for place in kept], found
 
 
 def summarize_check(reports: list[Json]) -> Json:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any
 import httpx
 from environments import Environment
 from launch import inherited
-from process import process_tree, pss_of
+from process import SAMPLE_INTERVAL_S, MemorySamples
 from subjects import Subject, command_line_options
 
 from vmserve.bench.ab.client import Load
@@ -33,6 +35,7 @@ SERVERS = ("vmserve", "llama.cpp", "vllm")
 MODEL_NAME = "peers"
 POLL_S = 0.02
 GRACE_S = 10.0
+CHECK_TIMEOUT_S = 300.0
 ERROR_TAIL_CHARS = 2000
 #: What ``llama-server`` decodes at once: a slot reserves its whole context.
 LLAMA_SLOTS = 16
@@ -87,9 +90,10 @@ def run_server(
 ) -> Json:
     """One server from nothing to the last answer, as a worker's result; ``error`` if it failed."""
     port = free_port()
+    arguments = command(subject, environment, job, port)
     began = time.monotonic()
     try:
-        with server(command(subject, environment, job, port), added) as process:
+        with server(arguments, added) as process:
             url = f"http://127.0.0.1:{port}/v1"
             vocab_size = job["vocab_size"]
             wait_for(process, url, job["warmup"][0], began + limit_s)
@@ -97,18 +101,44 @@ def run_server(
             target = Target(url, MODEL_NAME, timeout_s=limit_s)
             send(target, job["warmup"], vocab_size, limit_s)
             left = limit_s - (time.monotonic() - began)
-            run = send(target, requests, vocab_size, left)
-            pss = sum(pss_of(pid) for pid in process_tree(process.pid))
-    except (ServerFailedError, TimeoutError, OSError) as error:
+            with sampled(process.pid) as samples:
+                run = send(target, requests, vocab_size, left)
+            checked = [ask(url, each) for each in requests[: job["num_checked"]]]
+    except (ServerFailedError, TimeoutError, OSError, httpx.HTTPError) as error:
         return {"error": str(error) or f"stopped after {limit_s:.0f} s", "workloads": {}}
-    samples = run.record.requests
+    answers = run.record.requests
     served = {
         "elapsed_s": run.record.elapsed_s,
-        "due_s": [each.due_s for each in samples],
-        "times_s": [list(each.token_times_s) for each in samples],
+        "due_s": [each.due_s for each in answers],
+        "times_s": [list(each.token_times_s) for each in answers],
         "client_cpu_s": run.record.cpu_s,
+        "peak_pss_bytes": max(samples.pss_bytes, default=0),
+        "token_ids": checked,
     }
-    return {"first_token_s": first_token, "pss_bytes": pss, "workloads": {"served": served}}
+    return {
+        "first_token_s": first_token,
+        "arguments": [Path(each).name if each.startswith("/") else each for each in arguments],
+        "workloads": {"served": served},
+    }
+
+
+@contextlib.contextmanager
+def sampled(pid: int) -> Iterator[MemorySamples]:
+    """The memory of a server and all it started, as that of the other workloads is watched."""
+    samples, ended = MemorySamples(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(SAMPLE_INTERVAL_S):
+            samples.take(pid)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
+        samples.take(pid)
 
 
 @contextlib.contextmanager
@@ -146,13 +176,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 def wait_for(process: subprocess.Popen[Any], url: str, request: Json, deadline: float) -> None:
     """Until one token comes. Raises ServerFailedError."""
-    body = {
-        "model": MODEL_NAME,
-        "prompt": request["prompt_token_ids"],
-        "max_tokens": 1,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
+    body = body_of(request, 1)
     with httpx.Client(timeout=120.0) as client:
         while time.monotonic() < deadline:
             if process.poll() is not None:
@@ -168,6 +192,31 @@ def wait_for(process: subprocess.Popen[Any], url: str, request: Json, deadline: 
                 raise ServerFailedError(f"{answer.status_code}: {answer.text[:300]}")
             time.sleep(POLL_S)
     raise ServerFailedError("no token came in time")
+
+
+def body_of(request: Json, num_tokens: int) -> Json:
+    """A request outside of the load: greedy, in one piece."""
+    return {
+        "model": MODEL_NAME,
+        "prompt": request["prompt_token_ids"],
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+def ask(url: str, request: Json) -> list[int]:
+    """Its answer's tokens, alone, outside of the load. Raises ServerFailedError."""
+    body = body_of(request, request["num_output_tokens"])
+    answer = httpx.post(f"{url}/completions", json=body, timeout=CHECK_TIMEOUT_S)
+    if not answer.is_success:
+        raise ServerFailedError(f"{answer.status_code}: {answer.text[:300]}")
+    return token_ids_of(answer.json()["choices"][0]["text"])
+
+
+def token_ids_of(text: str) -> list[int]:
+    """The checkpoint's words are named by their ids; special ones have no text."""
+    return [int(number) for number in re.findall(r"w(\d+)", text)]
 
 
 def send(target: Target, requests: list[Json], vocab_size: int, limit_s: float) -> ServedRun:

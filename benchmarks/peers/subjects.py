@@ -23,6 +23,8 @@ WEIGHTS: Mapping[str, Mapping[str, Width]] = {
 DEFAULT_WEIGHTS: Mapping[str, tuple[str, ...]] = {
     engine: tuple(weights) for engine, weights in WEIGHTS.items()
 }
+#: As ``--peers`` takes them: every engine with all its weights.
+DEFAULT_PEERS = (*WEIGHTS, "transformers:bf16:batching=continuous")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +123,8 @@ def subjects_of(variants: list[str], peers: list[str]) -> list[Subject]:
         if names.count(name) > 1:
             raise ValueError(f"{name!r} is there twice: give variants names of their own")
     return found
+
+
+def is_continuous(subject: Subject) -> bool:
+    """Whether it is transformers with its continuous batching: static batches are the default."""
+    return subject.engine == "transformers" and subject.options.get("batching") == "continuous"

@@ -39,7 +39,15 @@ METRICS = (
     Metric("served_itl_p50_s", "served, ITL p50", "ms", False, 1e3),
     Metric("served_itl_p99_s", "served, ITL p99", "ms", False, 1e3),
     Metric("peak_pss_bytes", "peak PSS", "MiB", False, 2.0**-20),
+    Metric("served_peak_pss_bytes", "served, peak PSS", "MiB", False, 2.0**-20),
     Metric("first_token_s", "start to first token", "s", False),
+    Metric("server_first_token_s", "server's start to first token", "s", False),
+)
+#: The peak during each workload, in a table beside that of the figures. What an engine does not
+#: give back after one, the next ones in the same process have too.
+MEMORY = tuple(
+    Metric(f"{name}_peak_pss_bytes", name, "MiB", False, 2.0**-20)
+    for name in ("offline", "decode", "prefill", "served")
 )
 
 
@@ -66,11 +74,14 @@ def metrics_of(run: Json, workloads: Mapping[str, Sequence[Json]]) -> dict[str, 
         )
     if "served" in measured:
         found |= latencies(measured["served"])
-    peaks = [each["peak_pss_bytes"] for each in measured.values() if "peak_pss_bytes" in each]
-    if peaks and not run.get("is_server"):
-        found["peak_pss_bytes"] = max(peaks)
-    if "first_token_s" in run and not run.get("is_server"):
-        found["first_token_s"] = run["first_token_s"]
+    peaks = {name: each["peak_pss_bytes"] for name, each in measured.items()}
+    found |= {f"{name}_peak_pss_bytes": peak for name, peak in peaks.items()}
+    peaks.pop("served", None)
+    if peaks:
+        found["peak_pss_bytes"] = max(peaks.values())
+    if "first_token_s" in run:
+        name = "server_first_token_s" if run.get("is_server") else "first_token_s"
+        found[name] = run["first_token_s"]
     return found
 
 
@@ -81,9 +92,12 @@ def latencies(served: Json) -> dict[str, float]:
     pairs = list(zip(served["due_s"], served["times_s"], strict=True))
     first = [times[0] - due for due, times in pairs]
     gaps = np.concatenate([np.diff(times) for _, times in pairs])
+    last_due = max(served["due_s"])
     found = {
         "served_ttft_p50_s": float(np.percentile(first, 50)),
         "served_ttft_p99_s": float(np.percentile(first, 99)),
+        # Of an engine that keeps up, a few; one that does not has a queue by then.
+        "served_unfinished": float(sum(times[-1] > last_due for _, times in pairs)),
     }
     per_token = [(times[-1] - times[0]) / (len(times) - 1) for _, times in pairs if len(times) > 1]
     if per_token:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from model_shape import SPECIAL_IDS, LlamaShape
@@ -12,9 +13,9 @@ from vmserve.bench.workloads import RequestShape, lognormal, prompt_token_ids
 Json = dict[str, Any]
 
 WORKLOADS = ("offline", "decode", "prefill", "served")
-#: Requests per second on average, by model: about half of what two cores without bfloat16
-#: arithmetic sustain, so that queues form and empty again.
-RATES = {"8m": 4.0, "125m": 0.4, "1b": 0.05}
+#: Requests per second on average, by model. With the lengths below, two cores without bfloat16
+#: arithmetic keep up with every engine: queues form and empty again.
+RATES = {"8m": 2.0, "125m": 2.0, "1b": 0.1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,30 @@ class Sizes:
     decode_tokens: int = 128
     num_prefills: int = 2
     prefill_tokens: int = 2048
-    num_served: int = 32
+    num_served: int = 48
+    served_mean_in: float = 160.0
+    served_mean_out: float = 120.0
 
 
-FULL = Sizes()
+#: By model: a request to the larger ones is short enough that their rate is one they sustain, and
+#: the largest one's workloads that a run of an engine takes about a minute.
+FULL: Mapping[str, Sizes] = {
+    "8m": Sizes(),
+    "125m": replace(Sizes(), served_mean_in=64.0, served_mean_out=20.0),
+    "1b": Sizes(
+        num_requests=6,
+        mean_in=48.0,
+        mean_out=16.0,
+        num_decodes=1,
+        decode_context=64,
+        decode_tokens=24,
+        num_prefills=1,
+        prefill_tokens=256,
+        num_served=6,
+        served_mean_in=32.0,
+        served_mean_out=12.0,
+    ),
+}
 SMOKE = Sizes(
     num_requests=6,
     mean_in=12.0,
@@ -43,25 +64,21 @@ SMOKE = Sizes(
     num_prefills=1,
     prefill_tokens=64,
     num_served=4,
+    served_mean_in=12.0,
+    served_mean_out=8.0,
 )
 
 
 def make_workloads(
-    names: list[str], sizes: Sizes, vocab_size: int, seed: int, rate: float
+    names: list[str], sizes: Sizes, vocab_size: int, seed: int, rate: float, repeat: int = 0
 ) -> dict[str, list[Json]]:
-    """Requests by workload.
+    """Requests by workload. Only arrivals of ``served`` depend on the repeat.
 
     ``arrival_s`` 0 is "at once". Requests of ``decode`` and ``prefill`` run one at a time
     (``is_sequential``); no two requests share a prompt, so that no prefix cache helps anyone.
     """
     offline = lognormal(sizes.num_requests, seed, mean_in=sizes.mean_in, mean_out=sizes.mean_out)
-    served = lognormal(
-        sizes.num_served,
-        seed + 1,
-        mean_in=sizes.mean_in,
-        mean_out=sizes.mean_out,
-        request_rate=rate,
-    )
+    served = served_shapes(sizes, seed + 1, rate, repeat)
     decode = [RequestShape(sizes.decode_context, sizes.decode_tokens + 1)] * sizes.num_decodes
     prefill = [RequestShape(sizes.prefill_tokens, 1)] * sizes.num_prefills
     shapes = {"offline": offline, "decode": decode, "prefill": prefill, "served": served}
@@ -74,6 +91,22 @@ def make_workloads(
         for request in found[name]:
             request["is_sequential"] = True
     return found
+
+
+def served_shapes(sizes: Sizes, seed: int, rate: float, repeat: int) -> list[RequestShape]:
+    """The same lengths in every repeat, each with arrivals of its own: what one drawn sequence
+    of arrivals happens to do would else be taken for a property of the engines.
+    """
+
+    def drawn(at: int) -> list[RequestShape]:
+        means = {"mean_in": sizes.served_mean_in, "mean_out": sizes.served_mean_out}
+        return lognormal(sizes.num_served, at, request_rate=rate, **means)
+
+    arrivals = drawn(seed + 100 * repeat)
+    return [
+        replace(shape, arrival_s=other.arrival_s)
+        for shape, other in zip(drawn(seed), arrivals, strict=True)
+    ]
 
 
 def warmup_requests(vocab_size: int, seed: int) -> list[Json]:

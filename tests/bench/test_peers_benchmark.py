@@ -142,7 +142,8 @@ def test_servers_are_started_with_the_same_limits(peers: dict[str, ModuleType]) 
 
 def test_offline_is_the_offline_benchmark_s(peers: dict[str, ModuleType]) -> None:
     traffic = peers["traffic"]
-    found = traffic.make_workloads(["offline", "decode", "prefill"], traffic.FULL, 4096, 0, 1.0)
+    sizes = traffic.FULL["125m"]
+    found = traffic.make_workloads(["offline", "decode", "prefill"], sizes, 4096, 0, 1.0)
     described = traffic.describe(found)
     assert described["offline"]["num_requests"] == 64
     assert described["offline"]["num_input_tokens"] == 9_634
@@ -171,10 +172,36 @@ def test_fixed_cache_holds_the_largest_workload(peers: dict[str, ModuleType]) ->
 
 def test_served_arrives_at_its_rate(peers: dict[str, ModuleType]) -> None:
     traffic = peers["traffic"]
-    [served] = traffic.make_workloads(["served"], traffic.FULL, 4096, 0, 2.0).values()
+    [served] = traffic.make_workloads(["served"], traffic.FULL["8m"], 4096, 0, 2.0).values()
     arrivals = [each["arrival_s"] for each in served]
     assert arrivals == sorted(arrivals)
     assert arrivals[-1] == len(served) / 2.0
+
+
+def test_repeats_of_served_differ_in_arrivals_alone(peers: dict[str, ModuleType]) -> None:
+    traffic = peers["traffic"]
+
+    def made(repeat: int) -> tuple[list[Any], list[float]]:
+        sizes = traffic.FULL["125m"]
+        [served] = traffic.make_workloads(["served"], sizes, 4096, 0, 2.0, repeat).values()
+        asked = [(each["prompt_token_ids"], each["num_output_tokens"]) for each in served]
+        return asked, [each["arrival_s"] for each in served]
+
+    (first, arrivals), (second, others) = made(0), made(1)
+    assert first == second
+    assert arrivals != others
+    assert arrivals[-1] == others[-1] == 24.0
+    assert made(1)[1] == others
+
+
+def test_largest_model_s_requests_are_small(peers: dict[str, ModuleType]) -> None:
+    traffic = peers["traffic"]
+    names = list(traffic.WORKLOADS)
+    found = traffic.make_workloads(names, traffic.FULL["1b"], 32_000, 0, traffic.RATES["1b"])
+    described = traffic.describe(found)
+    assert [described[name]["num_requests"] for name in names] == [6, 1, 1, 6]
+    assert max(each["longest_tokens"] for each in described.values()) == 257
+    assert described["served"]["last_arrival_s"] == 60.0
 
 
 class FakeEngine:
@@ -238,7 +265,11 @@ def test_metrics_of_a_run(peers: dict[str, ModuleType]) -> None:
             "offline": {"elapsed_s": 2.0, "peak_pss_bytes": 5},
             "decode": {"times_s": [[1.0, 1.25, 1.5]], "peak_pss_bytes": 9},
             "prefill": {"times_s": [[3.0]], "due_s": [1.0], "peak_pss_bytes": 7},
-            "served": {"due_s": [0.0, 1.0], "times_s": [[0.5, 0.6], [3.5, 3.8]]},
+            "served": {
+                "due_s": [0.0, 1.0],
+                "times_s": [[0.5, 0.6], [3.5, 3.8]],
+                "peak_pss_bytes": 11,
+            },
         },
     }
     assert peers["summary"].metrics_of(run, workloads) == pytest.approx(
@@ -251,17 +282,66 @@ def test_metrics_of_a_run(peers: dict[str, ModuleType]) -> None:
             "served_tpot_p50_s": 0.2,
             "served_itl_p50_s": 0.2,
             "served_itl_p99_s": 0.298,
+            "served_unfinished": 1.0,
+            "offline_peak_pss_bytes": 5,
+            "decode_peak_pss_bytes": 9,
+            "prefill_peak_pss_bytes": 7,
+            "served_peak_pss_bytes": 11,
             "peak_pss_bytes": 9,
             "first_token_s": 1.5,
         }
     )
 
 
-def test_server_gives_latencies_alone(peers: dict[str, ModuleType]) -> None:
+def test_server_gives_latencies_and_its_own_memory(peers: dict[str, ModuleType]) -> None:
     served = {"due_s": [0.0], "times_s": [[0.5]], "peak_pss_bytes": 3}
     run = {"is_server": True, "first_token_s": 9.0, "workloads": {"served": served}}
     found = peers["summary"].metrics_of(run, {})
-    assert found == {"served_ttft_p50_s": 0.5, "served_ttft_p99_s": 0.5}
+    assert found == {
+        "served_ttft_p50_s": 0.5,
+        "served_ttft_p99_s": 0.5,
+        "served_unfinished": 1.0,
+        "served_peak_pss_bytes": 3,
+        "server_first_token_s": 9.0,
+    }
+
+
+def test_report_says_who_did_not_keep_up(peers: dict[str, ModuleType]) -> None:
+    values = {
+        "vmserve a": {"served_unfinished": {"0": 1.0, "1": 2.0, "2": 9.0}},
+        "vllm bf16": {"served_unfinished": {"0": 30.0}},
+        "transformers bf16": {},
+    }
+    [_, line] = peers["report"].kept_up(values)
+    assert line.endswith("(many: it did not keep up): vmserve a 2, vllm bf16 30.")
+    assert peers["report"].kept_up({"transformers bf16": {}}) == []
+
+
+def test_report_has_the_memory_of_every_workload(peers: dict[str, ModuleType]) -> None:
+    values = {"vmserve a": {"offline_peak_pss_bytes": {"0": 3 * 2**20, "1": 5 * 2**20}}}
+    assert peers["report"].memory_table(values) == [
+        "",
+        "| peak PSS, MiB, while | offline |",
+        "|---|---:|",
+        "| vmserve a | 4 |",
+    ]
+    assert peers["report"].memory_table({"vmserve a": {"first_token_s": {"0": 1.0}}}) == []
+
+
+@pytest.mark.parametrize(
+    ("num_repeats", "told"),
+    [
+        (1, "; one repeat: no interval"),
+        (2, "; 2 repeats: no interval"),
+        (3, "; [95 % interval: bootstrap over 3 repeats, so few that it is about their range]"),
+        (6, "; [95 % interval: bootstrap over 6 repeats]"),
+    ],
+)
+def test_report_says_what_its_intervals_are(
+    peers: dict[str, ModuleType], num_repeats: int, told: str
+) -> None:
+    rows = [{"metrics": {"decode_tokens_per_s": {"num_repeats": num_repeats}}}]
+    assert peers["report"].interval(rows) == told
 
 
 def test_values_come_in_the_order_of_subjects_with_all_repeats(
@@ -329,7 +409,14 @@ def test_report_names_who_is_missing_and_why(peers: dict[str, ModuleType]) -> No
                 {
                     "vmserve": "vmserve default",
                     "peer": "vllm bf16",
-                    "metrics": {"decode_tokens_per_s": {"ratio": 1.5, "low": 1.25, "high": 2.0}},
+                    "metrics": {
+                        "decode_tokens_per_s": {
+                            "ratio": 1.5,
+                            "low": 1.25,
+                            "high": 2.0,
+                            "num_repeats": 3,
+                        }
+                    },
                 }
             ]
         },
@@ -348,7 +435,21 @@ def test_report_names_who_is_missing_and_why(peers: dict[str, ModuleType]) -> No
     assert "| vmserve default | 1,234 |" in text
     assert "| vllm bf16 | 1.50 [1.25, 2.00] |" in text
     assert "- openvino: pip ended with 1" in text
+    assert "Computes in" not in text
     assert "- vllm bf16, 8m, repeat 1: ValueError: no kernel in x.py" in text
+
+
+def test_overview_has_a_row_for_every_comparison(peers: dict[str, ModuleType]) -> None:
+    found = {"ratio": 1.5, "low": 1.25, "high": 2.0, "num_repeats": 3}
+    row = {"vmserve": "vmserve a", "peer": "vllm bf16", "metrics": {"decode_tokens_per_s": found}}
+    lines = peers["report"].overview({"comparisons": {"8m": [row], "1b": [{**row, "metrics": {}}]}})
+    assert lines[0].startswith("Above 1: vmserve is ahead; [95 % interval: bootstrap over 3")
+    assert lines[2:] == [
+        "| model | variant | than | decode, one stream |",
+        "|---|---|---|---:|",
+        "| 8m | a | vllm bf16 | 1.50 [1.25, 2.00] |",
+        "| 1b | a | vllm bf16 | - |",
+    ]
 
 
 def test_environment_is_made_anew_when_what_it_is_from_changes(
@@ -378,6 +479,21 @@ def test_check_counts_what_is_identical(peers: dict[str, ModuleType]) -> None:
     assert peers["run"].summarize_check([same])["max_margin"] is None
 
 
+def test_only_answers_that_all_gave_in_full_are_checked(peers: dict[str, ModuleType]) -> None:
+    requests = [request_of(2), request_of(1), request_of(2), request_of(1)]
+    served = [[4, 5], [], [6, 7]]  # of the second, only a token without text came
+    candidates = {"a": [[4, 5], [2], [6, 8], [9]], "b": served}
+    kept, answers = peers["run"].comparable(requests, candidates)
+    assert kept == [requests[0], requests[2]]
+    assert answers == {"a": [[4, 5], [6, 8]], "b": [[4, 5], [6, 7]]}
+    assert peers["run"].comparable(requests, {}) == ([], {})
+
+
+def test_words_of_an_answer_are_its_ids(peers: dict[str, ModuleType]) -> None:
+    assert peers["serving"].token_ids_of(" w12 w7") == [12, 7]
+    assert peers["serving"].token_ids_of("w12w7") == [12, 7]
+
+
 def test_what_is_stored_has_no_tokens(peers: dict[str, ModuleType]) -> None:
     run = {
         "error": "first\nRuntimeError: /a/b.py broke",
@@ -389,10 +505,11 @@ def test_what_is_stored_has_no_tokens(peers: dict[str, ModuleType]) -> None:
     }
 
 
-@pytest.mark.timeout(600)  # three processes that import torch: long where cores are shared
+@pytest.mark.timeout(600)  # four processes that import torch: long where cores are shared
 def test_vmserve_alone_end_to_end(tmp_path: Path) -> None:
-    """One engine, one workload: results, table and picture are there and hold numbers."""
-    command = [sys.executable, str(PEERS / "run.py"), "--smoke", "--peers", "--workloads", "decode"]
+    """One engine and its server: results, table and picture are there and hold numbers."""
+    command = [sys.executable, str(PEERS / "run.py"), "--smoke", "--peers"]
+    command += ["--workloads", "decode", "served", "--served-requests", "2"]
     command += ["--variant", "paged:kv_regime=paged", "--check-requests", "0"]
     command += ["--cache-dir", str(tmp_path / "cache"), "--output-dir", str(tmp_path / "out")]
     done = subprocess.run(
@@ -404,8 +521,15 @@ def test_vmserve_alone_end_to_end(tmp_path: Path) -> None:
     assert (results["schema"], results["schema_version"]) == ("vmserve-bench-peers", 1)
     assert [each["name"] for each in results["subjects"]] == ["vmserve paged"]
     values = results["medians"]["8m"]["vmserve paged"]
-    assert set(values) == {"decode_tokens_per_s", "peak_pss_bytes", "first_token_s"}
-    assert all(math.isfinite(value) and value > 0 for value in values.values())
+    memory = {"peak_pss_bytes", "decode_peak_pss_bytes", "served_peak_pss_bytes"}
+    served = {f"served_{each}_s" for each in ("ttft_p50", "ttft_p99", "tpot_p50", "itl_p50")}
+    served |= {"served_itl_p99_s", "served_unfinished", "server_first_token_s"}
+    assert set(values) == {"decode_tokens_per_s", "first_token_s"} | memory | served
+    # Tokens that are read together, where cores are shared, have no time between them.
+    gaps = {name: value for name, value in values.items() if "_itl_" in name or "_tpot_" in name}
+    assert all(math.isfinite(value) and value >= 0 for value in gaps.values())
+    others = [value for name, value in values.items() if name not in gaps]
+    assert all(math.isfinite(value) and value > 0 for value in others)
     assert "| vmserve paged |" in path.with_suffix(".md").read_text()
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
     assert str(tmp_path) not in path.read_text()

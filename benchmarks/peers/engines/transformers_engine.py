@@ -42,6 +42,7 @@ class TransformersEngine:
         self._pad_id = job["pad_id"]
         self.facts = {
             "computes_in": dtype,
+            "kv_cache": dtype,
             "batch": f"static, {self._batch_size}",
             "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
         }

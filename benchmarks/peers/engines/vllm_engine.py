@@ -27,8 +27,10 @@ class VllmEngine:
         self._engine = self._llm.llm_engine
         self._next_number = 0
         dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
+        cache = self._engine.vllm_config.cache_config.cache_dtype
         self.facts = {
             "computes_in": dtype,
+            "kv_cache": dtype if cache == "auto" else cache,
             "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
         }
 
