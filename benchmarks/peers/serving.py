@@ -39,6 +39,8 @@ CHECK_TIMEOUT_S = 300.0
 ERROR_TAIL_CHARS = 2000
 #: What ``llama-server`` decodes at once: a slot reserves its whole context.
 LLAMA_SLOTS = 16
+#: What ``llama-server`` calls the options of the engine in process.
+LLAMA_FLAGS = {"batch": "batch_size", "ubatch": "ubatch_size", "kv_unified": "kv_unified"}
 
 
 class ServerFailedError(Exception):
@@ -46,7 +48,7 @@ class ServerFailedError(Exception):
 
 
 def command(subject: Subject, environment: Environment, job: Json, port: int) -> list[str]:
-    """How the server is started."""
+    """How the server is started. Raises ServerFailedError for an option that it has not."""
     threads = str(job["num_threads"])
     where = ["--host", "127.0.0.1", "--port", str(port)]
     if subject.engine == "vmserve":
@@ -63,7 +65,13 @@ def command(subject: Subject, environment: Environment, job: Json, port: int) ->
         start = [str(environment.tools["llama-server"]), "-m", job["files"]["gguf"], *where]
         start += ["--alias", MODEL_NAME, "--threads", threads, "--threads-batch", threads]
         start += ["--parallel", str(slots), "--ctx-size", str(slots * job["max_model_len"])]
-        return [*start, "--no-cache-prompt", "--cache-ram", "0", "--no-webui", "--log-disable"]
+        start += ["--no-cache-prompt", "--cache-ram", "0", "--no-webui", "--log-disable"]
+        options = {name: each for name, each in subject.options.items() if name != "slots"}
+        unknown = ", ".join(set(options) - set(LLAMA_FLAGS))
+        if unknown:
+            raise ServerFailedError(f"llama-server has no option {unknown} here")
+        flags = {LLAMA_FLAGS[name]: each for name, each in options.items()}
+        return start + command_line_options(flags)
     # The `vllm` command asks for the version of a package of that name, and stops without it.
     start = [str(environment.python), "-m", "vllm.entrypoints.openai.api_server"]
     start += [
@@ -90,9 +98,9 @@ def run_server(
 ) -> Json:
     """One server from nothing to the last answer, as a worker's result; ``error`` if it failed."""
     port = free_port()
-    arguments = command(subject, environment, job, port)
     began = time.monotonic()
     try:
+        arguments = command(subject, environment, job, port)
         with server(arguments, added) as process:
             url = f"http://127.0.0.1:{port}/v1"
             vocab_size = job["vocab_size"]

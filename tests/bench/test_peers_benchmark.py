@@ -133,6 +133,14 @@ def test_servers_are_started_with_the_same_limits(peers: dict[str, ModuleType]) 
     [llama] = subjects.peers_of("llama.cpp:q8_0:slots=4")
     assert "-m M.gguf" in command(llama)
     assert "--threads 2 --threads-batch 2 --parallel 4 --ctx-size 2048" in command(llama)
+    assert command(llama).endswith("--log-disable")
+    [llama] = subjects.peers_of("llama.cpp:q8_0:ubatch=64,kv_unified=false")
+    assert command(llama).endswith("--log-disable --ubatch-size 64 --no-kv-unified")
+    [llama] = subjects.peers_of("llama.cpp:q8_0:polling=1")
+    with pytest.raises(peers["serving"].ServerFailedError, match="no option polling here"):
+        command(llama)
+    failed = peers["serving"].run_server(llama, environment, job, {}, [], 1.0)
+    assert failed == {"error": "llama-server has no option polling here", "workloads": {}}
     [vllm] = subjects.peers_of("vllm:bf16:enforce_eager=true")
     assert command(vllm).endswith("--no-enable-prefix-caching --dtype float32 --enforce-eager")
 
