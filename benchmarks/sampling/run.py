@@ -57,6 +57,7 @@ def main() -> None:
     if args.out != "-":
         root = Path(args.out) if args.out else RESULTS
         directory = fresh_directory(root, datetime.datetime.now(datetime.UTC).date(), cpu_model())
+        directory.mkdir(parents=True)
         described = {"arguments": vars(args), "cpu": cpu_model(), "results": results}
         (directory / "results.json").write_text(json.dumps(described, indent=1) + "\n")
         (directory / "tables.md").write_text(table + "\n")

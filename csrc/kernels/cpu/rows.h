@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kLanes = 16;
 constexpr int kParts = kLanes / Vec::kWidth;
-static_assert(kParts * Vec::kWidth == kLanes && kRowBlock % kLanes == 0);
+static_assert((kParts == 1 || kParts == 2) && kRowBlock % kLanes == 0);
 
 // e^x for x <= 0: 2^n e^f, with ln 2 in two parts, and a polynomial (minimax on
 // [-ln 2 / 2, ln 2 / 2]) of degree 6.
@@ -53,10 +53,11 @@ inline Vec::R load_or_lowest(const float* from, std::int64_t count) {
   return Vec::load(lanes);
 }
 
+// Halves are added to each other until one lane is left.
 inline float sum_of_lanes(const Vec::R* parts) {
-  float lanes[kLanes];
-  for (int part = 0; part < kParts; ++part) Vec::store(lanes + part * Vec::kWidth, parts[part]);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
+  float lanes[Vec::kWidth];
+  Vec::store(lanes, kParts == 1 ? parts[0] : Vec::add(parts[0], parts[kParts - 1]));
+  for (int half = Vec::kWidth / 2; half > 0; half /= 2) {
     for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   }
   return lanes[0];
