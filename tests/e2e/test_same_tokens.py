@@ -52,15 +52,17 @@ def test_64_prompts_together_cut_into_chunks(
     assert peak_running >= 16
     assert results[0].metrics.num_prefill_chunks >= 2_000 // 256
     assert after["num_preemptions_total"] == before["num_preemptions_total"]
-    # Every page of these was mapped once, or found mapped where another sequence had been.
+    # Every page of those that were kept in slots was mapped once, or found mapped where another
+    # sequence had been; who is depends on what mapping costs here.
     page_tokens = after["page_tokens"]
     expected = sum(
         -(-(len(prompt) + length - 1) // page_tokens)
-        for prompt, length in zip(batch, lengths, strict=True)
+        for prompt, length, result in zip(batch, lengths, results, strict=True)
+        if result.metrics.kv_regime == "virtual"
     )
     mapped = after["pages_mapped_total"] - before["pages_mapped_total"]
     adopted = after["adopted_pages_total"] - before["adopted_pages_total"]
-    assert adopted > 0
+    assert adopted > 0 or not expected
     assert mapped + adopted >= expected
     assert mapped <= expected + 64  # and not many more ahead of need
     assert (after["used_pages"], after["quarantined_pages"]) == (0, 0)

@@ -254,11 +254,11 @@ def test_metrics_tell_the_regime_and_why(real: Running) -> None:
     real.complete(prompt=PROMPT, max_tokens=2)
     real.complete(prompt=PROMPT, max_tokens=16, n=4, use_beam_search=True)
     text = real.http.get("/metrics").text
-    for labels in ('regime="virtual"', 'reason="forks",regime="paged"'):
-        assert any(
-            line.startswith("vmserve:request_regime_total{") and labels in line
-            for line in text.splitlines()
-        ), text
+    lines = text.splitlines()
+    told = [line for line in lines if line.startswith("vmserve:request_regime_total{")]
+    assert any('reason="forks",regime="paged"' in line for line in told), text
+    # The first one's regime depends on what mapping costs here.
+    assert any('reason="forks"' not in line for line in told), text
 
 
 def test_a_time_limit(real: Running) -> None:
