@@ -122,13 +122,17 @@ class CostModel:
         )
 
     def _maps(self, request: Request, num_prompt: int, end: int, around: Situation) -> float:
-        """The prompt's pages while the first step waits, the others behind the steps."""
+        """The prompt's pages while the first step waits, the others behind the steps.
+
+        A slot may have pages of its own mapped there already, but never those of a cached prefix.
+        """
         at_once = self._layout.pages_for(num_prompt + 1)
+        shared = around.num_hit // self._layout.page_tokens
         later = self._layout.pages_for(end) - at_once
         profile = self.profile
-        waited = profile.map_page * at_once
+        own = profile.map_page * (at_once - shared)
         hidden = profile.map_page_hidden * later * request.num_branches
-        return around.unmapped_share * (waited + hidden)
+        return profile.map_page * shared + around.unmapped_share * (own + hidden)
 
     def _forks(
         self, request: Request, num_prompt: int, end: int, unit: int, *, virtual: bool
