@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vmserve import _core
 from vmserve.output.processor import sampling_row
 from vmserve.scheduler.sequence import SequenceStatus
 
@@ -148,7 +147,7 @@ class EngineStep:
 
     def name_tokens(self, plan: StepPlan) -> None:
         """What became known names blocks for the prefix cache, once they are computed."""
-        owners, tokens = _core.take_unnamed(plan.sequences, plan.memory_ids)
+        owners, tokens = plan.take_unnamed()
         if len(owners):
             self._memory.append_tokens(owners, tokens)
 

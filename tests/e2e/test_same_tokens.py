@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -17,6 +17,14 @@ def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
 
+@pytest.fixture
+def slots_llm() -> Iterator[LLM]:
+    """Where every sequence is kept in a slot, whatever mapping costs on this machine."""
+    options = {"kv_cache_memory": "128MiB", "max_num_batched_tokens": 256}
+    with LLM(dtype="float32", kv_regime="virtual", **options) as llm:
+        yield llm
+
+
 def test_one_prompt(llm: LLM, reference: Reference) -> None:
     prompt = llm.encode("Once upon a time")
     [result] = llm.generate([prompt], greedy(64))
@@ -26,8 +34,9 @@ def test_one_prompt(llm: LLM, reference: Reference) -> None:
 
 @pytest.mark.timeout(600)
 def test_64_prompts_together_cut_into_chunks(
-    llm: LLM, prompts: Prompts, reference: Reference
+    slots_llm: LLM, prompts: Prompts, reference: Reference
 ) -> None:
+    llm = slots_llm
     batch = prompts(64, 2_000, 1)
     lengths = [8 + (i % 3) * 12 for i in range(64)]
     before = llm.stats()
@@ -52,17 +61,15 @@ def test_64_prompts_together_cut_into_chunks(
     assert peak_running >= 16
     assert results[0].metrics.num_prefill_chunks >= 2_000 // 256
     assert after["num_preemptions_total"] == before["num_preemptions_total"]
-    # Every page of those that were kept in slots was mapped once, or found mapped where another
-    # sequence had been; who is depends on what mapping costs here.
+    # Every page of these was mapped once, or found mapped where another sequence had been.
     page_tokens = after["page_tokens"]
     expected = sum(
         -(-(len(prompt) + length - 1) // page_tokens)
-        for prompt, length, result in zip(batch, lengths, results, strict=True)
-        if result.metrics.kv_regime == "virtual"
+        for prompt, length in zip(batch, lengths, strict=True)
     )
     mapped = after["pages_mapped_total"] - before["pages_mapped_total"]
     adopted = after["adopted_pages_total"] - before["adopted_pages_total"]
-    assert adopted > 0 or not expected
+    assert adopted > 0
     assert mapped + adopted >= expected
     assert mapped <= expected + 64  # and not many more ahead of need
     assert (after["used_pages"], after["quarantined_pages"]) == (0, 0)

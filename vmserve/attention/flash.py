@@ -319,7 +319,7 @@ class SlotCall:
         self._kernel = kernel
         self._slots = slots
         device = slots.view.keys[0].device
-        places = batch.token_places.numpy() * slots.slot_tokens + batch.token_positions.numpy()
+        places = batch.token_places.numpy() * slots.slot_tokens + batch.positions
         self._written = upload(places, device)
         few = batch.num_new == 1
         #: The rows of each part (None: all there are) and its sequences.

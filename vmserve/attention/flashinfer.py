@@ -190,7 +190,7 @@ class FlashInferCall:
         self._turn = turn
         self._device = tensors.keys[0].device
         width = tensors.block_tokens
-        positions = batch.token_positions.numpy()
+        positions = batch.positions
         blocks = tensors.blocks(batch.token_places.numpy(), positions // width)
         self._written = upload(blocks * width + positions % width, self._device)
         self._batch = batch

@@ -20,12 +20,11 @@ def upload(
     Without ``out``, on the CPU, the tensor shares the array's memory.
     """
     source = torch.from_numpy(array)
-    if device.type == "cpu":
-        if out is None:
-            return source
-    else:
+    if device.type != "cpu":
         # Page-locked, or the copy would be made at once; torch keeps the memory until it is done.
         source = source.pin_memory()
+    elif out is None:
+        return source
     if out is None:
         return source.to(device, non_blocking=True)
     return out[: source.shape[0]].copy_(source, non_blocking=True)

@@ -51,10 +51,6 @@ class SamplingRow:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.tokens[: self.num_prompt]
-
-    @property
     def output_token_ids(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 

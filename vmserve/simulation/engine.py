@@ -268,7 +268,8 @@ class SimulatedEngine:
         self.scheduler.computed(plan)
         self._num_generated = 0
         ended = self._take_tokens(scheduled)
-        self._name_tokens(scheduled)
+        if self.config.prefix_caching:
+            self.memory.append_tokens(*plan.take_unnamed())
         self._record(scheduled, seconds)
         self._regimes.stepped(seconds)
         for request in ended:
@@ -359,20 +360,6 @@ class SimulatedEngine:
         if request.beams.done:
             self._num_generated += request.num_branches * request.max_tokens
         return request.beams.done
-
-    def _name_tokens(self, scheduled: Scheduled) -> None:
-        if not self.config.prefix_caching:
-            return
-        memory_ids: list[int] = []
-        tokens: list[int] = []
-        for item in scheduled:
-            sequence = item.sequence
-            if sequence.memory_id == item.memory_id:
-                unnamed = sequence.tokens[sequence.num_named :]
-                memory_ids += [item.memory_id] * len(unnamed)
-                tokens += unnamed
-                sequence.num_named = sequence.num_tokens
-        self.memory.append_tokens(memory_ids, tokens)
 
     # -- records ------------------------------------------------------------------------
 

@@ -228,7 +228,7 @@ class _Plans(ABC):
 
     def _fill(self, buffer: PlanBuffer, batch: RaggedBatch, plan: Plan) -> None:
         rows = np.repeat(self.tables.rows(batch), batch.num_new)
-        buffer.fill(plan, rows, batch.token_positions.numpy(), self.tables.copy(batch))
+        buffer.fill(plan, rows, batch.positions, self.tables.copy(batch))
 
 
 class _EagerPlans(_Plans):
