@@ -9,9 +9,9 @@ from vmserve.scheduler.profile import DeviceProfile, KernelCosts
 __all__ = ["steady_profile", "write_profile"]
 
 
-def steady_profile(**changes: float) -> DeviceProfile:
+def steady_profile(*, call: float = 0.0, **changes: float) -> DeviceProfile:
     """Reading pages is dearer than reading slots by half, and copies are very slow: what forks is
-    better paged, and what does not better virtual."""
+    better paged, and what does not better virtual. ``call``: of either kernel family in a step."""
     costs: dict[str, float] = {
         "step": 1e-3,
         "weights": 1e-3,
@@ -24,13 +24,13 @@ def steady_profile(**changes: float) -> DeviceProfile:
     }
     return DeviceProfile(
         name="steady",
-        virtual=KernelCosts(call=0.0, sequence=0.0, read=1e-6, pair=1e-8),
-        paged=KernelCosts(call=0.0, sequence=0.0, read=1.5e-6, pair=1e-8),
+        virtual=KernelCosts(call=call, sequence=0.0, read=1e-6, pair=1e-8),
+        paged=KernelCosts(call=call, sequence=0.0, read=1.5e-6, pair=1e-8),
         **costs,
     )
 
 
-def write_profile(directory: Path) -> str:
+def write_profile(directory: Path, *, call: float = 0.0) -> str:
     path = directory / "profile.json"
-    path.write_text(steady_profile().to_json(), encoding="utf-8")
+    path.write_text(steady_profile(call=call).to_json(), encoding="utf-8")
     return str(path)

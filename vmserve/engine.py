@@ -559,7 +559,7 @@ class LLMEngine:
                 # Beams have no sequences left, but come all at once.
                 lengths = [seq.num_output for seq in request.sequences]
                 lengths = lengths or [len(choice.token_ids) for choice in output.outputs]
-                self._regimes.finished(max(lengths, default=0))
+                self._regimes.finished(max(lengths, default=0), request.metrics.num_preemptions)
         if not self._requests:
             self._idle()
 

@@ -283,6 +283,39 @@ def test_every_method_in_one_batch(
             assert tokens == beam_reference(prompt, 20, 3, 1.0)
 
 
+def test_whoever_shares_a_prefix_takes_the_batch_along(
+    prompts: Prompts, reference: Reference, tmp_path: Path
+) -> None:
+    """Three run in slots; a newcomer would have to copy what it shares of a page there."""
+    batch = [prompts(1, 70 + index, 30 + index)[0] for index in range(3)]
+    newcomer = [*batch[0][:56], *batch[1][:20]]
+    with LLM(
+        dtype="float32", kv_cache_memory="32MiB", regime_profile=write_profile(tmp_path, call=1e-3)
+    ) as llm:
+        for index, prompt in enumerate(batch):
+            llm.engine.add_request(str(index), prompt, greedy(40))
+        regimes = []
+
+        def look(step: int) -> None:
+            if step == 10:
+                llm.engine.add_request("3", newcomer, greedy(40))
+            stats = llm.stats()
+            regimes.append((stats["virtual_seqs"], stats["paged_seqs"]))
+
+        done = drain(llm, 4, look)
+        stats = llm.stats()
+    assert regimes[5] == (3, 0)
+    assert regimes[12:14] == [(0, 4), (0, 4)]
+    assert stats["converted_to_paged_total"] == 3
+    assert stats["converted_zero_copy_total"] == 3
+    for index, prompt in enumerate([*batch, newcomer]):
+        output = done[str(index)]
+        assert output.outputs[0].token_ids == reference(prompt, 40)
+        reason = "batch" if index < 3 else "prefix"
+        assert (output.metrics.kv_regime, output.metrics.kv_regime_reason) == ("paged", reason)
+    assert done["3"].metrics.num_cached_tokens == 48
+
+
 def test_the_same_samples_in_every_regime_and_batch(prompts: Prompts) -> None:
     batch = prompts(4, 150, 15)
     params = [

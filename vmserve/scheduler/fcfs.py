@@ -96,7 +96,9 @@ class FCFSScheduler:
         self._running: list[Sequence] = []
         self._swapped: list[Sequence] = []
         self._followers = Followers()
-        self._regimes = RegimeKeeper(regimes or RegimePolicy("virtual"), memory, self._running)
+        self._regimes = RegimeKeeper(
+            regimes or RegimePolicy("virtual"), memory, self._running, self._waiting
+        )
         #: Finished sequences whose memory is kept for those that have yet to fork from it.
         self._donors: dict[str, Sequence] = {}
         #: The system refused memory that the limit promises: nobody is admitted beside those

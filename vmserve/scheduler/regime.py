@@ -3,12 +3,14 @@
 What differs between the two views of a request's pages, over its whole life, is added up from a
 :class:`~vmserve.scheduler.profile.DeviceProfile`: map calls, forks, what of a cached prefix must be
 copied, the kernels themselves, memory that page tails keep from others while it is short, and
-the calls of a second kernel family where nobody else in the batch uses it. The layers outside
-attention cost both alike and are left out.
+the calls of a second kernel family where nobody else in the batch uses it: or, if that is
+cheaper, what it costs everybody in the batch to change regimes with the newcomer. The layers
+outside attention cost both alike and are left out.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vmserve.memory.base import Regime
@@ -36,6 +38,8 @@ _MARGIN = 0.02
 _WORTH = 2.0
 #: Weight of a new observation in a running average.
 _NEWEST = 0.05
+#: By what share the least time of a step that was seen is forgotten with each other one.
+_FORGOTTEN = 0.001
 #: Tokens that a request is expected to generate before any has ended.
 _FIRST_GUESS = 256
 
@@ -55,11 +59,22 @@ class Situation(NamedTuple):
     unmapped_share: float = 1.0
     #: Pages that the pool may have.
     limit_pages: int = 1
-    #: Of a whole step, lately.
-    step_seconds: float = 0.0
+    #: What a step takes however many sequences are in it.
+    fixed_seconds: float = 0.0
+    #: How often a request is expected to be preempted, and so starts again.
+    num_preemptions: float = 0.0
+    #: What it costs the running sequences, all of one regime, to change to the other; below 0
+    #: where they gain by it. None: some must stay, or it is not known.
+    moving: float | None = None
 
     def num_running(self, regime: Regime) -> int:
         return self.num_virtual if regime is Regime.VIRTUAL else self.num_paged
+
+    @property
+    def page_step_seconds(self) -> float:
+        """What it costs to keep a page for a step from others who want it: with its share of the
+        pool they would be so much sooner done, and so many steps fewer would be needed."""
+        return self.pressure * self.fixed_seconds / self.limit_pages
 
 
 class RunningLength(NamedTuple):
@@ -83,6 +98,11 @@ class RegimeCosts(NamedTuple):
     def total(self) -> float:
         return sum(self)
 
+    @property
+    def own(self) -> float:
+        """Without what comes of who else is in the batch."""
+        return self.total - self.batch
+
 
 class RegimeChoice(NamedTuple):
     """``reason``: "forced", "slots" (none is free), "default" (nothing speaks for the paged
@@ -92,6 +112,10 @@ class RegimeChoice(NamedTuple):
     reason: str
     #: Predicted seconds of what differs, by regime; empty where nothing was predicted.
     predicted: dict[str, float]
+    #: All that run, in the other regime, are to change to this one.
+    moves_batch: bool = False
+    #: Seconds that the request would have saved in the other regime, had it not been alone there.
+    forgone: float = 0.0
 
 
 class CostModel:
@@ -109,17 +133,23 @@ class CostModel:
         virtual = regime is Regime.VIRTUAL
         num_prompt = len(request.prompt_token_ids)
         end = num_prompt + num_output
-        unit = self._layout.page_tokens if virtual else self._layout.block_tokens
-        waste = unit / 2 * request.num_branches / self._layout.page_tokens / around.limit_pages
-        is_alone = around.num_running(regime) == 0
+        unit = self._unit(regime)
+        tail = around.num_hit % unit  # of the prefix, copied and so there twice
+        is_first = around.num_running(regime) == 0
+        waste = (tail + request.num_branches * unit / 2) / self._layout.page_tokens
         return RegimeCosts(
             maps=self._maps(request, num_prompt, end, around) if virtual else 0.0,
             forks=self._forks(request, num_prompt, end, unit, virtual=virtual),
-            prefix=self._copies(around.num_hit % unit),
+            prefix=self._copies(tail),
             kernels=self._kernels(request, num_prompt, num_output, regime, around.num_hit),
-            memory=around.pressure * waste * num_output * around.step_seconds,
-            batch=self.profile.kernels(regime).call * num_output if is_alone else 0.0,
+            memory=waste * num_output * around.page_step_seconds,
+            batch=self.profile.kernels(regime).call * num_output if is_first else 0.0,
         )
+
+    def _unit(self, regime: Regime) -> int:
+        """Tokens: sequences share, and keep from others, so many at a time."""
+        paged = regime is Regime.PAGED
+        return self._layout.block_tokens if paged else self._layout.page_tokens
 
     def _maps(self, request: Request, num_prompt: int, end: int, around: Situation) -> float:
         """The prompt's pages while the first step waits, the others behind the steps.
@@ -132,7 +162,8 @@ class CostModel:
         profile = self.profile
         own = profile.map_page * (at_once - shared)
         hidden = profile.map_page_hidden * later * request.num_branches
-        return profile.map_page * shared + around.unmapped_share * (own + hidden)
+        once = profile.map_page * shared + around.unmapped_share * (own + hidden)
+        return once * (1 + around.num_preemptions)
 
     def _forks(
         self, request: Request, num_prompt: int, end: int, unit: int, *, virtual: bool
@@ -170,19 +201,33 @@ class CostModel:
 
     # -- those that run -----------------------------------------------------------------
 
+    def cost_of_moving(
+        self, regime: Regime, leaving: list[RunningLength], page_step_seconds: float
+    ) -> float:
+        """What it costs all sequences of ``regime``, the only ones, to change to the other."""
+        saved, cost = self.gain_of_leaving(regime, leaving, 0, page_step_seconds)
+        return _WORTH * cost - saved
+
     def gain_of_leaving(
-        self, regime: Regime, leaving: list[RunningLength], num_steps: int
+        self,
+        regime: Regime,
+        leaving: list[RunningLength],
+        num_steps: int,
+        page_step_seconds: float = 0.0,
     ) -> tuple[float, float]:
         """What it saves, and what it costs, if all sequences of ``regime`` change to the other.
 
         ``num_steps``: for how long both regimes are expected to run beside each other.
+        ``page_step_seconds``: as in :class:`Situation`.
         """
         other = Regime.PAGED if regime is Regime.VIRTUAL else Regime.VIRTUAL
         kernels, others = self.profile.kernels(regime), self.profile.kernels(other)
         saved = kernels.call * num_steps
+        coarser = self._unit(regime) - self._unit(other)
+        waste = coarser / 2 / self._layout.page_tokens * page_step_seconds
         for length, left in leaving:
             read = left * (length + left / 2)
-            saved += left * (kernels.sequence - others.sequence)
+            saved += left * (kernels.sequence - others.sequence + waste)
             saved += read * (kernels.read - others.read)
         if other is Regime.PAGED:
             return saved, 0.0  # the pages' blocks are the block table
@@ -204,7 +249,10 @@ class RegimePolicy:
         self._forced = None if regime == "auto" else Regime(regime)
         self._model = costs
         self._mean_output = float(_FIRST_GUESS)
-        self._step_seconds = 0.0
+        self._least_step_seconds = 0.0
+        self._num_preemptions = 0.0
+        #: What requests have lost by joining a batch that is not in this regime.
+        self._forgone = dict.fromkeys(Regime, 0.0)
 
     @property
     def predicts(self) -> bool:
@@ -212,8 +260,13 @@ class RegimePolicy:
         return self._forced is None and self._model is not None
 
     @property
-    def step_seconds(self) -> float:
-        return self._step_seconds
+    def fixed_seconds(self) -> float:
+        """Of each step, from the profile; at most so much, where it does not know that: the least
+        that one has taken lately."""
+        profile = self.profile
+        if profile is not None and profile.weights > 0:
+            return profile.step + profile.weights
+        return self._least_step_seconds
 
     @property
     def profile(self) -> DeviceProfile | None:
@@ -224,11 +277,18 @@ class RegimePolicy:
 
     def stepped(self, seconds: float) -> None:
         """A step took so long."""
-        self._step_seconds += _NEWEST * (seconds - self._step_seconds)
+        least = self._least_step_seconds * (1 + _FORGOTTEN)
+        self._least_step_seconds = min(seconds, least or seconds)
 
-    def finished(self, num_output: int) -> None:
-        """A sequence ended with so many tokens generated."""
+    @property
+    def num_preemptions(self) -> float:
+        """Of a request, on average lately."""
+        return self._num_preemptions
+
+    def finished(self, num_output: int, num_preemptions: int = 0) -> None:
+        """A sequence ended with so many tokens generated; its request was so often preempted."""
         self._mean_output += _NEWEST * (num_output - self._mean_output)
+        self._num_preemptions += _NEWEST * (num_preemptions - self._num_preemptions)
 
     def expected_output(self, request: Request) -> int:
         return max(1, min(request.max_tokens, round(self._mean_output)))
@@ -244,19 +304,56 @@ class RegimePolicy:
                 Regime.PAGED if forks else Regime.VIRTUAL, "forks" if forks else "default", {}
             )
         num_output = self.expected_output(request)
-        virtual = self._model.costs(request, num_output, Regime.VIRTUAL, around)
-        paged = self._model.costs(request, num_output, Regime.PAGED, around)
-        predicted = {"virtual": virtual.total, "paged": paged.total}
+        costs = {
+            regime: self._model.costs(request, num_output, regime, around) for regime in Regime
+        }
+        predicted = {regime.value: cost.total for regime, cost in costs.items()}
+        virtual, paged = costs[Regime.VIRTUAL], costs[Regime.PAGED]
         if not around.has_free_slot:
             return RegimeChoice(Regime.PAGED, "slots", predicted)
+        forgone = 0.0
+        if bool(around.num_virtual) != bool(around.num_paged):  # the batch has one regime
+            there, other = Regime.VIRTUAL, Regime.PAGED
+            if around.num_paged:
+                there, other = other, there
+            forgone = costs[there].own - costs[other].own
+            # With what others have forgone: to stay here, or to be alone there, must be dearer.
+            moving = math.inf if around.moving is None else around.moving - self._forgone[other]
+            worthwhile = forgone > _MARGIN * costs[there].own
+            if worthwhile and moving < min(forgone, costs[other].batch):
+                reason = _deciding(costs[other]._replace(batch=0.0), costs[there])
+                return RegimeChoice(other, reason, predicted, moves_batch=True)
+        regime, reason = Regime.VIRTUAL, "default"
         if paged.total < (1 - _MARGIN) * virtual.total:
-            return RegimeChoice(Regime.PAGED, _deciding(paged, virtual), predicted)
-        if virtual.total < paged.total:
-            return RegimeChoice(Regime.VIRTUAL, _deciding(virtual, paged), predicted)
-        return RegimeChoice(Regime.VIRTUAL, "default", predicted)
+            regime, reason = Regime.PAGED, _deciding(paged, virtual)
+        elif virtual.total < paged.total:
+            reason = _deciding(virtual, paged)
+        return RegimeChoice(regime, reason, predicted, forgone=forgone)
+
+    def kept(self, choice: RegimeChoice) -> None:
+        """A request is served so.
+
+        What newcomers lose because they join the batch where it is adds up: once it is more than
+        what it costs to move the batch, the next one moves it. So neither is paid more than twice,
+        whatever comes (as whoever rents skis until the rents are the price of a pair).
+        """
+        other = Regime.PAGED if choice.regime is Regime.VIRTUAL else Regime.VIRTUAL
+        self._forgone[choice.regime] = 0.0
+        self._forgone[other] = max(0.0, self._forgone[other] + choice.forgone)
+
+    def cost_of_moving(
+        self, regime: Regime, leaving: list[RunningLength], page_step_seconds: float
+    ) -> float | None:
+        """As the cost model says; None without one."""
+        if self._model is None:
+            return None
+        return self._model.cost_of_moving(regime, leaving, page_step_seconds)
 
     def reconsider(
-        self, running: Mapping[Regime, list[RunningLength]], forking: Collection[Regime] = ()
+        self,
+        running: Mapping[Regime, list[RunningLength]],
+        forking: Collection[Regime] = (),
+        page_step_seconds: float = 0.0,
     ) -> Regime | None:
         """The regime that all of its sequences should leave now; None if that does not pay.
 
@@ -270,7 +367,7 @@ class RegimePolicy:
         for regime, leaving in running.items():
             if regime in forking:
                 continue
-            saved, cost = self._model.gain_of_leaving(regime, leaving, num_steps)
+            saved, cost = self._model.gain_of_leaving(regime, leaving, num_steps, page_step_seconds)
             if saved > _WORTH * cost and (best is None or saved - cost > best[0]):
                 best = (saved - cost, regime)
         return None if best is None else best[1]

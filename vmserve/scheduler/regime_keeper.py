@@ -18,12 +18,19 @@ _RECONSIDER_STEPS = 32
 
 
 class RegimeKeeper:
-    """``running``: the scheduler's own list of running sequences."""
+    """``running`` and ``waiting``: the scheduler's own lists of sequences."""
 
-    def __init__(self, policy: RegimePolicy, memory: KVMemory, running: list[Sequence]) -> None:
+    def __init__(
+        self,
+        policy: RegimePolicy,
+        memory: KVMemory,
+        running: list[Sequence],
+        waiting: list[Sequence],
+    ) -> None:
         self._policy = policy
         self._memory = memory
         self._running = running
+        self._waiting = waiting
         #: Running sequences that are to change their regime.
         self._converting: dict[Sequence, Regime] = {}
         self._num_steps = 0
@@ -43,32 +50,78 @@ class RegimeKeeper:
         metrics = request.metrics
         if request.regime is not None:
             return RegimeChoice(request.regime, metrics.kv_regime_reason, metrics.kv_regime_costs)
-        return self._policy.choose(request, self._situation(num_hit) if self.predicts else None)
+        if not self.predicts:
+            return self._policy.choose(request)
+        around = self._situation(request, num_hit)
+        choice = self._policy.choose(request, around)
+        if choice.forgone > 0:  # it would rather have the others elsewhere
+            moving = self._moving(around.page_step_seconds)
+            if moving is not None:
+                choice = self._policy.choose(request, around._replace(moving=moving))
+        return choice
 
-    @staticmethod
-    def keep(request: Request, choice: RegimeChoice) -> None:
-        """The request is kept there from now on."""
+    def keep(self, request: Request, choice: RegimeChoice) -> None:
+        """The request is kept there from now on; with it all that run, if that is the choice."""
+        is_new = request.regime is None
         request.regime = choice.regime
         metrics = request.metrics
         metrics.kv_regime, metrics.kv_regime_reason = choice.regime.value, choice.reason
         metrics.kv_regime_costs = choice.predicted
+        if is_new:
+            self._policy.kept(choice)
+            if choice.moves_batch:
+                self._convert_all(choice.regime)
 
-    def _situation(self, num_hit: int) -> Situation:
+    def _situation(self, request: Request, num_hit: int) -> Situation:
         """What a request finds that is admitted now."""
+        num_new = len(request.prompt_token_ids) - num_hit + self._policy.expected_output(request)
         stats = self._memory.stats()
-        num_virtual = sum(seq.regime is Regime.VIRTUAL for seq in self._running)
-        available = self._memory.available_pages() / self._memory.limit_pages
+        num_virtual = sum(self._goal(seq) is Regime.VIRTUAL for seq in self._running)
         taken = stats.pages_mapped_total + stats.adopted_pages_total
         return Situation(
             num_virtual=num_virtual,
             num_paged=len(self._running) - num_virtual,
             has_free_slot=max(stats.used_slots, num_virtual) < stats.num_slots,
             num_hit=num_hit,
-            pressure=min(1.0, max(0.0, 1 - available / _SCARCE)),
+            pressure=self._pressure(num_new),
             unmapped_share=stats.pages_mapped_total / taken if taken else 1.0,
             limit_pages=self._memory.limit_pages,
-            step_seconds=self._policy.step_seconds,
+            fixed_seconds=self._policy.fixed_seconds,
+            num_preemptions=self._policy.num_preemptions,
         )
+
+    def _pressure(self, num_new: int) -> float:
+        """Of memory, with all who wait admitted, if each takes ``num_new`` tokens."""
+        wanted = len(self._waiting) * self._memory.layout.pages_for(num_new)
+        left = (self._memory.available_pages() - wanted) / self._memory.limit_pages
+        return min(1.0, max(0.0, 1 - left / _SCARCE))
+
+    def _goal(self, sequence: Sequence) -> Regime:
+        """Where a running sequence is, or is to be soon."""
+        return self._converting.get(sequence, sequence.regime)
+
+    def _moving(self, page_step_seconds: float) -> float | None:
+        """See :class:`Situation`; the batch has one regime."""
+        running, forking = self._lengths()
+        if self._converting or forking:
+            return None
+        [regime] = [regime for regime, lengths in running.items() if lengths]
+        stats = self._memory.stats()
+        if regime is Regime.PAGED and len(running[regime]) >= stats.num_slots - stats.used_slots:
+            return None  # the newcomer wants one, too
+        return self._policy.cost_of_moving(regime, running[regime], page_step_seconds)
+
+    def _lengths(self) -> tuple[dict[Regime, list[RunningLength]], set[Regime]]:
+        """Of all that run, by regime; and the regimes in which some fork, and so must stay."""
+        running: dict[Regime, list[RunningLength]] = {regime: [] for regime in Regime}
+        forking: set[Regime] = set()
+        for sequence in self._running:
+            request = sequence.request
+            if request.is_gang or has_followers(request):
+                forking.add(sequence.regime)
+            left = self._policy.expected_output(request) - sequence.num_output
+            running[sequence.regime].append(RunningLength(sequence.num_tokens, max(1, left)))
+        return running, forking
 
     # -- changes ------------------------------------------------------------------------
 
@@ -122,20 +175,20 @@ class RegimeKeeper:
         self._num_steps += 1
         if self._num_steps % _RECONSIDER_STEPS or not self.predicts or self._converting:
             return
-        running: dict[Regime, list[RunningLength]] = {regime: [] for regime in Regime}
-        forking: set[Regime] = set()
-        for sequence in self._running:
-            request = sequence.request
-            if request.is_gang or has_followers(request):
-                forking.add(sequence.regime)
-            left = self._policy.expected_output(request) - sequence.num_output
-            running[sequence.regime].append(RunningLength(sequence.num_tokens, max(1, left)))
+        running, forking = self._lengths()
         if not all(running.values()):
             return
-        leaving = self._policy.reconsider(running, forking)
-        if leaving is None:
-            return
-        other = Regime.PAGED if leaving is Regime.VIRTUAL else Regime.VIRTUAL
-        requests = [seq.request for seq in self._running if seq.regime is leaving]
+        ends = [length + left for each in running.values() for length, left in each]
+        around = Situation(
+            pressure=self._pressure(sum(ends) // len(ends)),
+            limit_pages=self._memory.limit_pages,
+            fixed_seconds=self._policy.fixed_seconds,
+        )
+        leaving = self._policy.reconsider(running, forking, around.page_step_seconds)
+        if leaving is not None:
+            self._convert_all(Regime.PAGED if leaving is Regime.VIRTUAL else Regime.VIRTUAL)
+
+    def _convert_all(self, regime: Regime) -> None:
+        requests = [seq.request for seq in self._running if seq.regime is not regime]
         for request in dict.fromkeys(requests):
-            self.convert(request, other, "batch")
+            self.convert(request, regime, "batch")

@@ -273,7 +273,8 @@ class SimulatedEngine:
         self._record(scheduled, seconds)
         self._regimes.stepped(seconds)
         for request in ended:
-            self._regimes.finished(self._open[request.request_id].what.max_output)
+            num_output = self._open[request.request_id].what.max_output
+            self._regimes.finished(num_output, request.metrics.num_preemptions)
             self._end(request.request_id, "finished")
         if not self._open:
             self._idle()
