@@ -51,6 +51,8 @@ SIZES = {
     "mix": (24, 2048),
 }
 FIXED = ("virtual", "paged")
+#: Rounds that an engine serves: then each is made anew, somewhere else in memory.
+RENEW_EVERY = 2
 #: What regret is counted in: the time that users wait, and the processor's.
 COUNTED = ("elapsed_s", "cpu_s")
 
@@ -72,15 +74,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def settings_of(options: argparse.Namespace) -> Settings:
+    return Settings(rounds=options.rounds, seed=options.seed, renew_every=RENEW_EVERY)
+
+
 def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[WorkloadResult]]:
     """The variants, and each kind of traffic through all of them."""
-    settings = Settings(rounds=options.rounds, seed=options.seed)
+    settings = settings_of(options)
     variants = parse_variants([",".join((*FIXED, "auto"))])
     common = {} if options.model is None else {"model": options.model}
     results = []
     with Engines(variants, common) as engines:
         described = describe_variants(variants, engines)
-        runs = len(options.workloads) * len(variants) * (settings.warmup + settings.rounds)
+        warmups = -(-settings.rounds // settings.renew_every) * settings.warmup
+        runs = len(options.workloads) * len(variants) * (warmups + settings.rounds)
         with watch(runs) as progress:
             for name in options.workloads:
                 num_requests, max_len = SIZES[name]
@@ -152,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     directory = options.output or fresh_directory(RESULTS, today, cpu_model())
     make_directory(directory)
     given = {name: str(value) for name, value in vars(options).items() if name != "output"}
-    settings = Settings(rounds=options.rounds, seed=options.seed)
+    settings = settings_of(options)
     measured = document(given, described, settings, results, [])
     measured["regrets"] = {
         result.workload.name: {metric: regrets_of(result, metric).to_dict() for metric in COUNTED}

@@ -10,6 +10,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -464,6 +465,32 @@ def test_engines_are_kept_or_made_anew() -> None:
                 pass
             with made.use("virtual") as second:
                 assert (first is second) is not rebuild
+
+
+def test_engines_are_made_anew_between_rounds() -> None:
+    """In the order of the round to come, each time warmed up with other requests."""
+    seeds: list[int] = []
+
+    def make(seed: int) -> list[Job]:
+        seeds.append(seed)
+        return [job(10, 2, 0)]
+
+    made: list[str] = []
+
+    class Counted(Engines):
+        @contextmanager
+        def use(self, name: str) -> Iterator[LLMEngine]:
+            is_new = name not in self._kept
+            with super().use(name) as engine:
+                if is_new:
+                    made.append(name)
+                yield engine
+
+    with Counted(parse_variants(["virtual,paged"]), COMMON) as engines:
+        settings = Settings(rounds=4, renew_every=2)
+        run_workload(engines, Workload("w", make), settings, Silent())
+    assert made == ["virtual", "paged", "paged", "virtual"]
+    assert seeds == [1_000_000, 0, 1, 1_000_002, 2, 3]
 
 
 # -- the search

@@ -63,6 +63,8 @@ class Settings:
     seed: int = 0
     slo: Slo = field(default_factory=Slo)
     price_per_hour: float | None = None
+    #: Engines are made anew, and warmed up, before every so many rounds; 0: never.
+    renew_every: int = 0
 
 
 class Engines:
@@ -103,10 +105,15 @@ class Engines:
                 engine.close()
 
     def close(self) -> None:
+        self.renew()
+        gc.unfreeze()
+
+    def renew(self) -> None:
+        """Those that were made are made anew when they are used next: they lie elsewhere in memory,
+        and what one of them owes to its place is not taken for what its variant is worth."""
         for engine in self._kept.values():
             engine.close()
         self._kept.clear()
-        gc.unfreeze()
 
     def __enter__(self) -> Engines:
         return self
@@ -175,20 +182,34 @@ def run_workload(
     engines: Engines, workload: Workload, settings: Settings, progress: Progress
 ) -> WorkloadResult:
     """Warm-up rounds, which are forgotten, then the rounds that count."""
-    total = settings.warmup + settings.rounds
-    for index in range(settings.warmup):
-        jobs = workload.make(_WARMUP_SEED + settings.seed + index)
-        for name in engines.names:
-            progress.starting(f"{workload.name}, warm-up, {name}", len(jobs))
-            with engines.use(name) as engine:
-                run_once(engine, jobs, workload.load, settings.seed, progress.finished)
     rounds = []
     for index, order in enumerate(orders(engines.names, settings.rounds)):
-        what = f"{workload.name}, round {index + 1} of {total - settings.warmup}"
+        if index == 0 or (settings.renew_every and index % settings.renew_every == 0):
+            if index:
+                engines.renew()
+            _warm_up(engines, workload, settings, index, order, progress)
+        what = f"{workload.name}, round {index + 1} of {settings.rounds}"
         rounds.append(_run_round(engines, workload, settings, index, order, what, progress))
     return WorkloadResult(
         workload, tuple(rounds), _compare(engines.names, rounds), _same_answers(rounds)
     )
+
+
+def _warm_up(
+    engines: Engines,
+    workload: Workload,
+    settings: Settings,
+    first: int,
+    order: tuple[str, ...],
+    progress: Progress,
+) -> None:
+    """Before round ``first``. Engines are made in the order of the round."""
+    for index in range(settings.warmup):
+        jobs = workload.make(_WARMUP_SEED + settings.seed + first + index)
+        for name in order:
+            progress.starting(f"{workload.name}, warm-up, {name}", len(jobs))
+            with engines.use(name) as engine:
+                run_once(engine, jobs, workload.load, settings.seed, progress.finished)
 
 
 def _run_round(
