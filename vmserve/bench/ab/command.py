@@ -35,6 +35,7 @@ from vmserve.bench.ab.watch import watch
 from vmserve.bench.report import make_console, make_directory, print_table
 from vmserve.cli_options import with_engine_options
 from vmserve.errors import ConfigurationError
+from vmserve.hub import is_embedded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -173,7 +174,7 @@ def ab_command(
     searched: list[SearchResult] = []
     with Engines(parsed, engine_options, rebuild=rebuild_engines) as engines:
         described = describe_variants(parsed, engines)
-        length = _context(max_len, described, is_embedded="model" not in engine_options)
+        length = _context(max_len, described, is_embedded=is_embedded(engine_options.get("model")))
         with engines.use(parsed[0].name) as engine:
             found = sources(
                 names,
