@@ -235,6 +235,8 @@ def step_command(
     for table in results["step"].tables:
         print_table(console, table)
     described = {
+        "schema": "vmserve-bench-step",
+        "schema_version": 1,
         "benchmark": "step",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine_info(("vmserve", "numpy", "torch")),

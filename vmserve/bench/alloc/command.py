@@ -116,6 +116,8 @@ def run_sections(names: Sequence[str], options: Options) -> dict[str, SectionRes
 def document(results: Mapping[str, SectionResult], options: Options) -> dict[str, Any]:
     """What is written as JSON."""
     return {
+        "schema": "vmserve-bench-alloc",
+        "schema_version": 1,
         "benchmark": "alloc",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "quick": options.quick,

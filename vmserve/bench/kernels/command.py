@@ -91,6 +91,8 @@ def _document(
 ) -> dict[str, Any]:
     """What is written as JSON. The load tells how quiet the machine was: 0 before is quiet."""
     return {
+        "schema": "vmserve-bench-kernels",
+        "schema_version": 1,
         "benchmark": "kernels",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "quick": options.quick,

@@ -168,7 +168,7 @@ def _all_experiments() -> Table:
 def document(results: Mapping[str, SectionResult], options: Options) -> dict[str, Any]:
     """What is written as JSON of a simulation."""
     return {
-        "schema": "vmserve-bench-papers",
+        "schema": "vmserve-bench-papers-simulated",
         "schema_version": 1,
         "benchmark": "papers, simulated",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -115,6 +115,8 @@ def numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
 def document(results: Mapping[str, SectionResult], options: Options) -> dict[str, Any]:
     """What is written as JSON."""
     return {
+        "schema": "vmserve-bench-sharing",
+        "schema_version": 1,
         "benchmark": "sharing",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "seed": options.seed,
