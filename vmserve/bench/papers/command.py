@@ -158,10 +158,11 @@ def _run(
 
 
 def _all_experiments() -> Table:
-    table = Table("experiment", "what", "state", "command", "ours", "the paper's")
+    table = Table("experiment", "what", "state", "command", "ours", "the paper's", "real engine")
     for each in EXPERIMENTS:
         name = f"{each.paper}, {each.what}"
-        table.add_row(name, each.about, each.state, each.command, each.ours, each.theirs)
+        row = (name, each.about, each.state, each.command, each.ours, each.theirs)
+        table.add_row(*row, each.real or "–")
     return table
 
 

@@ -50,12 +50,14 @@ _NOTE = (
 )
 #: Of what ours sustains with everything there at once.
 _RATES = (0.5, 0.7, 0.85, 1.0)
+#: What lengths are divided by where very little is to be measured.
+_QUICK_SCALE = 32
 
 
 def _warm(fleet: Fleet, systems: Sequence[System], shapes: Sequence[RequestShape]) -> None:
     """Whatever is made at first use is made, and pools have grown."""
     for system in systems:
-        fleet.serve(system, make_jobs(shapes[:8], fleet.vocabulary(), 1))
+        fleet.serve(system, make_jobs(shapes[:4], fleet.vocabulary(), 1))
 
 
 def _saturated(
@@ -76,8 +78,8 @@ def _saturated(
 
 
 def _sharegpt(options: RealOptions, num_requests: int = 200) -> list[RequestShape]:
-    drawn = sharegpt(options.pick(num_requests, 24), options.seed, request_rate=1.0)
-    return scaled(drawn)
+    drawn = sharegpt(options.pick(num_requests, 10), options.seed, request_rate=1.0)
+    return scaled(drawn, options.pick(SCALE, _QUICK_SCALE))
 
 
 def figure_2(options: RealOptions, report: Report) -> SectionResult:
@@ -183,7 +185,7 @@ def figure_17(options: RealOptions, report: Report) -> SectionResult:
         options,
         report,
         "Figure 17, real engine: normalized latency (a token) by request rate, conversations",
-        chat_shapes(options.pick(120, 16), options.seed),
+        scaled(chat_shapes(options.pick(120, 10), options.seed), options.pick(1, 8)),
         f"{_NOTE} One run each. Prompts are conversations of ShareGPT's lengths, cut to the last "
         f"{CONTEXT // 2} tokens, and no KV cache is kept between their turns, as in the paper.",
     )
@@ -215,7 +217,7 @@ def figure_14(options: RealOptions, report: Report) -> SectionResult:
     # Lengths as they are, as a quarter of them would be a few tokens; and none of the longest.
     shapes = [
         shape
-        for shape in alpaca(options.pick(120, 12), options.seed)
+        for shape in scaled(alpaca(options.pick(120, 8), options.seed), options.pick(1, 8))
         if shape.num_input_tokens + shape.num_output_tokens <= CONTEXT // 2
     ]
     with Fleet(options.model) as fleet:
@@ -279,7 +281,7 @@ def figure_16(options: RealOptions, report: Report) -> SectionResult:
         "Orca (Oracle)": SYSTEMS["Orca (Oracle)"],
     }
     shapes = {
-        shots: translation_shapes(options.pick(64, 8), num_prefix, options.seed)
+        shots: translation_shapes(options.pick(64, 4), num_prefix, options.seed)
         for shots, num_prefix in SHOT_TOKENS.items()
     }
     with Fleet(options.model) as fleet:
