@@ -18,6 +18,7 @@ import typer
 from vmserve.async_llm import AsyncLLM
 from vmserve.cli_options import with_engine_options
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
+from vmserve.hub import EMBEDDED_NAME
 from vmserve.sampling import SamplingParams
 from vmserve.server.scope import closing
 from vmserve.types import RequestOutput
@@ -84,7 +85,7 @@ class LocalBackend:
             self._runner.run(_close(outputs))
 
     def models(self) -> list[str]:
-        return [self.engine.config.model or "the embedded model"]
+        return [self.engine.config.model or EMBEDDED_NAME]
 
     def choose(self, model: str) -> None:
         raise VmserveError("this engine has one model: start again with --model")

@@ -40,7 +40,8 @@ Model = Annotated[
     str | None,
     _option(
         "--model",
-        help="A directory in Hugging Face layout or a hub id. Default: the embedded model.",
+        help="A directory in Hugging Face layout or a hub id. Default: vmserve-embedded, the model "
+        "in the package.",
         panel=_MODEL,
         metavar="PATH",
     ),

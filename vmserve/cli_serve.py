@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -25,6 +25,7 @@ from typer.core import TyperCommand
 from vmserve.cli_options import with_engine_options
 from vmserve.config import format_size
 from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.hub import EMBEDDED_NAME, is_embedded
 from vmserve.imports import import_quickly
 from vmserve.ipc.client import ProcessLLM, Supervision
 from vmserve.logs import LOG_FORMATS, configure_logging
@@ -37,12 +38,10 @@ from vmserve.tools.registry import PARSERS
 if TYPE_CHECKING:
     from vmserve.async_llm import AsyncLLM
 
-__all__ = ["EMBEDDED_NAME", "ServeCommand", "serve_command"]
+__all__ = ["ServeCommand", "serve_command"]
 
 logger = logging.getLogger(__name__)
 
-#: What the embedded model is called where no name is given for it.
-EMBEDDED_NAME: Final = "vmserve-embedded"
 
 _API = "HTTP API"
 _NETWORK = "Network"
@@ -386,7 +385,12 @@ def _run(
                 "listening on %s without an API key: whoever reaches it can use it (--api-key)",
                 config.host,
             )
-        logger.info("loading %s", engine_options["model"] or "the embedded model")
+        logger.info(
+            "loading %s",
+            "the embedded model"
+            if is_embedded(engine_options["model"])
+            else engine_options["model"],
+        )
         began = time.monotonic()
         engine = _start_engine(engine_options, supervision)
         resolved = engine.resolved

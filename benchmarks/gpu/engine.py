@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from vmserve import SamplingParams  # first: it sets how torch's threads wait
@@ -237,14 +237,35 @@ def step_seconds(engine: LLMEngine, count: int) -> list[float]:
     return times
 
 
-def decoding(bench: Bench, batch: int, steps: int, **options: Any) -> list[float]:
-    """Seconds of each step in which ``batch`` requests decode, behind ``context`` tokens."""
+class Decoding(NamedTuple):
+    """``seconds`` of each step; how many of the steps began while the one before ran."""
+
+    seconds: list[float]
+    num_overlapped: int
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def decoding(bench: Bench, batch: int, steps: int, **options: Any) -> Decoding:
+    """Steps in which ``batch`` requests decode, behind ``context`` tokens."""
     with bench.engine(max_num_seqs=max(batch, 1), **options) as engine:
         for index in range(batch):
             add(engine, str(index), bench.plan.context, 3 * steps + 16, index)
         run_until_decoding(engine, batch)
         step_seconds(engine, 3)  # whatever is made at first use
-        return step_seconds(engine, steps)
+        before = engine.counters.steps_overlapped
+        seconds = step_seconds(engine, steps)
+        return Decoding(seconds, engine.counters.steps_overlapped - before)
+
+
+def drain(engine: LLMEngine) -> float:
+    """Seconds until every request has ended."""
+    began = time.perf_counter()
+    while engine.has_unfinished:
+        step(engine)
+    return time.perf_counter() - began
 
 
 # -- parts -----------------------------------------------------------------------------------
@@ -255,8 +276,9 @@ def part_decode(bench: Bench) -> Iterator[Row]:
     for batch, regime, eager in itertools.product(
         bench.plan.batches, ("virtual", "paged"), (False, True)
     ):
-        times = decoding(bench, batch, bench.plan.steps, kv_regime=regime, enforce_eager=eager)
-        middle = statistics.median(times)
+        middle = decoding(
+            bench, batch, bench.plan.steps, kv_regime=regime, enforce_eager=eager
+        ).median
         yield {
             "batch": batch,
             "regime": regime,
@@ -274,10 +296,7 @@ def part_ttft(bench: Bench) -> Iterator[Row]:
                 samples = []
                 for attempt in range(3):  # the first one loads what is loaded at first use
                     add(engine, f"{length}-{attempt}", length, 1, attempt)
-                    began = time.perf_counter()
-                    while engine.has_unfinished:
-                        step(engine)
-                    samples.append(time.perf_counter() - began)
+                    samples.append(drain(engine))
                 yield {"regime": regime, "prompt": length, "ttft_ms": 1e3 * min(samples[1:])}
 
 
@@ -295,10 +314,7 @@ def part_makespan(bench: Bench) -> Iterator[Row]:
         with bench.engine(kv_regime=regime) as engine:
             for index, (num_prompt, num_output) in enumerate(lengths):
                 add(engine, str(index), num_prompt, num_output, index)
-            began = time.perf_counter()
-            while engine.has_unfinished:
-                step(engine)
-            seconds = time.perf_counter() - began
+            seconds = drain(engine)
             stats = engine.stats()
         yield {
             "regime": regime,
@@ -329,8 +345,7 @@ def part_idle(bench: Bench) -> Iterator[Row]:
             add(engine, str(index), bench.plan.context, 8, index)
         run_until_decoding(engine, num)
         yield row("serving")
-        while engine.has_unfinished:
-            step(engine)
+        drain(engine)
         step(engine)  # finds nothing to do
         yield row("idle")
 
@@ -340,7 +355,7 @@ def part_mapping(bench: Bench) -> Iterator[Row]:
     batch = bench.plan.batches[-2]
     for mapper in ("off", "auto"):
         steps = 4 * bench.plan.steps
-        times = sorted(decoding(bench, batch, steps, kv_regime="virtual", kv_mapper=mapper))
+        times = sorted(decoding(bench, batch, steps, kv_regime="virtual", kv_mapper=mapper).seconds)
         yield {
             "mapping": "synchronous" if mapper == "off" else "overlapped",
             "batch": batch,
@@ -363,11 +378,11 @@ def part_layout(bench: Bench) -> Iterator[Row]:
         }
         row: Row = {"layers_per_group": groups, "page_mib": mib, "regime": regime}
         try:
-            times = decoding(bench, batch, bench.plan.steps // 2, **options)
+            middle = decoding(bench, batch, bench.plan.steps // 2, **options).median
         except (ConfigurationError, OutOfMemoryError) as error:
             yield row | {"step_ms": None, "refused": str(error)}
         else:
-            yield row | {"step_ms": 1e3 * statistics.median(times), "refused": ""}
+            yield row | {"step_ms": 1e3 * middle, "refused": ""}
 
 
 def part_overlap(bench: Bench) -> Iterator[Row]:
@@ -376,23 +391,15 @@ def part_overlap(bench: Bench) -> Iterator[Row]:
         bench.plan.batches, ("virtual", "paged"), ("off", "on")
     ):
         options: dict[str, Any] = {"kv_regime": regime, "async_scheduling": overlap}
-        with bench.engine(max_num_seqs=max(batch, 1), **options) as engine:
-            for index in range(batch):
-                add(engine, str(index), bench.plan.context, 3 * bench.plan.steps + 16, index)
-            run_until_decoding(engine, batch)
-            step_seconds(engine, 3)  # whatever is made at first use
-            before = engine.counters.steps_overlapped
-            times = step_seconds(engine, bench.plan.steps)
-            overlapped = engine.counters.steps_overlapped - before
-        middle = statistics.median(times)
+        measured = decoding(bench, batch, bench.plan.steps, **options)
         yield {
             "batch": batch,
             "regime": regime,
             "async": overlap,
-            "overlapped": overlapped,
+            "overlapped": measured.num_overlapped,
             "steps": bench.plan.steps,
-            "step_ms": 1e3 * middle,
-            "tokens_per_s": batch / middle,
+            "step_ms": 1e3 * measured.median,
+            "tokens_per_s": batch / measured.median,
         }
 
 
@@ -420,10 +427,7 @@ def part_swap(bench: Bench) -> Iterator[Row]:
         ):
             for index in range(batch):
                 add(engine, str(index), bench.plan.context, 4 * bench.plan.steps, index)
-            began = time.perf_counter()
-            while engine.has_unfinished:
-                step(engine)
-            seconds = time.perf_counter() - began
+            seconds = drain(engine)
             stats = engine.stats()
         yield {
             "copies": copies,

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vmserve.bench.ab.metrics import METRICS
+from vmserve.bench.compare_cases import SCHEMAS, read, read_cases
 from vmserve.cli_bench import app
 from vmserve.errors import ConfigurationError
 
@@ -205,15 +206,150 @@ def test_what_is_refused(compare: Compare) -> None:
     assert "two files or more" in compare.refused([serve_file()])
     assert "different commands" in compare.refused([serve_file(), ab_file()])
     assert "no JSON" in compare.refused([serve_file(), "{"])
-    assert "no results file" in compare.refused([serve_file(), {"benchmark": "step"}])
+    refused = compare.refused([serve_file(), {"benchmark": "overload", "machine": MACHINE}])
+    assert "no results file that can be compared (it is of overload): give those of" in refused
+    assert "bench ab, bench serve, bench startup, bench step, bench kernels, bench" in refused
+    for other in ({"schema": "vmserve-bench-peers"}, {"benchmark": "step"}, [1], {"schema": [1]}):
+        assert "no results file" in compare.refused([serve_file(), other])
     assert "version 2 of its schema" in compare.refused(
         [serve_file(), {**serve_file(), "schema_version": 2}]
     )
     other = copy.deepcopy(serve_file())
     other["workload"]["name"] = "alpaca"
-    assert "no workload and variant is in both" in compare.refused([serve_file(), other])
+    assert "no workload and variant, or section, is in both" in compare.refused(
+        [serve_file(), other]
+    )
     other["workload"] |= {"name": "chat", "load": {"is_open": True}}
     assert "different kinds" in compare.refused([serve_file(), other])
     assert "no number from 0" in compare.refused([serve_file()] * 2, "--fail-above", "-1")
     result = CliRunner().invoke(app, ["compare", "none.json", "none.json"])
     assert "cannot read none.json" in str(result.exception)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows_file(name: str, sections: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "schema": f"vmserve-bench-{name}",
+        "schema_version": 1,
+        "machine": MACHINE,
+        "figures" if name.startswith("papers") else "sections": sections,
+        **more,
+    }
+
+
+def kernels_file(factor: float, repeats: int = 8) -> dict[str, Any]:
+    point = {
+        "shape": "125M",
+        "dtype": "float32",
+        "num_seqs": 4,
+        "context": 1024,
+        "num_new": 1,
+        "num_layers": 10,
+        "samples_ns": {
+            "contiguous": [1e6 + 1e3 * one for one in range(repeats)],
+            "paged": [factor * (1e6 + 1e3 * one) for one in range(repeats)],
+        },
+    }
+    return rows_file("kernels", {"decode": {"points": [point]}}, quick=False)
+
+
+def test_rows_with_repeats_have_intervals_and_verdicts(compare: Compare, tmp_path: Path) -> None:
+    told = tmp_path / "c.json"
+    files = [kernels_file(1.0), kernels_file(1.5)]
+    result = compare(files, "--fail-above", "20", "--json", str(told))
+    assert result.exit_code == 1
+    line = "worse by more than 20 %: kernels, decode: 125M float32, 4 x 1,024 + 1: paged 1.500 "
+    assert line in result.output
+    assert result.output.count("worse by more than") == 1
+    paged = found(told)["125M float32, 4 x 1,024 + 1|paged"]
+    assert paged["ratio"] == pytest.approx(1.5)
+    assert (paged["verdict"], paged["num_pairs"]) == ("higher", 8)
+    assert compare([kernels_file(1.0), kernels_file(1.0)], "--fail-above", "20").exit_code == 0
+    # As many repeats as both have.
+    assert compare([kernels_file(1.0), kernels_file(1.5, 7)], "--fail-above", "20").exit_code == 1
+
+
+def test_rows_with_one_value_have_a_ratio_and_nothing_else(compare: Compare) -> None:
+    def step(overhead_ns: float, num_seqs: int = 64) -> dict[str, Any]:
+        row = {
+            "regime": "paged",
+            "num_seqs": num_seqs,
+            "overhead_ns": {"median": overhead_ns, "p95": 2e6},
+            "parts_ns": {"step": {"median": 4e6}},
+        }
+        return rows_file("step", {"step": {"rows": [row]}})
+
+    output = compare([step(1e6), step(1.25e6)]).output
+    [row] = [line for line in output.splitlines() if "64 sequences, paged: beside" in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")[1:]] == [
+        "1 ms",
+        "1.25 ms",
+        "1.250",
+        "",
+    ]
+    assert "no headline metric has an interval" in compare.refused(
+        [step(1e6), step(2e6)], "--fail-above", "5"
+    )
+    assert "no workload and variant, or section, is in both" in compare.refused(
+        [step(1e6), step(1e6, 128)]
+    )
+
+
+def test_figures_of_one_file_only_are_told(compare: Compare) -> None:
+    def papers(*cases: str) -> dict[str, Any]:
+        return rows_file(
+            "papers", {"13": {"cases": {case: {"at_once": [4.0, 5.0, 6.0]} for case in cases}}}
+        )
+
+    output = compare([papers("a", "b"), {**papers("a"), "quick": True}]).output
+    assert "papers, 13: 1 figures are in one of the files only" in output
+    assert "quick: None and True" in output
+    assert "a: requests at once" in output
+    assert "b: requests at once" not in output
+    simulated = {**papers("a"), "schema": "vmserve-bench-papers-simulated"}
+    assert "different commands" in compare.refused([papers("a"), simulated])
+
+
+@pytest.mark.parametrize(
+    ("path", "num_figures"),
+    [
+        ("step/results/2026-11-22-amd-epyc", {"step, step": 45}),
+        (
+            "kernels/results/2026-11-21-amd-epyc-2",
+            {"kernels, decode": 184, "kernels, blocks": 24, "kernels, prefill": 36},
+        ),
+        (
+            "alloc/results/2026-11-21-amd-epyc",
+            {
+                "alloc, calls": 135,
+                "alloc, steps": 18,
+                "alloc, prefill": 20,
+                "alloc, bandwidth": 18,
+                "alloc, batch": 9,
+                "alloc, waste": 20,
+                "alloc, bookkeeping": 9,
+            },
+        ),
+        ("sharing/results/2026-11-21-amd-epyc", {"sharing, blocks": 60}),
+        ("sharing/results/2026-11-21-amd-epyc-prefix", {"sharing, prefix": 16}),
+        (
+            "papers/results/2026-11-21-amd-epyc",
+            {
+                "papers-simulated, 12": 14,
+                "papers-simulated, 13": 14,
+                "papers-simulated, 14": 14,
+                "papers-simulated, 19": 18,
+            },
+        ),
+    ],
+)
+def test_committed_files_are_read(path: str, num_figures: dict[str, int]) -> None:
+    """Those that were written before files named their schema, too."""
+    document = read(ROOT / "benchmarks" / path / "results.json")
+    assert document["schema"] in SCHEMAS
+    cases = {case.name: case for case in read_cases(document)}
+    assert {name: len(case.own) for name, case in cases.items()} == num_figures
+    for case in cases.values():
+        assert case.columns.keys() == case.own.keys()

@@ -89,7 +89,9 @@ def test_the_command_writes_what_it_printed(
     assert "Figure 13, simulated" in (tmp_path / "tables.md").read_text()
     assert (tmp_path / "figure-13.png").stat().st_size > 1000
     assert (tmp_path / "figure-19.png").stat().st_size > 1000
-    with pytest.raises(ConfigurationError, match="choose from 12, 13, 14, 19"):
+    with pytest.raises(
+        ConfigurationError, match="choose from 12, 13, 14, 19, or give --engine real"
+    ):
         papers_command(figure="15", minutes=1, seed=0, output=None, json_path=None)
 
 

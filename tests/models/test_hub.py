@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from vmserve.errors import ConfigurationError
+from vmserve.hub import EMBEDDED_NAME, is_embedded
 from vmserve.models import ModelConfig, resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -93,3 +94,20 @@ def test_the_embedded_model_is_complete() -> None:
     directory = resolve_model(None)
     assert ModelConfig.from_directory(directory).architecture == "LlamaForCausalLM"
     assert (directory / "model.safetensors").is_file()
+
+
+def test_the_embedded_model_has_the_name_that_a_server_gives_it(
+    hub_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert EMBEDDED_NAME == "vmserve-embedded"
+    assert resolve_model(EMBEDDED_NAME) == resolve_model(None)
+    assert is_embedded(EMBEDDED_NAME)
+    for other in ("vmserve-embedded-2", "embedded"):
+        assert not is_embedded(other)
+        with pytest.raises(ConfigurationError, match=f"model {other} is neither a directory here"):
+            resolve_model(other)
+    # A directory of that name is what the user means.
+    monkeypatch.chdir(hub_home)
+    (hub_home / EMBEDDED_NAME).mkdir()
+    assert not is_embedded(EMBEDDED_NAME)
+    assert resolve_model(EMBEDDED_NAME) == Path(EMBEDDED_NAME)

@@ -9,8 +9,9 @@ import typer
 from typer.testing import CliRunner
 
 from vmserve import cli_serve
-from vmserve.cli_serve import EMBEDDED_NAME, ServeCommand, repeat_option, serve_command
+from vmserve.cli_serve import ServeCommand, repeat_option, serve_command
 from vmserve.errors import ConfigurationError
+from vmserve.hub import EMBEDDED_NAME
 from vmserve.server.config import ServerConfig
 
 Parse = Callable[..., tuple[ServerConfig, dict[str, Any]]]

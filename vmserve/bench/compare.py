@@ -7,10 +7,8 @@ two files lie apart in time, so that what the machine did meanwhile is part of e
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,102 +18,22 @@ from vmserve.bench.ab.metrics import METRICS, Metric, headline_names
 from vmserve.bench.ab.results import format_effect, judgement, median
 from vmserve.bench.ab.statistics import MIN_PAIRS, Comparison, compare_metrics
 from vmserve.bench.alloc.section import Table
+from vmserve.bench.compare_cases import Case, read, read_cases
 from vmserve.bench.report import dump, make_console, make_directory, print_table
 from vmserve.errors import ConfigurationError
 
-__all__ = ["Case", "compare_cases", "compare_command", "read_cases", "regressions"]
+__all__ = ["compare_cases", "compare_command", "regressions"]
 
-#: Schemas that are read, and the newest version of each.
-_VERSIONS = {"vmserve-bench-ab": 1, "vmserve-bench-serve": 1, "vmserve-bench-startup": 1}
 #: What makes two requests of equal place the same request.
 _SAME = ("input_tokens", "output_tokens", "sequences")
+_SETTINGS = ("quick", "seed", "minutes", "model", "driver", "isa", "num_threads")
 _MACHINE = ("cpu", "num_usable_cores", "memory_bytes", "python", "git_revision")
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One workload through one variant or server. ``columns`` have a value per round.
-
-    ``requests``: raw samples by (round, request).
-    """
-
-    name: str
-    columns: Mapping[str, Sequence[float | None]]
-    seeds: tuple[int, ...]
-    described: Mapping[str, Any] = field(default_factory=dict)
-    requests: Mapping[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
-    #: Titles of the metrics that :data:`METRICS` does not have; all of them seconds, less better.
-    titles: Mapping[str, str] = field(default_factory=dict)
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Raises ConfigurationError for a file that is no results file of a known version."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is no JSON: {error}") from None
-    schema = found.get("schema") if isinstance(found, dict) else None
-    if schema not in _VERSIONS:
-        raise ConfigurationError(
-            f"{path} is no results file that can be compared: give those of bench ab, bench serve "
-            "or bench startup"
-        )
-    if found.get("schema_version") != _VERSIONS[schema]:
-        raise ConfigurationError(
-            f"{path} has version {found.get('schema_version')} of its schema, and "
-            f"{_VERSIONS[schema]} is read here: measure again with this version of vmserve"
-        )
-    return dict(found)
-
-
-def read_cases(document: Mapping[str, Any]) -> list[Case]:
-    """What was measured, by workload and variant."""
-    if document["schema"] == "vmserve-bench-startup":
-        phases = document["phases"]
-        columns = {name: list(one["seconds"]) for name, one in phases.items()}
-        titles = {name: one["title"] for name, one in phases.items()}
-        count = len(next(iter(columns.values())))
-        return [Case("startup", columns, tuple(range(count)), titles=titles)]
-    if document["schema"] == "vmserve-bench-serve":
-        runs = [(one["seed"], one["metrics"], one["run"]) for one in document["rounds"]]
-        workload = document["workload"]
-        return [_case(workload["name"], {**workload["described"], **workload["load"]}, runs)]
-    cases = []
-    for workload in document["workloads"]:
-        for name in (one["name"] for one in document["variants"]):
-            runs = [
-                (one["seed"], one["metrics"][name], one["runs"][name]) for one in workload["rounds"]
-            ]
-            described = {**workload["described"], **workload["load"]}
-            cases.append(_case(f"{workload['name']}, {name}", described, runs))
-    return cases
-
-
-def _case(
-    name: str,
-    described: Mapping[str, Any],
-    runs: Sequence[tuple[int, Mapping[str, Any], Mapping[str, Any]]],
-) -> Case:
-    return Case(
-        name,
-        {metric: [metrics.get(metric) for _, metrics, _ in runs] for metric in METRICS},
-        tuple(seed for seed, _, _ in runs),
-        described,
-        {(seed, request["index"]): request for seed, _, run in runs for request in run["requests"]},
-    )
 
 
 def compare_cases(first: Case, other: Case) -> tuple[list[Comparison], str]:
     """Comparisons, and what was paired: "rounds", "requests" or "" where nothing could be."""
-    if first.titles:
-        count = min(len(first.seeds), len(other.seeds))
-        return compare_metrics(
-            {name: values[:count] for name, values in first.columns.items()},
-            {name: values[:count] for name, values in other.columns.items()},
-            list(first.titles),
-        ), "repeats"
+    if first.own:
+        return _compare_own(first, other), "repeats"
     if first.seeds == other.seeds and len(first.seeds) >= MIN_PAIRS:
         return compare_metrics(first.columns, other.columns, headline_names()), "rounds"
     pairs = [
@@ -136,6 +54,24 @@ def compare_cases(first: Case, other: Case) -> tuple[list[Comparison], str]:
     return found, "requests"
 
 
+def _compare_own(first: Case, other: Case) -> list[Comparison]:
+    """Columns that both have, as many repeats as both have; a row's columns are judged together."""
+    families: dict[tuple[str, int], list[str]] = {}
+    for name in first.own:
+        if name in other.columns:
+            count = min(len(first.columns[name]), len(other.columns[name]))
+            families.setdefault((name.rpartition("|")[0], count), []).append(name)
+    return [
+        one
+        for (_, count), names in families.items()
+        for one in compare_metrics(
+            {name: first.columns[name][:count] for name in names},
+            {name: other.columns[name][:count] for name in names},
+            names,
+        )
+    ]
+
+
 def _latencies(requests: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     return {
         "ttft": [request["ttft_us"] / 1e6 for request in requests],
@@ -154,8 +90,8 @@ _REQUEST_TITLES = {"ttft": "TTFT of a request", "tpot": "TPOT of a request", "e2
 
 def metric_of(case: Case, name: str) -> Metric:
     """The metric behind a name of :func:`compare_cases`."""
-    if name in case.titles:
-        return Metric(name, case.titles[name], "s", "lower", True)
+    if name in case.own:
+        return case.own[name]
     if name in _REQUEST_TITLES:
         return Metric(name, _REQUEST_TITLES[name], "s", "lower", True)
     return METRICS[name]
@@ -202,7 +138,12 @@ def warnings(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     ]
     if any(failed):
         lines.append(f"failed requests, which no latency has: {failed[0]} and {failed[1]}")
-    for section in ("options", "settings", "slo", "server"):
+    lines += [
+        f"{name.replace('_', ' ')}: {first.get(name)} and {other.get(name)}"
+        for name in _SETTINGS
+        if first.get(name) != other.get(name)
+    ]
+    for section in ("options", "settings", "slo", "server", "latency_model"):
         a, b = first.get(section) or {}, other.get(section) or {}
         lines += [
             f"{section}, {name}: {a.get(name)} and {b.get(name)}"
@@ -217,12 +158,13 @@ def _matched(
 ) -> list[tuple[Case, Case]]:
     by_name = {case.name: case for case in other}
     found = [(case, by_name[case.name]) for case in first if case.name in by_name]
+    found = [(a, b) for a, b in found if not a.own or a.own.keys() & b.own.keys()]
     if not found:
         told = " and ".join(
             f"{path} has {'; '.join(case.name for case in cases) or 'none'}"
             for path, cases in zip(paths, (first, other), strict=True)
         )
-        raise ConfigurationError(f"no workload and variant is in both files: {told}")
+        raise ConfigurationError(f"no workload and variant, or section, is in both files: {told}")
     for a, b in found:
         if (a.described.get("is_open"), a.described.get("decoding")) != (
             b.described.get("is_open"),
@@ -240,7 +182,9 @@ def _table(
 ) -> Table:
     effects = {one.metric: one for one in found}
     rows = []
-    shown: list[str] = list(a.titles) or [name for name in METRICS if METRICS[name].is_headline]
+    shown: list[str] = [name for name in a.own if name in b.own] or [
+        name for name in METRICS if METRICS[name].is_headline
+    ]
     for name in [*shown, *(one for one in effects if one in _REQUEST_TITLES)]:
         metric = metric_of(a, name)
         left, right = (median(case.columns.get(name, ())) for case in (a, b))
@@ -248,13 +192,15 @@ def _table(
         if left is None and right is None and comparison is None:
             continue
         if comparison is not None:
-            ratio, verdict = format_effect(comparison.effect), judgement(comparison, metric)
+            ratio = format_effect(comparison.effect)
+            verdict = "" if comparison.effect.low is None else judgement(comparison, metric)
         else:
             ratio, verdict = f"{right / left:.3f}" if left and right else "-", ""
         rows.append((metric.title, metric.format(left), metric.format(right), ratio, verdict))
     note = {
         "rounds": "Rounds of the same requests in pairs, 99 % intervals.",
-        "repeats": "99 % intervals where there are enough repeats.",
+        "repeats": f"99 % intervals where both files have {MIN_PAIRS} repeats or more; each row is "
+        "judged by itself. One value says nothing about its error.",
         "requests": f"Fewer than {MIN_PAIRS} rounds: latencies of the same requests in pairs, 99 % "
         "intervals. Requests of one run wait for each other, so that these are too narrow.",
         "": "Nothing could be paired: ratios of medians, without intervals.",
@@ -276,7 +222,7 @@ def compare_command(
         ),
     ] = None,
 ) -> None:
-    """Compare results files of bench ab, bench serve or bench startup.
+    """Compare results files of two runs of a benchmark command, whichever it is.
 
     Ratios are second / first, with 99 % intervals where both have 6 rounds of the same seeds (or
     repeats); with fewer rounds, latencies are compared request by request.
@@ -292,8 +238,8 @@ def compare_command(
     schemas = {str(document["schema"]) for document in documents}
     if len(schemas) > 1:
         raise ConfigurationError(
-            f"these are results of different commands ({', '.join(sorted(schemas))}): an engine "
-            "in the same process and a server over HTTP are not measured alike"
+            f"these are results of different commands ({', '.join(sorted(schemas))}), which do not "
+            "measure alike: give files of one command"
         )
     console = make_console()
     worse: list[str] = []
@@ -304,6 +250,9 @@ def compare_command(
         differences = warnings(first, other)
         cases = _matched(read_cases(first), read_cases(other), (files[0], path))
         for a, b in cases:
+            only = len(a.own.keys() ^ b.own.keys())
+            if only:
+                differences.append(f"{a.name}: {only} figures are in one of the files only")
             if a.described != b.described:
                 differences.append(f"workload {a.name}: other lengths, numbers or load")
         if differences:

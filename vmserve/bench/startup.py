@@ -22,6 +22,7 @@ from typing import IO, Annotated, Any
 import httpx
 import typer
 
+from vmserve.bench import options as opt
 from vmserve.bench.ab.client import RunFailedError
 from vmserve.bench.ab.metrics import Metric
 from vmserve.bench.alloc.section import Table
@@ -92,9 +93,7 @@ def startup_command(
     with_server: Annotated[
         bool, typer.Option("--serve", help="Time vmserve serve too, to its first token over HTTP.")
     ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured to this file.")
-    ] = None,
+    json_path: opt.JsonPath = None,
     **engine_options: Any,
 ) -> None:
     """Time fresh processes from their start to their first token, and look at their memory.

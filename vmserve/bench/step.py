@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import torch
 import typer
 
+from vmserve.bench import options as opt
 from vmserve.bench.alloc.section import SectionResult, Table, microseconds, summarize
 from vmserve.bench.machine import machine_info
 from vmserve.bench.report import (
@@ -224,12 +224,8 @@ def step_command(
         str, typer.Option(help="Numbers of decoding sequences, with commas between.")
     ] = "1,16,64,256,1024",
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, of each case.")] = 300,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured to this file.")
-    ] = None,
-    markdown_path: Annotated[
-        Path | None, typer.Option("--markdown", help="Write the tables to this file.")
-    ] = None,
+    json_path: opt.JsonPath = None,
+    markdown_path: opt.MarkdownPath = None,
 ) -> None:
     """Measure what a decoding step costs beside the model, by part. The model is null."""
     counts = _counts(num_seqs)
@@ -239,6 +235,8 @@ def step_command(
     for table in results["step"].tables:
         print_table(console, table)
     described = {
+        "schema": "vmserve-bench-step",
+        "schema_version": 1,
         "benchmark": "step",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine_info(("vmserve", "numpy", "torch")),

@@ -22,7 +22,7 @@ import msgspec
 
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
-from vmserve.hub import resolve_model
+from vmserve.hub import is_embedded, resolve_model
 from vmserve.ipc.assembly import RequestAssembly
 from vmserve.ipc.framing import FrameReader, frame
 from vmserve.ipc.messages import (
@@ -532,7 +532,7 @@ def _no_progress(phase: str, done: int, total: int) -> None:
 def _early_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """The tokenizer, while the engine loads; None where that has to fetch it, or refuse it."""
     source = config.tokenizer or config.model
-    if source is not None and not Path(source).expanduser().is_dir():
+    if not is_embedded(source) and not Path(str(source)).expanduser().is_dir():
         return None
     with contextlib.suppress(VmserveError):
         tokenizer = load_tokenizer(resolve_model(source))

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vmserve.bench import options as opt
 from vmserve.bench.ab.experiment import Engines, Settings, run_workload
-from vmserve.bench.ab.metrics import Slo
 from vmserve.bench.ab.plan import (
     EMBEDDED_MAX_LEN,
     LoadOptions,
-    duration,
     make_search,
     make_workload,
+    objectives,
     sources,
 )
 from vmserve.bench.ab.results import (
@@ -35,6 +35,7 @@ from vmserve.bench.ab.watch import watch
 from vmserve.bench.report import make_console, make_directory, print_table
 from vmserve.cli_options import with_engine_options
 from vmserve.errors import ConfigurationError
+from vmserve.hub import is_embedded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -99,27 +100,16 @@ def ab_command(
             f"{EMBEDDED_MAX_LEN} for the embedded one.",
         ),
     ] = None,
-    scale: Annotated[
-        float | None,
-        typer.Option(help="Multiply lengths by this. Default: what makes them fit, at most 1."),
-    ] = None,
+    scale: opt.Scale = None,
     output_len: Annotated[
         int, typer.Option(min=1, help="Tokens of each answer to --prompts.")
     ] = 64,
     trace_block_size: Annotated[
         int, typer.Option(min=1, help="Tokens behind each of a trace's hash_ids.")
     ] = HASH_BLOCK_TOKENS,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(min=1, help="Closed loop: so many requests at a time. Default: all."),
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Open loop: requests per second, on average.")
-    ] = None,
-    burstiness: Annotated[
-        float | None,
-        typer.Option(help="Of arrivals: 1 is Poisson, less is burstier. Default: the workload's."),
-    ] = None,
+    concurrency: opt.Concurrency = None,
+    rate: opt.Rate = None,
+    burstiness: opt.Burstiness = None,
     search: Annotated[
         bool, typer.Option("--search", help="Find the highest rate that meets the objectives.")
     ] = False,
@@ -129,12 +119,8 @@ def ab_command(
     search_steps: Annotated[
         int, typer.Option(min=1, help="Halvings of each search; 6 find the rate to 6 %.")
     ] = 6,
-    slo_ttft: Annotated[
-        str | None, typer.Option(help="Objective: time to the first token, e.g. 200ms.")
-    ] = None,
-    slo_tpot: Annotated[
-        str | None, typer.Option(help="Objective: time per token after it, e.g. 20ms.")
-    ] = None,
+    slo_ttft: opt.SloTtft = None,
+    slo_tpot: opt.SloTpot = None,
     price_per_hour: Annotated[
         float | None, typer.Option(help="Of the machine: adds the cost of a million tokens.")
     ] = None,
@@ -157,10 +143,7 @@ def ab_command(
     **engine_options: Any,
 ) -> None:
     load = LoadOptions(concurrency, rate, burstiness, search)
-    slo = Slo(
-        None if slo_ttft is None else duration("--slo-ttft", slo_ttft),
-        None if slo_tpot is None else duration("--slo-tpot", slo_tpot),
-    )
+    slo = objectives(slo_ttft, slo_tpot)
     load.check(bool(slo))
     check_positive(rate=rate, burstiness=burstiness, scale=scale, price_per_hour=price_per_hour)
     parsed = parse_variants(variants or ["virtual,paged,auto"])
@@ -173,7 +156,7 @@ def ab_command(
     searched: list[SearchResult] = []
     with Engines(parsed, engine_options, rebuild=rebuild_engines) as engines:
         described = describe_variants(parsed, engines)
-        length = _context(max_len, described, is_embedded="model" not in engine_options)
+        length = _context(max_len, described, is_embedded=is_embedded(engine_options.get("model")))
         with engines.use(parsed[0].name) as engine:
             found = sources(
                 names,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vmserve.bench.ab.client import Load
 from vmserve.bench.ab.experiment import Workload
 from vmserve.bench.ab.jobs import fit, with_arrivals
+from vmserve.bench.ab.metrics import Slo
 from vmserve.bench.ab.search import RateSearch
 from vmserve.bench.ab.traces import at_rate, read_prompts, read_trace
 from vmserve.bench.ab.traffic import get_kind
@@ -29,6 +30,7 @@ __all__ = [
     "duration",
     "make_search",
     "make_workload",
+    "objectives",
     "sources",
 ]
 
@@ -154,6 +156,14 @@ def make_search(
         make(0, None), max_len=max_len, scale=scaled, load=f"burstiness {burstiness:.3g}"
     )
     return RateSearch(source.name, make, goodput, steps, described)
+
+
+def objectives(ttft: str | None, tpot: str | None) -> Slo:
+    """Of ``--slo-ttft`` and ``--slo-tpot``, where they are given."""
+    return Slo(
+        None if ttft is None else duration("--slo-ttft", ttft),
+        None if tpot is None else duration("--slo-tpot", tpot),
+    )
 
 
 def duration(option: str, text: str) -> float:

@@ -1,4 +1,4 @@
-"""How many bytes of pages a second become usable, by page size (vAttention, table 7).
+"""How many bytes of pages a second become usable, by page size (vAttention's preprint, table 7).
 
 Each round makes up to 32 MiB usable in a fresh range of addresses, in three ways:
 

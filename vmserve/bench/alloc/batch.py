@@ -1,6 +1,6 @@
 """The largest batch of a fixed pool, and what a request wastes, by page size.
 
-After figure 12 and table 8 of vAttention's paper, on a trace with ShareGPT's lengths. Two
+After figure 12 and table 8 of vAttention's preprint, on a trace with ShareGPT's lengths. Two
 measures of the batch:
 
 * ``whole requests``: requests of the trace at their full length, one after the other until the

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vmserve.bench import options as opt
 from vmserve.bench.alloc import SECTIONS, Options
 from vmserve.bench.alloc.section import CUDA_SECTIONS, make_driver
 from vmserve.bench.machine import machine_info
@@ -45,19 +45,11 @@ def alloc_command(
         Driver,
         typer.Option(help=f"Whose pages are measured; cuda for {' and '.join(CUDA_SECTIONS)}."),
     ] = Driver.host,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Very few repeats: to see that it runs.")
-    ] = False,
+    quick: opt.Quick = False,
     seed: Annotated[int, typer.Option(min=0, help="Draws traces and orders.")] = 0,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured to this file.")
-    ] = None,
-    markdown_path: Annotated[
-        Path | None, typer.Option("--markdown", help="Write the tables to this file.")
-    ] = None,
-    plots: Annotated[
-        Path | None, typer.Option(help="Draw a plot of each section into this directory.")
-    ] = None,
+    json_path: opt.JsonPath = None,
+    markdown_path: opt.MarkdownPath = None,
+    plots: opt.Plots = None,
 ) -> None:
     """Measure what allocating KV memory costs, and how little of it is wasted. No model needed."""
     names = chosen_sections(section, driver.value)
@@ -124,6 +116,8 @@ def run_sections(names: Sequence[str], options: Options) -> dict[str, SectionRes
 def document(results: Mapping[str, SectionResult], options: Options) -> dict[str, Any]:
     """What is written as JSON."""
     return {
+        "schema": "vmserve-bench-alloc",
+        "schema_version": 1,
         "benchmark": "alloc",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "quick": options.quick,

@@ -1,4 +1,4 @@
-"""Time until a prompt's pages can be written: plan and apply of one growth (vAttention, figure 10).
+"""Time until a prompt's pages can be written: plan and apply of one growth (vAttention's preprint, figure 10).
 
 Four states that a pool can be in when the prompt arrives:
 

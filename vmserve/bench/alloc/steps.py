@@ -1,4 +1,4 @@
-"""Latency of decoding steps whose sequences cross page boundaries (vAttention, figure 9).
+"""Latency of decoding steps whose sequences cross page boundaries (vAttention, figure 11).
 
 A step grows every sequence by a token, writes that token's bytes through the slots, and runs a
 stand-in for the model: two integer matrix products, one per core, of a fixed amount of work

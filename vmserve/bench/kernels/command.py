@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 
 from vmserve.attention.cpu import CpuBackend
+from vmserve.bench import options as opt
 from vmserve.bench.kernels.sections import SECTIONS, Options
 from vmserve.bench.machine import machine_info
 from vmserve.bench.report import (
@@ -37,19 +37,11 @@ def kernels_command(
         str | None,
         typer.Option(help=f"Some of {','.join(SECTIONS)}, with commas between. Default: all."),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Very few repeats: to see that it runs.")
-    ] = False,
+    quick: opt.Quick = False,
     seed: Annotated[int, typer.Option(min=0, help="Draws places and orders.")] = 0,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured to this file.")
-    ] = None,
-    markdown_path: Annotated[
-        Path | None, typer.Option("--markdown", help="Write the tables to this file.")
-    ] = None,
-    plots: Annotated[
-        Path | None, typer.Option(help="Draw a plot of each section into this directory.")
-    ] = None,
+    json_path: opt.JsonPath = None,
+    markdown_path: opt.MarkdownPath = None,
+    plots: opt.Plots = None,
 ) -> None:
     """Measure the attention kernels against memory bandwidth and the stock kernel. No model."""
     names = chosen_sections(section)
@@ -99,6 +91,8 @@ def _document(
 ) -> dict[str, Any]:
     """What is written as JSON. The load tells how quiet the machine was: 0 before is quiet."""
     return {
+        "schema": "vmserve-bench-kernels",
+        "schema_version": 1,
         "benchmark": "kernels",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "quick": options.quick,

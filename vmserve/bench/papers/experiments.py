@@ -12,6 +12,7 @@ __all__ = ["EXPERIMENTS", "Experiment", "document"]
 
 _PAGED: Final = "PagedAttention"
 _VIRTUAL: Final = "vAttention"
+_PREPRINT: Final = "vAttention, preprint"
 _PAPERS: Final = "benchmarks/papers/results/2026-11-21-amd-epyc/tables.md"
 _SHARING: Final = "benchmarks/sharing/results/2026-11-21-amd-epyc/tables.md"
 _PREFIX: Final = "benchmarks/sharing/results/2026-11-21-amd-epyc-prefix/tables.md"
@@ -22,7 +23,10 @@ _STEPS: Final = "benchmarks/alloc/results/2026-11-21-amd-epyc-steps/tables.md"
 
 class Experiment(NamedTuple):
     """``state``: "measured" (on the host's CPU), "counted" (by the real memory core, without
-    times), "simulated" (its times are computed) or "needs a GPU". ``result``: where it is kept."""
+    times), "simulated" (its times are computed), "runs here" (on the host's CPU, and no quiet run
+    is kept) or "needs a GPU". ``result``: where it is kept. ``real``: the figure's name for
+    ``vmserve bench papers --engine real``.
+    """
 
     paper: str
     what: str
@@ -32,6 +36,13 @@ class Experiment(NamedTuple):
     ours: str = "–"
     theirs: str = "–"
     result: str | None = None
+    real: str | None = None
+
+    @property
+    def real_command(self) -> str | None:
+        if self.real is None:
+            return None
+        return f"vmserve bench papers --engine real --figure {self.real}"
 
 
 EXPERIMENTS: Final = (
@@ -44,6 +55,7 @@ EXPERIMENTS: Final = (
         "22.4, 29.0, 41.0 % for Max, Pow2, Oracle; 96.3 % in blocks of 16",
         "20.4 to 38.2 % for the three; above 96 %",
         _ALLOC,
+        real="2",
     ),
     Experiment(
         _PAGED,
@@ -54,6 +66,7 @@ EXPERIMENTS: Final = (
         "ShareGPT: 1.91 times the rate of Orca (Oracle), 3.36 times that of Orca (Max)",
         "1.7 to 2.7 times, 2.7 to 8 times",
         _PAPERS,
+        real="12",
     ),
     Experiment(
         _PAGED,
@@ -64,6 +77,7 @@ EXPERIMENTS: Final = (
         "ShareGPT, saturated: 2.27 times Orca (Oracle), 4.54 times Orca (Max)",
         "2.2 times, 4.3 times",
         _PAPERS,
+        real="13",
     ),
     Experiment(
         _PAGED,
@@ -74,6 +88,7 @@ EXPERIMENTS: Final = (
         "over Orca (Oracle): 1.21 in basic sampling, 1.88 with 6 beams",
         "1.3 in basic sampling, 2.3 with 6 beams",
         _PAPERS,
+        real="14",
     ),
     Experiment(
         _PAGED,
@@ -85,6 +100,7 @@ EXPERIMENTS: Final = (
         "ShareGPT: 22.2 / 33.0 / 36.6 %, 43.7 / 66.3 / 73.5 %",
         "Alpaca: 6.1 to 9.8 %, 37.6 to 55.2 %; ShareGPT: 16.2 to 30.5 %, 44.3 to 66.3 %",
         _SHARING,
+        real="15",
     ),
     Experiment(
         _PAGED,
@@ -96,13 +112,15 @@ EXPERIMENTS: Final = (
         "another comparison than the paper's: see the tables",
         "1.67 times the rate with one example, 3.58 times with five, over Orca (Oracle)",
         _PREFIX,
+        real="16",
     ),
     Experiment(
         _PAGED,
         "Figure 17",
         "conversations, rate against latency",
-        "needs a GPU",
-        "vmserve bench ab --workload sessions",
+        "runs here",
+        "vmserve bench papers --engine real --figure 17",
+        real="17",
     ),
     Experiment(
         _PAGED,
@@ -113,6 +131,7 @@ EXPERIMENTS: Final = (
         "paged over contiguous: medians of 0.94 to 1.15; at most 1.05 with blocks of 16 at random",
         "on an A100: blocks of 16 to 128 are best on ShareGPT, 16 to 32 on Alpaca",
         _KERNELS,
+        real="18",
     ),
     Experiment(
         _PAGED,
@@ -124,19 +143,75 @@ EXPERIMENTS: Final = (
         "140 to 18 a copy for each block",
         "recomputing never takes more than 20 % over swapping",
         _PAPERS,
+        real="19",
     ),
     Experiment(
         _VIRTUAL,
-        "Figures 2 to 8 and 11; Tables 2, 5, 6, 9",
-        "kernels and whole systems on A100s, and illustrations",
-        "needs a GPU",
-        "python benchmarks/gpu/probe.py",
-        theirs="decode up to 1.99 times vLLM's kernel; end to end 1.22 and 1.29 times paged "
-        "FlashAttention-2 and FlashInfer",
+        "Figure 2",
+        "a prompt's attention, paged kernels over the others (here the CPU's)",
+        "measured",
+        "vmserve bench kernels --section prefill",
+        "medians of 0.96 to 1.11, all but one interval around 1",
+        "24 to 28 % slower, on an A100",
+        _KERNELS,
+        real="v2",
+    ),
+    Experiment(
+        _VIRTUAL,
+        "Figure 3",
+        "decoding's paged kernel by block size (here the CPU's)",
+        "measured",
+        "vmserve bench kernels --section blocks",
+        "blocks of 8 to 128 over contiguous: medians of 0.98 to 1.08",
+        result=_KERNELS,
+        real="v3",
+    ),
+    Experiment(
+        _VIRTUAL,
+        "Figure 4",
+        "decoding throughput by batch, and the KV memory that it asks for",
+        "runs here",
+        "vmserve bench papers --engine real --figure v4",
+        theirs="at most 600 to 750 MB/s",
+        real="v4",
+    ),
+    Experiment(
+        _VIRTUAL,
+        "Figure 6",
+        "prompts alone, tokens/s by length, paged and virtual",
+        "runs here",
+        "vmserve bench papers --engine real --figure v6",
+        real="v6",
+    ),
+    Experiment(
+        _VIRTUAL,
+        "Figure 7",
+        "decoding tokens/s by batch behind long contexts, paged and virtual",
+        "runs here",
+        "vmserve bench papers --engine real --figure v7",
+        theirs="preprint: up to 1.99 times vLLM's kernel",
+        real="v7",
+    ),
+    Experiment(
+        _VIRTUAL,
+        "Figure 8",
+        "long prompts, all there at once, requests a minute",
+        "runs here",
+        "vmserve bench papers --engine real --figure v8",
+        theirs="preprint: 1.22 and 1.29 times paged FlashAttention-2 and FlashInfer",
+        real="v8",
     ),
     Experiment(
         _VIRTUAL,
         "Figure 9",
+        "long prompts as they come, end-to-end latency",
+        "runs here",
+        "vmserve bench papers --engine real --figure v9",
+        real="v9",
+    ),
+    Experiment(
+        _VIRTUAL,
+        "Figure 11",
         "decoding steps while pages are mapped (here the host's driver)",
         "measured",
         "vmserve bench alloc --section steps",
@@ -144,9 +219,17 @@ EXPERIMENTS: Final = (
         "synchronous: 3.5 to 9.8 ms in the worst hundredth of the steps",
         "synchronous mapping gives spikes of 5 to 20 ms, overlapping hides them",
         _STEPS,
+        real="v11",
     ),
     Experiment(
         _VIRTUAL,
+        "Figures 2 to 4, 6 to 9 and 11, on a GPU",
+        "kernels and whole systems on A100s",
+        "needs a GPU",
+        "benchmarks/gpu/run.sh engine",
+    ),
+    Experiment(
+        _PREPRINT,
         "Figure 10",
         "time until a prompt's pages can be written (here the host's driver)",
         "measured",
@@ -155,7 +238,7 @@ EXPERIMENTS: Final = (
         result=_ALLOC,
     ),
     Experiment(
-        _VIRTUAL,
+        _PREPRINT,
         "Table 7",
         "bytes of pages that become usable a second (here the host's driver)",
         "measured",
@@ -165,7 +248,7 @@ EXPERIMENTS: Final = (
         _ALLOC,
     ),
     Experiment(
-        _VIRTUAL,
+        _PREPRINT,
         "Table 8",
         "tokens a page and the most that a request wastes, by page size",
         "counted",
@@ -175,7 +258,7 @@ EXPERIMENTS: Final = (
         _ALLOC,
     ),
     Experiment(
-        _VIRTUAL,
+        _PREPRINT,
         "Figure 12",
         "largest batch by page size (here another pool and trace)",
         "counted",
@@ -191,16 +274,27 @@ _HEAD: Final = """\
 
 What of the evaluations of "Efficient Memory Management for Large Language Model Serving with
 PagedAttention" (Kwon et al., SOSP 2023) and of "vAttention: Dynamic Memory Management for Serving
-LLMs without PagedAttention" (Prabhu et al., arXiv 2405.04437) is repeated here, by which command,
-and what came out beside the papers' figures. `vmserve bench papers --list` prints this table.
+LLMs without PagedAttention" (Prabhu et al., ASPLOS 2025; arXiv 2405.04437) is repeated here, by
+which command, and what came out beside the papers' figures. `vmserve bench papers --list` prints
+this table.
 
 - **measured**: ran on the host's CPU and memory driver; times are those of that machine.
 - **counted**: the real memory core did the work, and pages or blocks were counted; no times.
 - **simulated**: the real scheduler and memory core under a computed clock; no GPU was used.
-- **needs a GPU**: not repeated. The command is what would run there, or does on a CPU today.
+- **runs here**: the command measures it on the host's CPU; no quiet run is kept yet.
+- **needs a GPU**: not repeated. The command is what would run there.
 
-| paper | experiment | | state | command | ours | the paper's |
-|---|---|---|---|---|---|---|
+The last column names the figure for the real engine: `vmserve bench papers --engine real --figure
+NAME`, or `--all`, with the embedded model or `--model`; [how](../benchmarks/papers/README.md).
+
+vAttention's figures are numbered as by the scripts of its published artifact
+(`scripts/artifact_asplos25` of microsoft/vattention), which has 2 to 4, 6 to 9 and 11, each with
+its experiment. Neither the captions of the paper's other figures nor those of its tables could be read;
+rows of the preprint have the numbers of a version on arXiv, whose figure 9 is figure 11 here, and
+what its figures 2 to 8 and 11 and its tables 2, 5, 6 and 9 are could not be read either.
+
+| paper | experiment | | state | command | ours | the paper's | real engine |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -210,5 +304,5 @@ def document() -> str:
     for each in EXPERIMENTS:
         ours = each.ours if each.result is None else f"{each.ours} ([tables](../{each.result}))"
         cells = (each.paper, each.what, each.about, each.state, f"`{each.command}`", ours)
-        lines.append(f"| {' | '.join(cells)} | {each.theirs} |")
+        lines.append(f"| {' | '.join(cells)} | {each.theirs} | {each.real or '–'} |")
     return _HEAD + "\n".join(lines) + "\n"

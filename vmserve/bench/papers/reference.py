@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 __all__ = [
     "PAPER_BATCHES",
     "PAPER_BEAM_GAIN",
+    "PAPER_EXISTING_SHARE",
+    "PAPER_PAGED_SHARE",
     "PAPER_RATE_OVER_MAX",
     "PAPER_RATE_OVER_ORACLE",
     "PAPER_REQUESTS_OVER_MAX",
@@ -42,3 +44,7 @@ PAPER_BATCHES: Mapping[str, Mapping[str, float]] = MappingProxyType(
 )
 #: Section 6.3, OPT-13B on Alpaca: the gain over Orca (Oracle) in basic sampling, and with 6 beams.
 PAPER_BEAM_GAIN = (1.3, 2.3)
+#: Figure 2: percent of KV memory that holds token states, existing systems from and to; and more
+#: than so many of what PagedAttention allocates.
+PAPER_EXISTING_SHARE = (20.4, 38.2)
+PAPER_PAGED_SHARE = 96

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from vmserve.bench import options as opt
 from vmserve.bench.ab.client import RunFailedError
 from vmserve.bench.ab.command import check_positive, fresh_output
 from vmserve.bench.ab.jobs import Prompts
-from vmserve.bench.ab.metrics import Slo
-from vmserve.bench.ab.plan import LoadOptions, duration, make_workload, sources
+from vmserve.bench.ab.plan import LoadOptions, make_workload, objectives, sources
 from vmserve.bench.ab.traces import HASH_BLOCK_TOKENS
 from vmserve.bench.ab.traffic import KINDS, get_kind
 from vmserve.bench.ab.watch import watch
@@ -77,17 +77,9 @@ def serve_load_command(
         int, typer.Option(min=1, help="Runs that count, each with requests of its own.")
     ] = 1,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before, that do not count.")] = 2,
-    rate: Annotated[
-        float | None, typer.Option(help="Open loop: requests per second, on average.")
-    ] = None,
-    burstiness: Annotated[
-        float | None,
-        typer.Option(help="Of arrivals: 1 is Poisson, less is burstier. Default: the workload's."),
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(min=1, help="Closed loop: so many requests at a time. Default: all."),
-    ] = None,
+    rate: opt.Rate = None,
+    burstiness: opt.Burstiness = None,
+    concurrency: opt.Concurrency = None,
     seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
     max_len: Annotated[
         int | None,
@@ -97,10 +89,7 @@ def serve_load_command(
             f"or {_DEFAULT_MAX_LEN}.",
         ),
     ] = None,
-    scale: Annotated[
-        float | None,
-        typer.Option(help="Multiply lengths by this. Default: what makes them fit, at most 1."),
-    ] = None,
+    scale: opt.Scale = None,
     vocab_size: Annotated[
         int,
         typer.Option(
@@ -135,12 +124,8 @@ def serve_load_command(
         ),
     ] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds without news end a request.")] = 600.0,
-    slo_ttft: Annotated[
-        str | None, typer.Option(help="Objective: time to the first token, e.g. 200ms.")
-    ] = None,
-    slo_tpot: Annotated[
-        str | None, typer.Option(help="Objective: time per token after it, e.g. 20ms.")
-    ] = None,
+    slo_ttft: opt.SloTtft = None,
+    slo_tpot: opt.SloTpot = None,
     price_per_hour: Annotated[
         float | None, typer.Option(help="Of the server: adds the cost of a million tokens.")
     ] = None,
@@ -161,10 +146,7 @@ def serve_load_command(
         price_per_hour=price_per_hour,
         timeout=timeout,
     )
-    slo = Slo(
-        None if slo_ttft is None else duration("--slo-ttft", slo_ttft),
-        None if slo_tpot is None else duration("--slo-tpot", slo_tpot),
-    )
+    slo = objectives(slo_ttft, slo_tpot)
     target = Target(
         api_url(base_url),
         model or "",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vmserve.bench import options as opt
 from vmserve.bench.machine import machine_info
 from vmserve.bench.report import (
     dump,
@@ -60,13 +61,8 @@ def sharing_command(
         typer.Option(help="Model directory for prefix. Default: the embedded model."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Draws lengths, prompts and orders.")] = 0,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Write results.json, tables.md and plots into this directory."),
-    ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured to this file.")
-    ] = None,
+    output: opt.Output = None,
+    json_path: opt.JsonPath = None,
 ) -> None:
     """Measure what sharing KV blocks saves, and what a shared prefix is worth."""
     names = _chosen("section", section or ",".join(SECTIONS), list(SECTIONS))
@@ -119,6 +115,8 @@ def numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
 def document(results: Mapping[str, SectionResult], options: Options) -> dict[str, Any]:
     """What is written as JSON."""
     return {
+        "schema": "vmserve-bench-sharing",
+        "schema_version": 1,
         "benchmark": "sharing",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "seed": options.seed,

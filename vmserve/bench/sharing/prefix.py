@@ -18,6 +18,7 @@ from vmserve.bench.sharing.reference import PAPER_PREFIX_SPEEDUP, SHOT_TOKENS
 from vmserve.bench.workloads import RequestShape, prompts
 from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
+from vmserve.hub import is_embedded
 from vmserve.memory.base import Regime
 from vmserve.sampling import SamplingParams
 
@@ -121,7 +122,7 @@ def _engine(options: Options, regime: Regime, *, caching: bool) -> LLMEngine:
 
 def _describe(engine: LLMEngine) -> dict[str, Any]:
     config = engine.model_config
-    name = "embedded" if engine.config.model is None else "Llama-shaped, random weights"
+    name = "embedded" if is_embedded(engine.config.model) else "Llama-shaped, random weights"
     return {
         "name": name,
         "num_layers": config.num_layers,

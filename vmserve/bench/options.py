@@ -1,0 +1,62 @@
+"""Options that several benchmark commands take, declared once.
+
+A command annotates its parameter with the alias, and gives the default: ``rate: opt.Rate = None``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = [
+    "Burstiness",
+    "Concurrency",
+    "JsonPath",
+    "MarkdownPath",
+    "Output",
+    "Plots",
+    "Quick",
+    "Rate",
+    "Scale",
+    "SloTpot",
+    "SloTtft",
+]
+
+# -- of a load: bench ab, bench serve -------------------------------------------------------
+
+Concurrency = Annotated[
+    int | None,
+    typer.Option(min=1, help="Closed loop: so many requests at a time. Default: all."),
+]
+Rate = Annotated[float | None, typer.Option(help="Open loop: requests per second, on average.")]
+Burstiness = Annotated[
+    float | None,
+    typer.Option(help="Of arrivals: 1 is Poisson, less is burstier. Default: the workload's."),
+]
+Scale = Annotated[
+    float | None,
+    typer.Option(help="Multiply lengths by this. Default: what makes them fit, at most 1."),
+]
+SloTtft = Annotated[
+    str | None, typer.Option(help="Objective: time to the first token, e.g. 200ms.")
+]
+SloTpot = Annotated[str | None, typer.Option(help="Objective: time per token after it, e.g. 20ms.")]
+
+# -- of what is measured in sections, and where it goes -------------------------------------
+
+Quick = Annotated[bool, typer.Option("--quick", help="Very few repeats: to see that it runs.")]
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", help="Write everything measured to this file.")
+]
+MarkdownPath = Annotated[
+    Path | None, typer.Option("--markdown", help="Write the tables to this file.")
+]
+Plots = Annotated[
+    Path | None, typer.Option(help="Draw a plot of each section into this directory.")
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(help="Write results.json, tables.md and plots into this directory."),
+]
