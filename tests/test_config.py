@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +60,14 @@ def test_sizes_are_written_in_the_unit_that_fits(size: int, text: str) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs: 0 is below the least value, 1"),
         ({"max_num_seqs": 1.5}, "max_num_seqs: 1.5 is not an integer"),
         ({"gpu_memory_utilization": 1.5}, r"1.5 is not in \(0, 1\]"),
-        ({"seed": 2**63}, "does not fit 64 bits"),
+        ({"gpu_memory_utilization": "0.5"}, "'0.5' is not a number"),
+        ({"request_timeout": "1s"}, "'1s' is not a number"),
+        ({"seed": 2**63}, "seed: 9223372036854775808 is above the greatest value"),
+        ({"seed": "x"}, "seed: 'x' is not an integer"),
+        ({"max_model_len": 1}, "max_model_len: 1 is below the least value, 2"),
+        ({"max_num_seqs": 2**20 + 1}, "max_num_seqs: 1048577 is above the greatest value"),
+        ({"enable_prefix_caching": "no"}, "'no' is neither True nor False"),
+        ({"model": 3}, "model: 3 is not a text or a path"),
     ],
 )
 def test_wrong_values(options: dict[str, Any], text: str) -> None:
@@ -72,6 +80,26 @@ def test_what_is_not_there_yet_is_refused_by_name(options: dict[str, Any]) -> No
     [name] = options
     with pytest.raises(UnsupportedError, match=name):
         EngineConfig(**options)
+
+
+def test_paths_are_as_good_as_texts() -> None:
+    config = EngineConfig(model=Path("/a/model"), trace_file=Path("t.json"))  # type: ignore[arg-type]
+    assert (config.model, config.trace_file) == ("/a/model", "t.json")
+
+
+@pytest.mark.parametrize(
+    ("swap_space", "text"),
+    [
+        # In vLLM a number is gibibytes.
+        (4, r"swap_space: 4 B holds no KV block of 64 KiB; .*write e\.g\. 4GiB"),
+        ("1000TiB", "swap_space: 1000 TiB is more than this machine's memory"),
+        (0.5, "swap_space: 0.5 is not a size"),
+    ],
+)
+def test_swap_spaces_of_no_use(swap_space: Any, text: str, model: ModelConfig) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        resolve(EngineConfig(swap_space=swap_space), model)
+    assert resolve(EngineConfig(swap_space="64KiB"), model).swap_bytes == 64 << 10
 
 
 def test_swapping_needs_somewhere_to_swap_to() -> None:

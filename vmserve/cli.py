@@ -64,6 +64,7 @@ app = typer.Typer(
     help="Serve large language models from a KV cache in contiguous virtual memory.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     add_completion=False,
 )
 
@@ -87,12 +88,30 @@ def _options(
     pass
 
 
+#: What is wrong with a command line: click's error, which typer has a copy of, or has not.
+_UsageError: Any = typer.BadParameter.__base__
+
+
 def main() -> None:
     """Run the command line; one line per error, never a traceback for a user's mistake."""
     try:
-        app()
+        status = app(prog_name="vmserve", standalone_mode=False)
     except VmserveError as error:
         print("vmserve:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigurationError | InvalidRequestError) else 1)
+    except _UsageError as error:
+        print(_usage(error), file=sys.stderr)
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _usage(error: Any) -> str:
+    message: str = error.format_message()
+    if "\n" in message:  # no command was given: it is the help
+        return message
+    path = error.ctx.command_path if error.ctx is not None else "vmserve"
+    return f"{path}: {message.rstrip('.')}; see {path} --help"

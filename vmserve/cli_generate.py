@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,9 +64,15 @@ def generate_command(
     ] = None,
     stop: Annotated[list[str] | None, _sampling("A stop string; repeatable.")] = None,
     ignore_eos: Annotated[bool | None, _sampling("Go on past the end token.")] = None,
-    presence_penalty: Annotated[float | None, _sampling()] = None,
-    frequency_penalty: Annotated[float | None, _sampling()] = None,
-    repetition_penalty: Annotated[float | None, _sampling()] = None,
+    presence_penalty: Annotated[
+        float | None, _sampling("Off the logits of tokens that the answer has; -2 to 2.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, _sampling("The same for each time that it has them; -2 to 2.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, _sampling("Divides those of tokens of prompt and answer; over 0 to 2.")
+    ] = None,
     logprobs: Annotated[int | None, _sampling("Log-probabilities of the k likeliest.")] = None,
     structured_json: Annotated[
         str | None, _structured("JSON schema that answers match: its text, or @FILE.")
@@ -107,14 +114,26 @@ def generate_command(
     if length_penalty is not None and beam_width is None:
         raise ConfigurationError("--length-penalty is for beams: give --beam-width, too")
     requests = _read_requests(prompt, file)
+    # What is wrong is told before minutes go into loading a model.
+    beam = None
+    if beam_width is not None:
+        beam = _beam_params(beam_width, length_penalty, fields)
+    for _, own, where in requests:
+        if beam is not None and own:
+            raise ConfigurationError(
+                f"{where}: --beam-width does not go with fields of its own: {', '.join(own)}"
+            )
+        _sampling_params(vmserve.SamplingParams, {**fields, **own}, where)
     with vmserve.LLM(**engine_options) as llm:
-        if beam_width is not None:
-            beam = _beam_params(beam_width, length_penalty, fields)
-            results = llm.beam_search([p for p, _ in requests], beam)
+        if beam is not None:
+            results = llm.beam_search([p for p, _, _ in requests], beam)
         else:
-            params = [_sampling_params(llm, {**fields, **own}) for _, own in requests]
+            params = [
+                _sampling_params(llm.default_sampling_params, {**fields, **own}, where)
+                for _, own, where in requests
+            ]
             results = llm.generate(
-                [p for p, _ in requests], params, use_tqdm=len(requests) > 1 and _is_watched()
+                [p for p, _, _ in requests], params, use_tqdm=len(requests) > 1 and _is_watched()
             )
         _print(results, output_format)
 
@@ -142,30 +161,35 @@ def _beam_params(width: int, length_penalty: float | None, fields: dict[str, Any
     return vmserve.BeamSearchParams(beam_width=width, **fields)
 
 
-def _sampling_params(llm: Any, fields: dict[str, Any]) -> Any:
+def _sampling_params(make: Callable[..., Any], fields: dict[str, Any], where: str) -> Any:
+    """What ``make`` makes of them; ``where``: the line of --file that they come from, or ""."""
+    known = {field.name for field in dataclasses.fields(vmserve.SamplingParams)}
+    if unknown := sorted(set(fields) - known):
+        raise InvalidRequestError(f"{where}: there is no sampling field {', '.join(unknown)}")
     try:
-        return llm.default_sampling_params(**fields)
-    except TypeError as error:  # an unknown field in a line of --file
-        raise InvalidRequestError(str(error).replace("SamplingParams.__init__() ", "")) from None
+        return make(**fields)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{where}: {error}" if where else str(error)) from None
 
 
 def _read_requests(
     prompts: list[str] | None, file: Path | None
-) -> list[tuple[Any, dict[str, Any]]]:
-    """Each prompt (in a form that ``LLM.generate`` takes) with its own sampling fields."""
+) -> list[tuple[Any, dict[str, Any], str]]:
+    """Each prompt (in a form that ``LLM.generate`` takes) with its own sampling fields and the
+    line of the file that it comes from."""
     if prompts and file is not None:
         raise ConfigurationError("--prompt and --file exclude each other: give one of them")
     if prompts:
-        return [(text, {}) for text in prompts]
+        return [(text, {}, "") for text in prompts]
     if file is not None:
         return _read_lines(file)
     text = sys.stdin.read()
     if not text:
         raise ConfigurationError("no prompt: give --prompt, --file, or text on standard input")
-    return [(text, {})]
+    return [(text, {}, "")]
 
 
-def _read_lines(file: Path) -> list[tuple[Any, dict[str, Any]]]:
+def _read_lines(file: Path) -> list[tuple[Any, dict[str, Any], str]]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -174,7 +198,8 @@ def _read_lines(file: Path) -> list[tuple[Any, dict[str, Any]]]:
     requests = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            requests.append(_parse_line(line, f"{file}:{number}"))
+            where = f"{file}:{number}"
+            requests.append((*_parse_line(line, where), where))
     if not requests:
         raise ConfigurationError(f"--file {file}: no prompt in it; write one JSON value per line")
     return requests
@@ -192,6 +217,10 @@ def _parse_line(line: str, where: str) -> tuple[Any, dict[str, Any]]:
         if not keys:
             raise InvalidRequestError(f"{where}: needs prompt or prompt_token_ids")
         own = {name: item for name, item in value.items() if name not in keys}
+        if not isinstance(value.get("prompt", ""), str):
+            raise InvalidRequestError(
+                f"{where}: prompt is a string, not {type(value['prompt']).__name__}"
+            )
         return {name: value[name] for name in keys}, own
     if isinstance(value, str | list):
         return value, {}

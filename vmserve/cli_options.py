@@ -48,7 +48,12 @@ Model = Annotated[
 ]
 Tokenizer = Annotated[
     str | None,
-    _option("--tokenizer", help="Where it is not the model's own.", panel=_MODEL, metavar="PATH"),
+    _option(
+        "--tokenizer",
+        help="A directory or a hub id, where it is not the model's own.",
+        panel=_MODEL,
+        metavar="PATH",
+    ),
 ]
 DType = Annotated[
     str | None,
@@ -109,13 +114,18 @@ TensorParallelSize = Annotated[
 ]
 EnforceEager = Annotated[
     bool | None,
-    _option("--enforce-eager", help="Never capture graphs of a step.", panel=_DEVICE),
+    _option(
+        "--enforce-eager",
+        help="Never capture graphs of a step. Default: captured on a GPU.",
+        panel=_DEVICE,
+    ),
 ]
 GPUMemoryUtilization = Annotated[
     float | None,
     _option(
         "--gpu-memory-utilization",
-        help="Sets the cap of the KV cache as a share of the device's memory.",
+        help="On a GPU the share of its memory for weights, activations and KV cache; on a CPU the "
+        "cap of the KV cache as a share of all memory. Default: 0.9 on a GPU.",
         panel=_KV,
     ),
 ]
@@ -131,7 +141,8 @@ KVCacheMemory = Annotated[
     str | None,
     _option(
         "--kv-cache-memory",
-        help="The most that the KV cache may grow to, e.g. 512MiB or 4GiB.",
+        help="The most that the KV cache may grow to, e.g. 512MiB or 4GiB. Default: 40 % of the "
+        "memory that is free at start, on a GPU what --gpu-memory-utilization leaves.",
         panel=_KV,
         metavar="SIZE",
     ),
@@ -196,19 +207,24 @@ EnablePrefixCaching = Annotated[
     bool | None,
     _option(
         "--enable-prefix-caching/--no-enable-prefix-caching",
-        help="Keep the KV cache of finished requests for those with the same start.",
+        help="Keep the KV cache of finished requests for those with the same start. Default: on.",
         panel=_KV,
     ),
 ]
 MaxNumSeqs = Annotated[
     int | None,
-    _option("--max-num-seqs", help="Most sequences that run at once.", panel=_SCHEDULING),
+    _option(
+        "--max-num-seqs",
+        help="Most sequences that run at once. Default: 64, on a GPU 256.",
+        panel=_SCHEDULING,
+    ),
 ]
 MaxNumBatchedTokens = Annotated[
     int | None,
     _option(
         "--max-num-batched-tokens",
-        help="Most tokens computed in a step; longer prompts are cut into chunks.",
+        help="Most tokens computed in a step; longer prompts are cut into chunks. Default: 512, "
+        "on a GPU 2048.",
         panel=_SCHEDULING,
     ),
 ]
@@ -278,7 +294,7 @@ TraceFile = Annotated[
     str | None,
     _option(
         "--trace-file",
-        help="Write what each step did to this file, which opens in Perfetto.",
+        help="Write what each step did to this file, which opens in Perfetto. Default: none.",
         panel=_SCHEDULING,
         metavar="PATH",
     ),

@@ -562,7 +562,13 @@ def _one_model(argument: str | None, option: str | None) -> str | None:
 
 def _api_keys(given: list[str] | None) -> tuple[str, ...]:
     variable = os.environ.get("VMSERVE_API_KEY")
-    return tuple(given or ([variable] if variable else []))
+    keys = tuple(given or ([variable] if variable else []))
+    if not all(key.isprintable() and key == key.strip() for key in keys):
+        raise ConfigurationError(
+            "api_key: no HTTP header carries a key with spaces around it or with characters that "
+            "cannot be printed: choose another"
+        )
+    return keys
 
 
 def _read_template(path: Path | None) -> str | None:

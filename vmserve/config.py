@@ -48,6 +48,19 @@ DEFAULT_NUM_SEQS = 64
 #: The same on a GPU, which reads its weights in a millisecond or a few and needs wide batches.
 GPU_BATCHED_TOKENS = 2048
 GPU_NUM_SEQS = 256
+#: The least and the greatest value of each integer. A context of 1 has room for a prompt or an
+#: answer; more than these sequences, tokens or pages no machine holds, and their bookkeeping is
+#: allocated at start.
+_RANGES = {
+    "max_model_len": (2, 2**40),
+    "max_num_seqs": (1, 2**20),
+    "max_num_batched_tokens": (1, 2**31 - 1),
+    "max_logprobs": (-1, 2**31 - 1),
+    "block_size": (1, 2**31 - 1),
+    "kv_layers_per_group": (1, 2**31 - 1),
+    "tensor_parallel_size": (1, 2**31 - 1),
+    "seed": (-(2**63), 2**63 - 1),
+}
 #: Share of a GPU's memory that all of the engine may take: weights, activations and KV cache.
 GPU_SHARE = 0.9
 
@@ -60,7 +73,7 @@ def parse_size(value: int | str, name: str = "size") -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     else:
-        match = _SIZE.fullmatch(str(value))
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         unit = _UNITS.get(match.group(2).upper()) if match else None
         if match is None or unit is None:
             raise ConfigurationError(
@@ -124,6 +137,7 @@ class EngineConfig:
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:
+        self._take_paths()
         self._check_choices()
         self._check_numbers()
         self._check_supported()
@@ -139,6 +153,15 @@ class EngineConfig:
                 f"{', '.join(unknown)}; known: {', '.join(sorted(known))}"
             )
         return cls(**options)
+
+    def _take_paths(self) -> None:
+        """A ``Path`` is as good as its text: what is kept is text."""
+        for name in ("model", "tokenizer", "kv_driver", "regime_profile", "trace_file"):
+            value = getattr(self, name)
+            if isinstance(value, os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
+            elif value is not None and not isinstance(value, str):
+                raise ConfigurationError(f"{name}: {value!r} is not a text or a path")
 
     def _check_choices(self) -> None:
         choices = {
@@ -159,16 +182,7 @@ class EngineConfig:
                 raise ConfigurationError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
 
     def _check_numbers(self) -> None:
-        minima = {
-            "max_model_len": 1,
-            "max_num_seqs": 1,
-            "max_num_batched_tokens": 1,
-            "max_logprobs": -1,
-            "block_size": 1,
-            "kv_layers_per_group": 1,
-            "tensor_parallel_size": 1,
-        }
-        for name, minimum in minima.items():
+        for name, (minimum, maximum) in _RANGES.items():
             value = getattr(self, name)
             if value is None:
                 continue
@@ -176,6 +190,15 @@ class EngineConfig:
                 raise ConfigurationError(f"{name}: {value!r} is not an integer")
             if value < minimum:
                 raise ConfigurationError(f"{name}: {value} is below the least value, {minimum}")
+            if value > maximum:
+                raise ConfigurationError(f"{name}: {value} is above the greatest value, {maximum}")
+        for name in ("gpu_memory_utilization", "request_timeout", "scheduler_delay_factor"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int | float):
+                raise ConfigurationError(f"{name}: {value!r} is not a number")
+        for name in ("enable_prefix_caching", "enforce_eager", "fair_sharing"):
+            if (value := getattr(self, name)) not in (None, True, False):
+                raise ConfigurationError(f"{name}: {value!r} is neither True nor False")
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigurationError(
                 f"gpu_memory_utilization: {self.gpu_memory_utilization} is not in (0, 1]"
@@ -198,8 +221,6 @@ class EngineConfig:
                 "async_scheduling: the policy v0 ends a step before it plans the next: use "
                 "--async-scheduling off, or --scheduling-policy fcfs"
             )
-        if not -(2**63) <= self.seed < 2**63:
-            raise ConfigurationError(f"seed: {self.seed} does not fit 64 bits")
 
     def _check_supported(self) -> None:
         refusals = [
@@ -298,7 +319,7 @@ def resolve(
         kv_mapper="off" if config.kv_mapper == "off" else "thread",
         prefix_caching=config.enable_prefix_caching is not False,
         block_tokens=config.block_size,
-        swap_bytes=parse_size(config.swap_space, "swap_space"),
+        swap_bytes=_swap_bytes(config, model),
         preemption=config.preemption,
         scheduling_policy=config.scheduling_policy,
         scheduler_delay_factor=config.scheduler_delay_factor,
@@ -312,6 +333,25 @@ def resolve(
         activation_bytes=activations,
         seed=config.seed,
     )
+
+
+def _swap_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Raises :class:`ConfigurationError` for what holds no block, or more than there is."""
+    size = parse_size(config.swap_space, "swap_space")
+    block = config.block_size * 2 * model.num_layers * model.kv_heads * model.head_dim
+    block *= _itemsize(config, model)
+    if 0 < size < block:
+        raise ConfigurationError(
+            f"swap_space: {format_size(size)} holds no KV block of {format_size(block)}; a number "
+            "alone is bytes: write e.g. 4GiB"
+        )
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > physical:
+        raise ConfigurationError(
+            f"swap_space: {format_size(size)} is more than this machine's memory, "
+            f"{format_size(physical)}: lower --swap-space"
+        )
+    return size
 
 
 def _gpu_limit_bytes(

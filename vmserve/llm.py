@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -33,16 +35,22 @@ class LLM:
             print(result.outputs[0].text)
 
     Raises :class:`~vmserve.errors.ConfigurationError` or
-    :class:`~vmserve.errors.OutOfMemoryError`. Not thread-safe: use
-    :class:`vmserve.AsyncLLM` to serve several callers.
+    :class:`~vmserve.errors.OutOfMemoryError`. Threads take turns, a call at a time: use
+    :class:`vmserve.AsyncLLM` for several callers at once.
     """
 
     def __init__(
-        self, model: str | None = None, *, progress: Progress | None = None, **engine_options: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        progress: Progress | None = None,
+        **engine_options: Any,
     ) -> None:
         config = EngineConfig.from_options({"model": model, **engine_options})
         self._engine: LLMEngine | None = LLMEngine(config, progress=progress)
         self._ids = itertools.count()
+        #: Held by whoever steps the engine, or takes it apart.
+        self._turn = threading.RLock()
 
     @property
     def engine(self) -> LLMEngine:
@@ -87,14 +95,11 @@ class LLM:
 
         ``add_generation_prompt`` None: yes, unless the final message is to be continued.
         """
-        if not messages:
-            raise InvalidRequestError("messages is empty: give at least one message", "messages")
-        several = not isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = messages if several else [messages]
+        conversations = _conversations(messages)
         encoded = []
         for conversation in conversations:
             text, token_ids = self.engine.tokenizer.apply_chat_template(
-                list(conversation),
+                conversation,
                 tools=tools,
                 chat_template=chat_template,
                 chat_template_kwargs=chat_template_kwargs,
@@ -119,6 +124,11 @@ class LLM:
         The same as those of ``transformers``: ranked by the sum of their tokens'
         log-probabilities / length ** ``length_penalty``.
         """
+        given: Any = params  # callers without a type checker pass anything
+        if not isinstance(given, BeamSearchParams):
+            raise InvalidRequestError(
+                f"beam_search takes BeamSearchParams, not {type(given).__name__}", "params"
+            )
         encoded = [encode_prompt(p, self.engine.tokenizer) for p in split_prompts(prompts)]
         return self._run(encoded, params, None, use_tqdm)
 
@@ -133,12 +143,14 @@ class LLM:
         """
         encoded = encode_prompt(prompt, self.engine.tokenizer)
         once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        self._run([encoded], once, None, False, cache_salt=cache_salt)
-        return self.engine.hold_prefix(encoded.token_ids, cache_salt=cache_salt)
+        with self._turn:
+            self._run([encoded], once, None, False, cache_salt=cache_salt)
+            return self.engine.hold_prefix(encoded.token_ids, cache_salt=cache_salt)
 
     def unpin_prefix(self, handle: int) -> None:
         """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
-        self.engine.unpin_prefix(handle)
+        with self._turn:
+            self.engine.unpin_prefix(handle)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -162,9 +174,10 @@ class LLM:
 
     def close(self) -> None:
         """Give all memory back. Closing twice is fine; any other call afterwards is an error."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        with self._turn:
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
 
     def __enter__(self) -> LLM:
         return self
@@ -184,6 +197,17 @@ class LLM:
         priority: int | Sequence[int] | None,
         show_progress: bool,
         cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        with self._turn:
+            return self._run_in_turn(prompts, params, priority, show_progress, cache_salt)
+
+    def _run_in_turn(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | BeamSearchParams | None,
+        priority: int | Sequence[int] | None,
+        show_progress: bool,
+        cache_salt: str,
     ) -> list[RequestOutput]:
         engine = self.engine
         each_params: Sequence[GenerationParams]
@@ -228,6 +252,25 @@ class LLM:
                     done[output.request_id] = output
                     report(sum(len(choice.token_ids) for choice in output.outputs))
         return [done[request_id] for request_id in request_ids]
+
+
+def _conversations(messages: Any) -> list[list[Any]]:
+    """One conversation or several, as a list of lists. What is in a message is checked later."""
+    if isinstance(messages, Mapping | str) or not isinstance(messages, Sequence | None):
+        raise InvalidRequestError(
+            f"messages: a list of messages, or of such lists, not {type(messages).__name__}",
+            "messages",
+        )
+    if not messages:
+        raise InvalidRequestError("messages is empty: give at least one message", "messages")
+    if isinstance(messages[0], Mapping):
+        return [list(messages)]
+    for conversation in messages:
+        if isinstance(conversation, str) or not isinstance(conversation, Sequence):
+            raise InvalidRequestError(
+                f"messages: a message is an object, not {type(conversation).__name__}", "messages"
+            )
+    return [list(conversation) for conversation in messages]
 
 
 def _one_each(value: T | Sequence[T], kind: type[T], count: int, name: str) -> list[T]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,7 +27,12 @@ def split_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike
     """One prompt or several, as a list. A list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    items: list[Any] = list(prompts)
+    given: Any = prompts  # callers without a type checker pass anything
+    if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):
+        raise InvalidRequestError(
+            f"prompts: a prompt or a list of prompts, not {type(given).__name__}", "prompt"
+        )
+    items: list[Any] = list(given)
     if not items:
         raise InvalidRequestError("prompts is empty: give at least one prompt", "prompt")
     if all(_is_id(item) for item in items):
@@ -44,10 +49,15 @@ def encode_prompt(prompt: PromptLike, tokenizer: Tokenizer) -> Prompt:
             raise InvalidRequestError("The decoder prompt cannot be empty", "prompt")
         return Prompt(prompt, tokenizer.encode(prompt))
     other: Any = prompt  # callers without a type checker pass anything
-    token_ids: list[Any] = list(other) if isinstance(other, Sequence) else [None]
+    is_list = isinstance(other, Sequence) and not isinstance(other, bytes | bytearray)
+    token_ids: list[Any] = list(other) if is_list else [None]
     if not all(_is_id(item) for item in token_ids):
+        wrong = next(item for item in token_ids if not _is_id(item)) if is_list else other
+        remedy = ": give its .tolist()" if hasattr(other, "tolist") else ""
         raise InvalidRequestError(
-            f"a prompt is a string or a list of token ids, not {type(prompt).__name__}", "prompt"
+            "a prompt is a string or a list of token ids (int), "
+            f"not {'one of ' if is_list else ''}{type(wrong).__name__}{remedy}",
+            "prompt",
         )
     if not token_ids:
         raise InvalidRequestError("The decoder prompt cannot be empty", "prompt")
@@ -63,10 +73,14 @@ def _encode_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> Prompt:
             f"not {', '.join(map(repr, unknown)) or 'nothing'}",
             "prompt",
         )
+    text = prompt.get("prompt")
+    if not isinstance(text, str) and (text is not None or "prompt_token_ids" not in prompt):
+        raise InvalidRequestError(
+            f"'prompt' of a prompt mapping is a string, not {type(text).__name__}", "prompt"
+        )
     if "prompt_token_ids" not in prompt:
-        return encode_prompt(str(prompt["prompt"]), tokenizer)
-    encoded = encode_prompt(prompt["prompt_token_ids"], tokenizer)
-    return Prompt(prompt.get("prompt"), encoded.token_ids)
+        return encode_prompt(str(text), tokenizer)
+    return Prompt(text, encode_prompt(prompt["prompt_token_ids"], tokenizer).token_ids)
 
 
 def _is_id(item: object) -> bool:

@@ -121,6 +121,9 @@ class Tokenizer:
         return list(self._encode(text, add_special_tokens).ids)
 
     def _encode(self, text: str, add_special_tokens: bool) -> Any:
+        given: Any = text  # callers without a type checker pass anything
+        if not isinstance(given, str):
+            raise InvalidRequestError(f"a text is a str, not {type(given).__name__}", "prompt")
         try:
             if len(text) > _MOST_WITH_LOCK:
                 batch = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)

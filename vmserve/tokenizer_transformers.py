@@ -13,6 +13,8 @@ __all__ = ["chosen_class", "load_from_transformers"]
 
 _GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _BUILT = ("GPT2Tokenizer", "Qwen2Tokenizer")
+#: Files that hold a vocabulary; the first is what nearly every model brings.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _MODEL_TYPES = ("gpt2", "llama", "opt", "qwen3")
 
 
@@ -32,6 +34,11 @@ def load_from_transformers(directory: Path) -> Any:
             str(directory), trust_remote_code=False, local_files_only=True
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
+        if not any((directory / file).exists() for file in _VOCABULARIES):
+            raise ConfigurationError(
+                f"{directory} has no tokenizer ({_VOCABULARIES[0]}): copy the model's own there, "
+                "or say where it is with --tokenizer"
+            ) from error
         raise ConfigurationError(
             f"no tokenizer could be loaded from {directory}: {error}"
         ) from error

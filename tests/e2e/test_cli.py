@@ -119,10 +119,45 @@ def test_prompt_too_long() -> None:
 
 @pytest.mark.parametrize("command", ["generate", "serve", "plan", "chat", "top", "bench"])
 def test_unknown_argument(command: str) -> None:
-    done = vmserve(command, "--no-such-option")
-    assert done.returncode == 2
-    assert "--no-such-option" in done.stderr
-    assert "Traceback" not in done.stderr
+    line = one_line(vmserve(command, "--no-such-option"), 2)
+    assert "--no-such-option" in line
+    assert f"see vmserve {command} --help" in line
+
+
+@pytest.mark.parametrize("args", [["brew"], ["serve", "--port", "x"], ["serve", "a", "b"]])
+def test_wrong_command_lines_are_one_line(args: list[str]) -> None:
+    assert args[-1] in one_line(vmserve(*args), 2)
+
+
+def test_a_directory_without_tokenizer(tmp_path: Path, model_dir: Path) -> None:
+    copy = shutil.copytree(model_dir, tmp_path / "model")
+    (copy / "tokenizer.json").unlink()
+    line = one_line(vmserve("generate", "-p", "x", "--model", str(copy)), 2)
+    assert "tokenizer.json" in line
+    assert "--tokenizer" in line
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ('{"prompt": "x", "speed": 1}', "there is no sampling field speed"),
+        ('{"prompt": "x", "max_tokens": -1}', "max_tokens must be at least 0"),
+        ('{"prompt": null}', "is a string, not NoneType"),
+    ],
+)
+def test_a_wrong_line_of_a_file_is_named(line: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'"fine"\n{line}\n')
+    told = one_line(vmserve("generate", "--file", str(file)), 2)
+    assert text in told
+    assert f"{file}:2: " in told
+
+
+def test_beams_do_not_take_fields_of_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "x", "max_tokens": 3}\n')
+    line = one_line(vmserve("generate", "--file", str(file), "--beam-width", "2"), 2)
+    assert "max_tokens" in line
 
 
 def test_not_enough_memory_names_both_numbers() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from vmserve import (
     LLM,
@@ -192,3 +195,43 @@ def test_close_is_idempotent_and_final() -> None:
     llm.close()
     with pytest.raises(Exception, match="closed"):
         llm.generate("x", GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "text"),
+    [
+        (None, "a prompt or a list of prompts, not NoneType"),
+        (3, "not int"),
+        (b"hi", "not bytes"),
+        ([b"hi"], "not bytes"),
+        ({"prompt": None}, "is a string, not NoneType"),
+        ([None], "not NoneType"),
+        ([1, "x", 2], "not int"),
+        (torch.tensor([5, 6]), r"\.tolist\(\)"),
+    ],
+)
+def test_what_is_no_prompt(llm: LLM, prompts: Any, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=text):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("messages", [None, "hello", {"role": "user", "content": "x"}, [3], [[]]])
+def test_what_are_no_messages(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="messages"):
+        llm.chat(messages)
+
+
+def test_beams_need_their_own_params(llm: LLM) -> None:
+    params: Any = SamplingParams()
+    with pytest.raises(InvalidRequestError, match="takes BeamSearchParams, not SamplingParams"):
+        llm.beam_search("x", params)
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    def answer(number: int) -> list[int]:
+        [result] = llm.generate([[5, 6, 7 + number]], replace(GREEDY, max_tokens=40))
+        return result.outputs[0].token_ids
+
+    one_by_one = [answer(number) for number in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(answer, range(4), timeout=60)) == one_by_one

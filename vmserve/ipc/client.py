@@ -150,8 +150,10 @@ class ProcessLLM:
         meanwhile: Callable[[], None] = lambda: None,
         **engine_options: Any,
     ) -> None:
-        self._options = {"model": model, **engine_options}
-        self.config = EngineConfig.from_options(self._options)
+        given = {"model": model, **engine_options}
+        self.config = EngineConfig.from_options(given)
+        #: As the configuration has them: a ``Path`` would not go through a socket.
+        self._options = {name: getattr(self.config, name) for name in given}
         self._supervision = supervision or Supervision()
         self._process = self._spawn()
         try:

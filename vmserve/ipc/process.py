@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: Holds a step's news of hundreds of requests, so that the engine need not wait for the server.
 _SOCKET_BUFFER_BYTES = 4 << 20
+#: What a killed process has to be gone: longer only if the system is stuck.
+_KILLED_SECONDS = 10.0
 
 
 class EngineProcess:
@@ -102,7 +104,7 @@ class EngineProcess:
         """End it, whatever it does."""
         self.sock.close()
         self.kill()
-        self.reap(0)
+        self.reap(_KILLED_SECONDS)
 
     @staticmethod
     def describe_end(status: int) -> str:

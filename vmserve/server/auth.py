@@ -113,7 +113,8 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
 
 
 def _parse(path: Path, number: int, line: str) -> ApiKey:
-    name, _, key = line.partition(":")
+    # Stripped, as what comes in a header is: "name: key" is natural to write.
+    name, key = (part.strip() for part in line.partition(":")[::2])
     kind, _, digest = key.partition(":")
     where = f"api_key_file: line {number} of {path}"
     if not (name and key) or len(name) > _MAX_NAME_CHARS or not name.isprintable():

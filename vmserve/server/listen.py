@@ -57,7 +57,9 @@ def _remove_stale(path: Path) -> None:
     """Remove a socket that no one listens on any more; anything else is left alone."""
     try:
         if not stat.S_ISSOCK(path.stat().st_mode):
-            return
+            raise ConfigurationError(
+                f"uds: {path} is there and no socket: choose another path, or remove it"
+            )
     except FileNotFoundError:
         return
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
@@ -71,7 +73,8 @@ def cannot_bind(where: str, error: OSError | UnicodeError) -> VmserveError:
     """What to tell whoever asked for the address."""
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return VmserveError(f"{where} is in use by another process: choose another --port or --uds")
-    reason = error.strerror if isinstance(error, OSError) else "not a host name"
+    # Python's own errors (a path of more than 107 bytes) have a text and no number.
+    reason = (error.strerror or str(error)) if isinstance(error, OSError) else "not a host name"
     return ConfigurationError(f"cannot listen on {where}: {reason}")
 
 
