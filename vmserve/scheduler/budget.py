@@ -1,13 +1,30 @@
-"""What one step may spend."""
+"""What one step may spend, and what bounds all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from vmserve.scheduler.base import Share, StepDraft
 from vmserve.scheduler.sequence import Sequence
 
-__all__ = ["StepBudget"]
+__all__ = ["SchedulerLimits", "StepBudget"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    #: Share of the pool that admission leaves free while something runs, as room to decode.
+    watermark: float = 0.01
+    #: The widest sliding window of the model's layers; None if a layer sees everything.
+    window: int | None = None
+    #: Prompt tokens that a step scores at most: each takes a row of logits.
+    max_scored_tokens: int = 1 << 20
+    #: A step reads prompts or decodes, never both, as in the paper (the policy "v0").
+    separates_phases: bool = False
+    #: Then prompts wait for so many times as long as the last ones took, to be read together.
+    delay_factor: float = 0.0
 
 
 class StepBudget:
@@ -16,6 +33,10 @@ class StepBudget:
     def __init__(self, tokens: int, scored: int) -> None:
         self.tokens = tokens
         self.scored = scored
+
+    @staticmethod
+    def within(limits: SchedulerLimits) -> StepBudget:
+        return StepBudget(limits.max_num_batched_tokens, limits.max_scored_tokens)
 
     def can_take(self, sequence: Sequence) -> bool:
         return self.tokens > 0 and (self.scored > 0 or not sequence.num_unscored)

@@ -19,10 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
-from operator import attrgetter
 
 from vmserve.memory.base import (
     Attach,
@@ -34,14 +31,17 @@ from vmserve.memory.base import (
     Shortfall,
     SwapIn,
 )
+from vmserve.scheduler.admission import Admission
 from vmserve.scheduler.base import NoRoomError, StepDraft, StepPlan
-from vmserve.scheduler.budget import StepBudget
+from vmserve.scheduler.budget import SchedulerLimits, StepBudget
 from vmserve.scheduler.copies import CopiesOut
 from vmserve.scheduler.demand import BlockDemand
+from vmserve.scheduler.donors import Donors
 from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.followers import Followers
 from vmserve.scheduler.preemption import PreemptionPolicy
-from vmserve.scheduler.regime import RegimeChoice, RegimePolicy
+from vmserve.scheduler.queues import Queues
+from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.regime_keeper import RegimeKeeper
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 from vmserve.scheduler.siblings import has_followers, is_fork_of, leads, with_its_gang
@@ -49,24 +49,6 @@ from vmserve.scheduler.siblings import has_followers, is_fork_of, leads, with_it
 __all__ = ["FCFSScheduler", "SchedulerLimits"]
 
 logger = logging.getLogger(__name__)
-
-_ORDER = attrgetter("order")
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    #: Share of the pool that admission leaves free while something runs, as room to decode.
-    watermark: float = 0.01
-    #: The widest sliding window of the model's layers; None if a layer sees everything.
-    window: int | None = None
-    #: Prompt tokens that a step scores at most: each takes a row of logits.
-    max_scored_tokens: int = 1 << 20
-    #: A step reads prompts or decodes, never both, as in the paper (the policy "v0").
-    separates_phases: bool = False
-    #: Then prompts wait for so many times as long as the last ones took, to be read together.
-    delay_factor: float = 0.0
 
 
 class FCFSScheduler:
@@ -91,16 +73,18 @@ class FCFSScheduler:
         #: How long the last step of prompts alone took, and when it began, if it runs.
         self._prompts_took = 0.0
         self._prompts_began: float | None = None
-        # All in the order in which sequences are served.
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
-        self._swapped: list[Sequence] = []
+        self._queues = Queues()
+        self._running = self._queues.running
+        self._waiting = self._queues.waiting
+        self._swapped = self._queues.swapped
         self._followers = Followers()
         self._regimes = RegimeKeeper(
             regimes or RegimePolicy("virtual"), memory, self._running, self._waiting
         )
-        #: Finished sequences whose memory is kept for those that have yet to fork from it.
-        self._donors: dict[str, Sequence] = {}
+        self._donors = Donors(limits.window, self._release)
+        self._admission = Admission(
+            memory, limits, self._demand, self._queues, self._donors, self._regimes, shares
+        )
         #: The system refused memory that the limit promises: nobody is admitted beside those
         #: that run until one of them has ended, or the same refusal would come each step.
         self._is_short = False
@@ -128,32 +112,25 @@ class FCFSScheduler:
         if self._shares is not None:
             self._shares.arrived(request)
         first, *others = request.sequences
-        self._enqueue(first)
+        self._queues.wait(first)
         for sequence in others:
             self._followers.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
+        self._queues.leave(sequence)
         if sequence.status is SequenceStatus.RUNNING:
-            self._running.remove(sequence)
             self._is_short = False
-        elif sequence.status is SequenceStatus.WAITING:
-            self._waiting.remove(sequence)
-        elif sequence.status is SequenceStatus.SWAPPED:
-            self._swapped.remove(sequence)
         elif sequence.status is SequenceStatus.FOLLOWING:
             self._followers.remove(sequence)
         self._regimes.forget(sequence)
         was_swapped = sequence.status is SequenceStatus.SWAPPED
         sequence.status = SequenceStatus.FINISHED
         request = sequence.request
-        if sequence.memory_id is not None:
-            if not was_swapped and self._is_wanted(sequence):
-                self._donors[request.request_id] = sequence
-            else:
-                self._release(sequence)
+        if sequence.memory_id is not None and (was_swapped or not self._donors.take(sequence)):
+            self._release(sequence)
         self._followers.lost_one(request)
         if not has_followers(request):
-            self._drop_donor(request)
+            self._donors.drop(request)
         if self._shares is not None and request.finished:
             self._shares.left(request)
 
@@ -161,7 +138,7 @@ class FCFSScheduler:
         for sequence in request.sequences:
             if sequence.status is not SequenceStatus.FINISHED:
                 self.finish(sequence)
-        self._drop_donor(request)
+        self._donors.drop(request)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         assert parent.memory_id is not None
@@ -174,8 +151,7 @@ class FCFSScheduler:
         child.memory_id = memory_id
         child.start = Fork(memory_id, parent.memory_id, parent.num_computed)
         child.num_computed = child.num_named = parent.num_computed
-        child.status = SequenceStatus.RUNNING
-        insort(self._running, child, key=_ORDER)
+        self._queues.run(child)
 
     def convert(self, request: Request, regime: Regime, reason: str = "converted") -> None:
         self._regimes.convert(request, regime, reason)
@@ -187,8 +163,7 @@ class FCFSScheduler:
         if plan.memory.ops:
             self._started(plan.memory.ops)
         if self._donors:
-            for donor in [seq for seq in self._donors.values() if not has_followers(seq.request)]:
-                self._drop_donor(donor.request)
+            self._donors.drop_unwanted()
 
     def _started(self, ops: tuple[MemoryOp, ...]) -> None:
         for sequence in self._running:
@@ -226,8 +201,8 @@ class FCFSScheduler:
         return self._with_admitted(draft, plan)
 
     def _begin(self) -> None:
-        for sequence in self._followers.take_ready(self._running, self._donors.values()):
-            self._enqueue(sequence)
+        for sequence in self._followers.take_ready(self._running, self._donors.sequences()):
+            self._queues.wait(sequence)
         if self._is_pending:
             self._renew_starts()
         self._is_pending = True
@@ -249,7 +224,7 @@ class FCFSScheduler:
         self, draft: StepDraft, plan: StepPlan | None, *, prompts: bool = True
     ) -> StepPlan | None:
         """``plan`` is the draft's so far; None for no step."""
-        newcomers = self._admit(draft, prompts=prompts)
+        newcomers = self._admission.admit(draft, prompts=prompts, is_short=self._is_short)
         if newcomers:
             plan = self._plan_with_newcomers(draft, newcomers)
         return plan if draft else None
@@ -281,13 +256,13 @@ class FCFSScheduler:
                 self._give_up(sequence)
             return True
         if self._waiting:
-            request_id = self._next_waiting().request.request_id
+            request_id = self._admission.next_waiting().request.request_id
             raise NoRoomError(request_id, self._no_room("the next request"))
         return False
 
     def _somebody_else_waits(self, gang: Request) -> bool:
         """Before ``gang`` in the order: what holds up its beams."""
-        first = [*self._swapped[:1], *([self._next_waiting()] if self._waiting else [])]
+        first = [*self._swapped[:1], *([self._admission.next_waiting()] if self._waiting else [])]
         return any(seq.request is not gang for seq in first)
 
     def _no_room(self, who: str) -> str:
@@ -367,7 +342,7 @@ class FCFSScheduler:
             everybody = StepDraft.of_everybody(self._running, self._limits.window)
             if everybody is not None:  # most steps: all decode
                 return everybody
-        budget = self._new_budget()
+        budget = StepBudget.within(self._limits)
         decoding = [seq for seq in self._running if len(seq.tokens) - seq.num_computed == 1]
         plan = budget.take_next_tokens(decoding)
         separate = self._limits.separates_phases and decoding
@@ -383,7 +358,7 @@ class FCFSScheduler:
         if self._swapped or not self._may_read_prompts():
             return None
         draft = StepDraft()
-        budget = self._new_budget()
+        budget = StepBudget.within(self._limits)
         for sequence in self._running:
             # The last token of a prompt, too, that a budget cut off before it.
             reads = sequence.num_uncomputed > 1 or sequence.num_computed < sequence.num_prompt
@@ -392,7 +367,7 @@ class FCFSScheduler:
         plan = self._plan_memory(draft)
         if not isinstance(plan, StepPlan):
             return None  # decodes go on, or make room
-        newcomers = self._admit(draft)
+        newcomers = self._admission.admit(draft, is_short=self._is_short)
         with_newcomers = self._plan_with_newcomers(draft, newcomers) if newcomers else plan
         if not draft:
             return None
@@ -404,11 +379,8 @@ class FCFSScheduler:
         factor = self._limits.delay_factor
         if not factor or not self._waiting or not self._running:
             return True
-        waited = self._clock() - self._next_waiting().request.metrics.arrival_time
+        waited = self._clock() - self._admission.next_waiting().request.metrics.arrival_time
         return waited > factor * self._prompts_took
-
-    def _new_budget(self) -> StepBudget:
-        return StepBudget(self._limits.max_num_batched_tokens, self._limits.max_scored_tokens)
 
     def _preempt_last(self) -> bool:
         """Everything that runs of the request that arrived last, if beams; else one sequence.
@@ -467,108 +439,11 @@ class FCFSScheduler:
             return False
         for sequence in victims:
             self._running.remove(sequence)
-            sequence.status = SequenceStatus.SWAPPED
-            insort(self._swapped, sequence, key=_ORDER)
+            self._queues.swap(sequence)
         self.num_swaps_total += len(victims)
         return True
 
     # -- newcomers ----------------------------------------------------------------------
-
-    def _admit(self, plan: StepDraft, *, prompts: bool = True) -> list[Sequence]:
-        """Add newcomers to ``plan`` while budget, sequences and memory last; who they are.
-
-        Without ``prompts`` only those who were swapped out come back.
-        """
-        if not (self._waiting or self._swapped) or (self._is_short and self._running):
-            return []
-        budget = self._new_budget()
-        budget.spend(plan)
-        # What a newcomer may take, once every running sequence has what it is owed.
-        blocks_per_page = self._demand.blocks_per_page
-        room = self._memory.available_pages() * blocks_per_page - sum(
-            self._demand.owed(seq) for seq in self._running
-        )
-        watermark = int(self._limits.watermark * self._memory.limit_pages) * blocks_per_page
-        newcomers = self._swap_in(plan, budget, room)
-        if self._swapped or not prompts:
-            return newcomers  # who was swapped comes back first
-        room -= sum(self._demand.next_token(seq) for seq in newcomers)
-        while self._waiting:
-            sequence = self._next_waiting()
-            request = sequence.request
-            if not budget.can_take(sequence):
-                break
-            if self._num_reserved(request) > self._limits.max_num_seqs:
-                break
-            # Those that run may wait for this very one: then there is no room to leave.
-            gang = request if request.is_gang else None
-            alone = all(other.request is gang for other in self._running)
-            choice = self._regimes.choose(request)
-            sequence.regime = choice.regime
-            donor = self._donor_for(sequence)
-            shared = sequence.num_prompt if donor else 0
-            blocks = self._demand.next_token(sequence) - self._demand.shared(sequence, shared)
-            reserve = 0 if alone else watermark
-            if sequence.was_preempted and not alone:
-                reserve = max(reserve, self._headroom([sequence]))
-            if blocks + reserve > room:
-                break
-            if not self._open(sequence, donor, choice):
-                break
-            self._waiting.remove(sequence)
-            sequence.status = SequenceStatus.RUNNING
-            insort(self._running, sequence, key=_ORDER)
-            newcomers.append(sequence)
-            room -= blocks
-            plan.append(budget.take(sequence))
-        return newcomers
-
-    def _next_waiting(self) -> Sequence:
-        """In order; with fair sharing whoever was preempted, then the tenant whose turn it is."""
-        if self._shares is None:
-            return self._waiting[0]
-        preempted = (seq for seq in self._waiting if seq.was_preempted)
-        return next(preempted, None) or self._shares.next_of(self._waiting)
-
-    def _swap_in(self, plan: StepDraft, budget: StepBudget, room: int) -> list[Sequence]:
-        """Add the swapped ones to ``plan`` that fit, whole groups of beams; who they are."""
-        back: list[Sequence] = []
-        while self._swapped and budget.tokens > 0:
-            first = self._swapped[0]
-            group = with_its_gang(first, self._swapped)
-            blocks = sum(self._demand.next_token(seq) for seq in group)
-            alone = not self._running
-            reserve = 0 if alone else self._headroom(group)
-            num_after = self._num_reserved(first.request)
-            if blocks + reserve > room or num_after > self._limits.max_num_seqs:
-                break
-            room -= blocks
-            for sequence in group:
-                assert sequence.memory_id is not None
-                self._swapped.remove(sequence)
-                sequence.start = SwapIn(sequence.memory_id)
-                sequence.status = SequenceStatus.RUNNING
-                insort(self._running, sequence, key=_ORDER)
-                back.append(sequence)
-                if budget.can_take(sequence) and sequence.num_uncomputed:
-                    plan.append(budget.take(sequence))
-        return back
-
-    def _headroom(self, newcomers: list[Sequence]) -> int:
-        """Blocks that must be left when these come back.
-
-        Else they would be the victims again after a few steps, and all the copying, or computing,
-        would have been for nothing.
-        """
-        return sum(self._demand.ahead(seq) for seq in (*self._running, *newcomers))
-
-    def _num_reserved(self, newcomer: Request) -> int:
-        """Sequences that run or can come to, with one more of ``newcomer``: beams fork at will."""
-        gangs = {seq.request for seq in self._running if seq.request.is_gang}
-        if newcomer.is_gang:
-            gangs.add(newcomer)
-        others = sum(not seq.request.is_gang for seq in self._running)
-        return others + (not newcomer.is_gang) + sum(gang.num_branches for gang in gangs)
 
     def _plan_with_newcomers(self, plan: StepDraft, newcomers: list[Sequence]) -> StepPlan | None:
         """Newcomers that do not fit after all (a slot is short, say) wait again, last first.
@@ -591,106 +466,10 @@ class FCFSScheduler:
             newcomer.start = None
             newcomer.num_computed = 0
             newcomer.request.metrics.num_cached_tokens = 0
-            budget = self._new_budget()
+            budget = StepBudget.within(self._limits)
             budget.spend(plan)
             plan.append(budget.take(newcomer))
         return None
-
-    def _open(self, sequence: Sequence, donor: Sequence | None, choice: RegimeChoice) -> bool:
-        """The sequence's place in memory, and what it starts with; False if there is none.
-
-        ``choice``: its request's regime, which is kept from now on. A new request's is chosen once
-        more where its prompt turns out to be cached.
-        """
-        request = sequence.request
-        known = () if donor is not None else sequence.tokens
-        memory_id = self._memory.open(
-            known,
-            regime=sequence.regime,
-            tenant=request.memory_tenant,
-            salt=request.cache_salt,
-        )
-        if memory_id is None:
-            return False
-        sequence.memory_id = memory_id
-        sequence.borrowed = donor is not None
-        if donor is not None:
-            assert donor.memory_id is not None
-            sequence.start = Fork(memory_id, donor.memory_id, sequence.num_prompt)
-            sequence.num_computed = sequence.num_named = sequence.num_prompt
-            self._regimes.keep(request, choice)
-            return True
-        sequence.num_named = len(known)
-        # Whoever asks for the prompt's log-probabilities needs its logits computed.
-        wants_logits = request.params.prompt_logprobs is not None
-        looks = not (wants_logits or sequence.starts_over)
-        hit = self._memory.match(memory_id) if looks else 0
-        if hit and self._regimes.predicts:
-            choice = self._regimes.choose(request, hit)
-            if choice.regime is not sequence.regime:
-                memory_id = self._reopen(sequence, memory_id, choice.regime)
-        self._regimes.keep(request, choice)
-        sequence.borrowed = hit > 0
-        sequence.start = Attach(memory_id, hit) if hit else None
-        sequence.num_computed = hit
-        if sequence.num_output == 0:
-            request.metrics.num_cached_tokens = hit
-            if self._shares is not None and not sequence.was_preempted:
-                self._shares.served(request, num_read=sequence.num_prompt - hit)
-        return True
-
-    def _reopen(self, sequence: Sequence, memory_id: int, regime: Regime) -> int:
-        """In the other regime, which is the better one with a cached prefix."""
-        self._memory.release(memory_id)
-        request = sequence.request
-        reopened = self._memory.open(
-            sequence.tokens, regime=regime, tenant=request.memory_tenant, salt=request.cache_salt
-        )
-        assert reopened is not None, "one was closed just now"
-        sequence.regime = regime
-        sequence.memory_id = reopened
-        return reopened
-
-    # -- forks of one prompt ------------------------------------------------------------
-
-    def _donor_for(self, sequence: Sequence) -> Sequence | None:
-        """A sibling, in whichever regime, whose memory begins with the prompt of ``sequence``."""
-        request = sequence.request
-        if request.num_branches == 1:
-            return None
-        kept = self._donors.get(request.request_id)
-        for other in (*request.sequences, kept):
-            if other is None or other is sequence or not other.has_prompt:
-                continue
-            if self._keeps_prompt(other):
-                return other
-        return None
-
-    def _keeps_prompt(self, sequence: Sequence) -> bool:
-        """Not where the sliding window has moved past what a fork at the prompt's end sees."""
-        window = self._limits.window
-        return window is None or sequence.num_computed <= max(window, sequence.num_prompt)
-
-    def _is_wanted(self, sequence: Sequence) -> bool:
-        """Whether siblings have yet to fork from this sequence, which has finished."""
-        request = sequence.request
-        return (
-            sequence.has_prompt
-            and request.request_id not in self._donors
-            and has_followers(request)
-            and not any(other.has_prompt for other in request.sequences if other is not sequence)
-        )
-
-    def _drop_donor(self, request: Request) -> None:
-        donor = self._donors.pop(request.request_id, None)
-        if donor is not None:
-            self._release(donor)
-
-    def _drop_donors(self) -> None:
-        self._send_back_forks({donor.memory_id for donor in self._donors.values()})
-        for donor in self._donors.values():
-            self._release(donor)
-        self._donors.clear()
 
     def _back_to_swapped(self, newcomers: list[Sequence], plan: StepDraft) -> None:
         """The last newcomer, with the beams of its group, stays in host memory after all."""
@@ -699,15 +478,10 @@ class FCFSScheduler:
             newcomers.remove(sequence)
             self._running.remove(sequence)
             sequence.start = None
-            sequence.status = SequenceStatus.SWAPPED
-            insort(self._swapped, sequence, key=_ORDER)
+            self._queues.swap(sequence)
         plan.drop(group)
 
-    # -- queues -------------------------------------------------------------------------
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        sequence.status = SequenceStatus.WAITING
-        insort(self._waiting, sequence, key=_ORDER)
+    # -- back to where they came from ---------------------------------------------------
 
     def _back_to_waiting(self, sequence: Sequence) -> None:
         """Also whoever was to fork from it, in a step that has not been."""
@@ -716,6 +490,10 @@ class FCFSScheduler:
         memory_id = sequence.memory_id
         self._give_up(sequence)
         self._send_back_forks({memory_id})
+
+    def _drop_donors(self) -> None:
+        self._send_back_forks({donor.memory_id for donor in self._donors.sequences()})
+        self._donors.drop_all()
 
     def _send_back_forks(self, sources: set[int | None]) -> None:
         """Whoever is to start as a fork of these, in the next plan, waits again."""
@@ -732,7 +510,7 @@ class FCFSScheduler:
         if any(leads(other) for other in sequence.request.sequences if other is not sequence):
             self._followers.add(sequence)
         else:
-            self._enqueue(sequence)
+            self._queues.wait(sequence)
 
     def _renew_starts(self) -> None:
         """A step that was planned but never applied leaves starts: cached prefixes may be gone."""

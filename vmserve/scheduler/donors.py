@@ -1,0 +1,76 @@
+"""Whose memory the forks of a prompt start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from vmserve.scheduler.sequence import Request, Sequence
+from vmserve.scheduler.siblings import has_followers
+
+__all__ = ["Donors"]
+
+
+class Donors:
+    """Finished sequences whose memory is kept for siblings that have yet to fork from it.
+
+    ``window``: the widest sliding window of the model's layers; None if a layer sees everything.
+    ``release`` gives a sequence's memory back.
+    """
+
+    def __init__(self, window: int | None, release: Callable[[Sequence], None]) -> None:
+        self._window = window
+        self._release = release
+        self._kept: dict[str, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def sequences(self) -> Iterable[Sequence]:
+        return self._kept.values()
+
+    def take(self, sequence: Sequence) -> bool:
+        """Whether the sequence, which has finished, is kept: siblings want its prompt."""
+        request = sequence.request
+        is_wanted = (
+            sequence.has_prompt
+            and request.request_id not in self._kept
+            and has_followers(request)
+            and not any(other.has_prompt for other in request.sequences if other is not sequence)
+        )
+        if is_wanted:
+            self._kept[request.request_id] = sequence
+        return is_wanted
+
+    def find(self, sequence: Sequence) -> Sequence | None:
+        """A sibling, in whichever regime, whose memory begins with the prompt of ``sequence``."""
+        request = sequence.request
+        if request.num_branches == 1:
+            return None
+        kept = self._kept.get(request.request_id)
+        for other in (*request.sequences, kept):
+            if other is None or other is sequence or not other.has_prompt:
+                continue
+            if self._keeps_prompt(other):
+                return other
+        return None
+
+    def _keeps_prompt(self, sequence: Sequence) -> bool:
+        """Not where the sliding window has moved past what a fork at the prompt's end sees."""
+        window = self._window
+        return window is None or sequence.num_computed <= max(window, sequence.num_prompt)
+
+    def drop(self, request: Request) -> None:
+        """Nobody is to fork from the request's any more."""
+        donor = self._kept.pop(request.request_id, None)
+        if donor is not None:
+            self._release(donor)
+
+    def drop_unwanted(self) -> None:
+        """All whose siblings have started."""
+        for donor in [seq for seq in self._kept.values() if not has_followers(seq.request)]:
+            self.drop(donor.request)
+
+    def drop_all(self) -> None:
+        """Forks that had yet to be made of them must have been sent back."""
+        for donor in list(self._kept.values()):
+            self.drop(donor.request)
