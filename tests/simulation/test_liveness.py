@@ -15,6 +15,8 @@ from vmserve.memory.layout import plan_layout
 from vmserve.memory.manager import MemoryManager
 from vmserve.scheduler.base import NoRoomError
 from vmserve.scheduler.fcfs import FCFSScheduler
+from vmserve.scheduler.queues import Queues
+from vmserve.scheduler.sequence import Sequence
 from vmserve.simulation import Asked, SimulatedEngine, SimulationConfig, replay
 from vmserve.simulation.liveness import (
     check_many,
@@ -174,14 +176,13 @@ def test_a_scheduler_that_stops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_queue_that_serves_the_last_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def push(self: Any, sequence: Any) -> None:
-        FCFSScheduler.__dict__["_was_enqueue"](self, sequence)
-        self._waiting.reverse()
+    wait = Queues.wait
 
-    monkeypatch.setattr(
-        FCFSScheduler, "_was_enqueue", FCFSScheduler.__dict__["_enqueue"], raising=False
-    )
-    assert "has its first token before" in breaks(monkeypatch, FCFSScheduler, "_enqueue", push)
+    def push(self: Queues, sequence: Sequence) -> None:
+        wait(self, sequence)
+        self.waiting.reverse()
+
+    assert "has its first token before" in breaks(monkeypatch, Queues, "wait", push)
 
 
 def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
