@@ -305,7 +305,7 @@ def figure_11(options: RealOptions, report: Report) -> SectionResult:
     rounds = options.rounds
     with _fleet(options, num_prompt + 4 * steps + 12 * batch, batch) as fleet:
         engines = {name: fleet.engine(way) for name, way in ways.items()}
-        _decoding(engines, batch, num_prompt, _BLOCK_STEPS)
+        _decoding(engines, batch, num_prompt, steps)  # the pools grow
         for index in range(rounds):
             for name, done in _decoding(engines, batch, num_prompt, steps).items():
                 _add_steps(points, name, batch, done)
@@ -317,7 +317,7 @@ def figure_11(options: RealOptions, report: Report) -> SectionResult:
         ("mapping", "median", "p99", "longest", "driver calls waited for"),
         rows,
         f"{_HERE} {steps} steps a round, blocks of both in turn. The paper: "
-        " synchronous mapping gives spikes of 5 to 20 ms, overlapping hides them.",
+        "synchronous mapping gives spikes of 5 to 20 ms, overlapping hides them.",
     )
     return SectionResult(points.to_dict(), (table,))
 
