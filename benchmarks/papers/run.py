@@ -1,6 +1,7 @@
 """Runs ``vmserve bench papers`` and keeps what came out: ``results/<date>-<cpu>/``.
 
     python benchmarks/papers/run.py [--figure 12,13] [--minutes 10] [--seed 0]
+    python benchmarks/papers/run.py --engine real [--figure 13,v7]
 
 All arguments are those of the command; an earlier result is never overwritten.
 """

@@ -353,3 +353,25 @@ def test_committed_files_are_read(path: str, num_figures: dict[str, int]) -> Non
     assert {name: len(case.own) for name, case in cases.items()} == num_figures
     for case in cases.values():
         assert case.columns.keys() == case.own.keys()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("step", "--num-seqs", "1", "--steps", "2"),
+        ("kernels", "--quick", "--section", "blocks"),
+        ("alloc", "--quick", "--section", "bookkeeping"),
+        ("sharing", "--section", "blocks", "--num-requests", "1", "--workload", "alpaca"),
+        ("papers", "--quick", "--figure", "13"),
+    ],
+    ids=lambda arguments: str(arguments[0]),
+)
+def test_what_a_command_writes_is_read(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    path = tmp_path / "a.json"
+    done = CliRunner().invoke(app, [*arguments, "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    assert SCHEMAS[json.loads(path.read_text())["schema"]].command == f"bench {arguments[0]}"
+    compared = CliRunner().invoke(app, ["compare", str(path), str(path)])
+    assert compared.exit_code == 0, compared.output
+    assert "1.000" in compared.output
+    assert "differ in more" not in compared.output

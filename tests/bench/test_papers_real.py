@@ -76,8 +76,8 @@ def test_means_are_of_the_time_in_which_requests_wait() -> None:
 
 def test_reservations_bound_what_runs_at_once() -> None:
     """The paper's figure 13: 7 with the longest reserved, more as more is known, most with none."""
-    shapes = scaled(sharegpt(80, 0))
-    with Fleet() as fleet:
+    shapes = scaled(sharegpt(80, 0), 16)
+    with Fleet(context=128, pool_tokens=15_728 // 16) as fleet:
         jobs = make_jobs(shapes, fleet.vocabulary(), 0)
         served = {
             name: fleet.serve(SYSTEMS[name], jobs)

@@ -1,4 +1,6 @@
-"""Time until a prompt's pages can be written: plan and apply of one growth (vAttention's preprint, figure 10).
+"""Time until a prompt's pages can be written: plan and apply of one growth.
+
+After figure 10 of vAttention's preprint.
 
 Four states that a pool can be in when the prompt arrives:
 

@@ -1,4 +1,4 @@
-"""``vmserve bench papers``: experiments of the PagedAttention paper, simulated."""
+"""``vmserve bench papers``: simulated (``figures``) and real (``real``, ``real_virtual``)."""
 
 from vmserve.bench.papers.figures import FIGURES, Options
 

@@ -107,7 +107,8 @@ def papers_command(
     if everything and figure is not None:
         raise ConfigurationError("--all and --figure exclude each other: give one")
     if output is not None:
-        require_matplotlib("--output")
+        if engine is EngineKind.simulated:  # of the real engine there are no plots
+            require_matplotlib("--output")
         make_directory(output)
     if json_path is not None:
         make_directory(json_path.parent)

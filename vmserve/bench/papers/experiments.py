@@ -289,8 +289,8 @@ NAME`, or `--all`, with the embedded model or `--model`; [how](../benchmarks/pap
 
 vAttention's figures are numbered as by the scripts of its published artifact
 (`scripts/artifact_asplos25` of microsoft/vattention), which has 2 to 4, 6 to 9 and 11, each with
-its experiment. Neither the captions of the paper's other figures nor those of its tables could be read;
-rows of the preprint have the numbers of a version on arXiv, whose figure 9 is figure 11 here, and
+its experiment. Neither the captions of the paper's other figures nor those of its tables could be
+read. Rows of the preprint have the numbers of a version on arXiv, whose figure 9 is figure 11 here;
 what its figures 2 to 8 and 11 and its tables 2, 5, 6 and 9 are could not be read either.
 
 | paper | experiment | | state | command | ours | the paper's | real engine |

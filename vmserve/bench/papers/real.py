@@ -263,9 +263,13 @@ def _way(width: int, is_beam: bool) -> str:
 
 def figure_15(options: RealOptions, report: Report) -> SectionResult:
     """Memory that sharing within a request saves: the section blocks of ``bench sharing``."""
-    small = {"num_requests": 4, "workloads": ("alpaca",), "widths": (2,)} if options.quick else {}
     wanted = sharing.Options(
-        **{"num_requests": 24, "block_sizes": (16,), "seed": options.seed, **small}  # type: ignore[arg-type]
+        num_requests=options.pick(24, 4),
+        workloads=("alpaca",) if options.quick else ("alpaca", "sharegpt"),
+        widths=(2,) if options.quick else (2, 4, 6),
+        block_sizes=(16,),
+        seed=options.seed,
+        blocks_model=options.model,
     )
     return sharing.SECTIONS["blocks"](wanted, report)
 

@@ -18,6 +18,7 @@ from vmserve.bench.kernels.sections import prefill as kernel_prefill
 from vmserve.bench.papers.points import Points, RealOptions, shuffled
 from vmserve.bench.papers.served import Fleet, Job, System, make_jobs, record, scaled
 from vmserve.bench.workloads import azure_code
+from vmserve.models import ModelConfig, resolve_model
 from vmserve.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ def _fleet(options: RealOptions, context: int, num_seqs: int) -> Fleet:
         block_tokens=_BLOCK_TOKENS,
         page_tokens=_PAGE_TOKENS,
     )
+
+
+def _context(options: RealOptions) -> int:
+    """The model's own."""
+    return ModelConfig.from_directory(resolve_model(options.model)).max_position_embeddings
 
 
 def _step(engine: LLMEngine) -> float:
@@ -127,11 +133,12 @@ def figure_4(options: RealOptions, report: Report) -> SectionResult:
     batches = (1, 2) if options.quick else (1, 2, 4, 8, 16, 32, 64, 128)
     steps = options.pick(60, 10)
     points = Points()
-    context = options.pick(1024, 256) + 4 * steps + 8 * batches[-1]
+    num_prompt = options.pick(128, 16)
+    context = num_prompt + 4 * steps + 8 * batches[-1]
     with _fleet(options, context, batches[-1]) as fleet:
         engine = fleet.engine(_VIEWS["virtual"])
         for index, batch in enumerate(batches):
-            done = _decoding({"": engine}, batch, options.pick(128, 16), steps)[""]
+            done = _decoding({"": engine}, batch, num_prompt, steps)[""]
             demand = batch / summarize(done.seconds).median * fleet.token_bytes
             _add_steps(points, f"batch of {batch}", batch, done, kv_bytes_per_s=demand)
             report((index + 1) / len(batches))
@@ -156,7 +163,8 @@ def figure_4(options: RealOptions, report: Report) -> SectionResult:
 
 def figure_6(options: RealOptions, report: Report) -> SectionResult:
     """A prompt alone: tokens/s until its first token, by length and view."""
-    lengths = (32, 64) if options.quick else (256, 1024, 2048, 4096)
+    wanted = (32, 64) if options.quick else (256, 1024, 2048, 4096)
+    lengths = [length for length in wanted if length + 16 <= _context(options)]
     points = Points()
     with _fleet(options, lengths[-1] + 16, 1) as fleet:
         vocabulary = fleet.vocabulary()
@@ -194,9 +202,11 @@ def figure_6(options: RealOptions, report: Report) -> SectionResult:
 def figure_7(options: RealOptions, report: Report) -> SectionResult:
     """Decoding throughput behind long contexts, by batch and view."""
     batches = (1, 2) if options.quick else (1, 4, 8, 16)
-    num_prompt, steps = options.pick(2048, 32), options.pick(100, 10)
+    steps = options.pick(100, 10)
+    room = 4 * steps + 12 * batches[-1]
+    num_prompt = min(options.pick(2048, 32), _context(options) - room)
     points = Points()
-    context = num_prompt + 4 * steps + 12 * batches[-1]
+    context = num_prompt + room
     with _fleet(options, context, batches[-1]) as fleet:
         engines = {name: fleet.engine(view) for name, view in _VIEWS.items()}
         for index, batch in enumerate(batches):
@@ -305,7 +315,7 @@ def figure_11(options: RealOptions, report: Report) -> SectionResult:
     rounds = options.rounds
     with _fleet(options, num_prompt + 4 * steps + 12 * batch, batch) as fleet:
         engines = {name: fleet.engine(way) for name, way in ways.items()}
-        _decoding(engines, batch, num_prompt, _BLOCK_STEPS)
+        _decoding(engines, batch, num_prompt, steps)  # the pools grow
         for index in range(rounds):
             for name, done in _decoding(engines, batch, num_prompt, steps).items():
                 _add_steps(points, name, batch, done)
@@ -317,7 +327,7 @@ def figure_11(options: RealOptions, report: Report) -> SectionResult:
         ("mapping", "median", "p99", "longest", "driver calls waited for"),
         rows,
         f"{_HERE} {steps} steps a round, blocks of both in turn. The paper: "
-        " synchronous mapping gives spikes of 5 to 20 ms, overlapping hides them.",
+        "synchronous mapping gives spikes of 5 to 20 ms, overlapping hides them.",
     )
     return SectionResult(points.to_dict(), (table,))
 

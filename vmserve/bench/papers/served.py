@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from vmserve.bench.workloads import prompts
@@ -335,7 +334,7 @@ class _Sizes(NamedTuple):
 
     @staticmethod
     def of(model: str | None) -> _Sizes:
-        config = ModelConfig.from_directory(Path(resolve_model(model)))
+        config = ModelConfig.from_directory(resolve_model(model))
         token_bytes = 2 * config.kv_heads * config.head_dim * config.dtype.itemsize
         return _Sizes(config.num_layers, token_bytes, str(config.dtype).removeprefix("torch."))
 
@@ -424,7 +423,7 @@ class Fleet:
         )
 
     def vocabulary(self) -> int:
-        return ModelConfig.from_directory(Path(resolve_model(self.model))).vocab_size
+        return ModelConfig.from_directory(resolve_model(self.model)).vocab_size
 
     def serve(self, system: System, jobs: Sequence[Job]) -> Served:
         """Raises RuntimeError where memory was short behind Orca's gate: it is to be spare."""

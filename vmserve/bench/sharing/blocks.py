@@ -62,6 +62,7 @@ def run_engine(
     seed: int = 0,
     every: int = 1,
     block_tokens: int = PAPER_BLOCK_TOKENS,
+    model: str | None = None,
 ) -> tuple[Recorder, WatchedEngine]:
     """Runs all requests to their end; the closed engine tells what it had.
 
@@ -69,6 +70,7 @@ def run_engine(
     """
     engine = WatchedEngine(
         EngineConfig(
+            model=model,
             kv_regime="paged",
             enable_prefix_caching=False,
             block_size=block_tokens,
@@ -115,7 +117,12 @@ def _measure(
     workload: str, shapes: list[RequestShape], method: Method, width: int, options: Options
 ) -> dict[str, Any]:
     recorder, engine = run_engine(
-        shapes, method, width, seed=options.seed, every=_EVERY.get(workload, 1)
+        shapes,
+        method,
+        width,
+        seed=options.seed,
+        every=_EVERY.get(workload, 1),
+        model=options.blocks_model,
     )
     steps, measured = recorder.steps, recorder.tally
     again = replay(steps, PAPER_BLOCK_TOKENS)

@@ -18,7 +18,8 @@ MODES: tuple[Mode, ...] = ("at once", "in turn")
 class Options:
     """``num_requests``: of each run; None: enough for its section.
 
-    ``pairs``, ``modes`` and ``model`` are those of the section prefix.
+    ``pairs``, ``modes`` and ``model`` are those of the section prefix; ``blocks_model`` is that of
+    the section blocks, which counts about the same with every model.
     """
 
     num_requests: int | None = None
@@ -29,3 +30,4 @@ class Options:
     pairs: int = 6
     modes: tuple[Mode, ...] = MODES
     model: Path | None = None
+    blocks_model: str | None = None
