@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar
 
 from vmserve.config import EngineConfig, ResolvedConfig
@@ -23,6 +25,7 @@ from vmserve.engine import LLMEngine, PinnedPrefix, Progress, StepResult
 from vmserve.engine_loop import Command, EngineLoop
 from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.models.config import ModelConfig
+from vmserve.prompts import PromptLike, encode_prompt
 from vmserve.sampling import GenerationParams, SamplingParams
 from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.tokenizer import Tokenizer
@@ -55,10 +58,19 @@ class AsyncLLM:
     """Streams from one engine to any number of tasks, on any number of event loops.
 
     Arguments and errors are those of :class:`vmserve.LLM`. Loading blocks.
+
+        async with AsyncLLM(kv_cache_memory="256MiB") as llm:
+            async for output in llm.generate("Once upon a time", stream=True):
+                for choice in output.outputs:
+                    print(choice.text, end="")
     """
 
     def __init__(
-        self, model: str | None = None, *, progress: Progress | None = None, **engine_options: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        progress: Progress | None = None,
+        **engine_options: Any,
     ) -> None:
         config = EngineConfig.from_options({"model": model, **engine_options})
         self._engine = LLMEngine(config, progress=progress)
@@ -120,11 +132,10 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt_token_ids: list[int],
-        params: GenerationParams,
+        prompt: PromptLike,
+        params: GenerationParams | None = None,
         *,
-        request_id: str,
-        prompt: str | None = None,
+        request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
@@ -133,6 +144,10 @@ class AsyncLLM:
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of one request, until it has finished.
+
+        ``prompt`` and ``params`` are those of :meth:`vmserve.LLM.generate`, for one prompt;
+        :class:`vmserve.BeamSearchParams` are taken too. ``request_id``: what :meth:`abort` takes,
+        of one request at a time; None: one is made up.
 
         ``stream=False``: one final output. ``stream=True``: outputs with ``delta`` set, whose
         choices hold what is new; the first has no choices and says that the request was
@@ -145,16 +160,19 @@ class AsyncLLM:
         :class:`~vmserve.errors.DeadlineError` when its time is over, and
         :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
         """
-        self._engine.prepare(prompt_token_ids, params)
+        encoded = encode_prompt(prompt, self.tokenizer)
+        params = SamplingParams(**self.default_sampling) if params is None else params
+        request_id = uuid.uuid4().hex if request_id is None else request_id
+        self._engine.prepare(encoded.token_ids, params)
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
 
         def add() -> None:
             try:
                 self._engine.add_request(
                     request_id,
-                    prompt_token_ids,
+                    encoded.token_ids,
                     params,
-                    prompt=prompt,
+                    prompt=encoded.text,
                     priority=priority,
                     cache_salt=cache_salt,
                     tenant=tenant,
@@ -258,6 +276,17 @@ class AsyncLLM:
             await asyncio.sleep(0.02)
         self._loop.stop()
         await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
 
     # -- the engine's thread ----------------------------------------------------------
 

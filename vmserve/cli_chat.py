@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import itertools
 import json
 import sys
 import urllib.error
@@ -19,6 +18,7 @@ from vmserve.async_llm import AsyncLLM
 from vmserve.cli_options import with_engine_options
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
 from vmserve.hub import EMBEDDED_NAME
+from vmserve.prompts import Prompt
 from vmserve.sampling import SamplingParams
 from vmserve.server.scope import closing
 from vmserve.types import RequestOutput
@@ -67,17 +67,10 @@ class LocalBackend:
         defaults = {**self.engine.default_sampling, "max_tokens": None}
         self._params = SamplingParams(**{**defaults, **sampling})
         self._runner = asyncio.Runner()
-        self._ids = itertools.count()
 
     def reply(self, messages: list[Message]) -> Generator[str, None, None]:
         text, token_ids = self.engine.tokenizer.apply_chat_template(messages)
-        outputs = self.engine.generate(
-            token_ids,
-            self._params,
-            request_id=f"chat-{next(self._ids)}",
-            prompt=text,
-            stream=True,
-        )
+        outputs = self.engine.generate(Prompt(text, token_ids), self._params, stream=True)
         try:
             while (output := self._runner.run(_next(outputs))) is not None:
                 yield "".join(choice.text for choice in output.outputs)
@@ -187,20 +180,23 @@ def _told(error: urllib.error.HTTPError) -> str:
 
 def converse(
     backend: ChatBackend, lines: Iterator[str], system: str | None, out: IO[str], notes: IO[str]
-) -> None:
+) -> int:
     """Answer each line until they end or ``/exit``; answers go to ``out``, all else to ``notes``.
 
-    A question whose answer fails is forgotten, so that the conversation can go on.
+    A question whose answer fails is forgotten, so that the conversation can go on. Returns how
+    many failed.
     """
     conversation = _Conversation(backend, system, out, notes)
     for line in lines:
         text = line.strip()
         if text == "/exit":
-            return
+            break
         try:
             conversation.take(text)
         except VmserveError as error:
+            conversation.num_failed += 1
             print(f"error: {error}", file=notes)
+    return conversation.num_failed
 
 
 class _Conversation:
@@ -213,6 +209,7 @@ class _Conversation:
         self._out, self._notes = out, notes
         self._system = system
         self._exchanges: list[list[Message]] = []
+        self.num_failed = 0
 
     def take(self, text: str) -> None:
         """A line that was typed. Raises :class:`~vmserve.errors.VmserveError`."""
@@ -255,6 +252,8 @@ class _Conversation:
         exchange = _exchange(self._backend, self._messages(), text, self._out, self._notes)
         if exchange:
             self._exchanges.append(exchange)
+        else:
+            self.num_failed += 1
 
 
 def _exchange(
@@ -336,4 +335,6 @@ def chat_command(
     with contextlib.closing(backend):
         if sys.stdin.isatty():
             print(_HELP, file=sys.stderr)
-        converse(backend, _typed_lines(sys.stdin), system, sys.stdout, sys.stderr)
+        num_failed = converse(backend, _typed_lines(sys.stdin), system, sys.stdout, sys.stderr)
+    if num_failed and not sys.stdin.isatty():  # whoever types has seen them
+        raise typer.Exit(1)

@@ -298,6 +298,8 @@ def top_command(
             console.print(screen)
         else:
             _watch(monitor, console, interval)
+    except BrokenPipeError:  # of our own output, which nobody reads any more
+        raise
     except ConnectionError as error:
         raise VmserveError(str(error)) from error
     except KeyboardInterrupt:

@@ -11,9 +11,6 @@ from vmserve.tokenizer import Tokenizer
 
 __all__ = ["Prompt", "PromptLike", "encode_prompt", "split_prompts"]
 
-#: A string, token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [int, ...]}``.
-PromptLike: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -23,9 +20,14 @@ class Prompt:
     token_ids: list[int]
 
 
+#: A string, token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [int, ...]}``; or what has
+#: been made of one before.
+PromptLike: TypeAlias = str | Sequence[int] | Mapping[str, Any] | Prompt
+
+
 def split_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     """One prompt or several, as a list. A list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | Prompt):
         return [prompts]
     given: Any = prompts  # callers without a type checker pass anything
     if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):
@@ -42,6 +44,8 @@ def split_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike
 
 def encode_prompt(prompt: PromptLike, tokenizer: Tokenizer) -> Prompt:
     """Raises :class:`InvalidRequestError` for what is not a prompt, or is empty."""
+    if isinstance(prompt, Prompt):
+        return prompt
     if isinstance(prompt, Mapping):
         return _encode_mapping(prompt, tokenizer)
     if isinstance(prompt, str):

@@ -177,3 +177,26 @@ def test_shutdown_drains_for_its_time_and_then_aborts() -> None:
     assert short.outputs[0].finish_reason == "length"
     assert long.outputs[0].finish_reason == "abort"
     assert len(long.outputs[0].token_ids) < 8000
+
+
+def test_the_forms_of_prompts_that_the_offline_api_takes() -> None:
+    async def scenario() -> None:
+        async with AsyncLLM(**OPTIONS) as engine:
+            text = "Once upon a time"
+            ids = engine.tokenizer.encode(text)
+            outputs = [
+                await final(engine.generate(prompt, greedy(8)))
+                for prompt in (text, ids, {"prompt": text}, {"prompt_token_ids": ids})
+            ]
+            assert len({str(output.outputs[0].token_ids) for output in outputs}) == 1
+            assert [output.prompt for output in outputs] == [text, None, text, None]
+            assert len({output.request_id for output in outputs}) == 4
+            default = await final(engine.generate(text))
+            assert len(default.outputs[0].token_ids) == 16
+            for wrong in ("", None, 3, [text]):
+                with pytest.raises(InvalidRequestError, match="prompt"):
+                    await final(engine.generate(wrong))  # type: ignore[arg-type]
+        with pytest.raises(EngineDeadError):
+            await final(engine.generate(text))
+
+    asyncio.run(scenario())

@@ -24,6 +24,7 @@ from vmserve import (
     StructuredOutputsParams,
 )
 from vmserve.ipc.client import ProcessLLM, Supervision
+from vmserve.prompts import Prompt
 from vmserve.sampling import GenerationParams
 from vmserve.types import RequestOutput
 
@@ -133,7 +134,9 @@ def test_a_life() -> None:
         ids = engine.tokenizer.encode(prompt)
         found: dict[str, object] = {}
         for name, params in asked.items():
-            [whole] = await everything(engine.generate(ids, params, request_id=name, prompt=prompt))
+            [whole] = await everything(
+                engine.generate(Prompt(prompt, ids), params, request_id=name)
+            )
             assert whole.metrics.finished_time is not None
             found[name] = (whole.prompt, whole.outputs, whole.prompt_logprobs, whole.finished)
             if name in ("best", "beams", "structured-beams"):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vmserve.errors import EngineDeadError, InvalidRequestError
+from vmserve.prompts import Prompt
 from vmserve.sampling import SamplingParams
 from vmserve.telemetry.snapshot import (
     PAGE_MAPPED,
@@ -187,11 +188,10 @@ class FakeAsyncLLM:
 
     async def generate(
         self,
-        prompt_token_ids: list[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str,
-        prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
@@ -202,7 +202,7 @@ class FakeAsyncLLM:
         params.validate_for(self.model_config.vocab_size, self.resolved.max_logprobs)
         if self.errored or self.stopped:
             raise EngineDeadError("the engine has stopped")
-        extra = {"request_id": request_id, "prompt": prompt, "priority": priority}
+        extra = {"request_id": request_id, "prompt": prompt.text, "priority": priority}
         if cache_salt:
             extra["cache_salt"] = cache_salt
         if tenant:
@@ -211,8 +211,8 @@ class FakeAsyncLLM:
             extra["isolation"] = isolation
         if timeout is not None:
             extra["timeout"] = timeout
-        self.requests.append((prompt_token_ids, params, extra))
-        run = _Run(self, prompt_token_ids, params, request_id, prompt)
+        self.requests.append((prompt.token_ids, params, extra))
+        run = _Run(self, prompt.token_ids, params, request_id, prompt.text)
         abort = self.running[request_id] = asyncio.Event()
         ended = False
         try:

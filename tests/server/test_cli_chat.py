@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import typer
 
 from tests.server.conftest import Running, until
 from tests.server.fake_engine import FakeAsyncLLM, FakeTokenizer
@@ -216,6 +217,18 @@ def test_with_an_own_engine() -> None:
         assert "maximum context length is 256 tokens" in notes
     finally:
         backend.close()
+
+
+def test_a_script_is_told_what_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    with pytest.raises(typer.Exit) as ended:
+        chat_command("http://127.0.0.1:1")
+    assert ended.value.exit_code == 1
+    assert "no answer from" in capsys.readouterr().err
+    assert converse(Parrot(), iter(["Hello", "/nope"]), None, io.StringIO(), io.StringIO()) == 0
+    assert converse(Parrot(), iter(["/undo"]), None, io.StringIO(), io.StringIO()) == 1
 
 
 def test_wrong_urls_and_options() -> None:

@@ -158,6 +158,8 @@ def test_the_key_can_come_from_the_environment(
         (["--port", "70000"], "port: 70000"),
         (["--root-path", "llm"], "root_path"),
         (["--api-key", ""], "api_key"),
+        (["--api-key", " padded"], "api_key: no HTTP header carries"),
+        (["--api-key", "\udcff"], "api_key: no HTTP header carries"),
         (["--served-model-name", ""], "served_model_name"),
         (["--shutdown-timeout", "-1"], "shutdown_timeout"),
         (["--max-queued-requests", "0"], "max_queued_requests"),

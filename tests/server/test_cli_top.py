@@ -89,6 +89,15 @@ def test_wrong_options() -> None:
         top_command("http://127.0.0.1:1", as_json=True)
 
 
+def test_a_reader_that_has_seen_enough(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*args: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(Console, "print", closed)
+    with pytest.raises(BrokenPipeError):  # which main() ends with, without a word
+        top_command(shared.url, once=True)
+
+
 def drawn(screen: Screen, width: int = 100) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     console.print(screen)

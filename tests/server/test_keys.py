@@ -51,7 +51,7 @@ def test_every_route_needs_a_key(start: Start) -> None:
 def test_a_key_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     digest = hashlib.sha256(b"two:parts").hexdigest()
-    file.write_text(f"# who\n\nalice:one\nbob:sha256:{digest.upper()}\nalice:three\n")
+    file.write_text(f"# who\n\nalice:one\nbob:sha256:{digest.upper()}\nalice: three \n")
     keys = KeyRing(read_key_file(file))
     names = {}
     for key in (b"one", b"two:parts", b"three"):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.conftest import Body, Running, error_of, until
 from tests.server.fake_engine import FakeAsyncLLM
-from vmserve.errors import VmserveError
+from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.server.config import ServerConfig
 from vmserve.server.listen import bind
 
@@ -225,9 +225,11 @@ def test_sockets_left_behind(start: Start, tmp_path: Any) -> None:
         bind(server.config)
     file = tmp_path / "f"
     file.write_text("precious")
-    with pytest.raises(VmserveError, match="in use"):
+    with pytest.raises(ConfigurationError, match="is there and no socket"):
         bind(ServerConfig(served_model_names=("m",), uds=str(file)))
     assert file.read_text() == "precious"
+    with pytest.raises(ConfigurationError, match="AF_UNIX path too long"):
+        bind(ServerConfig(served_model_names=("m",), uds=str(tmp_path / ("s" * 200))))
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "])

@@ -1,5 +1,6 @@
 """Routes other than generation, and what all routes share: keys, prefixes, errors."""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,14 +86,15 @@ def test_every_route_but_health_and_the_live_page_needs_a_key(
             assert response.status_code == 200
             continue
         assert response.status_code == 401
-        assert error_of(response)["type"] == "authentication_error"
+        if method != "HEAD":
+            assert error_of(response)["type"] == "authentication_error"
         assert response.headers["www-authenticate"] == "Bearer"
     for key in ("first", "second"):
         headers = {"authorization": f"Bearer {key}"}
         assert keyed.http.request(method, prefix + path, headers=headers).status_code != 401
 
 
-@pytest.mark.parametrize("path", ["/nope", "/health/", "//health", "/llm/llm/version", "/llmx"])
+@pytest.mark.parametrize("path", ["/nope", "/version/", "//health", "/llm/llm/version", "/llmx"])
 def test_what_is_no_route_needs_a_key_too(keyed: Running, path: str) -> None:
     assert keyed.http.get(f"{keyed.url}{path}").status_code == 401
 
@@ -217,9 +219,37 @@ def test_wrong_routes_and_methods(shared: Running) -> None:
     error_of(response)
 
 
-def test_what_is_not_http(shared: Running) -> None:
-    import socket
+def test_head_is_get_without_the_body(shared: Running) -> None:
+    for path in ("/", "/docs", "/health", "/ping", "/ready", "/version", "/metrics", "/load"):
+        assert shared.http.get(path).status_code == 200
+        response = shared.http.head(path)
+        assert (response.status_code, response.content) == (200, b"")
+    whole, head = shared.http.get("/v1/models"), shared.http.head("/v1/models")
+    assert head.headers["content-length"] == whole.headers["content-length"] != "0"
+    assert shared.http.head("/v1/completions").status_code == 405
 
+
+def test_a_slash_at_the_end_changes_nothing(shared: Running) -> None:
+    for path in ("/v1/models", "/health", "/version"):
+        assert shared.http.get(f"{path}/").text == shared.http.get(path).text
+    response = shared.http.post("/v1/completions/", json={"prompt": "x"})
+    assert response.json()["choices"][0]["text"] == "hello"
+
+
+def test_a_body_with_two_lengths_ends_the_connection(shared: Running) -> None:
+    """One that a proxy took by the other length could hold a second request."""
+    with socket.create_connection(("127.0.0.1", shared.port), 10) as raw:
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b'e\r\n{"prompt":"x"}\r\n0\r\n\r\n'
+        )
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"exclude each other" in answer
+
+
+def test_what_is_not_http(shared: Running) -> None:
     with socket.create_connection(("127.0.0.1", shared.port), 10) as raw:
         raw.sendall(b"nonsense\r\n\r\n")
         answer = b"".join(iter(lambda: raw.recv(4096), b""))

@@ -1,5 +1,6 @@
 """Bad input: what each field refuses, and how the error reads."""
 
+import gzip
 import json
 import re
 from typing import Any
@@ -244,6 +245,14 @@ def test_other_media_types(shared: Running, media_type: str | None) -> None:
     assert error_of(response)["type"] == "UnsupportedMediaTypeError"
 
 
+def test_packed_bodies(shared: Running) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    body = gzip.compress(b'{"prompt":"x"}')
+    response = shared.http.post(COMPLETIONS, content=body, headers=headers)
+    assert response.status_code == 415
+    assert "Content-Encoding" in error_of(response)["message"]
+
+
 def test_media_type_parameters_are_fine(shared: Running) -> None:
     headers = {"content-type": "Application/JSON; charset=utf-8"}
     response = shared.http.post(COMPLETIONS, content=b'{"prompt":"x"}', headers=headers)
@@ -267,6 +276,7 @@ def test_large_headers(shared: Running) -> None:
         response = shared.http.get("/health", headers={"x-a": "b" * size})
         assert response.status_code == 431
         assert "32768 bytes" in error_of(response)["message"]
+    assert shared.http.get("/health?" + "b" * 40_000).status_code == 431
 
 
 def test_unknown_fields_are_ignored(shared: Running) -> None:

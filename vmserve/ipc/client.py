@@ -43,6 +43,7 @@ from vmserve.ipc.messages import (
 )
 from vmserve.ipc.open_request import OpenRequest
 from vmserve.ipc.process import EngineProcess
+from vmserve.prompts import PromptLike, encode_prompt
 from vmserve.sampling.params import GenerationParams, SamplingParams
 from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.tokenizer import Tokenizer, load_tokenizer
@@ -246,11 +247,10 @@ class ProcessLLM:
 
     async def generate(
         self,
-        prompt_token_ids: list[int],
-        params: GenerationParams,
+        prompt: PromptLike,
+        params: GenerationParams | None = None,
         *,
-        request_id: str,
-        prompt: str | None = None,
+        request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
@@ -260,12 +260,15 @@ class ProcessLLM:
     ) -> AsyncIterator[RequestOutput]:
         """See :meth:`vmserve.AsyncLLM.generate`."""
         await self.start()
+        encoded = encode_prompt(prompt, self.tokenizer)
+        params = SamplingParams(**self.default_sampling) if params is None else params
         handle = next(self._handles)
+        request_id = f"request-{handle}" if request_id is None else request_id
         assembly = RequestAssembly(
             self.tokenizer,
             request_id,
-            prompt,
-            prompt_token_ids,
+            encoded.text,
+            encoded.token_ids,
             params,
             eos_token_ids=self.model_config.eos_token_ids,
             arrival_time=time.monotonic(),
@@ -275,7 +278,7 @@ class ProcessLLM:
         add = Add(
             handle,
             request_id,
-            prompt_token_ids,
+            encoded.token_ids,
             params_to_wire(params),
             priority,
             cache_salt,

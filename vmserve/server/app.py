@@ -90,8 +90,12 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
     tokenization, info = TokenizationService(context), InfoService(context)
     view = LiveView(context)
 
-    def get(path: str, handler: Handler) -> None:
-        app.add_api_route(path, handler, response_model=None)
+    def get(path: str, handler: Handler, *, in_schema: bool = True) -> None:
+        app.add_api_route(path, handler, response_model=None, include_in_schema=in_schema)
+        # The same without its body, which the connection leaves out: monitors ask so.
+        app.add_api_route(
+            path, handler, methods=["HEAD"], response_model=None, include_in_schema=False
+        )
 
     def post(path: str, handler: Handler, *models: type[RequestModel]) -> None:
         extra = body_of(*models) if models else None
@@ -121,7 +125,7 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
     get("/load", info.load)
     get("/metrics", info.metrics)
     for path, handler in Pages(needs_key=bool(context.config.keys)).handlers():
-        app.add_api_route(path, handler, response_model=None, include_in_schema=False)
+        get(path, handler, in_schema=False)
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:

@@ -58,6 +58,10 @@ async def _receive(request: Request) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != JSON_TYPE:
         raise ApiError(415, f"Send the request body as {JSON_TYPE}: no other type is read.")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        # Unpacked, a small body could be of any size.
+        raise ApiError(415, "Send the request body without Content-Encoding: it is not unpacked.")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
             return await _read(request)

@@ -119,7 +119,7 @@ class GuardedProtocol(H11Protocol):
         # Called while the parser's error is being handled, which knows more than ``msg``.
         cause = sys.exc_info()[1]
         if isinstance(cause, h11.RemoteProtocolError) and cause.error_status_hint == 431:
-            told = ApiError(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
+            told = ApiError(431, f"The request's head is larger than {MAX_HEADER_BYTES} bytes.")
         else:
             told = ApiError(400, "This is not a valid HTTP request.")
         self._refuse(told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from vmserve.prompts import Prompt
 from vmserve.sampling import GenerationParams
 from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.types import RequestOutput
@@ -80,11 +81,10 @@ class EngineClient(Protocol):
 
     def generate(
         self,
-        prompt_token_ids: list[int],
+        prompt: Prompt,
         params: GenerationParams,
         *,
         request_id: str,
-        prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",

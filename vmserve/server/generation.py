@@ -12,6 +12,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from vmserve.errors import EngineDeadError, VmserveError
+from vmserve.prompts import Prompt
 from vmserve.sampling import GenerationParams
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
@@ -126,10 +127,9 @@ class Generation:
     def _open(self, index: int, *, stream: bool) -> AsyncIterator[RequestOutput]:
         job = self._jobs[index]
         return self._context.engine.generate(
-            job.token_ids,
+            Prompt(job.text, job.token_ids),
             job.params,
             request_id=f"{self._engine_id}-{index}",
-            prompt=job.text,
             priority=self._terms.priority,
             cache_salt=self._terms.cache_salt,
             tenant=self._terms.tenant,

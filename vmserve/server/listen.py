@@ -39,9 +39,12 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
+    except OSError as error:
+        raise cannot_bind(str(path), error) from error
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
         previous = os.umask(0o177)
         try:
             listener.bind(str(path))

@@ -59,6 +59,9 @@ class Boundary:
         usable = given is not None and _usable_id(given)
         request_id = given if given is not None and usable else uuid.uuid4().hex
         scope["root_path"] = self._root_path
+        if route_path(scope) != "/" and scope["path"].endswith("/"):
+            # Clients append one to a base URL.
+            scope["path"] = scope["path"].rstrip("/") or "/"
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
         log_request_id.set(request_id)  # in this task alone: each request has its own
         began = time.monotonic()
@@ -109,8 +112,7 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         path = route_path(scope)
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-            raise ApiError(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
+        _check_head(scope)
         # A preflight carries no key; an OPTIONS request to a route gets a 405 like any other.
         if scope["method"] != "OPTIONS" and path not in self._open_paths:
             authorization = dict(scope["headers"]).get(b"authorization")
@@ -158,6 +160,21 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
     path = ascii(scope["path"][:200])
     level = logging.INFO if matters else logging.DEBUG
     logger.log(level, "%s %s: %s after %.3f s", scope["method"], path, told, seconds)
+
+
+def _check_head(scope: Scope) -> None:
+    size = sum(len(name) + len(value) for name, value in scope["headers"])
+    size += len(scope["raw_path"]) + len(scope["query_string"])
+    if size > MAX_HEADER_BYTES:
+        raise ApiError(431, f"The request's head is larger than {MAX_HEADER_BYTES} bytes.")
+    names = {name for name, _ in scope["headers"]}
+    if {b"content-length", b"transfer-encoding"} <= names:
+        # What stands between us and the client may have gone by the other one.
+        raise ApiError(
+            400,
+            "Content-Length and Transfer-Encoding exclude each other.",
+            headers={"connection": "close"},
+        )
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

@@ -192,6 +192,55 @@ inline void soften_panel(const TileArgs& a, const Panel& p, float* scores, int c
   }
 }
 
+// Tokens of a tile whose values are not all finite. A row that does not see one gives it the
+// weight 0, and 0 times NaN is NaN: it would spread to rows before it, whose blocks other requests
+// may share. So the product takes zeros in their place, and the rows that see them add them after.
+struct Broken {
+  int count = 0;
+  int tokens[kKeys];
+};
+
+inline Broken find_broken(const float* values, int count, int stride) {
+  Broken found;
+  for (int t = 0; t < count; ++t) {
+    Vec::R rest = Vec::zero();  // x - x is 0, or NaN
+    for (int d = 0; d < stride; d += Vec::kWidth) {
+      const Vec::R x = Vec::load(values + t * stride + d);
+      rest = Vec::add(rest, Vec::sub(x, x));
+    }
+    float lanes[Vec::kWidth];
+    Vec::store(lanes, rest);
+    bool finite = true;
+    for (const float lane : lanes) finite = finite && lane == 0.0F;
+    if (!finite) found.tokens[found.count++] = t;
+  }
+  return found;
+}
+
+// What the rows that see a broken token get of it: numbers that are none.
+template <class T>
+void add_broken(const TileArgs& a, const Panel& p, const float* scores, const Broken& broken,
+                const T* const* rows, int seen, float first) {
+  const int width = p.vectors * Vec::kWidth;
+  float value[512];
+  for (int i = 0; i < broken.count && broken.tokens[i] < seen; ++i) {
+    const int t = broken.tokens[i];
+    const T* from = rows[t] + a.kv_head * a.seq.v.head_stride;
+    for (int d = 0; d < a.head_dim; d += kPair) {
+      Vec::R x, y;
+      load_upto(from + d, a.head_dim - d, x, y);
+      Vec::store(value + d, x);
+      Vec::store(value + d + Vec::kWidth, y);
+    }
+    const float position = first + static_cast<float>(t);
+    for (int lane = 0; lane < p.lanes; ++lane) {
+      if (position > p.newest[lane] || position < p.oldest[lane]) continue;
+      const float weight = scores[t * width + lane];
+      for (int d = 0; d < a.head_dim; ++d) p.sums[d * width + lane] += weight * value[d];
+    }
+  }
+}
+
 template <int kVectors>
 void attend_panel(const TileArgs& a, const Panel& p, const TileScratch& s, int stride,
                   std::int64_t at, int count, std::int64_t base) {
@@ -236,6 +285,13 @@ void tile(const TileArgs& a) {
     locate(a.seq, at, count, k, v);
     widen_rows(k, a.kv_head * a.seq.k.head_stride, count, a.head_dim, stride, s.keys);
     widen_rows(v, a.kv_head * a.seq.v.head_stride, count, a.head_dim, stride, s.values);
+    // Only where some row does not see some token.
+    const bool hides =
+        tile_end - 1 > a.first_position || at <= a.first_position + a.rows - 1 - a.window;
+    const Broken broken = hides ? find_broken(s.values, count, stride) : Broken{};
+    for (int i = 0; i < broken.count; ++i) {
+      memset(s.values + broken.tokens[i] * stride, 0, sizeof(float) * static_cast<size_t>(stride));
+    }
     for (int i = 0; i < num_panels; ++i) {
       const Panel p = panel_at(a, s, stride, i);
       const int seen = visible(a, p, at, count);
@@ -243,6 +299,7 @@ void tile(const TileArgs& a) {
       if (p.vectors == 3) attend_panel<3>(a, p, s, stride, at, seen, base);
       if (p.vectors == 2) attend_panel<2>(a, p, s, stride, at, seen, base);
       if (p.vectors == 1) attend_panel<1>(a, p, s, stride, at, seen, base);
+      add_broken(a, p, s.scores, broken, v, seen, static_cast<float>(at - base));
     }
     at = tile_end;
   }
