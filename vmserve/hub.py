@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 
 from vmserve.errors import ConfigurationError
 
 __all__ = ["resolve_model"]
+
+# Not by importlib.resources, which imports more than it finds; the package is always in files.
+_EMBEDDED = Path(__file__).parent / "assets" / "embedded"
 
 
 def resolve_model(model: str | None) -> Path:
@@ -21,7 +23,7 @@ def resolve_model(model: str | None) -> Path:
     is not in the cache and cannot be downloaded.
     """
     if model is None:
-        return Path(str(files("vmserve") / "assets" / "embedded"))
+        return _EMBEDDED
     directory = Path(model).expanduser()
     if directory.is_dir():
         return directory
