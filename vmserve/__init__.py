@@ -10,7 +10,6 @@ with LLM() as llm:
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from vmserve.imports import import_quickly
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from vmserve.sampling.params import BeamSearchParams, SamplingParams
     from vmserve.structured.spec import StructuredOutputsParams
     from vmserve.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from vmserve.version import __version__
 
 __all__ = [
     "LLM",
@@ -63,11 +63,6 @@ __all__ = [
 # Read by the OpenMP runtime when torch is loaded, which is later than this.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-try:
-    __version__ = version("vmserve")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+unknown"
-
 # Names are imported when first used: `vmserve --help` and the planner must not pay for
 # torch and transformers.
 _HOMES = {
@@ -84,6 +79,7 @@ _HOMES = {
     "Logprob": "vmserve.types",
     "RequestMetrics": "vmserve.types",
     "RequestOutput": "vmserve.types",
+    "__version__": "vmserve.version",
 }
 
 

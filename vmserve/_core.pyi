@@ -533,8 +533,7 @@ class CpuDecoder:
         token_ids: NDArray[np.int64],
         batches: list[CpuBatch],
         wanted: NDArray[np.int64] | None,
-        logits: int,
-    ) -> list[float]: ...
+    ) -> tuple[NDArray[np.float32], list[float]]: ...
 
 class CpuAttention:
     def __init__(self, num_threads: int, isa: str = "") -> None: ...

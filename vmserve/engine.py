@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vmserve.attention import create_backend
-from vmserve.attention.base import KVView
 from vmserve.config import EngineConfig, ResolvedConfig, resolve
 from vmserve.engine_parts import (
     attends_natively,
@@ -35,14 +35,9 @@ from vmserve.memory.pins import PinnedPrefixes
 from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.output.processor import OutputProcessor
-from vmserve.runner.graphs import DecodeGraphs
 from vmserve.runner.model_runner import AttentionTime, ModelRunner, RegimeKernels
 from vmserve.runner.runtime import DeviceRuntime, open_runtime
-from vmserve.sampling import (
-    DeviceSampler,
-    GenerationParams,
-    Sampler,
-)
+from vmserve.sampling import GenerationParams
 from vmserve.scheduler.base import NoRoomError, StepPlan
 from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
@@ -57,6 +52,9 @@ from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
 from vmserve.telemetry.trace import StepTrace
 from vmserve.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import PinnedPrefix, RequestOutput
+
+if TYPE_CHECKING:
+    from vmserve.runner.graphs import DecodeGraphs
 
 __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 
@@ -112,15 +110,19 @@ class LLMEngine:
         self.model_config = ModelConfig.from_directory(path)
         self.tokenizer: Tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))
         self._runtime = runtime or open_runtime(config.device, config.kv_driver)
-        device = self._runtime.device
         self.resolved: ResolvedConfig = resolve(config, self.model_config, self._runtime.gpu_bytes)
-        dtype, native = choose_native(
+        native_dtype = choose_native(
             linear_backend(config, self._runtime),
             config.quantization,
             config.dtype,
             self.model_config,
-            device,
+            self._runtime.device_type,
         )
+        if native_dtype is None:
+            torch_runtime = self._runtime = self._runtime.with_torch()
+            dtype = torch_runtime.dtype(config.dtype, self.model_config)
+        else:
+            dtype = native_dtype
         head_dim = self.model_config.head_dim
         backends = {
             regime: create_backend(
@@ -129,18 +131,21 @@ class LLMEngine:
                 head_dim,
                 dtype,
                 self.model_config.attention,
-                device.type,
+                self._runtime.device_type,
             )
             for regime in Regime
         }
-        native = native and attends_natively(config, backends)
+        native = native_dtype is not None and attends_natively(config, backends)
+        self._is_async = self.resolved.async_scheduling
+        if not native or self._is_async:
+            self._runtime = self._runtime.with_torch()
         slack = max(backend.read_slack_tokens for backend in backends.values())
         pages = self._runtime.memory(self.resolved.activation_bytes)
         with self._runtime.active():
             self._model = load_model(
                 path,
                 dtype,
-                device,
+                self._runtime.device_name,
                 config=self.model_config,
                 max_model_len=self.resolved.max_model_len,
                 native=native,
@@ -176,26 +181,16 @@ class LLMEngine:
             self._preemption,
             TenantShares() if self.resolved.fair_sharing else None,
         )
-        views: dict[Regime, KVView] = {
-            Regime.VIRTUAL: self.memory.view(),
-            Regime.PAGED: self.memory.paged_view(),
-        }
+        views = self._runtime.views(self.memory)
         kernels = {regime: RegimeKernels(backends[regime], views[regime]) for regime in Regime}
         self._graphs: DecodeGraphs | None = None
-        if self.resolved.captures_graphs and self._runtime.wants_graphs:
+        if self.resolved.captures_graphs:
             with self._runtime.active():
-                self._graphs = DecodeGraphs.of(
-                    self._model,
-                    kernels,
-                    self._runtime,
-                    self.resolved.max_num_seqs,
-                    self.resolved.max_model_len,
+                self._graphs = self._runtime.graphs(
+                    self._model, kernels, self.resolved.max_num_seqs, self.resolved.max_model_len
                 )
         self._runner = ModelRunner(self._model, kernels, self._runtime, self._graphs)
-        self._is_async = self.resolved.async_scheduling
-        vocab = self.model_config.vocab_size
-        on_host = device.type == "cpu" and not self._is_async
-        self._sampler = Sampler(vocab) if on_host else DeviceSampler(vocab, self._runtime)
+        self._sampler = self._runtime.sampler(self.model_config.vocab_size, is_async=self._is_async)
         #: Requests whose answers have to match a grammar.
         self.structured = StructuredRequests(
             self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from vmserve import _core
 from vmserve.attention.base import AttentionBackend
 from vmserve.attention.cpu import CpuBackend
 from vmserve.config import EngineConfig, ResolvedConfig, format_size
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.memory.device import MemoryDevice
@@ -19,8 +18,8 @@ from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.memory.pins import MAX_PINNED_PREFIXES
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
-from vmserve.runner.calibration import HeadShape, measure_profile
-from vmserve.runner.runtime import DeviceRuntime
+from vmserve.runner.calibration import measure_profile
+from vmserve.runner.runtime import DeviceRuntime, HeadShape
 from vmserve.scheduler.profile import DeviceProfile
 from vmserve.scheduler.regime import CostModel
 
@@ -39,7 +38,7 @@ LOOKAHEAD_TOKENS = 16
 def create_memory(
     resolved: ResolvedConfig,
     model: ModelConfig,
-    dtype: torch.dtype,
+    dtype: DType,
     read_slack_tokens: int,
     device: MemoryDevice,
 ) -> MemoryManager:
@@ -93,7 +92,7 @@ def cost_model(
     model: ModelConfig,
     layout: KVLayout,
     backends: Mapping[Regime, AttentionBackend],
-    dtype: torch.dtype,
+    dtype: DType,
     runtime: DeviceRuntime,
 ) -> CostModel | None:
     """From the stored profile, or a short measurement; None where regimes are not chosen."""
@@ -114,7 +113,7 @@ def linear_backend(config: EngineConfig, runtime: DeviceRuntime) -> str:
     other devices and captured layers are torch's."""
     others = config.attention_backend not in ("auto", "cpu")
     if config.linear_backend == "auto" and (
-        others or runtime.device.type != "cpu" or runtime.wants_graphs
+        others or runtime.device_type != "cpu" or runtime.wants_graphs
     ):
         return "torch"
     return config.linear_backend

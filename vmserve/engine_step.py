@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING
 
-import torch
-
 from vmserve.output.processor import sampling_row
 from vmserve.scheduler.sequence import SequenceStatus
 
 if TYPE_CHECKING:
+    import torch
+
     from vmserve.memory.manager import MemoryManager
     from vmserve.output.processor import OutputProcessor
     from vmserve.runner.model_runner import ModelRunner, StepLogits
     from vmserve.runner.runtime import DeviceRuntime
-    from vmserve.sampling import Drawing, SampledToken, Sampler
+    from vmserve.sampling import Drawing, SampledToken, TokenSampler
     from vmserve.scheduler.base import Scheduler, StepPlan
     from vmserve.structured.requests import StructuredRequests
     from vmserve.telemetry.phases import StepPhases
@@ -92,7 +92,7 @@ class EngineStep:
         scheduler: Scheduler,
         runner: ModelRunner,
         runtime: DeviceRuntime,
-        sampler: Sampler,
+        sampler: TokenSampler,
         structured: StructuredRequests,
         output: OutputProcessor,
     ) -> None:
@@ -124,7 +124,7 @@ class EngineStep:
         logits = flight.logits
         masks = self._structured.masks(logits.samplers)
         rows = list(map(sampling_row, logits.samplers, masks))
-        numbers = logits.sampling_logits(self._runtime.upload)
+        numbers = logits.sampling_logits(self._runtime)
         flight.drawing = self._sampler.start(numbers, rows)
         if flight.drawing is None:
             flight.samples = self._sampler.sample(numbers, rows)
@@ -165,7 +165,7 @@ class EngineStep:
         slots = self._memory.slots(plan.memory_ids)
         try:
             return self._runner.execute(plan, slots, drawn)
-        except torch.OutOfMemoryError as error:
+        except self._runtime.memory_errors as error:
             self._runtime.synchronize()
             if not self._memory.trim(0, drop_idle=True):
                 raise

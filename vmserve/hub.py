@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +11,8 @@ __all__ = ["EMBEDDED_NAME", "is_embedded", "resolve_model"]
 
 #: What the embedded model is called by a server, and may be called by users.
 EMBEDDED_NAME: Final = "vmserve-embedded"
+# Not by importlib.resources, which imports more than it finds; the package is always in files.
+_EMBEDDED = Path(__file__).parent / "assets" / "embedded"
 
 
 def is_embedded(model: str | None) -> bool:
@@ -33,7 +34,7 @@ def resolve_model(model: str | None) -> Path:
     is not in the cache and cannot be downloaded.
     """
     if model is None or is_embedded(model):
-        return Path(str(files("vmserve") / "assets" / "embedded"))
+        return _EMBEDDED
     directory = Path(model).expanduser()
     if directory.is_dir():
         return directory

@@ -31,13 +31,16 @@ import torch  # isort: skip
 import vmserve.engine  # isort: skip
 from vmserve.bench.machine import machine_info
 from vmserve.config import EngineConfig
+from vmserve.dtypes import DType
 from vmserve.engine import LLMEngine
 from vmserve.errors import ConfigurationError, OutOfMemoryError
 from vmserve.memory.manager import MemoryManager
 from vmserve.models import LoadedModel, ModelConfig, resolve_model
 from vmserve.models.decoder import Decoder
-from vmserve.models.weights import assemble, tensor_shapes
-from vmserve.runner.runtime import CpuRuntime
+from vmserve.models.tensor_names import tensor_shapes
+from vmserve.models.weights import assemble
+from vmserve.runner.torch_runtime import TorchCpuRuntime
+from vmserve.torch_dtypes import as_torch
 
 Row = dict[str, Any]
 MIB = 1 << 20
@@ -154,7 +157,7 @@ class Bench:
         )
         with mock.patch.object(vmserve.engine, "load_model", random_model):
             # A dry run captures steps, too.
-            runtime = CpuRuntime(graphs=True) if self.device == "cpu" else None
+            runtime = TorchCpuRuntime(graphs=True) if self.device == "cpu" else None
             engine = LLMEngine(config, runtime=runtime)
         try:
             yield engine
@@ -172,8 +175,8 @@ class Bench:
 
 def random_model(
     path: Path,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: DType,
+    device: str,
     *,
     config: ModelConfig,
     max_model_len: int,
@@ -187,14 +190,14 @@ def random_model(
     generator = torch.Generator(device).manual_seed(0)
     tensors = {}
     for name, shape in tensor_shapes(config.network).items():
-        tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor = torch.empty(shape, dtype=as_torch(dtype), device=device)
         if len(shape) == 1:
             tensor.fill_(1.0)
         else:
             tensor.normal_(0.0, 0.02, generator=generator)
         tensors[name] = tensor
     network = Decoder(config.network, assemble(config.network, tensors), max_model_len)
-    return LoadedModel(config, dtype, device, sum(t.nbytes for t in tensors.values()), network)
+    return LoadedModel(config, dtype, sum(t.nbytes for t in tensors.values()), network)
 
 
 def write_model(directory: Path, shape: str, dtype: str) -> None:

@@ -36,22 +36,24 @@ const float* vector_of(std::optional<TensorTuple> tuple, std::int64_t size, cons
   return reinterpret_cast<const float*>(tensor.data);
 }
 
-std::vector<double> forward(CpuDecoder& decoder, const IntArray& token_ids,
-                            const std::vector<CpuBatch*>& batches,
-                            const std::optional<IntArray>& wanted, std::uintptr_t logits) {
+// (logits [rows, vocab], seconds of attention in each batch)
+py::tuple forward(CpuDecoder& decoder, const IntArray& token_ids,
+                  const std::vector<CpuBatch*>& batches, const std::optional<IntArray>& wanted) {
   const Ints ids = as_ints(token_ids);
   Ints rows(wanted ? 0 : ids.size());  // all, in order
   std::iota(rows.begin(), rows.end(), 0);
   if (wanted) rows = as_ints(*wanted);
   std::vector<CpuDecoder::Part> parts;
   for (CpuBatch* batch : batches) parts.push_back({batch, 0.0});
+  py::array_t<float> logits({static_cast<std::int64_t>(rows.size()), decoder.vocab_size()});
+  float* const out = logits.mutable_data();
   {
     const py::gil_scoped_release unlocked;
-    decoder.forward(ids, parts, rows, reinterpret_cast<float*>(logits));
+    decoder.forward(ids, parts, rows, out);
   }
   std::vector<double> seconds;
   for (const CpuDecoder::Part& part : parts) seconds.push_back(part.seconds);
-  return seconds;
+  return py::make_tuple(std::move(logits), std::move(seconds));
 }
 
 }  // namespace
@@ -124,8 +126,7 @@ void bind_decoder(py::module_& m) {
             decoder.set_rotations(as_tensor(std::move(cos)), as_tensor(std::move(sin)));
           },
           py::arg("cos"), py::arg("sin"))
-      .def("forward", &forward, py::arg("token_ids"), py::arg("batches"), py::arg("wanted"),
-           py::arg("logits"));
+      .def("forward", &forward, py::arg("token_ids"), py::arg("batches"), py::arg("wanted"));
 }
 
 }  // namespace vmserve

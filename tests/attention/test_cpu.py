@@ -30,6 +30,7 @@ from vmserve.errors import UnsupportedError
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
+from vmserve.memory.tensors import arena_tensors, contiguous_view
 
 ISAS = _core.cpu_isas()
 #: Half a unit in the last place, relative: what rounding to the type can add.
@@ -93,7 +94,7 @@ def filled_view(
 
 def rotary_of(batch: RaggedBatch, head_dim: int, dtype: torch.dtype) -> Rotary:
     frequency = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-    angle = batch.token_positions[:, None] * frequency
+    angle = torch.from_numpy(batch.positions)[:, None] * frequency
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     return Rotary(
         cos=torch.cat([cos, cos], -1).unsqueeze(1),
@@ -132,7 +133,10 @@ def bound(
     group = q.shape[1] // view.keys[0].shape[2]
     rows = []
     for row in range(batch.num_tokens):
-        place, position = int(batch.token_places[row]), int(batch.token_positions[row])
+        place, position = (
+            int(torch.from_numpy(batch.token_places)[row]),
+            int(torch.from_numpy(batch.positions)[row]),
+        )
         first = 0 if spec.window is None else max(0, position + 1 - spec.window)
         k = view.keys[spec.layer][place, first : position + 1].double().abs()
         v = view.values[spec.layer][place, first : position + 1].double().abs()
@@ -224,14 +228,19 @@ def test_ragged_batches_in_both_views(
     q, k = (rotate(x, rotary) if rotary else x for x in (inputs.q, inputs.k))
     assert_right(out, lse, call, dense, batch, spec, q)
     # What was written, bit for bit; nothing else was.
-    assert torch.equal(dense.keys[1][batch.token_places, batch.token_positions], k)
-    assert torch.equal(dense.values[1][batch.token_places, batch.token_positions], inputs.v)
+    assert torch.equal(
+        dense.keys[1][torch.from_numpy(batch.token_places), torch.from_numpy(batch.positions)], k
+    )
+    assert torch.equal(
+        dense.values[1][torch.from_numpy(batch.token_places), torch.from_numpy(batch.positions)],
+        inputs.v,
+    )
     for tensor in (*dense.keys, *dense.values):
         numbers = torch.zeros(tensor.shape[:2], dtype=torch.bool)
         for place, length in enumerate(lengths):
             numbers[place, :length] = True
         if tensor is dense.keys[0] or tensor is dense.values[0]:
-            numbers[batch.token_places, batch.token_positions] = False
+            numbers[torch.from_numpy(batch.token_places), torch.from_numpy(batch.positions)] = False
         assert torch.equal(~tensor.isnan().all(-1).all(-1), numbers)
 
 
@@ -251,7 +260,10 @@ def test_the_reference_is_attention(
     call(spec, inputs.q, inputs.k, inputs.v)
     out, lse = reference(call, spec, inputs.q)
     for row in range(batch.num_tokens):
-        place, position = int(batch.token_places[row]), int(batch.token_positions[row])
+        place, position = (
+            int(torch.from_numpy(batch.token_places)[row]),
+            int(torch.from_numpy(batch.positions)[row]),
+        )
         first = 0 if window is None else max(0, position + 1 - window)
         k = view.keys[0][place, first : position + 1].double().repeat_interleave(2, dim=1)
         v = view.values[0][place, first : position + 1].double().repeat_interleave(2, dim=1)
@@ -291,7 +303,7 @@ def test_rotation_and_write_equal_separate_operations(
         (tensor_tuple(rotary.cos), tensor_tuple(rotary.signed_sin)),
         q_out.data_ptr(),
     )
-    at = (batch.token_places, batch.token_positions)
+    at = (torch.from_numpy(batch.token_places), torch.from_numpy(batch.positions))
     expected = rotate(inputs.k, rotary)
     for view in views:
         torch.testing.assert_close(view.keys[0][at], expected, rtol=0, atol=0, equal_nan=True)
@@ -436,12 +448,12 @@ def test_real_slots_and_arena_pages(dtype: torch.dtype) -> None:
         options=MemoryOptions(seal_read_only=True),
     )
     lengths = [1, 63, 64, 200]
-    keys, values = memory.arena_tensors()
+    keys, values = arena_tensors(memory)
     with warnings.catch_warnings():  # torch has no read-only tensors
         warnings.simplefilter("ignore", UserWarning)
         tables = torch.from_numpy(memory.block_tables())
     views: dict[Regime, KVView] = {
-        Regime.VIRTUAL: memory.view(),
+        Regime.VIRTUAL: contiguous_view(memory),
         Regime.PAGED: PagedView(keys, values, tables, layout.block_tokens),
     }
     shape = Shape(kv_heads=2, group=2, head_dim=32, dtype=dtype)

@@ -25,6 +25,7 @@ from vmserve.attention.base import (
 from vmserve.attention.flashinfer import FlashInferBackend
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.rotary import Rotary
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
 
@@ -231,12 +232,12 @@ def test_one_plan_for_each_kind_of_layer_and_two_sets_of_plans() -> None:
 
 
 def test_refusals() -> None:
-    refusal = FlashInferBackend().refusal(64, torch.float16)
+    refusal = FlashInferBackend().refusal(64, DType.FLOAT16)
     assert refusal == "the package flashinfer is not installed: pip install flashinfer-python"
     backend = emulated()
-    assert backend.refusal(128, torch.bfloat16) is None
-    assert "has no float32" in (backend.refusal(128, torch.float32) or "")
-    assert "heads of 64, 128, 256" in (backend.refusal(80, torch.float16) or "")
+    assert backend.refusal(128, DType.BFLOAT16) is None
+    assert "has no float32" in (backend.refusal(128, DType.FLOAT32) or "")
+    assert "heads of 64, 128, 256" in (backend.refusal(80, DType.FLOAT16) or "")
     assert backend.read_slack_tokens == 0
     with pytest.raises(ConfigurationError, match="flashinfer is not installed"):
         create_backend("flashinfer", Regime.PAGED, 64, torch.bfloat16, device="cuda")

@@ -28,7 +28,10 @@ def reference(
     group = q.shape[1] // keys.shape[2]
     rows = []
     for row in range(batch.num_tokens):
-        slot, position = int(batch.token_places[row]), int(batch.token_positions[row])
+        slot, position = (
+            int(torch.from_numpy(batch.token_places)[row]),
+            int(torch.from_numpy(batch.positions)[row]),
+        )
         first = 0 if spec.window is None else max(0, position + 1 - spec.window)
         k = keys[slot, first : position + 1].repeat_interleave(group, dim=1)
         v = values[slot, first : position + 1].repeat_interleave(group, dim=1)
@@ -78,9 +81,16 @@ def check(
         torch.testing.assert_close(
             got.double(), reference(view, batch, spec, q), rtol=tolerance, atol=tolerance
         )
-        written = view.keys[layer][batch.token_places, batch.token_positions]
+        written = view.keys[layer][
+            torch.from_numpy(batch.token_places), torch.from_numpy(batch.positions)
+        ]
         assert torch.equal(written, k)
-        assert torch.equal(view.values[layer][batch.token_places, batch.token_positions], v)
+        assert torch.equal(
+            view.values[layer][
+                torch.from_numpy(batch.token_places), torch.from_numpy(batch.positions)
+            ],
+            v,
+        )
     for tensor in (*view.keys, *view.values):
         expected = torch.zeros(tensor.shape[:2], dtype=torch.bool)
         for slot, past, new in zip(batch.places, batch.num_past, batch.num_new, strict=True):

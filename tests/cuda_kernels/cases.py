@@ -117,7 +117,7 @@ def make_case(
 
 def rotary_of(batch: RaggedBatch, dim: int, dtype: torch.dtype) -> Rotary:
     frequency = 10000.0 ** (-torch.arange(0, dim, 2) / dim)
-    angle = batch.token_positions[:, None] * frequency
+    angle = torch.from_numpy(batch.positions)[:, None] * frequency
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     return Rotary(
         cos=torch.cat([cos, cos], -1).unsqueeze(1),

@@ -13,6 +13,7 @@ from vmserve.attention.base import LayerAttention
 from vmserve.attention.cuda import CudaPagedBackend, SharedPrefix
 from vmserve.attention.cuda.plan import Resident
 from vmserve.attention.cuda.variant import Variant
+from vmserve.dtypes import DType
 
 #: A compiler is waited for, which takes long where many want the processor.
 pytestmark = pytest.mark.timeout(600)
@@ -196,10 +197,10 @@ def test_shared_prefixes_are_found_in_the_tables(emulators: Emulators) -> None:
 
 def test_refusals_name_what_is_wrong(emulators: Emulators) -> None:
     backend = CudaPagedBackend(EmulatedLauncher(emulators))
-    assert "head_dim of 64, 128, 256" in str(backend.refusal(80, torch.bfloat16))
-    assert "float32" in str(backend.refusal(64, torch.float32))
-    assert backend.refusal(128, torch.float16) is None
-    assert CudaPagedBackend().refusal(128, torch.float16) == "torch sees no GPU here"
+    assert "head_dim of 64, 128, 256" in str(backend.refusal(80, DType.BFLOAT16))
+    assert "float32" in str(backend.refusal(64, DType.FLOAT32))
+    assert backend.refusal(128, DType.FLOAT16) is None
+    assert CudaPagedBackend().refusal(128, DType.FLOAT16) == "torch sees no GPU here"
     case = make_case(BF16_PAGED, [3], [2])
     q, k, v = case.inputs.q, case.inputs.k, case.inputs.v
     call = backend.bind(case.view, case.batch)

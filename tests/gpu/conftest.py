@@ -17,7 +17,8 @@ from vmserve import _core  # first: it sets how torch's threads wait
 from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
 from vmserve.models import resolve_model
-from vmserve.runner.runtime import CpuRuntime, DeviceRuntime, open_runtime
+from vmserve.runner.runtime import TorchRuntime, open_runtime
+from vmserve.runner.torch_runtime import TorchCpuRuntime
 
 import torch  # isort: skip
 
@@ -49,14 +50,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def runtime(request: pytest.FixtureRequest) -> DeviceRuntime:
+def runtime(request: pytest.FixtureRequest) -> TorchRuntime:
     if request.config.getoption("--gpu-tests-on", default="cuda") == "cpu":
-        return CpuRuntime(graphs=True)
-    return open_runtime("cuda")
+        return TorchCpuRuntime(graphs=True)
+    return open_runtime("cuda").with_torch()
 
 
 @pytest.fixture
-def active(runtime: DeviceRuntime) -> Iterator[DeviceRuntime]:
+def active(runtime: TorchRuntime) -> Iterator[TorchRuntime]:
     with runtime.active(), torch.inference_mode():
         yield runtime
 
@@ -67,7 +68,7 @@ def model_dir() -> Path:
 
 
 @pytest.fixture
-def make_engine(runtime: DeviceRuntime) -> Iterator[Callable[..., LLMEngine]]:
+def make_engine(runtime: TorchRuntime) -> Iterator[Callable[..., LLMEngine]]:
     engines: list[LLMEngine] = []
 
     def make(**options: Any) -> LLMEngine:

@@ -16,10 +16,12 @@ from vmserve.attention.base import (
     PlansAhead,
     RaggedBatch,
 )
+from vmserve.dtypes import DType
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.layout import plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
-from vmserve.runner.runtime import DeviceRuntime
+from vmserve.memory.tensors import contiguous_view, paged_view
+from vmserve.runner.runtime import TorchRuntime
 
 import torch  # isort: skip
 
@@ -31,16 +33,16 @@ PAST = [0, 3, 100, 700, 31, 512]
 CHUNKS = {"decodes": [1] * 6, "chunks": [20, 7, 130, 64, 1, 33]}
 
 
-def available(runtime: DeviceRuntime, regime: Regime, dtype: torch.dtype) -> list[AttentionBackend]:
+def available(runtime: TorchRuntime, regime: Regime, dtype: torch.dtype) -> list[AttentionBackend]:
     view = ContiguousView if regime is Regime.VIRTUAL else PagedView
     made = [BACKENDS[name]() for name in PREFERRED[runtime.device.type] if name in BACKENDS]
-    return [b for b in made if view in b.views and b.refusal(DIM, dtype) is None]
+    return [b for b in made if view in b.views and b.refusal(DIM, DType.of(dtype)) is None]
 
 
 class Rig:
     """Sequences with random pasts in both regimes, and the same numbers dense, in float64."""
 
-    def __init__(self, runtime: DeviceRuntime, num_new: list[int], dtype: torch.dtype) -> None:
+    def __init__(self, runtime: TorchRuntime, num_new: list[int], dtype: torch.dtype) -> None:
         pages = runtime.memory()
         layout = plan_layout(
             2, KV_HEADS, DIM, dtype, pages.granularity, layers_per_group=2, block_tokens=16
@@ -55,8 +57,8 @@ class Rig:
             options=MemoryOptions(driver=pages, read_slack_tokens=256, seal_read_only=False),
         )
         self.views: dict[Regime, KVView] = {
-            Regime.VIRTUAL: self.memory.view(),
-            Regime.PAGED: self.memory.paged_view(),
+            Regime.VIRTUAL: contiguous_view(self.memory),
+            Regime.PAGED: paged_view(self.memory),
         }
         self.batches = {regime: self._batch(regime, num_new) for regime in Regime}
         self.device, self.dtype = runtime.device, dtype
@@ -135,7 +137,7 @@ def expected(
 @pytest.mark.parametrize("shape", CHUNKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_against_float64(
-    active: DeviceRuntime, dtype: torch.dtype, shape: str, q_heads: int, window: int | None
+    active: TorchRuntime, dtype: torch.dtype, shape: str, q_heads: int, window: int | None
 ) -> None:
     rig = Rig(active, CHUNKS[shape], dtype)
     spec = LayerAttention(1, DIM**-0.5, window=window)
@@ -171,6 +173,6 @@ def check(out: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, name: str)
     assert error < TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
 
 
-def test_the_gpu_has_stock_flash_attention(active: DeviceRuntime) -> None:
+def test_the_gpu_has_stock_flash_attention(active: TorchRuntime) -> None:
     names = {b.name for b in available(active, Regime.VIRTUAL, torch.bfloat16)}
     assert "torch-flash" in names or active.device.type == "cpu"

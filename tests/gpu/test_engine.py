@@ -12,7 +12,8 @@ from tests.gpu.criterion import MARGINS, Logits, disagreement
 from vmserve import SamplingParams
 from vmserve.engine import LLMEngine
 from vmserve.memory.base import Regime
-from vmserve.runner.runtime import DeviceRuntime
+from vmserve.runner.runtime import TorchRuntime
+from vmserve.torch_dtypes import as_torch
 
 import torch  # isort: skip
 from transformers import AutoModelForCausalLM  # isort: skip
@@ -31,7 +32,7 @@ NUM_TOKENS = 48
 
 
 @pytest.fixture(scope="module")
-def reference(model_dir: Path, runtime: DeviceRuntime) -> Callable[[torch.dtype], Logits]:
+def reference(model_dir: Path, runtime: TorchRuntime) -> Callable[[torch.dtype], Logits]:
     models: dict[torch.dtype, Any] = {}
 
     def of(dtype: torch.dtype) -> Logits:
@@ -90,7 +91,7 @@ def test_greedy(
     eager: bool,
 ) -> None:
     engine = make_engine(dtype=dtype, kv_regime=regime, enforce_eager=eager)
-    computed = engine._model.dtype
+    computed = as_torch(engine._model.dtype)
     prompts, tokens = generate(engine)
     assert (engine._graphs is None) == eager
     if engine._graphs is not None:
@@ -156,7 +157,7 @@ def test_preempted_and_swapped(
 
 
 def test_an_idle_engine_gives_its_memory_back(
-    make_engine: Callable[..., LLMEngine], runtime: DeviceRuntime
+    make_engine: Callable[..., LLMEngine], runtime: TorchRuntime
 ) -> None:
     engine = make_engine(dtype="float32", enable_prefix_caching=False)
     generate(engine)

@@ -10,7 +10,8 @@ import pytest
 from vmserve.memory.base import Convert, Fork, Growth, MemoryPlan, Regime, SwapIn
 from vmserve.memory.layout import KVLayout, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
-from vmserve.runner.runtime import DeviceRuntime
+from vmserve.memory.tensors import contiguous_view, paged_view
+from vmserve.runner.runtime import TorchRuntime
 
 import torch  # isort: skip
 
@@ -24,7 +25,7 @@ def layout(granularity: int) -> KVLayout:
     return plan_layout(LAYERS, HEADS, DIM, "float32", granularity, layers_per_group=LAYERS)
 
 
-def make(runtime: DeviceRuntime, num_pages: int, **options: object) -> MemoryManager:
+def make(runtime: TorchRuntime, num_pages: int, **options: object) -> MemoryManager:
     pages = runtime.memory()
     planned = layout(pages.granularity)
     return MemoryManager(
@@ -51,7 +52,7 @@ class Life:
     def __init__(self, memory: MemoryManager, seed: int) -> None:
         self.memory = memory
         self.rng = random.Random(seed)
-        self.view, self.paged = memory.view(), memory.paged_view()
+        self.view, self.paged = contiguous_view(memory), paged_view(memory)
         self.seqs: list[Seq] = []
         self.next_number = 1.0
         self.done: dict[str, int] = {}
@@ -184,7 +185,7 @@ class Life:
 
 @pytest.mark.parametrize("mapper", ["off", "thread"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_random_life(active: DeviceRuntime, seed: int, mapper: str) -> None:
+def test_a_random_life(active: TorchRuntime, seed: int, mapper: str) -> None:
     memory = make(active, 48, mapper=mapper, swap_bytes=64 << 20, lookahead_tokens=16)
     life = Life(memory, seed)
     for _ in range(120):
@@ -195,7 +196,7 @@ def test_a_random_life(active: DeviceRuntime, seed: int, mapper: str) -> None:
     memory.close()
 
 
-def test_no_tenant_reads_a_byte_of_another(active: DeviceRuntime) -> None:
+def test_no_tenant_reads_a_byte_of_another(active: TorchRuntime) -> None:
     """A fills the pool with one number and leaves; B finds it nowhere, in neither view."""
     memory = make(active, 8, zero_pages="tenant")
     secret = 7.25
@@ -225,7 +226,7 @@ def test_no_tenant_reads_a_byte_of_another(active: DeviceRuntime) -> None:
     memory.close()
 
 
-def test_memory_goes_back_to_the_device(active: DeviceRuntime) -> None:
+def test_memory_goes_back_to_the_device(active: TorchRuntime) -> None:
     memory = make(active, 40)
     seq = memory.open()
     assert seq is not None

@@ -25,6 +25,7 @@ from vmserve.memory.base import (
 )
 from vmserve.memory.layout import KVLayout, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
+from vmserve.memory.tensors import arena_tensors, contiguous_view, safe_view
 
 LAYERS, HEADS, DIM = 4, 2, 32
 KIB = 1 << 10
@@ -115,7 +116,7 @@ def test_what_does_not_fit_is_a_value() -> None:
 def test_every_op_reaches_the_core() -> None:
     layout = plan_layout(LAYERS, HEADS, DIM, "float32", 4096, page_tokens=32, block_tokens=16)
     memory = make(layout, prefix_caching=True, swap_bytes=1 << 20)
-    view = memory.view()
+    view = contiguous_view(memory)
     prompt = list(range(40))
     first = memory.open(prompt)
     assert first is not None
@@ -164,7 +165,7 @@ def test_views_are_strided_tensors_over_the_same_pages(
         block_tokens=16,
     )
     memory = make(layout)
-    view = memory.view()
+    view = contiguous_view(memory)
     other_seq, seq = opened(memory), opened(memory)
     other = grow(memory, other_seq, 1)
     slot = grow(memory, seq, 40)
@@ -178,7 +179,7 @@ def test_views_are_strided_tensors_over_the_same_pages(
             written = torch.randn(40, HEADS, DIM).to(tensor.dtype)
             tensor[slot, :40] = written
             expected[name, layer] = written
-    keys, values = memory.arena_tensors()
+    keys, values = arena_tensors(memory)
     pages = memory.blocks(seq)
     assert pages.tolist() == [1, 2, 3]
     for layer in range(LAYERS):
@@ -195,8 +196,8 @@ def test_views_are_strided_tensors_over_the_same_pages(
 def test_the_safe_view_can_be_read_everywhere() -> None:
     memory = make()
     slot = grow(memory, opened(memory), 20)
-    memory.view().keys[2][slot, :20] = 1.5
-    safe = memory.safe_view()
+    contiguous_view(memory).keys[2][slot, :20] = 1.5
+    safe = safe_view(memory)
     assert float(safe.keys[2].sum()) == 1.5 * 20 * HEADS * DIM
     assert float(safe.values[2].abs().sum()) == 0
     assert "1.5" in repr(safe.keys[2])
@@ -215,10 +216,10 @@ def test_padded_tokens_keep_one_stride() -> None:
         options=MemoryOptions(seal_read_only=False),
     )
     grow(memory, opened(memory), 64)
-    key = memory.view().keys[1]
+    key = contiguous_view(memory).keys[1]
     assert key.stride() == (2 * 8192 // 4, 64, 24, 1)
     key[0] = torch.arange(64)[:, None, None].float()
-    assert torch.equal(memory.arena_tensors()[0][1][1, :, 0, 5], torch.arange(32, 64).float())
+    assert torch.equal(arena_tensors(memory)[0][1][1, :, 0, 5], torch.arange(32, 64).float())
 
 
 def test_the_limit_can_be_raised_and_lowered() -> None:

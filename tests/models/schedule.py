@@ -9,6 +9,7 @@ from tests.models.checkpoints import VOCAB
 from vmserve.attention import create_backend
 from vmserve.attention.base import ContiguousView, RaggedBatch
 from vmserve.models import LoadedModel
+from vmserve.torch_dtypes import as_torch
 
 #: Per step, the tokens of each sequence that are computed: prompts in uneven chunks, decodes
 #: beside them, sequences that start late or pause.
@@ -34,7 +35,12 @@ def random_prompts(lengths: list[int]) -> list[list[int]]:
 def view_for(model: LoadedModel, max_len: int) -> ContiguousView:
     config = model.config
     return dense_view(
-        config.num_layers, max(SLOTS) + 1, max_len, config.kv_heads, config.head_dim, model.dtype
+        config.num_layers,
+        max(SLOTS) + 1,
+        max_len,
+        config.kv_heads,
+        config.head_dim,
+        as_torch(model.dtype),
     )
 
 
@@ -52,8 +58,8 @@ def run_schedule(
             [SLOTS[i] for i in active], [done[i] for i in active], [step[i] for i in active]
         )
         tokens = [t for i in active for t in prompts[i][done[i] : done[i] + step[i]]]
-        logits = model.forward(
-            torch.tensor(tokens), batch.token_positions, backend.bind(view, batch)
+        logits = model.network.forward(
+            torch.tensor(tokens), torch.from_numpy(batch.positions), backend.bind(view, batch)
         )
         assert logits.shape == (batch.num_tokens, VOCAB)
         assert logits.dtype == torch.float32

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from tests.models.checkpoints import CONTEXT, VARIANTS
 from vmserve.attention.base import LayerAttention
 from vmserve.cli import app
 from vmserve.config import EngineConfig, resolve
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import SUPPORTED_ARCHITECTURES, ModelConfig
 from vmserve.models.decoder_config import DecoderConfig, LearnedPositionsConfig, NormConfig
@@ -66,7 +66,7 @@ def test_every_field_of_an_older_llama(tmp_path: Path) -> None:
     assert config.attention == tuple(LayerAttention(layer, 0.5) for layer in range(2))
     assert config.windows == (None, None)
     assert (config.eos_token_ids, config.bos_token_id) == ((2,), 1)
-    assert config.dtype == torch.bfloat16
+    assert config.dtype is DType.BFLOAT16
     assert config.default_sampling == {}
 
 

@@ -6,12 +6,12 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
 from tests.models.checkpoints import VARIANTS
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.models.families import FAMILIES, Family
 from vmserve.models.transformers_config import parse
@@ -36,6 +36,8 @@ def assert_same(family: Family, raw: dict[str, Any]) -> bool:
         expected = getattr(theirs, name, None)
         if name == "head_dim" and expected is None:  # computed later, where it is not given
             continue
+        if name == "dtype" and expected is not None:
+            expected = DType.of(expected)
         assert value == expected, name
         assert type(value) is type(expected), name
     assert _description(family, ours) == _description(family, theirs)
@@ -161,13 +163,13 @@ def test_what_is_left_to_transformers(model_type: str, changes: dict[str, Any]) 
     [
         ({}, None),
         ({"dtype": None, "torch_dtype": None}, None),
-        ({"torch_dtype": "bfloat16"}, torch.bfloat16),
-        ({"dtype": "float16"}, torch.float16),
-        ({"dtype": "float32", "torch_dtype": "float16"}, torch.float32),
-        ({"dtype": None, "torch_dtype": "float16"}, torch.float16),
+        ({"torch_dtype": "bfloat16"}, DType.BFLOAT16),
+        ({"dtype": "float16"}, DType.FLOAT16),
+        ({"dtype": "float32", "torch_dtype": "float16"}, DType.FLOAT32),
+        ({"dtype": None, "torch_dtype": "float16"}, DType.FLOAT16),
     ],
 )
-def test_dtype(changes: dict[str, Any], dtype: torch.dtype | None) -> None:
+def test_dtype(changes: dict[str, Any], dtype: DType | None) -> None:
     raw = {"model_type": "llama", **changes}
     assert assert_same(BY_TYPE["llama"], raw)
     found = BY_TYPE["llama"].read(raw)

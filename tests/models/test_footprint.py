@@ -50,7 +50,7 @@ def assert_within_the_bound(path: Path) -> None:
         torch.inference_mode(),
         torch.profiler.profile(activities=activities, profile_memory=True) as profile,
     ):
-        model.forward(
+        model.network.forward(
             torch.zeros(num_tokens, dtype=torch.int64),
             torch.arange(num_tokens) % 256,
             attend,

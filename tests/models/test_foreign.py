@@ -24,6 +24,7 @@ from tests.models.schedule import (
 )
 from vmserve.attention import BACKENDS, check_backend, create_backend
 from vmserve.attention.base import LayerAttention, RaggedBatch
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import LoadedModel, ModelConfig, load_model
 from vmserve.models.foreign import ForeignConfig, inspection, rehearsal
@@ -85,7 +86,7 @@ def test_what_attention_is_asked_for(written: Callable[[str], Path]) -> None:
     assert (config.kv_heads, config.head_dim, config.vocab_size) == (2, 12, VOCAB)
     assert config.max_position_embeddings == CONTEXT
     assert (config.eos_token_ids, config.bos_token_id) == ((1,), 0)
-    assert config.dtype == torch.float32
+    assert config.dtype is DType.FLOAT32
     # Tied embeddings count once.
     stored = load_file(written("gemma2-no-cap") / "model.safetensors")
     assert config.num_weights == sum(tensor.numel() for tensor in stored.values())
@@ -111,7 +112,7 @@ def test_only_the_rows_asked_for(written: Callable[[str], Path]) -> None:
     results = []
     for rows in (None, torch.tensor([14, 8, 8]), torch.tensor([], dtype=torch.int64)):
         call = create_backend("sdpa").bind(view_for(model, 9), batch)
-        results.append(model.forward(tokens, batch.token_positions, call, rows))
+        results.append(model.network.forward(tokens, torch.from_numpy(batch.positions), call, rows))
     assert results[2].shape == (0, VOCAB)
     assert results[0].dtype == torch.float32
     torch.testing.assert_close(results[1], results[0][[14, 8, 8]], rtol=1e-5, atol=1e-5)

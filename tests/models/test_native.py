@@ -32,12 +32,13 @@ from vmserve.attention import PREFERRED, create_backend
 from vmserve.attention.base import AttentionCall, RaggedBatch
 from vmserve.attention.cpu import ISA_VARIABLE, CpuBackend, tensor_tuple
 from vmserve.config import EngineConfig
+from vmserve.dtypes import DType
 from vmserve.engine import LLMEngine
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import LoadedModel, ModelConfig, choose_native, load_model
 from vmserve.models.decoder import Decoder
 from vmserve.models.native import MIN_POSITIONS, NativeDecoder, refusal
-from vmserve.models.rope import RotaryEmbedding
+from vmserve.models.rotary_embedding import RotaryEmbedding
 
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -76,6 +77,17 @@ class _Parts:
         self.parts = [self.Part(call) for call in calls]
 
 
+def _logits(
+    model: LoadedModel, tokens: list[int], parts: _Parts, rows: list[int] | None = None
+) -> torch.Tensor:
+    network = model.network
+    assert isinstance(network, NativeDecoder)
+    wanted = None if rows is None else np.array(rows, dtype=np.int64)
+    positions = np.zeros(len(tokens), dtype=np.int64)  # the batch has them
+    attention: Any = parts
+    return torch.from_numpy(network.forward(np.array(tokens), positions, attention, wanted))
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("native")
@@ -95,7 +107,7 @@ def _run(model: LoadedModel, prompts: list[list[int]]) -> list[torch.Tensor]:
         )
         tokens = [t for i in active for t in prompts[i][done[i] : done[i] + step[i]]]
         parts = _Parts(backend.bind(view, batch))
-        logits = model.forward(torch.tensor(tokens), batch.token_positions, parts)  # type: ignore[arg-type]
+        logits = _logits(model, tokens, parts)
         assert parts.parts[0].seconds > 0
         for i, part in zip(active, torch.split(logits, [step[i] for i in active]), strict=True):
             rows[i].append(part)
@@ -238,8 +250,8 @@ def test_what_is_no_number_stays_none(quantized: bool, tmp_path: Path) -> None:
     batch = RaggedBatch.build([0, 1], [0, 0], [2, 1])
     for broken in (8, 9):
         parts = _Parts(CpuBackend().bind(view_for(native, CONTEXT), batch))
-        tokens = torch.tensor([2, 3, broken])
-        logits = native.forward(tokens, batch.token_positions, parts)  # type: ignore[arg-type]
+        tokens = [2, 3, broken]
+        logits = _logits(native, tokens, parts)
         assert bool(logits[:2].isfinite().all())
         assert bool(logits[2].isnan().all())
 
@@ -248,7 +260,7 @@ def _every_row(model: LoadedModel, tokens: list[int]) -> list[torch.Tensor]:
     view = view_for(model, CONTEXT)
     batch = RaggedBatch.build([0], [0], [len(tokens)])
     parts = _Parts(CpuBackend().bind(view, batch))
-    return [model.forward(torch.tensor(tokens), batch.token_positions, parts)]  # type: ignore[arg-type]
+    return [_logits(model, tokens, parts)]
 
 
 def test_rotations_are_made_as_positions_come(checkpoints: dict[str, Path]) -> None:
@@ -263,7 +275,7 @@ def test_rotations_are_made_as_positions_come(checkpoints: dict[str, Path]) -> N
     network._core.set_rotations(tensor_tuple(short.cos), tensor_tuple(short.signed_sin))
     call = CpuBackend().bind(view_for(model, CONTEXT), RaggedBatch.build([0], [0], [3]))
     with pytest.raises(ValueError, match="position 2 has no rotation: there are 2"):
-        network._core.forward([1, 2, 3], [call.batch], [2], 0)
+        network._core.forward([1, 2, 3], [call.batch], [2])
     wide = few.at(torch.arange(2), torch.bfloat16)
     with pytest.raises(ValueError, match="in the KV cache's dtype"):
         network._core.set_rotations(tensor_tuple(wide.cos), tensor_tuple(wide.signed_sin))
@@ -278,11 +290,7 @@ def _forward(model: LoadedModel, lengths: list[int], threads: int) -> list[torch
         batch = RaggedBatch.build(list(range(len(lengths))), [0] * len(lengths), lengths)
         tokens = [token for prompt in random_prompts(lengths)[: len(lengths)] for token in prompt]
         ends = np.cumsum(lengths) - 1
-        logits = model.forward(
-            torch.tensor(tokens), batch.token_positions,
-            _Parts(CpuBackend().bind(view, batch)), torch.from_numpy(ends),  # type: ignore[arg-type]
-        )  # fmt: skip
-        return list(logits)
+        return list(_logits(model, tokens, _Parts(CpuBackend().bind(view, batch)), ends.tolist()))
     finally:
         torch.set_num_threads(before)
 
@@ -315,12 +323,11 @@ def test_rows_can_be_asked_for_in_any_order_and_not_at_all(checkpoints: dict[str
     model = load_model(checkpoints["llama"], torch.float32, native=True)
     view = view_for(model, CONTEXT)
     batch = RaggedBatch.build([0, 1], [0, 0], [4, 5])
-    tokens = torch.arange(9)
+    tokens = list(range(9))
 
     def logits(rows: list[int] | None) -> torch.Tensor:
-        wanted = None if rows is None else torch.tensor(rows, dtype=torch.int64)
         parts = _Parts(CpuBackend().bind(view, batch))
-        return model.forward(tokens, batch.token_positions, parts, wanted)  # type: ignore[arg-type]
+        return _logits(model, tokens, parts, rows)
 
     every = logits(None)
     assert torch.equal(logits([8, 0, 3]), every[[8, 0, 3]])
@@ -334,7 +341,7 @@ def test_what_cannot_be_computed_is_refused(checkpoints: dict[str, Path]) -> Non
 
     def forward(tokens: list[int], rows: list[int]) -> None:
         parts = _Parts(CpuBackend().bind(view, batch))
-        model.forward(torch.tensor(tokens), batch.token_positions, parts, torch.tensor(rows))  # type: ignore[arg-type]
+        _logits(model, tokens, parts, rows)
 
     with pytest.raises(ValueError, match=rf"token id {VOCAB} is outside 0 \.\. {VOCAB - 1}"):
         forward([1, VOCAB], [1])
@@ -344,10 +351,10 @@ def test_what_cannot_be_computed_is_refused(checkpoints: dict[str, Path]) -> Non
         forward([1, 1], [2])
     parts = _Parts(CpuBackend().bind(view, batch))
     with pytest.raises(ValueError, match="3 token ids for batches of 2 tokens"):
-        model.forward(torch.tensor([1, 1, 1]), torch.tensor([0, 1, 2]), parts)  # type: ignore[arg-type]
+        _logits(model, [1, 1, 1], parts)
     stock = _Parts(create_backend("sdpa").bind(view, batch))
     with pytest.raises(UnsupportedError, match="cpu backend alone"):
-        model.forward(torch.tensor([1, 1]), batch.token_positions, stock)  # type: ignore[arg-type]
+        _logits(model, [1, 1], stock)
 
 
 def test_refusals_name_what_is_missing(tmp_path: Path) -> None:
@@ -355,28 +362,28 @@ def test_refusals_name_what_is_missing(tmp_path: Path) -> None:
         directory = tmp_path / f"{len(list(tmp_path.iterdir()))}"
         return ModelConfig.from_directory(save(config, directory)).network
 
-    assert refusal(network(LlamaConfig(**_SMALL)), torch.float32) is None
-    assert "float16" in (refusal(network(LlamaConfig(**_SMALL)), torch.float16) or "")
-    assert "multiple of 8" in (refusal(network(llama()), torch.float32) or "")
+    assert refusal(network(LlamaConfig(**_SMALL)), DType.FLOAT32) is None
+    assert "float16" in (refusal(network(LlamaConfig(**_SMALL)), DType.FLOAT16) or "")
+    assert "multiple of 8" in (refusal(network(llama()), DType.FLOAT32) or "")
     biased = LlamaConfig(**_SMALL, mlp_bias=True)
-    assert "biases" in (refusal(network(biased), torch.float32) or "")
-    assert "RMSNorm" in (refusal(network(gpt2(n_embd=64)), torch.float32) or "")
+    assert "biases" in (refusal(network(biased), DType.FLOAT32) or "")
+    assert "RMSNorm" in (refusal(network(gpt2(n_embd=64)), DType.FLOAT32) or "")
     odd = LlamaConfig(**_SMALL, hidden_act="gelu")
-    assert "activation gelu" in (refusal(network(odd), torch.float32) or "")
+    assert "activation gelu" in (refusal(network(odd), DType.FLOAT32) or "")
 
 
 def test_options_choose(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     model = ModelConfig.from_directory(checkpoints["llama"])
-    assert choose_native("auto", "none", "auto", model) == (torch.float32, True)
-    assert choose_native("native", "int8", "bfloat16", model) == (torch.bfloat16, True)
-    assert choose_native("torch", "none", "float32", model) == (torch.float32, False)
-    assert choose_native("auto", "none", "float16", model)[1] is False
+    assert choose_native("auto", "none", "auto", model) == DType.FLOAT32
+    assert choose_native("native", "int8", "bfloat16", model) == DType.BFLOAT16
+    assert choose_native("torch", "none", "float32", model) is None
+    assert choose_native("auto", "none", "float16", model) is None
     with pytest.raises(ConfigurationError, match=r"int8 cannot .* needs --linear-backend native"):
         choose_native("torch", "int8", "auto", model)
     other = ModelConfig.from_directory(save(gpt2(n_embd=64), tmp_path / "gpt2"))
     with pytest.raises(ConfigurationError, match="native cannot serve this model: it has RMSNorm"):
         choose_native("native", "none", "auto", other)
-    assert choose_native("auto", "none", "auto", other) == (torch.float32, False)
+    assert choose_native("auto", "none", "auto", other) is None
 
 
 def test_the_engine_runs_it_unless_other_kernels_are_asked_for() -> None:
@@ -387,7 +394,7 @@ def test_the_engine_runs_it_unless_other_kernels_are_asked_for() -> None:
     assert isinstance(network(attention_backend="sdpa"), Decoder)
     assert isinstance(network(linear_backend="torch"), Decoder)
     with pytest.raises(ConfigurationError, match="quantization"):
-        EngineConfig(quantization="int4")  # type: ignore[arg-type]
+        EngineConfig(quantization="int4")
 
 
 def test_other_kernels_chosen_for_attention_end_what_was_asked_for(
@@ -395,7 +402,7 @@ def test_other_kernels_chosen_for_attention_end_what_was_asked_for(
 ) -> None:
     monkeypatch.setitem(PREFERRED, "cpu", ("sdpa", "reference"))
     for options in ({"linear_backend": "native"}, {"quantization": "int8"}):
-        config = EngineConfig(max_num_seqs=2, **options)  # type: ignore[arg-type]
+        config = EngineConfig(max_num_seqs=2, **options)
         with pytest.raises(ConfigurationError, match="auto is reference and sdpa here: use --"):
             LLMEngine(config)
     assert isinstance(LLMEngine(EngineConfig(max_num_seqs=2))._model.network, Decoder)

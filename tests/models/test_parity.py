@@ -70,7 +70,7 @@ def test_only_the_rows_asked_for(variant: str, checkpoint: Callable[[str], Path]
     results = []
     for rows in (None, torch.tensor([14, 8, 8]), torch.tensor([], dtype=torch.int64)):
         call = create_backend("sdpa").bind(view_for(model, 9), batch)
-        results.append(model.forward(tokens, batch.token_positions, call, rows))
+        results.append(model.network.forward(tokens, torch.from_numpy(batch.positions), call, rows))
     assert results[2].shape == (0, VOCAB)
     torch.testing.assert_close(results[1], results[0][[14, 8, 8]], rtol=1e-5, atol=1e-5)
 
@@ -79,7 +79,7 @@ def longrope_logits(directory: Path, prompt: list[int], max_model_len: int) -> t
     model = load_model(directory, torch.float32, max_model_len=max_model_len)
     batch = RaggedBatch.build([0], [0], [len(prompt)])
     call = create_backend("sdpa").bind(view_for(model, len(prompt)), batch)
-    return model.forward(torch.tensor(prompt), batch.token_positions, call)
+    return model.network.forward(torch.tensor(prompt), torch.from_numpy(batch.positions), call)
 
 
 @pytest.mark.parametrize(("length", "max_model_len"), [(20, 24), (60, CONTEXT)])

@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from vmserve.models.rope import ROPE_TYPES, RopeConfig, RotaryEmbedding
+from vmserve.models.rope import ROPE_TYPES, RopeConfig
+from vmserve.models.rotary_embedding import RotaryEmbedding
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 

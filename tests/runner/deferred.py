@@ -25,9 +25,11 @@ from vmserve.attention.base import KVView, LayerAttention, PagedView, RaggedBatc
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.rotary import Rotary
 from vmserve.engine import LLMEngine
-from vmserve.memory.device import CudaMemory, MemoryDevice
+from vmserve.memory.cuda import CudaMemory
+from vmserve.memory.device import MemoryDevice
 from vmserve.models import LoadedModel
-from vmserve.runner.runtime import CpuRuntime
+from vmserve.models.native import NativeDecoder
+from vmserve.runner.torch_runtime import TorchCpuRuntime
 
 import torch  # isort: skip
 from torch import Tensor
@@ -192,7 +194,7 @@ class DeferredMemory(CudaMemory):
         return False
 
 
-class DeferredRuntime(CpuRuntime):
+class DeferredRuntime(TorchCpuRuntime):
     """See the module's text. ``graphs``: tapes, whose operations are put one by one."""
 
     def __init__(self, sim: SimCuda, *, graphs: bool = False) -> None:
@@ -278,12 +280,19 @@ class DeferredCpu(SnapshotCpu):
 
 def _as_a_whole(model: LoadedModel, stream: Stream) -> Callable[..., Tensor]:
     """The model's ``forward`` as one piece of work."""
-    forward = model.forward
+    network = model.network
+    assert isinstance(network, NativeDecoder)
 
     def put(ids: Tensor, positions: Tensor, attention: Any, rows: Tensor | None = None) -> Tensor:
         num_rows = len(ids if rows is None else rows)
         out = torch.from_numpy(np.full((num_rows, model.config.vocab_size), np.nan, np.float32))
-        stream.put(lambda: out.copy_(forward(ids, positions, attention, rows)))
+
+        def run() -> None:
+            wanted = None if rows is None else rows.numpy()
+            logits = network.forward(ids.numpy(), positions.numpy(), attention, wanted)
+            out.copy_(torch.from_numpy(logits))
+
+        stream.put(run)
         return out
 
     return put
@@ -310,7 +319,8 @@ def make_late(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> DeferredRun
         monkeypatch.setattr(engine._sampler, name, waiting(getattr(engine._sampler, name)))
     if not runtime.wants_graphs:
         forward = _as_a_whole(engine._runner._model, stream)
-        monkeypatch.setattr(engine._runner, "_model", SimpleNamespace(forward=forward))
+        late = SimpleNamespace(network=SimpleNamespace(forward=forward))
+        monkeypatch.setattr(engine._runner, "_model", late)
     # On the processor it reads the logits by numpy, of which a device knows nothing.
     monkeypatch.setattr("vmserve.sampling.device.argmax", lambda x: x.argmax(dim=-1))
     runtime.is_late = True

@@ -26,7 +26,7 @@ from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
 from vmserve.errors import ConfigurationError, OutOfMemoryError
 from vmserve.memory.base import Regime
-from vmserve.runner.runtime import CpuRuntime
+from vmserve.runner.torch_runtime import TorchCpuRuntime
 from vmserve.types import RequestOutput
 
 PROMPTS = [
@@ -65,7 +65,7 @@ def deferred(sim: SimCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 def make_plain(**options: Any) -> LLMEngine:
     """One step after the other, done when its call returns."""
-    return LLMEngine(EngineConfig(**(OPTIONS | options)), runtime=CpuRuntime())
+    return LLMEngine(EngineConfig(**(OPTIONS | options)), runtime=TorchCpuRuntime())
 
 
 @dataclass

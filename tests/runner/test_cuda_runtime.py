@@ -18,10 +18,11 @@ from vmserve import SamplingParams
 from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
 from vmserve.errors import UnsupportedError
+from vmserve.memory import cuda as cuda_memory
 from vmserve.memory import device
-from vmserve.memory.device import CudaMemory
-from vmserve.runner import runtime
-from vmserve.runner.runtime import CpuRuntime, CudaRuntime
+from vmserve.memory.cuda import CudaMemory
+from vmserve.runner import torch_runtime
+from vmserve.runner.torch_runtime import CudaRuntime, TorchCpuRuntime
 
 
 class FakeStream:
@@ -120,8 +121,8 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr(runtime, "_cuda", fake)
-    monkeypatch.setattr(device, "_cuda", fake)
+    monkeypatch.setattr(torch_runtime, "_cuda", fake)
+    monkeypatch.setattr(cuda_memory, "_cuda", fake)
     return fake
 
 
@@ -132,7 +133,7 @@ def test_the_pool_follows_the_stream_that_torch_uses(
     assert made.gpu_bytes == 4 << 30
     sim.make_current()
     cuda.made.cuda_stream = sim.new_stream()
-    monkeypatch.setattr(device.CudaMemory.__init__, "__kwdefaults__", {
+    monkeypatch.setattr(CudaMemory.__init__, "__kwdefaults__", {
         "device": 0, "spare_bytes": device.SPARE_BYTES, "library": str(sim.path)
     })  # fmt: skip
     pages = made.memory(1 << 30)
@@ -228,7 +229,7 @@ def test_growing_leaves_the_spare_bytes_free(sim: SimCuda) -> None:
 
 def test_activations_without_memory_get_the_pools_free_pages() -> None:
     options: dict[str, Any] = {"kv_cache_memory": "16MiB", "max_model_len": 256}
-    engine = LLMEngine(EngineConfig(dtype="float32", **options), runtime=CpuRuntime())
+    engine = LLMEngine(EngineConfig(dtype="float32", **options), runtime=TorchCpuRuntime())
     execute, failures = engine._runner.execute, [1, 0, 0]
 
     def short_of_memory(*args: Any) -> Any:

@@ -20,7 +20,7 @@ from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
 from vmserve.memory.base import Regime
 from vmserve.runner.graphs import DecodeGraphs, widths
-from vmserve.runner.runtime import CpuRuntime
+from vmserve.runner.torch_runtime import TorchCpuRuntime
 
 PROMPTS = [
     "Once upon a time there was a little fox",
@@ -57,7 +57,7 @@ def serve(
     defaults: dict[str, Any] = {"linear_backend": "torch"}
     defaults |= {"dtype": "float32", "max_model_len": 256, "kv_cache_memory": "32MiB"}
     config = EngineConfig(**(defaults | options))
-    engine = LLMEngine(config, runtime=CpuRuntime(graphs=graphs))
+    engine = LLMEngine(config, runtime=TorchCpuRuntime(graphs=graphs))
     done: dict[str, list[list[int]]] = {}
     waiting = list(enumerate(PROMPTS))
     step = 0
@@ -183,7 +183,7 @@ def test_lengths_are_far_apart(planned: Iterator[list[PlannedCpu]]) -> None:
         return SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
     config = EngineConfig(dtype="float32", kv_cache_memory="64MiB", kv_regime="virtual")
-    engine = LLMEngine(config, runtime=CpuRuntime(graphs=True))
+    engine = LLMEngine(config, runtime=TorchCpuRuntime(graphs=True))
     for length in (20, 505, 600, 2100):
         engine.add_request(str(length), [7] * length, long(0))
         while engine.has_unfinished:
@@ -195,7 +195,7 @@ def test_lengths_are_far_apart(planned: Iterator[list[PlannedCpu]]) -> None:
 def test_a_failed_capture_fails_one_step_and_is_the_last(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Failing(CpuRuntime):
+    class Failing(TorchCpuRuntime):
         def end_capture(self) -> Any:
             raise RuntimeError("this operation cannot be captured")
 
@@ -218,6 +218,6 @@ def test_a_failed_capture_fails_one_step_and_is_the_last(
 def test_enforce_eager_captures_nothing() -> None:
     options: dict[str, Any] = {"kv_cache_memory": "16MiB", "max_model_len": 256}
     config = EngineConfig(dtype="float32", enforce_eager=True, **options)
-    engine = LLMEngine(config, runtime=CpuRuntime(graphs=True))
+    engine = LLMEngine(config, runtime=TorchCpuRuntime(graphs=True))
     assert engine._graphs is None
     engine.close()

@@ -11,13 +11,13 @@ import torch  # isort: skip
 
 from tests.sim.simcuda import SimCuda
 from vmserve.errors import ConfigurationError
-from vmserve.memory import device
-from vmserve.memory.device import cuda_refusal
-from vmserve.runner.runtime import CpuRuntime, open_runtime
+from vmserve.memory.cuda import cuda_refusal
+from vmserve.runner.runtime import open_runtime
+from vmserve.runner.torch_runtime import TorchCpuRuntime
 
 
 def test_a_replay_sees_new_numbers_and_not_new_code() -> None:
-    runtime = CpuRuntime(graphs=True)
+    runtime = TorchCpuRuntime(graphs=True)
     given, kept, factor = torch.ones(3), torch.zeros(3), 2.0
     runtime.begin_capture()
     doubled = given * factor
@@ -35,7 +35,7 @@ def test_a_replay_sees_new_numbers_and_not_new_code() -> None:
 
 
 def test_waiting_for_the_device_cannot_be_captured() -> None:
-    runtime = CpuRuntime(graphs=True)
+    runtime = TorchCpuRuntime(graphs=True)
     runtime.begin_capture()
     with pytest.raises(RuntimeError, match="makes the host wait"):
         torch.ones(1).item()
@@ -44,7 +44,7 @@ def test_waiting_for_the_device_cannot_be_captured() -> None:
 
 
 def test_uploads_and_downloads() -> None:
-    runtime = CpuRuntime()
+    runtime = TorchCpuRuntime()
     buffer = torch.zeros(4, dtype=torch.int64)
     runtime.upload(np.array([1, 2]), buffer)
     assert buffer.tolist() == [1, 2, 0, 0]
@@ -56,7 +56,7 @@ def test_cuda_without_a_gpu_says_why(monkeypatch: pytest.MonkeyPatch, sim: SimCu
     monkeypatch.setattr("torch.version.cuda", None)
     with pytest.raises(ConfigurationError, match=r"build without CUDA.* or use --device cpu"):
         open_runtime("cuda")
-    assert open_runtime("auto").device.type == "cpu"
+    assert open_runtime("auto").device_type == "cpu"
     monkeypatch.setattr("torch.version.cuda", "13.0")
     why = cuda_refusal("/no/libcuda.so.1") or ""
     assert "/no/libcuda.so.1" in why
@@ -69,8 +69,7 @@ def test_drivers_and_devices_that_do_not_go_together(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigurationError, match="kv_driver: cuda gives memory of a GPU, and"):
         open_runtime("cpu", "cuda")
     assert open_runtime("auto", "host").memory().granularity == 4096
-    monkeypatch.setattr(device, "cuda_refusal", lambda: None)
-    monkeypatch.setattr("vmserve.runner.runtime.cuda_refusal", lambda: None)
+    monkeypatch.setattr("vmserve.memory.cuda.cuda_refusal", lambda: None)
     with pytest.raises(ConfigurationError, match="kv_driver: host gives memory of the processor"):
         open_runtime("cuda", "host")
-    assert open_runtime("auto", "host").device.type == "cpu"
+    assert open_runtime("auto", "host").device_type == "cpu"

@@ -11,7 +11,7 @@ import vmserve  # noqa: F401  first: it sets how torch's threads wait
 
 import torch  # isort: skip
 
-from vmserve.runner.runtime import CpuRuntime
+from vmserve.runner.torch_runtime import TorchCpuRuntime
 from vmserve.sampling import DeviceSampler, Sampler, SamplingParams, SamplingRow
 
 VOCAB = 300
@@ -37,7 +37,7 @@ def random_params(rng: random.Random) -> dict[str, Any]:
     }
 
 
-class Counting(CpuRuntime):
+class Counting(TorchCpuRuntime):
     """Counts the waits."""
 
     num_waits = 0
@@ -72,7 +72,7 @@ def test_a_batch_of_one_kind_takes_its_short_way() -> None:
     logits = torch.randn(30, VOCAB)
     for params in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 7}):
         rows = [row(i, i, **params) for i in range(30)]
-        there = DeviceSampler(VOCAB, CpuRuntime()).sample(logits, rows)
+        there = DeviceSampler(VOCAB, TorchCpuRuntime()).sample(logits, rows)
         here = Sampler(VOCAB).sample(logits, rows)
         assert [token.token_id for token in there] == [token.token_id for token in here]
 
@@ -94,7 +94,7 @@ def test_broken_logits_are_repaired() -> None:
     logits = torch.randn(3, VOCAB)
     logits[1, 7] = float("nan")
     rows = [row(i, 0, temperature=0.0) for i in range(3)]
-    sampler = DeviceSampler(VOCAB, CpuRuntime())
+    sampler = DeviceSampler(VOCAB, TorchCpuRuntime())
     found, expected = sampler.sample(logits, rows), Sampler(VOCAB).sample(logits, rows)
     assert [each.token_id for each in found] == [each.token_id for each in expected]
     # Summed in another order.
@@ -104,4 +104,4 @@ def test_broken_logits_are_repaired() -> None:
 
 
 def test_no_rows() -> None:
-    assert DeviceSampler(VOCAB, CpuRuntime()).sample(torch.empty(0, VOCAB), []) == []
+    assert DeviceSampler(VOCAB, TorchCpuRuntime()).sample(torch.empty(0, VOCAB), []) == []

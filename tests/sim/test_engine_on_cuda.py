@@ -18,9 +18,11 @@ from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
 from vmserve.errors import ConfigurationError, OutOfMemoryError
 from vmserve.memory.base import Growth, MemoryPlan, Regime, Shortfall, SwapIn
-from vmserve.memory.device import CudaMemory, MemoryDevice
+from vmserve.memory.cuda import CudaMemory
+from vmserve.memory.device import MemoryDevice
 from vmserve.memory.manager import MemoryManager, MemoryOptions
-from vmserve.runner.runtime import CpuRuntime
+from vmserve.memory.tensors import contiguous_view, paged_view
+from vmserve.runner.torch_runtime import TorchCpuRuntime
 
 import torch  # isort: skip
 
@@ -52,7 +54,7 @@ class SimulatedMemory(CudaMemory):
         return held > 0
 
 
-class SimulatedRuntime(CpuRuntime):
+class SimulatedRuntime(TorchCpuRuntime):
     def __init__(self, sim: SimCuda, **options: Any) -> None:
         super().__init__(**options)
         self._sim = sim
@@ -109,7 +111,7 @@ def test_the_same_tokens_as_on_the_host(
 ) -> None:
     sim.configure(SimConfig(seed=1, pump_per_mille=50, total_bytes=1 << 24))
     config = EngineConfig(**(OPTIONS | {"kv_cache_memory": "8MiB"} | options))
-    host = LLMEngine(config, runtime=CpuRuntime())
+    host = LLMEngine(config, runtime=TorchCpuRuntime())
     expected = tokens_of(host, 70, temperature=0.7, n=2)
     host.close()
     runtime = SimulatedRuntime(sim)
@@ -125,7 +127,7 @@ def test_the_same_tokens_as_on_the_host(
 
 def test_captured_steps_over_device_memory(sim: SimCuda) -> None:
     config = EngineConfig(**OPTIONS, kv_cache_memory="8MiB", kv_regime="virtual")
-    host = LLMEngine(config, runtime=CpuRuntime())
+    host = LLMEngine(config, runtime=TorchCpuRuntime())
     expected = tokens_of(host, 20, temperature=0)
     host.close()
     engine = LLMEngine(config, runtime=SimulatedRuntime(sim, graphs=True))
@@ -161,7 +163,7 @@ def test_pages_of_a_running_step_are_waited_for_where_nothing_else_is_left(sim: 
     assert first is not None
     assert second is not None
     epoch = grow(memory, first, 32)
-    sim.launch_write(memory.view().keys[0].data_ptr(), 8, 1)
+    sim.launch_write(contiguous_view(memory).keys[0].data_ptr(), 8, 1)
     memory.release(first)
     # Not launched: its kernels may still come.
     assert isinstance(memory.plan([Growth(second, 32)]), Shortfall)
@@ -221,7 +223,7 @@ def swapped_memory(pages: SimulatedMemory) -> tuple[MemoryManager, int, int]:
     assert other is not None
     memory.launched(grow(memory, seq, 64))
     for group in range(LAYOUT.num_groups):
-        first = memory.paged_view().keys[group].data_ptr()
+        first = paged_view(memory).keys[group].data_ptr()
         pages._sim.launch_write(first, 64 * LAYOUT.token_stride, 7 + group)
     assert memory.swap_out([seq])
     return memory, seq, other
@@ -247,7 +249,7 @@ def test_pages_that_are_swapped_out_can_be_had_when_their_copies_have_ended(sim:
     memory.launched(memory.apply(back))
     table = memory.blocks(seq)
     for group in range(LAYOUT.num_groups):
-        first = memory.paged_view().keys[group].data_ptr()
+        first = paged_view(memory).keys[group].data_ptr()
         for block in table:
             address = first + int(block) * 16 * LAYOUT.token_stride
             sim.launch_read(address, 16 * LAYOUT.token_stride, 7 + group)

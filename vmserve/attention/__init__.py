@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from vmserve.attention.base import AttentionBackend, ContiguousView, LayerAttention, PagedView
 from vmserve.attention.cpu import CpuBackend
-from vmserve.attention.flash import FlashAttn2, FlashAttn3, FlashBackend, TorchFlash
-from vmserve.attention.flashinfer import FlashInferBackend
-from vmserve.attention.reference import ReferenceBackend
-from vmserve.attention.sdpa import SdpaBackend
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["BACKENDS", "PREFERRED", "check_backend", "create_backend"]
 
 
-def _cuda() -> AttentionBackend:
-    # Only now: a machine without a GPU need not import what drives one.
-    from vmserve.attention.cuda import CudaPagedBackend  # noqa: PLC0415
+def _imported(module: str, name: str) -> Callable[[], AttentionBackend]:
+    """Makes a backend whose module is imported then: only our own kernels need no torch."""
 
-    return CudaPagedBackend()
+    def create() -> AttentionBackend:
+        backend: AttentionBackend = getattr(importlib.import_module(module), name)()
+        return backend
+
+    return create
 
 
 BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
     "cpu": CpuBackend,
-    "cuda": _cuda,
-    "flash-attn": lambda: FlashBackend(FlashAttn2()),
-    "flash-attn-3": lambda: FlashBackend(FlashAttn3()),
-    "flashinfer": FlashInferBackend,
-    "reference": ReferenceBackend,
-    "sdpa": SdpaBackend,
-    "torch-flash": lambda: FlashBackend(TorchFlash()),
+    "cuda": _imported("vmserve.attention.cuda", "CudaPagedBackend"),
+    "flash-attn": _imported("vmserve.attention.flash", "flash_attn_2"),
+    "flash-attn-3": _imported("vmserve.attention.flash", "flash_attn_3"),
+    "flashinfer": _imported("vmserve.attention.flashinfer", "FlashInferBackend"),
+    "reference": _imported("vmserve.attention.reference", "ReferenceBackend"),
+    "sdpa": _imported("vmserve.attention.sdpa", "SdpaBackend"),
+    "torch-flash": _imported("vmserve.attention.flash", "torch_flash"),
 }
 #: What "auto" tries on each type of device, in this order.
 PREFERRED: Mapping[str, tuple[str, ...]] = {
@@ -54,7 +57,7 @@ def create_backend(
     name: str,
     regime: Regime = Regime.VIRTUAL,
     head_dim: int = 64,
-    dtype: torch.dtype = torch.float32,
+    dtype: str | torch.dtype = DType.FLOAT32,
     layers: Sequence[LayerAttention] = (),
     device: str = "cpu",
 ) -> AttentionBackend:
@@ -79,6 +82,7 @@ def create_backend(
             f"attention_backend: {name} has no kernels for the device {device}: use auto or one of "
             f"{', '.join(each for each in able if each in BACKENDS)}"
         )
+    kind = DType.of(dtype)
     view = ContiguousView if regime is Regime.VIRTUAL else PagedView
     for chosen in (name, *able):
         if chosen not in BACKENDS:
@@ -90,12 +94,12 @@ def create_backend(
             check_backend(backend, layers)
         elif not backend.softcap and any(layer.softcap is not None for layer in layers):
             continue
-        refusal = backend.refusal(head_dim, dtype)
+        refusal = backend.refusal(head_dim, kind)
         if refusal is None:
             return backend
         if chosen == name:
             raise ConfigurationError(
-                f"attention_backend: {name} cannot serve a head_dim of {head_dim} in {dtype}: "
+                f"attention_backend: {name} cannot serve a head_dim of {head_dim} in {kind}: "
                 f"{refusal}; use auto"
             )
     raise AssertionError("the reference serves everything")

@@ -11,24 +11,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 
-from vmserve.attention.rotary import Rotary
+from vmserve import _core
+
+if TYPE_CHECKING:
+    import torch
+
+    from vmserve.attention.rotary import Rotary
+    from vmserve.dtypes import DType
 
 __all__ = [
     "AttentionBackend",
     "AttentionCall",
     "AttentionPlan",
     "ContiguousView",
+    "HostView",
     "KVView",
     "LayerAttention",
     "PagedView",
     "PlansAhead",
     "RaggedBatch",
+    "TensorView",
+    "tensor_view",
 ]
 
 
@@ -62,7 +70,24 @@ class PagedView:
     block_tokens: int
 
 
-KVView = ContiguousView | PagedView
+@dataclass(frozen=True, eq=False)
+class HostView:
+    """Either view for kernels in C++, which take addresses: no tensor is needed for it."""
+
+    core: _core.CpuKvView
+    #: Keeps the memory behind the addresses alive.
+    memory: object
+
+
+TensorView = ContiguousView | PagedView
+KVView = TensorView | HostView
+
+
+def tensor_view(view: KVView) -> TensorView:
+    """``view`` for kernels of torch. Raises ``TypeError`` for one without tensors."""
+    if isinstance(view, HostView):
+        raise TypeError("the kernels of torch read views of tensors")
+    return view
 
 
 @dataclass(frozen=True)
@@ -98,12 +123,9 @@ class RaggedBatch:
         return starts
 
     @cached_property
-    def token_places(self) -> torch.Tensor:
-        """int64 ``[num_tokens]``: the place of each row of the ragged batch."""
-        places = self.places
-        return torch.from_numpy(
-            places.copy() if self.is_single else np.repeat(places, self.num_new)
-        )
+    def token_places(self) -> NDArray[np.int64]:
+        """``[num_tokens]``: the place of each row of the ragged batch."""
+        return self.places.copy() if self.is_single else np.repeat(self.places, self.num_new)
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:
@@ -113,11 +135,6 @@ class RaggedBatch:
         shift = np.repeat(self.num_past - self.starts, self.num_new)
         positions: NDArray[np.int64] = np.arange(self.num_tokens) + shift
         return positions
-
-    @cached_property
-    def token_positions(self) -> torch.Tensor:
-        """The same as a tensor that shares its memory."""
-        return torch.from_numpy(self.positions)
 
     @staticmethod
     def build(places: ArrayLike, num_past: ArrayLike, num_new: ArrayLike) -> RaggedBatch:
@@ -179,7 +196,7 @@ class AttentionBackend(Protocol):
         """The views that :meth:`bind` takes."""
         ...
 
-    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType) -> str | None:
         """Why the kernels cannot serve such heads; None if they can."""
         ...
 

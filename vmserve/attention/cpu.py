@@ -7,34 +7,41 @@ result has the same bits whatever else is in the batch, in either view, on any n
 from __future__ import annotations
 
 import os
-
-import torch
+from typing import TYPE_CHECKING
 
 from vmserve import _core
 from vmserve.attention.base import (
     ContiguousView,
+    HostView,
     KVView,
     LayerAttention,
     PagedView,
     RaggedBatch,
+    TensorView,
 )
-from vmserve.attention.rotary import Rotary
+from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
+from vmserve.host_arrays import TensorTuple
+from vmserve.threads import num_threads as threads
 
-__all__ = ["ISA_VARIABLE", "CpuBackend", "CpuCall", "head_refusal", "tensor_tuple"]
+if TYPE_CHECKING:
+    import torch
+
+    from vmserve.attention.rotary import Rotary
+
+__all__ = ["CPU_DTYPES", "ISA_VARIABLE", "CpuBackend", "CpuCall", "head_refusal", "tensor_tuple"]
 
 MAX_HEAD_DIM = 256
 #: Forces an instruction set: generic, avx2 or avx512.
 ISA_VARIABLE = "VMSERVE_CPU_ISA"
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_TensorTuple = tuple[int, str, tuple[int, ...], tuple[int, ...]]
+CPU_DTYPES = frozenset((DType.FLOAT32, DType.BFLOAT16))
 
 
-def head_refusal(head_dim: int, dtype: torch.dtype) -> str | None:
+def head_refusal(head_dim: int, dtype: DType) -> str | None:
     """Why the kernels cannot serve such heads; None if they can."""
-    if dtype not in _DTYPES:
-        return f"its kernels have no {str(dtype).removeprefix('torch.')}"
+    if dtype not in CPU_DTYPES:
+        return f"its kernels have no {dtype}"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return f"its kernels want a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}"
     return None
@@ -43,7 +50,7 @@ def head_refusal(head_dim: int, dtype: torch.dtype) -> str | None:
 class CpuBackend:
     """Reads no position that is not written: ``read_slack_tokens`` is 0.
 
-    ``num_threads``: None follows ``torch.get_num_threads()``. ``isa``: None is what
+    ``num_threads``: None follows :func:`vmserve.threads.num_threads`. ``isa``: None is what
     ``VMSERVE_CPU_ISA`` says, else the best that the processor has. Raises ``ValueError`` for an
     instruction set that it has not.
     """
@@ -51,15 +58,16 @@ class CpuBackend:
     name = "cpu"
     read_slack_tokens = 0
     softcap = True
-    views: tuple[type[KVView], ...] = (ContiguousView, PagedView)
+    views: tuple[type[KVView], ...] = (ContiguousView, PagedView, HostView)
 
     def __init__(self, *, num_threads: int | None = None, isa: str | None = None) -> None:
         self._num_threads = num_threads
         chosen = os.environ.get(ISA_VARIABLE, "") if isa is None else isa
-        self._kernels = _core.CpuAttention(num_threads or torch.get_num_threads(), chosen)
-        self._view: _NativeView | None = None
+        self._kernels = _core.CpuAttention(num_threads or threads(), chosen)
+        #: A view of tensors, and the same as the kernels take it.
+        self._view: tuple[TensorView, HostView] | None = None
 
-    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType) -> str | None:
         return head_refusal(head_dim, dtype)
 
     @property
@@ -72,22 +80,33 @@ class CpuBackend:
 
         Raises ``ValueError`` for a sequence that does not fit its place.
         """
-        native = self._view
-        if native is None or native.view is not view:
-            # NOTE: another thread may bind in between: the one kept may be its view.
-            native = self._view = _NativeView(view)
         if self._num_threads is None:
-            self._kernels.num_threads = torch.get_num_threads()
-        return CpuCall(self._kernels, native, batch)
+            self._kernels.num_threads = threads()
+        if isinstance(view, HostView):
+            return CpuCall(self._kernels, view, batch)
+        known = self._view
+        if known is None or known[0] is not view:
+            # NOTE: another thread may bind in between: the one kept may be its view.
+            known = self._view = view, _host_view(view)
+        return CpuCall(self._kernels, known[1], batch)
 
 
 class CpuCall:
     """One step; see :class:`vmserve.attention.base.AttentionCall`."""
 
-    def __init__(self, kernels: _core.CpuAttention, view: _NativeView, batch: RaggedBatch) -> None:
+    def __init__(self, kernels: _core.CpuAttention, view: HostView, batch: RaggedBatch) -> None:
         self._kernels = kernels
-        self._view = view  # keeps the tensors alive
+        self._view = view  # keeps the memory alive
         self.batch = _core.CpuBatch(view.core, batch.places, batch.num_past, batch.num_new)
+
+    def attend(
+        self, spec: LayerAttention, q: TensorTuple, k: TensorTuple, v: TensorTuple, out: TensorTuple
+    ) -> None:
+        """As :meth:`__call__`, for heads that are rotated already, into ``out``."""
+        window, softcap = spec.window or 0, spec.softcap or 0.0
+        self._kernels.run(
+            self.batch, spec.layer, q, k, v, None, out, spec.scale, window, softcap, 0
+        )
 
     def __call__(
         self,
@@ -103,7 +122,7 @@ class CpuCall:
 
         Raises ``ValueError`` for shapes or strides that do not agree, before anything is written.
         """
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = q.new_empty(q.shape)
         self._kernels.run(
             self.batch,
             spec.layer,
@@ -120,23 +139,20 @@ class CpuCall:
         return out
 
 
-class _NativeView:
-    """Addresses and strides of a view, for the kernels. Made once."""
-
-    def __init__(self, view: KVView) -> None:
-        self.view = view
-        keys = [tensor_tuple(tensor) for tensor in view.keys]
-        values = [tensor_tuple(tensor) for tensor in view.values]
-        if isinstance(view, ContiguousView):
-            self.core = _core.CpuKvView(keys, values)
-        else:
-            self.core = _core.CpuKvView(keys, values, view.block_tables.numpy(), view.block_tokens)
+def _host_view(view: TensorView) -> HostView:
+    """Addresses and strides of a view of tensors, for the kernels."""
+    keys = [tensor_tuple(tensor) for tensor in view.keys]
+    values = [tensor_tuple(tensor) for tensor in view.values]
+    if isinstance(view, ContiguousView):
+        return HostView(_core.CpuKvView(keys, values), view)
+    tables = view.block_tables.numpy()
+    return HostView(_core.CpuKvView(keys, values, tables, view.block_tokens), view)
 
 
-def tensor_tuple(tensor: torch.Tensor) -> _TensorTuple:
+def tensor_tuple(tensor: torch.Tensor) -> TensorTuple:
     """``(address, dtype, shape, strides)`` of a CPU tensor, as the C++ core takes it."""
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None or tensor.device.type != "cpu":
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in CPU_DTYPES or not tensor.is_cpu:
         raise UnsupportedError(
             f"a tensor of {tensor.dtype} on {tensor.device}: the cpu backend has kernels for "
             "float32 and bfloat16 on the CPU"
@@ -145,7 +161,7 @@ def tensor_tuple(tensor: torch.Tensor) -> _TensorTuple:
 
 
 def _lse_address(lse: torch.Tensor, q: torch.Tensor) -> int:
-    if lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous():
+    if str(lse.dtype) != "torch.float32" or lse.shape != q.shape[:2] or not lse.is_contiguous():
         raise ValueError(
             f"lse is {lse.dtype} {list(lse.shape)}: it must be contiguous float32 "
             f"{list(q.shape[:2])}"

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from vmserve.attention.base import ContiguousView, KVView, LayerAttention, RaggedBatch
 from vmserve.attention.rotary import Rotary, rotate
 from vmserve.attention.transfer import upload
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 
 __all__ = [
@@ -31,12 +32,15 @@ __all__ = [
     "SlotPart",
     "SlotTensors",
     "TorchFlash",
+    "flash_attn_2",
+    "flash_attn_3",
+    "torch_flash",
 ]
 
 #: Kernels count the tokens of all slots in 32 bits.
 MAX_FLAT_TOKENS = 2**31
 MAX_HEAD_DIM = 256
-_HALF = (torch.float16, torch.bfloat16)
+_HALF = (DType.FLOAT16, DType.BFLOAT16)
 
 
 class SlotTensors:
@@ -109,7 +113,7 @@ class SlotKernel(Protocol):
     read_slack_tokens: int
     softcap: bool
 
-    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType) -> str | None:
         """Why it cannot serve such heads here; None if it can."""
         ...
 
@@ -146,7 +150,7 @@ class TorchFlash:
     def __init__(self, op: Callable[..., Any] | None = None) -> None:
         self._op: Callable[..., Any] = op or torch.ops.aten._flash_attention_forward.default
 
-    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType) -> str | None:
         names = [a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments]
         if "seqused_k" not in names:
             return f"torch {torch.__version__} is too old for it: 2.11 is needed"
@@ -186,7 +190,7 @@ class FlashAttn2:
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self._function = function
 
-    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType) -> str | None:
         if self._function is None:
             if importlib.util.find_spec(self.module) is None:
                 return f"the package {self.module} is not installed"
@@ -245,7 +249,7 @@ class FlashAttn3(FlashAttn2):
     read_slack_tokens = 256
     module = "flash_attn_interface"
 
-    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType) -> str | None:
         if self._function is None and torch.cuda.is_available():
             major, _ = torch.cuda.get_device_capability()
             if major != 9:
@@ -253,9 +257,9 @@ class FlashAttn3(FlashAttn2):
         return super().refusal(head_dim, dtype)
 
 
-def _half_refusal(head_dim: int, dtype: torch.dtype) -> str | None:
+def _half_refusal(head_dim: int, dtype: DType) -> str | None:
     if dtype not in _HALF:
-        return f"FlashAttention has no {str(dtype).removeprefix('torch.')}"
+        return f"FlashAttention has no {dtype}"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return f"FlashAttention wants a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}"
     return None
@@ -273,7 +277,7 @@ class FlashBackend:
         self.softcap = kernel.softcap
         self._slots: SlotTensors | None = None
 
-    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType) -> str | None:
         return self.kernel.refusal(head_dim, dtype)
 
     def _tensors(self, view: KVView) -> SlotTensors:
@@ -308,6 +312,18 @@ class FlashBackend:
         return DecodePlan(self.kernel, self._tensors(view), max_tokens, max_len)
 
 
+def flash_attn_2() -> FlashBackend:
+    return FlashBackend(FlashAttn2())
+
+
+def flash_attn_3() -> FlashBackend:
+    return FlashBackend(FlashAttn3())
+
+
+def torch_flash() -> FlashBackend:
+    return FlashBackend(TorchFlash())
+
+
 class SlotCall:
     """One step; see :class:`vmserve.attention.base.AttentionCall`.
 
@@ -319,7 +335,7 @@ class SlotCall:
         self._kernel = kernel
         self._slots = slots
         device = slots.view.keys[0].device
-        places = batch.token_places.numpy() * slots.slot_tokens + batch.positions
+        places = batch.token_places * slots.slot_tokens + batch.positions
         self._written = upload(places, device)
         few = batch.num_new == 1
         #: The rows of each part (None: all there are) and its sequences.

@@ -23,9 +23,11 @@ from vmserve.attention.base import (
     LayerAttention,
     PagedView,
     RaggedBatch,
+    tensor_view,
 )
 from vmserve.attention.rotary import Rotary, rotate
 from vmserve.attention.transfer import upload
+from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
 
 __all__ = ["BlockTensors", "FlashInferBackend"]
@@ -35,7 +37,7 @@ WORKSPACE_BYTES = 128 << 20
 #: Tokens that a slot's rows are counted in; slots are whole pages, which hold whole blocks.
 SLOT_BLOCK_TOKENS = 16
 HEAD_DIMS = (64, 128, 256)
-_HALF = (torch.float16, torch.bfloat16)
+_HALF = (DType.FLOAT16, DType.BFLOAT16)
 _MODULE = "flashinfer"
 
 
@@ -48,8 +50,8 @@ class BlockTensors:
     Raises :class:`~vmserve.errors.UnsupportedError` where blocks do not lie that way.
     """
 
-    def __init__(self, view: KVView) -> None:
-        self.view = view
+    def __init__(self, given: KVView) -> None:
+        view = self.view = tensor_view(given)
         rows, row_tokens, _, _ = view.keys[0].shape
         row_stride, token_stride = view.keys[0].stride()[:2]
         is_slots = isinstance(view, ContiguousView)
@@ -150,13 +152,13 @@ class FlashInferBackend:
         self._wrappers: tuple[dict[LayerKind, Any], dict[LayerKind, Any]] = ({}, {})
         self._turn = 0
 
-    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType) -> str | None:
         if self._module is None:
             if importlib.util.find_spec(_MODULE) is None:
                 return "the package flashinfer is not installed: pip install flashinfer-python"
             self._module = importlib.import_module(_MODULE)
         if dtype not in _HALF:
-            return f"FlashInfer has no {str(dtype).removeprefix('torch.')}"
+            return f"FlashInfer has no {dtype}"
         if head_dim not in HEAD_DIMS:
             return f"FlashInfer has heads of {', '.join(map(str, HEAD_DIMS))}"
         return None
@@ -191,7 +193,7 @@ class FlashInferCall:
         self._device = tensors.keys[0].device
         width = tensors.block_tokens
         positions = batch.positions
-        blocks = tensors.blocks(batch.token_places.numpy(), positions // width)
+        blocks = tensors.blocks(batch.token_places, positions // width)
         self._written = upload(blocks * width + positions % width, self._device)
         self._batch = batch
         self._planned: dict[LayerKind, Any] = {}

@@ -8,8 +8,17 @@ from __future__ import annotations
 
 import torch
 
-from vmserve.attention.base import ContiguousView, KVView, LayerAttention, PagedView, RaggedBatch
+from vmserve.attention.base import (
+    ContiguousView,
+    KVView,
+    LayerAttention,
+    PagedView,
+    RaggedBatch,
+    TensorView,
+    tensor_view,
+)
 from vmserve.attention.rotary import Rotary, rotate
+from vmserve.dtypes import DType
 
 __all__ = ["ReferenceBackend"]
 
@@ -20,15 +29,15 @@ class ReferenceBackend:
     softcap = True
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView)
 
-    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType) -> str | None:
         return None
 
     def bind(self, view: KVView, batch: RaggedBatch) -> _ReferenceCall:
-        return _ReferenceCall(view, batch)
+        return _ReferenceCall(tensor_view(view), batch)
 
 
 class _ReferenceCall:
-    def __init__(self, view: KVView, batch: RaggedBatch) -> None:
+    def __init__(self, view: TensorView, batch: RaggedBatch) -> None:
         self._view = view
         self._batch = batch
 

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vmserve.attention.base import ContiguousView, KVView, LayerAttention, RaggedBatch
 from vmserve.attention.rotary import Rotary, rotate
+from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
 
 __all__ = ["SdpaBackend"]
@@ -45,7 +46,7 @@ class SdpaBackend:
     softcap = False
     views: tuple[type[KVView], ...] = (ContiguousView,)
 
-    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType) -> str | None:
         return None
 
     def __init__(self) -> None:
@@ -76,7 +77,8 @@ class _SdpaCall:
         self._slots = slots
         self._batch = batch
         device = slots.view.keys[0].device
-        self._index = (batch.token_places.to(device), batch.token_positions.to(device))
+        rows = (batch.token_places, batch.positions)
+        self._index = tuple(torch.from_numpy(each).to(device) for each in rows)
         #: Per window, as the layers ask for them; layers with the same window share one.
         self._tiles: dict[int | None, list[_Tile]] = {}
 

@@ -8,13 +8,14 @@ so that the parts of a step add up to the step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
-import torch
+import numpy as np
 import typer
 
 from vmserve.bench import options as opt
@@ -37,9 +38,11 @@ from vmserve.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from numpy.typing import NDArray
+
     from vmserve.attention.base import AttentionCall
     from vmserve.bench.alloc.section import Report
-    from vmserve.models import LoadedModel
+    from vmserve.models.native import NativeDecoder
 
 __all__ = [
     "BEYOND",
@@ -106,17 +109,17 @@ class NullModel:
     """Every row of logits is the same: the sampler takes token 17."""
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
-        self._logits = torch.zeros(max_rows, vocab_size)
+        self._logits = np.zeros((max_rows, vocab_size), dtype=np.float32)
         self._logits[:, 17] = 1.0
         self.num_tokens = 0
 
     def forward(
         self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
         attention: AttentionCall,
-        logits_rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        logits_rows: NDArray[np.int64] | None = None,
+    ) -> NDArray[np.float32]:
         self.num_tokens = len(token_ids)
         return self._logits[: len(token_ids if logits_rows is None else logits_rows)]
 
@@ -139,7 +142,8 @@ class SteppedEngine:
             )
         )
         self.model = NullModel(case.num_seqs, self.engine.model_config.vocab_size)
-        self.engine._runner._model = cast("LoadedModel", self.model)
+        network = cast("NativeDecoder", self.model)
+        self.engine._runner._model = dataclasses.replace(self.engine._model, network=network)
         self._add_requests()
         while self.model.num_tokens != case.num_seqs or self.engine.scheduler.num_waiting:
             self._checked_step()

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from vmserve.attention.base import ContiguousView, PagedView
     from vmserve.memory.layout import KVLayout
 
 __all__ = [
@@ -318,10 +317,6 @@ class KVMemory(Protocol):
     def trim(self, keep_pages: int = 0, *, drop_idle: bool = False) -> int:
         """Give free pages above ``keep_pages`` back to the system; returns how many."""
         ...
-
-    def view(self) -> ContiguousView: ...
-
-    def paged_view(self) -> PagedView: ...
 
     def stats(self) -> MemoryStats: ...
 

@@ -11,6 +11,7 @@ import torch
 from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import Fork, Growth, MemoryPlan, Shortfall
 from vmserve.memory.manager import MemoryManager, MemoryOptions
+from vmserve.memory.tensors import arena_tensors, contiguous_view, safe_view
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -102,7 +103,7 @@ class KVCache:
         """
         if unmapped not in ("fault", "zero"):
             raise ValueError(f"unmapped is {unmapped!r}: use 'fault' or 'zero'")
-        view = self._memory.view() if unmapped == "fault" else self._memory.safe_view()
+        view = (contiguous_view if unmapped == "fault" else safe_view)(self._memory)
         return list(zip(view.keys, view.values, strict=True))
 
     def paged_tensors(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -110,7 +111,7 @@ class KVCache:
 
         Rows that no :meth:`block_tables` entry names may not be touched.
         """
-        return list(zip(*self._memory.arena_tensors(), strict=True))
+        return list(zip(*arena_tensors(self._memory), strict=True))
 
     def alloc_slot(self, tenant: int = 0) -> int | None:
         """An empty slot, or None when all are taken."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vmserve.config import format_size
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -36,15 +37,6 @@ __all__ = [
 
 HOST_GRANULARITY = 4 << 10
 CUDA_GRANULARITY = 2 << 20
-
-_ITEMSIZE = {
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "float64": 8,
-}
 
 #: Page sizes that the planner aims for on its own, in tokens: below, map calls cost more
 #: than they save; above, short sequences waste most of a page.
@@ -69,7 +61,7 @@ class KVLayout:
     num_layers: int
     kv_heads: int
     head_dim: int
-    dtype: str
+    dtype: DType
     layers_per_group: int
     split_kv: bool
     page_bytes: int
@@ -80,7 +72,7 @@ class KVLayout:
 
     @property
     def itemsize(self) -> int:
-        return _ITEMSIZE[self.dtype]
+        return self.dtype.itemsize
 
     @property
     def num_groups(self) -> int:
@@ -187,12 +179,12 @@ def plan_layout(
 
     Raises :class:`ConfigurationError`, with the numbers, for sizes that do not fit.
     """
-    name = str(dtype).removeprefix("torch.")
-    _check_shape(num_layers, kv_heads, head_dim, name, layers_per_group, tensor_parallel)
+    kind = DType.of(dtype)
+    _check_shape(num_layers, kv_heads, head_dim, layers_per_group, tensor_parallel)
     _check_positive(granularity=granularity, block_tokens=block_tokens)
     rank_heads = kv_heads // tensor_parallel
     parts = 1 if split_kv else 2
-    token_bytes = layers_per_group * parts * rank_heads * head_dim * _ITEMSIZE[name]
+    token_bytes = layers_per_group * parts * rank_heads * head_dim * kind.itemsize
     if page_bytes is not None:
         _check_page_bytes(page_bytes, granularity)
     if page_tokens is not None:
@@ -211,7 +203,7 @@ def plan_layout(
             num_layers=num_layers,
             kv_heads=rank_heads,
             head_dim=head_dim,
-            dtype=name,
+            dtype=kind,
             layers_per_group=layers_per_group,
             split_kv=split_kv,
             page_bytes=size,
@@ -284,9 +276,8 @@ def layers_for_granularity(
     On the host that is one; pages of 2 MiB would hold 512 tokens of one layer with 8 heads of 128
     in half precision. Where even all layers together are too few, all of them.
     """
-    name = str(dtype).removeprefix("torch.")
-    _check_shape(num_layers, kv_heads, head_dim, name, 1, 1)
-    layer_bytes = 2 * kv_heads * head_dim * _ITEMSIZE[name]
+    _check_shape(num_layers, kv_heads, head_dim, 1, 1)
+    layer_bytes = 2 * kv_heads * head_dim * DType.of(dtype).itemsize
     divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
     return next(
         (n for n in divisors if granularity <= _MAX_PAGE_TOKENS * n * layer_bytes), num_layers
@@ -348,7 +339,6 @@ def _check_shape(
     num_layers: int,
     kv_heads: int,
     head_dim: int,
-    dtype: str,
     layers_per_group: int,
     tensor_parallel: int,
 ) -> None:
@@ -359,8 +349,6 @@ def _check_shape(
         layers_per_group=layers_per_group,
         tensor_parallel=tensor_parallel,
     )
-    if dtype not in _ITEMSIZE:
-        raise ConfigurationError(f"dtype {dtype!r} is not one of {', '.join(_ITEMSIZE)}")
     if num_layers % layers_per_group:
         divisors = [str(n) for n in range(1, num_layers + 1) if num_layers % n == 0]
         raise ConfigurationError(

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
 
 from vmserve import _core
-from vmserve.attention.base import ContiguousView, PagedView
 from vmserve.config import format_size
 from vmserve.errors import ConfigurationError, DriverError, OutOfMemoryError
 from vmserve.memory.base import (
@@ -25,8 +23,7 @@ from vmserve.memory.base import (
     SwapIn,
     SwapOut,
 )
-from vmserve.memory.device import HostMemory, MemoryDevice, memory_device
-from vmserve.memory.tensors import layer_tensors
+from vmserve.memory.device import MemoryDevice, memory_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,8 +42,6 @@ _ZERO_POLICIES = {
 }
 _VIEWS = {Regime.VIRTUAL: _core.View.VIRTUAL, Regime.PAGED: _core.View.PAGED}
 _REGIMES = {view: regime for regime, view in _VIEWS.items()}
-#: Block tables are always the processor's.
-_HOST = HostMemory()
 _MAPPERS = {
     "off": _core.MapperMode.OFF,
     "manual": _core.MapperMode.MANUAL,
@@ -364,43 +359,23 @@ class MemoryManager:
     def regime(self, seq: int) -> Regime:
         return _REGIMES[self._core.view(seq)]
 
-    def view(self) -> ContiguousView:
-        """K and V per layer, ``[slots, max_len, kv_heads, head_dim]``, over the slots."""
-        keys, values = layer_tensors(
-            self.layout, self._tensors(self._core.slots_buffer), self.max_len
-        )
-        return ContiguousView(keys=keys, values=values)
+    # Of each group uint8 ``[rows, row_bytes]``, where :mod:`.tensors` and :mod:`.host_views` find
+    # its layers' keys and values. Touching what is not mapped is a fault.
 
-    def paged_view(self) -> PagedView:
-        """K and V per layer over the arena, and the block tables; a sequence's id is its row."""
-        keys, values = self.arena_tensors()
-        return PagedView(
-            keys=keys,
-            values=values,
-            block_tables=_HOST.tensor(self._core.block_tables),
-            block_tokens=self.layout.block_tokens,
-        )
+    def slot_buffers(self) -> list[NDArray[np.uint8]]:
+        """A slot per row."""
+        return [self._core.slots_buffer(group) for group in range(self.layout.num_groups)]
 
-    def _tensors(self, buffer: Callable[[int], NDArray[np.uint8]]) -> list[torch.Tensor]:
-        return [self.device.tensor(buffer(group)) for group in range(self.layout.num_groups)]
+    def arena_buffers(self) -> list[NDArray[np.uint8]]:
+        """A page per row."""
+        return [self._core.arena_buffer(group) for group in range(self.layout.num_groups)]
 
-    def safe_view(self) -> ContiguousView:
-        """Like :meth:`view`, but reads of what is not mapped give zero. Writing anywhere traps.
+    def shadow_buffers(self) -> list[NDArray[np.uint8]]:
+        """A slot per row, read-only, and zero where nothing is mapped.
 
         Raises ``ValueError`` on a GPU: what is not mapped there is a fault.
         """
-        keys, values = layer_tensors(
-            self.layout, self._tensors(self._core.shadow_buffer), self.max_len
-        )
-        return ContiguousView(keys=keys, values=values)
-
-    def arena_tensors(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """K and V per layer over the arena, ``[pages, page_tokens, kv_heads, head_dim]``."""
-        return layer_tensors(
-            self.layout,
-            self._tensors(self._core.arena_buffer),
-            self.layout.page_tokens,
-        )
+        return [self._core.shadow_buffer(group) for group in range(self.layout.num_groups)]
 
     def stats(self) -> MemoryStats:
         stats = self._core.stats()

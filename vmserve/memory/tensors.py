@@ -2,27 +2,70 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from vmserve.attention.base import ContiguousView, PagedView
+from vmserve.memory.cuda import CudaMemory
+from vmserve.torch_dtypes import as_torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vmserve.memory.layout import KVLayout
+    from numpy.typing import NDArray
 
-__all__ = ["layer_tensors"]
+    from vmserve.memory.device import MemoryDevice
+    from vmserve.memory.manager import MemoryManager
+
+__all__ = ["arena_tensors", "contiguous_view", "paged_view", "safe_view"]
+
+_Layers = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 
 
-def layer_tensors(
-    layout: KVLayout, buffers: Sequence[torch.Tensor], num_tokens: int
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+def contiguous_view(memory: MemoryManager) -> ContiguousView:
+    """K and V per layer, ``[slots, max_len, kv_heads, head_dim]``, over the slots."""
+    keys, values = _layer_tensors(memory, memory.slot_buffers(), memory.max_len)
+    return ContiguousView(keys=keys, values=values)
+
+
+def safe_view(memory: MemoryManager) -> ContiguousView:
+    """The same, but reads of what is not mapped give zero. Writing anywhere traps.
+
+    Raises ``ValueError`` on a GPU: what is not mapped there is a fault.
+    """
+    keys, values = _layer_tensors(memory, memory.shadow_buffers(), memory.max_len)
+    return ContiguousView(keys=keys, values=values)
+
+
+def paged_view(memory: MemoryManager) -> PagedView:
+    """K and V per layer over the arena, and the block tables; a sequence's id is its row."""
+    keys, values = arena_tensors(memory)
+    return PagedView(
+        keys=keys,
+        values=values,
+        block_tables=_host_tensor(memory.block_tables()),  # always the processor's
+        block_tokens=memory.layout.block_tokens,
+    )
+
+
+def arena_tensors(memory: MemoryManager) -> _Layers:
+    """K and V per layer over the arena, ``[pages, page_tokens, kv_heads, head_dim]``."""
+    return _layer_tensors(memory, memory.arena_buffers(), memory.layout.page_tokens)
+
+
+def _layer_tensors(
+    memory: MemoryManager, buffers: Sequence[NDArray[Any]], num_tokens: int
+) -> _Layers:
     """K and V of every layer: ``[rows, num_tokens, kv_heads, head_dim]`` each.
 
     ``buffers[group]``: uint8 ``[rows, row_bytes]``, a slot or a page per row. The tensors
     keep the buffers, and so the memory, alive.
     """
-    flat = [buffer.view(getattr(torch, layout.dtype)) for buffer in buffers]
+    layout = memory.layout
+    dtype = as_torch(layout.dtype)
+    flat = [_tensor(memory.device, buffer).view(dtype) for buffer in buffers]
 
     def tensor(location: tuple[int, int]) -> torch.Tensor:
         group, offset_bytes = location
@@ -37,3 +80,16 @@ def layer_tensors(
     keys = tuple(tensor(layout.key_location(layer)) for layer in layers)
     values = tuple(tensor(layout.value_location(layer)) for layer in layers)
     return keys, values
+
+
+def _tensor(device: MemoryDevice, buffer: NDArray[Any]) -> torch.Tensor:
+    return device.tensor(buffer) if isinstance(device, CudaMemory) else _host_tensor(buffer)
+
+
+def _host_tensor(buffer: NDArray[Any]) -> torch.Tensor:
+    if buffer.flags.writeable:
+        return torch.from_numpy(buffer)
+    with warnings.catch_warnings():
+        # Torch has no read-only tensors and says so; the caller documents that writes trap.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(buffer)

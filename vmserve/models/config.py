@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from vmserve.attention.base import LayerAttention
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.json_files import read_json
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.families import FAMILIES
-from vmserve.models.weights import tensor_shapes
+from vmserve.models.tensor_names import tensor_shapes
 
 if TYPE_CHECKING:
     from vmserve.models.foreign import ForeignConfig
@@ -48,7 +47,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     #: The type that the checkpoint says its weights have.
-    dtype: torch.dtype
+    dtype: DType
     #: Keyword arguments of SamplingParams that the model's authors recommend.
     default_sampling: Mapping[str, float | int]
     #: What computes it: our decoder, or a model of ``transformers``.
@@ -101,7 +100,7 @@ class ModelConfig:
             activation_width=network.activation_width,
             eos_token_ids=_token_ids(generation.get("eos_token_id", text.eos_token_id)),
             bos_token_id=generation.get("bos_token_id", text.bos_token_id),
-            dtype=hf.dtype or text.dtype or torch.float32,
+            dtype=DType.of(hf.dtype or text.dtype or DType.FLOAT32),
             default_sampling=_default_sampling(generation),
             network=network,
         )

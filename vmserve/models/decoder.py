@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from vmserve.attention.base import AttentionCall, LayerAttention
 from vmserve.attention.rotary import Rotary
 from vmserve.models.decoder_config import DecoderConfig
-from vmserve.models.rope import RopeConfig, RotaryEmbedding
+from vmserve.models.rope import RopeConfig
+from vmserve.models.rotary_embedding import RotaryEmbedding
 from vmserve.models.weights import DecoderWeights, LayerWeights
 
 __all__ = ["Decoder"]

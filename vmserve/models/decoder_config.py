@@ -6,11 +6,18 @@ from dataclasses import dataclass
 
 from vmserve.attention.base import LayerAttention
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.models.blocks import ACTIVATIONS
 from vmserve.models.rope import RopeConfig
 
-__all__ = ["DecoderConfig", "LearnedPositionsConfig", "NormConfig", "TensorNames"]
+__all__ = [
+    "ACTIVATION_NAMES",
+    "DecoderConfig",
+    "LearnedPositionsConfig",
+    "NormConfig",
+    "TensorNames",
+]
 
+#: Those of :data:`vmserve.models.blocks.ACTIVATIONS`.
+ACTIVATION_NAMES = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish", "tanh")
 #: Vectors of the hidden size that live at once in a layer: residual, normed input, the
 #: attention's and the MLP's output, and what the allocator has not reused yet.
 _HIDDEN_COPIES = 8
@@ -115,10 +122,10 @@ class DecoderConfig:
                 raise ConfigurationError(
                     f"config.json: sliding_window is {layer.window}; it must be 1 or more"
                 )
-        if self.activation not in ACTIVATIONS:
+        if self.activation not in ACTIVATION_NAMES:
             raise UnsupportedError(
                 f"activation {self.activation!r} is not supported; "
-                f"supported: {', '.join(ACTIVATIONS)}"
+                f"supported: {', '.join(ACTIVATION_NAMES)}"
             )
 
     @property

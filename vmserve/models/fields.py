@@ -13,18 +13,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
+from vmserve.dtypes import DType
 
 __all__ = ["Fields", "Schema", "read_fields"]
 
 #: Attributes by the names of ``transformers``.
 Fields = SimpleNamespace
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_DTYPES = frozenset((DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16))
 #: What changes the meaning of other fields, in ways that are not repeated here.
 _ELSEWHERE = frozenset(
     ("decoder", "generator", "mlp_layer_types", "mtp_layer_types", "partial_rotary_factor",
@@ -86,7 +82,7 @@ def read_fields(schema: Schema, raw: Mapping[str, Any]) -> Fields | None:
     dtype = raw.get("torch_dtype") if raw.get("dtype") is None else raw["dtype"]
     if not (dtype is None or (type(dtype) is str and dtype in _DTYPES)):
         return None
-    found.dtype = None if dtype is None else _DTYPES[dtype]
+    found.dtype = None if dtype is None else DType(dtype)
     if not (_in_vocabulary(found) and schema.finish(found)):
         return None
     if schema.rope:

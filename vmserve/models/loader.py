@@ -1,57 +1,21 @@
-"""Reads the weights of a model directory; nothing is ever in memory twice."""
+"""The weights of a model directory: which files hold them, and where in these they lie."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import torch
-
 from vmserve.errors import ConfigurationError
 from vmserve.json_files import read_json
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
 
-__all__ = ["Progress", "find_tensors", "listed", "load_tensors", "weight_files"]
+__all__ = ["Progress", "find_tensors", "listed", "weight_files"]
 
 #: ``progress(phase, done_bytes, total_bytes)``, called after each tensor.
 Progress = Callable[[str, int, int], None]
 
 _INDEX = "model.safetensors.index.json"
-#: Converted at a time: this much of a tensor is in memory in both types.
-_BLOCK_BYTES = 8 << 20
 _NAMED_IN_ERRORS = 4
-
-
-def load_tensors(
-    directory: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    ignore: Callable[[str], bool] = lambda name: False,
-    rename: Callable[[str], str] = lambda name: name,
-    progress: Progress | None = None,
-) -> dict[str, torch.Tensor]:
-    """Exactly the tensors of ``shapes``, in ``dtype`` on ``device``.
-
-    A tensor that is stored in ``dtype`` stays in its file, memory-mapped (on a CPU);
-    another one is converted block by block, and the file's pages dropped behind it.
-    ``ignore`` tells which surplus tensors of the checkpoint are of no concern; ``rename`` what
-    a stored tensor is called in ``shapes``.
-
-    Raises :class:`~vmserve.errors.ConfigurationError` for missing or damaged files and for
-    tensors that are missing, surplus or of the wrong shape, and names them.
-    """
-    stored = find_tensors(directory, shapes, ignore=ignore, rename=rename)
-    total = sum(tensor.num_bytes for _, tensor in stored.values())
-    done = 0
-    tensors: dict[str, torch.Tensor] = {}
-    for name, (file, tensor) in stored.items():
-        tensors[name] = _load(file, tensor, dtype, device)
-        done += tensor.num_bytes
-        if progress is not None:
-            progress("loading weights", done, total)
-    return tensors
 
 
 def find_tensors(
@@ -61,7 +25,14 @@ def find_tensors(
     ignore: Callable[[str], bool] = lambda name: False,
     rename: Callable[[str], str] = lambda name: name,
 ) -> dict[str, tuple[SafetensorsFile, StoredTensor]]:
-    """Where exactly the tensors of ``shapes`` lie, in their order; see :func:`load_tensors`."""
+    """Where exactly the tensors of ``shapes`` lie, in their order.
+
+    ``ignore`` tells which surplus tensors of the checkpoint are of no concern; ``rename`` what
+    a stored tensor is called in ``shapes``.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for missing or damaged files and for
+    tensors that are missing, surplus or of the wrong shape, and names them.
+    """
     stored: dict[str, tuple[SafetensorsFile, StoredTensor]] = {}
     for path in weight_files(directory):
         file = SafetensorsFile(path)
@@ -77,27 +48,8 @@ def find_tensors(
     return {name: stored[name] for name in shapes}
 
 
-def _load(
-    file: SafetensorsFile, stored: StoredTensor, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    mapped = file.view(stored)
-    aligned = stored.start % stored.dtype.itemsize == 0
-    if device.type == "cpu" and stored.dtype == dtype and aligned:
-        file.load_pages(stored.start, stored.num_bytes)
-        return mapped
-    loaded = torch.empty(stored.shape, dtype=dtype, device=device)
-    source, target = mapped.view(-1), loaded.view(-1)
-    block = _BLOCK_BYTES // stored.dtype.itemsize
-    for first in range(0, stored.num_elements, block):
-        last = min(first + block, stored.num_elements)
-        target[first:last].copy_(source[first:last])
-        itemsize = stored.dtype.itemsize
-        file.drop_pages(stored.start + first * itemsize, (last - first) * itemsize)
-    return loaded
-
-
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights; raises as :func:`load_tensors` does if there are none."""
+    """The files that hold the weights; raises as :func:`find_tensors` does if there are none."""
     if (directory / _INDEX).is_file():
         return _indexed_files(directory)
     single = directory / "model.safetensors"

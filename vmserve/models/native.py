@@ -8,32 +8,31 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from vmserve import _core
 from vmserve.attention.base import AttentionCall, LayerAttention
-from vmserve.attention.cpu import ISA_VARIABLE, CpuCall, head_refusal, tensor_tuple
-from vmserve.attention.rotary import Rotary
+from vmserve.attention.cpu import CPU_DTYPES, ISA_VARIABLE, CpuCall, head_refusal
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.host_arrays import TensorTuple, array_tuple, as_float32
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
-from vmserve.models.dtype import resolve_dtype
+from vmserve.models.dtype import asked_dtype
 from vmserve.models.loader import Progress, find_tensors
-from vmserve.models.rope import RopeConfig, RotaryEmbedding
+from vmserve.models.rope import HostRotations, RopeConfig
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
-from vmserve.models.weights import canonical_name, is_ignorable, tensor_shapes
+from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
+from vmserve.threads import num_threads
 
 __all__ = ["NativeDecoder", "TimedPart", "choose_native", "load_native", "refusal"]
 
-#: Of the KV cache, and of what is rounded to be written there.
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 #: Of which cosines and sines are made at once.
 MIN_POSITIONS = 1024
 _ACTIVATIONS = ("silu", "swish")
-
-_TensorTuple = tuple[int, str, tuple[int, ...], tuple[int, ...]]
 
 
 class TimedPart(Protocol):
@@ -48,7 +47,7 @@ class _Parts(Protocol):
     def parts(self) -> Sequence[TimedPart]: ...
 
 
-def refusal(config: object, dtype: torch.dtype) -> str | None:
+def refusal(config: object, dtype: DType) -> str | None:
     """Why there is no native decoder for such a model with such a KV cache; None if there is."""
     if not isinstance(config, DecoderConfig):
         return "it runs the architectures of vmserve.models.families only"
@@ -72,25 +71,26 @@ def choose_native(
     quantization: str,
     dtype: str,
     model: ModelConfig,
-    device: str | torch.device = "cpu",
-) -> tuple[torch.dtype, bool]:
-    """The KV cache's type and whether the native decoder runs the model, from the user's options.
+    device_type: str = "cpu",
+) -> DType | None:
+    """From the user's options, the KV cache's type if the native decoder runs the model; None where
+    torch has to.
 
     It computes in float32 whatever a checkpoint holds, and so needs no instructions for bfloat16.
 
     Raises :class:`~vmserve.errors.ConfigurationError` where the options ask for what it cannot do.
     """
-    chosen = resolve_dtype(dtype, model, device, force=True)
+    chosen = asked_dtype(dtype, model)
     reason = refusal(model.network, chosen)
-    if torch.device(device).type != "cpu":
+    if device_type != "cpu":
         reason = "it runs on a CPU only"
     if linear_backend != "torch" and reason is None:
-        return chosen, True
+        return chosen
     asked = "linear_backend: native" if linear_backend == "native" else "quantization: int8"
     if linear_backend == "native" or quantization != "none":
         why = reason or "it needs --linear-backend native"
         raise ConfigurationError(f"{asked} cannot serve this model: {why}")
-    return resolve_dtype(dtype, model, device), False
+    return None
 
 
 class NativeDecoder:
@@ -101,13 +101,11 @@ class NativeDecoder:
     """
 
     def __init__(
-        self, core: _core.CpuDecoder, rotary: RotaryEmbedding, config: DecoderConfig,
-        dtype: torch.dtype, embedding: torch.Tensor,
+        self, core: _core.CpuDecoder, rotary: HostRotations, dtype: DType, embedding: NDArray[Any],
     ) -> None:  # fmt: skip
         self._core = core
         self._rotary = rotary
-        self._rotations: Rotary | None = None  # read in place
-        self._vocab_size = config.vocab_size
+        self._rotations: tuple[NDArray[Any], ...] = ()  # read in place
         self._dtype = dtype
         self._embedding = embedding  # read in place
 
@@ -124,12 +122,15 @@ class NativeDecoder:
 
     def forward(
         self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
         attention: AttentionCall,
-        logits_rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As the protocol of models says; ``attention`` must be the cpu backend's.
+        logits_rows: NDArray[np.int64] | None = None,
+    ) -> NDArray[np.float32]:
+        """Logits ``[rows, vocab]``; ``attention`` must be the cpu backend's.
+
+        token_ids, positions: ``[tokens]``; logits_rows: the rows of the batch that go through the
+        LM head (None: all of them, in order).
 
         Raises :class:`~vmserve.errors.UnsupportedError` for another backend's, and ``ValueError``
         for token ids or rows that are out of range.
@@ -137,13 +138,10 @@ class NativeDecoder:
         parts = cast("_Parts", attention).parts
         batches = [_native_batch(part.call) for part in parts]
         self._rotate_up_to(max((batch.last_position for batch in batches), default=0))
-        rows = None if logits_rows is None else logits_rows.numpy()
-        num_rows = len(token_ids) if rows is None else len(rows)
-        logits = torch.empty(num_rows, self._vocab_size)
-        threads = torch.get_num_threads()
+        threads = num_threads()
         if self._core.num_threads != threads:
             self._core.num_threads = threads
-        seconds = self._core.forward(token_ids.numpy(), batches, rows, logits.data_ptr())
+        logits, seconds = self._core.forward(token_ids, batches, logits_rows)
         for part, taken in zip(parts, seconds, strict=True):
             part.seconds += taken
         return logits
@@ -155,9 +153,9 @@ class NativeDecoder:
         if position < known:
             return
         wanted = max(position + 1, 2 * known, MIN_POSITIONS)
-        rotations = self._rotary.at(torch.arange(wanted), self._dtype)
-        self._core.set_rotations(tensor_tuple(rotations.cos), tensor_tuple(rotations.signed_sin))
-        self._rotations = rotations
+        cos, sin = self._rotary.upto(wanted, self._dtype)
+        self._core.set_rotations(array_tuple(cos, self._dtype), array_tuple(sin, self._dtype))
+        self._rotations = cos, sin
 
 
 def _native_batch(call: AttentionCall) -> _core.CpuBatch:
@@ -171,7 +169,7 @@ def _native_batch(call: AttentionCall) -> _core.CpuBatch:
 def load_native(
     directory: Path,
     config: DecoderConfig,
-    dtype: torch.dtype,
+    dtype: DType,
     max_len: int,
     *,
     quantized: bool = False,
@@ -182,7 +180,7 @@ def load_native(
     ``dtype``: of the KV cache. Weights keep the type that they are stored in (float16 becomes
     float32), or become int8 with a scale for each output (``quantized``).
 
-    Raises as :func:`vmserve.models.loader.load_tensors` does.
+    Raises as :func:`vmserve.models.loader.find_tensors` does.
     """
     shapes = tensor_shapes(config)
     stored = find_tensors(
@@ -201,9 +199,9 @@ def load_native(
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         norm_eps=config.norm.eps,
-        kv_dtype=_DTYPES[dtype],
+        kv_dtype=dtype,
         quantized=quantized,
-        num_threads=torch.get_num_threads(),
+        num_threads=num_threads(),
         isa=os.environ.get(ISA_VARIABLE, ""),
     )
     names = config.names
@@ -214,14 +212,14 @@ def load_native(
     embedding_name = f"{names.base}{names.embedding}.weight"
     head_name = embedding_name if config.tied_embeddings else f"{names.head}.weight"
     with source:
-        embedding = source.tensor(embedding_name)
+        embedding, embedding_dtype = source.tensor(embedding_name)
         core.set_ends(
-            tensor_tuple(embedding),
+            array_tuple(embedding, embedding_dtype),
             source.vector(f"{names.base}{names.final_norm}.weight"),
             source.matrix(head_name),
         )
-    rotary = RotaryEmbedding(rope, max_len, torch.device("cpu"))
-    return NativeDecoder(core, rotary, config, dtype, embedding)
+    rotary = HostRotations(rope, max_len)
+    return NativeDecoder(core, rotary, dtype, embedding)
 
 
 def _add_layer(
@@ -271,7 +269,7 @@ class _Source:
         self._total = sum(tensor.num_bytes for _, tensor in stored.values())
         self._done: set[str] = set()
         self._used: list[str] = []
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[NDArray[Any]] = []
 
     def __enter__(self) -> None:
         self._used.clear()
@@ -287,21 +285,21 @@ class _Source:
             done = sum(self._stored[name][1].num_bytes for name in self._done)
             self._progress("packing weights", done, self._total)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> tuple[NDArray[Any], DType]:
         file, stored = self._stored[name]
-        tensor = file.view(stored)
-        if stored.dtype not in _DTYPES:
-            tensor = tensor.to(torch.float32)
-        elif stored.start % stored.dtype.itemsize:
-            tensor = tensor.clone()
+        array, dtype = file.view(stored), stored.dtype
+        if dtype not in CPU_DTYPES:
+            array, dtype = as_float32(array, dtype), DType.FLOAT32
+        elif not array.flags.aligned:
+            array = array.copy()
         self._used.append(name)
-        self._kept.append(tensor)
-        return tensor
+        self._kept.append(array)
+        return array, dtype
 
-    def matrix(self, name: str) -> _TensorTuple:
-        return tensor_tuple(self.tensor(name))
+    def matrix(self, name: str) -> TensorTuple:
+        return array_tuple(*self.tensor(name))
 
-    def vector(self, name: str) -> _TensorTuple:
-        tensor = self.tensor(name).to(torch.float32)
-        self._kept.append(tensor)
-        return tensor_tuple(tensor)
+    def vector(self, name: str) -> TensorTuple:
+        array = as_float32(*self.tensor(name))
+        self._kept.append(array)
+        return array_tuple(array)

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from vmserve.attention.rotary import Rotary
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.host_arrays import rounded
 
-__all__ = ["ROPE_TYPES", "RopeConfig", "RotaryEmbedding"]
+__all__ = ["ROPE_TYPES", "HostRotations", "RopeConfig", "inverse_frequencies"]
 
 #: "dynamic" changes nothing below the model's own context, which no request exceeds.
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
@@ -58,38 +60,48 @@ class RopeConfig:
             raise ConfigurationError(f"config.json: rope parameter {name} is {value!r}, no number")
 
 
-class RotaryEmbedding:
-    """Cosines and sines for the positions of one step.
-
-    They are computed for each step (once, not per layer) and not looked up: a step has few
-    positions, while a table for a context of 128k tokens would take 64 MiB.
+class HostRotations:
+    """Cosines and sines of positions, each correctly rounded (but for a rare last bit).
 
     ``max_len`` chooses between longrope's two sets of factors: it is fixed for all requests,
     because keys rotated with one set cannot be used with the other.
     """
 
-    def __init__(self, rope: RopeConfig, max_len: int, device: torch.device) -> None:
-        frequencies, self._scaling = _inverse_frequencies(rope, max_len)
-        self._frequencies = frequencies.to(device)
+    def __init__(self, rope: RopeConfig, max_len: int) -> None:
+        exponents = np.arange(0, rope.head_dim, 2, dtype=np.float32) / rope.head_dim
+        periods = np.float64(rope.parameters["rope_theta"]) ** exponents.astype(np.float64)
+        frequencies, self._scaling = inverse_frequencies(rope, max_len, periods.astype(np.float32))
+        self._frequencies = frequencies
 
-    def at(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
-        """The rotations for ``positions`` ``[tokens]``, rounded to ``dtype``."""
-        angles = torch.outer(positions.to(torch.float32), self._frequencies)
-        cos, sin = angles.cos(), angles.sin()
+    def upto(self, num_positions: int, dtype: DType) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Of positions 0 up to ``num_positions``, rounded to ``dtype`` (of bfloat16 the bits).
+
+        Cosines and sines, each ``[num_positions, 1, head_dim]``; the sine of the first half is
+        negated. The angle is a product in float32, as models are trained with.
+        """
+        positions = np.arange(num_positions, dtype=np.float32)
+        angles = np.outer(positions, self._frequencies).astype(np.float64)
+        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         if self._scaling != 1.0:
             cos, sin = cos * self._scaling, sin * self._scaling
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return Rotary(cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1))
+        both = np.concatenate((cos, cos), axis=1), np.concatenate((-sin, sin), axis=1)
+        cos, sin = (rounded(each[:, None, :], dtype) for each in both)
+        return cos, sin
 
 
-def _inverse_frequencies(rope: RopeConfig, max_len: int) -> tuple[torch.Tensor, float]:
+_Numbers = NDArray[np.float32]
+
+
+def inverse_frequencies(
+    rope: RopeConfig, max_len: int, periods: _Numbers
+) -> tuple[_Numbers, float]:
     """``[head_dim / 2]`` float32 radians per position, and the factor on cos and sin.
 
-    The same numbers, bit for bit, as in ``transformers``: checkpoints were trained and are compared
-    with those.
+    ``periods`` ``[head_dim / 2]``: positions per radian without scaling, the powers of
+    ``rope_theta``. From those of torch it makes the same numbers, bit for bit, as ``transformers``:
+    checkpoints were trained and are compared with those.
     """
     parameters = rope.parameters
-    periods = _periods(rope)
     match rope.rope_type:
         case "linear":
             return 1.0 / periods / parameters["factor"], 1.0
@@ -103,29 +115,23 @@ def _inverse_frequencies(rope: RopeConfig, max_len: int) -> tuple[torch.Tensor, 
             return 1.0 / periods, 1.0
 
 
-def _periods(rope: RopeConfig) -> torch.Tensor:
-    """``[head_dim / 2]``: positions per radian."""
-    exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
-    periods: torch.Tensor = rope.parameters["rope_theta"] ** exponents
-    return periods
-
-
-def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
+def _llama3(frequencies: _Numbers, parameters: Mapping[str, Any]) -> _Numbers:
     """Slow rotations are slowed further, fast ones left alone, those between blended (Llama 3.1).
 
     What is slow and fast is said in turns that a vector makes within the original context.
     """
     context = parameters["original_max_position_embeddings"]
     few, many = parameters["low_freq_factor"], parameters["high_freq_factor"]
-    wavelengths = 2 * math.pi / frequencies
+    # A number by an array is, in torch, the number times the reciprocal: rounded twice.
+    wavelengths = 1.0 / frequencies * (2 * math.pi)
     slowed = frequencies / parameters["factor"]
-    share = (context / wavelengths - few) / (many - few)
+    share = (1.0 / wavelengths * context - few) / (many - few)
     blended = (1 - share) * frequencies / parameters["factor"] + share * frequencies
-    faster = torch.where(wavelengths < context / many, frequencies, blended)
-    return torch.where(wavelengths > context / few, slowed, faster)
+    faster = np.where(wavelengths < context / many, frequencies, blended)
+    return np.where(wavelengths > context / few, slowed, faster)
 
 
-def _yarn(rope: RopeConfig, periods: torch.Tensor) -> tuple[torch.Tensor, float]:
+def _yarn(rope: RopeConfig, periods: _Numbers) -> tuple[_Numbers, float]:
     """YaRN (Peng et al. 2023): as with llama3, by a ramp over the dimensions (section 3.2), and
     attention that is sharper (section 3.4)."""
     parameters = rope.parameters
@@ -153,8 +159,8 @@ def _yarn(rope: RopeConfig, periods: torch.Tensor) -> tuple[torch.Tensor, float]
     first, last = max(first, 0), min(last, rope.head_dim - 1)
     if first == last:
         last += 0.001  # a step instead of a ramp
-    ramp = (torch.arange(rope.head_dim // 2, dtype=torch.float32) - first) / (last - first)
-    kept = 1 - ramp.clamp(0, 1)
+    ramp = (np.arange(rope.head_dim // 2, dtype=np.float32) - first) / (last - first)
+    kept = 1 - ramp.clip(0, 1)
     return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept, float(scaling)
 
 
@@ -162,7 +168,7 @@ def _sharpness(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _longrope(rope: RopeConfig, periods: torch.Tensor, max_len: int) -> tuple[torch.Tensor, float]:
+def _longrope(rope: RopeConfig, periods: _Numbers, max_len: int) -> tuple[_Numbers, float]:
     """LongRoPE (Ding et al. 2024): a factor for each dimension, of two sets."""
     parameters = rope.parameters
     context = parameters["original_max_position_embeddings"]
@@ -173,4 +179,4 @@ def _longrope(rope: RopeConfig, periods: torch.Tensor, max_len: int) -> tuple[to
             factor = rope.max_position_embeddings / context
         scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
     chosen = parameters["long_factor" if max_len > context else "short_factor"]
-    return 1.0 / (torch.tensor(chosen, dtype=torch.float32) * periods), float(scaling)
+    return 1.0 / (np.array(chosen, dtype=np.float32) * periods), float(scaling)

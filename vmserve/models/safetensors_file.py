@@ -1,4 +1,4 @@
-"""A safetensors file as memory-mapped tensors whose pages can be dropped again."""
+"""A safetensors file as memory-mapped arrays whose pages can be dropped again."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import math
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 
 __all__ = ["SafetensorsFile", "StoredTensor"]
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {"F32": DType.FLOAT32, "BF16": DType.BFLOAT16, "F16": DType.FLOAT16}
+#: Numpy has no bfloat16: its bits.
+_ELEMENTS = {DType.FLOAT32: np.float32, DType.BFLOAT16: np.uint16, DType.FLOAT16: np.float16}
 _HEADER_LENGTH_BYTES = 8
 _PAGE = mmap.PAGESIZE
 #: madvise(MADV_POPULATE_READ) of Linux 5.14; Python has no name for it before 3.13.
@@ -26,7 +31,7 @@ _MADV_POPULATE_READ = 22
 class StoredTensor:
     """Where a tensor lies in its file, in bytes from the file's start."""
 
-    dtype: torch.dtype
+    dtype: DType
     shape: tuple[int, ...]
     start: int
 
@@ -40,7 +45,7 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """Maps one file; the mapping lives as long as this object or a tensor over it.
+    """Maps one file; the mapping lives as long as this object or an array over it.
 
     The file must not be changed while it is mapped (replacing it by renaming is fine).
 
@@ -67,14 +72,14 @@ class SafetensorsFile:
             if name != "__metadata__"
         }
 
-    def view(self, stored: StoredTensor) -> torch.Tensor:
-        """The tensor, without a copy, over the file's own pages."""
+    def view(self, stored: StoredTensor) -> NDArray[Any]:
+        """The tensor, without a copy, over the file's own pages; of bfloat16 the bits (uint16)."""
         if stored.num_elements == 0:
-            return torch.empty(stored.shape, dtype=stored.dtype)
-        flat = torch.frombuffer(
-            self._map, dtype=stored.dtype, count=stored.num_elements, offset=stored.start
+            return np.empty(stored.shape, dtype=_ELEMENTS[stored.dtype])
+        flat = np.frombuffer(
+            self._map, dtype=_ELEMENTS[stored.dtype], count=stored.num_elements, offset=stored.start
         )
-        return flat.view(stored.shape)
+        return flat.reshape(stored.shape)
 
     def load_pages(self, start: int, num_bytes: int) -> None:
         """Read the pages of a byte range now rather than at their first use."""
@@ -95,7 +100,7 @@ class SafetensorsFile:
 
 def _validate(path: Path) -> None:
     try:
-        with safe_open(path, framework="pt"):
+        with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
         reason = " ".join(str(error).split())

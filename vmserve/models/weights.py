@@ -1,9 +1,8 @@
-"""The parameters of a decoder: their names in a checkpoint, and as the forward pass uses them."""
+"""The parameters of a decoder as the forward pass of torch uses them."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,18 +21,11 @@ from vmserve.models.blocks import (
     RmsNorm,
     SeparateProjections,
 )
-from vmserve.models.decoder_config import DecoderConfig, LearnedPositionsConfig, TensorNames
+from vmserve.models.decoder_config import DecoderConfig, LearnedPositionsConfig
+from vmserve.models.tensor_names import weight_name
 
-__all__ = [
-    "DecoderWeights",
-    "LayerWeights",
-    "assemble",
-    "canonical_name",
-    "is_ignorable",
-    "tensor_shapes",
-]
+__all__ = ["DecoderWeights", "LayerWeights", "assemble"]
 
-_Shape = tuple[int, ...]
 _Tensors = Mapping[str, torch.Tensor]
 
 
@@ -59,93 +51,18 @@ class DecoderWeights:
     head: torch.Tensor
 
 
-# -- names and shapes ---------------------------------------------------------------------
-
-
-def tensor_shapes(config: DecoderConfig) -> dict[str, _Shape]:
-    """Name and shape of every tensor that a checkpoint of this model must have."""
-    names, hidden, width = config.names, config.hidden_size, config.embedding_size
-    shapes: dict[str, _Shape] = {}
-    shapes[_weight(names, names.embedding)] = (config.vocab_size, width)
-    if isinstance(config.positions, LearnedPositionsConfig):
-        rows = config.max_position_embeddings + config.positions.offset
-        shapes[_weight(names, names.positions)] = (rows, hidden)
-    if width != hidden:
-        shapes[_weight(names, names.project_in)] = (hidden, width)
-        shapes[_weight(names, names.project_out)] = (width, hidden)
-    for layer in range(config.num_layers):
-        shapes.update(_layer_shapes(config, names.base + names.layer.format(layer)))
-    if config.final_norm:
-        shapes.update(_norm_shapes(config, names.base + names.final_norm, hidden))
-    if not config.tied_embeddings:
-        shapes[f"{names.head}.weight"] = (config.vocab_size, width)
-    return shapes
-
-
-def canonical_name(config: DecoderConfig, shapes: Mapping[str, _Shape], name: str) -> str:
-    """The name in ``shapes``; checkpoints of the model without its LM head leave ``base`` out."""
-    full_name = config.names.base + name
-    return full_name if name not in shapes and full_name in shapes else name
-
-
-def is_ignorable(config: DecoderConfig, name: str) -> bool:
-    """Surplus tensors that some writers add: a second copy of a tied head, constants."""
-    tied_head = config.tied_embeddings and name == f"{config.names.head}.weight"
-    return tied_head or re.fullmatch(config.names.constants, name) is not None
-
-
-def _weight(names: TensorNames, module: str) -> str:
-    return f"{names.base}{module}.weight"
-
-
-def _layer_shapes(config: DecoderConfig, prefix: str) -> Iterator[tuple[str, _Shape]]:
-    names, hidden, mlp = config.names, config.hidden_size, config.mlp_size
-    q_size, kv_size = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
-    sizes: tuple[int, ...] = (q_size, kv_size, kv_size)
-    if len(names.qkv) == 1:
-        sizes = (sum(sizes),)
-    linears = [
-        *(
-            (name, size, hidden, config.qkv_bias)
-            for name, size in zip(names.qkv, sizes, strict=True)
-        ),
-        (names.output, hidden, q_size, config.output_bias),
-        *((name, mlp, hidden, config.mlp_bias) for name in names.mlp[:-1]),
-        (names.mlp[-1], hidden, mlp, config.mlp_bias),
-    ]
-    yield from _norm_shapes(config, prefix + names.attention_norm, hidden)
-    for name, out_features, in_features, has_bias in linears:
-        shape = (in_features, out_features) if names.transposed else (out_features, in_features)
-        yield f"{prefix}{name}.weight", shape
-        if has_bias:
-            yield f"{prefix}{name}.bias", (out_features,)
-    for name in names.qk_norms:
-        yield f"{prefix}{name}.weight", (config.head_dim,)
-    yield from _norm_shapes(config, prefix + names.mlp_norm, hidden)
-
-
-def _norm_shapes(config: DecoderConfig, name: str, size: int) -> Iterator[tuple[str, _Shape]]:
-    if config.norm.affine:
-        yield f"{name}.weight", (size,)
-        if not config.norm.rms:
-            yield f"{name}.bias", (size,)
-
-
-# -- from tensors to blocks ---------------------------------------------------------------
-
-
 def assemble(config: DecoderConfig, tensors: _Tensors) -> DecoderWeights:
     """Group the tensors of :func:`tensor_shapes` for the forward pass, without copying."""
     names = config.names
-    embedding = tensors[_weight(names, names.embedding)]
+    embedding = tensors[weight_name(names, names.embedding)]
     positions = None
     if isinstance(config.positions, LearnedPositionsConfig):
-        table = tensors[_weight(names, names.positions)]
+        table = tensors[weight_name(names, names.positions)]
         positions = LearnedPositions(table, config.positions.offset)
     narrow = config.embedding_size != config.hidden_size
     return DecoderWeights(
         embedding=embedding,
-        project_in=Linear(tensors[_weight(names, names.project_in)]) if narrow else None,
+        project_in=Linear(tensors[weight_name(names, names.project_in)]) if narrow else None,
         positions=positions,
         layers=tuple(
             _layer(config, tensors, names.base + names.layer.format(layer))
@@ -154,7 +71,7 @@ def assemble(config: DecoderConfig, tensors: _Tensors) -> DecoderWeights:
         final_norm=(
             _norm(config, tensors, names.base + names.final_norm) if config.final_norm else None
         ),
-        project_out=Linear(tensors[_weight(names, names.project_out)]) if narrow else None,
+        project_out=Linear(tensors[weight_name(names, names.project_out)]) if narrow else None,
         head=embedding if config.tied_embeddings else tensors[f"{names.head}.weight"],
     )
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vmserve.decoding.group import BeamCandidates, BeamOutput
 from vmserve.output.stream import ChoiceStream, Delta
 from vmserve.runner.model_runner import StepLogits
-from vmserve.sampling import SampledToken, Sampler, SamplingRow
+from vmserve.sampling import SampledToken, SamplingRow, TokenSampler
 from vmserve.scheduler.base import Scheduler
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.structured.guide import Guide
@@ -98,7 +98,7 @@ class OutputProcessor:
         self,
         logits: StepLogits,
         samples: list[SampledToken],
-        sampler: Sampler,
+        sampler: TokenSampler,
         beam_masks: Several[NDArray[np.bool_] | None] = (),
     ) -> list[RequestOutput]:
         """Take in one step; returns an output for each request with something to tell.
@@ -216,7 +216,7 @@ class OutputProcessor:
     def _search_on(
         self,
         logits: StepLogits,
-        sampler: Sampler,
+        sampler: TokenSampler,
         masks: Several[NDArray[np.bool_] | None],
         now: float,
     ) -> dict[str, _Open]:
@@ -263,7 +263,7 @@ class OutputProcessor:
 
     # -- prompts ----------------------------------------------------------------------
 
-    def _score_prompts(self, logits: StepLogits, sampler: Sampler) -> None:
+    def _score_prompts(self, logits: StepLogits, sampler: TokenSampler) -> None:
         for rows in logits.prompt_rows:
             sequence = rows.sequence
             request = sequence.request

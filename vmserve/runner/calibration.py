@@ -15,24 +15,23 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from vmserve.attention.base import AttentionBackend, KVView, LayerAttention, RaggedBatch
+from vmserve.attention.base import AttentionBackend, RaggedBatch
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.manager import MemoryManager, MemoryOptions
-from vmserve.runner.runtime import CpuRuntime, DeviceRuntime
 from vmserve.scheduler.profile import DeviceProfile, KernelCosts
+from vmserve.threads import num_threads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vmserve.memory.layout import KVLayout
+    from vmserve.runner.runtime import DeviceRuntime, HeadShape
 
-__all__ = ["HeadShape", "measure_profile"]
+__all__ = ["measure_profile"]
 
 _TRIES = 5
 #: Kernels of two regimes whose times differ by less are held to be equally fast: so much they
@@ -46,29 +45,18 @@ _MAPPED_PAGES = 8
 _COPIED_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """What a layer's queries look like."""
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-
 def measure_profile(
     layout: KVLayout,
     backends: Mapping[Regime, AttentionBackend],
     heads: HeadShape,
     max_len: int,
-    runtime: DeviceRuntime | None = None,
+    runtime: DeviceRuntime,
 ) -> DeviceProfile:
     """What attention, mapping and copying cost here, for a model with this layout.
 
     What a step costs beside them is not measured: those costs are 0 in the profile. On a GPU,
     launches are part of what kernels take, as they are of a step that is not captured.
     """
-    runtime = runtime or CpuRuntime()
     slack = max(b.read_slack_tokens for b in backends.values())
     with runtime.active():
         scratch = _Scratch(layout, max_len, slack, runtime)
@@ -80,8 +68,8 @@ def measure_profile(
             scratch.close()
         copy = _copy_bytes_per_second(runtime)
     # A processor that the kernels leave free maps for nothing.
-    on_cpu = runtime.device.type == "cpu"
-    is_busy = on_cpu and torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    on_cpu = runtime.device_type == "cpu"
+    is_busy = on_cpu and num_threads() >= len(os.sched_getaffinity(0))
     return DeviceProfile(
         name="measured at start",
         virtual=kernels[Regime.VIRTUAL],
@@ -121,10 +109,7 @@ class _Scratch:
                 driver=runtime.memory(),
             ),
         )
-        self.views: dict[Regime, KVView] = {
-            Regime.VIRTUAL: self._memory.view(),
-            Regime.PAGED: self._memory.paged_view(),
-        }
+        self.views = runtime.views(self._memory)
         self.places = {regime: self._grown(regime) for regime in Regime}
 
     def _grown(self, regime: Regime) -> list[int]:
@@ -210,18 +195,9 @@ def _steps(
     batch = RaggedBatch.build(places, num_past, num_new)
     view = scratch.views[regime]
     call = backend.bind(view, batch)
-    spec = LayerAttention(0, heads.head_dim**-0.5)
-    generator = torch.Generator().manual_seed(0)
-
-    def random(num_heads: int) -> torch.Tensor:
-        size = (batch.num_tokens, num_heads, heads.head_dim)
-        numbers = torch.randn(size, generator=generator).to(heads.dtype)
-        return numbers.to(scratch.runtime.device)
-
-    q, k, v = random(heads.q_heads), random(heads.kv_heads), random(heads.kv_heads)
     return (
         lambda: backend.bind(view, RaggedBatch.build(places, num_past, num_new)),
-        lambda: call(spec, q, k, v),
+        scratch.runtime.layer_probe(call, batch.num_tokens, heads),
     )
 
 
@@ -261,9 +237,5 @@ def _samples(calls: list[Callable[[], object]], runtime: DeviceRuntime) -> NDArr
 
 def _copy_bytes_per_second(runtime: DeviceRuntime) -> float:
     """From host memory to the device: what swapping takes."""
-    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
-    target = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=runtime.device)
-    if runtime.device.type != "cpu":
-        source = source.pin_memory()
-    copies = _samples([lambda: target.copy_(source, non_blocking=True)], runtime)
+    copies = _samples([runtime.copy_probe(_COPIED_BYTES)], runtime)
     return _COPIED_BYTES / float(copies.min())

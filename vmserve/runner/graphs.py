@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from vmserve.attention.rotary import Rotary
     from vmserve.memory.base import Regime
     from vmserve.models import LoadedModel
+    from vmserve.models.decoder import Decoder
     from vmserve.runner.model_runner import RegimeKernels
-    from vmserve.runner.runtime import DeviceRuntime, Graph
+    from vmserve.runner.runtime import Graph, TorchRuntime
 
 __all__ = ["DecodeGraphs", "widths"]
 
@@ -85,7 +86,7 @@ class _Captured:
 class _Cut:
     """In the place of attention while a step is captured: ends a piece and begins the next."""
 
-    def __init__(self, runtime: DeviceRuntime) -> None:
+    def __init__(self, runtime: TorchRuntime) -> None:
         self._runtime = runtime
         self.pieces: list[_Piece] = []
 
@@ -123,13 +124,13 @@ class DecodeGraphs:
         self,
         model: LoadedModel,
         kernels: Mapping[Regime, RegimeKernels],
-        runtime: DeviceRuntime,
+        runtime: TorchRuntime,
         *,
         max_rows: int,
         max_len: int,
         q_heads: int,
     ) -> None:
-        self._model = model
+        self._network = cast("Decoder", model.network)  # of() saw to it
         self._kernels = kernels
         self._runtime = runtime
         self._max_len = max_len
@@ -149,7 +150,7 @@ class DecodeGraphs:
     def of(
         model: LoadedModel,
         kernels: Mapping[Regime, RegimeKernels],
-        runtime: DeviceRuntime,
+        runtime: TorchRuntime,
         max_rows: int,
         max_len: int,
     ) -> DecodeGraphs | None:
@@ -266,10 +267,10 @@ class DecodeGraphs:
         """
         began, before = time.perf_counter(), self._runtime.allocated_bytes()
         token_ids, positions = self._token_ids[:width], self._positions[:width]
-        self._model.forward(token_ids, positions, first)
+        self._network.forward(token_ids, positions, first)
         try:
             self._runtime.begin_capture()
-            logits = self._model.forward(token_ids, positions, attention)
+            logits = self._network.forward(token_ids, positions, attention)
             last = self._runtime.end_capture()
         except Exception as error:
             self._disabled = str(error)

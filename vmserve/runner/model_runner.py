@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from vmserve.attention.base import (
     AttentionBackend,
@@ -20,17 +19,18 @@ from vmserve.attention.base import (
 )
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
-from vmserve.runner.ids import known
-from vmserve.runner.runtime import CpuRuntime, DeviceRuntime
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
     from vmserve.attention.rotary import Rotary
     from vmserve.models import LoadedModel
     from vmserve.runner.graphs import DecodeGraphs
+    from vmserve.runner.runtime import DeviceRuntime
+    from vmserve.sampling.tokens import Logits
 
 __all__ = ["AttentionTime", "ModelRunner", "RegimeKernels", "StepLogits"]
 
@@ -75,7 +75,7 @@ class StepLogits:
     first token have the same row), row ``beam_rows[i]`` has the candidates of ``beams[i]``.
     """
 
-    logits: torch.Tensor
+    logits: Logits
     samplers: tuple[Sequence, ...]
     sample_rows: tuple[int, ...]
     beams: tuple[Sequence, ...]
@@ -84,13 +84,12 @@ class StepLogits:
     #: What attention took, of each regime that the step has.
     attention: tuple[AttentionTime, ...]
 
-    def sampling_logits(self, upload: Callable[[NDArray[Any]], torch.Tensor]) -> torch.Tensor:
-        """``[samplers, vocab]``; ``upload`` takes row numbers to the device without waiting."""
-        if self._is_all(self.sample_rows):
-            return self.logits
-        return self.logits[upload(np.array(self.sample_rows, dtype=np.int64))]
+    def sampling_logits(self, runtime: DeviceRuntime) -> Logits:
+        """``[samplers, vocab]``"""
+        rows = self.sample_rows
+        return self.logits if self._is_all(rows) else runtime.rows(self.logits, rows)
 
-    def beam_logits(self) -> torch.Tensor:
+    def beam_logits(self) -> Logits:
         """``[beams, vocab]``"""
         return self.logits if self._is_all(self.beam_rows) else self.logits[list(self.beam_rows)]
 
@@ -116,7 +115,10 @@ class StepLogits:
 
     def without_logits(self) -> StepLogits:
         """Who they are for is still told."""
-        return replace(self, logits=self.logits.new_empty(0))
+        return replace(self, logits=_NO_LOGITS)
+
+
+_NO_LOGITS: NDArray[np.float32] = np.empty((0, 0), dtype=np.float32)
 
 
 def _has_ended(sequence: Sequence) -> bool:
@@ -133,15 +135,14 @@ class ModelRunner:
         self,
         model: LoadedModel,
         kernels: Mapping[Regime, RegimeKernels],
-        runtime: DeviceRuntime | None = None,
+        runtime: DeviceRuntime,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._kernels = kernels
-        self._runtime = runtime or CpuRuntime()
+        self._runtime = runtime
         self._graphs = graphs
 
-    @torch.inference_mode()
     def execute(
         self, plan: StepPlan, slots: NDArray[np.int32], drawn: torch.Tensor | None = None
     ) -> StepLogits:
@@ -152,6 +153,12 @@ class ModelRunner:
         On a GPU the work is given to the engine's stream, and nobody waits for it.
         """
         self._runtime.check()
+        with self._runtime.inference():
+            return self._execute(plan, slots, drawn)
+
+    def _execute(
+        self, plan: StepPlan, slots: NDArray[np.int32], drawn: torch.Tensor | None
+    ) -> StepLogits:
         num_paged = int(np.count_nonzero(slots < 0))
         if 0 < num_paged < len(plan):
             # One stretch of rows for each regime; within it the order of the plan.
@@ -161,12 +168,13 @@ class ModelRunner:
         if plan.only_decodes and self._graphs is not None and self._graphs.takes(len(plan)):
             return self._replay(plan, slots, num_paged, wanted, self._graphs, drawn)
         parts = _parts(plan, slots, num_paged, self._kernels)
-        upload = self._runtime.upload
-        logits = self._model.forward(
-            known(upload(_new_tokens(plan)), drawn),
-            upload(_positions(parts)),
+        logits = self._runtime.forward(
+            self._model,
+            _new_tokens(plan),
+            _positions(parts),
             parts[0].call if len(parts) == 1 else _MixedCall(parts),
-            None if plan.only_decodes else upload(np.array(wanted.rows, dtype=np.int64)),
+            None if plan.only_decodes else np.array(wanted.rows, dtype=np.int64),
+            drawn,
         )
         return _step_logits(logits, wanted, self._times(parts))
 
@@ -192,13 +200,13 @@ class ModelRunner:
 
     def _times(self, parts: list[_Part]) -> tuple[AttentionTime, ...]:
         """Of kernels that are over when their call returns: of a GPU nothing is known."""
-        if self._runtime.device.type != "cpu":
+        if self._runtime.device_type != "cpu":
             return ()
         return tuple(AttentionTime(part.regime, part.batch, part.call.seconds) for part in parts)
 
 
 def _step_logits(
-    logits: torch.Tensor, wanted: _Wanted, attention: tuple[AttentionTime, ...]
+    logits: Logits, wanted: _Wanted, attention: tuple[AttentionTime, ...]
 ) -> StepLogits:
     return StepLogits(
         logits,
@@ -229,7 +237,7 @@ def _new_tokens(plan: StepPlan) -> NDArray[np.int64]:
     ends = (plan.num_past + plan.num_new).tolist()
     for sequence, num_past, end in zip(plan.sequences, plan.num_past.tolist(), ends, strict=True):
         token_ids += sequence.tokens[num_past:end]
-    return np.array(token_ids, dtype=np.int64)  # numpy reads a list much faster than torch
+    return np.array(token_ids, dtype=np.int64)
 
 
 def _positions(parts: list[_Part]) -> NDArray[np.int64]:
@@ -325,11 +333,11 @@ class _MixedCall:
         v: torch.Tensor,
         rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        outputs = []
+        out = q.new_empty(q.shape)
         for call, first, end in self._calls:
             part = None if rotary is None else rotary.rows(first, end)
-            outputs.append(call(spec, q[first:end], k[first:end], v[first:end], part))
-        return torch.cat(outputs)
+            out[first:end] = call(spec, q[first:end], k[first:end], v[first:end], part)
+        return out
 
 
 @dataclass

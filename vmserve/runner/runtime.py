@@ -1,61 +1,82 @@
-"""The device that steps run on: its stream, copies to and from it, and graphs of its work.
+"""The device that steps run on, and what computes there.
 
-This is all that the engine knows of CUDA beside its memory. On the CPU a graph is a tape of the
-operations, with the tensors that they worked on: as on a GPU, what the host computed while it was
-recorded is frozen, and what is in the tensors is not. So the logic of captured steps is the same
-on both, and is tested without a GPU.
+Everything that depends on whether torch does is behind :class:`DeviceRuntime`: on a CPU our own
+decoder, kernels and sampler need numpy only, and the engine starts without torch, whose import
+would take longer than all else. What torch computes, on either device, is in
+:mod:`vmserve.runner.torch_runtime`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+import numpy as np
 
-from vmserve.attention.transfer import upload
+from vmserve.attention.base import LayerAttention
+from vmserve.attention.cpu import CpuCall
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
-from vmserve.memory.device import SPARE_BYTES, CudaMemory, HostMemory, MemoryDevice, cuda_refusal
+from vmserve.host_arrays import array_tuple, rounded
+from vmserve.memory.base import Regime
+from vmserve.memory.device import HostMemory, MemoryDevice, driver_refusal
+from vmserve.memory.host_views import host_view
+from vmserve.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
-__all__ = ["CpuRuntime", "CudaRuntime", "DeviceRuntime", "Fetch", "Graph", "open_runtime"]
+    from vmserve.attention.base import AttentionCall, KVView
+    from vmserve.memory.manager import MemoryManager
+    from vmserve.models import LoadedModel, ModelConfig
+    from vmserve.models.native import NativeDecoder
+    from vmserve.runner.graphs import DecodeGraphs
+    from vmserve.runner.model_runner import RegimeKernels
+    from vmserve.sampling.tokens import Logits, TokenSampler
+
+__all__ = ["CpuRuntime", "DeviceRuntime", "HeadShape", "TorchRuntime", "open_runtime"]
 
 logger = logging.getLogger(__name__)
-#: torch.cuda has parts without types.
-_cuda: Any = torch.cuda
+_NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-class Graph(Protocol):
-    """Work that was recorded; it runs again on the same tensors, whatever they hold by then."""
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What a layer's queries look like."""
 
-    def replay(self) -> None: ...
-
-
-class Fetch(Protocol):
-    """Copies on their way to the host."""
-
-    def take(self) -> list[NDArray[Any]]:
-        """Wait for them, and for no work that was given to the device after them."""
-        ...
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: DType
 
 
 class DeviceRuntime(Protocol):
     """One device, and the one stream that the engine's work is ordered by."""
 
-    device: torch.device
-    #: Whether launches cost enough that decoding steps are worth capturing.
-    wants_graphs: bool
+    #: "cpu" or "cuda".
+    device_type: str
+    #: As torch names it, say "cuda:0".
+    device_name: str
+    #: What a step raises that finds no memory for its activations.
+    memory_errors: tuple[type[Exception], ...]
+
+    @property
+    def wants_graphs(self) -> bool:
+        """Whether launches cost enough that decoding steps are worth capturing."""
+        ...
 
     @property
     def gpu_bytes(self) -> int | None:
         """All memory of the GPU; None on the CPU, which shares its own with the system."""
+        ...
+
+    def with_torch(self) -> TorchRuntime:
+        """The same device where torch computes, which is imported for it."""
         ...
 
     def memory(self, spare_bytes: int | None = None) -> MemoryDevice:
@@ -63,11 +84,181 @@ class DeviceRuntime(Protocol):
         ...
 
     def active(self) -> AbstractContextManager[Any]:
-        """Within, torch's work of this thread goes to the engine's stream."""
+        """Within, this thread's work goes to the engine's stream."""
+        ...
+
+    def inference(self) -> AbstractContextManager[Any]:
+        """Within, nothing is kept for gradients."""
         ...
 
     def check(self) -> None:
         """Raises ``RuntimeError`` outside :meth:`active`: the pool follows another stream."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all work."""
+        ...
+
+    # -- what computes ------------------------------------------------------------------
+
+    def views(self, memory: MemoryManager) -> dict[Regime, KVView]:
+        """Both views of the KV memory, as the kernels here take them."""
+        ...
+
+    def forward(
+        self,
+        model: LoadedModel,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        attention: AttentionCall,
+        logits_rows: NDArray[np.int64] | None = None,
+        drawn: torch.Tensor | None = None,
+    ) -> Logits:
+        """Logits ``[rows, vocab]`` in float32 of one ragged batch; nobody waits for them.
+
+        token_ids, positions: ``[tokens]``; logits_rows: the rows of the batch that go through the
+        LM head (None: all of them, in order); drawn: the tokens that only the device knows
+        (:func:`vmserve.runner.ids.known`).
+        """
+        ...
+
+    def rows(self, logits: Logits, rows: Sequence[int]) -> Logits:
+        """Some rows of logits, without waiting."""
+        ...
+
+    def graphs(
+        self,
+        model: LoadedModel,
+        kernels: Mapping[Regime, RegimeKernels],
+        max_rows: int,
+        max_len: int,
+    ) -> DecodeGraphs | None:
+        """Captured decoding steps, where :attr:`wants_graphs` and the model can be captured."""
+        ...
+
+    def sampler(self, vocab_size: int, *, is_async: bool) -> TokenSampler:
+        """``is_async``: drawn tokens are to be read on the device before the host knows them."""
+        ...
+
+    # -- what calibration measures ------------------------------------------------------
+
+    def layer_probe(
+        self, call: AttentionCall, num_tokens: int, heads: HeadShape
+    ) -> Callable[[], object]:
+        """One layer's attention over some queries, keys and values, to be called and timed."""
+        ...
+
+    def copy_probe(self, num_bytes: int) -> Callable[[], object]:
+        """A copy from host memory to the device."""
+        ...
+
+
+class CpuRuntime:
+    """The processor, with our own decoder and kernels: work is done when a call returns.
+
+    ``driver``: whose memory is the KV cache's, as for :class:`vmserve.memory.device.HostMemory`.
+    """
+
+    device_type = "cpu"
+    device_name = "cpu"
+    memory_errors: tuple[type[Exception], ...] = ()
+
+    def __init__(self, *, driver: str = "host") -> None:
+        self._driver = driver
+
+    @property
+    def wants_graphs(self) -> bool:
+        return False
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        return None
+
+    def with_torch(self) -> TorchRuntime:
+        # Only now: it takes a second, and our own decoder does without.
+        from vmserve.runner.torch_runtime import TorchCpuRuntime  # noqa: PLC0415
+
+        return TorchCpuRuntime(driver=self._driver)
+
+    def memory(self, spare_bytes: int | None = None) -> MemoryDevice:
+        return HostMemory(self._driver)
+
+    def active(self) -> AbstractContextManager[Any]:
+        return _NO_CONTEXT
+
+    def inference(self) -> AbstractContextManager[Any]:
+        return _NO_CONTEXT
+
+    def check(self) -> None:
+        """There is one order of work only."""
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def views(self, memory: MemoryManager) -> dict[Regime, KVView]:
+        return {regime: host_view(memory, regime) for regime in Regime}
+
+    def forward(
+        self,
+        model: LoadedModel,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        attention: AttentionCall,
+        logits_rows: NDArray[np.int64] | None = None,
+        drawn: torch.Tensor | None = None,
+    ) -> Logits:
+        assert drawn is None, "the host draws the tokens itself"
+        network = cast("NativeDecoder", model.network)
+        return network.forward(token_ids, positions, attention, logits_rows)
+
+    def rows(self, logits: Logits, rows: Sequence[int]) -> Logits:
+        return logits[np.array(rows, dtype=np.int64)]
+
+    def graphs(
+        self,
+        model: LoadedModel,
+        kernels: Mapping[Regime, RegimeKernels],
+        max_rows: int,
+        max_len: int,
+    ) -> DecodeGraphs | None:
+        return None
+
+    def sampler(self, vocab_size: int, *, is_async: bool) -> TokenSampler:
+        assert not is_async, "only torch has tokens that the host does not know"
+        return Sampler(vocab_size)
+
+    def layer_probe(
+        self, call: AttentionCall, num_tokens: int, heads: HeadShape
+    ) -> Callable[[], object]:
+        def numbers(num_heads: int) -> NDArray[Any]:
+            shape = (num_tokens, num_heads, heads.head_dim)
+            # Not random, as importing numpy's generators takes longer than calibration.
+            values = np.arange(num_tokens * num_heads * heads.head_dim) % 251 / 125 - 1
+            return rounded(values.astype(np.float32).reshape(shape), heads.dtype)
+
+        arrays = [numbers(n) for n in (heads.q_heads, heads.kv_heads, heads.kv_heads)]
+        arrays.append(np.empty_like(arrays[0]))
+        q, k, v, out = (array_tuple(array, heads.dtype) for array in arrays)
+        spec = LayerAttention(0, heads.head_dim**-0.5)
+        kernels = cast("CpuCall", call)
+
+        def attend(_: object = arrays) -> None:  # which it keeps alive
+            kernels.attend(spec, q, k, v, out)
+
+        return attend
+
+    def copy_probe(self, num_bytes: int) -> Callable[[], object]:
+        source, target = np.ones(num_bytes, dtype=np.uint8), np.empty(num_bytes, dtype=np.uint8)
+        return lambda: np.copyto(target, source)
+
+
+class TorchRuntime(DeviceRuntime, Protocol):
+    """A device where torch computes."""
+
+    device: torch.device
+
+    def dtype(self, requested: str, model: ModelConfig) -> DType:
+        """What a model computes in here (:func:`vmserve.models.torch_dtype.resolve_dtype`)."""
         ...
 
     def upload(self, array: NDArray[Any], out: torch.Tensor | None = None) -> torch.Tensor:
@@ -92,169 +283,23 @@ class DeviceRuntime(Protocol):
         """After an error: nothing is recorded any more."""
         ...
 
-    def synchronize(self) -> None:
-        """Wait for all work."""
-        ...
-
     def allocated_bytes(self) -> int:
         """What torch has taken of the device, in use or not."""
         ...
 
 
-class _Fetched:
-    """There already."""
+class Graph(Protocol):
+    """Work that was recorded; it runs again on the same tensors, whatever they hold by then."""
 
-    def __init__(self, arrays: list[NDArray[Any]]) -> None:
-        self._arrays = arrays
-
-    def take(self) -> list[NDArray[Any]]:
-        return self._arrays
+    def replay(self) -> None: ...
 
 
-class CpuRuntime:
-    """The processor: work is done when a call returns.
-
-    ``graphs``: record decoding steps as on a GPU. It is slower than running them, and there to be
-    tested.
-    """
-
-    def __init__(self, *, graphs: bool = False, driver: str = "host") -> None:
-        self.device = torch.device("cpu")
-        self.wants_graphs = graphs
-        self._driver = driver
-        self._recorder: _Recorder | None = None
-
-    @property
-    def gpu_bytes(self) -> int | None:
-        return None
-
-    def memory(self, spare_bytes: int | None = None) -> MemoryDevice:
-        return HostMemory(self._driver)
-
-    def active(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def check(self) -> None:
-        """There is one order of work only."""
-
-    def upload(self, array: NDArray[Any], out: torch.Tensor | None = None) -> torch.Tensor:
-        return upload(array, self.device, out)
-
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
-        return _Fetched([tensor.numpy() for tensor in tensors])
-
-    def new_graphs(self) -> None:
-        """Each has its own tensors."""
-
-    def begin_capture(self) -> None:
-        self._recorder = _Recorder()
-        self._recorder.__enter__()
-
-    def end_capture(self) -> Graph:
-        recorder, self._recorder = self._recorder, None
-        assert recorder is not None, "begin_capture() comes first"
-        recorder.__exit__(None, None, None)
-        return _Tape(recorder.steps)
-
-    def abort_capture(self) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.__exit__(None, None, None)
-
-    def synchronize(self) -> None:
-        """Nothing is under way."""
-
-    def allocated_bytes(self) -> int:
-        return 0
-
-
-class _CudaFetch:
-    """``event`` is behind the copies to page-locked memory."""
-
-    def __init__(self, event: Any, copies: list[torch.Tensor]) -> None:
-        self._event = event
-        self._copies = copies
+class Fetch(Protocol):
+    """Copies on their way to the host."""
 
     def take(self) -> list[NDArray[Any]]:
-        self._event.synchronize()
-        return [copy.numpy() for copy in self._copies]
-
-
-class CudaRuntime:
-    """The current GPU of torch, and a stream of its own that does not wait for the default one."""
-
-    wants_graphs = True
-
-    def __init__(self) -> None:
-        index = int(_cuda.current_device())
-        self.device = torch.device("cuda", index)
-        self._stream: Any = _cuda.Stream(self.device)
-        self._pool: Any = None
-        self._graph: Any = None
-
-    @property
-    def gpu_bytes(self) -> int | None:
-        return int(_cuda.mem_get_info(self.device)[1])
-
-    def memory(self, spare_bytes: int | None = None) -> MemoryDevice:
-        spare = SPARE_BYTES if spare_bytes is None else max(SPARE_BYTES, spare_bytes)
-        stream = int(self._stream.cuda_stream)
-        return CudaMemory(stream, device=self.device.index or 0, spare_bytes=spare)
-
-    def active(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = _cuda.stream(self._stream)
-        return context
-
-    def check(self) -> None:
-        current = int(_cuda.current_stream(self.device).cuda_stream)
-        if current != int(self._stream.cuda_stream):
-            raise RuntimeError(
-                f"work would go to stream {current:#x}, but the KV memory follows "
-                f"{int(self._stream.cuda_stream):#x}: step within DeviceRuntime.active()"
-            )
-
-    def upload(self, array: NDArray[Any], out: torch.Tensor | None = None) -> torch.Tensor:
-        return upload(array, self.device, out)
-
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
-        copies = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-                tensor, non_blocking=True
-            )
-            for tensor in tensors
-        ]
-        event = _cuda.Event()
-        event.record(_cuda.current_stream(self.device))
-        return _CudaFetch(event, copies)
-
-    def new_graphs(self) -> None:
-        # NOTE: torch refuses a pool again once all of its graphs are gone.
-        self._pool = _cuda.graph_pool_handle()
-
-    def begin_capture(self) -> None:
-        self.synchronize()
-        graph = _cuda.CUDAGraph()
-        # Other threads go on mapping pages: what they call must not end the capture.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        self._graph = graph
-
-    def end_capture(self) -> Graph:
-        graph, self._graph = self._graph, None
-        graph.capture_end()
-        captured: Graph = graph
-        return captured
-
-    def abort_capture(self) -> None:
-        graph, self._graph = self._graph, None
-        if graph is not None:
-            with contextlib.suppress(RuntimeError):  # of the error that is known already
-                graph.capture_end()
-
-    def synchronize(self) -> None:
-        self._stream.synchronize()
-
-    def allocated_bytes(self) -> int:
-        return int(_cuda.memory_reserved(self.device))
+        """Wait for them, and for no work that was given to the device after them."""
+        ...
 
 
 def open_runtime(name: str, kv_driver: str = "auto") -> DeviceRuntime:
@@ -265,7 +310,12 @@ def open_runtime(name: str, kv_driver: str = "auto") -> DeviceRuntime:
     Raises :class:`~vmserve.errors.ConfigurationError` for cuda without a usable GPU, and for a
     driver whose memory is not the device's.
     """
-    refusal = None if name == "cpu" else cuda_refusal()
+    refusal = driver_refusal() if name == "auto" else None
+    if name != "cpu" and refusal is None:
+        # Only now: without a driver nobody need ask torch whether it can use the GPU.
+        from vmserve.memory.cuda import cuda_refusal  # noqa: PLC0415
+
+        refusal = cuda_refusal()
     if name == "cuda" and refusal is not None:
         raise ConfigurationError(f"device: cuda cannot be used: {refusal}; or use --device cpu")
     # A driver of host memory was asked for: so was the CPU.
@@ -276,6 +326,8 @@ def open_runtime(name: str, kv_driver: str = "auto") -> DeviceRuntime:
                 f"kv_driver: {kv_driver} gives memory of the processor, and the model is on the "
                 "GPU: use --kv-driver auto, or --device cpu"
             )
+        from vmserve.runner.torch_runtime import CudaRuntime  # noqa: PLC0415 - as above
+
         return CudaRuntime()
     if kv_driver == "cuda":
         why = "" if refusal is None else f" ({refusal})"
@@ -286,70 +338,3 @@ def open_runtime(name: str, kv_driver: str = "auto") -> DeviceRuntime:
     if name == "auto" and refusal is not None:
         logger.debug("running on the CPU: %s", refusal)
     return CpuRuntime(driver="host" if kv_driver == "auto" else kv_driver)
-
-
-# -- graphs on the CPU ----------------------------------------------------------------------
-
-
-class _Step:
-    """One operation with the tensors that it took and gave; replayed onto the same tensors."""
-
-    __slots__ = ("args", "func", "given", "kwargs")
-
-    def __init__(self, func: Any, args: Any, kwargs: Any, given: Any) -> None:
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        taken = {_memory(tensor) for tensor in _tensors((args, kwargs))}
-        # A view, or what was written in place, shows the new content by itself.
-        self.given = [None if _memory(tensor) in taken else tensor for tensor in _tensors(given)]
-
-    def replay(self) -> None:
-        again = _tensors(self.func(*self.args, **self.kwargs))
-        for first, output in zip(self.given, again, strict=True):
-            if first is not None:
-                first.copy_(output)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    leaves, _ = tree_flatten(values)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-#: Its methods carry no types.
-_DispatchMode: Any = TorchDispatchMode
-
-
-class _Recorder(_DispatchMode):  # type: ignore[misc]
-    """Does the work and keeps it; refuses what a GPU cannot capture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[_Step] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _NOT_CAPTURED:
-            raise RuntimeError(f"{func} makes the host wait for the device: it cannot be captured")
-        given = func(*args, **(kwargs or {}))
-        self.steps.append(_Step(func, args, kwargs or {}, given))
-        return given
-
-
-_aten: Any = torch.ops.aten
-_NOT_CAPTURED = frozenset({_aten._local_scalar_dense.default, _aten.nonzero.default})
-
-
-class _Tape:
-    def __init__(self, steps: list[_Step]) -> None:
-        self._steps = steps
-
-    @torch.inference_mode()
-    def replay(self) -> None:
-        for step in self._steps:
-            step.replay()

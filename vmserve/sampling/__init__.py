@@ -10,6 +10,7 @@ from vmserve.sampling.params import BeamSearchParams, GenerationParams, Sampling
 if TYPE_CHECKING:
     from vmserve.sampling.device import DeviceSampler, Drawing
     from vmserve.sampling.sampler import SampledToken, Sampler, SamplingRow
+    from vmserve.sampling.tokens import TokenSampler
 
 __all__ = [
     "BeamSearchParams",
@@ -20,12 +21,14 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "SamplingRow",
+    "TokenSampler",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # The sampler needs torch; whoever only builds parameters must not wait for it.
+    # The device's sampler needs torch; whoever only builds parameters must not wait for it.
     if name not in __all__:
         raise AttributeError(f"module 'vmserve.sampling' has no attribute {name!r}")
-    module = "device" if name in ("DeviceSampler", "Drawing") else "sampler"
+    modules = {"DeviceSampler": "device", "Drawing": "device", "TokenSampler": "tokens"}
+    module = modules.get(name, "sampler")
     return getattr(importlib.import_module(f"vmserve.sampling.{module}"), name)

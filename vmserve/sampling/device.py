@@ -19,10 +19,13 @@ from vmserve.sampling.adjust import is_adjusted
 from vmserve.sampling.draw import inverse_cdf_at, is_cut
 from vmserve.sampling.rng import uniforms
 from vmserve.sampling.rows import argmax
-from vmserve.sampling.sampler import SampledToken, Sampler, SamplingRow
+from vmserve.sampling.sampler import Sampler, SamplingRow, check_logits
+from vmserve.sampling.tokens import SampledToken, TopTokens
+from vmserve.sampling.torch_sampler import TorchSampler
 
 if TYPE_CHECKING:
     from vmserve.sampling.params import SamplingParams
+    from vmserve.sampling.tokens import Logits
 
 __all__ = ["DeviceSampler", "Drawing"]
 
@@ -56,27 +59,56 @@ class Drawing:
         return [SampledToken(*token) for token in rows]
 
 
-class DeviceSampler(Sampler):
-    """A :class:`Sampler` that waits for the device once a step, for two numbers a row.
+class DeviceSampler:
+    """A sampler that waits for the device once a step, for two numbers a row; see
+    :class:`~vmserve.sampling.tokens.TokenSampler`.
 
-    Rows that ask for log-probabilities, biases, masks or penalties send the batch the usual way.
+    Rows that ask for log-probabilities, biases, masks or penalties send the batch another way: by
+    torch's operations, or on the host by our own.
     """
 
     def __init__(self, vocab_size: int, device: Transfers) -> None:
-        super().__init__(vocab_size)
+        self.vocab_size = vocab_size
         self._device = device
+        self._host = Sampler(vocab_size)
+        self._there = TorchSampler(vocab_size)
+        self._num_repaired = 0
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    @property
+    def num_repaired_rows(self) -> int:
+        parts = (self._host.num_repaired_rows, self._there.num_repaired_rows)
+        return self._num_repaired + sum(parts)
+
+    @num_repaired_rows.setter
+    def num_repaired_rows(self, number: int) -> None:
+        self._num_repaired += number - self.num_repaired_rows
+
+    def sample(self, logits: Logits, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         drawing = self.start(logits, rows)
-        return super().sample(logits, rows) if drawing is None else drawing.take()
+        if drawing is not None:
+            return drawing.take()
+        x = _tensor(logits)
+        return self._host.sample(x, rows) if x.is_cpu else self._there.sample(x, rows)
+
+    def prompt_logprobs(self, logits: Logits, targets: Sequence[int], k: int) -> list[TopTokens]:
+        x = _tensor(logits)
+        chosen = self._host if x.is_cpu else self._there
+        return chosen.prompt_logprobs(x, targets, k)
+
+    def beam_candidates(
+        self, logits: Logits, num: int, masks: Sequence[NDArray[np.bool_] | None] = ()
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        x = _tensor(logits)
+        chosen = self._host if x.is_cpu else self._there
+        return chosen.beam_candidates(x, num, masks)
 
     @torch.inference_mode()
-    def start(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Drawing | None:
+    def start(self, logits: Logits, rows: Sequence[SamplingRow]) -> Drawing | None:
         """:meth:`sample` without the wait; None for rows that are the host's to sample."""
         if not rows or any(row.params.logprobs is not None or is_adjusted(row) for row in rows):
             return None
-        self._check(logits, len(rows))
-        x = logits.float()
+        check_logits(logits, len(rows), self.vocab_size)
+        x = _tensor(logits).float()
         # What is not a number is repaired without asking: nobody waits to know whether there is.
         finite = x.amax(dim=-1).isfinite()
         x = x.nan_to_num(nan=-torch.inf, posinf=torch.finfo(x.dtype).max, neginf=-torch.inf)
@@ -108,6 +140,11 @@ class DeviceSampler(Sampler):
             return chosen
         whole = inverse_cdf_at(x.softmax(dim=-1), uniform)
         return torch.where(self._device.upload(np.array(cut)), chosen, whole)
+
+
+def _tensor(logits: Logits) -> Tensor:
+    """Of an array, over its memory."""
+    return logits if isinstance(logits, Tensor) else torch.from_numpy(logits)
 
 
 def _limits(params: SamplingParams, vocab: int) -> tuple[float, int, float, float]:

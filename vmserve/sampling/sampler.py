@@ -7,21 +7,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from vmserve import _core
+from vmserve.host_arrays import TensorTuple, array_tuple
 from vmserve.sampling.params import GREEDY_TEMPERATURE, SamplingParams
 from vmserve.sampling.tokens import SampledToken, TopTokens
-from vmserve.sampling.torch_sampler import PART_ELEMENTS, TorchSampler
+from vmserve.threads import num_threads
 
 if TYPE_CHECKING:
     from vmserve.sampling.device import Drawing
+    from vmserve.sampling.tokens import Logits
 
-__all__ = ["SampledToken", "Sampler", "SamplingRow"]
+__all__ = ["PART_ELEMENTS", "SampledToken", "Sampler", "SamplingRow", "check_logits"]
 
-_CORE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+#: Logits of a prompt that are worked on at a time.
+PART_ELEMENTS = 2**22
 #: Of each row the token, its log-probability, what was asked besides; how many were repaired.
 _CoreRows: TypeAlias = tuple[list[int], list[float], list[TopTokens | None], int]
 
@@ -55,63 +56,69 @@ class SamplingRow:
         return self.tokens[self.num_prompt :]
 
 
-class Sampler(TorchSampler):
-    """A token depends on its row's logits and request alone, whatever else is in the batch.
+class Sampler:
+    """The sampler of logits on the host, in C++ (``csrc/sampling``); see
+    :class:`~vmserve.sampling.tokens.TokenSampler`.
 
-    Log-probabilities are those of the logits as the model gave them. The token is then
-    chosen after bias, masks and penalties: the likeliest (lowest id of equals) where the
-    temperature is 0, else drawn with the number that (seed, choice, position) gives. One
-    thread at a time.
-
-    Logits on the host are read by the C++ core (``csrc/sampling``); those elsewhere by torch. Both
-    draw the same token unless its number is within rounding of the border to the next one.
+    :class:`~vmserve.sampling.torch_sampler.TorchSampler` draws the same token unless its number is
+    within rounding of the border to the next one.
     """
 
     def __init__(self, vocab_size: int) -> None:
-        super().__init__(vocab_size)
+        self.vocab_size = vocab_size
+        self.num_repaired_rows = 0
         #: Rows that the core did.
         self.num_core_rows = 0
         self._core = _core.RowSampler(vocab_size, GREEDY_TEMPERATURE)
 
-    def start(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Drawing | None:
-        """Have the device draw, and wait for nothing; None where :meth:`sample` is to be asked."""
+    def start(self, logits: Logits, rows: Sequence[SamplingRow]) -> Drawing | None:
         return None
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """``logits`` [len(rows), vocab], the row of each sequence's last token."""
-        if not logits.is_cpu:
-            return super().sample(logits, rows)
-        self._check(logits, len(rows))
+    def sample(self, logits: Logits, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        check_logits(logits, len(rows), self.vocab_size)
         if not rows:
             return []
-        logits = _readable(logits)
-        tokens, logprobs, tops = self._count(self._threaded().sample(_describe(logits), rows))
+        given = _Given(logits)
+        tokens, logprobs, tops = self._count(self._threaded().sample(given.described, rows))
         return list(map(SampledToken, tokens, logprobs, tops))
 
-    def prompt_logprobs(self, logits: Tensor, targets: Sequence[int], k: int) -> list[TopTokens]:
-        """For each row of ``logits`` [m, vocab]: the target, then the ``k`` likeliest tokens.
-
-        ``targets[i]`` is the prompt token that follows row i; ``k`` -1 is the vocabulary.
-        """
-        if not logits.is_cpu:
-            return super().prompt_logprobs(logits, targets, k)
-        self._check(logits, len(targets))
+    def prompt_logprobs(self, logits: Logits, targets: Sequence[int], k: int) -> list[TopTokens]:
+        check_logits(logits, len(targets), self.vocab_size)
         tops: list[TopTokens | None] = []
         # In parts, as many numbers may be asked for as there are logits.
         num_rows = max(1, PART_ELEMENTS // self.vocab_size)
         for start in range(0, len(targets), num_rows):
-            part, ids = (
-                _readable(logits[start : start + num_rows]),
-                targets[start : start + num_rows],
-            )
-            tops += self._count(self._threaded().score(_describe(part), ids, k))[2]
+            part = _Given(logits[start : start + num_rows])
+            ids = targets[start : start + num_rows]
+            tops += self._count(self._threaded().score(part.described, ids, k))[2]
         return cast("list[TopTokens]", tops)
 
+    def beam_candidates(
+        self, logits: Logits, num: int, masks: Sequence[NDArray[np.bool_] | None] = ()
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        check_logits(logits, len(logits), self.vocab_size)
+        num_rows, num = len(logits), min(num, self.vocab_size)
+        if num_rows == 0 or num < 1:
+            shape = (num_rows, max(num, 0))
+            return np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32)
+        given = logits if isinstance(logits, np.ndarray) else logits.float().numpy()
+        x, broken = _numbers(given.astype(np.float32))
+        self.num_repaired_rows += broken
+        highest = x.max(axis=-1, keepdims=True)
+        totals = np.exp(x - highest).sum(axis=-1, dtype=np.float64, keepdims=True)
+        logs = np.log(totals)
+        for row, mask in enumerate(masks):
+            if mask is not None:
+                x[row, ~mask] = -np.inf
+        ids = np.stack([_likeliest(row, num) for row in x])
+        chosen = np.take_along_axis(x, ids, axis=-1)
+        return ids, ((chosen - highest) - logs).astype(np.float32)
+
     def _threaded(self) -> _core.RowSampler:
-        """The core, with as many threads as torch has now."""
-        num_threads = torch.get_num_threads()
-        if self._core.num_threads != num_threads:
-            self._core.num_threads = num_threads
+        """The core, with as many threads as compute now."""
+        threads = num_threads()
+        if self._core.num_threads != threads:
+            self._core.num_threads = threads
         return self._core
 
     def _count(self, found: _CoreRows) -> tuple[list[int], list[float], list[TopTokens | None]]:
@@ -121,12 +128,48 @@ class Sampler(TorchSampler):
         return tokens, logprobs, tops
 
 
-def _readable(logits: Tensor) -> Tensor:
-    """float32 or bfloat16, each row contiguous."""
-    if logits.dtype not in _CORE_DTYPES:
-        logits = logits.float()
-    return logits if logits.stride(1) == 1 else logits.contiguous()
+class _Given:
+    """Logits as the core takes them, and what keeps their memory: float32 or bfloat16, each row
+    contiguous."""
+
+    __slots__ = ("_memory", "described")
+
+    def __init__(self, logits: Logits) -> None:
+        if isinstance(logits, np.ndarray):
+            self._memory: Logits = np.ascontiguousarray(logits, dtype=np.float32)
+            self.described: TensorTuple = array_tuple(self._memory)
+            return
+        kind = str(logits.dtype).removeprefix("torch.")
+        if kind not in ("float32", "bfloat16"):
+            logits, kind = logits.float(), "float32"
+        self._memory = logits if logits.stride(1) == 1 else logits.contiguous()
+        shape, strides = tuple(self._memory.shape), self._memory.stride()
+        self.described = (self._memory.data_ptr(), kind, shape, strides)
 
 
-def _describe(logits: Tensor) -> tuple[int, str, tuple[int, ...], tuple[int, ...]]:
-    return logits.data_ptr(), _CORE_DTYPES[logits.dtype], tuple(logits.shape), logits.stride()
+def check_logits(logits: Logits, num_rows: int, vocab_size: int) -> None:
+    """Raises ``ValueError`` for logits of another shape."""
+    if logits.shape != (num_rows, vocab_size):
+        raise ValueError(f"logits are {tuple(logits.shape)}, expected ({num_rows}, {vocab_size})")
+
+
+def _numbers(x: NDArray[np.float32]) -> tuple[NDArray[np.float32], int]:
+    """``x`` [rows, columns] without NaN and infinities, written in place, and how many rows had
+    such: what is not a number is never likely, and where nothing is, all are equally so."""
+    with np.errstate(invalid="ignore"):
+        highest = x.max(axis=-1)
+        broken = ~np.isfinite(highest)  # NaN where any is
+    for row in np.flatnonzero(broken):
+        values = x[row]
+        values[np.isnan(values)] = -np.inf
+        np.minimum(values, np.finfo(np.float32).max, out=values)
+        if values.max() == -np.inf:
+            values[:] = 0.0
+    return x, int(np.count_nonzero(broken))
+
+
+def _likeliest(row: NDArray[np.float32], num: int) -> NDArray[np.int64]:
+    """The ids of the ``num`` largest values, best first; of equals the lower id first."""
+    floor = np.partition(row, len(row) - num)[len(row) - num]
+    ids = np.flatnonzero(row >= floor)
+    return ids[np.argsort(-row[ids], kind="stable")[:num]]

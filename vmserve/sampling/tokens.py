@@ -1,10 +1,23 @@
-"""What a sampler says of one token; needs no torch."""
+"""What a sampler takes and what it says of a token; needs no torch."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-__all__ = ["SampledToken", "TopTokens"]
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+    from vmserve.sampling.device import Drawing
+    from vmserve.sampling.sampler import SamplingRow
+
+    #: ``[rows, vocab]``, on the host or where torch computes.
+    Logits: TypeAlias = NDArray[np.float32] | torch.Tensor
+
+__all__ = ["Logits", "SampledToken", "TokenSampler", "TopTokens"]
 
 #: Token id -> (natural log-probability, rank); the sampled (or prompt) token is the first key.
 TopTokens: TypeAlias = dict[int, tuple[float, int]]
@@ -16,3 +29,44 @@ class SampledToken(NamedTuple):
     token_id: int
     logprob: float
     top: TopTokens | None = None
+
+
+class TokenSampler(Protocol):
+    """A token depends on its row's logits and request alone, whatever else is in the batch.
+
+    Log-probabilities are those of the logits as the model gave them. The token is then
+    chosen after bias, masks and penalties: the likeliest (lowest id of equals) where the
+    temperature is 0, else drawn with the number that (seed, choice, position) gives. One
+    thread at a time.
+    """
+
+    vocab_size: int
+    #: Rows whose logits were not numbers (NaN, infinite) and had to be repaired.
+    num_repaired_rows: int
+
+    def start(self, logits: Logits, rows: Sequence[SamplingRow]) -> Drawing | None:
+        """Have the device draw, and wait for nothing; None where :meth:`sample` is to be asked."""
+        ...
+
+    def sample(self, logits: Logits, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        """``logits`` [len(rows), vocab], the row of each sequence's last token."""
+        ...
+
+    def prompt_logprobs(self, logits: Logits, targets: Sequence[int], k: int) -> list[TopTokens]:
+        """For each row of ``logits`` [m, vocab]: the target, then the ``k`` likeliest tokens.
+
+        ``targets[i]`` is the prompt token that follows row i; ``k`` -1 is the vocabulary.
+        """
+        ...
+
+    def beam_candidates(
+        self, logits: Logits, num: int, masks: Sequence[NDArray[np.bool_] | None] = ()
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The ``num`` likeliest tokens of each row of ``logits`` [rows, vocab], best first.
+
+        Their ids and log-probabilities, each [rows, ``num``], on the host; of equal logits the
+        lower id first. A vocabulary of fewer tokens gives all of them. ``masks``: of each row the
+        tokens that a grammar lets follow; the others have a log-probability of -inf, come last,
+        and change nothing for those.
+        """
+        ...

@@ -27,15 +27,14 @@ from vmserve.sampling.rows import (
     num_before,
     peaks,
 )
+from vmserve.sampling.sampler import PART_ELEMENTS, check_logits
 from vmserve.sampling.tokens import SampledToken, TopTokens
 
 if TYPE_CHECKING:
     from vmserve.sampling.sampler import SamplingRow
 
-__all__ = ["PART_ELEMENTS", "TorchSampler"]
+__all__ = ["TorchSampler"]
 
-#: Logits of a prompt that are worked on at a time.
-PART_ELEMENTS = 2**22
 #: Likeliest tokens of a row, best first: (id, log-probability).
 Likeliest = list[tuple[int, float]]
 
@@ -59,7 +58,7 @@ class TorchSampler:
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """``logits`` [len(rows), vocab] float32, the row of each sequence's last token."""
-        self._check(logits, len(rows))
+        check_logits(logits, len(rows), self.vocab_size)
         if not rows:
             return []
         logits, found = self._peaks(logits)
@@ -81,7 +80,7 @@ class TorchSampler:
 
         ``targets[i]`` is the prompt token that follows row i; ``k`` -1 is the vocabulary.
         """
-        self._check(logits, len(targets))
+        check_logits(logits, len(targets), self.vocab_size)
         tops = []
         # In parts, so that a long prompt costs little memory besides its logits.
         num_rows = max(1, PART_ELEMENTS // self.vocab_size)
@@ -102,7 +101,7 @@ class TorchSampler:
         tokens that a grammar lets follow; the others have a log-probability of -inf, come last,
         and change nothing for those.
         """
-        self._check(logits, len(logits))
+        check_logits(logits, len(logits), self.vocab_size)
         num_rows, num = len(logits), min(num, self.vocab_size)
         if num_rows == 0 or num < 1:
             shape = (num_rows, max(num, 0))
@@ -123,12 +122,6 @@ class TorchSampler:
         ids = entries.ids[order[starts[:-1, None] + np.arange(num)]]
         index = torch.from_numpy(ids).to(logits.device)
         return ids, logprobs.gather(1, index).cpu().numpy()
-
-    def _check(self, logits: Tensor, num_rows: int) -> None:
-        if logits.shape != (num_rows, self.vocab_size):
-            raise ValueError(
-                f"logits are {tuple(logits.shape)}, expected ({num_rows}, {self.vocab_size})"
-            )
 
     def _peaks(self, logits: Tensor) -> tuple[Tensor, Peaks]:
         """Logits without NaN, contiguous float32, and their peaks."""

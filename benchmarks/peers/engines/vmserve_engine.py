@@ -9,6 +9,7 @@ import torch
 from engines.stepped import run_all
 from vmserve import LLM, SamplingParams
 from vmserve.models import choose_native
+from vmserve.models.torch_dtype import resolve_dtype
 
 Json = dict[str, Any]
 
@@ -21,12 +22,12 @@ class VmserveEngine:
         self._llm = LLM(model=job["model"], **(options | job["options"]))
         engine = self._llm.engine
         config = engine.config
-        dtype, is_native = choose_native(
+        native = choose_native(
             config.linear_backend, config.quantization, config.dtype, engine.model_config
         )
-        name = str(dtype).removeprefix("torch.")
-        native = f"float32, weights as they are stored or int8; KV cache {name}"
-        self.facts = {"computes_in": native if is_native else name}
+        described = f"float32, weights as they are stored or int8; KV cache {native}"
+        computed = str(resolve_dtype(config.dtype, engine.model_config, "cpu"))
+        self.facts = {"computes_in": computed if native is None else described}
         self._num_seen: dict[str, int] = {}
         self._next_number = 0
 

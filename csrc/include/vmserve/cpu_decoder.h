@@ -77,6 +77,7 @@ class CpuDecoder {
   void set_rotations(const TensorRef& cos, const TensorRef& sin);
   std::int64_t num_positions() const;
 
+  std::int64_t vocab_size() const { return shape_.vocab_size; }
   // Bytes of the packed weights.
   std::size_t weight_bytes() const;
   // Whether what enters its linear layers is rounded to bfloat16.

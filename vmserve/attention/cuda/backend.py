@@ -34,7 +34,9 @@ from vmserve.attention.cuda.plan import (
 from vmserve.attention.cuda.variant import Variant
 from vmserve.attention.cuda.view import DeviceView
 from vmserve.attention.rotary import Rotary
+from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
+from vmserve.torch_dtypes import as_torch
 
 __all__ = ["CapacityPlan", "CudaCall", "CudaPagedBackend"]
 
@@ -70,10 +72,10 @@ class CudaPagedBackend:
         self._copy_tables = copy_tables
         self._view: DeviceView | None = None
 
-    def refusal(self, head_dim: int, dtype: torch.dtype) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType) -> str | None:
         if self._given is None and not torch.cuda.is_available():
             return "torch sees no GPU here"
-        return Variant.refusal(head_dim, dtype)
+        return Variant.refusal(head_dim, as_torch(dtype))
 
     @property
     def launcher(self) -> Launcher:
@@ -129,8 +131,8 @@ class CudaPagedBackend:
             # NOTE: another thread may bind in between: the one kept may be its view.
             known = self._view = DeviceView(view)
         device = self.launcher.device
-        if view.keys[0].device != device:
-            raise ValueError(f"the KV cache is on {view.keys[0].device}, the kernels on {device}")
+        if known.device != device:
+            raise ValueError(f"the KV cache is on {known.device}, the kernels on {device}")
         return known
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vmserve.attention.base import KVView, PagedView, RaggedBatch
+from vmserve.attention.base import KVView, PagedView, RaggedBatch, tensor_view
 from vmserve.attention.cuda.params import KvLayer
 from vmserve.attention.cuda.variant import Variant
 from vmserve.errors import UnsupportedError
@@ -21,8 +21,8 @@ class DeviceView:
     Raises :class:`~vmserve.errors.UnsupportedError` for tensors that the kernels cannot address.
     """
 
-    def __init__(self, view: KVView) -> None:
-        self.view = view
+    def __init__(self, given: KVView) -> None:
+        view = self.view = tensor_view(given)
         first = view.keys[0]
         for tensor in (*view.keys, *view.values):
             if tensor.shape != first.shape or tensor.stride() != first.stride():

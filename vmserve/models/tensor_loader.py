@@ -1,0 +1,91 @@
+"""Reads the weights of a model directory for torch; nothing is ever in memory twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from vmserve.models.decoder import Decoder
+from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.loader import Progress, find_tensors
+from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
+from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
+from vmserve.models.weights import assemble
+from vmserve.torch_dtypes import as_torch
+
+__all__ = ["load_decoder", "load_tensors"]
+
+#: Converted at a time: this much of a tensor is in memory in both types.
+_BLOCK_BYTES = 8 << 20
+
+
+def load_tensors(
+    directory: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    ignore: Callable[[str], bool] = lambda name: False,
+    rename: Callable[[str], str] = lambda name: name,
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """Exactly the tensors of ``shapes``, in ``dtype`` on ``device``.
+
+    A tensor that is stored in ``dtype`` stays in its file, memory-mapped (on a CPU);
+    another one is converted block by block, and the file's pages dropped behind it.
+    ``ignore`` and ``rename``, and what is raised: see :func:`vmserve.models.loader.find_tensors`.
+    """
+    stored = find_tensors(directory, shapes, ignore=ignore, rename=rename)
+    total = sum(tensor.num_bytes for _, tensor in stored.values())
+    done = 0
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (file, tensor) in stored.items():
+        tensors[name] = _load(file, tensor, dtype, device)
+        done += tensor.num_bytes
+        if progress is not None:
+            progress("loading weights", done, total)
+    return tensors
+
+
+def _load(
+    file: SafetensorsFile, stored: StoredTensor, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    mapped = torch.from_numpy(file.view(stored)).view(as_torch(stored.dtype))
+    aligned = stored.start % stored.dtype.itemsize == 0
+    if device.type == "cpu" and mapped.dtype == dtype and aligned:
+        file.load_pages(stored.start, stored.num_bytes)
+        return mapped
+    loaded = torch.empty(stored.shape, dtype=dtype, device=device)
+    source, target = mapped.view(-1), loaded.view(-1)
+    block = _BLOCK_BYTES // stored.dtype.itemsize
+    for first in range(0, stored.num_elements, block):
+        last = min(first + block, stored.num_elements)
+        target[first:last].copy_(source[first:last])
+        itemsize = stored.dtype.itemsize
+        file.drop_pages(stored.start + first * itemsize, (last - first) * itemsize)
+    return loaded
+
+
+def load_decoder(
+    directory: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+    progress: Progress | None,
+) -> tuple[Decoder, int]:
+    """The decoder and the bytes of its weights; raises as :func:`load_tensors` does."""
+    shapes = tensor_shapes(config)
+    tensors = load_tensors(
+        directory,
+        shapes,
+        dtype,
+        device,
+        ignore=lambda name: is_ignorable(config, name),
+        rename=lambda name: canonical_name(config, shapes, name),
+        progress=progress,
+    )
+    decoder = Decoder(config, assemble(config, tensors), max_len)
+    return decoder, sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,39 @@
+"""Models that torch computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from vmserve.dtypes import DType
+from vmserve.models.config import ModelConfig
+from vmserve.models.decoder import Decoder
+from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.loader import Progress
+from vmserve.models.tensor_loader import load_decoder
+from vmserve.torch_dtypes import as_torch
+
+if TYPE_CHECKING:
+    from vmserve.models.foreign import ForeignModel
+
+__all__ = ["load_torch"]
+
+
+def load_torch(
+    directory: Path,
+    config: ModelConfig,
+    dtype: DType,
+    device: str,
+    max_len: int,
+    progress: Progress | None,
+) -> tuple[Decoder | ForeignModel, int]:
+    """The model and the bytes of its weights; see :func:`vmserve.models.load_model`."""
+    where, kind = torch.device(device), as_torch(dtype)
+    if isinstance(config.network, DecoderConfig):
+        return load_decoder(directory, config.network, kind, where, max_len, progress)
+    # Only now: transformers takes seconds to import.
+    from vmserve.models.foreign import load_foreign  # noqa: PLC0415
+
+    return load_foreign(directory, config.network, kind, where, progress)

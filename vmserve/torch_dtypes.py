@@ -1,0 +1,16 @@
+"""Element types where torch computes."""
+
+from __future__ import annotations
+
+import torch
+
+from vmserve.dtypes import DType
+
+__all__ = ["as_torch"]
+
+_DTYPES = {dtype: getattr(torch, dtype) for dtype in DType}
+
+
+def as_torch(dtype: DType) -> torch.dtype:
+    found: torch.dtype = _DTYPES[dtype]
+    return found
