@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from vmserve.bench.papers.command import REAL_FIGURES
+from vmserve.bench.papers.fleet import Fleet
 from vmserve.bench.papers.points import METRICS, Points, shuffled
 from vmserve.bench.papers.real import chat_shapes
 from vmserve.bench.papers.served import (
     CONTEXT,
     POOL_TOKENS,
     SYSTEMS,
-    Fleet,
     Job,
     System,
     _Gate,

@@ -9,6 +9,7 @@ from vmserve.bench import sharing
 from vmserve.bench.alloc.section import SectionResult, Table
 from vmserve.bench.kernels.sections import Options as KernelOptions
 from vmserve.bench.kernels.sections import blocks as kernel_blocks
+from vmserve.bench.papers.fleet import Fleet
 from vmserve.bench.papers.points import Points, RealOptions, shuffled
 from vmserve.bench.papers.reference import (
     PAPER_BATCHES,
@@ -26,7 +27,6 @@ from vmserve.bench.papers.served import (
     POOL_TOKENS,
     SCALE,
     SYSTEMS,
-    Fleet,
     System,
     make_jobs,
     record,
@@ -264,7 +264,7 @@ def _way(width: int, is_beam: bool) -> str:
 def figure_15(options: RealOptions, report: Report) -> SectionResult:
     """Memory that sharing within a request saves: the section blocks of ``bench sharing``."""
     wanted = sharing.Options(
-        num_requests=options.pick(24, 4),
+        num_requests=options.pick(12, 4),
         workloads=("alpaca",) if options.quick else ("alpaca", "sharegpt"),
         widths=(2,) if options.quick else (2, 4, 6),
         block_sizes=(16,),

@@ -15,8 +15,9 @@ from vmserve.bench.alloc.section import SectionResult, Table, summarize
 from vmserve.bench.kernels.sections import Options as KernelOptions
 from vmserve.bench.kernels.sections import blocks as kernel_blocks
 from vmserve.bench.kernels.sections import prefill as kernel_prefill
+from vmserve.bench.papers.fleet import Fleet
 from vmserve.bench.papers.points import Points, RealOptions, shuffled
-from vmserve.bench.papers.served import Fleet, Job, System, make_jobs, record, scaled
+from vmserve.bench.papers.served import Job, System, make_jobs, record, scaled
 from vmserve.bench.workloads import azure_code
 from vmserve.models import ModelConfig, resolve_model
 from vmserve.sampling import SamplingParams

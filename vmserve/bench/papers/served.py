@@ -15,31 +15,29 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any
 
 from vmserve.bench.workloads import prompts
-from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
-from vmserve.models import ModelConfig, resolve_model
 from vmserve.sampling import BeamSearchParams, SamplingParams
 from vmserve.simulation.baselines import Buddies, Knowledge, reserved_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from types import TracebackType
 
     from vmserve.bench.papers.points import Points
     from vmserve.bench.workloads import RequestShape
+    from vmserve.engine import LLMEngine
     from vmserve.sampling import GenerationParams
 
 __all__ = [
     "BASELINES",
+    "BLOCK_TOKENS",
     "CONTEXT",
     "OURS",
+    "PAGE_TOKENS",
     "POOL_TOKENS",
     "SCALE",
     "SYSTEMS",
-    "Fleet",
     "Job",
     "Served",
     "System",
@@ -55,9 +53,6 @@ POOL_TOKENS = 15_728 // SCALE
 BLOCK_TOKENS = 16 // SCALE
 PAGE_TOKENS = 64 // SCALE
 
-_MAX_SEQS = 256
-#: Bytes that a host's page is a multiple of.
-_GRANULARITY = 4096
 _RESERVED_IDS = range(8)
 
 
@@ -233,66 +228,102 @@ def serve(engine: LLMEngine, jobs: Sequence[Job], system: System, pool_tokens: i
     Raises the failure of the first request that fails, and ValueError for one that no empty pool
     has room for.
     """
-    gate = (
-        _OpenGate()
-        if system.knowledge is None
-        else _Gate(system.knowledge, pool_tokens, engine.resolved.max_model_len)
-    )
-    pending, held = deque(sorted(jobs, key=lambda job: job.arrival_s)), deque[Job]()
-    running: dict[str, Job] = {}
-    parts: dict[str, int] = {}
-    latencies: list[float] = []
-    per_token: list[float] = []
-    meter = _Meter(len(jobs), pool_tokens)
     scheduler = engine.scheduler
     preempted, swapped = scheduler.num_preemptions_total, scheduler.num_swaps_total
-    began = last = time.perf_counter()
-    while pending or held or running:
-        while pending and pending[0].arrival_s <= time.perf_counter() - began:
-            held.append(pending.popleft())
-        while held and gate.admits(held[0]):
-            job = held.popleft()
-            running[job.name] = job
-            parts[job.name] = _start(engine, job, is_shared=system.knowledge is None)
-        if not running:
-            if held:
-                raise ValueError(f"request {held[0].name} does not fit into an empty pool")
-            last = began + pending[0].arrival_s
-            time.sleep(max(0.0, last - time.perf_counter()))
-            continue
-        result = engine.step()
-        if result.failures:
-            raise result.failures[0].error
-        now = time.perf_counter()
-        if system.knowledge is None:
-            num_running = len(scheduler.running_request_ids)
-            waits = scheduler.num_waiting > 0
+    run = _Run(engine, jobs, system, pool_tokens)
+    while run.is_open:
+        run.admit()
+        if run.running:
+            run.step()
         else:
-            num_running, waits = len(running), bool(held)
-        tokens = engine.memory.stats().used_tokens
-        meter.add(now - last, num_running, tokens, len(latencies), waits=waits)
-        last = now
-        for output in result.outputs:
-            name = output.request_id.partition("/")[0]
-            if not output.finished:
-                continue
-            parts[name] -= 1
-            if not parts[name]:
-                job = running.pop(name)
-                gate.end(job)
-                latencies.append(now - began - job.arrival_s)
-                per_token.append(latencies[-1] / job.num_output)
+            run.sleep()
     return Served(
-        last - began,
+        run.last_s,
         len(jobs),
         sum(job.num_output * job.width for job in jobs),
-        tuple(latencies),
-        sum(per_token) / len(per_token),
-        meter.at_once,
-        meter.states_share,
+        tuple(run.latencies),
+        sum(run.per_token) / len(run.per_token),
+        run.meter.at_once,
+        run.meter.states_share,
         scheduler.num_preemptions_total - preempted,
         scheduler.num_swaps_total - swapped,
     )
+
+
+class _Run:
+    """What :func:`serve` does. Times are seconds since it began."""
+
+    def __init__(
+        self, engine: LLMEngine, jobs: Sequence[Job], system: System, pool_tokens: int
+    ) -> None:
+        self._engine = engine
+        self._is_ours = system.knowledge is None
+        self._gate = (
+            _OpenGate()
+            if system.knowledge is None
+            else _Gate(system.knowledge, pool_tokens, engine.resolved.max_model_len)
+        )
+        self._pending = deque(sorted(jobs, key=lambda job: job.arrival_s))
+        self._held: deque[Job] = deque()
+        self.running: dict[str, Job] = {}
+        #: Requests of the engine that a job still waits for.
+        self._parts: dict[str, int] = {}
+        self.latencies: list[float] = []
+        self.per_token: list[float] = []
+        self.meter = _Meter(len(jobs), pool_tokens)
+        self._began = time.perf_counter()
+        self.last_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._pending or self._held or self.running)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def admit(self) -> None:
+        while self._pending and self._pending[0].arrival_s <= self._now():
+            self._held.append(self._pending.popleft())
+        while self._held and self._gate.admits(self._held[0]):
+            job = self._held.popleft()
+            self.running[job.name] = job
+            self._parts[job.name] = _start(self._engine, job, is_shared=self._is_ours)
+
+    def sleep(self) -> None:
+        """Until the next arrival."""
+        if self._held:
+            raise ValueError(f"request {self._held[0].name} does not fit into an empty pool")
+        self.last_s = self._pending[0].arrival_s
+        time.sleep(max(0.0, self.last_s - self._now()))
+
+    def step(self) -> None:
+        result = self._engine.step()
+        if result.failures:
+            raise result.failures[0].error
+        now = self._now()
+        self._measure(now - self.last_s)
+        self.last_s = now
+        for output in result.outputs:
+            if output.finished:
+                self._end(output.request_id.partition("/")[0])
+
+    def _measure(self, seconds: float) -> None:
+        scheduler = self._engine.scheduler
+        if self._is_ours:
+            num_running, waits = len(scheduler.running_request_ids), scheduler.num_waiting > 0
+        else:
+            num_running, waits = len(self.running), bool(self._held)
+        tokens = self._engine.memory.stats().used_tokens
+        self.meter.add(seconds, num_running, tokens, len(self.latencies), waits=waits)
+
+    def _end(self, name: str) -> None:
+        self._parts[name] -= 1
+        if self._parts[name]:
+            return
+        job = self.running.pop(name)
+        self._gate.end(job)
+        self.latencies.append(self.last_s - job.arrival_s)
+        self.per_token.append(self.latencies[-1] / job.num_output)
 
 
 def _start(engine: LLMEngine, job: Job, *, is_shared: bool) -> int:
@@ -323,114 +354,6 @@ def _sampling(job: Job, n: int, index: int) -> GenerationParams:
         ignore_eos=True,
         detokenize=False,
     )
-
-
-class _Sizes(NamedTuple):
-    """Of one layer of a model: bytes of a token's keys and values."""
-
-    num_layers: int
-    token_bytes: int
-    dtype: str
-
-    @staticmethod
-    def of(model: str | None) -> _Sizes:
-        config = ModelConfig.from_directory(resolve_model(model))
-        token_bytes = 2 * config.kv_heads * config.head_dim * config.dtype.itemsize
-        return _Sizes(config.num_layers, token_bytes, str(config.dtype).removeprefix("torch."))
-
-    def page_bytes(self, page_tokens: int) -> int:
-        """Of one layer; at least so many tokens, in whole pages of the host."""
-        return -(-page_tokens * self.token_bytes // _GRANULARITY) * _GRANULARITY
-
-    def pool_bytes(self, pool_tokens: int, page_tokens: int) -> int:
-        page_bytes = self.page_bytes(page_tokens)
-        return pool_tokens * self.token_bytes // page_bytes * page_bytes * self.num_layers
-
-
-class Fleet:
-    """Engines by what they differ in, made when they are first asked for.
-
-    ``pool_tokens``: of ours; Orca's engine has room for all that is ever admitted.
-    """
-
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        context: int = CONTEXT,
-        pool_tokens: int = POOL_TOKENS,
-        block_tokens: int = BLOCK_TOKENS,
-        page_tokens: int = PAGE_TOKENS,
-    ) -> None:
-        self.model = model
-        self.context = context
-        self.pool_tokens = pool_tokens
-        self._block_tokens = block_tokens
-        self._page_tokens = page_tokens
-        self._sizes = _Sizes.of(model)
-        self._engines: dict[tuple[object, ...], LLMEngine] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for engine in self._engines.values():
-            engine.close()
-        self._engines.clear()
-
-    @property
-    def token_bytes(self) -> int:
-        """Keys and values of a token, all layers."""
-        return self._sizes.num_layers * self._sizes.token_bytes
-
-    def engine(self, system: System) -> LLMEngine:
-        key = (system.regime, system.knowledge is None, system.options)
-        if key not in self._engines:
-            self._engines[key] = self._make(system)
-        return self._engines[key]
-
-    def _make(self, system: System) -> LLMEngine:
-        pool_tokens = self.pool_tokens
-        if system.knowledge is not None:  # a reservation, and a page at its end, for each
-            pool_tokens += _MAX_SEQS * self._page_tokens
-        options: dict[str, Any] = {
-            "block_size": self._block_tokens,
-            "page_tokens": self._page_tokens,
-            **dict(system.options),
-        }
-        page_tokens = max(options.pop("page_tokens"), options["block_size"])
-        return LLMEngine(
-            EngineConfig(
-                **{
-                    "model": self.model,
-                    "dtype": self._sizes.dtype,
-                    "kv_regime": system.regime,
-                    "kv_layers_per_group": 1,
-                    "kv_page_size": self._sizes.page_bytes(page_tokens),
-                    "kv_cache_memory": self._sizes.pool_bytes(pool_tokens, page_tokens),
-                    "max_model_len": self.context,
-                    "max_num_seqs": _MAX_SEQS,
-                    "enable_prefix_caching": False,
-                    "preemption": "recompute",
-                    **options,
-                }
-            )
-        )
-
-    def vocabulary(self) -> int:
-        return ModelConfig.from_directory(resolve_model(self.model)).vocab_size
-
-    def serve(self, system: System, jobs: Sequence[Job]) -> Served:
-        """Raises RuntimeError where memory was short behind Orca's gate: it is to be spare."""
-        served = serve(self.engine(system), jobs, system, self.pool_tokens)
-        if system.knowledge is not None and served.num_preemptions:
-            raise RuntimeError(f"{served.num_preemptions} preemptions behind the gate")
-        return served
 
 
 def record(points: Points, case: str, served: Served) -> None:
