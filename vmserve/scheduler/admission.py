@@ -132,7 +132,7 @@ class Admission:
         Else they would be the victims again after a few steps, and all the copying, or computing,
         would have been for nothing.
         """
-        return sum(self._demand.ahead(seq) for seq in (*self._queues.running, *newcomers))
+        return self._demand.headroom([*self._queues.running, *newcomers], self._regimes.mean_output)
 
     def _num_reserved(self, newcomer: Request) -> int:
         """Sequences that run or can come to, with one more of ``newcomer``: beams fork at will."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from vmserve.memory.base import Regime, SwapIn
 from vmserve.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from vmserve.memory.layout import KVLayout
 
-__all__ = ["HYSTERESIS_TOKENS", "BlockDemand"]
+__all__ = ["BlockDemand"]
 
-#: A preempted sequence comes back when all can go on for about so many tokens.
-HYSTERESIS_TOKENS = 32
+#: A preempted sequence comes back when all can go on for so many steps, as is to be expected.
+_STEPS_AHEAD = (4, 8, 16, 32)
 
 
 class BlockDemand:
@@ -36,8 +41,7 @@ class BlockDemand:
 
     def shared(self, sequence: Sequence, num_tokens: int) -> int:
         """How many blocks a fork at ``num_tokens`` shares for good."""
-        virtual = sequence.regime is Regime.VIRTUAL
-        unit = self._layout.page_tokens if virtual else self._layout.block_tokens
+        unit = self._unit(sequence.regime)
         return num_tokens // unit * (unit // self._layout.block_tokens)
 
     def owed(self, sequence: Sequence) -> int:
@@ -49,7 +53,26 @@ class BlockDemand:
             has = self.shared(sequence, sequence.num_computed)
         return self.next_token(sequence) - has
 
-    def ahead(self, sequence: Sequence) -> int:
-        """What the sequence takes for some tokens more than that."""
-        soon = self.blocks(sequence, sequence.num_tokens + HYSTERESIS_TOKENS)
-        return soon - self.next_token(sequence)
+    def headroom(self, sequences: Collection[Sequence], mean_output: float) -> int:
+        """What these will soon take, all together, beyond their known and their next tokens.
+
+        One in ``mean_output`` of them is expected to end at each step, however long it has been
+        running, and all at their last token; a standard deviation more may go on.
+        """
+        tokens = np.array([seq.num_tokens for seq in sequences])
+        left = np.array([seq.request.max_tokens - seq.num_output for seq in sequences])
+        unit = np.array([self._unit(seq.regime) for seq in sequences])
+        blocks_per_unit = unit // self._layout.block_tokens
+        now = int((-(-(tokens + 1) // unit) * blocks_per_unit).sum())
+        needed = 0.0
+        for num_steps in _STEPS_AHEAD:
+            blocks = -(-(tokens + num_steps) // unit) * blocks_per_unit * (left >= num_steps)
+            at_most = float(blocks.sum())
+            going_on = math.exp(-num_steps / mean_output)
+            deviation = math.sqrt(going_on * (1 - going_on) * float((blocks**2).sum()))
+            needed = max(needed, min(going_on * at_most + deviation, at_most))
+        return max(0, math.ceil(needed) - now)
+
+    def _unit(self, regime: Regime) -> int:
+        virtual = regime is Regime.VIRTUAL
+        return self._layout.page_tokens if virtual else self._layout.block_tokens

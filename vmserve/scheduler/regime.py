@@ -290,6 +290,10 @@ class RegimePolicy:
         self._mean_output += _NEWEST * (num_output - self._mean_output)
         self._num_preemptions += _NEWEST * (num_preemptions - self._num_preemptions)
 
+    @property
+    def mean_output(self) -> float:
+        return self._mean_output
+
     def expected_output(self, request: Request) -> int:
         return max(1, min(request.max_tokens, round(self._mean_output)))
 

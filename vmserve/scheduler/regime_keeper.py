@@ -42,6 +42,11 @@ class RegimeKeeper:
         """Whether a choice depends on what surrounds the request."""
         return self._policy.predicts
 
+    @property
+    def mean_output(self) -> float:
+        """Tokens that requests generated lately, on average."""
+        return self._policy.mean_output
+
     def choose(self, request: Request, num_hit: int = 0) -> RegimeChoice:
         """Where the request is kept, or else should be as things are.
 
@@ -111,6 +116,10 @@ class RegimeKeeper:
             return None  # the newcomer wants one, too
         return self._policy.cost_of_moving(regime, running[regime], page_step_seconds)
 
+    def expected_left(self, sequence: Sequence) -> int:
+        """Tokens that the sequence has yet to generate."""
+        return max(1, self._policy.expected_output(sequence.request) - sequence.num_output)
+
     def _lengths(self) -> tuple[dict[Regime, list[RunningLength]], set[Regime]]:
         """Of all that run, by regime; and the regimes in which some fork, and so must stay."""
         running: dict[Regime, list[RunningLength]] = {regime: [] for regime in Regime}
@@ -119,8 +128,8 @@ class RegimeKeeper:
             request = sequence.request
             if request.is_gang or has_followers(request):
                 forking.add(sequence.regime)
-            left = self._policy.expected_output(request) - sequence.num_output
-            running[sequence.regime].append(RunningLength(sequence.num_tokens, max(1, left)))
+            length = RunningLength(sequence.num_tokens, self.expected_left(sequence))
+            running[sequence.regime].append(length)
         return running, forking
 
     # -- changes ------------------------------------------------------------------------
