@@ -397,6 +397,31 @@ def test_bits_do_not_depend_on_how_a_prompt_is_chunked(isa: str, window: int | N
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 30)])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_token_that_is_no_number_hurts_only_those_that_see_it(
+    isa: str, dtype: torch.dtype, window: int | None, wrong: float
+) -> None:
+    """Rows before it in a prompt become blocks of the prefix cache, which others may share."""
+    shape = Shape(kv_heads=1, group=2, head_dim=24, dtype=dtype)
+    batch = RaggedBatch.build([0], [3], [130])
+    spec = LayerAttention(0, 0.2, window)
+    backend = CpuBackend(num_threads=1, isa=isa)
+    outputs = []
+    for is_broken in (False, True):
+        inputs = draw(130, shape, seed=7)
+        if is_broken:
+            inputs.k[70], inputs.v[70] = wrong, wrong
+        call = backend.bind(filled_view(batch, shape), batch)
+        outputs.append(call(spec, inputs.q, inputs.k, inputs.v))
+    fine, broken = outputs
+    end = 130 if window is None else 70 + window
+    assert not broken[70:end].isfinite().any()
+    assert torch.equal(broken[:70], fine[:70])
+    assert torch.equal(broken[end:], fine[end:])
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("new", [1, 2, 64])
 def test_what_lies_before_every_window_is_not_read(isa: str, new: int) -> None:
     shape = Shape()

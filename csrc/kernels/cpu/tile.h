@@ -222,6 +222,7 @@ template <class T>
 void add_broken(const TileArgs& a, const Panel& p, const float* scores, const Broken& broken,
                 const T* const* rows, int seen, float first) {
   const int width = p.vectors * Vec::kWidth;
+  const int stride = padded(a.head_dim);  // pairs of bfloat16 are apart, up to there
   float value[512];
   for (int i = 0; i < broken.count && broken.tokens[i] < seen; ++i) {
     const int t = broken.tokens[i];
@@ -236,7 +237,7 @@ void add_broken(const TileArgs& a, const Panel& p, const float* scores, const Br
     for (int lane = 0; lane < p.lanes; ++lane) {
       if (position > p.newest[lane] || position < p.oldest[lane]) continue;
       const float weight = scores[t * width + lane];
-      for (int d = 0; d < a.head_dim; ++d) p.sums[d * width + lane] += weight * value[d];
+      for (int d = 0; d < stride; ++d) p.sums[d * width + lane] += weight * value[d];
     }
   }
 }
