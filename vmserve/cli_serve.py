@@ -425,7 +425,7 @@ def _start_engine(
     options: dict[str, Any], supervision: Supervision | None
 ) -> AsyncLLM | ProcessLLM:
     if supervision is None:
-        # Only now: the server's own process has no use for torch.
+        # Only now: the server's own process has no use for an engine.
         from vmserve.async_llm import AsyncLLM  # noqa: PLC0415
 
         return AsyncLLM(**options, progress=_report_phases())
@@ -438,7 +438,7 @@ def _start_engine(
 
 
 def _import_server() -> None:
-    """What serves is imported while the engine's process, which takes longer, imports torch."""
+    """What serves is imported while the engine's process starts."""
     import_quickly("vmserve.server.run")
 
 

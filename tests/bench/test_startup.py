@@ -15,7 +15,7 @@ from vmserve.bench.ab.client import RunFailedError
 from vmserve.bench.startup import PHASES, PROCESSES, Samples, document, memory_table, table
 from vmserve.cli_bench import app
 
-# Processes import torch, which takes its time on a busy machine.
+# One process imports torch, which takes its time on a busy machine.
 pytestmark = pytest.mark.timeout(400)
 
 SMALL = ["--kv-cache-memory", "64MiB", "--max-model-len", "256"]
@@ -46,8 +46,7 @@ def test_a_process_and_a_server_from_start_to_first_token(tmp_path: Path) -> Non
         parts = sum(process[kind][0] for kind in ("anon", "file", "shmem"))
         assert abs(pss - parts) < 64 << 10
     assert told["sizes_bytes"]["weights"] == 6_815_744
-    assert memory["torch"]["pss"] < memory["offline"]["pss"]
-    assert memory["server"]["pss"] < memory["engine"]["pss"]
+    assert all(memory[each]["pss"] < memory["torch"]["pss"] for each in memory if each != "torch")
     assert "an interpreter with torch" in result.output
 
 

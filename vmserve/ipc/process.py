@@ -51,7 +51,7 @@ class EngineProcess:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", *program, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": _import_path()},
+                env=_environment(),
                 stdin=subprocess.DEVNULL,
                 # A terminal's Ctrl-C is for the server, which ends the engine.
                 process_group=0,
@@ -111,6 +111,8 @@ class EngineProcess:
         return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
 
 
-def _import_path() -> str:
-    """Modules are found where this process finds them, and nowhere else."""
-    return os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+def _environment() -> dict[str, str]:
+    """Modules are found where this process finds them, and nowhere else. Numpy makes no threads
+    for products of matrices as it is imported: the engine has none for it to compute."""
+    import_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    return {"OPENBLAS_NUM_THREADS": "1", **os.environ, "PYTHONPATH": import_path}
