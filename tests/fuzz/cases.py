@@ -41,15 +41,19 @@ def operations(url: str) -> list[Any]:
 
 
 def fuzz(url: str, num_cases: int, seed: int, report: Callable[[str], None]) -> Tally:
-    """About ``num_cases``, shared out by how much an operation has to go wrong."""
+    """``num_cases`` or a few more, shared out by how much an operation has to go wrong.
+
+    Those without parameters come first: what they cannot vary is left to those with bodies.
+    """
     tally = Tally()
-    known = operations(url)
-    weights = [8 if operation.body else 1 for operation in known]
-    for operation, weight in zip(known, weights, strict=True):
-        share = max(4, num_cases * weight // sum(weights) // 2)
-        for mode in GenerationMode:
-            fuzz_operation(tally, url, operation, mode, share, seed)
-            report(f"{operation.label} {mode.value}: {tally.num_cases} cases so far")
+    known = sorted(operations(url), key=lambda operation: bool(operation.body))
+    runs = [(operation, mode) for operation in known for mode in GenerationMode]
+    weights = [8 if operation.body else 1 for operation, _ in runs]
+    for index, (operation, mode) in enumerate(runs):
+        left = num_cases - tally.num_cases
+        share = max(4, -(-left * weights[index] // sum(weights[index:])))
+        fuzz_operation(tally, url, operation, mode, share, seed)
+        report(f"{operation.label} {mode.value}: {tally.num_cases} cases so far")
     return tally
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from engines.stepped import run_all
 from vmserve import LLM, SamplingParams
+from vmserve.dtypes import DType
 from vmserve.models import choose_native
-from vmserve.models.torch_dtype import resolve_dtype
+from vmserve.models.config import ModelConfig
 
 Json = dict[str, Any]
 
 
 class VmserveEngine:
     def __init__(self, job: Json) -> None:
-        torch.set_num_threads(job["num_threads"])
+        # As many threads as OMP_NUM_THREADS says, which the launcher sets.
         options = {"max_num_seqs": job["max_num_seqs"], "max_model_len": job["max_model_len"]}
         options |= {"enable_prefix_caching": False}
         self._llm = LLM(model=job["model"], **(options | job["options"]))
@@ -25,9 +24,7 @@ class VmserveEngine:
         native = choose_native(
             config.linear_backend, config.quantization, config.dtype, engine.model_config
         )
-        described = f"float32, weights as they are stored or int8; KV cache {native}"
-        computed = str(resolve_dtype(config.dtype, engine.model_config, "cpu"))
-        self.facts = {"computes_in": computed if native is None else described}
+        self.facts = {"computes_in": _computed_in(native, config.dtype, engine.model_config)}
         self._num_seen: dict[str, int] = {}
         self._next_number = 0
 
@@ -70,3 +67,12 @@ class VmserveEngine:
 
 def create(job: Json) -> VmserveEngine:
     return VmserveEngine(job)
+
+
+def _computed_in(native: DType | None, dtype: str, model: ModelConfig) -> str:
+    if native is not None:
+        return f"float32, weights as they are stored or int8; KV cache {native}"
+    # Only here: the native decoder starts without torch, and is measured so.
+    from vmserve.models.torch_dtype import resolve_dtype  # noqa: PLC0415
+
+    return str(resolve_dtype(dtype, model, "cpu"))
