@@ -21,7 +21,7 @@ SIZES = ((2048, 1), (2048, 64), (4096, 1), (32_000, 1), (32_000, 16), (151_936, 
 def least_us(vocab: int, num_rows: int, temperature: float) -> float:
     logits = 3 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(temperature=temperature, max_tokens=None)
-    rows = [SamplingRow(params, i, 0, [1], [1], frozenset()) for i in range(num_rows)]
+    rows = [SamplingRow(params, i, 0, [1, 1], 1, frozenset()) for i in range(num_rows)]
     sampler = Sampler(vocab)
     best = float("inf")
     end = time.perf_counter() + 0.4

@@ -27,7 +27,8 @@ from client import cpu_seconds, stream_all
 from vmserve.ipc.client import ProcessLLM
 from vmserve.ipc.process import EngineProcess
 from vmserve.server.config import ServerConfig
-from vmserve.server.run import bind, serve
+from vmserve.server.listen import bind
+from vmserve.server.run import serve
 
 #: Tokens of the short answers, whose cost is taken from that of the long ones.
 FEW = 20
