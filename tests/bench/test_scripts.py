@@ -17,7 +17,7 @@ _SCRIPTS = sorted(
 
 
 def test_the_scripts_are_found() -> None:
-    assert {"regimes/run.py", "step/run.py", "peers/run.py", "gpu/engine.py"} <= set(_SCRIPTS)
+    assert {"regimes/run.py", "overload/run.py", "peers/run.py", "gpu/engine.py"} <= set(_SCRIPTS)
 
 
 @pytest.mark.parametrize("script", _SCRIPTS)
