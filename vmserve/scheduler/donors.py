@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+from vmserve.memory.base import KVMemory
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.scheduler.siblings import has_followers
 
-__all__ = ["Donors"]
+__all__ = ["Donors", "give_back"]
+
+
+def give_back(memory: KVMemory, sequence: Sequence) -> None:
+    """The sequence has no memory any more, nor anything that it would start with."""
+    assert sequence.memory_id is not None
+    memory.release(sequence.memory_id)
+    sequence.memory_id = sequence.start = None
 
 
 class Donors:
     """Finished sequences whose memory is kept for siblings that have yet to fork from it.
 
     ``window``: the widest sliding window of the model's layers; None if a layer sees everything.
-    ``release`` gives a sequence's memory back.
     """
 
-    def __init__(self, window: int | None, release: Callable[[Sequence], None]) -> None:
+    def __init__(self, memory: KVMemory, window: int | None) -> None:
+        self._memory = memory
         self._window = window
-        self._release = release
         self._kept: dict[str, Sequence] = {}
 
     def __len__(self) -> int:
@@ -63,7 +70,7 @@ class Donors:
         """Nobody is to fork from the request's any more."""
         donor = self._kept.pop(request.request_id, None)
         if donor is not None:
-            self._release(donor)
+            give_back(self._memory, donor)
 
     def drop_unwanted(self) -> None:
         """All whose siblings have started."""

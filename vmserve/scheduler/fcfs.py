@@ -36,7 +36,7 @@ from vmserve.scheduler.base import NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
 from vmserve.scheduler.copies import CopiesOut
 from vmserve.scheduler.demand import BlockDemand
-from vmserve.scheduler.donors import Donors
+from vmserve.scheduler.donors import Donors, give_back
 from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.followers import Followers
 from vmserve.scheduler.preemption import PreemptionPolicy
@@ -81,7 +81,7 @@ class FCFSScheduler:
         self._regimes = RegimeKeeper(
             regimes or RegimePolicy("virtual"), memory, self._running, self._waiting
         )
-        self._donors = Donors(limits.window, self._release)
+        self._donors = Donors(memory, limits.window)
         self._admission = Admission(
             memory, limits, self._demand, self._queues, self._donors, self._regimes, shares
         )
@@ -127,7 +127,7 @@ class FCFSScheduler:
         sequence.status = SequenceStatus.FINISHED
         request = sequence.request
         if sequence.memory_id is not None and (was_swapped or not self._donors.take(sequence)):
-            self._release(sequence)
+            give_back(self._memory, sequence)
         self._followers.lost_one(request)
         if not has_followers(request):
             self._donors.drop(request)
@@ -504,7 +504,7 @@ class FCFSScheduler:
 
     def _give_up(self, sequence: Sequence) -> None:
         """Its keys and values are gone: it waits, or follows a sibling that computes the prompt."""
-        self._release(sequence)
+        give_back(self._memory, sequence)
         sequence.num_computed = 0
         # One sequence of a request computes the prompt, the others follow.
         if any(leads(other) for other in sequence.request.sequences if other is not sequence):
@@ -520,8 +520,3 @@ class FCFSScheduler:
                 hit = min(start.num_tokens, self._memory.match(start.seq))
                 sequence.start = Attach(start.seq, hit) if hit else None
                 sequence.num_computed = hit
-
-    def _release(self, sequence: Sequence) -> None:
-        assert sequence.memory_id is not None
-        self._memory.release(sequence.memory_id)
-        sequence.memory_id = sequence.start = None
