@@ -1,7 +1,9 @@
 """``python -m tests.chaos.soak --minutes N``: a server under steady load, and what grows in it.
 
-Requests of random shape, a fifth of them abandoned, go to ``vmserve serve``. Memory is the
-proportional set size (PSS) of server and engine together; its growth is the slope of a line
+Requests of random shape, a fifth of them abandoned, go to ``vmserve serve``. Memory is that of
+server and engine together, by its proportional set size (PSS): ``own`` is anonymous and shared
+memory, the KV cache with it, and what can leak; the rest are files, of which a process has the
+larger part the fewer others on the machine have mapped them too. Growth is the slope of a line
 through what was measured after the first third, the warm-up. Ends with status 1 if pages are held
 in the end.
 """
@@ -14,8 +16,9 @@ import random
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -56,21 +59,26 @@ def soak(server: Server, seconds: float, num_clients: int, seed: int) -> dict[st
     for client in clients:
         client.start()
     began = time.monotonic()
-    samples: list[tuple[float, int]] = []
+    samples: list[tuple[float, Pss]] = []
     while (now := time.monotonic() - began) < seconds:
-        samples.append((now, pss_bytes(server)))
+        samples.append((now, pss(server)))
         time.sleep(min(5.0, max(seconds / 60, 0.2)))
     over.set()
     for client in clients:
         client.join()
     server.until_idle()
     warm = [sample for sample in samples if sample[0] >= _WARM_UP * seconds]
+    growth = {
+        "growth_mib_per_hour": slope([(at, each.own) for at, each in warm]),
+        "file_growth_mib_per_hour": slope([(at, each.files) for at, each in warm]),
+    }
     kv = server.kv()
     return {
         "minutes": round(seconds / 60, 2),
         **counts,
-        "pss_mib": round(samples[-1][1] / 2**20, 1),
-        "pss_growth_mib_per_hour": round(slope(warm) * 3600 / 2**20, 2),
+        "own_mib": round(samples[-1][1].own / 2**20, 1),
+        "file_mib": round(samples[-1][1].files / 2**20, 1),
+        **{name: round(value * 3600 / 2**20, 2) for name, value in growth.items()},
         "leaked_pages": int(kv["used_pages"]),
         "open_sequences": int(kv["num_seqs"]),
         "file_descriptors": psutil.Process(server.popen.pid).num_fds(),
@@ -101,10 +109,22 @@ def _client(
             counts["failed"] += 1
 
 
-def pss_bytes(server: Server) -> int:
+class Pss(NamedTuple):
+    """Bytes."""
+
+    own: int
+    files: int
+
+
+def pss(server: Server) -> Pss:
     """Of the server's process and the engine's."""
-    processes = [psutil.Process(server.popen.pid), server.engine]
-    return sum(int(process.memory_full_info().pss) for process in processes)
+    sums = Counter[str]()
+    for pid in (server.popen.pid, server.engine.pid):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name.startswith("Pss"):
+                sums[name] += 1024 * int(rest.split()[0])
+    return Pss(sums["Pss_Anon"] + sums["Pss_Shmem"], sums["Pss_File"])
 
 
 def slope(samples: list[tuple[float, int]]) -> float:

@@ -33,12 +33,11 @@ class RecentLatencies:
         if first is not None and last is not None and num_tokens > 1:
             gap = (last - first) / (num_tokens - 1)
         self._seen.append((self._clock(), ttft, gap))
+        self._forget()  # nobody may ever look
 
     def summary(self) -> dict[str, float | None]:
         """Medians and 95th percentiles in seconds; None where nothing was seen."""
-        oldest = self._clock() - WINDOW_SECONDS
-        while self._seen and self._seen[0][0] < oldest:
-            self._seen.popleft()
+        self._forget()
         ttfts = [ttft for _, ttft, _ in self._seen if ttft is not None]
         gaps = [gap for _, _, gap in self._seen if gap is not None]
         return {
@@ -49,6 +48,11 @@ class RecentLatencies:
             "itl_p50": _percentile(gaps, 50),
             "itl_p95": _percentile(gaps, 95),
         }
+
+    def _forget(self) -> None:
+        oldest = self._clock() - WINDOW_SECONDS
+        while self._seen and self._seen[0][0] < oldest:
+            self._seen.popleft()
 
 
 def _percentile(values: Sequence[float], percent: int) -> float | None:
