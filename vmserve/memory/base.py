@@ -42,6 +42,10 @@ class Regime(enum.Enum):
     VIRTUAL = "virtual"
     PAGED = "paged"
 
+    @property
+    def other(self) -> Regime:
+        return Regime.PAGED if self is Regime.VIRTUAL else Regime.VIRTUAL
+
 
 class Health(enum.Enum):
     """DEGRADED: pages are held back after a refusal that could not be undone yet.

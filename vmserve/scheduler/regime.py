@@ -14,6 +14,7 @@ import math
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vmserve.memory.base import Regime
+from vmserve.scheduler.demand import unit_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -133,7 +134,7 @@ class CostModel:
         virtual = regime is Regime.VIRTUAL
         num_prompt = len(request.prompt_token_ids)
         end = num_prompt + num_output
-        unit = self._unit(regime)
+        unit = unit_tokens(self._layout, regime)
         tail = around.num_hit % unit  # of the prefix, copied and so there twice
         is_first = around.num_running(regime) == 0
         waste = (tail + request.num_branches * unit / 2) / self._layout.page_tokens
@@ -145,11 +146,6 @@ class CostModel:
             memory=waste * num_output * around.page_step_seconds,
             batch=self.profile.kernels(regime).call * num_output if is_first else 0.0,
         )
-
-    def _unit(self, regime: Regime) -> int:
-        """Tokens: sequences share, and keep from others, so many at a time."""
-        paged = regime is Regime.PAGED
-        return self._layout.block_tokens if paged else self._layout.page_tokens
 
     def _maps(self, request: Request, num_prompt: int, end: int, around: Situation) -> float:
         """The prompt's pages while the first step waits, the others behind the steps.
@@ -220,16 +216,15 @@ class CostModel:
         ``num_steps``: for how long both regimes are expected to run beside each other.
         ``page_step_seconds``: as in :class:`Situation`.
         """
-        other = Regime.PAGED if regime is Regime.VIRTUAL else Regime.VIRTUAL
-        kernels, others = self.profile.kernels(regime), self.profile.kernels(other)
+        kernels, others = self.profile.kernels(regime), self.profile.kernels(regime.other)
         saved = kernels.call * num_steps
-        coarser = self._unit(regime) - self._unit(other)
+        coarser = unit_tokens(self._layout, regime) - unit_tokens(self._layout, regime.other)
         waste = coarser / 2 / self._layout.page_tokens * page_step_seconds
         for length, left in leaving:
             read = left * (length + left / 2)
             saved += left * (kernels.sequence - others.sequence + waste)
             saved += read * (kernels.read - others.read)
-        if other is Regime.PAGED:
+        if regime is Regime.VIRTUAL:
             return saved, 0.0  # the pages' blocks are the block table
         # At worst nothing lies in order and all of it is copied.
         pages = sum(self._layout.pages_for(length) for length, _ in leaving)
@@ -317,9 +312,8 @@ class RegimePolicy:
             return RegimeChoice(Regime.PAGED, "slots", predicted)
         forgone = 0.0
         if bool(around.num_virtual) != bool(around.num_paged):  # the batch has one regime
-            there, other = Regime.VIRTUAL, Regime.PAGED
-            if around.num_paged:
-                there, other = other, there
+            there = Regime.PAGED if around.num_paged else Regime.VIRTUAL
+            other = there.other
             forgone = costs[there].own - costs[other].own
             # With what others have forgone: to stay here, or to be alone there, must be dearer.
             moving = math.inf if around.moving is None else around.moving - self._forgone[other]
@@ -341,7 +335,7 @@ class RegimePolicy:
         what it costs to move the batch, the next one moves it. So neither is paid more than twice,
         whatever comes (as whoever rents skis until the rents are the price of a pair).
         """
-        other = Regime.PAGED if choice.regime is Regime.VIRTUAL else Regime.VIRTUAL
+        other = choice.regime.other
         self._forgone[choice.regime] = 0.0
         self._forgone[other] = max(0.0, self._forgone[other] + choice.forgone)
 

@@ -116,10 +116,6 @@ class RegimeKeeper:
             return None  # the newcomer wants one, too
         return self._policy.cost_of_moving(regime, running[regime], page_step_seconds)
 
-    def expected_left(self, sequence: Sequence) -> int:
-        """Tokens that the sequence has yet to generate."""
-        return max(1, self._policy.expected_output(sequence.request) - sequence.num_output)
-
     def _lengths(self) -> tuple[dict[Regime, list[RunningLength]], set[Regime]]:
         """Of all that run, by regime; and the regimes in which some fork, and so must stay."""
         running: dict[Regime, list[RunningLength]] = {regime: [] for regime in Regime}
@@ -128,8 +124,8 @@ class RegimeKeeper:
             request = sequence.request
             if request.is_gang or has_followers(request):
                 forking.add(sequence.regime)
-            length = RunningLength(sequence.num_tokens, self.expected_left(sequence))
-            running[sequence.regime].append(length)
+            left = max(1, self._policy.expected_output(request) - sequence.num_output)
+            running[sequence.regime].append(RunningLength(sequence.num_tokens, left))
         return running, forking
 
     # -- changes ------------------------------------------------------------------------
@@ -195,7 +191,7 @@ class RegimeKeeper:
         )
         leaving = self._policy.reconsider(running, forking, around.page_step_seconds)
         if leaving is not None:
-            self._convert_all(Regime.PAGED if leaving is Regime.VIRTUAL else Regime.VIRTUAL)
+            self._convert_all(leaving.other)
 
     def _convert_all(self, regime: Regime) -> None:
         requests = [seq.request for seq in self._running if seq.regime is not regime]
