@@ -86,9 +86,7 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[Wor
     results = []
     with Engines(variants, common) as engines:
         described = describe_variants(variants, engines)
-        warmups = -(-settings.rounds // settings.renew_every) * settings.warmup
-        runs = len(options.workloads) * len(variants) * (warmups + settings.rounds)
-        with watch(runs) as progress:
+        with watch(len(options.workloads) * len(variants) * settings.num_runs) as progress:
             for name in options.workloads:
                 num_requests, max_len = SIZES[name]
                 [source] = sources(

@@ -488,7 +488,9 @@ def test_engines_are_made_anew_between_rounds() -> None:
 
     with Counted(parse_variants(["virtual,paged"]), COMMON) as engines:
         settings = Settings(rounds=4, renew_every=2)
-        run_workload(engines, Workload("w", make), settings, Silent())
+        progress = Silent()
+        run_workload(engines, Workload("w", make), settings, progress)
+    assert len(progress.runs) == 2 * settings.num_runs
     assert made == ["virtual", "paged", "paged", "virtual"]
     assert seeds == [1_000_000, 0, 1, 1_000_002, 2, 3]
 
@@ -649,6 +651,21 @@ def test_the_command_takes_traces_prompts_and_named_variants(tmp_path: Path) -> 
     assert asked["rounds"][0]["runs"]["off"]["requests"][0]["output_tokens"] == 3
 
 
+def test_the_command_makes_engines_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[int] = []
+    renew = Engines.renew
+
+    def counted(engines: Engines) -> None:
+        times.append(len(engines._kept))
+        renew(engines)
+
+    monkeypatch.setattr(Engines, "renew", counted)
+    arguments = [*SMALL, "--rounds", "5", "--renew", "2", "--variants", "virtual,paged"]
+    invoke(*arguments, "--output", str(tmp_path))
+    assert times == [2, 2, 2]  # before the third and the fifth round, and at the end
+    assert json.loads((tmp_path / "results.json").read_text())["settings"]["renew_every"] == 2
+
+
 def test_the_command_searches(tmp_path: Path) -> None:
     out = tmp_path / "out"
     told = invoke(*SMALL, "--search", "--search-steps", "1", "--slo-ttft", "100s", "--variants",
@@ -668,6 +685,8 @@ def test_the_command_searches(tmp_path: Path) -> None:
         (["--slo-ttft", "soon"], "--slo-ttft: 'soon' is no duration"),
         (["--max-len", "9000"], "--max-len: 9000 is above the 8192 tokens"),
         (["--trace", "none.jsonl"], "none.jsonl: No such file"),
+        (["--renew", "2", "--rebuild-engines"], "--renew: --rebuild-engines does so in every run"),
+        (["--renew", "2", "--search", "--slo-ttft", "1s"], "--renew: --search keeps its engines"),
         (["--kv-cache-memory", "lots"], "kv_cache_memory: 'lots' is not a size"),
     ],
 )

@@ -66,6 +66,12 @@ class Settings:
     #: Engines are made anew, and warmed up, before every so many rounds; 0: never.
     renew_every: int = 0
 
+    @property
+    def num_runs(self) -> int:
+        """Of each variant, those that do not count among them."""
+        times = -(-self.rounds // self.renew_every) if self.renew_every else 1
+        return self.rounds + times * self.warmup
+
 
 class Engines:
     """An engine for each variant.
