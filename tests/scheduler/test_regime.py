@@ -159,7 +159,7 @@ def test_whoever_is_preempted_maps_again() -> None:
 
 def test_no_slot_no_virtual_view() -> None:
     slow_paged = policy(paged=replace(FREE, read=1.0))
-    assert chosen(slow_paged, has_free_slot=False) == (Regime.PAGED, "slots")
+    assert chosen(slow_paged, num_free_slots=0) == (Regime.PAGED, "slots")
 
 
 def test_a_second_kernel_family_is_charged_to_whoever_brings_it() -> None:

@@ -48,6 +48,11 @@ class BlockDemand:
         unit = unit_tokens(self._layout, sequence.regime)
         return num_tokens // unit * (unit // self._layout.block_tokens)
 
+    def at_least(self, sequence: Sequence, num_shared: int) -> int:
+        """What a start with ``num_shared`` tokens of a sibling takes, in whichever regime."""
+        unit = unit_tokens(self._layout, Regime.PAGED)
+        return -(-(sequence.num_tokens + 1) // unit) - num_shared // unit
+
     def owed(self, sequence: Sequence) -> int:
         """What a running sequence has yet to take for its known tokens and the next one."""
         has = self.blocks(sequence, sequence.num_computed)

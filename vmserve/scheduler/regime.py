@@ -51,7 +51,7 @@ class Situation(NamedTuple):
     #: Running sequences by regime, without the request's own.
     num_virtual: int = 0
     num_paged: int = 0
-    has_free_slot: bool = True
+    num_free_slots: int = 1
     #: Tokens of its prompt that the prefix cache has.
     num_hit: int = 0
     #: 0: memory to spare; 1: every page is wanted.
@@ -308,7 +308,7 @@ class RegimePolicy:
         }
         predicted = {regime.value: cost.total for regime, cost in costs.items()}
         virtual, paged = costs[Regime.VIRTUAL], costs[Regime.PAGED]
-        if not around.has_free_slot:
+        if around.num_free_slots <= 0:
             return RegimeChoice(Regime.PAGED, "slots", predicted)
         forgone = 0.0
         if bool(around.num_virtual) != bool(around.num_paged):  # the batch has one regime

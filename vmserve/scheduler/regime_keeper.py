@@ -60,7 +60,7 @@ class RegimeKeeper:
         around = self._situation(request, num_hit)
         choice = self._policy.choose(request, around)
         if choice.forgone > 0:  # it would rather have the others elsewhere
-            moving = self._moving(around.page_step_seconds)
+            moving = self._moving(around)
             if moving is not None:
                 choice = self._policy.choose(request, around._replace(moving=moving))
         return choice
@@ -86,7 +86,7 @@ class RegimeKeeper:
         return Situation(
             num_virtual=num_virtual,
             num_paged=len(self._running) - num_virtual,
-            has_free_slot=max(stats.used_slots, num_virtual) < stats.num_slots,
+            num_free_slots=stats.num_slots - max(stats.used_slots, num_virtual),
             num_hit=num_hit,
             pressure=self._pressure(num_new),
             unmapped_share=stats.pages_mapped_total / taken if taken else 1.0,
@@ -105,16 +105,15 @@ class RegimeKeeper:
         """Where a running sequence is, or is to be soon."""
         return self._converting.get(sequence, sequence.regime)
 
-    def _moving(self, page_step_seconds: float) -> float | None:
+    def _moving(self, around: Situation) -> float | None:
         """See :class:`Situation`; the batch has one regime."""
         running, forking = self._lengths()
         if self._converting or forking:
             return None
         [regime] = [regime for regime, lengths in running.items() if lengths]
-        stats = self._memory.stats()
-        if regime is Regime.PAGED and len(running[regime]) >= stats.num_slots - stats.used_slots:
+        if regime is Regime.PAGED and len(running[regime]) >= around.num_free_slots:
             return None  # the newcomer wants one, too
-        return self._policy.cost_of_moving(regime, running[regime], page_step_seconds)
+        return self._policy.cost_of_moving(regime, running[regime], around.page_step_seconds)
 
     def _lengths(self) -> tuple[dict[Regime, list[RunningLength]], set[Regime]]:
         """Of all that run, by regime; and the regimes in which some fork, and so must stay."""
