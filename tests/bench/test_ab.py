@@ -11,12 +11,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from vmserve.bench.ab import experiment
 from vmserve.bench.ab.client import Load, RunFailedError, serve
 from vmserve.bench.ab.experiment import (
     Engines,
@@ -495,6 +497,27 @@ def test_engines_are_made_anew_between_rounds() -> None:
     assert seeds == [1_000_000, 0, 1, 1_000_002, 2, 3]
 
 
+def test_the_fastest_try_of_a_round_counts(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    seconds = iter([3.0, 5.0, 4.0, 2.0, 1.0, 9.0])
+
+    def timed(engine: LLMEngine, *arguments: Any) -> RunRecord:
+        ran.append(engine.config.kv_regime)
+        return replace(run_once(engine, *arguments), elapsed_s=next(seconds))
+
+    monkeypatch.setattr(experiment, "run_once", timed)
+    settings = Settings(rounds=1, warmup=0, tries=3)
+    progress = Silent()
+    workload = Workload("w", lambda seed: [job(10, 2, 0)])
+    result = run_workload(engines, workload, settings, progress)
+    assert ran == ["virtual", "paged", "paged", "virtual", "virtual", "paged"]
+    assert result.values("virtual", "elapsed_s") == [1.0]
+    assert result.values("paged", "elapsed_s") == [4.0]
+    assert len(progress.runs) == 2 * settings.num_runs
+
+
 # -- the search
 
 
@@ -580,6 +603,11 @@ def test_the_benchmark_of_regimes_runs(
     assert set(one["metrics"]) == {"virtual", "paged", "auto"}
     assert "runs" not in one
     assert set(benchmark.SIZES) <= set(KINDS)
+    again = tmp_path / "same"
+    assert benchmark.main([*options[:-1], str(again), "--same", "paged"]) == 0
+    assert ", --same paged." in (again / "tables.md").read_text()
+    variants = json.loads((again / "results.json").read_text())["variants"]
+    assert [one["resolved"]["kv_regime"] for one in variants] == ["paged"] * 3
 
 
 # -- words and the command
