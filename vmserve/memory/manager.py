@@ -21,6 +21,7 @@ from vmserve.memory.base import (
     MemoryStats,
     Regime,
     Shortfall,
+    SlotUse,
     SwapIn,
     SwapOut,
 )
@@ -381,6 +382,10 @@ class MemoryManager:
 
     def stats(self) -> MemoryStats:
         return MemoryStats(*_STATS(self._core.stats()))
+
+    def slot_use(self) -> SlotUse:
+        stats = self._core.stats()
+        return SlotUse(stats.used_slots, stats.pages_mapped_total, stats.adopted_pages_total)
 
     def memory_map(self, max_cells: int) -> tuple[int, int, bytes, list[int], NDArray[np.int32]]:
         """A picture of the pool in at most ``max_cells`` cells.

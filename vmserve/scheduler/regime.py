@@ -10,14 +10,13 @@ outside attention cost both alike and are left out.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vmserve.memory.base import Regime
 from vmserve.scheduler.demand import unit_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from vmserve.memory.layout import KVLayout
     from vmserve.scheduler.profile import DeviceProfile
@@ -64,9 +63,6 @@ class Situation(NamedTuple):
     fixed_seconds: float = 0.0
     #: How often a request is expected to be preempted, and so starts again.
     num_preemptions: float = 0.0
-    #: What it costs the running sequences, all of one regime, to change to the other; below 0
-    #: where they gain by it. None: some must stay, or it is not known.
-    moving: float | None = None
 
     def num_running(self, regime: Regime) -> int:
         return self.num_virtual if regime is Regime.VIRTUAL else self.num_paged
@@ -294,7 +290,14 @@ class RegimePolicy:
 
     # -- choices ------------------------------------------------------------------------
 
-    def choose(self, request: Request, around: Situation | None = None) -> RegimeChoice:
+    def choose(
+        self,
+        request: Request,
+        around: Situation | None = None,
+        cost_of_moving: Callable[[], float | None] = lambda: None,
+    ) -> RegimeChoice:
+        """``cost_of_moving``: what it costs those that run, all of one regime, to change to the
+        other; below 0 where they gain by it. None: some must stay, or it is not known."""
         if self._forced is not None:
             return RegimeChoice(self._forced, "forced", {})
         if self._model is None or around is None:
@@ -315,10 +318,10 @@ class RegimePolicy:
             there = Regime.PAGED if around.num_paged else Regime.VIRTUAL
             other = there.other
             forgone = costs[there].own - costs[other].own
+            moving = cost_of_moving() if forgone > _MARGIN * costs[there].own else None
             # With what others have forgone: to stay here, or to be alone there, must be dearer.
-            moving = math.inf if around.moving is None else around.moving - self._forgone[other]
-            worthwhile = forgone > _MARGIN * costs[there].own
-            if worthwhile and moving < min(forgone, costs[other].batch):
+            least = min(forgone, costs[other].batch) + self._forgone[other]
+            if moving is not None and moving < least:
                 reason = _deciding(costs[other]._replace(batch=0.0), costs[there])
                 return RegimeChoice(other, reason, predicted, moves_batch=True)
         regime, reason = Regime.VIRTUAL, "default"

@@ -58,12 +58,7 @@ class RegimeKeeper:
         if not self.predicts:
             return self._policy.choose(request)
         around = self._situation(request, num_hit)
-        choice = self._policy.choose(request, around)
-        if choice.forgone > 0:  # it would rather have the others elsewhere
-            moving = self._moving(around)
-            if moving is not None:
-                choice = self._policy.choose(request, around._replace(moving=moving))
-        return choice
+        return self._policy.choose(request, around, lambda: self._moving(around))
 
     def keep(self, request: Request, choice: RegimeChoice) -> None:
         """The request is kept there from now on; with it all that run, if that is the choice."""
@@ -80,16 +75,16 @@ class RegimeKeeper:
     def _situation(self, request: Request, num_hit: int) -> Situation:
         """What a request finds that is admitted now."""
         num_new = len(request.prompt_token_ids) - num_hit + self._policy.expected_output(request)
-        stats = self._memory.stats()
+        use = self._memory.slot_use()
         num_virtual = sum(self._goal(seq) is Regime.VIRTUAL for seq in self._running)
-        taken = stats.pages_mapped_total + stats.adopted_pages_total
+        taken = use.pages_mapped_total + use.adopted_pages_total
         return Situation(
             num_virtual=num_virtual,
             num_paged=len(self._running) - num_virtual,
-            num_free_slots=stats.num_slots - max(stats.used_slots, num_virtual),
+            num_free_slots=self._memory.num_slots - max(use.used_slots, num_virtual),
             num_hit=num_hit,
             pressure=self._pressure(num_new),
-            unmapped_share=stats.pages_mapped_total / taken if taken else 1.0,
+            unmapped_share=use.pages_mapped_total / taken if taken else 1.0,
             limit_pages=self._memory.limit_pages,
             fixed_seconds=self._policy.fixed_seconds,
             num_preemptions=self._policy.num_preemptions,
@@ -106,7 +101,8 @@ class RegimeKeeper:
         return self._converting.get(sequence, sequence.regime)
 
     def _moving(self, around: Situation) -> float | None:
-        """See :class:`Situation`; the batch has one regime."""
+        """What it costs those that run, all of one regime, to change to the other; below 0 where
+        they gain by it. None: some must stay, or it is not known."""
         running, forking = self._lengths()
         if self._converting or forking:
             return None
