@@ -534,4 +534,4 @@ def test_a_step_costs_auto_hardly_more_than_a_fixed_regime(tmp_path: Path) -> No
     attention should have taken. (Not a matter of time here: on a small model it was 3 % of it.)"""
     fixed = calls_per_step(kv_regime="virtual")
     auto = calls_per_step(kv_regime="auto", regime_profile=write_profile(tmp_path))
-    assert fixed < auto <= fixed + 7
+    assert fixed < auto <= fixed + 6

@@ -175,9 +175,9 @@ class RegimeKeeper:
         self._num_steps += 1
         if self._num_steps % _RECONSIDER_STEPS or not self.predicts or self._converting:
             return
-        running, forking = self._lengths()
-        if not all(running.values()):
+        if all(sequence.regime is self._running[0].regime for sequence in self._running):
             return
+        running, forking = self._lengths()
         ends = [length + left for each in running.values() for length, left in each]
         around = Situation(
             pressure=self._pressure(sum(ends) // len(ends)),
