@@ -534,7 +534,8 @@ class LLMEngine:
         for regime, batch, seconds in parts:
             predicted = 0.0
             if profile is not None:
-                predicted = profile.kernels(regime).batch_seconds(batch.num_past, batch.num_new)
+                kernels = profile.kernels(regime)
+                predicted = kernels.batch_seconds(batch.num_past, batch.num_new, batch.num_tokens)
             self.counters.attended(regime.value, seconds, predicted)
 
     def _fail_batch(self, error: Exception, *plans: StepPlan) -> StepResult:

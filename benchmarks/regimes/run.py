@@ -1,6 +1,6 @@
 """Is the engine's own choice of the regime as good as the better one? Each kind of traffic apart.
 
-    python benchmarks/regimes/run.py           about ten minutes on two quiet cores
+    python benchmarks/regimes/run.py           about a quarter of an hour on two quiet cores
     python benchmarks/regimes/run.py --quick   two rounds of little, to see that everything runs
 
 Writes ``results/<date>-<cpu>/``; an earlier result is never overwritten. The exit status is 1 where
@@ -26,7 +26,7 @@ from vmserve.bench.ab.results import (
     workload_table,
     write,
 )
-from vmserve.bench.ab.variants import parse_variants
+from vmserve.bench.ab.variants import Variant
 from vmserve.bench.ab.watch import watch
 from vmserve.bench.alloc.section import Table
 from vmserve.bench.machine import cpu_model
@@ -40,19 +40,22 @@ from vmserve.bench.report import (
 from vmserve.errors import VmserveError
 
 RESULTS = Path(__file__).resolve().parent / "results"
-#: Traffic, its requests in a run and the context that it is scaled to: one to two seconds each.
+#: Traffic, its requests in a run and the context that it is scaled to: a few tenths of a second.
 SIZES = {
-    "chat": (20, 1024),
-    "alpaca": (48, 1024),
-    "long": (3, 4096),
-    "shared-prefix": (32, 1024),
-    "beam": (24, 1024),
-    "parallel": (24, 1024),
-    "mix": (24, 2048),
+    "chat": (12, 1024),
+    "alpaca": (32, 1024),
+    "long": (2, 4096),
+    "shared-prefix": (20, 1024),
+    "beam": (12, 1024),
+    "parallel": (12, 1024),
+    "mix": (16, 2048),
 }
 FIXED = ("virtual", "paged")
-#: Rounds that an engine serves: then each is made anew, somewhere else in memory.
-RENEW_EVERY = 2
+#: Runs of each engine in a round, of which the fastest one counts.
+TRIES = 3
+#: Rounds that an engine serves: then each is made anew, somewhere else in memory. With one, rounds
+#: have nothing in common, as intervals take for granted.
+RENEW_EVERY = 1
 #: What regret is counted in: the time that users wait, and the processor's.
 COUNTED = ("elapsed_s", "cpu_s")
 
@@ -60,35 +63,38 @@ COUNTED = ("elapsed_s", "cpu_s")
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="little of everything")
-    parser.add_argument("--rounds", type=int, help="of each kind; default 12, 2 with --quick")
+    parser.add_argument("--rounds", type=int, help="of each kind; default 24, 2 with --quick")
     parser.add_argument("--workloads", nargs="+", choices=tuple(SIZES), default=list(SIZES))
+    parser.add_argument(
+        "--same",
+        choices=FIXED,
+        help="engines of this regime under all three names: the regret that is shown then is noise",
+    )
     parser.add_argument("--model", help="a model directory; default: the embedded model")
     parser.add_argument("--raw", action="store_true", help="keep every sample in results.json")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="default: results/<date>-<cpu>")
     options = parser.parse_args(arguments)
     if options.rounds is None:
-        options.rounds = 2 if options.quick else 12
+        options.rounds = 2 if options.quick else 24
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
     return options
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    return Settings(rounds=options.rounds, seed=options.seed, renew_every=RENEW_EVERY)
+    return Settings(rounds=options.rounds, seed=options.seed, renew_every=RENEW_EVERY, tries=TRIES)
 
 
 def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[WorkloadResult]]:
     """The variants, and each kind of traffic through all of them."""
     settings = settings_of(options)
-    variants = parse_variants([",".join((*FIXED, "auto"))])
+    variants = [Variant(name, {"kv_regime": options.same or name}) for name in (*FIXED, "auto")]
     common = {} if options.model is None else {"model": options.model}
     results = []
     with Engines(variants, common) as engines:
         described = describe_variants(variants, engines)
-        warmups = -(-settings.rounds // settings.renew_every) * settings.warmup
-        runs = len(options.workloads) * len(variants) * (warmups + settings.rounds)
-        with watch(runs) as progress:
+        with watch(len(options.workloads) * len(variants) * settings.num_runs) as progress:
             for name in options.workloads:
                 num_requests, max_len = SIZES[name]
                 [source] = sources(
@@ -168,10 +174,9 @@ def main(arguments: list[str] | None = None) -> int:
     machine = measured["machine"]
     where = f"{machine['cpu']}, {machine['num_usable_cores']} cores"
     head = f"{measured['date']}, {where}, revision {(machine['git_revision'] or 'unknown')[:12]}"
+    how = ", --quick" * options.quick + (f", --same {options.same}" if options.same else "")
     tables = [summary, *(workload_table(result) for result in results)]
-    text = "\n".join(
-        [f"{head}{', --quick' if options.quick else ''}.\n", *(one.to_markdown() for one in tables)]
-    )
+    text = "\n".join([f"{head}{how}.\n", *(one.to_markdown() for one in tables)])
     (directory / "tables.md").write_text(text, encoding="utf-8")
     written = write(measured, directory)
     if not options.raw:  # the report has been drawn from it; megabytes that nobody reads again

@@ -11,12 +11,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from vmserve.bench.ab import experiment
 from vmserve.bench.ab.client import Load, RunFailedError, serve
 from vmserve.bench.ab.experiment import (
     Engines,
@@ -488,9 +490,32 @@ def test_engines_are_made_anew_between_rounds() -> None:
 
     with Counted(parse_variants(["virtual,paged"]), COMMON) as engines:
         settings = Settings(rounds=4, renew_every=2)
-        run_workload(engines, Workload("w", make), settings, Silent())
+        progress = Silent()
+        run_workload(engines, Workload("w", make), settings, progress)
+    assert len(progress.runs) == 2 * settings.num_runs
     assert made == ["virtual", "paged", "paged", "virtual"]
     assert seeds == [1_000_000, 0, 1, 1_000_002, 2, 3]
+
+
+def test_the_fastest_try_of_a_round_counts(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    seconds = iter([3.0, 5.0, 4.0, 2.0, 1.0, 9.0])
+
+    def timed(engine: LLMEngine, *arguments: Any) -> RunRecord:
+        ran.append(engine.config.kv_regime)
+        return replace(run_once(engine, *arguments), elapsed_s=next(seconds))
+
+    monkeypatch.setattr(experiment, "run_once", timed)
+    settings = Settings(rounds=1, warmup=0, tries=3)
+    progress = Silent()
+    workload = Workload("w", lambda seed: [job(10, 2, 0)])
+    result = run_workload(engines, workload, settings, progress)
+    assert ran == ["virtual", "paged", "paged", "virtual", "virtual", "paged"]
+    assert result.values("virtual", "elapsed_s") == [1.0]
+    assert result.values("paged", "elapsed_s") == [4.0]
+    assert len(progress.runs) == 2 * settings.num_runs
 
 
 # -- the search
@@ -578,6 +603,11 @@ def test_the_benchmark_of_regimes_runs(
     assert set(one["metrics"]) == {"virtual", "paged", "auto"}
     assert "runs" not in one
     assert set(benchmark.SIZES) <= set(KINDS)
+    again = tmp_path / "same"
+    assert benchmark.main([*options[:-1], str(again), "--same", "paged"]) == 0
+    assert ", --same paged." in (again / "tables.md").read_text()
+    variants = json.loads((again / "results.json").read_text())["variants"]
+    assert [one["resolved"]["kv_regime"] for one in variants] == ["paged"] * 3
 
 
 # -- words and the command
@@ -649,6 +679,21 @@ def test_the_command_takes_traces_prompts_and_named_variants(tmp_path: Path) -> 
     assert asked["rounds"][0]["runs"]["off"]["requests"][0]["output_tokens"] == 3
 
 
+def test_the_command_makes_engines_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[int] = []
+    renew = Engines.renew
+
+    def counted(engines: Engines) -> None:
+        times.append(len(engines._kept))
+        renew(engines)
+
+    monkeypatch.setattr(Engines, "renew", counted)
+    arguments = [*SMALL, "--rounds", "5", "--renew", "2", "--variants", "virtual,paged"]
+    invoke(*arguments, "--output", str(tmp_path))
+    assert times == [2, 2, 2]  # before the third and the fifth round, and at the end
+    assert json.loads((tmp_path / "results.json").read_text())["settings"]["renew_every"] == 2
+
+
 def test_the_command_searches(tmp_path: Path) -> None:
     out = tmp_path / "out"
     told = invoke(*SMALL, "--search", "--search-steps", "1", "--slo-ttft", "100s", "--variants",
@@ -668,6 +713,8 @@ def test_the_command_searches(tmp_path: Path) -> None:
         (["--slo-ttft", "soon"], "--slo-ttft: 'soon' is no duration"),
         (["--max-len", "9000"], "--max-len: 9000 is above the 8192 tokens"),
         (["--trace", "none.jsonl"], "none.jsonl: No such file"),
+        (["--renew", "2", "--rebuild-engines"], "--renew: --rebuild-engines does so in every run"),
+        (["--renew", "2", "--search", "--slo-ttft", "1s"], "--renew: --search keeps its engines"),
         (["--kv-cache-memory", "lots"], "kv_cache_memory: 'lots' is not a size"),
     ],
 )

@@ -81,6 +81,10 @@ def test_attention_is_counted_beside_what_was_predicted(tmp_path: Path) -> None:
 
 def test_columns_and_sequences_cost_the_same() -> None:
     kernel = dataclasses.replace(steady_profile().virtual, call=1e-4, sequence=1e-5)
-    past, new = np.array([10, 0, 700, 5]), np.array([1, 40, 1, 2])
-    work = [SequenceWork(Regime.VIRTUAL, int(p), int(n)) for p, n in zip(past, new, strict=True)]
-    assert kernel.batch_seconds(past, new) == pytest.approx(kernel.seconds(work))
+    past = np.array([10, 0, 700, 5])
+    for new in np.array([1, 40, 1, 2]), np.ones(4, dtype=np.int64):
+        work = [
+            SequenceWork(Regime.VIRTUAL, int(p), int(n)) for p, n in zip(past, new, strict=True)
+        ]
+        found = kernel.batch_seconds(past, new, int(new.sum()))
+        assert found == pytest.approx(kernel.seconds(work))

@@ -48,3 +48,14 @@ def test_of_many_some_will_have_ended() -> None:
     assert demand.headroom(many, 32.0) == 0
     # 16 steps of 2,000: 99.2 of 100 go on with 21 blocks, and 0.9 more of them may.
     assert 0 < demand.headroom(many, 2000.0) < 100
+
+
+def test_no_regime_takes_less_than_the_least() -> None:
+    demand = BlockDemand(LAYOUT)
+    for num_tokens in range(1, 100):
+        for num_shared in (0, num_tokens // 2, num_tokens):
+            takes = {}
+            for regime in Regime:
+                one = sequence(num_tokens, regime=regime)
+                takes[regime] = demand.next_token(one) - demand.shared(one, num_shared)
+            assert demand.at_least(one, num_shared) == takes[Regime.PAGED] <= takes[Regime.VIRTUAL]

@@ -16,6 +16,7 @@ from vmserve.sampling.params import SamplingParams
 from vmserve.scheduler.base import NoRoomError, StepPlan
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import PreemptionPolicy
+from vmserve.scheduler.regime import RegimeChoice, RegimePolicy, Situation
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 from vmserve.types import RequestMetrics
 
@@ -138,6 +139,27 @@ def test_the_head_of_the_queue_that_does_not_fit_blocks_those_behind_it() -> Non
     assert shape(run(scheduler, memory)) == [("a", 0, 20)]
     assert shape(run(scheduler, memory)) == [("a", 20, 1)]
     assert scheduler.num_waiting == 2
+
+
+def test_whoever_waits_for_memory_chooses_no_regime_at_every_step() -> None:
+    asked: list[str] = []
+
+    class Asked(RegimePolicy):
+        def choose(self, request: Request, around: Situation | None = None) -> RegimeChoice:
+            asked.append(request.request_id)
+            return super().choose(request, around)
+
+    memory = CountingMemory(limit_pages=4)
+    scheduler = FCFSScheduler(memory, SchedulerLimits(8, 16, 0.0), Asked("virtual"))
+    for name in "ab":
+        scheduler.add(make_request(name, 8))
+    for _ in range(3):
+        assert shape(run(scheduler, memory))[0][0] == "a"
+    assert asked == ["a"]
+    while scheduler.num_running:
+        run(scheduler, memory)
+    assert shape(run(scheduler, memory)) == [("b", 0, 8)]
+    assert asked == ["a", "b"]
 
 
 def test_the_watermark_holds_back_newcomers_only_while_something_runs() -> None:

@@ -159,7 +159,7 @@ def test_whoever_is_preempted_maps_again() -> None:
 
 def test_no_slot_no_virtual_view() -> None:
     slow_paged = policy(paged=replace(FREE, read=1.0))
-    assert chosen(slow_paged, has_free_slot=False) == (Regime.PAGED, "slots")
+    assert chosen(slow_paged, num_free_slots=0) == (Regime.PAGED, "slots")
 
 
 def test_a_second_kernel_family_is_charged_to_whoever_brings_it() -> None:
@@ -175,23 +175,25 @@ def test_a_newcomer_takes_the_batch_along_where_that_is_cheap() -> None:
     # Alone it would pay for 50 calls to save four maps.
     alone = calls.choose(make_request("r", 100, max_tokens=50), Situation(num_virtual=3))
     assert (alone.regime, alone.reason, alone.moves_batch) == (Regime.VIRTUAL, "batch", False)
-    around = Situation(num_virtual=3, moving=3e-3)
-    choice = calls.choose(make_request("r", 100, max_tokens=50), around)
+    around = Situation(num_virtual=3)
+    choice = calls.choose(make_request("r", 100, max_tokens=50), around, lambda: 3e-3)
     assert (choice.regime, choice.reason, choice.moves_batch) == (Regime.PAGED, "maps", True)
-    dear = calls.choose(make_request("r", 100, max_tokens=50), around._replace(moving=5e-3))
+    dear = calls.choose(make_request("r", 100, max_tokens=50), around, lambda: 5e-3)
     assert (dear.regime, dear.moves_batch) == (Regime.VIRTUAL, False)
     assert dear.forgone == pytest.approx(4e-3)
-    # Who would rather be where the batch is moves nobody, however cheap that is.
-    mapped = around._replace(unmapped_share=0.0, moving=-1.0)
-    assert not calls.choose(make_request("r", 100, max_tokens=50), mapped).moves_batch
+    # Who would rather be where the batch is moves nobody, and does not ask what that costs.
+    mapped = around._replace(unmapped_share=0.0)
+    asked: list[float] = []
+    content = calls.choose(make_request("r", 100, max_tokens=50), mapped, lambda: asked.pop())
+    assert not content.moves_batch
 
 
 def test_what_newcomers_forgo_for_the_batch_adds_up_until_it_pays_to_move_it() -> None:
     calls = policy(virtual=replace(FREE, call=1e-3), paged=replace(FREE, call=1e-3), map_page=1e-3)
-    around = Situation(num_virtual=3, moving=9e-3)
+    around = Situation(num_virtual=3)
 
-    def newcomer(**changed: Any) -> bool:
-        choice = calls.choose(make_request("r", 100, max_tokens=50), around._replace(**changed))
+    def newcomer() -> bool:
+        choice = calls.choose(make_request("r", 100, max_tokens=50), around, lambda: 9e-3)
         calls.kept(choice)
         return choice.moves_batch
 
@@ -206,8 +208,8 @@ def test_whoever_is_better_off_in_the_batch_makes_up_for_those_who_are_not() -> 
 
     def newcomer(unmapped: float, moving: float) -> RegimeChoice:
         """Saves 4 ms of maps in the paged view, or none, and loses 2.21 ms to its kernels."""
-        around = Situation(num_virtual=1, moving=moving, unmapped_share=unmapped)
-        choice = auto.choose(make_request("r", 100, max_tokens=20), around)
+        around = Situation(num_virtual=1, unmapped_share=unmapped)
+        choice = auto.choose(make_request("r", 100, max_tokens=20), around, lambda: moving)
         auto.kept(choice)
         return choice
 

@@ -31,6 +31,7 @@ __all__ = [
     "MemoryStats",
     "Regime",
     "Shortfall",
+    "SlotUse",
     "SwapIn",
     "SwapOut",
 ]
@@ -41,6 +42,10 @@ class Regime(enum.Enum):
 
     VIRTUAL = "virtual"
     PAGED = "paged"
+
+    @property
+    def other(self) -> Regime:
+        return Regime.PAGED if self is Regime.VIRTUAL else Regime.VIRTUAL
 
 
 class Health(enum.Enum):
@@ -231,6 +236,14 @@ class MemoryStats:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
+class SlotUse(NamedTuple):
+    """Of :class:`MemoryStats`, which is too long to be read for every newcomer."""
+
+    used_slots: int
+    pages_mapped_total: int
+    adopted_pages_total: int
+
+
 class KVMemory(Protocol):
     """One pool of pages seen through slots (virtual view) and an arena (paged view)."""
 
@@ -319,6 +332,8 @@ class KVMemory(Protocol):
         ...
 
     def stats(self) -> MemoryStats: ...
+
+    def slot_use(self) -> SlotUse: ...
 
     def check(self) -> None:
         """Verify the conservation laws; raises ``AssertionError`` naming the one broken."""

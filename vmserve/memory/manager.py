@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from vmserve.memory.base import (
     MemoryStats,
     Regime,
     Shortfall,
+    SlotUse,
     SwapIn,
     SwapOut,
 )
@@ -42,6 +44,7 @@ _ZERO_POLICIES = {
 }
 _VIEWS = {Regime.VIRTUAL: _core.View.VIRTUAL, Regime.PAGED: _core.View.PAGED}
 _REGIMES = {view: regime for regime, view in _VIEWS.items()}
+_STATS = attrgetter(*(field.name for field in fields(MemoryStats)))
 _MAPPERS = {
     "off": _core.MapperMode.OFF,
     "manual": _core.MapperMode.MANUAL,
@@ -378,10 +381,11 @@ class MemoryManager:
         return [self._core.shadow_buffer(group) for group in range(self.layout.num_groups)]
 
     def stats(self) -> MemoryStats:
+        return MemoryStats(*_STATS(self._core.stats()))
+
+    def slot_use(self) -> SlotUse:
         stats = self._core.stats()
-        return MemoryStats(
-            **{name: getattr(stats, name) for name in MemoryStats.__dataclass_fields__}
-        )
+        return SlotUse(stats.used_slots, stats.pages_mapped_total, stats.adopted_pages_total)
 
     def memory_map(self, max_cells: int) -> tuple[int, int, bytes, list[int], NDArray[np.int32]]:
         """A picture of the pool in at most ``max_cells`` cells.

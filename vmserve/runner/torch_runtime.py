@@ -9,6 +9,7 @@ on both, and is tested without a GPU.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
@@ -50,7 +51,7 @@ __all__ = ["CudaRuntime", "TorchCpuRuntime"]
 _cuda: Any = torch.cuda
 
 
-class _TorchWork:
+class _TorchWork(ABC):
     """What is the same on all devices."""
 
     device: torch.device
@@ -58,8 +59,9 @@ class _TorchWork:
     memory_errors: tuple[type[Exception], ...] = (torch.OutOfMemoryError,)
 
     @property
+    @abstractmethod
     def wants_graphs(self) -> bool:
-        raise NotImplementedError
+        """As of :class:`~vmserve.runner.runtime.DeviceRuntime`."""
 
     def inference(self) -> AbstractContextManager[Any]:
         return torch.inference_mode()

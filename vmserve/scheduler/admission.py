@@ -77,12 +77,14 @@ class Admission:
             # Those that run may wait for this very one: then there is no room to leave.
             gang = request if request.is_gang else None
             alone = all(other.request is gang for other in self._queues.running)
-            choice = self._regimes.choose(request)
-            sequence.regime = choice.regime
             donor = self._donors.find(sequence)
             shared = sequence.num_prompt if donor else 0
-            blocks = self._demand.next_token(sequence) - self._demand.shared(sequence, shared)
             reserve = 0 if alone else watermark
+            if self._demand.at_least(sequence, shared) + reserve > room:
+                break  # in either regime: whoever waits for memory need not choose at every step
+            choice = self._regimes.choose(request)
+            sequence.regime = choice.regime
+            blocks = self._demand.next_token(sequence) - self._demand.shared(sequence, shared)
             if sequence.was_preempted and not alone:
                 reserve = max(reserve, self._headroom([sequence]))
             if blocks + reserve > room:

@@ -15,10 +15,15 @@ if TYPE_CHECKING:
 
     from vmserve.memory.layout import KVLayout
 
-__all__ = ["BlockDemand"]
+__all__ = ["BlockDemand", "unit_tokens"]
 
 #: A preempted sequence comes back when all can go on for so many steps, as is to be expected.
 _STEPS_AHEAD = (4, 8, 16, 32)
+
+
+def unit_tokens(layout: KVLayout, regime: Regime) -> int:
+    """Sequences take, and share, so many tokens at a time."""
+    return layout.page_tokens if regime is Regime.VIRTUAL else layout.block_tokens
 
 
 class BlockDemand:
@@ -31,9 +36,8 @@ class BlockDemand:
 
     def blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """What ``num_tokens`` take in the sequence's regime."""
-        if sequence.regime is Regime.VIRTUAL:
-            return self._layout.pages_for(num_tokens) * self.blocks_per_page
-        return -(-num_tokens // self._layout.block_tokens)
+        unit = unit_tokens(self._layout, sequence.regime)
+        return -(-num_tokens // unit) * (unit // self._layout.block_tokens)
 
     def next_token(self, sequence: Sequence) -> int:
         """What all known tokens take, and the one that will be sampled."""
@@ -41,8 +45,13 @@ class BlockDemand:
 
     def shared(self, sequence: Sequence, num_tokens: int) -> int:
         """How many blocks a fork at ``num_tokens`` shares for good."""
-        unit = self._unit(sequence.regime)
+        unit = unit_tokens(self._layout, sequence.regime)
         return num_tokens // unit * (unit // self._layout.block_tokens)
+
+    def at_least(self, sequence: Sequence, num_shared: int) -> int:
+        """What a start with ``num_shared`` tokens of a sibling takes, in whichever regime."""
+        unit = unit_tokens(self._layout, Regime.PAGED)
+        return -(-(sequence.num_tokens + 1) // unit) - num_shared // unit
 
     def owed(self, sequence: Sequence) -> int:
         """What a running sequence has yet to take for its known tokens and the next one."""
@@ -61,7 +70,7 @@ class BlockDemand:
         """
         tokens = np.array([seq.num_tokens for seq in sequences])
         left = np.array([seq.request.max_tokens - seq.num_output for seq in sequences])
-        unit = np.array([self._unit(seq.regime) for seq in sequences])
+        unit = np.array([unit_tokens(self._layout, seq.regime) for seq in sequences])
         blocks_per_unit = unit // self._layout.block_tokens
         now = int((-(-(tokens + 1) // unit) * blocks_per_unit).sum())
         needed = 0.0
@@ -72,7 +81,3 @@ class BlockDemand:
             deviation = math.sqrt(going_on * (1 - going_on) * float((blocks**2).sum()))
             needed = max(needed, min(going_on * at_most + deviation, at_most))
         return max(0, math.ceil(needed) - now)
-
-    def _unit(self, regime: Regime) -> int:
-        virtual = regime is Regime.VIRTUAL
-        return self._layout.page_tokens if virtual else self._layout.block_tokens

@@ -252,7 +252,7 @@ class FCFSScheduler:
         if self._swapped:
             # Swapping shares nothing: together they do not fit, computed again they may.
             for sequence in list(self._swapped):
-                self._swapped.remove(sequence)
+                self._queues.leave(sequence)
                 self._give_up(sequence)
             return True
         if self._waiting:
@@ -438,7 +438,7 @@ class FCFSScheduler:
         if not self._copies.swap_out(memory_ids, num_bytes):
             return False
         for sequence in victims:
-            self._running.remove(sequence)
+            self._queues.leave(sequence)
             self._queues.swap(sequence)
         self.num_swaps_total += len(victims)
         return True
@@ -476,7 +476,7 @@ class FCFSScheduler:
         group = with_its_gang(newcomers[-1], newcomers)
         for sequence in group:
             newcomers.remove(sequence)
-            self._running.remove(sequence)
+            self._queues.leave(sequence)
             sequence.start = None
             self._queues.swap(sequence)
         plan.drop(group)
@@ -485,7 +485,7 @@ class FCFSScheduler:
 
     def _back_to_waiting(self, sequence: Sequence) -> None:
         """Also whoever was to fork from it, in a step that has not been."""
-        self._running.remove(sequence)
+        self._queues.leave(sequence)
         self._regimes.forget(sequence)
         memory_id = sequence.memory_id
         self._give_up(sequence)

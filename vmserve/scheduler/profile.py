@@ -63,14 +63,16 @@ class KernelCosts:
                 total += self.sequence + self.pair * item.num_pairs
         return total + self.call if total else 0.0
 
-    def batch_seconds(self, num_past: NDArray[np.int64], num_new: NDArray[np.int64]) -> float:
-        """The same of one step's batch in columns, which has sequences."""
-        decodes = num_new == 1
-        num_decodes = int(np.count_nonzero(decodes))
+    def batch_seconds(
+        self, num_past: NDArray[np.int64], num_new: NDArray[np.int64], num_tokens: int
+    ) -> float:
+        """The same of one step's batch in columns, which has sequences and ``num_tokens`` new."""
         num = len(num_new)
-        if num_decodes == num:  # most steps
-            return self.call + self.sequence * num + self.read * float(num_past.sum() + num)
-        reads = float(num_past[decodes].sum() + num_decodes)
+        if num_tokens == num:  # most steps, of a few sequences: lists are faster than numpy
+            num_read: int = sum(num_past.tolist()) + num
+            return self.call + self.sequence * num + self.read * num_read
+        decodes = num_new == 1
+        reads = float(num_past[decodes].sum() + np.count_nonzero(decodes))
         past, new = num_past[~decodes], num_new[~decodes]
         pairs = float((new * (past + (new + 1) / 2)).sum())
         return self.call + self.sequence * num + self.read * reads + self.pair * pairs

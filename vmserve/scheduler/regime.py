@@ -10,13 +10,13 @@ outside attention cost both alike and are left out.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vmserve.memory.base import Regime
+from vmserve.scheduler.demand import unit_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from vmserve.memory.layout import KVLayout
     from vmserve.scheduler.profile import DeviceProfile
@@ -50,7 +50,7 @@ class Situation(NamedTuple):
     #: Running sequences by regime, without the request's own.
     num_virtual: int = 0
     num_paged: int = 0
-    has_free_slot: bool = True
+    num_free_slots: int = 1
     #: Tokens of its prompt that the prefix cache has.
     num_hit: int = 0
     #: 0: memory to spare; 1: every page is wanted.
@@ -63,9 +63,6 @@ class Situation(NamedTuple):
     fixed_seconds: float = 0.0
     #: How often a request is expected to be preempted, and so starts again.
     num_preemptions: float = 0.0
-    #: What it costs the running sequences, all of one regime, to change to the other; below 0
-    #: where they gain by it. None: some must stay, or it is not known.
-    moving: float | None = None
 
     def num_running(self, regime: Regime) -> int:
         return self.num_virtual if regime is Regime.VIRTUAL else self.num_paged
@@ -133,7 +130,7 @@ class CostModel:
         virtual = regime is Regime.VIRTUAL
         num_prompt = len(request.prompt_token_ids)
         end = num_prompt + num_output
-        unit = self._unit(regime)
+        unit = unit_tokens(self._layout, regime)
         tail = around.num_hit % unit  # of the prefix, copied and so there twice
         is_first = around.num_running(regime) == 0
         waste = (tail + request.num_branches * unit / 2) / self._layout.page_tokens
@@ -145,11 +142,6 @@ class CostModel:
             memory=waste * num_output * around.page_step_seconds,
             batch=self.profile.kernels(regime).call * num_output if is_first else 0.0,
         )
-
-    def _unit(self, regime: Regime) -> int:
-        """Tokens: sequences share, and keep from others, so many at a time."""
-        paged = regime is Regime.PAGED
-        return self._layout.block_tokens if paged else self._layout.page_tokens
 
     def _maps(self, request: Request, num_prompt: int, end: int, around: Situation) -> float:
         """The prompt's pages while the first step waits, the others behind the steps.
@@ -220,16 +212,15 @@ class CostModel:
         ``num_steps``: for how long both regimes are expected to run beside each other.
         ``page_step_seconds``: as in :class:`Situation`.
         """
-        other = Regime.PAGED if regime is Regime.VIRTUAL else Regime.VIRTUAL
-        kernels, others = self.profile.kernels(regime), self.profile.kernels(other)
+        kernels, others = self.profile.kernels(regime), self.profile.kernels(regime.other)
         saved = kernels.call * num_steps
-        coarser = self._unit(regime) - self._unit(other)
+        coarser = unit_tokens(self._layout, regime) - unit_tokens(self._layout, regime.other)
         waste = coarser / 2 / self._layout.page_tokens * page_step_seconds
         for length, left in leaving:
             read = left * (length + left / 2)
             saved += left * (kernels.sequence - others.sequence + waste)
             saved += read * (kernels.read - others.read)
-        if other is Regime.PAGED:
+        if regime is Regime.VIRTUAL:
             return saved, 0.0  # the pages' blocks are the block table
         # At worst nothing lies in order and all of it is copied.
         pages = sum(self._layout.pages_for(length) for length, _ in leaving)
@@ -299,7 +290,14 @@ class RegimePolicy:
 
     # -- choices ------------------------------------------------------------------------
 
-    def choose(self, request: Request, around: Situation | None = None) -> RegimeChoice:
+    def choose(
+        self,
+        request: Request,
+        around: Situation | None = None,
+        cost_of_moving: Callable[[], float | None] = lambda: None,
+    ) -> RegimeChoice:
+        """``cost_of_moving``: what it costs those that run, all of one regime, to change to the
+        other; below 0 where they gain by it. None: some must stay, or it is not known."""
         if self._forced is not None:
             return RegimeChoice(self._forced, "forced", {})
         if self._model is None or around is None:
@@ -313,18 +311,17 @@ class RegimePolicy:
         }
         predicted = {regime.value: cost.total for regime, cost in costs.items()}
         virtual, paged = costs[Regime.VIRTUAL], costs[Regime.PAGED]
-        if not around.has_free_slot:
+        if around.num_free_slots <= 0:
             return RegimeChoice(Regime.PAGED, "slots", predicted)
         forgone = 0.0
         if bool(around.num_virtual) != bool(around.num_paged):  # the batch has one regime
-            there, other = Regime.VIRTUAL, Regime.PAGED
-            if around.num_paged:
-                there, other = other, there
+            there = Regime.PAGED if around.num_paged else Regime.VIRTUAL
+            other = there.other
             forgone = costs[there].own - costs[other].own
+            moving = cost_of_moving() if forgone > _MARGIN * costs[there].own else None
             # With what others have forgone: to stay here, or to be alone there, must be dearer.
-            moving = math.inf if around.moving is None else around.moving - self._forgone[other]
-            worthwhile = forgone > _MARGIN * costs[there].own
-            if worthwhile and moving < min(forgone, costs[other].batch):
+            least = min(forgone, costs[other].batch) + self._forgone[other]
+            if moving is not None and moving < least:
                 reason = _deciding(costs[other]._replace(batch=0.0), costs[there])
                 return RegimeChoice(other, reason, predicted, moves_batch=True)
         regime, reason = Regime.VIRTUAL, "default"
@@ -341,7 +338,7 @@ class RegimePolicy:
         what it costs to move the batch, the next one moves it. So neither is paid more than twice,
         whatever comes (as whoever rents skis until the rents are the price of a pair).
         """
-        other = Regime.PAGED if choice.regime is Regime.VIRTUAL else Regime.VIRTUAL
+        other = choice.regime.other
         self._forgone[choice.regime] = 0.0
         self._forgone[other] = max(0.0, self._forgone[other] + choice.forgone)
 

@@ -58,12 +58,7 @@ class RegimeKeeper:
         if not self.predicts:
             return self._policy.choose(request)
         around = self._situation(request, num_hit)
-        choice = self._policy.choose(request, around)
-        if choice.forgone > 0:  # it would rather have the others elsewhere
-            moving = self._moving(around.page_step_seconds)
-            if moving is not None:
-                choice = self._policy.choose(request, around._replace(moving=moving))
-        return choice
+        return self._policy.choose(request, around, lambda: self._moving(around))
 
     def keep(self, request: Request, choice: RegimeChoice) -> None:
         """The request is kept there from now on; with it all that run, if that is the choice."""
@@ -80,16 +75,16 @@ class RegimeKeeper:
     def _situation(self, request: Request, num_hit: int) -> Situation:
         """What a request finds that is admitted now."""
         num_new = len(request.prompt_token_ids) - num_hit + self._policy.expected_output(request)
-        stats = self._memory.stats()
+        use = self._memory.slot_use()
         num_virtual = sum(self._goal(seq) is Regime.VIRTUAL for seq in self._running)
-        taken = stats.pages_mapped_total + stats.adopted_pages_total
+        taken = use.pages_mapped_total + use.adopted_pages_total
         return Situation(
             num_virtual=num_virtual,
             num_paged=len(self._running) - num_virtual,
-            has_free_slot=max(stats.used_slots, num_virtual) < stats.num_slots,
+            num_free_slots=self._memory.num_slots - max(use.used_slots, num_virtual),
             num_hit=num_hit,
             pressure=self._pressure(num_new),
-            unmapped_share=stats.pages_mapped_total / taken if taken else 1.0,
+            unmapped_share=use.pages_mapped_total / taken if taken else 1.0,
             limit_pages=self._memory.limit_pages,
             fixed_seconds=self._policy.fixed_seconds,
             num_preemptions=self._policy.num_preemptions,
@@ -105,20 +100,16 @@ class RegimeKeeper:
         """Where a running sequence is, or is to be soon."""
         return self._converting.get(sequence, sequence.regime)
 
-    def _moving(self, page_step_seconds: float) -> float | None:
-        """See :class:`Situation`; the batch has one regime."""
+    def _moving(self, around: Situation) -> float | None:
+        """What it costs those that run, all of one regime, to change to the other; below 0 where
+        they gain by it. None: some must stay, or it is not known."""
         running, forking = self._lengths()
         if self._converting or forking:
             return None
         [regime] = [regime for regime, lengths in running.items() if lengths]
-        stats = self._memory.stats()
-        if regime is Regime.PAGED and len(running[regime]) >= stats.num_slots - stats.used_slots:
+        if regime is Regime.PAGED and len(running[regime]) >= around.num_free_slots:
             return None  # the newcomer wants one, too
-        return self._policy.cost_of_moving(regime, running[regime], page_step_seconds)
-
-    def expected_left(self, sequence: Sequence) -> int:
-        """Tokens that the sequence has yet to generate."""
-        return max(1, self._policy.expected_output(sequence.request) - sequence.num_output)
+        return self._policy.cost_of_moving(regime, running[regime], around.page_step_seconds)
 
     def _lengths(self) -> tuple[dict[Regime, list[RunningLength]], set[Regime]]:
         """Of all that run, by regime; and the regimes in which some fork, and so must stay."""
@@ -128,8 +119,8 @@ class RegimeKeeper:
             request = sequence.request
             if request.is_gang or has_followers(request):
                 forking.add(sequence.regime)
-            length = RunningLength(sequence.num_tokens, self.expected_left(sequence))
-            running[sequence.regime].append(length)
+            left = max(1, self._policy.expected_output(request) - sequence.num_output)
+            running[sequence.regime].append(RunningLength(sequence.num_tokens, left))
         return running, forking
 
     # -- changes ------------------------------------------------------------------------
@@ -184,9 +175,9 @@ class RegimeKeeper:
         self._num_steps += 1
         if self._num_steps % _RECONSIDER_STEPS or not self.predicts or self._converting:
             return
-        running, forking = self._lengths()
-        if not all(running.values()):
+        if all(sequence.regime is self._running[0].regime for sequence in self._running):
             return
+        running, forking = self._lengths()
         ends = [length + left for each in running.values() for length, left in each]
         around = Situation(
             pressure=self._pressure(sum(ends) // len(ends)),
@@ -195,7 +186,7 @@ class RegimeKeeper:
         )
         leaving = self._policy.reconsider(running, forking, around.page_step_seconds)
         if leaving is not None:
-            self._convert_all(Regime.PAGED if leaving is Regime.VIRTUAL else Regime.VIRTUAL)
+            self._convert_all(leaving.other)
 
     def _convert_all(self, regime: Regime) -> None:
         requests = [seq.request for seq in self._running if seq.regime is not regime]

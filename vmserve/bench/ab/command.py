@@ -131,6 +131,14 @@ def ab_command(
             help="A new engine for every run, where memory has no room for one per variant.",
         ),
     ] = False,
+    renew: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Make and warm up engines anew every so many rounds: what one owes to its place "
+            "in memory is then not taken for its options'. 0: never.",
+        ),
+    ] = 0,
     all_metrics: Annotated[
         bool, typer.Option("--all-metrics", help="Show every metric in the tables.")
     ] = False,
@@ -148,7 +156,11 @@ def ab_command(
     check_positive(rate=rate, burstiness=burstiness, scale=scale, price_per_hour=price_per_hour)
     parsed = parse_variants(variants or ["virtual,paged,auto"])
     names = _workload_names(workload, has_files=trace is not None or prompts is not None)
-    settings = Settings(rounds, warmup, engine_options.get("seed", 0), slo, price_per_hour)
+    if renew and (search or rebuild_engines):
+        other = "--search keeps its engines" if search else "--rebuild-engines does so in every run"
+        raise ConfigurationError(f"--renew: {other}: give one of them")
+    seed = engine_options.get("seed", 0)
+    settings = Settings(rounds, warmup, seed, slo, price_per_hour, renew_every=renew)
     console = make_console()
     if busy := busy_warning():
         console.print(busy)
@@ -183,7 +195,7 @@ def ab_command(
                     print_table(console, search_table(searched[-1]))
         else:
             workloads = [make_workload(one, load, max_len=length, scale=scale) for one in found]
-            with watch(len(workloads) * len(parsed) * (warmup + rounds)) as progress:
+            with watch(len(workloads) * len(parsed) * settings.num_runs) as progress:
                 for one_workload in workloads:
                     measured.append(run_workload(engines, one_workload, settings, progress))
                     print_table(console, workload_table(measured[-1], everything=all_metrics))
