@@ -554,6 +554,7 @@ class CpuAttention:
         softcap: float = 0.0,
         lse: int = 0,
     ) -> None: ...
+    def fold(self, data: int, bytes: int) -> int: ...
 
 def write_reference(
     batch: CpuBatch,

@@ -118,7 +118,14 @@ void bind_kernels(py::module_& m) {
       .def_property("num_threads", &CpuAttention::num_threads, &CpuAttention::set_num_threads)
       .def("run", &run, py::arg("batch"), py::arg("layer"), py::arg("q"), py::arg("k"),
            py::arg("v"), py::arg("rotary"), py::arg("out"), py::arg("scale"), py::arg("window") = 0,
-           py::arg("softcap") = 0.0F, py::arg("lse") = 0);
+           py::arg("softcap") = 0.0F, py::arg("lse") = 0)
+      .def(
+          "fold",
+          [](const CpuAttention& attention, std::uintptr_t data, std::size_t bytes) {
+            const py::gil_scoped_release unlocked;
+            return attention.fold(reinterpret_cast<const char*>(data), bytes);
+          },
+          py::arg("data"), py::arg("bytes"));
   bind_references(m);
 }
 

@@ -111,6 +111,23 @@ inline simde__m512 dot_pairs(simde__m512 sums, __m512bh a, __m512bh b) {
   return bits_of<simde__m512>(to);
 }
 
+inline std::uint16_t narrowed(float x) {
+  const auto bits = bits_of<std::uint32_t>(flushed(x));
+  if (x != x) return 0x7fc0;
+  return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// The second, then the first.
+inline __m512bh narrow_both(simde__m512 a, simde__m512 b) {
+  const auto high = bits_of<Floats>(a), low = bits_of<Floats>(b);
+  Shorts to;
+  for (int i = 0; i < 16; ++i) {
+    to.at[i] = narrowed(low.at[i]);
+    to.at[16 + i] = narrowed(high.at[i]);
+  }
+  return bits_of<__m512bh>(to);
+}
+
 }  // namespace emulated
 
 #define _mm512_reduce_max_ps(a) ::emulated::reduce_max(a)
@@ -123,6 +140,8 @@ inline simde__m512 dot_pairs(simde__m512 sums, __m512bh a, __m512bh b) {
 #define _mm512_srai_epi32(a, count) ::emulated::srai_epi32(a, count)
 #undef _mm512_dpbf16_ps
 #define _mm512_dpbf16_ps(sums, a, b) ::emulated::dot_pairs(sums, a, b)
+#undef _mm512_cvtne2ps_pbh
+#define _mm512_cvtne2ps_pbh(a, b) ::emulated::narrow_both(a, b)
 // SIMDe 0.7.4 gives this name the arguments of the masked one.
 #undef _mm512_madd_epi16
 #define _mm512_madd_epi16(a, b) simde_mm512_madd_epi16(a, b)

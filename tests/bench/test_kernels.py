@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +52,14 @@ def test_a_timed_function_computes_every_layer() -> None:
     batch = RaggedBatch.build([0, 1], [31, 31], [1, 1])
     call = CpuBackend().bind(rig.paged_view(16), batch)
     assert call(LayerAttention(0, 0.1), *rig.inputs).isfinite().all()
+
+
+def test_reading_reads_everything() -> None:
+    """Three and a half items of work, whose end is no whole line."""
+    rig = Rig(Shape("tiny", 1, 1, 8), torch.float32, 1, 57345, 1, least_bytes=1)
+    rig.memory.view(-1).copy_(torch.randn(rig.memory.numel()))
+    words = rig.memory.view(-1).view(torch.int64).numpy()
+    assert rig.read()() == int(np.bitwise_xor.reduce(words)) % 2**64
 
 
 def test_quick_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,15 @@ class CpuBackend:
         """The instruction set whose kernels run."""
         return self._kernels.isa
 
+    def fold(self, tensor: torch.Tensor) -> int:
+        """The exclusive or of the words of 8 bytes of a contiguous tensor.
+
+        Reads its memory once, as fast as the threads of the kernels can: for benchmarks.
+        """
+        if self._num_threads is None:
+            self._kernels.num_threads = threads()
+        return self._kernels.fold(tensor.data_ptr(), tensor.nbytes)
+
     def bind(self, view: KVView, batch: RaggedBatch) -> CpuCall:
         """Lay out one step. The view's tensors must stay as they are while it is in use.
 

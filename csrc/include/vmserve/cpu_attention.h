@@ -139,6 +139,9 @@ class CpuAttention {
   // Rotates q and k, writes k and v, attends.
   void run(CpuBatch& batch, const CpuLayerCall& call);
 
+  // The exclusive or of all whole words of 8 bytes, by the same threads.
+  std::uint64_t fold(const char* data, std::size_t bytes) const;
+
  private:
   void write(const CpuBatch& batch, const CpuLayerCall& call);
   void attend(const CpuBatch& batch, const CpuLayerCall& call, cpu::Plan& plan);
@@ -149,6 +152,9 @@ class CpuAttention {
   std::vector<float> scratch_, partials_;  // grown as needed, kept
   std::vector<char> rotated_;              // q after its rotation
 };
+
+// Every byte is read once, as fast as that goes: what benchmarks compare kernels with.
+std::uint64_t fold_memory(ThreadPool& pool, const char* data, std::size_t bytes);
 
 // The same by simple loops on the caller's thread: what the kernels are tested against.
 // Rotation and write; q_out [tokens, q_heads, head_dim] in the dtype of q.

@@ -282,6 +282,11 @@ void CpuAttention::run(CpuBatch& batch, const CpuLayerCall& call) {
   attend(batch, call, plan);
 }
 
+std::uint64_t CpuAttention::fold(const char* data, std::size_t bytes) const {
+  const std::lock_guard lock(mutex_);
+  return fold_memory(*pool_, data, bytes);
+}
+
 void CpuAttention::write(const CpuBatch& batch, const CpuLayerCall& call) {
   const DType dtype = batch.view().dtype();
   const std::int64_t row_elements = call.q.shape[1] * call.q.shape[2];

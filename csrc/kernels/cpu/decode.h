@@ -5,9 +5,11 @@
 // group. Both passes sweep the rows of kBlock tokens side by side from the first head to the last:
 // eight streams that the hardware's prefetchers follow, at the rate of a plain read (head by head
 // over more tokens it is half of that; docs/log.md). Both views end up as pointers to token rows,
-// so that the arithmetic, and with it every bit of the result, is the same.
+// so that the arithmetic, and with it every bit of the result, is the same. Pairs of bfloat16:
+// decode_pairs.h.
 #pragma once
 
+#include "decode_pairs.h"
 #include "kernel_common.h"
 
 namespace vmserve::cpu {
@@ -173,9 +175,10 @@ void weigh(float* sums, int stride, const float* factors, const float* weights, 
   }
 }
 
-// Turns the scores of a tile into weights relative to the new maximum; returns the factor that
-// brings what was summed before to it.
-inline float soften(float* scores, int count, float softcap, float& maximum, float& total) {
+// Turns the scores of a tile into weights (in pairs: bfloat16, two to a float) relative to the new
+// maximum; returns the factor that brings what was summed before to it.
+template <class V, bool kPaired>
+float soften(float* scores, int count, float softcap, float& maximum, float& total) {
   constexpr int kVectors = kTile / Vec::kWidth;
   for (int i = count; i < kTile; ++i) scores[i] = -INFINITY;
   Vec::R x[kVectors];
@@ -193,9 +196,15 @@ inline float soften(float* scores, int count, float softcap, float& maximum, flo
   const Vec::R shift = Vec::set(new_maximum);
   Vec::R sum = Vec::zero();
   for (int i = 0; i < kVectors; ++i) {
-    const Vec::R weight = exp2(Vec::sub(x[i], shift));
-    Vec::store(scores + i * Vec::kWidth, weight);
-    sum = Vec::add(sum, weight);
+    x[i] = exp2(Vec::sub(x[i], shift));
+    sum = Vec::add(sum, x[i]);
+  }
+  if constexpr (kPaired) {
+    for (int i = 0; i < kVectors; i += 2) {
+      Vec::store(scores + i / 2 * Vec::kWidth, V::narrow(x[i], x[i + 1]));
+    }
+  } else {
+    for (int i = 0; i < kVectors; ++i) Vec::store(scores + i * Vec::kWidth, x[i]);
   }
   const float factor = new_maximum == maximum ? 1.0F : exp2_of(maximum - new_maximum);
   total = total * factor + Vec::reduce_add(sum);
@@ -203,17 +212,26 @@ inline float soften(float* scores, int count, float softcap, float& maximum, flo
   return factor;
 }
 
-// q of all heads, times the scale, in the order in which K is loaded.
+// q of all heads: as it is for pairs, else times the scale, in the order in which K is loaded.
 template <class T>
 void prepare_queries(const DecodeArgs& a, float* to, int stride) {
-  const Vec::R factor = Vec::set(prescale(a.scale, a.softcap));
-  for (int h = 0; h < a.kv_heads * a.group; ++h) {
-    const T* from = static_cast<const T*>(a.q) + h * a.q_head_stride;
-    for (int d = 0; d < a.head_dim; d += kPair) {
-      Vec::R x, y;
-      load_upto(from + d, a.head_dim - d, x, y);
-      Vec::store(to + h * stride + d, Vec::mul(x, factor));
-      Vec::store(to + h * stride + d + Vec::kWidth, Vec::mul(y, factor));
+  if constexpr (kDots<T>) {
+    T* row = reinterpret_cast<T*>(to);
+    memset(row, 0, sizeof(T) * static_cast<size_t>(a.kv_heads * a.group * stride));
+    for (int h = 0; h < a.kv_heads * a.group; ++h, row += stride) {
+      memcpy(row, static_cast<const T*>(a.q) + h * a.q_head_stride,
+             sizeof(T) * static_cast<size_t>(a.head_dim));
+    }
+  } else {
+    const Vec::R factor = Vec::set(prescale(a.scale, a.softcap));
+    for (int h = 0; h < a.kv_heads * a.group; ++h) {
+      const T* from = static_cast<const T*>(a.q) + h * a.q_head_stride;
+      for (int d = 0; d < a.head_dim; d += kPair) {
+        Vec::R x, y;
+        load_upto(from + d, a.head_dim - d, x, y);
+        Vec::store(to + h * stride + d, Vec::mul(x, factor));
+        Vec::store(to + h * stride + d + Vec::kWidth, Vec::mul(y, factor));
+      }
     }
   }
 }
@@ -240,7 +258,7 @@ inline size_t decode_scratch(std::int32_t q_heads, std::int32_t head_dim) {
 template <class T>
 void prefetch_row(const T* row, int count) {
   constexpr int kLine = 64 / sizeof(T);
-  for (int d = 0; d < count; d += kLine) __builtin_prefetch(row + d);
+  for (int d = 0; d < count; d += kLine) prefetch_line(row + d);
 }
 
 // One head's part of the rows of the kBlock tokens that are kAhead away.
@@ -248,7 +266,7 @@ template <class T>
 void prefetch(const T* const* rows, std::int64_t offset, int count) {
   constexpr int kLine = 64 / sizeof(T);
   for (int d = 0; d < count; d += kLine) {
-    for (int t = 0; t < kBlock; ++t) __builtin_prefetch(rows[kAhead + t] + offset + d);
+    for (int t = 0; t < kBlock; ++t) prefetch_line(rows[kAhead + t] + offset + d);
   }
 }
 
@@ -261,10 +279,20 @@ bool has_short_rows(const DecodeArgs& a) {
 template <class T, int kHeads>
 void score_heads(const DecodeArgs& a, const DecodeScratch& s, const T* const* k, int kv_head,
                  int q_head, int at, int stride) {
+  if constexpr (kDots<T>) {
+    constexpr int kTokens = least(kBlock, 16 / kHeads);
+    const T* const q = reinterpret_cast<const T*>(s.q) + q_head * stride;
+    for (int t = 0; t < kBlock; t += kTokens) {
+      score_pairs<Vec, kHeads, kTokens>(
+          q, stride, {k + t, k + t + kAhead, kv_head * a.seq.k.head_stride}, a.head_dim,
+          prescale(a.scale, a.softcap), s.scores + q_head * kTile + at + t, kTile);
+    }
+  } else {
 #pragma GCC unroll 8
-  for (int t = 0; t < kBlock; t += tokens_of<kHeads>()) {
-    scores_block<T, kHeads>(s.q + q_head * stride, stride, k + t, kv_head * a.seq.k.head_stride,
-                            a.head_dim, s.scores + q_head * kTile + at + t);
+    for (int t = 0; t < kBlock; t += tokens_of<kHeads>()) {
+      scores_block<T, kHeads>(s.q + q_head * stride, stride, k + t, kv_head * a.seq.k.head_stride,
+                              a.head_dim, s.scores + q_head * kTile + at + t);
+    }
   }
 }
 
@@ -279,7 +307,7 @@ void score_tokens(const DecodeArgs& a, const DecodeScratch& s, const T* const* k
     }
   }
   for (int h = 0; h < a.kv_heads; ++h) {
-    if (!short_rows) prefetch(k, h * a.seq.k.head_stride, a.head_dim);
+    if (!kDots<T> && !short_rows) prefetch(k, h * a.seq.k.head_stride, a.head_dim);
     int g = 0;
     const int first = h * a.group;
     for (; g + 4 <= a.group; g += 4) score_heads<T, 4>(a, s, k, h, first + g, at, stride);
@@ -291,9 +319,16 @@ void score_tokens(const DecodeArgs& a, const DecodeScratch& s, const T* const* k
 template <class T, int kHeads>
 void weigh_heads(const DecodeArgs& a, const DecodeScratch& s, const T* const* v, int count,
                  int kv_head, int q_head, int at, int stride) {
-  weigh<T, kHeads>(s.sums + q_head * stride, stride, at == 0 ? s.factors + q_head : nullptr,
-                   s.scores + q_head * kTile + at, v, count, kv_head * a.seq.v.head_stride,
-                   a.head_dim);
+  const float* const factors = at == 0 ? s.factors + q_head : nullptr;
+  const std::int64_t offset = kv_head * a.seq.v.head_stride;
+  if constexpr (kDots<T>) {
+    weigh_pairs<Vec, kHeads>(s.sums + q_head * stride, stride,
+                             {s.scores + q_head * kTile + at / 2, kTile, factors},
+                             {v, v + kAhead, offset}, count, a.head_dim);
+  } else {
+    weigh<T, kHeads>(s.sums + q_head * stride, stride, factors, s.scores + q_head * kTile + at, v,
+                     count, offset, a.head_dim);
+  }
 }
 
 template <class T>
@@ -301,7 +336,7 @@ void weigh_tokens(const DecodeArgs& a, const DecodeScratch& s, const T* const* v
                   int stride) {
   const bool short_rows = has_short_rows<T>(a);
   for (int h = 0; h < a.kv_heads; ++h) {
-    if (!short_rows) prefetch(v, h * a.seq.v.head_stride, a.head_dim);
+    if (!kDots<T> && !short_rows) prefetch(v, h * a.seq.v.head_stride, a.head_dim);
     int g = 0;
     const int first = h * a.group;
     for (; g + 4 <= a.group; g += 4) weigh_heads<T, 4>(a, s, v, count, h, first + g, at, stride);
@@ -325,7 +360,8 @@ void decode(const DecodeArgs& a) {
     for (int t = 0; t < rows.count; t += kBlock)
       score_tokens(a, s, rows.k + t, rows.v + t, t, stride);
     for (int h = 0; h < q_heads; ++h) {
-      s.factors[h] = soften(s.scores + h * kTile, rows.count, a.softcap, s.maxima[h], s.totals[h]);
+      s.factors[h] = soften<Vec, kDots<T>>(s.scores + h * kTile, rows.count, a.softcap, s.maxima[h],
+                                           s.totals[h]);
     }
     for (int t = 0; t < rows.count; t += kBlock) {
       weigh_tokens(a, s, rows.v + t, least(kBlock, rows.count - t), t, stride);

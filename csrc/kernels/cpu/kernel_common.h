@@ -54,6 +54,24 @@ void load_upto(const T* from, int count, Vec::R& a, Vec::R& b) {
   }
 }
 
+// Whether products are those of pairs of T as they lie in memory (Vec::kDotsPairs).
+template <class T>
+constexpr bool kDots = false;
+template <>
+constexpr bool kDots<Bf16> = Vec::kDotsPairs;
+
+// Elements as they are, zeros where there are fewer than a pair. `V` is `Vec`, where that has
+// pairs.
+template <class V, bool kWhole>
+typename V::R load_bits_of(const Bf16* from, int count) {
+  return kWhole ? V::load_bits(from) : V::load_some_bits(from, count);
+}
+
+template <class V>
+typename V::R load_bits_upto(const Bf16* from, int count) {
+  return count >= kPair ? V::load_bits(from) : V::load_some_bits(from, count);
+}
+
 template <class T>
 void store_upto(T* to, int count, Vec::R a, Vec::R b) {
   if (count >= kPair) {
@@ -112,6 +130,13 @@ inline Vec::R capped(Vec::R x, float softcap) {
   return Vec::mul(tanh(x), Vec::set(softcap * kLog2E));
 }
 
+// Into the second-level cache: rows of a power of two apart share few lines of the first, where
+// what is fetched ahead would displace what is in use.
+template <class T>
+void prefetch_line(const T* at) {
+  __builtin_prefetch(at, 0, 2);
+}
+
 // Pointers to K and V (head 0) of positions first, first + 1, ... : `count` of them.
 template <class T>
 void locate(const Sequence& s, std::int64_t first, int count, const T** k, const T** v) {
@@ -143,6 +168,23 @@ void locate(const Sequence& s, std::int64_t first, int count, const T** k, const
   }
 }
 
+// Floats in the order of lane_of<T>, to that of the head dimension.
+template <class T>
+void unpair(const float* lanes, int head_dim, float* to) {
+  for (int d = 0; d < head_dim; ++d) to[d] = lanes[lane_of<T>(d)];
+}
+template <>
+[[maybe_unused]] void unpair<Bf16>(const float* lanes, int head_dim, float* to) {
+  int d = 0;
+  for (; d + kPair <= head_dim; d += kPair) {
+    for (int i = 0; i < Vec::kWidth; ++i) {
+      to[d + 2 * i] = lanes[d + i];
+      to[d + 2 * i + 1] = lanes[d + Vec::kWidth + i];
+    }
+  }
+  for (; d < head_dim; ++d) to[d] = lanes[lane_of<Bf16>(d)];
+}
+
 // One finished or partial row. `sums`: in the order of lane_of<T>; `maximum` and `total` of the
 // weights in powers of two.
 template <class T>
@@ -151,7 +193,7 @@ void emit(const Output& out, int row, int head, int heads, int head_dim, const f
   if (out.partial != nullptr) {
     float* to =
         out.partial + (static_cast<std::int64_t>(row) * heads + head) * partial_floats(head_dim);
-    for (int d = 0; d < head_dim; ++d) to[d] = sums[lane_of<T>(d)];
+    unpair<T>(sums, head_dim, to);
     to[head_dim] = maximum;
     to[head_dim + 1] = total;
     return;

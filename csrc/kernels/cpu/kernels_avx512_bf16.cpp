@@ -1,14 +1,18 @@
-// AVX-512 with VDPBF16PS and VPDPWSSD (Cooper Lake, Zen 4 and later): two products of linear
-// layers, the rest as without them.
+// AVX-512 with VDPBF16PS and VPDPWSSD (Cooper Lake, Zen 4 and later): products of linear
+// layers and of attention over bfloat16, the rest as without them.
 #define VMSERVE_DOTS_PAIRS
 #define VMSERVE_VEC "vec_avx512.h"
+#include "decode.h"
 #include "linear.h"
+#include "tile.h"
 
 namespace vmserve::cpu {
 namespace {
 
 KernelTable with_pairs(KernelTable table) {
   table.isa = "avx512_bf16";
+  table.bf16.decode = &decode<Bf16>;
+  table.bf16.tile = &tile<Bf16>;
   table.linear.linear_pairs = &linear<PairedBf16>;
   table.linear.linear[static_cast<int>(WeightType::kInt8)] = &linear<std::int8_t>;
   return table;

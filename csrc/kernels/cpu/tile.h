@@ -4,8 +4,10 @@
 // heads of a group) lie across the lanes, kPanelVectors vectors to a panel, so that K and V are
 // broadcast operands as they are, no product needs a horizontal sum, and the softmax runs down
 // the columns. S = K . Q^T and O = V^T . P are the same register-blocked product of kRows rows.
-// Positions are taken in tiles that begin at multiples of kKeys: what a row's result is does not
-// depend on which other rows are computed with it.
+// Where pairs of bfloat16 are multiplied (kDots), the depth of both products is pairs: two elements
+// of the head dimension, and two tokens, whose weights are rounded to bfloat16. Positions are taken
+// in tiles that begin at multiples of kKeys: what a row's result is does not depend on which other
+// rows are computed with it.
 #pragma once
 
 #include "kernel_common.h"
@@ -26,39 +28,52 @@ struct Product {
   const float* factors;  // c = c * factors[lane] + a . b; null: c = a . b
 };
 
-// Whole blocks of kRows: `rows` is rounded up, a and c have that many.
-template <int kVectors>
+// Whole blocks of kRows: `rows` is rounded up, a and c have that many. Paired: elements of a and b
+// are two of bfloat16. `V` is `Vec`.
+template <class V, int kVectors, bool kPaired>
 void multiply(const Product& m) {
-  constexpr int kRows = Vec::kRows, kLanes = kVectors * Vec::kWidth;
+  using R = typename V::R;
+  constexpr int kRows = V::kRows, kLanes = kVectors * V::kWidth;
   for (int row = 0; row < m.rows; row += kRows) {
-    Vec::R acc[kRows][kVectors];
+    R acc[kRows][kVectors];
     float* const c = m.c + row * kLanes;
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        acc[r][v] = m.factors == nullptr ? Vec::zero()
-                                         : Vec::mul(Vec::load(m.factors + v * Vec::kWidth),
-                                                    Vec::load(c + r * kLanes + v * Vec::kWidth));
+        acc[r][v] = m.factors == nullptr ? V::zero()
+                                         : V::mul(V::load(m.factors + v * V::kWidth),
+                                                  V::load(c + r * kLanes + v * V::kWidth));
       }
     }
     const float* a = m.a + row * m.a_row;
     const float* b = m.b;
     for (int k = 0; k < m.depth; ++k, a += m.a_k, b += kLanes) {
-      Vec::R lanes[kVectors];
+      R lanes[kVectors];
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) lanes[v] = Vec::load(b + v * Vec::kWidth);
+      for (int v = 0; v < kVectors; ++v) lanes[v] = V::load(b + v * V::kWidth);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const Vec::R x = Vec::set(a[r * m.a_row]);
+        R x;
+        if constexpr (kPaired) {
+          x = V::set_pair(a + r * m.a_row);
+        } else {
+          x = V::set(a[r * m.a_row]);
+        }
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) acc[r][v] = Vec::fma(x, lanes[v], acc[r][v]);
+        for (int v = 0; v < kVectors; ++v) {
+          if constexpr (kPaired) {
+            acc[r][v] = V::dot_pairs(x, lanes[v], acc[r][v]);
+          } else {
+            acc[r][v] = V::fma(x, lanes[v], acc[r][v]);
+          }
+        }
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) Vec::store(c + r * kLanes + v * Vec::kWidth, acc[r][v]);
+      for (int v = 0; v < kVectors; ++v) V::store(c + r * kLanes + v * V::kWidth, acc[r][v]);
     }
   }
 }
@@ -118,13 +133,18 @@ void start_panel(const TileArgs& a, const Panel& p, int index, int stride, std::
     const int r = (index * kPanelLanes + lane) / a.group;
     const int g = (index * kPanelLanes + lane) % a.group;
     const T* from = static_cast<const T*>(a.q) + r * a.q_row_stride + g * a.q_head_stride;
-    for (int d = 0; d < a.head_dim; d += kPair) {
-      Vec::R x, y;
-      load_upto(from + d, a.head_dim - d, x, y);
-      Vec::store(row + d, x);
-      Vec::store(row + d + Vec::kWidth, y);
+    if constexpr (kDots<T>) {
+      for (int d = 0; d < a.head_dim; d += 2)
+        memcpy(p.q + d / 2 * width + lane, from + d, 2 * sizeof(T));
+    } else {
+      for (int d = 0; d < a.head_dim; d += kPair) {
+        Vec::R x, y;
+        load_upto(from + d, a.head_dim - d, x, y);
+        Vec::store(row + d, x);
+        Vec::store(row + d + Vec::kWidth, y);
+      }
+      for (int d = 0; d < stride; ++d) p.q[d * width + lane] = row[d] * factor;
     }
-    for (int d = 0; d < stride; ++d) p.q[d * width + lane] = row[d] * factor;
     const std::int64_t position = a.first_position + r;
     p.newest[lane] = static_cast<float>(position - base);
     p.oldest[lane] = static_cast<float>(position - base - (a.window - 1));
@@ -139,59 +159,6 @@ void start_panel(const TileArgs& a, const Panel& p, int index, int stride, std::
   }
 }
 
-// Converts `count` token rows of one head; rows up to a whole block are zero.
-template <class T>
-void widen_rows(const T* const* rows, std::int64_t offset, int count, int head_dim, int stride,
-                float* to) {
-  for (int t = 0; t < count; ++t) {
-    const T* from = rows[t] + offset;
-    for (int d = 0; d < head_dim; d += kPair) {
-      Vec::R x, y;
-      load_upto(from + d, head_dim - d, x, y);
-      Vec::store(to + t * stride + d, x);
-      Vec::store(to + t * stride + d + Vec::kWidth, y);
-    }
-  }
-  const int whole = (count + Vec::kRows - 1) / Vec::kRows * Vec::kRows;
-  memset(to + count * stride, 0, sizeof(float) * static_cast<size_t>((whole - count) * stride));
-}
-
-// Scores of `count` tokens (the first one `first` behind the base) become weights.
-inline void soften_panel(const TileArgs& a, const Panel& p, float* scores, int count, float first,
-                         bool masked) {
-  const int width = p.vectors * Vec::kWidth;
-  const Vec::R hidden = Vec::set(-INFINITY);
-  for (int v = 0; v < width; v += Vec::kWidth) {
-    float* const column = scores + v;
-    const Vec::R maximum = Vec::load(p.maxima + v);
-    Vec::R best = maximum;
-    if (masked || a.softcap > 0.0F) {
-      const Vec::R newest = Vec::load(p.newest + v), oldest = Vec::load(p.oldest + v);
-      for (int t = 0; t < count; ++t) {
-        Vec::R x = Vec::load(column + t * width);
-        if (a.softcap > 0.0F) x = capped(x, a.softcap);
-        const Vec::R position = Vec::set(first + static_cast<float>(t));
-        x = Vec::where_less(newest, position, hidden, x);
-        x = Vec::where_less(position, oldest, hidden, x);
-        Vec::store(column + t * width, x);
-        best = Vec::max(x, best);
-      }
-    } else {
-      for (int t = 0; t < count; ++t) best = Vec::max(Vec::load(column + t * width), best);
-    }
-    Vec::R sum = Vec::zero();
-    for (int t = 0; t < count; ++t) {
-      const Vec::R weight = exp2(Vec::sub(Vec::load(column + t * width), best));
-      Vec::store(column + t * width, weight);
-      sum = Vec::add(sum, weight);
-    }
-    const Vec::R factor = exp2(Vec::sub(maximum, best));
-    Vec::store(p.factors + v, factor);
-    Vec::store(p.totals + v, Vec::fma(Vec::load(p.totals + v), factor, sum));
-    Vec::store(p.maxima + v, best);
-  }
-}
-
 // Tokens of a tile whose values are not all finite. A row that does not see one gives it the
 // weight 0, and 0 times NaN is NaN: it would spread to rows before it, whose blocks other requests
 // may share. So the product takes zeros in their place, and the rows that see them add them after.
@@ -200,13 +167,16 @@ struct Broken {
   int tokens[kKeys];
 };
 
-inline Broken find_broken(const float* values, int count, int stride) {
+template <class T>
+Broken find_broken(const TileArgs& a, const T* const* v, int count) {
   Broken found;
   for (int t = 0; t < count; ++t) {
+    const T* const row = v[t];
     Vec::R rest = Vec::zero();  // x - x is 0, or NaN
-    for (int d = 0; d < stride; d += Vec::kWidth) {
-      const Vec::R x = Vec::load(values + t * stride + d);
-      rest = Vec::add(rest, Vec::sub(x, x));
+    for (int d = 0; d < a.head_dim; d += kPair) {
+      Vec::R x, y;
+      load_upto(row + d, a.head_dim - d, x, y);
+      rest = Vec::add(rest, Vec::add(Vec::sub(x, x), Vec::sub(y, y)));
     }
     float lanes[Vec::kWidth];
     Vec::store(lanes, rest);
@@ -215,6 +185,146 @@ inline Broken find_broken(const float* values, int count, int stride) {
     if (!finite) found.tokens[found.count++] = t;
   }
   return found;
+}
+
+// Zeros behind `count` rows of `width` floats, up to a whole block.
+inline void fill_block(float* rows, int count, int width) {
+  const int whole = (count + Vec::kRows - 1) / Vec::kRows * Vec::kRows;
+  memset(rows + count * width, 0, sizeof(float) * static_cast<size_t>((whole - count) * width));
+}
+
+// A row of zeros.
+template <class T>
+constexpr T kNoRow[256] = {};
+
+// Converts `count` token rows of one head.
+template <class T>
+void widen_rows(const T* const* rows, int count, int head_dim, int stride, float* to) {
+  for (int t = 0; t < count; ++t) {
+    const T* from = rows[t];
+    for (int d = 0; d < head_dim; d += kPair) {
+      Vec::R x, y;
+      load_upto(from + d, head_dim - d, x, y);
+      Vec::store(to + t * stride + d, x);
+      Vec::store(to + t * stride + d + Vec::kWidth, y);
+    }
+  }
+}
+
+// Keys as they are multiplied: [tokens, floats or pairs of the head dimension].
+template <class V, class T>
+void copy_keys(const TileArgs& a, const T* const* k, int count, int stride, float* to) {
+  if constexpr (kDots<T>) {
+    for (int t = 0; t < count; ++t) {
+      for (int d = 0; d < a.head_dim; d += kPair) {
+        V::store(to + (t * stride + d) / 2, load_bits_upto<V>(k[t] + d, a.head_dim - d));
+      }
+    }
+    fill_block(to, count, stride / 2);
+  } else {
+    widen_rows(k, count, a.head_dim, stride, to);
+    fill_block(to, count, stride);
+  }
+}
+
+// Values: [tokens or pairs of them, head dimension in the order of lane_of]. `hidden`: tokens that
+// are taken as zeros.
+template <class V, class T>
+void copy_values(const TileArgs& a, const T* const* v, int count, int stride, const Broken& hidden,
+                 float* to) {
+  if constexpr (kDots<T>) {
+    const T* rows[kKeys + 1];
+    memcpy(rows, v, sizeof(T*) * static_cast<size_t>(count));
+    for (int i = 0; i < hidden.count; ++i) rows[hidden.tokens[i]] = kNoRow<T>;
+    rows[count] = kNoRow<T>;
+    for (int t = 0; t < count; t += 2) {
+      float* const words = to + t / 2 * stride;
+      for (int d = 0; d < a.head_dim; d += kPair) {
+        typename V::R even, odd;
+        V::interleave(load_bits_upto<V>(rows[t] + d, a.head_dim - d),
+                      load_bits_upto<V>(rows[t + 1] + d, a.head_dim - d), even, odd);
+        V::store(words + d, even);
+        V::store(words + d + V::kWidth, odd);
+      }
+    }
+  } else {
+    widen_rows(v, count, a.head_dim, stride, to);
+    for (int i = 0; i < hidden.count; ++i) {
+      memset(to + hidden.tokens[i] * stride, 0, sizeof(float) * static_cast<size_t>(stride));
+    }
+  }
+}
+
+// Scores of `count` tokens (the first one `first` behind the base) become weights: floats, or pairs
+// of two tokens.
+template <class V, bool kPaired>
+void soften_panel(const TileArgs& a, const Panel& p, float* scores, int count, float first,
+                  bool masked) {
+  const int width = p.vectors * Vec::kWidth;
+  const Vec::R hidden = Vec::set(-INFINITY);
+  const Vec::R scale = Vec::set(prescale(a.scale, a.softcap));
+  for (int v = 0; v < width; v += Vec::kWidth) {
+    float* const column = scores + v;
+    const Vec::R maximum = Vec::load(p.maxima + v);
+    Vec::R best = maximum;
+    if (masked || a.softcap > 0.0F) {
+      const Vec::R newest = Vec::load(p.newest + v), oldest = Vec::load(p.oldest + v);
+      for (int t = 0; t < count; ++t) {
+        Vec::R x = Vec::load(column + t * width);
+        if (kPaired) x = Vec::mul(x, scale);
+        if (a.softcap > 0.0F) x = capped(x, a.softcap);
+        const Vec::R position = Vec::set(first + static_cast<float>(t));
+        x = Vec::where_less(newest, position, hidden, x);
+        x = Vec::where_less(position, oldest, hidden, x);
+        Vec::store(column + t * width, x);
+        best = Vec::max(x, best);
+      }
+    } else {
+      for (int t = 0; t < count; ++t) {
+        Vec::R x = Vec::load(column + t * width);
+        if (kPaired) {
+          x = Vec::mul(x, scale);
+          Vec::store(column + t * width, x);
+        }
+        best = Vec::max(x, best);
+      }
+    }
+    Vec::R sum = Vec::zero();
+    if constexpr (kPaired) {
+      for (int t = 0; t < count; t += 2) {
+        const Vec::R even = exp2(Vec::sub(Vec::load(column + t * width), best));
+        const Vec::R odd =
+            t + 1 < count ? exp2(Vec::sub(Vec::load(column + (t + 1) * width), best)) : Vec::zero();
+        Vec::store(column + t / 2 * width, V::join(even, odd));
+        sum = Vec::add(Vec::add(sum, even), odd);
+      }
+    } else {
+      for (int t = 0; t < count; ++t) {
+        const Vec::R weight = exp2(Vec::sub(Vec::load(column + t * width), best));
+        Vec::store(column + t * width, weight);
+        sum = Vec::add(sum, weight);
+      }
+    }
+    const Vec::R factor = exp2(Vec::sub(maximum, best));
+    Vec::store(p.factors + v, factor);
+    Vec::store(p.totals + v, Vec::fma(Vec::load(p.totals + v), factor, sum));
+    Vec::store(p.maxima + v, best);
+  }
+}
+
+// The weight of a token of the tile for one row.
+template <class T>
+float weight_at(const float* weights, int width, int t, int lane) {
+  if constexpr (kDots<T>) {
+    std::uint32_t both;
+    memcpy(&both, weights + t / 2 * width + lane, sizeof both);
+    both = t % 2 == 0 ? both << 16 : both & 0xffff0000U;
+    float weight;
+    memcpy(&weight, &both, sizeof weight);
+    return weight;
+  } else {
+    return weights[t * width + lane];
+  }
 }
 
 // What the rows that see a broken token get of it: numbers that are none.
@@ -226,7 +336,7 @@ void add_broken(const TileArgs& a, const Panel& p, const float* scores, const Br
   float value[512];
   for (int i = 0; i < broken.count && broken.tokens[i] < seen; ++i) {
     const int t = broken.tokens[i];
-    const T* from = rows[t] + a.kv_head * a.seq.v.head_stride;
+    const T* from = rows[t];
     for (int d = 0; d < a.head_dim; d += kPair) {
       Vec::R x, y;
       load_upto(from + d, a.head_dim - d, x, y);
@@ -236,19 +346,23 @@ void add_broken(const TileArgs& a, const Panel& p, const float* scores, const Br
     const float position = first + static_cast<float>(t);
     for (int lane = 0; lane < p.lanes; ++lane) {
       if (position > p.newest[lane] || position < p.oldest[lane]) continue;
-      const float weight = scores[t * width + lane];
+      const float weight = weight_at<T>(scores, width, t, lane);
       for (int d = 0; d < stride; ++d) p.sums[d * width + lane] += weight * value[d];
     }
   }
 }
 
-template <int kVectors>
+template <class T, int kVectors>
 void attend_panel(const TileArgs& a, const Panel& p, const TileScratch& s, int stride,
                   std::int64_t at, int count, std::int64_t base) {
-  multiply<kVectors>({s.keys, stride, 1, p.q, s.scores, count, stride, nullptr});
+  constexpr bool kPaired = kDots<T>;
+  constexpr int kStep = kPaired ? 2 : 1;
+  const int depth = stride / kStep;
+  multiply<Vec, kVectors, kPaired>({s.keys, depth, 1, p.q, s.scores, count, depth, nullptr});
   const bool masked = at + count - 1 > p.first_position || at <= p.last_position - a.window;
-  soften_panel(a, p, s.scores, count, static_cast<float>(at - base), masked);
-  multiply<kVectors>({s.values, 1, stride, s.scores, p.sums, stride, count, p.factors});
+  soften_panel<Vec, kPaired>(a, p, s.scores, count, static_cast<float>(at - base), masked);
+  multiply<Vec, kVectors, kPaired>(
+      {s.values, 1, stride, s.scores, p.sums, stride, (count + kStep - 1) / kStep, p.factors});
 }
 
 // The positions of [at, end of its tile) that some row of the panel sees are [at, at + count).
@@ -269,6 +383,17 @@ void finish_panel(const TileArgs& a, const Panel& p, int index, int stride) {
   }
 }
 
+// Rows of the head from position `at` on; the first `lead` of them are zeros.
+template <class T>
+void locate_head(const TileArgs& a, std::int64_t at, int lead, int count, const T** k,
+                 const T** v) {
+  locate(a.seq, at + lead, count - lead, k + lead, v + lead);
+  for (int t = 0; t < count; ++t) {
+    k[t] = t < lead ? kNoRow<T> : k[t] + a.kv_head * a.seq.k.head_stride;
+    v[t] = t < lead ? kNoRow<T> : v[t] + a.kv_head * a.seq.v.head_stride;
+  }
+}
+
 template <class T>
 void tile(const TileArgs& a) {
   const int stride = padded(a.head_dim);
@@ -281,25 +406,25 @@ void tile(const TileArgs& a) {
   }
   for (std::int64_t at = a.begin; at < a.end;) {
     const std::int64_t tile_end = least<std::int64_t>(a.end, (at / kKeys + 1) * kKeys);
+    // Pairs begin at even positions; what is before the first window is not read.
+    const int lead = kDots<T> ? static_cast<int>(at % 2) : 0;
+    at -= lead;
     const int count = static_cast<int>(tile_end - at);
     const T *k[kKeys], *v[kKeys];
-    locate(a.seq, at, count, k, v);
-    widen_rows(k, a.kv_head * a.seq.k.head_stride, count, a.head_dim, stride, s.keys);
-    widen_rows(v, a.kv_head * a.seq.v.head_stride, count, a.head_dim, stride, s.values);
+    locate_head(a, at, lead, count, k, v);
+    copy_keys<Vec>(a, k, count, stride, s.keys);
     // Only where some row does not see some token.
     const bool hides =
         tile_end - 1 > a.first_position || at <= a.first_position + a.rows - 1 - a.window;
-    const Broken broken = hides ? find_broken(s.values, count, stride) : Broken{};
-    for (int i = 0; i < broken.count; ++i) {
-      memset(s.values + broken.tokens[i] * stride, 0, sizeof(float) * static_cast<size_t>(stride));
-    }
+    const Broken broken = hides ? find_broken(a, v, count) : Broken{};
+    copy_values<Vec>(a, v, count, stride, broken, s.values);
     for (int i = 0; i < num_panels; ++i) {
       const Panel p = panel_at(a, s, stride, i);
       const int seen = visible(a, p, at, count);
       if (seen <= 0) continue;
-      if (p.vectors == 3) attend_panel<3>(a, p, s, stride, at, seen, base);
-      if (p.vectors == 2) attend_panel<2>(a, p, s, stride, at, seen, base);
-      if (p.vectors == 1) attend_panel<1>(a, p, s, stride, at, seen, base);
+      if (p.vectors == 3) attend_panel<T, 3>(a, p, s, stride, at, seen, base);
+      if (p.vectors == 2) attend_panel<T, 2>(a, p, s, stride, at, seen, base);
+      if (p.vectors == 1) attend_panel<T, 1>(a, p, s, stride, at, seen, base);
       add_broken(a, p, s.scores, broken, v, seen, static_cast<float>(at - base));
     }
     at = tile_end;

@@ -13,6 +13,16 @@
 //   part<i>     element i of each lane's kWidth groups of 2 bfloat16
 //   S, I        2 * kWidth int16, two to a lane, and kWidth int32: integer products of both of a
 //               lane's pairs are added to it (add_products); store_shorts rounds to nearest even
+//
+// Where kDotsPairs, two bfloat16 are one lane, the first in its lower half:
+//
+//   dot_pairs   both products of each lane are added to it
+//   set_pair    the same two in every lane
+//   load_bits   2 * kWidth consecutive elements, or fewer and zeros (load_some_bits)
+//   narrow      the lanes of the first, then those of the second, rounded to bfloat16
+//   join        lane i of both, rounded, side by side
+//   interleave  elements i of both side by side: even i, and odd ones
+//   reduce16    lane i: the sum over the lanes of vector i
 #pragma once
 
 #include <immintrin.h>

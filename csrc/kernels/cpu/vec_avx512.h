@@ -25,6 +25,44 @@ struct Vec {
   static R dot_pairs(R a, R b, R sum) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
+  static R load_bits(const Bf16* from) { return _mm512_loadu_ps(from); }
+  static R load_some_bits(const Bf16* from, int count) {
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((1U << count) - 1, from));
+  }
+  // Flushes denormals, which no weight is.
+  static R narrow(R a, R b) { return reinterpret_cast<R>(_mm512_cvtne2ps_pbh(b, a)); }
+  // Two indices of words in each lane: `constant`, and `step` more from lane to lane.
+  static __m512i lanes_times(int step, int constant) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_add_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(step)),
+                            _mm512_set1_epi32(constant));
+  }
+  static void interleave(R a, R b, R& even, R& odd) {
+    const __m512i x = _mm512_castps_si512(a), y = _mm512_castps_si512(b);
+    even =
+        _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, lanes_times(0x00020002, 0x00200000), y));
+    odd = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, lanes_times(0x00020002, 0x00210001), y));
+  }
+  // Lane i: the sum over the lanes of s[i].
+  static R reduce16(const R* s) {
+    R t[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) t[i] = fold<0x44, 0xee>(s[i + i / 4 * 4], s[i + i / 4 * 4 + 4]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) t[i] = fold<0x88, 0xdd>(t[i], t[i + 4]);
+    const R low = add(_mm512_unpacklo_ps(t[0], t[1]), _mm512_unpackhi_ps(t[0], t[1]));
+    const R high = add(_mm512_unpacklo_ps(t[2], t[3]), _mm512_unpackhi_ps(t[2], t[3]));
+    return add(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+  }
+  template <int lower, int upper>
+  static R fold(R a, R b) {
+    return add(_mm512_shuffle_f32x4(a, b, lower), _mm512_shuffle_f32x4(a, b, upper));
+  }
+  static R join(R a, R b) {
+    const __m512i words = _mm512_castps_si512(narrow(a, b));
+    return _mm512_castsi512_ps(
+        _mm512_permutexvar_epi16(lanes_times(0x00010001, 0x00100000), words));
+  }
 #else
   static constexpr bool kDotsPairs = false;
 #endif

@@ -145,6 +145,46 @@ struct Vec {
     }
     return sum;
   }
+  static R load_bits(const Bf16* from) { return load_some_bits(from, 2 * kWidth); }
+  static R load_some_bits(const Bf16* from, int count) {
+    R r = zero();
+    memcpy(r.x, from, static_cast<size_t>(count) * sizeof(Bf16));
+    return r;
+  }
+  static R narrow(R a, R b) {
+    Bf16 x[2 * kWidth];
+    for (int i = 0; i < kWidth; ++i) {
+      x[i] = narrow(a.x[i]);
+      x[kWidth + i] = narrow(b.x[i]);
+    }
+    return load_bits(x);
+  }
+  static void interleave(R a, R b, R& even, R& odd) {
+    Bf16 x[2 * kWidth], y[2 * kWidth], e[2 * kWidth], o[2 * kWidth];
+    memcpy(x, a.x, sizeof x);
+    memcpy(y, b.x, sizeof y);
+    for (int i = 0; i < 2 * kWidth; i += 2) {
+      e[i] = x[i];
+      e[i + 1] = y[i];
+      o[i] = x[i + 1];
+      o[i + 1] = y[i + 1];
+    }
+    even = load_bits(e);
+    odd = load_bits(o);
+  }
+  static R join(R a, R b) {
+    Bf16 x[2 * kWidth];
+    for (int i = 0; i < kWidth; ++i) {
+      x[2 * i] = narrow(a.x[i]);
+      x[2 * i + 1] = narrow(b.x[i]);
+    }
+    return load_bits(x);
+  }
+  static R reduce16(const R* sums) {
+    R r = zero();
+    for (int i = 0; i < 16; ++i) r.x[i % kWidth] = reduce_add(sums[i]);
+    return r;
+  }
   static R round_bf16(R a) {
     for (float& x : a.x) x = widen(narrow(x));
     return a;
