@@ -5,6 +5,7 @@
 //               floats, the even and the odd ones of bfloat16 (a shift and a mask, no shuffle).
 //               store_pair is its inverse, rounding to nearest even as torch does (not with
 //               VCVTNEPS2BF16, which flushes denormals). `lane_of` in math.h is the order.
+//   load, store also of bfloat16, kWidth consecutive elements, rounded in the same way
 //   load_some   as many of a pair as there are (fewer than 2 * kWidth), zeros for the rest
 //   reduce8     the sums over the lanes of eight vectors
 //   at_least    bit i: whether lane i of the first is at least that of the second
@@ -82,6 +83,15 @@ struct Vec {
     const R is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
     const R nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
     return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), nan, is_nan));
+  }
+  static R load(const Bf16* from) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+  static void store(Bf16* to, R a) {
+    const __m256i bits = _mm256_srli_epi32(nearest_bf16(a), 16);
+    const __m128i low = _mm256_castsi256_si128(bits), high = _mm256_extracti128_si256(bits, 1);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packus_epi32(low, high));
   }
   static __m256i upper() { return _mm256_set1_epi32(static_cast<int>(0xffff0000U)); }
   static R round_bf16(R a) {
