@@ -340,9 +340,9 @@ def test_a_row_has_the_same_bits_beside_any_number_of_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(ISA_VARIABLE, isa)
-    AutoModelForCausalLM.from_pretrained(
-        checkpoints["llama-odd"], dtype=dtype
-    ).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(checkpoints["llama-odd"], dtype=dtype).save_pretrained(
+        tmp_path
+    )
     model = load_model(tmp_path, dtype, native=True, quantized=quantized)
     (tokens,) = random_prompts([40])[:1]
     (every,) = _every_row(model, tokens)

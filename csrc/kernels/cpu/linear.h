@@ -68,9 +68,9 @@ struct Stored<PairedBf16> {
 };
 
 // Weights come from memory in the order in which they lie there, panel after panel: so many bytes
-// ahead they are asked for, of all panels that are read side by side. One stream without that keeps
-// the bus less than half busy.
-constexpr int kWeightsAhead = 4096, kLine = 64;
+// ahead they are asked for, twice as many where one panel is read alone. One stream without that
+// keeps the bus less than half busy.
+constexpr int kWeightsAhead = 2048, kLine = 64;
 
 template <int kRows, int kPanels>
 struct Sums {
@@ -95,7 +95,7 @@ inline void prefetch_weights(const void* weights, std::int64_t panel_bytes) {
 #pragma GCC unroll 4
     for (int line = 0; line < kBytes; line += kLine) {
       __builtin_prefetch(static_cast<const char*>(weights) + p * panel_bytes +
-                         kWeightsAhead / kPanels + line);
+                         (kPanels == 1 ? 2 : 1) * kWeightsAhead + line);
     }
   }
 }
@@ -286,7 +286,9 @@ inline WholeSums<kRows, kPanels> group_sums(const std::int8_t* weights, std::int
     for (int r = 0; r < kRows; ++r) sums.at[p][0][r] = sums.at[p][1][r] = Vec::zero_int();
   }
   for (std::int64_t k = 0; k < count; k += 2 * kChunkWords) {
-#pragma GCC unroll 8
+// Not unrolled: GCC 12 adds the words' products up before it adds them, and has no registers for
+// it.
+#pragma GCC unroll 1
     for (int i = 0; i < kChunkWords; ++i) {
       Vec::S w[kPanels][2];
 #pragma GCC unroll 8
@@ -419,6 +421,9 @@ inline void widen_step(const W* from, float* to) {
   }
 }
 
+// Twelve rows share what widens a vector in registers, and read half as much.
+constexpr bool kWidensOnce = Vec::kLinearRows < 12;
+
 // With many rows the weights are widened once for all of them, into what stays in the cache.
 template <class W>
 void widened_rows(const LinearArgs& a) {
@@ -440,7 +445,7 @@ void widened_rows(const LinearArgs& a) {
 
 template <class W>
 void linear(const LinearArgs& a) {
-  if constexpr (Stored<W>::kStep > 1 && !Stored<W>::kShort && !Stored<W>::kPaired) {
+  if constexpr (kWidensOnce && Stored<W>::kStep > Stored<W>::kWordDepth) {
     const bool fits = a.scratch_floats >= a.depth * kPanelOutputs;
     if (a.num_rows >= 2 * Vec::kLinearRows && fits) {
       widened_rows<W>(a);

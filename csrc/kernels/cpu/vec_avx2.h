@@ -124,8 +124,9 @@ struct Vec {
   }
 
   using S = __m256i;
-  using I = __m256i;
-  static I zero_int() { return _mm256_setzero_si256(); }
+  // Not __m256i, a vector of long long: GCC 12 keeps no array of those in registers.
+  using I = std::int32_t __attribute__((vector_size(32)));
+  static I zero_int() { return I{}; }
   static S widen_bytes(const std::int8_t* from) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
@@ -134,8 +135,10 @@ struct Vec {
     memcpy(&both, from, sizeof both);
     return _mm256_set1_epi32(both);
   }
-  static I add_products(I sum, S a, S b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
-  static R to_float(I a) { return _mm256_cvtepi32_ps(a); }
+  static I add_products(I sum, S a, S b) {
+    return sum + reinterpret_cast<I>(_mm256_madd_epi16(a, b));
+  }
+  static R to_float(I a) { return _mm256_cvtepi32_ps(reinterpret_cast<__m256i>(a)); }
   static void store_shorts(std::int16_t* to, R a) {
     const __m256i whole = _mm256_cvtps_epi32(a);
     const __m128i low = _mm256_castsi256_si128(whole), high = _mm256_extracti128_si256(whole, 1);
