@@ -187,7 +187,7 @@ def test_int8_is_the_nearest_of_255_steps_for_each_output(
     assert (exact.parameter_bytes - table) == 4 * (int8.parameter_bytes - table)
 
 
-def _with_no_layers(config: PreTrainedConfig, directory: Path) -> Path:
+def _with_no_layers(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> Path:
     """Layers add nothing: logits are the head's product with the normalised embeddings."""
     save(config, directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -198,21 +198,28 @@ def _with_no_layers(config: PreTrainedConfig, directory: Path) -> Path:
         # One large element: only its own group of the depth may be rounded more coarsely.
         model.model.embed_tokens.weight[:, 3] *= 300
         model.model.embed_tokens.weight[5] = 0
-    model.save_pretrained(directory)
+    model.to(dtype).save_pretrained(directory)
     return directory
 
 
+#: Less than a chunk of 8; one and a part; two whole groups of 512, and a part of one.
+@pytest.mark.parametrize("depth", [6, 14, 1030])
 @pytest.mark.parametrize("isa", _core.cpu_isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_product_is_within_its_bound_of_float64(
-    quantized: bool, isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantized: bool,
+    dtype: torch.dtype,
+    isa: str,
+    depth: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(ISA_VARIABLE, isa)
-    depth = 1030  # two whole groups of the depth, and a part of one that is padded
     sizes = {"hidden_size": depth, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(**{**_SMALL, **sizes}, head_dim=16)
-    directory = _with_no_layers(config, tmp_path)
-    model = load_model(directory, torch.float32, native=True, quantized=quantized)
+    directory = _with_no_layers(config, tmp_path, dtype)
+    model = load_model(directory, dtype, native=True, quantized=quantized)
     prompts = [[2, 5, *range(7, 17)]]
     (actual,) = _every_row(model, prompts[0])
     stored = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -234,6 +241,8 @@ def test_a_product_is_within_its_bound_of_float64(
             group = rows[:, first : first + 512].abs()
             half = group.amax(-1, keepdim=True) / 32767 / 2
             bound += half * weights[:, first : first + 512].abs().sum(1)
+    elif dtype == torch.bfloat16 and isa in WITH_PAIRS:
+        bound += 2.0**-8 * (rows.abs() @ weights.abs().T)
     assert bool(((actual.double() - expected).abs() <= bound).all())
     assert bool((actual[1] == 0).all())
 
@@ -317,6 +326,29 @@ def test_a_row_has_the_same_bits_in_every_batch(
     for others in ([1], [3, 2], [5, 40, 1, 30]):
         for threads in (1, 3):
             assert torch.equal(_forward(model, [17, *others], threads)[0], alone)
+
+
+@pytest.mark.parametrize("isa", _core.cpu_isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_row_has_the_same_bits_beside_any_number_of_rows(
+    quantized: bool,
+    dtype: torch.dtype,
+    isa: str,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    AutoModelForCausalLM.from_pretrained(checkpoints["llama-odd"], dtype=dtype).save_pretrained(
+        tmp_path
+    )
+    model = load_model(tmp_path, dtype, native=True, quantized=quantized)
+    (tokens,) = random_prompts([40])[:1]
+    (every,) = _every_row(model, tokens)
+    for count in range(1, 40):
+        (rows,) = _every_row(model, tokens[:count])
+        assert torch.equal(rows, every[:count]), count
 
 
 def test_rows_can_be_asked_for_in_any_order_and_not_at_all(checkpoints: dict[str, Path]) -> None:

@@ -109,10 +109,10 @@ enum class Epilogue : std::int32_t {
 // Weights are packed: panels of panel_outputs outputs, each [depth, panel_outputs] in the order
 // that the instruction set reads them in (linear.h). `depth` is a multiple of kDepthUnit; what is
 // not there is zero. Rows are packed as well, in blocks of as many as block_rows says; the block
-// whose first row is r begins at rows + r * depth: [depth, rows of the block], or, in pairs of
-// bfloat16, [depth / 2, rows of the block] of two successive elements each.
+// whose first row is r begins at rows + r * depth: chunks of kChunkBytes, [depth / 4, rows of the
+// block, 4] of floats or [depth / 8, rows of the block, 8] of bfloat16.
 //
-// Int8 weights are multiplied by rows of int16, [depth / 2, rows of the block, 2], that have a
+// Int8 weights are multiplied by rows of int16, [depth / 8, rows of the block, 8], that have a
 // scale for each row and kGroupDepth elements: so many products are summed exactly, in int32.
 struct LinearArgs {
   const char* weights;
@@ -126,7 +126,7 @@ struct LinearArgs {
   std::int32_t first_panel, num_panels;
   std::int32_t num_outputs;  // the last panel may have fewer
   Epilogue epilogue;
-  bool pairs_out;           // kGate: packed in pairs of bfloat16
+  bool pairs_out;           // kGate: packed in bfloat16
   void* out;                // row r, output n: out + r * out_stride + n; kGate: packed rows
   std::int64_t out_stride;  // elements; kGate: the depth of what is packed
   float* scratch;           // for widened weights: a panel's at least, or none
@@ -158,13 +158,14 @@ struct PackRowsArgs {
   std::int64_t depth;       // of the rows; the block has it rounded up to kDepthUnit
   const float* norm;
   float eps;
-  bool paired;  // in pairs of bfloat16
+  bool paired;  // in bfloat16
   float* block;
   std::int16_t* short_block;  // instead of `block`, where it is not null
   float* scales;              // of a short block: [num_rows, num_groups]; NaN for rows with NaN
 };
 
-constexpr std::int64_t kDepthUnit = 4;
+constexpr int kChunkBytes = 16;
+constexpr std::int64_t kDepthUnit = 8;  // a chunk of 16-bit elements
 // 2 * 256 products of 127 and 32,767 are just below 2^31.
 constexpr std::int64_t kGroupDepth = 512;
 constexpr std::int64_t num_groups(std::int64_t depth) {

@@ -9,6 +9,9 @@
 // successive elements of a lane's weights lie side by side (2 of bfloat16 and of int8), so that
 // widening bfloat16 takes a shift or a mask and no shuffle.
 //
+// Packed rows lie in chunks of 16 bytes, those of a block's rows side by side: a vector of a row's
+// elements is stored as it is, and what is broadcast lies at constant offsets from one pointer.
+//
 // Where the processor multiplies pairs of bfloat16 (Vec::kDotsPairs), rows can be rounded to
 // bfloat16 too: two successive elements then are one lane, as two of the weights are already, and
 // an instruction adds both products.
@@ -24,11 +27,15 @@ namespace {
 
 constexpr int kPanelOutputs = 2 * Vec::kWidth;
 
+// A word of packed rows is what a lane is multiplied by: a float, or a pair of shorter elements.
+// kWordDepth: elements of the depth in it.
+constexpr int kChunkWords = kChunkBytes / 4;
+
 template <class W>
 struct Stored;
 template <>
 struct Stored<float> {
-  static constexpr int kStep = 1;
+  static constexpr int kStep = 1, kWordDepth = 1;
   static constexpr bool kShort = false, kPaired = false;
   template <int i>
   static Vec::R part(const float* from) {
@@ -37,7 +44,7 @@ struct Stored<float> {
 };
 template <>
 struct Stored<Bf16> {
-  static constexpr int kStep = 2;
+  static constexpr int kStep = 2, kWordDepth = 1;
   static constexpr bool kShort = false, kPaired = false;
   template <int i>
   static Vec::R part(const Bf16* from) {
@@ -46,7 +53,7 @@ struct Stored<Bf16> {
 };
 template <>
 struct Stored<std::int8_t> {
-  static constexpr int kStep = 2;
+  static constexpr int kStep = 2, kWordDepth = 2;
   static constexpr bool kShort = true, kPaired = false;
 };
 
@@ -56,12 +63,13 @@ struct PairedBf16 {
 };
 template <>
 struct Stored<PairedBf16> {
-  static constexpr int kStep = 2;
+  static constexpr int kStep = 2, kWordDepth = 2;
   static constexpr bool kShort = false, kPaired = true;
 };
 
-// Weights come from memory in the order in which they lie there, panel after panel: so far ahead
-// they are asked for. One stream alone keeps the bus less than half busy.
+// Weights come from memory in the order in which they lie there, panel after panel: so many bytes
+// ahead they are asked for, twice as many where one panel is read alone. One stream without that
+// keeps the bus less than half busy.
 constexpr int kWeightsAhead = 2048, kLine = 64;
 
 template <int kRows, int kPanels>
@@ -80,52 +88,90 @@ inline Sums<kRows, kPanels> no_sums() {
   return sums;
 }
 
-// Step i of kStep: one element of the depth.
-template <class W, int kRows, int kPanels, int i>
+template <int kPanels, int kBytes>
+inline void prefetch_weights(const void* weights, std::int64_t panel_bytes) {
+#pragma GCC unroll 8
+  for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 4
+    for (int line = 0; line < kBytes; line += kLine) {
+      __builtin_prefetch(static_cast<const char*>(weights) + p * panel_bytes +
+                         (kPanels == 1 ? 2 : 1) * kWeightsAhead + line);
+    }
+  }
+}
+
+// Word i of a chunk and those after it.
+template <class W, int kRows, int kPanels, int i = 0>
 inline void accumulate(const W* weights, std::int64_t panel_stride, const float* x,
                        Sums<kRows, kPanels>& sums) {
   constexpr int kStep = Stored<W>::kStep;
-  if constexpr (i < kStep) {
-    Vec::R w[kPanels][2];
+  Vec::R w[kPanels][2];
+#pragma GCC unroll 8
+  for (int p = 0; p < kPanels; ++p) {
+    const W* const from = weights + p * panel_stride + i / kStep * kStep * kPanelOutputs;
+    w[p][0] = Stored<W>::template part<i % kStep>(from);
+    w[p][1] = Stored<W>::template part<i % kStep>(from + Vec::kWidth * kStep);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    const Vec::R lanes = Vec::set(x[r * kChunkWords + i]);
 #pragma GCC unroll 8
     for (int p = 0; p < kPanels; ++p) {
-      const W* const from = weights + p * panel_stride;
-      w[p][0] = Stored<W>::template part<i>(from);
-      w[p][1] = Stored<W>::template part<i>(from + Vec::kWidth * kStep);
+      sums.at[p][0][r] = Vec::fma(lanes, w[p][0], sums.at[p][0][r]);
+      sums.at[p][1][r] = Vec::fma(lanes, w[p][1], sums.at[p][1][r]);
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const Vec::R lanes = Vec::set(x[i * kRows + r]);
-#pragma GCC unroll 8
-      for (int p = 0; p < kPanels; ++p) {
-        sums.at[p][0][r] = Vec::fma(lanes, w[p][0], sums.at[p][0][r]);
-        sums.at[p][1][r] = Vec::fma(lanes, w[p][1], sums.at[p][1][r]);
-      }
-    }
+  }
+  prefetch_weights<kPanels, kPanelOutputs* static_cast<int>(sizeof(W))>(
+      weights + i * kPanelOutputs, panel_stride * static_cast<std::int64_t>(sizeof(W)));
+  if constexpr (i + 1 < kChunkWords) {
     accumulate<W, kRows, kPanels, i + 1>(weights, panel_stride, x, sums);
   }
 }
 
-// A whole step of paired rows: two elements of the depth. `V` is `Vec`, where that has pairs.
+// The same of paired rows. `V` is `Vec`, where that has pairs.
 template <class V, int kRows, int kPanels>
 inline void accumulate_dots(const PairedBf16* weights, std::int64_t panel_stride, const float* x,
                             Sums<kRows, kPanels>& sums) {
-  typename V::R w[kPanels][2];
 #pragma GCC unroll 8
-  for (int p = 0; p < kPanels; ++p) {
-    const auto* const from = reinterpret_cast<const float*>(weights + p * panel_stride);
-    w[p][0] = V::load(from);
-    w[p][1] = V::load(from + V::kWidth);
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-    const typename V::R lanes = V::set_pair(x + r);
+  for (int i = 0; i < kChunkWords; ++i) {
+    typename V::R w[kPanels][2];
 #pragma GCC unroll 8
     for (int p = 0; p < kPanels; ++p) {
-      sums.at[p][0][r] = V::dot_pairs(lanes, w[p][0], sums.at[p][0][r]);
-      sums.at[p][1][r] = V::dot_pairs(lanes, w[p][1], sums.at[p][1][r]);
+      const auto* const from = reinterpret_cast<const float*>(weights + p * panel_stride);
+      w[p][0] = V::load(from);
+      w[p][1] = V::load(from + V::kWidth);
     }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const typename V::R lanes = V::set_pair(x + r * kChunkWords + i);
+#pragma GCC unroll 8
+      for (int p = 0; p < kPanels; ++p) {
+        sums.at[p][0][r] = V::dot_pairs(lanes, w[p][0], sums.at[p][0][r]);
+        sums.at[p][1][r] = V::dot_pairs(lanes, w[p][1], sums.at[p][1][r]);
+      }
+    }
+    prefetch_weights<kPanels, 4 * kPanelOutputs>(weights, 2 * panel_stride);
+    weights += 2 * kPanelOutputs;
   }
+}
+
+// The first `count` lanes, zeros behind them.
+inline Vec::R load_first(const float* from, int count) {
+  if (count == Vec::kWidth) return Vec::load(from);
+  float lanes[Vec::kWidth] = {};
+  memcpy(lanes, from, static_cast<size_t>(count) * sizeof(float));
+  return Vec::load(lanes);
+}
+
+template <class T>
+inline void store_first(T* to, int count, Vec::R x) {
+  if (count == Vec::kWidth) {
+    Vec::store(to, x);
+    return;
+  }
+  T lanes[Vec::kWidth];
+  Vec::store(lanes, x);
+  memcpy(to, lanes, static_cast<size_t>(count) * sizeof(T));
 }
 
 inline Vec::R silu(Vec::R x) {
@@ -133,26 +179,36 @@ inline Vec::R silu(Vec::R x) {
   return Vec::div(x, Vec::add(Vec::set(1.0F), exp2(power)));
 }
 
-inline std::uint16_t narrow_bits(float x) {
-  std::uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  if (x != x) return 0x7fc0;
-  return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
 // Where a block of packed rows begins, in floats.
 inline std::int64_t block_at(std::int32_t first_row, std::int64_t depth) {
   return static_cast<std::int64_t>(first_row) * depth;
 }
 
-// Element k of row r of a block of `rows` packed rows.
-inline void put_packed(float* block, std::int64_t k, std::int64_t r, std::int64_t rows, bool paired,
-                       float x) {
-  if (paired) {
-    const std::uint16_t bits = narrow_bits(x);
-    memcpy(reinterpret_cast<char*>(block + (k / 2) * rows + r) + 2 * (k % 2), &bits, sizeof bits);
-  } else {
-    block[k * rows + r] = x;
+// Elements of a row, from `first` on, into row r of a block of `rows` packed rows: whole chunks.
+template <class T>
+inline void put_packed(T* block, std::int64_t first, std::int64_t r, std::int64_t rows,
+                       const T* elements, std::int64_t count) {
+  constexpr int kChunk = kChunkBytes / static_cast<int>(sizeof(T));
+  T* to = block + first * rows + r * kChunk;
+  for (std::int64_t k = 0; k < count; k += kChunk, to += rows * kChunk) {
+    memcpy(to, elements + k, kChunkBytes);
+  }
+}
+
+template <class T, int kRows>
+void put_gated(const LinearArgs& a, std::int32_t first_row, std::int32_t first,
+               const Vec::R (&gated)[kRows]) {
+  T* const block =
+      reinterpret_cast<T*>(static_cast<float*>(a.out) + block_at(first_row, a.out_stride));
+  const int count = least(Vec::kWidth, a.num_outputs - first);
+  // The depth of what comes next is padded.
+  const int padded_count = static_cast<int>(least<std::int64_t>(Vec::kWidth, a.out_stride - first));
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    T lanes[Vec::kWidth];
+    Vec::store(lanes, gated[r]);
+    for (int i = count; i < Vec::kWidth; ++i) lanes[i] = T{};
+    put_packed(block, first, r, kRows, lanes, padded_count);
   }
 }
 
@@ -160,24 +216,17 @@ template <int kRows>
 void gate(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
           Vec::R (&sums)[2][kRows]) {
   const std::int32_t first = panel * Vec::kWidth;
-  const int count = least(Vec::kWidth, a.num_outputs - first);
-  float* const to = static_cast<float*>(a.out) + block_at(first_row, a.out_stride);
-  const bool as_rows = a.epilogue == Epilogue::kGateRows;
-  float lanes[Vec::kWidth];
+  Vec::R gated[kRows];
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-    Vec::store(lanes, Vec::mul(silu(sums[0][r]), sums[1][r]));
-    if (as_rows) {
-      memcpy(to + r * a.out_stride + first, lanes, static_cast<size_t>(count) * sizeof(float));
-    } else {
-      for (int i = 0; i < count; ++i) put_packed(to, first + i, r, kRows, a.pairs_out, lanes[i]);
-    }
-  }
-  if (as_rows) return;
-  // The depth of what comes next is padded.
-  const bool last = first + count == a.num_outputs;
-  for (std::int64_t k = a.num_outputs; last && k < a.out_stride; ++k) {
-    for (int r = 0; r < kRows; ++r) put_packed(to, k, r, kRows, a.pairs_out, 0.0F);
+  for (int r = 0; r < kRows; ++r) gated[r] = Vec::mul(silu(sums[0][r]), sums[1][r]);
+  if (a.epilogue == Epilogue::kGateRows) {
+    const int count = least(Vec::kWidth, a.num_outputs - first);
+    float* const to = static_cast<float*>(a.out) + block_at(first_row, a.out_stride) + first;
+    for (int r = 0; r < kRows; ++r) store_first(to + r * a.out_stride, count, gated[r]);
+  } else if (a.pairs_out) {
+    put_gated<Bf16>(a, first_row, first, gated);
+  } else {
+    put_gated<float>(a, first_row, first, gated);
   }
 }
 
@@ -202,96 +251,86 @@ void finish(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
     gate<kRows>(a, first_row, panel, sums);
     return;
   }
-#pragma GCC unroll 16
+  const int low = least(count, Vec::kWidth), high = most(0, count - Vec::kWidth);
   for (int r = 0; r < kRows; ++r) {
     const std::int64_t at = (first_row + r) * a.out_stride + first;
-    if (a.epilogue == Epilogue::kNarrow || count < kPanelOutputs) {
-      float lanes[kPanelOutputs];
-      Vec::store(lanes, sums[0][r]);
-      Vec::store(lanes + Vec::kWidth, sums[1][r]);
-      for (int i = 0; i < count; ++i) {
-        if (a.epilogue == Epilogue::kNarrow) {
-          static_cast<Bf16*>(a.out)[at + i] = {narrow_bits(lanes[i])};
-        } else {
-          float& to = static_cast<float*>(a.out)[at + i];
-          to = a.epilogue == Epilogue::kAdd ? to + lanes[i] : lanes[i];
-        }
-      }
+    if (a.epilogue == Epilogue::kNarrow) {
+      Bf16* const to = static_cast<Bf16*>(a.out) + at;
+      store_first(to, low, sums[0][r]);
+      store_first(to + Vec::kWidth, high, sums[1][r]);
       continue;
     }
     float* const to = static_cast<float*>(a.out) + at;
-    const bool adds = a.epilogue == Epilogue::kAdd;
-    const Vec::R low = adds ? Vec::add(Vec::load(to), sums[0][r]) : sums[0][r];
-    const Vec::R high = adds ? Vec::add(Vec::load(to + Vec::kWidth), sums[1][r]) : sums[1][r];
-    Vec::store(to, low);
-    Vec::store(to + Vec::kWidth, high);
+    if (a.epilogue == Epilogue::kAdd) {
+      sums[0][r] = Vec::add(load_first(to, low), sums[0][r]);
+      sums[1][r] = Vec::add(load_first(to + Vec::kWidth, high), sums[1][r]);
+    }
+    store_first(to, low, sums[0][r]);
+    store_first(to + Vec::kWidth, high, sums[1][r]);
   }
 }
 
-// Two elements of the depth.
 template <int kRows, int kPanels>
-inline void accumulate_shorts(const std::int8_t* weights, std::int64_t panel_stride,
-                              const std::int16_t* x, Vec::I (&sums)[kPanels][2][kRows]) {
-  Vec::S w[kPanels][2];
-#pragma GCC unroll 8
-  for (int p = 0; p < kPanels; ++p) {
-    w[p][0] = Vec::widen_bytes(weights + p * panel_stride);
-    w[p][1] = Vec::widen_bytes(weights + p * panel_stride + 2 * Vec::kWidth);
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-    const Vec::S pair = Vec::set_pair(x + 2 * r);
-#pragma GCC unroll 8
-    for (int p = 0; p < kPanels; ++p) {
-      sums[p][0][r] = Vec::add_products(sums[p][0][r], pair, w[p][0]);
-      sums[p][1][r] = Vec::add_products(sums[p][1][r], pair, w[p][1]);
-    }
-  }
-}
+struct WholeSums {
+  Vec::I at[kPanels][2][kRows];
+};
 
-template <int kPanels>
-inline void prefetch_weights(const void* weights, std::int64_t panel_bytes, int step_bytes) {
+// One group of the depth, or what there is of it.
+template <int kRows, int kPanels>
+inline WholeSums<kRows, kPanels> group_sums(const std::int8_t* weights, std::int64_t panel_stride,
+                                            const std::int16_t* x, std::int64_t count) {
+  WholeSums<kRows, kPanels> sums;
 #pragma GCC unroll 8
   for (int p = 0; p < kPanels; ++p) {
-#pragma GCC unroll 4
-    for (int line = 0; line < step_bytes; line += kLine) {
-      __builtin_prefetch(static_cast<const char*>(weights) + p * panel_bytes + kWeightsAhead +
-                         line);
-    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) sums.at[p][0][r] = sums.at[p][1][r] = Vec::zero_int();
   }
+  for (std::int64_t k = 0; k < count; k += 2 * kChunkWords) {
+// Not unrolled: GCC 12 adds the words' products up before it adds them, and has no registers for
+// it.
+#pragma GCC unroll 1
+    for (int i = 0; i < kChunkWords; ++i) {
+      Vec::S w[kPanels][2];
+#pragma GCC unroll 8
+      for (int p = 0; p < kPanels; ++p) {
+        w[p][0] = Vec::widen_bytes(weights + p * panel_stride);
+        w[p][1] = Vec::widen_bytes(weights + p * panel_stride + 2 * Vec::kWidth);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const Vec::S pair = Vec::set_pair(x + 2 * (r * kChunkWords + i));
+#pragma GCC unroll 8
+        for (int p = 0; p < kPanels; ++p) {
+          sums.at[p][0][r] = Vec::add_products(sums.at[p][0][r], pair, w[p][0]);
+          sums.at[p][1][r] = Vec::add_products(sums.at[p][1][r], pair, w[p][1]);
+        }
+      }
+      prefetch_weights<kPanels, 2 * kPanelOutputs>(weights, panel_stride);
+      weights += 2 * kPanelOutputs;
+    }
+    x += 2 * kChunkWords * kRows;
+  }
+  return sums;
 }
 
 template <int kRows, int kPanels>
 void short_panels(const LinearArgs& a, const std::int8_t* weights, std::int32_t first_row,
                   std::int32_t panel) {
   const std::int64_t panel_stride = a.depth * kPanelOutputs, groups = num_groups(a.depth);
-  const std::int16_t* x = a.short_rows + block_at(first_row, a.depth);
+  const std::int16_t* const x = a.short_rows + block_at(first_row, a.depth);
   Sums<kRows, kPanels> sums = no_sums<kRows, kPanels>();
   for (std::int64_t g = 0; g < groups; ++g) {
-    Vec::I whole[kPanels][2][kRows];
-#pragma GCC unroll 8
-    for (int p = 0; p < kPanels; ++p) {
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) whole[p][0][r] = whole[p][1][r] = Vec::zero_int();
-    }
-    const std::int64_t count = least(kGroupDepth, a.depth - g * kGroupDepth);
-    // Two pairs at a time, as a line of weights has them.
-    for (std::int64_t k = 0; k < count; k += 4) {
-      accumulate_shorts<kRows, kPanels>(weights, panel_stride, x, whole);
-      accumulate_shorts<kRows, kPanels>(weights + 2 * kPanelOutputs, panel_stride, x + 2 * kRows,
-                                        whole);
-      prefetch_weights<kPanels>(weights, panel_stride, 4 * kPanelOutputs);
-      weights += 4 * kPanelOutputs;
-      x += 4 * kRows;
-    }
+    const std::int64_t first = g * kGroupDepth, count = least(kGroupDepth, a.depth - first);
+    const WholeSums<kRows, kPanels> whole = group_sums<kRows, kPanels>(
+        weights + first * kPanelOutputs, panel_stride, x + first * kRows, count);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const Vec::R scale = Vec::set(a.row_scales[(first_row + r) * groups + g]);
 #pragma GCC unroll 8
       for (int p = 0; p < kPanels; ++p) {
         Vec::R(&at)[2][kRows] = sums.at[p];
-        at[0][r] = Vec::fma(Vec::to_float(whole[p][0][r]), scale, at[0][r]);
-        at[1][r] = Vec::fma(Vec::to_float(whole[p][1][r]), scale, at[1][r]);
+        at[0][r] = Vec::fma(Vec::to_float(whole.at[p][0][r]), scale, at[0][r]);
+        at[1][r] = Vec::fma(Vec::to_float(whole.at[p][1][r]), scale, at[1][r]);
       }
     }
   }
@@ -303,22 +342,18 @@ void short_panels(const LinearArgs& a, const std::int8_t* weights, std::int32_t 
 template <class W, int kRows, int kPanels>
 void float_panels(const LinearArgs& a, const W* weights, std::int32_t first_row,
                   std::int32_t panel) {
-  constexpr int kStep = Stored<W>::kStep;
-  constexpr int kStepBytes = kStep * kPanelOutputs * static_cast<int>(sizeof(W));
+  constexpr int kChunkDepth = kChunkWords * Stored<W>::kWordDepth;
   const std::int64_t panel_stride = a.depth * kPanelOutputs;
   const float* x = a.rows + block_at(first_row, a.depth);
   Sums<kRows, kPanels> sums = no_sums<kRows, kPanels>();
-  for (std::int64_t k = 0; k < a.depth; k += kStep) {
+  for (std::int64_t k = 0; k < a.depth; k += kChunkDepth) {
     if constexpr (Stored<W>::kPaired) {
       accumulate_dots<Vec, kRows, kPanels>(weights, panel_stride, x, sums);
-      x += kRows;
     } else {
-      accumulate<W, kRows, kPanels, 0>(weights, panel_stride, x, sums);
-      x += kStep * kRows;
+      accumulate<W, kRows, kPanels>(weights, panel_stride, x, sums);
     }
-    prefetch_weights<kPanels>(weights, panel_stride * static_cast<std::int64_t>(sizeof(W)),
-                              kStepBytes);
-    weights += kStep * kPanelOutputs;
+    weights += kChunkDepth * kPanelOutputs;
+    x += kChunkWords * kRows;
   }
 #pragma GCC unroll 8
   for (int p = 0; p < kPanels; ++p) finish<kRows>(a, first_row, panel + p, sums.at[p]);
@@ -339,19 +374,10 @@ constexpr int panels_together(int rows) {
   return 4 * rows <= Vec::kLinearRows + 2 ? 4 : 2 * rows <= Vec::kLinearRows ? 2 : 1;
 }
 
-// Rows of the block that begins where so many are left: the most of a few sizes, so that there are
-// few versions of the product.
+// Rows of the block that begins where so many are left. The first block takes the most: weights
+// come from memory while it is computed.
 inline std::int32_t block_rows(std::int32_t rows_left) {
-  if (rows_left >= Vec::kLinearRows) return Vec::kLinearRows;
-  std::int32_t rows = 1;
-  while (2 * rows <= rows_left) rows *= 2;
-  return rows;
-}
-
-constexpr int next_smaller(int rows) {
-  int size = 1;
-  while (2 * size < rows) size *= 2;
-  return size;
+  return least(rows_left, std::int32_t{Vec::kLinearRows});
 }
 
 template <class W, int kRows>
@@ -359,7 +385,7 @@ void row_block(const LinearArgs& a, const W* weights, std::int32_t first_row, st
                std::int32_t panel, std::int32_t num_panels) {
   if (rows != kRows) {
     if constexpr (kRows > 1) {
-      row_block<W, next_smaller(kRows)>(a, weights, first_row, rows, panel, num_panels);
+      row_block<W, kRows - 1>(a, weights, first_row, rows, panel, num_panels);
     }
     return;
   }
@@ -395,6 +421,9 @@ inline void widen_step(const W* from, float* to) {
   }
 }
 
+// Twelve rows share what widens a vector in registers, and read half as much.
+constexpr bool kWidensOnce = Vec::kLinearRows < 12;
+
 // With many rows the weights are widened once for all of them, into what stays in the cache.
 template <class W>
 void widened_rows(const LinearArgs& a) {
@@ -416,7 +445,7 @@ void widened_rows(const LinearArgs& a) {
 
 template <class W>
 void linear(const LinearArgs& a) {
-  if constexpr (Stored<W>::kStep > 1 && !Stored<W>::kShort && !Stored<W>::kPaired) {
+  if constexpr (kWidensOnce && Stored<W>::kStep > Stored<W>::kWordDepth) {
     const bool fits = a.scratch_floats >= a.depth * kPanelOutputs;
     if (a.num_rows >= 2 * Vec::kLinearRows && fits) {
       widened_rows<W>(a);
@@ -459,6 +488,13 @@ inline float weight_at(const PackArgs& a, const char* lane, std::int64_t k) {
   if (lane == nullptr || k >= a.depth) return 0.0F;
   return a.from_bf16 ? widened(reinterpret_cast<const Bf16*>(lane)[k])
                      : reinterpret_cast<const float*>(lane)[k];
+}
+
+inline std::uint16_t narrow_bits(float x) {
+  std::uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  if (x != x) return 0x7fc0;
+  return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 inline void store_weight(float* to, float value, float) {
@@ -540,6 +576,26 @@ inline float as_float(Bf16 x) {
   return widened(x);
 }
 
+// `count` elements of a row from `first` on, normalised where there is a norm; zeros up to a whole
+// vector.
+template <class T>
+void take_row(const PackRowsArgs& a, const T* row, float factor, std::int64_t first,
+              std::int64_t count, float* values) {
+  const T* const from = row + first;
+  const float* const norm = a.norm == nullptr ? nullptr : a.norm + first;
+  std::int64_t k = 0;
+  for (; k + Vec::kWidth <= count; k += Vec::kWidth) {
+    Vec::R x = Vec::load(from + k);
+    if (norm != nullptr) x = Vec::mul(Vec::mul(x, Vec::set(factor)), Vec::load(norm + k));
+    Vec::store(values + k, x);
+  }
+  for (; k < count; ++k) {
+    const float x = as_float(from[k]);
+    values[k] = norm == nullptr ? x : x * factor * norm[k];
+  }
+  for (; k % Vec::kWidth != 0; ++k) values[k] = 0.0F;
+}
+
 // Rounds to the nearest of 65,535 steps between the largest number and its negative.
 // values: as many as whole vectors take, zeros behind the last.
 inline float to_shorts(const float* values, std::int64_t count, std::int16_t* to) {
@@ -560,59 +616,33 @@ inline float to_shorts(const float* values, std::int64_t count, std::int16_t* to
 }
 
 template <class T>
-void pack_short_rows(const PackRowsArgs& a) {
+void pack_row(const PackRowsArgs& a, std::int64_t r) {
+  const T* const row = static_cast<const T*>(a.rows) + r * a.row_stride;
+  const float factor = a.norm == nullptr ? 1.0F : factor_of(row, a.depth, a.eps);
   const std::int64_t padded_depth = (a.depth + kDepthUnit - 1) / kDepthUnit * kDepthUnit;
-  for (int r = 0; r < a.num_rows; ++r) {
-    const T* const row = static_cast<const T*>(a.rows) + r * a.row_stride;
-    const float factor = a.norm == nullptr ? 1.0F : factor_of(row, a.depth, a.eps);
-    for (std::int64_t first = 0, g = 0; first < padded_depth; first += kGroupDepth, ++g) {
-      const std::int64_t count = least(kGroupDepth, a.depth - first);
-      const std::int64_t kept = least(kGroupDepth, padded_depth - first);
-      float values[kGroupDepth];
+  for (std::int64_t first = 0; first < padded_depth; first += kGroupDepth) {
+    const std::int64_t kept = least(kGroupDepth, padded_depth - first);
+    float values[kGroupDepth];
+    take_row(a, row, factor, first, least(kGroupDepth, a.depth - first), values);
+    if (a.short_block != nullptr) {
       std::int16_t shorts[kGroupDepth];
-      for (std::int64_t k = 0; k < count; ++k) values[k] = as_float(row[first + k]);
-      for (std::int64_t k = 0; k < count && a.norm != nullptr; ++k) {
-        values[k] = values[k] * factor * a.norm[first + k];
+      a.scales[r * num_groups(padded_depth) + first / kGroupDepth] =
+          to_shorts(values, kept, shorts);
+      put_packed(a.short_block, first, r, a.num_rows, shorts, kept);
+    } else if (a.paired) {
+      Bf16 narrow[kGroupDepth];
+      for (std::int64_t k = 0; k < kept; k += Vec::kWidth) {
+        Vec::store(narrow + k, Vec::load(values + k));
       }
-      const std::int64_t whole = (kept + Vec::kWidth - 1) / Vec::kWidth * Vec::kWidth;
-      for (std::int64_t k = count; k < whole; ++k) values[k] = 0.0F;
-      a.scales[r * num_groups(padded_depth) + g] = to_shorts(values, whole, shorts);
-      std::int16_t* const to = a.short_block + first * a.num_rows + 2 * r;
-      for (std::int64_t k = 0; k < kept; k += 2) {
-        memcpy(to + k * a.num_rows, shorts + k, 2 * sizeof(std::int16_t));
-      }
-    }
-  }
-}
-
-template <class T, bool kPaired>
-void pack_rows_of(const PackRowsArgs& a) {
-  if (a.short_block != nullptr) {
-    pack_short_rows<T>(a);
-    return;
-  }
-  const std::int64_t padded_depth = (a.depth + kDepthUnit - 1) / kDepthUnit * kDepthUnit;
-  for (int r = 0; r < a.num_rows; ++r) {
-    const T* const row = static_cast<const T*>(a.rows) + r * a.row_stride;
-    const auto put = [&](std::int64_t k, float x) {
-      put_packed(a.block, k, r, a.num_rows, kPaired, x);
-    };
-    if (a.norm == nullptr) {
-      for (std::int64_t k = 0; k < a.depth; ++k) put(k, as_float(row[k]));
+      put_packed(reinterpret_cast<Bf16*>(a.block), first, r, a.num_rows, narrow, kept);
     } else {
-      const float factor = factor_of(row, a.depth, a.eps);
-      for (std::int64_t k = 0; k < a.depth; ++k) put(k, as_float(row[k]) * factor * a.norm[k]);
+      put_packed(a.block, first, r, a.num_rows, values, kept);
     }
-    for (std::int64_t k = a.depth; k < padded_depth; ++k) put(k, 0.0F);
   }
 }
 
 inline void pack_rows(const PackRowsArgs& a) {
-  if (a.paired) {
-    a.from_bf16 ? pack_rows_of<Bf16, true>(a) : pack_rows_of<float, true>(a);
-  } else {
-    a.from_bf16 ? pack_rows_of<Bf16, false>(a) : pack_rows_of<float, false>(a);
-  }
+  for (int r = 0; r < a.num_rows; ++r) a.from_bf16 ? pack_row<Bf16>(a, r) : pack_row<float>(a, r);
 }
 
 constexpr LinearKernels linear_kernels() {

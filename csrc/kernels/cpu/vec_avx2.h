@@ -5,6 +5,7 @@
 //               floats, the even and the odd ones of bfloat16 (a shift and a mask, no shuffle).
 //               store_pair is its inverse, rounding to nearest even as torch does (not with
 //               VCVTNEPS2BF16, which flushes denormals). `lane_of` in math.h is the order.
+//   load, store also of bfloat16, kWidth consecutive elements, rounded in the same way
 //   load_some   as many of a pair as there are (fewer than 2 * kWidth), zeros for the rest
 //   reduce8     the sums over the lanes of eight vectors
 //   at_least    bit i: whether lane i of the first is at least that of the second
@@ -93,6 +94,15 @@ struct Vec {
     const R nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
     return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), nan, is_nan));
   }
+  static R load(const Bf16* from) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+  static void store(Bf16* to, R a) {
+    const __m256i bits = _mm256_srli_epi32(nearest_bf16(a), 16);
+    const __m128i low = _mm256_castsi256_si128(bits), high = _mm256_extracti128_si256(bits, 1);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packus_epi32(low, high));
+  }
   static __m256i upper() { return _mm256_set1_epi32(static_cast<int>(0xffff0000U)); }
   static R round_bf16(R a) {
     return _mm256_castsi256_ps(_mm256_and_si256(nearest_bf16(a), upper()));
@@ -124,8 +134,9 @@ struct Vec {
   }
 
   using S = __m256i;
-  using I = __m256i;
-  static I zero_int() { return _mm256_setzero_si256(); }
+  // Not __m256i, a vector of long long: GCC 12 keeps no array of those in registers.
+  using I = std::int32_t __attribute__((vector_size(32)));
+  static I zero_int() { return I{}; }
   static S widen_bytes(const std::int8_t* from) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
@@ -134,8 +145,10 @@ struct Vec {
     memcpy(&both, from, sizeof both);
     return _mm256_set1_epi32(both);
   }
-  static I add_products(I sum, S a, S b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
-  static R to_float(I a) { return _mm256_cvtepi32_ps(a); }
+  static I add_products(I sum, S a, S b) {
+    return sum + reinterpret_cast<I>(_mm256_madd_epi16(a, b));
+  }
+  static R to_float(I a) { return _mm256_cvtepi32_ps(reinterpret_cast<__m256i>(a)); }
   static void store_shorts(std::int16_t* to, R a) {
     const __m256i whole = _mm256_cvtps_epi32(a);
     const __m128i low = _mm256_castsi256_si128(whole), high = _mm256_extracti128_si256(whole, 1);

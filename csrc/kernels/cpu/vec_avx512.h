@@ -116,6 +116,14 @@ struct Vec {
     return _mm512_mask_blend_epi32(is_nan, _mm512_add_epi32(bits, bias),
                                    _mm512_set1_epi32(0x7fc00000));
   }
+  static R load(const Bf16* from) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+  static void store(Bf16* to, R a) {
+    const __m256i bits = _mm512_cvtepi32_epi16(_mm512_srli_epi32(nearest_bf16(a), 16));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
+  }
   static __m512i upper() { return _mm512_set1_epi32(static_cast<int>(0xffff0000U)); }
   static R round_bf16(R a) {
     return _mm512_castsi512_ps(_mm512_and_si512(nearest_bf16(a), upper()));
@@ -147,8 +155,9 @@ struct Vec {
   }
 
   using S = __m512i;
-  using I = __m512i;
-  static I zero_int() { return _mm512_setzero_si512(); }
+  // Not __m512i, a vector of long long: GCC 12 keeps no array of those in registers.
+  using I = std::int32_t __attribute__((vector_size(64)));
+  static I zero_int() { return I{}; }
   static S widen_bytes(const std::int8_t* from) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
@@ -159,12 +168,12 @@ struct Vec {
   }
   static I add_products(I sum, S a, S b) {
 #ifdef VMSERVE_DOTS_PAIRS
-    return _mm512_dpwssd_epi32(sum, a, b);
+    return reinterpret_cast<I>(_mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sum), a, b));
 #else
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+    return sum + reinterpret_cast<I>(_mm512_madd_epi16(a, b));
 #endif
   }
-  static R to_float(I a) { return _mm512_cvtepi32_ps(a); }
+  static R to_float(I a) { return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(a)); }
   static void store_shorts(std::int16_t* to, R a) {
     const __m256i whole = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), whole);

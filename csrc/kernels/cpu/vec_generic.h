@@ -134,6 +134,14 @@ struct Vec {
     if (x != x) return {0x7fc0};
     return {static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
   }
+  static R load(const Bf16* from) {
+    R r;
+    for (int i = 0; i < kWidth; ++i) r.x[i] = widen(from[i]);
+    return r;
+  }
+  static void store(Bf16* to, R r) {
+    for (int i = 0; i < kWidth; ++i) to[i] = narrow(r.x[i]);
+  }
   static R set_pair(const float* from) { return set(*from); }
   static R dot_pairs(R a, R b, R sum) {
     Bf16 x[2 * kWidth], y[2 * kWidth];
