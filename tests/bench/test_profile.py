@@ -52,10 +52,23 @@ def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_kernels_that_differ_by_chance_are_equally_fast() -> None:
-    """Pairs of calls, the same in two regimes: one pair differs at random, one by a half."""
+    """Pairs of calls, the same in two regimes: one differs at random, one in most tries, one by a
+    half."""
     chance = np.array([[1.0, 1.1, 1.0, 1.2, 1.0], [1.1, 1.0, 1.05, 1.1, 1.2]])
+    mostly = np.array([[1.0, 1.0, 1.0, 1.0, 1.0], [1.3, 1.4, 1.3, 1.1, 1.3]])
     real = np.array([[1.5, 1.6, 1.55, 1.5, 1.7], [1.0, 1.1, 1.0, 1.0, 1.1]])
-    assert calibration._level(np.concatenate([chance, real])) == [1.0, 1.0, 1.5, 1.0]
+    level = calibration._level
+    all_of_them = np.concatenate([chance, mostly, real])
+    assert level(all_of_them, same_kernel=False) == [1.0, 1.0, 1.0, 1.0, 1.5, 1.0]
+    assert level(real[::-1], same_kernel=False) == [1.0, 1.5]
+    assert level(all_of_them, same_kernel=True) == [1.0] * 6
+
+
+def test_one_kernel_over_both_views_has_one_price() -> None:
+    with LLM(kv_cache_memory="32MiB", attention_backend="cpu") as llm:
+        profile = llm.engine.profile
+        assert profile is not None
+        assert profile.virtual == profile.paged
 
 
 def test_attention_is_counted_beside_what_was_predicted(tmp_path: Path) -> None:

@@ -318,7 +318,9 @@ class RegimePolicy:
             there = Regime.PAGED if around.num_paged else Regime.VIRTUAL
             other = there.other
             forgone = costs[there].own - costs[other].own
-            moving = cost_of_moving() if forgone > _MARGIN * costs[there].own else None
+            # What a hit costs in a slot, its maps and copies, is counted; kernels are estimated.
+            margin = 0.0 if around.num_hit else _MARGIN * costs[there].own
+            moving = cost_of_moving() if forgone > margin else None
             # With what others have forgone: to stay here, or to be alone there, must be dearer.
             least = min(forgone, costs[other].batch) + self._forgone[other]
             if moving is not None and moving < least:
