@@ -89,6 +89,34 @@ inline simde__m512i srai_epi32(simde__m512i a, unsigned count) {
   return bits_of<simde__m512i>(lanes);
 }
 
+inline simde__m512i cvtepu16_epi32(simde__m256i a) {
+  std::uint16_t from[16];
+  std::memcpy(from, &a, sizeof from);
+  Ints to;
+  for (int i = 0; i < 16; ++i) to.at[i] = from[i];
+  return bits_of<simde__m512i>(to);
+}
+
+inline simde__m256i cvtepi32_epi16(simde__m512i a) {  // the lower halves
+  const auto from = bits_of<Ints>(a);
+  std::uint16_t lanes[16];
+  for (int i = 0; i < 16; ++i) lanes[i] = static_cast<std::uint16_t>(from.at[i]);
+  simde__m256i to;
+  std::memcpy(&to, lanes, sizeof to);
+  return to;
+}
+
+// Groups of four lanes: two of a, then two of b.
+inline simde__m512 shuffle_f32x4(simde__m512 a, simde__m512 b, int which) {
+  const auto low = bits_of<Floats>(a), high = bits_of<Floats>(b);
+  Floats to;
+  for (int group = 0; group < 4; ++group) {
+    const Floats& from = group < 2 ? low : high;
+    std::memcpy(&to.at[4 * group], &from.at[4 * ((which >> (2 * group)) & 3)], 4 * sizeof(float));
+  }
+  return bits_of<simde__m512>(to);
+}
+
 inline float widened(std::uint16_t half) {
   const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
   return bits_of<float>(bits);
@@ -137,6 +165,9 @@ inline __m512bh narrow_both(simde__m512 a, simde__m512 b) {
 #define _mm512_extractf32x8_ps(a, half) ::emulated::extract(a, half)
 #define _mm512_cvtepi32_ps(a) ::emulated::cvtepi32_ps(a)
 #define _mm512_cvtps_epi32(a) ::emulated::cvtps_epi32(a)
+#define _mm512_cvtepu16_epi32(a) ::emulated::cvtepu16_epi32(a)
+#define _mm512_cvtepi32_epi16(a) ::emulated::cvtepi32_epi16(a)
+#define _mm512_shuffle_f32x4(a, b, which) ::emulated::shuffle_f32x4(a, b, which)
 #define _mm512_srai_epi32(a, count) ::emulated::srai_epi32(a, count)
 #undef _mm512_dpbf16_ps
 #define _mm512_dpbf16_ps(sums, a, b) ::emulated::dot_pairs(sums, a, b)

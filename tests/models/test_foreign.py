@@ -63,7 +63,11 @@ def test_bfloat16(name: str, written: Callable[[str], Path]) -> None:
     model = load_model(written(name), torch.bfloat16)
     actual = run_schedule(model, prompts, BACKEND[name])
     # Gemma 2 has no attention but "eager" in transformers, which rounds every score.
-    assert worst_difference(actual, expected) < (2**-3 if "gemma2" in name else 2**-5)
+    if BACKEND[name] == "cpu":
+        # Ours may round weights where that does not: it must be nearer to the exact answer.
+        assert worst_difference(actual, exact) < worst_difference(expected, exact)
+    else:
+        assert worst_difference(actual, expected) < (2**-3 if "gemma2" in name else 2**-5)
     assert mean_square(actual, exact) < 1.25 * mean_square(expected, exact)
 
 
