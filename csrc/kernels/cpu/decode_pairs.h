@@ -10,6 +10,7 @@
 
 namespace vmserve::cpu {
 namespace {
+
 // Token rows of one head, and rows further on, which are asked for line by line meanwhile.
 struct PairRows {
   const Bf16 *const *now, *const *ahead;
