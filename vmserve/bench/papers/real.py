@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,7 @@ _NOTE = (
     f"are the paper's over {SCALE}. A processor gains less from a larger batch than a GPU: what "
     "runs at once compares with the paper, rates do not."
 )
+_TRACES = "Medians of rounds, each with a trace of its own."
 #: Of what ours sustains with everything there at once.
 _RATES = (0.5, 0.7, 0.85, 1.0)
 #: What lengths are divided by where very little is to be measured.
@@ -77,8 +79,11 @@ def _saturated(
     return points
 
 
-def _sharegpt(options: RealOptions, num_requests: int = 200) -> list[RequestShape]:
-    drawn = sharegpt(options.pick(num_requests, 10), options.seed, request_rate=1.0)
+def _sharegpt(
+    options: RealOptions, num_requests: int = 200, seed: int | None = None
+) -> list[RequestShape]:
+    seed = options.seed if seed is None else seed
+    drawn = sharegpt(options.pick(num_requests, 10), seed, request_rate=1.0)
     return scaled(drawn, options.pick(SCALE, _QUICK_SCALE))
 
 
@@ -132,21 +137,30 @@ def _by_rate(
     options: RealOptions,
     report: Report,
     title: str,
-    shapes: Sequence[RequestShape],
+    draw: Callable[[int], list[RequestShape]],
     note: str,
 ) -> SectionResult:
-    """Normalized latency by the rate of Poisson arrivals, as shares of what ours sustains."""
+    """Normalized latency by the rate of Poisson arrivals, as shares of what ours sustains.
+
+    ``draw``: a trace by its seed. Each round has one of its own, the same for all systems.
+    """
     points = Points()
+    seeds = [options.seed + index for index in range(options.rounds)]
+    traces = [draw(seed) for seed in seeds]
     rates = _RATES[1:2] if options.quick else _RATES
     with Fleet(options.model) as fleet:
-        _warm(fleet, list(SYSTEMS.values()), shapes)
+        _warm(fleet, list(SYSTEMS.values()), traces[0])
         vocabulary = fleet.vocabulary()
         ours = SYSTEMS["vmserve, paged"]
-        jobs = make_jobs(shapes, vocabulary, options.seed)
-        best = fleet.serve(ours, jobs).requests_per_s
+        best = statistics.median(
+            fleet.serve(ours, make_jobs(shapes, vocabulary, seed)).requests_per_s
+            for shapes, seed in zip(traces, seeds, strict=True)
+        )
         runs = [(name, rate) for rate in rates for name in SYSTEMS]
-        for name, rate in shuffled(runs, 1, options.seed, report):
-            jobs = make_jobs(shapes, vocabulary, options.seed, rate=rate * best)
+        drawn = shuffled(runs, options.rounds, options.seed, report)
+        for index, (name, rate) in enumerate(drawn):
+            turn = index // len(runs)
+            jobs = make_jobs(traces[turn], vocabulary, seeds[turn], rate=rate * best)
             served = fleet.serve(SYSTEMS[name], jobs)
             record(points, f"{name}, rate {rate:g}", served)
     rows = tuple(
@@ -173,8 +187,8 @@ def figure_12(options: RealOptions, report: Report) -> SectionResult:
         options,
         report,
         "Figure 12, real engine: normalized latency (a token) by request rate, ShareGPT",
-        _sharegpt(options, 140),
-        f"{_NOTE} One run each. The paper's rates at similar latency: {a} to {b} times Orca "
+        lambda seed: _sharegpt(options, 140, seed),
+        f"{_NOTE} {_TRACES} The paper's rates at similar latency: {a} to {b} times Orca "
         f"(Oracle), {c:g} to {d:g} times Orca (Max).",
     )
 
@@ -185,8 +199,8 @@ def figure_17(options: RealOptions, report: Report) -> SectionResult:
         options,
         report,
         "Figure 17, real engine: normalized latency (a token) by request rate, conversations",
-        scaled(chat_shapes(options.pick(120, 10), options.seed), options.pick(1, 8)),
-        f"{_NOTE} One run each. Prompts are conversations of ShareGPT's lengths, cut to the last "
+        lambda seed: scaled(chat_shapes(options.pick(120, 10), seed), options.pick(1, 8)),
+        f"{_NOTE} {_TRACES} Prompts are conversations of ShareGPT's lengths, cut to the last "
         f"{CONTEXT // 2} tokens, and no KV cache is kept between their turns, as in the paper.",
     )
 
