@@ -163,7 +163,7 @@ def _all_experiments() -> Table:
     for each in EXPERIMENTS:
         name = f"{each.paper}, {each.what}"
         row = (name, each.about, each.state, each.command, each.ours, each.theirs)
-        table.add_row(*row, each.real or "–")
+        table.add_row(*row, each.of_real)
     return table
 
 
