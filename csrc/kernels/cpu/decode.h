@@ -17,10 +17,8 @@ namespace {
 
 constexpr int kTile = 32;
 constexpr int kBlock = 8;
-// Tokens that are prefetched while one is used. Where the rows of all heads are short, K and V
-// of a token are fetched together, in the order of their addresses.
+// While a line of a token is used, that of the token so many further on is prefetched.
 constexpr int kAhead = 16;
-constexpr int kShortRowBytes = 1024;
 
 template <class T>
 struct TileRows {
@@ -63,6 +61,14 @@ void add_products(const float* q, int q_stride, const Vec::R (*k)[2], Vec::R* su
   }
 }
 
+// The lines that one pair of vectors is loaded from, or that begin in it.
+template <class T>
+inline void prefetch_pair(const T* at) {
+  constexpr int kBytes = kPair * static_cast<int>(sizeof(T)), kLine = 64;
+#pragma GCC unroll 2
+  for (int i = 0; i < kBytes; i += kLine) prefetch_line(reinterpret_cast<const char*>(at) + i);
+}
+
 // kTokens tokens times kHeads query heads (8 products), which share the loads of both.
 template <class T, int kHeads>
 void scores_block(const float* q, int q_stride, const T* const* k, std::int64_t k_offset,
@@ -79,7 +85,10 @@ void scores_block(const float* q, int q_stride, const T* const* k, std::int64_t 
     if (kHeads == 4) {
       Vec::R pairs[kTokens][2];
 #pragma GCC unroll 8
-      for (int t = 0; t < kTokens; ++t) Vec::load_pair(rows[t] + d, pairs[t][0], pairs[t][1]);
+      for (int t = 0; t < kTokens; ++t) {
+        Vec::load_pair(rows[t] + d, pairs[t][0], pairs[t][1]);
+        prefetch_pair(k[kAhead + t] + k_offset + d);
+      }
       add_products<kHeads>(q + d, q_stride, pairs, sums);
     } else {
       Vec::R heads[kHeads][2];
@@ -92,6 +101,7 @@ void scores_block(const float* q, int q_stride, const T* const* k, std::int64_t 
       for (int t = 0; t < kTokens; ++t) {
         Vec::R a, b;
         Vec::load_pair(rows[t] + d, a, b);
+        prefetch_pair(k[kAhead + t] + k_offset + d);
 #pragma GCC unroll 8
         for (int g = 0; g < kHeads; ++g) {
           Vec::R& sum = sums[g * kTokens + t];
@@ -136,6 +146,7 @@ void weigh_block(float* sums, int stride, const float* factors, const float* wei
       Vec::R a, b;
       if (kWhole) {
         Vec::load_pair(row + p * kPair, a, b);
+        prefetch_pair(v[kAhead + t] + v_offset + d + p * kPair);
       } else {
         Vec::load_some(row + p * kPair, head_dim - d, a, b);
       }
@@ -255,26 +266,6 @@ inline size_t decode_scratch(std::int32_t q_heads, std::int32_t head_dim) {
                              q_heads * kTile);
 }
 
-template <class T>
-void prefetch_row(const T* row, int count) {
-  constexpr int kLine = 64 / sizeof(T);
-  for (int d = 0; d < count; d += kLine) prefetch_line(row + d);
-}
-
-// One head's part of the rows of the kBlock tokens that are kAhead away.
-template <class T>
-void prefetch(const T* const* rows, std::int64_t offset, int count) {
-  constexpr int kLine = 64 / sizeof(T);
-  for (int d = 0; d < count; d += kLine) {
-    for (int t = 0; t < kBlock; ++t) prefetch_line(rows[kAhead + t] + offset + d);
-  }
-}
-
-template <class T>
-bool has_short_rows(const DecodeArgs& a) {
-  return a.kv_heads * a.head_dim * static_cast<int>(sizeof(T)) <= kShortRowBytes;
-}
-
 // Scores of kBlock tokens.
 template <class T, int kHeads>
 void score_heads(const DecodeArgs& a, const DecodeScratch& s, const T* const* k, int kv_head,
@@ -297,17 +288,9 @@ void score_heads(const DecodeArgs& a, const DecodeScratch& s, const T* const* k,
 }
 
 template <class T>
-void score_tokens(const DecodeArgs& a, const DecodeScratch& s, const T* const* k, const T* const* v,
-                  int at, int stride) {
-  const bool short_rows = has_short_rows<T>(a);
-  if (short_rows) {
-    for (int t = 0; t < kBlock; ++t) {
-      prefetch_row(k[kAhead + t], a.kv_heads * a.head_dim);
-      prefetch_row(v[kAhead + t], a.kv_heads * a.head_dim);
-    }
-  }
+void score_tokens(const DecodeArgs& a, const DecodeScratch& s, const T* const* k, int at,
+                  int stride) {
   for (int h = 0; h < a.kv_heads; ++h) {
-    if (!kDots<T> && !short_rows) prefetch(k, h * a.seq.k.head_stride, a.head_dim);
     int g = 0;
     const int first = h * a.group;
     for (; g + 4 <= a.group; g += 4) score_heads<T, 4>(a, s, k, h, first + g, at, stride);
@@ -334,9 +317,7 @@ void weigh_heads(const DecodeArgs& a, const DecodeScratch& s, const T* const* v,
 template <class T>
 void weigh_tokens(const DecodeArgs& a, const DecodeScratch& s, const T* const* v, int count, int at,
                   int stride) {
-  const bool short_rows = has_short_rows<T>(a);
   for (int h = 0; h < a.kv_heads; ++h) {
-    if (!kDots<T> && !short_rows) prefetch(v, h * a.seq.v.head_stride, a.head_dim);
     int g = 0;
     const int first = h * a.group;
     for (; g + 4 <= a.group; g += 4) weigh_heads<T, 4>(a, s, v, count, h, first + g, at, stride);
@@ -358,7 +339,7 @@ void decode(const DecodeArgs& a) {
     TileRows<T> rows;
     fill(rows, a.seq, at, a.end);
     for (int t = 0; t < rows.count; t += kBlock)
-      score_tokens(a, s, rows.k + t, rows.v + t, t, stride);
+      score_tokens(a, s, rows.k + t, t, stride);
     for (int h = 0; h < q_heads; ++h) {
       s.factors[h] = soften<Vec, kDots<T>>(s.scores + h * kTile, rows.count, a.softcap, s.maxima[h],
                                            s.totals[h]);
