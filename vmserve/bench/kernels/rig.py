@@ -43,7 +43,8 @@ class Shape(NamedTuple):
         return 2 * self.kv_heads * self.head_dim * dtype.itemsize
 
 
-SHAPES = (Shape("125M", 12, 12, 64), Shape("8B", 32, 8, 128))
+#: Grouped heads: rows of 256 numbers, which are short for whoever fetches them.
+SHAPES = (Shape("125M", 12, 12, 64), Shape("125M GQA", 12, 4, 64), Shape("8B", 32, 8, 128))
 
 
 @dataclass(frozen=True)
