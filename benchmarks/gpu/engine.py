@@ -5,7 +5,8 @@
     python benchmarks/gpu/engine.py --out DIR --dry-run    # tiny shapes on the CPU: its own logic
 
 Weights are random and made on the device: nothing is downloaded, and what is generated means
-nothing. Each part writes its rows to ``results.json`` and its table to ``engine.md`` as it ends.
+nothing. ``results.json`` and ``engine.md`` are renewed after each row. A part that fails leaves its
+rows; where the device is lost the exit status is 3, and ``--resume`` does the other parts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import random
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,6 +169,16 @@ class Bench:
             gc.collect()
             if self.device == "cuda":
                 torch.cuda.empty_cache()
+
+    def device_is_lost(self) -> bool:
+        """Whether nothing can be computed in this process any more."""
+        if self.device != "cuda":
+            return False
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return True
+        return False
 
     def free_bytes(self) -> int:
         """Of the device as the driver sees it; 0 on the CPU, where others use it too."""
@@ -473,32 +485,76 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def run(names: list[str], bench: Bench, out: Path, described: Row) -> Row:
-    """Every part, or as many as time allows; files are written as each ends."""
-    results: Row = described | {"parts": {}, "left_out": []}
-    texts = []
-    for name in names:
-        rows: list[Row] = []
-        for row in PARTS[name](bench):
+class Report:
+    """What was found, in files that are whole at any time."""
+
+    def __init__(self, out: Path, described: Row, *, resume: bool) -> None:
+        self._out = out
+        path = out / "results.json"
+        self.results: Row = described | {"parts": {}, "left_out": [], "failed": {}}
+        if resume and path.exists():
+            self.results |= json.loads(path.read_text())
+            self.results["left_out"] = []
+
+    def begun(self, name: str) -> bool:
+        return name in self.results["parts"]
+
+    def add(self, name: str, row: Row | None) -> None:
+        """None: the part begins."""
+        rows = self.results["parts"].setdefault(name, [])
+        if row is not None:
             print(f"{name}: {row}", flush=True)
             rows.append(row)
-            if bench.out_of_time():
-                results["left_out"].append(f"{name}, after {len(rows)} rows")
-                break
-        results["parts"][name] = rows
-        texts.append(table((PARTS[name].__doc__ or name).splitlines()[0], rows))
-        (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-        head = (
-            ""
-            if described["device"] != "cpu"
-            else "Dry run on a CPU: no figure means anything.\n\n"
-        )
-        (out / "engine.md").write_text(head + "\n".join(texts))
+        self.write()
+
+    def leave_out(self, *what: str) -> None:
+        self.results["left_out"] += what
+        self.write()
+
+    def fail(self, name: str, error: Exception) -> None:
+        traceback.print_exc()
+        self.results["failed"][name] = f"{type(error).__name__}: {error}"
+        self.write()
+
+    def write(self) -> None:
+        texts = [] if self.results["device"] != "cpu" else [DRY]
+        for name, rows in self.results["parts"].items():
+            texts.append(table((PARTS[name].__doc__ or name).splitlines()[0], rows))
+        texts += [f"{name} failed: {error}\n" for name, error in self.results["failed"].items()]
+        for name, text in (
+            ("results.json", json.dumps(self.results, indent=1) + "\n"),
+            ("engine.md", "\n".join(texts)),
+        ):
+            part = self._out / f"{name}.part"
+            part.write_text(text)
+            part.replace(self._out / name)
+
+
+DRY = "Dry run on a CPU: no figure means anything.\n"
+#: Exit status where nothing more can be computed in this process: --resume does the rest.
+DEVICE_LOST = 3
+
+
+def run(names: list[str], bench: Bench, report: Report) -> int:
+    """Every part, or as many as time allows; the exit status. One that fails keeps its rows."""
+    for position, name in enumerate(names):
+        if report.begun(name):
+            continue
+        report.add(name, None)
+        try:
+            for row in PARTS[name](bench):
+                report.add(name, row)
+                if bench.out_of_time():
+                    break
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other parts tell more
+            report.fail(name, error)
+            if bench.device_is_lost():
+                return DEVICE_LOST
         if bench.out_of_time():
-            results["left_out"] += names[names.index(name) + 1 :]
+            num_rows = len(report.results["parts"][name])
+            report.leave_out(f"{name}, after {num_rows} rows", *names[position + 1 :])
             break
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    return results
+    return 1 if report.results["failed"] else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -508,6 +564,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     parser.add_argument("--seconds", type=float, default=420.0, help="no part begins after these")
+    parser.add_argument("--resume", action="store_true", help="leave out what had begun in --out")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
     options = parser.parse_args(arguments)
     names = options.parts.split(",")
@@ -528,8 +585,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_model(Path(folder), shape, dtype)
         plan = TINY if options.dry_run else FULL
         bench = Bench(Path(folder), device, dtype, plan, options.seconds)
-        run(names, bench, options.out, described)
-    return 0
+        return run(names, bench, Report(options.out, described, resume=options.resume))
 
 
 if __name__ == "__main__":

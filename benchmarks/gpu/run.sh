@@ -1,25 +1,30 @@
 #!/usr/bin/env bash
 # One part of what a GPU machine answers, each within 8 minutes; README.md says what they write.
 #   benchmarks/gpu/run.sh PART [ARGUMENTS]     PART: setup probe test sanitize vmm kernels compile engine
+#   benchmarks/gpu/run.sh each "PART ARGUMENTS"...     parts one after the other, packed into one archive
 # PYTHON chooses the interpreter (default: .venv/bin/python if there is one, else python3), RESULTS the
-# folder (default: $OUT, else benchmarks/gpu/results/<date>-<device>).
+# folder (default: $OUT, else benchmarks/gpu/results/<date>-<device>), WHEELS where setup finds packages
+# (.whl), LIMIT the seconds of a part (470), TOTAL those of each (570).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 part="${1:-}"
-[ $# -gt 0 ] && shift
+if [ $# -gt 0 ]; then shift; fi
 python="${PYTHON:-}"
 if [ -z "$python" ]; then
   python=python3
   [ -x .venv/bin/python ] && python=.venv/bin/python
 fi
+export PYTHONUNBUFFERED=1
+limit="${LIMIT:-470}"
 device() {
   nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr -cs 'A-Za-z0-9' '-' |
     sed 's/-$//' | tr 'A-Z' 'a-z'
 }
 found="$(device || true)"
 results="${RESULTS:-${OUT:-benchmarks/gpu/results/$(date +%F)-${found:-no-gpu}}}"
+left() { echo $((limit > SECONDS + 5 ? limit - SECONDS : 5)); }
 # A part that is stuck must not take the machine with it.
-limited() { timeout --signal=INT --kill-after=10 "${LIMIT:-470}" "$@"; }
+limited() { timeout --signal=INT --kill-after=10 "$(left)" "$@"; }
 script() {
   if [ ! -f "$1" ]; then
     echo "$1 is not in this checkout" >&2
@@ -27,33 +32,100 @@ script() {
   fi
   limited "$python" "$@"
 }
-if [ -n "$part" ]; then mkdir -p "$results/$part"; fi
+# Warnings of other versions than those that the project is tested with are no failures here. A test
+# that is stuck in a call ends its process.
+pytest() {
+  limited "$python" -m pytest -m gpu tests/gpu -p no:cacheprovider -W default \
+    -o timeout_method=thread "$@"
+}
+if [ -n "$part" ] && [ "$part" != each ]; then mkdir -p "$results/$part"; fi
 case "$part" in
   setup)
+    wheels=("${WHEELS:-.whl}"/*.whl)
+    if [ -e "${wheels[0]}" ]; then
+      "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade "${wheels[@]}"
+    fi
     "$python" -m pip install --no-build-isolation --no-deps -e .
     "$python" -c 'import torch, vmserve; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())'
     ;;
-  probe) script benchmarks/gpu/probe.py --out "$results/probe" --budget-seconds 440 "$@" ;;
+  probe) script benchmarks/gpu/probe.py --out "$results/probe" --budget-seconds "$(($(left) - 25))" "$@" ;;
   test)
-    limited "$python" -m pytest -m gpu tests/gpu -p no:cacheprovider \
-      --junitxml="$results/test/results.xml" "$@" 2>&1 | tee "$results/test/test.log"
+    # A process that has lost the device, or died, tells nothing more: another one goes on behind that test.
+    progress="$results/test/progress"
+    rm -f "$progress"
+    status=0
+    for attempt in 1 2 3 4 5 6 7 8; do
+      ended=0
+      pytest --timeout 60 --gpu-tests-progress "$progress" \
+        --junitxml="$results/test/results-$attempt.xml" "$@" 2>&1 |
+        tee "$results/test/test-$attempt.log" || ended=$?
+      # 5: no test is left
+      if [ "$ended" -ne 0 ] && [ "$ended" -ne 5 ]; then status=$ended; fi
+      if grep -qsx 'all told' "$progress" || [ "$(left)" -lt 30 ]; then break; fi
+    done
+    exit "$status"
     ;;
   sanitize)
-    # memcheck over the tests of our kernels and of the engine; slow, so only those named here.
-    limited compute-sanitizer --tool memcheck --error-exitcode 9 --target-processes all \
-      "$python" -m pytest -m gpu tests/gpu -p no:cacheprovider -k "${SANITIZE:-backends or tenant}" \
+    # memcheck over tests of our kernels and of the memory; slow, so only those named here.
+    sanitizer="$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)"
+    limited "$sanitizer" --tool memcheck --error-exitcode 9 --target-processes all \
+      "$python" -m pytest -m gpu tests/gpu -p no:cacheprovider -W default --timeout 0 \
+      -k "${SANITIZE:-tenant or (backends and bfloat16 and 8-None)}" \
       "$@" 2>&1 | tee "$results/sanitize/sanitize.log"
     ;;
   vmm) limited "$python" -c 'from vmserve.cli import main; main()' bench alloc --driver cuda \
     --json "$results/vmm/results.json" --markdown "$results/vmm/vmm.md" "$@" ;;
   kernels)
     # The budget is each of its parts'.
-    script benchmarks/gpu/kernels.py --out "$results/kernels/results.json" --budget-seconds 210 "$@"
+    script benchmarks/gpu/kernels.py --out "$results/kernels/results.json" \
+      --budget-seconds "$((($(left) - 50) / 2))" "$@"
     ;;
   compile) script benchmarks/gpu/compile_matrix.py --out "$results/compile/results.json" "$@" ;;
-  engine) script benchmarks/gpu/engine.py --out "$results/engine" "$@" ;;
+  engine)
+    # The same: what had begun is left out, and the rest is done in another process.
+    resume=()
+    for _ in 1 2 3 4; do
+      status=0
+      script benchmarks/gpu/engine.py --out "$results/engine" --seconds "$(($(left) - 50))" \
+        "${resume[@]}" "$@" || status=$?
+      # 0 and 1: it came to its end; 2: wrong arguments
+      if [ "$status" -le 2 ] || [ "$(left)" -lt 80 ]; then break; fi
+      resume=(--resume)
+    done
+    exit "$status"
+    ;;
+  each)
+    # Whatever becomes of one, the others run. From some machines few files come back: the archive has all,
+    # and is whole after each part.
+    work="$(mktemp -d)"
+    total="${TOTAL:-570}"
+    mkdir -p "$results"
+    failed=0
+    number=0
+    for words in "$@"; do
+      number=$((number + 1))
+      read -ra command <<<"$words"
+      rest=$((total - SECONDS - 15))
+      if [ "$rest" -lt 30 ]; then
+        echo "== $words: no time was left"
+        failed=1
+        continue
+      fi
+      echo "== $words"
+      ended=0
+      LIMIT=$((rest < limit ? rest : limit)) RESULTS="$work/$number" \
+        benchmarks/gpu/run.sh "${command[@]}" >"$work/$number-${command[0]}.log" 2>&1 || ended=$?
+      tail -n "${LINES_OF_EACH:-20}" "$work/$number-${command[0]}.log"
+      echo "== $words: exit status $ended, after $SECONDS s in all"
+      [ "$ended" -eq 0 ] || failed=1
+      tar -czf "$results/results.tar.gz.part" -C "$work" .
+      mv "$results/results.tar.gz.part" "$results/results.tar.gz"
+    done
+    rm -r "$work"
+    exit "$failed"
+    ;;
   *)
-    sed -n '2,5p' "$0" >&2
+    sed -n '2,7p' benchmarks/gpu/run.sh >&2
     exit 2
     ;;
 esac

@@ -154,11 +154,11 @@ bool CudaDriver::probe_read_only() {
   result = api_->set_access(scratch_, frame_bytes(), &reading, 1);
   undo_maps(scratch_, frame_bytes(), 0);
   release_strays();
-  if (result == cuda::kNotSupported || result == cuda::kInvalidValue) return false;
-  if (result != cuda::kSuccess) {
+  if (cuda::is_sticky(result)) {
     refuse(result, "cuMemSetAccess", "trying a read-only mapping", "restart the process");
   }
-  return true;
+  // Nothing says with what a device refuses; it can do without.
+  return result == cuda::kSuccess;
 }
 
 void CudaDriver::check_headroom(std::uint64_t bytes) {

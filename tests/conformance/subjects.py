@@ -130,6 +130,19 @@ _REGISTERED = (
 )
 
 
+#: The real library, with the smallest pages of stock CUDA: for tests/gpu.
+GPU = Subject(
+    "gpu",
+    CudaDriver,
+    frozenset({"unmap", "read_only", "host_memory", "asynchronous", "copy_stream"}),
+    frame_bytes=2 << 20,
+    read=read_by_copy,
+    write=write_by_copy,
+    traps=False,
+    rebuild="GPU",
+)
+
+
 def registered() -> dict[str, Subject]:
     return {subject.name: subject for subject in _REGISTERED}
 

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,17 @@ def test_a_mistake_in_the_source_is_told_with_its_place(monkeypatch: pytest.Monk
         compile_cubin(BF16, SIZES, "sm_80")
     line = int(re.search(r"(?:append|decode)\.cuh\((\d+)\)", str(raised.value))[1])
     assert line > 1
+
+
+def test_without_the_bindings_or_nvrtc_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(*arguments: object) -> None:
+        raise RuntimeError("libnvrtc.so was not found")
+
+    nvrtc = SimpleNamespace(nvrtcCreateProgram=no_library, nvrtcVersion=no_library)
+    monkeypatch.setattr(compiling, "_imported", lambda name: nvrtc)
+    for ask in (lambda: compile_cubin(BF16, SIZES, "sm_90a"), compiling.compiler_version):
+        with pytest.raises(CompileError, match=r"was not found; install vmserve\[cuda\]"):
+            ask()
 
 
 def test_the_log_is_read() -> None:

@@ -1,21 +1,26 @@
 """What needs an NVIDIA GPU: ``pytest -m gpu tests/gpu``; everywhere else it is deselected.
 
 ``--gpu-tests-on cpu`` runs all but the driver's tests on the processor: the suite's own logic.
+
+An illegal address, say, makes the device useless to the process: no test after that would tell
+anything, so none is run. With ``--gpu-tests-progress FILE`` another process goes on behind the one
+that lost it, or died of it (``benchmarks/gpu/run.sh test``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conformance.conftest import bench
-from tests.conformance.subjects import Subject, read_by_copy, write_by_copy
+from tests.conformance.subjects import GPU
 from vmserve import _core  # first: it sets how torch's threads wait
 from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
+from vmserve.errors import DriverError
 from vmserve.models import resolve_model
 from vmserve.runner.runtime import TorchRuntime, open_runtime
 from vmserve.runner.torch_runtime import TorchCpuRuntime
@@ -24,20 +29,71 @@ import torch  # isort: skip
 
 __all__ = ["bench"]
 
-#: The real library, with the smallest pages of stock CUDA.
-GPU = Subject(
-    "gpu",
-    lambda size, num_frames: _core.CudaDriver(size, num_frames),
-    frozenset({"unmap", "read_only", "host_memory", "asynchronous", "copy_stream"}),
-    frame_bytes=2 << 20,
-    read=read_by_copy,
-    write=write_by_copy,
-    traps=False,
-)
+#: The last line of the progress, once every test has told something.
+ALL_TOLD = "all told"
+_NONE_LEFT = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("GPU").addoption("--gpu-tests-on", choices=("cuda", "cpu"), default="cuda")
+    group = parser.getgroup("GPU")
+    group.addoption("--gpu-tests-on", choices=("cuda", "cpu"), default="cuda")
+    group.addoption(
+        "--gpu-tests-progress", type=Path, metavar="FILE",
+        help="each test is named here as it begins, and those named are left out",
+    )  # fmt: skip
+
+
+def _progress(config: pytest.Config) -> Path | None:
+    file: Path | None = config.getoption("--gpu-tests-progress", default=None)
+    return file
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    file = _progress(config)
+    if file is None or not file.exists():
+        return
+    begun = set(file.read_text("utf-8").splitlines())
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in begun])
+    items[:] = [item for item in items if item.nodeid not in begun]
+
+
+def _note(config: pytest.Config, line: str) -> None:
+    file = _progress(config)
+    if file is not None:
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(line + "\n")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _note(item.config, item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and item.config.getoption("--gpu-tests-on", default="cuda") == "cuda":
+        loss = device_loss()
+        if loss:
+            item.session.shouldstop = f"the device is lost since {item.nodeid}: {loss}"
+    return report
+
+
+def device_loss() -> str:
+    """Why nothing can be computed in this process any more; empty while it can."""
+    try:
+        _core.CudaDriver(GPU.frame_bytes, 1).fence()
+    except DriverError as error:
+        return str(error)
+    return ""
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, _NONE_LEFT):
+        _note(session.config, ALL_TOLD)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -135,7 +135,7 @@ def expected(
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("q_heads", [2, 8])
 @pytest.mark.parametrize("shape", CHUNKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_against_float64(
     active: TorchRuntime, dtype: torch.dtype, shape: str, q_heads: int, window: int | None
 ) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,34 @@ def test_no_time_leaves_parts_out_and_says_so(tmp_path: Path) -> None:
         engine.main(["--dry-run", "--out", str(tmp_path), "--parts", "speed"])
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_part_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """In this process, or where the device is lost in the next one."""
+
+    def fail(bench: engine.Bench) -> Iterator[dict[str, Any]]:
+        yield {"first": 1}
+        raise KeyError("what nobody thought of")
+
+    monkeypatch.setitem(engine.PARTS, "idle", fail)
+    monkeypatch.setitem(engine.PARTS, "ttft", lambda bench: iter([{"second": 2}]))
+    monkeypatch.setattr(engine.Bench, "device_is_lost", lambda bench: is_lost)
+    arguments = ["--dry-run", "--out", str(tmp_path), "--parts", "idle,ttft"]
+
+    def written() -> dict[str, Any]:
+        results: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())
+        return results
+
+    assert engine.main(arguments) == (3 if is_lost else 1)
+    assert list(written()["parts"]) == (["idle"] if is_lost else ["idle", "ttft"])
+    assert engine.main([*arguments, "--resume"]) == 1
+    assert written()["parts"] == {"idle": [{"first": 1}], "ttft": [{"second": 2}]}
+    assert written()["failed"] == {"idle": "KeyError: 'what nobody thought of'"}
+    text = (tmp_path / "engine.md").read_text()
+    assert "idle failed: KeyError: 'what nobody thought of'" in text
+
+
 def test_the_shapes_are_models_that_load(tmp_path: Path) -> None:
     weights = {}
     for shape in engine.SHAPES:
@@ -61,13 +92,67 @@ def test_the_shapes_are_models_that_load(tmp_path: Path) -> None:
     assert weights["llama-3.2-1b"] == 1_235_814_400
 
 
+def run_sh(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(ROOT / "benchmarks/gpu/run.sh"), *arguments],
+        capture_output=True, text=True, check=False, timeout=20, env=os.environ | environment,
+    )  # fmt: skip
+
+
 def test_run_sh_knows_its_parts() -> None:
-    done = subprocess.run(
-        ["bash", str(ROOT / "benchmarks/gpu/run.sh"), "speed"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=20,
-    )
+    done = run_sh("speed")
     assert done.returncode == 2
     assert "PART: setup probe test sanitize vmm kernels compile engine" in done.stderr
+
+
+def stand_in(tmp_path: Path, lines: str) -> str:
+    """An interpreter of that much; ``$@`` are what Python would be given."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/bash\n{lines}\n")
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_run_sh_runs_each_part_whatever_becomes_of_the_others(tmp_path: Path) -> None:
+    python = stand_in(tmp_path, 'echo "ran $1"; [[ $1 != *compile_matrix* ]]')
+    out = tmp_path / "out"
+    parts = ("compile --first", "kernels", "speed")
+    done = run_sh("each", *parts, PYTHON=python, OUT=str(out), RESULTS="")
+    assert done.returncode == 1
+    assert [line for line in done.stdout.splitlines() if "ran " in line] == [
+        "ran benchmarks/gpu/compile_matrix.py",
+        "ran benchmarks/gpu/kernels.py",
+    ]
+    assert "== compile --first: exit status 1" in done.stdout
+    assert "== kernels: exit status 0" in done.stdout
+    assert [path.name for path in out.iterdir()] == ["results.tar.gz"]
+    with tarfile.open(out / "results.tar.gz") as archive:
+        assert {"./1-compile.log", "./2-kernels.log", "./3-speed.log"} <= set(archive.getnames())
+
+
+def test_run_sh_goes_on_behind_a_test_that_lost_the_device(tmp_path: Path) -> None:
+    """Three processes: the first two die of a test, the last one comes to the end."""
+    lines = """
+while [ "$1" != --gpu-tests-progress ]; do shift; done
+echo one >>"$2"
+[ "$(wc -l <"$2")" -lt 3 ] && exit 134
+echo "all told" >>"$2"
+"""
+    python = stand_in(tmp_path, lines)
+    done = run_sh("test", PYTHON=python, RESULTS=str(tmp_path))
+    assert done.returncode == 134
+    assert (tmp_path / "test/progress").read_text().split("\n")[:4] == ["one"] * 3 + ["all told"]
+    assert len(list((tmp_path / "test").glob("*.log"))) == 3
+
+
+@pytest.mark.parametrize(("last", "status"), [(0, 0), (1, 1)])
+def test_run_sh_resumes_an_engine_that_died(tmp_path: Path, last: int, status: int) -> None:
+    note = tmp_path / "note"
+    lines = f"""
+echo "$@" >>{note}
+[ "$(wc -l <{note})" -lt 2 ] && exit 3
+exit {last}
+"""
+    done = run_sh("engine", PYTHON=stand_in(tmp_path, lines), RESULTS=str(tmp_path))
+    assert done.returncode == status
+    assert ["--resume" in line for line in note.read_text().splitlines()] == [False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,17 +48,24 @@ class FakeEvent:
 
 
 class FakeGraph:
-    def __init__(self, calls: list[Any]) -> None:
-        self.calls = calls
+    """Each call with the stream that is current then."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+    def note(self, *call: str) -> None:
+        self.cuda.calls.append((self.cuda.current, *call))
 
     def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
-        self.calls.append(("begin", pool, capture_error_mode))
+        self.note("begin", pool, capture_error_mode)
+        if pool == self.cuda.refused_pool:
+            raise RuntimeError("no capture on this pool")
 
     def capture_end(self) -> None:
-        self.calls.append(("end",))
+        self.note("end")
 
     def replay(self) -> None:
-        self.calls.append(("replay",))
+        self.note("replay")
 
 
 class FakeCuda:
@@ -68,8 +76,11 @@ class FakeCuda:
         self.default = FakeStream(0)
         self.current = self.default
         self.made = FakeStream(0x77)
+        self.recording = FakeStream(0x88)
+        self.given = iter((self.made, self.recording))
         self.reserved, self.allocated = 100, 100
         self.num_pools = 0
+        self.refused_pool = ""
         self.events: list[FakeEvent] = []
 
     def Event(self) -> FakeEvent:
@@ -80,14 +91,14 @@ class FakeCuda:
         return 0
 
     def Stream(self, device: Any) -> FakeStream:
-        return self.made
+        return next(self.given)
 
     def ExternalStream(self, handle: int, device: int) -> FakeStream:
         assert handle == self.made.cuda_stream
         return self.made
 
     def CUDAGraph(self) -> FakeGraph:
-        return FakeGraph(self.calls)
+        return FakeGraph(self)
 
     def default_stream(self, device: Any) -> FakeStream:
         return self.default
@@ -98,8 +109,10 @@ class FakeCuda:
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def mem_get_info(self, device: Any) -> tuple[int, int]:
         return 3 << 30, 4 << 30
@@ -179,20 +192,39 @@ def test_what_is_fetched_is_waited_for_alone(
 
 
 def test_capturing(cuda: FakeCuda) -> None:
-    """On one memory pool, in a mode in which other threads may map pages."""
+    """On one memory pool, in a mode in which other threads may map pages, and on a stream that
+    nobody else gives work to: what the mapper clears meanwhile must not become a part of it."""
     made = CudaRuntime()
     made.new_graphs()
-    for _ in range(2):
+    with made.active():
+        for _ in range(2):
+            made.begin_capture()
+            assert not gc.isenabled()
+            made.end_capture().replay()
+            assert gc.isenabled()
+        apart, own = cuda.recording, cuda.made
+        one = [(apart, "begin", "pool 1", "thread_local"), (apart, "end"), (own, "replay")]
+        assert cuda.calls == one * 2
+        assert (own.num_waits, apart.num_waits) == (2, 0)
+        made.new_graphs()
         made.begin_capture()
-        made.end_capture().replay()
-    one = [("begin", "pool 1", "thread_local"), ("end",), ("replay",)]
-    assert cuda.calls == one * 2
-    assert cuda.made.num_waits == 2
+        made.abort_capture()
+        made.abort_capture()
+        assert cuda.calls[6:] == [(apart, "begin", "pool 2", "thread_local"), (apart, "end")]
+        assert (cuda.current, gc.isenabled()) == (own, True)
+
+
+def test_a_capture_that_cannot_begin_leaves_the_engine_on_its_stream(cuda: FakeCuda) -> None:
+    made = CudaRuntime()
     made.new_graphs()
-    made.begin_capture()
-    made.abort_capture()
-    made.abort_capture()
-    assert cuda.calls[6:] == [("begin", "pool 2", "thread_local"), ("end",)]
+    cuda.refused_pool = "pool 1"
+    with made.active():
+        with pytest.raises(RuntimeError, match="no capture on this pool"):
+            made.begin_capture()
+        made.abort_capture()
+        made.check()
+    assert gc.isenabled()
+    assert [call for _, call, *_ in cuda.calls] == ["begin"]
 
 
 def test_tensors_are_the_addresses_themselves(

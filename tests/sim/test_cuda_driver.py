@@ -168,6 +168,17 @@ def test_without_read_only_mappings_everything_is_writable(sim: SimCuda) -> None
         driver.zero([(base + GRANULE, 8)])  # asked for as read-only, so treated so
 
 
+@pytest.mark.parametrize("refusal", [1, 800, 801])  # invalid value, not permitted, not supported
+def test_however_read_only_is_refused_the_driver_opens(sim: SimCuda, refusal: int) -> None:
+    sim.fail(2, refusal, name="cuMemSetAccess")  # the first one makes the page accessible at all
+    driver = make(sim)
+    assert not driver.capabilities.read_only
+    base = driver.reserve(GRANULE, Backing.TRAP)
+    driver.create([(0, 1)])
+    driver.map([(base, 0, 1, RO)])
+    assert sim.access(base) == 3
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

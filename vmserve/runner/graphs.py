@@ -20,6 +20,7 @@ import torch
 from vmserve.attention.base import AttentionPlan, PlansAhead
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.runner.ids import known
+from vmserve.runner.runtime import CaptureError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -183,6 +184,8 @@ class DecodeGraphs:
         """Logits ``[rows, vocab]`` of a batch of one regime, one new token a sequence.
 
         ``drawn``: the tokens that only the device knows (:func:`vmserve.runner.ids.known`).
+
+        Raises :class:`~vmserve.runner.runtime.CaptureError`.
         """
         num_rows = len(token_ids)
         width = self._width(num_rows)
@@ -207,7 +210,10 @@ class DecodeGraphs:
         attention: AttentionCall,
         drawn: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits ``[rows, vocab]``; ``attention`` is bound to the batch."""
+        """Logits ``[rows, vocab]``; ``attention`` is bound to the batch.
+
+        Raises :class:`~vmserve.runner.runtime.CaptureError`.
+        """
         num_rows = len(token_ids)
         width = self._width(num_rows)
         self._fill(token_ids, positions, drawn)
@@ -263,7 +269,8 @@ class DecodeGraphs:
     def _capture(self, width: int, first: AttentionCall, attention: AttentionCall) -> _Captured:
         """``first``: attention of a run before, in which libraries set themselves up.
 
-        After a failure nothing is captured any more; the error is the step's.
+        Raises :class:`~vmserve.runner.runtime.CaptureError`, or for want of memory what the runtime
+        does; nothing is captured any more then.
         """
         began, before = time.perf_counter(), self._runtime.allocated_bytes()
         token_ids, positions = self._token_ids[:width], self._positions[:width]
@@ -273,10 +280,15 @@ class DecodeGraphs:
             logits = self._network.forward(token_ids, positions, attention)
             last = self._runtime.end_capture()
         except Exception as error:
-            self._disabled = str(error)
+            self._disabled = repr(error)
             self._runtime.abort_capture()
-            logger.error("steps are not captured any more; --enforce-eager avoids the attempt")
-            raise
+            logger.error(
+                "steps are not captured any more; --enforce-eager avoids the attempt",
+                exc_info=error,
+            )
+            if isinstance(error, self._runtime.memory_errors):
+                raise
+            raise CaptureError(self._disabled) from error
         self.captured_bytes += max(0, self._runtime.allocated_bytes() - before)
         pieces = tuple(attention.pieces) if isinstance(attention, _Cut) else ()
         logger.info(

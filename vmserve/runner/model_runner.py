@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from vmserve.attention.base import (
 )
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
+from vmserve.runner.runtime import CaptureError
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.sequence import Sequence, SequenceStatus
 
@@ -166,7 +168,8 @@ class ModelRunner:
             plan, slots = plan.in_order(order), slots[order]
         wanted = _every_row(plan) if plan.only_decodes else _rows_wanted(plan)
         if plan.only_decodes and self._graphs is not None and self._graphs.takes(len(plan)):
-            return self._replay(plan, slots, num_paged, wanted, self._graphs, drawn)
+            with contextlib.suppress(CaptureError):
+                return self._replay(plan, slots, num_paged, wanted, self._graphs, drawn)
         parts = _parts(plan, slots, num_paged, self._kernels)
         logits = self._runtime.forward(
             self._model,

@@ -39,10 +39,21 @@ if TYPE_CHECKING:
     from vmserve.runner.model_runner import RegimeKernels
     from vmserve.sampling.tokens import Logits, TokenSampler
 
-__all__ = ["CpuRuntime", "DeviceRuntime", "HeadShape", "TorchRuntime", "open_runtime"]
+__all__ = [
+    "CaptureError",
+    "CpuRuntime",
+    "DeviceRuntime",
+    "HeadShape",
+    "TorchRuntime",
+    "open_runtime",
+]
 
 logger = logging.getLogger(__name__)
 _NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+class CaptureError(RuntimeError):
+    """A step was not captured, and none will be any more: it is to be computed as it is."""
 
 
 @dataclass(frozen=True, slots=True)

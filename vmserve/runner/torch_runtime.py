@@ -9,8 +9,9 @@ on both, and is tested without a GPU.
 from __future__ import annotations
 
 import contextlib
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -208,8 +209,12 @@ class CudaRuntime(_TorchWork):
         self.device = torch.device("cuda", index)
         self.device_name = str(self.device)
         self._stream: Any = _cuda.Stream(self.device)
+        # Recorded is whatever any thread gives to the stream: the mapper clears pages on the
+        # engine's, and that must happen, once, and not whenever a graph is replayed.
+        self._recording: Any = _cuda.Stream(self.device)
         self._pool: Any = None
         self._graph: Any = None
+        self._capture = contextlib.ExitStack()
 
     def with_torch(self) -> TorchRuntime:
         return self
@@ -257,20 +262,25 @@ class CudaRuntime(_TorchWork):
     def begin_capture(self) -> None:
         self.synchronize()
         graph = _cuda.CUDAGraph()
-        # Other threads go on mapping pages: what they call must not end the capture.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(_without_collection())
+            entered.enter_context(_cuda.stream(self._recording))
+            # Other threads go on mapping pages: what they call must not end the capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self._capture = entered.pop_all()
         self._graph = graph
 
     def end_capture(self) -> Graph:
         graph, self._graph = self._graph, None
-        graph.capture_end()
+        with self._capture:
+            graph.capture_end()
         captured: Graph = graph
         return captured
 
     def abort_capture(self) -> None:
         graph, self._graph = self._graph, None
         if graph is not None:
-            with contextlib.suppress(RuntimeError):  # of the error that is known already
+            with contextlib.suppress(RuntimeError), self._capture:  # of the known error
                 graph.capture_end()
 
     def synchronize(self) -> None:
@@ -278,6 +288,19 @@ class CudaRuntime(_TorchWork):
 
     def allocated_bytes(self) -> int:
         return int(_cuda.memory_reserved(self.device))
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """What a collection of garbage frees, graphs and page-locked memory too, asks the driver for
+    what ends a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 # -- graphs on the CPU ----------------------------------------------------------------------

@@ -27,7 +27,7 @@ from vmserve.attention.base import ContiguousView, KVView, LayerAttention, Paged
 from vmserve.attention.cuda import CudaLauncher, CudaPagedBackend, Launcher
 
 from .attention_kernels import AtenFlash, SlotBatch, attend, relative_error
-from .common import GIB, Budget, summary
+from .common import GIB, Budget, one_line, summary
 
 __all__ = ["PARTS", "Point", "Shape", "main", "points_of"]
 
@@ -121,6 +121,10 @@ class Machine:
     def seconds(self, work: Callable[[], None]) -> list[float]:
         raise NotImplementedError
 
+    def is_lost(self) -> bool:
+        """Whether nothing can be computed in this process any more."""
+        return False
+
 
 class Gpu(Machine):
     def __init__(self) -> None:
@@ -150,6 +154,13 @@ class Gpu(Machine):
             mark.record()
         torch.cuda.synchronize()
         return [first.elapsed_time(then) / 1e3 for first, then in itertools.pairwise(marks)]
+
+    def is_lost(self) -> bool:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return True
+        return False
 
 
 class Emulated(Machine):
@@ -358,29 +369,61 @@ HEADER = (
 )
 
 
-def run(options: argparse.Namespace, machine: Machine) -> tuple[list[Result], list[str]]:
-    """Results, and a line for each point that was left out."""
+class Report:
+    """What was measured, in a file that is whole after each point."""
+
+    def __init__(self, out: Path | None, dry_run: bool, machine: str) -> None:
+        self._out = out
+        self._head = {"machine": machine, "dry_run": dry_run}
+        self.results: list[Result] = []
+        #: A line for each point that was not measured, or not whole.
+        self.left_out: list[str] = []
+        self.is_lost = False
+
+    def write(self) -> None:
+        if self._out is None:
+            return
+        results = [asdict(result) for result in self.results]
+        report = {**self._head, "results": results, "left_out": self.left_out}
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        part = self._out.with_suffix(".part")
+        part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        part.replace(self._out)
+
+
+def measure(part: str, point: Point, machine: Machine, rate: float, report: Report) -> None:
+    """One point; an error of it is told, and that the device is lost by it."""
+    try:
+        for result in run_point(part, point, machine, rate):
+            report.results.append(result)
+            print(line_of(result), flush=True)
+    except (RuntimeError, OSError, ValueError) as error:  # torch's, the driver's, our refusals
+        report.left_out.append(f"{part} {point}: {one_line(error)}")
+        report.is_lost = machine.is_lost()
+    report.write()
+
+
+def run(options: argparse.Namespace, machine: Machine) -> Report:
+    report = Report(options.out, options.dry_run, machine.name)
     rate = copy_rate(machine)
     print(f"{machine.name}: copies {rate / 1e9:.0f} GB/s (read + written)", flush=True)
-    results: list[Result] = []
-    left_out: list[str] = []
     for part in options.parts:
         budget = Budget(options.budget_seconds)
         points, large = points_of(part, options.dry_run, machine.max_bytes)
-        left_out += [
+        report.left_out += [
             f"{part} {point}: more than {machine.max_bytes / GIB:.1f} GiB" for point in large
         ]
         print(f"\n{part}\n{HEADER}", flush=True)
         for point in points:
-            if budget.expired():
-                left_out.append(
-                    f"{part} {point}: the budget of {options.budget_seconds} s was spent"
-                )
-                continue
-            for result in run_point(part, point, machine, rate):
-                results.append(result)
-                print(line_of(result), flush=True)
-    return results, left_out
+            if report.is_lost:
+                report.left_out.append(f"{part} {point}: the device was lost before")
+            elif budget.expired():
+                spent = f"the budget of {options.budget_seconds} s was spent"
+                report.left_out.append(f"{part} {point}: {spent}")
+            else:
+                measure(part, point, machine, rate, report)
+    report.write()
+    return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -395,18 +438,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     with tempfile.TemporaryDirectory() as directory:
         machine = Emulated(Path(directory)) if options.dry_run else Gpu()
-        results, left_out = run(options, machine)
-    for line in left_out:
+        report = run(options, machine)
+    for line in report.left_out:
         print(f"left out: {line}")
-    wrong = [r for r in results if r.error is None or not r.error <= _MAX_ERROR]
-    print(f"{len(results)} measured, {len(left_out)} points left out, {len(wrong)} wrong")
-    if options.out is not None:
-        report = {
-            "machine": machine.name,
-            "dry_run": options.dry_run,
-            "results": [asdict(result) for result in results],
-            "left_out": left_out,
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 1 if wrong else 0
+    wrong = [r for r in report.results if r.error is None or not r.error <= _MAX_ERROR]
+    counts = f"{len(report.results)} measured, {len(report.left_out)} points left out"
+    print(f"{counts}, {len(wrong)} wrong")
+    return 1 if wrong or report.is_lost else 0

@@ -11,7 +11,7 @@ from .driver import DriverError, VmmDriver
 from .region import free_region, map_region, mapped
 from .scale import Scale
 
-PACKAGES = ("torch", "cuda-bindings", "cuda-core", "flash-attn", "nvidia-cuda-nvrtc")
+PACKAGES = ("torch", "cuda-bindings", "flash-attn", "nvidia-cuda-nvrtc")
 
 
 def package_versions() -> dict[str, str]:

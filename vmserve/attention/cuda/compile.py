@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import io
 import os
 import re
 import tempfile
@@ -34,7 +33,7 @@ __all__ = [
 
 _INCLUDE = re.compile(r'\s*#include "([\w./]+)"\s*$')
 _MAGIC = b"vmserve cubin 1\n"
-_REMEDY = "install vmserve[cuda] (cuda-core and nvidia-cuda-nvrtc, 13 or later)"
+_REMEDY = "install vmserve[cuda] (cuda-bindings and nvidia-cuda-nvrtc, 13 or later)"
 
 
 class CompileError(ConfigurationError):
@@ -110,23 +109,40 @@ def compile_cubin(variant: Variant, sizes: Sizes, architecture: str) -> tuple[by
 
     Raises :class:`CompileError` with the compiler's log.
     """
-    core = _imported("cuda.core")
-    refused = _imported("cuda.core._utils.cuda_utils").CUDAError  # it has no public name
-    log = io.StringIO()
-    options = core.ProgramOptions(
-        arch=architecture,
-        std="c++17",
-        define_macro=variant.macros(sizes),
-        ptxas_options=["-v"],
-    )
+    nvrtc = _imported("cuda.bindings.nvrtc")
+    what = f"{variant.name} for {architecture}"
+
+    def value(result: tuple[Any, ...]) -> Any:
+        if int(result[0]) != 0:
+            raise CompileError(f"{what}: {getattr(result[0], 'name', result[0])}")
+        return result[1] if len(result) > 1 else None
+
+    def text(size: Any, get: Any) -> bytes:
+        room = bytes(int(value(size(program))))  # which the call fills
+        value(get(program, room))
+        return room
+
+    options = [
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        "--ptxas-options=-v",
+        *(f"--define-macro={name}={macro}" for name, macro in variant.macros(sizes)),
+    ]
+    source = source_text().encode()
     try:
-        program = core.Program(source_text(), "c++", options)
-        code = program.compile("cubin", logs=log)
-    except (RuntimeError, refused) as error:
-        raise CompileError(
-            f"{variant.name} for {architecture}: {error}\n{log.getvalue()}"
-        ) from error
-    return bytes(code.code), log.getvalue()
+        program = value(nvrtc.nvrtcCreateProgram(source, b"kernels.cu", 0, None, None))
+    except RuntimeError as error:  # the library was not found
+        raise CompileError(f"NVRTC: {error}; {_REMEDY}") from error
+    try:
+        arguments = [option.encode() for option in options]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), arguments)
+        log = text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+        said = log.rstrip(b"\0").decode(errors="replace")
+        if int(status) != 0:
+            raise CompileError(f"{what}: {getattr(status, 'name', status)}\n{said}")
+        return text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), said
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
 
 
 def _imported(name: str) -> Any:

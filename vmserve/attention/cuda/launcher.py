@@ -86,18 +86,20 @@ class CudaLauncher:
         return loaded
 
     def _load(self, variant: Variant) -> _Loaded:
-        core = _imported("cuda.core")
-        core.Device(self._device.index).set_current()  # torch's context: the primary one
+        self._enter_context()
         properties = torch.cuda.get_device_properties(self._device)
         sizes = self._sizes(variant)
         target = architecture(properties.major, properties.minor)
-        code = core.ObjectCode.from_cubin(self._cache.get(variant, sizes, target))
+        cubin = self._cache.get(variant, sizes, target)
+        image = ctypes.create_string_buffer(cubin, len(cubin))
+        result = self._driver.cuModuleLoadData(ctypes.addressof(image))
+        module = self._check("cuModuleLoadData", result)
         functions: dict[str, tuple[Any, int, int]] = {}
         per_multiprocessor: dict[str, int] = {}
         for kernel in KERNELS:
-            loaded = code.get_kernel(kernel.name)
             shared_bytes = sizes.shared_bytes(kernel.name)
-            function = self._check("cuKernelGetFunction", self._cu_function(loaded))
+            result = self._driver.cuModuleGetFunction(module, kernel.name.encode())
+            function = self._check("cuModuleGetFunction", result)
             if shared_bytes:
                 attribute = self._driver.CUfunction_attribute
                 result = self._driver.cuFuncSetAttribute(
@@ -122,12 +124,13 @@ class CudaLauncher:
             decode=count * per_multiprocessor["vms_decode"],
             append=count * per_multiprocessor["vms_append"],
         )
-        # Functions live as long as the library that they are from.
-        functions["library"] = (code, 0, 0)
         return _Loaded(functions, resident)
 
-    def _cu_function(self, kernel: Any) -> Any:
-        return self._driver.cuKernelGetFunction(kernel.handle)
+    def _enter_context(self) -> None:
+        """Makes torch's context, the primary one, this thread's: modules are loaded into it."""
+        result = self._driver.cuDevicePrimaryCtxRetain(self._device.index)
+        context = self._check("cuDevicePrimaryCtxRetain", result)
+        self._check("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(context))
 
     def _sizes(self, variant: Variant) -> Sizes:
         attribute = self._driver.CUdevice_attribute
