@@ -226,7 +226,8 @@ def load_native(
         )
     if quantization == "int8-dynamic" and core.row_type != "int8":
         logger.warning(
-            "this CPU has no AVX512_VNNI: quantization int8-dynamic is as int8 (activations of 16 bits)"
+            "this CPU has no AVX512_VNNI: quantization int8-dynamic is as int8, activations of "
+            "16 bits"
         )
     rotary = HostRotations(rope, max_len)
     return NativeDecoder(core, rotary, dtype, embedding)
