@@ -491,7 +491,7 @@ class CpuDecoder:
         head_dim: int,
         norm_eps: float,
         kv_dtype: str,
-        quantized: bool,
+        quantization: str,
         num_threads: int,
         isa: str = "",
     ) -> None: ...
@@ -523,7 +523,7 @@ class CpuDecoder:
     @property
     def weight_bytes(self) -> int: ...
     @property
-    def rounds_rows(self) -> bool: ...
+    def row_type(self) -> str: ...
     num_threads: int
     @property
     def num_positions(self) -> int: ...

@@ -103,8 +103,10 @@ Quantization = Annotated[
     _Quantization | None,
     _option(
         "--quantization",
-        help="int8 keeps the linear layers in half the memory of bfloat16, and changes the "
-        "logits a little (native only). Default: none.",
+        help="int8 keeps the linear layers' weights in half the memory of bfloat16 and changes the "
+        "logits a little; int8-dynamic rounds what they are multiplied by to 8 bits as well (to 16 "
+        "otherwise, and on a processor without AVX512_VNNI): longer prompts are faster, and the "
+        "logits change more. Native only. Default: none.",
         panel=_DEVICE,
     ),
 ]

@@ -21,8 +21,9 @@ KVRegime = Literal["auto", "virtual", "paged"]
 ZeroPolicy = Literal["always", "tenant", "never"]
 #: "native": one call into C++ for the whole forward pass, on a CPU.
 LinearBackend = Literal["auto", "native", "torch"]
-#: "int8": linear layers with a scale for each output; activations of 16 bits.
-Quantization = Literal["none", "int8"]
+#: Of linear layers. "int8": weights of 8 bits with a scale for each output, activations of 16;
+#: "int8-dynamic": activations of 8 bits too, where the processor multiplies those faster.
+Quantization = Literal["none", "int8", "int8-dynamic"]
 KVMapper = Literal["auto", "off", "thread"]
 Preemption = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority", "v0"]

@@ -149,7 +149,7 @@ class LLMEngine:
                 config=self.model_config,
                 max_model_len=self.resolved.max_model_len,
                 native=native,
-                quantized=config.quantization == "int8",
+                quantization=config.quantization,
                 progress=progress,
             )
             self._runtime.synchronize()

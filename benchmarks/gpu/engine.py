@@ -193,11 +193,11 @@ def random_model(
     config: ModelConfig,
     max_model_len: int,
     native: bool = False,
-    quantized: bool = False,
+    quantization: str = "none",
     progress: Any = None,
 ) -> LoadedModel:
     """In the place of ``load_model``: small random weights, ones in the norms."""
-    if native or quantized:
+    if native or quantization != "none":
         raise ValueError("random weights are for torch's layers, which are captured")
     generator = torch.Generator(device).manual_seed(0)
     tensors = {}

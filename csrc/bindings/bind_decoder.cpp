@@ -25,6 +25,13 @@ DType as_dtype(const std::string& name) {
   throw MisuseError("a decoder has no KV cache of " + name + ": use float32 or bfloat16");
 }
 
+Quantization as_quantization(const std::string& name) {
+  if (name == "none") return Quantization::kNone;
+  if (name == "int8") return Quantization::kInt8;
+  if (name == "int8-dynamic") return Quantization::kInt8Dynamic;
+  throw MisuseError("quantization '" + name + "' is not one of none, int8, int8-dynamic");
+}
+
 // A vector of floats, or nothing.
 const float* vector_of(std::optional<TensorTuple> tuple, std::int64_t size, const char* name) {
   if (!tuple) return nullptr;
@@ -62,16 +69,17 @@ void bind_decoder(py::module_& m) {
   py::class_<CpuDecoder>(m, "CpuDecoder")
       .def(py::init([](std::int64_t vocab_size, std::int64_t hidden_size, std::int64_t mlp_size,
                        std::int64_t q_heads, std::int64_t kv_heads, std::int64_t head_dim,
-                       float norm_eps, const std::string& kv_dtype, bool quantized, int num_threads,
-                       const std::string& isa) {
+                       float norm_eps, const std::string& kv_dtype, const std::string& quantization,
+                       int num_threads, const std::string& isa) {
              const DecoderShape shape{vocab_size, hidden_size, mlp_size, q_heads,
                                       kv_heads,   head_dim,    norm_eps};
-             return std::make_unique<CpuDecoder>(shape, as_dtype(kv_dtype), quantized, num_threads,
-                                                 isa);
+             return std::make_unique<CpuDecoder>(shape, as_dtype(kv_dtype),
+                                                 as_quantization(quantization), num_threads, isa);
            }),
            py::kw_only(), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("mlp_size"),
            py::arg("q_heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"),
-           py::arg("kv_dtype"), py::arg("quantized"), py::arg("num_threads"), py::arg("isa") = "")
+           py::arg("kv_dtype"), py::arg("quantization"), py::arg("num_threads"),
+           py::arg("isa") = "")
       .def(
           "add_layer",
           [](CpuDecoder& decoder, TensorTuple attention_norm, TensorTuple q, TensorTuple k,
@@ -117,7 +125,7 @@ void bind_decoder(py::module_& m) {
           },
           py::arg("embedding"), py::arg("final_norm"), py::arg("head"))
       .def_property_readonly("weight_bytes", &CpuDecoder::weight_bytes)
-      .def_property_readonly("rounds_rows", &CpuDecoder::rounds_rows)
+      .def_property_readonly("row_type", &CpuDecoder::row_type)
       .def_property("num_threads", &CpuDecoder::num_threads, &CpuDecoder::set_num_threads)
       .def_property_readonly("num_positions", &CpuDecoder::num_positions)
       .def(

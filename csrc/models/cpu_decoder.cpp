@@ -47,6 +47,19 @@ std::int64_t weight_size(cpu::WeightType type) {
   return 0;
 }
 
+std::int64_t element_size(cpu::RowType type) {
+  switch (type) {
+    case cpu::RowType::kFloat32:
+      return 4;
+    case cpu::RowType::kBFloat16:
+    case cpu::RowType::kInt16:
+      return 2;
+    case cpu::RowType::kInt8:
+      return 1;
+  }
+  return 0;
+}
+
 void require(bool condition, const std::string& what) {
   if (!condition) throw MisuseError(what);
 }
@@ -129,7 +142,7 @@ struct CpuDecoder::Linear {
   BigBuffer weights;
   std::vector<float> scales, bias;  // in the order of the lanes, as long as all the panels
   cpu::WeightType type{};
-  bool paired = false;  // its rows are packed in pairs of bfloat16
+  cpu::RowType row_type{};
   std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0;
 };
 
@@ -141,11 +154,11 @@ struct CpuDecoder::Layer {
   float softcap = 0.0F;
 };
 
-CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, bool quantized, int num_threads,
-                       const std::string& isa)
+CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization quantization,
+                       int num_threads, const std::string& isa)
     : shape_(shape),
       kv_dtype_(kv_dtype),
-      quantized_(quantized),
+      quantization_(quantization),
       kernels_(&cpu::choose_table(isa).linear),
       pool_(std::make_shared<ThreadPool>(num_threads)),
       attention_(std::make_unique<CpuAttention>(pool_, isa)) {
@@ -167,8 +180,29 @@ std::size_t CpuDecoder::weight_bytes() const {
   return bytes;
 }
 
-bool CpuDecoder::rounds_rows() const {
-  return !layers_.empty() && layers_.front().qkv.paired;
+const char* CpuDecoder::row_type() const {
+  require(!layers_.empty(), "the decoder has no weights yet");
+  switch (layers_.front().qkv.row_type) {
+    case cpu::RowType::kFloat32:
+      return "float32";
+    case cpu::RowType::kBFloat16:
+      return "bfloat16";
+    case cpu::RowType::kInt16:
+      return "int16";
+    case cpu::RowType::kInt8:
+      return "int8";
+  }
+  return "";
+}
+
+cpu::RowType CpuDecoder::row_type_for(bool bf16_weights) const {
+  if (quantization_ != Quantization::kNone) {
+    const bool narrow = quantization_ == Quantization::kInt8Dynamic && kernels_->linear_bytes;
+    return narrow ? cpu::RowType::kInt8 : cpu::RowType::kInt16;
+  }
+  // Rows are rounded only where the model computes in bfloat16.
+  const bool pairs = bf16_weights && kv_dtype_ == DType::kBFloat16 && kernels_->linear_pairs;
+  return pairs ? cpu::RowType::kBFloat16 : cpu::RowType::kFloat32;
 }
 
 int CpuDecoder::num_threads() const {
@@ -218,18 +252,17 @@ CpuDecoder::Linear CpuDecoder::pack(const std::vector<const TensorRef*>& tensors
   args.num_tensors = static_cast<std::int32_t>(tensors.size());
   args.from_bf16 = tensors[0]->dtype == DType::kBFloat16;
   args.gated = gated;
-  linear.type = quantized_       ? cpu::WeightType::kInt8
+  const bool quantized = quantization_ != Quantization::kNone;
+  linear.type = quantized        ? cpu::WeightType::kInt8
                 : args.from_bf16 ? cpu::WeightType::kBFloat16
                                  : cpu::WeightType::kFloat32;
-  // Rows are rounded only where the model computes in bfloat16.
-  linear.paired = linear.type == cpu::WeightType::kBFloat16 && kv_dtype_ == DType::kBFloat16 &&
-                  kernels_->linear_pairs != nullptr;
+  linear.row_type = row_type_for(args.from_bf16);
   args.type = linear.type;
   args.depth = linear.inputs;
   args.num_panels = 1;
   const auto bytes = linear.num_panels * width * linear.depth * weight_size(linear.type);
   linear.weights = BigBuffer(static_cast<std::size_t>(bytes));
-  if (quantized_) linear.scales.resize(static_cast<std::size_t>(linear.num_panels * width));
+  if (quantized) linear.scales.resize(static_cast<std::size_t>(linear.num_panels * width));
   args.weights = linear.weights.data();
   args.scales = linear.scales.data();
   parallel(linear.num_panels, lanes * linear.inputs, [&](std::int64_t panel) {
@@ -343,7 +376,7 @@ void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids,
                                 std::to_string(rows) + " tokens");
 }
 
-void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t num_rows,
+void CpuDecoder::multiply(const Linear& linear, const void* rows, std::int64_t num_rows,
                           cpu::Epilogue epilogue, void* out, std::int64_t out_stride,
                           bool pairs_out) {
   cpu::LinearArgs args{};
@@ -363,8 +396,10 @@ void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t 
   if (num_rows <= kFewRows) panels = std::max(panels, kPanelsOfFewRows);
   if (panels >= 4) panels = panels / 4 * 4;
   const std::int64_t num_items = (linear.num_panels + panels - 1) / panels;
-  const auto kernel = linear.paired ? kernels_->linear_pairs
-                                    : kernels_->linear[static_cast<std::size_t>(linear.type)];
+  const auto kernel = linear.row_type == cpu::RowType::kBFloat16 ? kernels_->linear_pairs
+                      : linear.row_type == cpu::RowType::kInt8
+                          ? kernels_->linear_bytes
+                          : kernels_->linear[static_cast<std::size_t>(linear.type)];
   const std::int64_t work = num_rows * linear.num_panels * kernels_->panel_outputs * linear.depth;
   const std::int64_t panel_floats = kernels_->panel_outputs * linear.depth;
   args.scratch_floats =
@@ -377,8 +412,7 @@ void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t 
     mine.num_panels =
         static_cast<std::int32_t>(std::min(panels, linear.num_panels - item * panels));
     mine.rows = rows;
-    mine.short_rows = shorts_.data();
-    mine.row_scales = row_scales_.data();
+    mine.row_groups = row_groups_.data();
     mine.num_rows = static_cast<std::int32_t>(num_rows);
     mine.out = out;
     kernel(mine);
@@ -388,13 +422,10 @@ void CpuDecoder::multiply(const Linear& linear, const float* rows, std::int64_t 
 void CpuDecoder::pack_rows(const Linear& next, const void* rows, bool bf16, std::int64_t num_rows,
                            const float* norm) {
   const std::int64_t depth = next.inputs, block_depth = next.depth;
-  const std::int64_t groups = cpu::num_groups(block_depth);
-  if (quantized_) {
-    grow(shorts_, num_rows * block_depth);
-    grow(row_scales_, num_rows * groups);
-  } else {
-    grow(packed_, num_rows * block_depth);
-  }
+  const std::int64_t groups = cpu::num_groups(block_depth, next.row_type);
+  const std::int64_t size = element_size(next.row_type);
+  grow(packed_, num_rows * block_depth * size);
+  if (next.type == cpu::WeightType::kInt8) grow(row_groups_, num_rows * groups);
   std::vector<std::int32_t> firsts;
   for (std::int64_t row = 0; row < num_rows;) {
     firsts.push_back(static_cast<std::int32_t>(row));
@@ -410,13 +441,9 @@ void CpuDecoder::pack_rows(const Linear& next, const void* rows, bool bf16, std:
     args.depth = depth;
     args.norm = norm;
     args.eps = shape_.norm_eps;
-    args.paired = next.paired;
-    if (quantized_) {
-      args.short_block = shorts_.data() + first * block_depth;
-      args.scales = row_scales_.data() + first * groups;
-    } else {
-      args.block = packed_.data() + first * block_depth;
-    }
+    args.type = next.row_type;
+    args.block = packed_.data() + first * block_depth * size;
+    args.groups = row_groups_.data() + first * groups;
     kernels_->pack_rows(args);
   });
 }
@@ -578,16 +605,17 @@ void CpuDecoder::finish_layer(const Layer& layer, std::int64_t num_rows) {
   multiply(layer.output, packed_.data(), num_rows, add, x_.data(), hidden);
   pack_rows(layer.gate_up, x_.data(), false, num_rows, layer.mlp_norm.data());
   grow(gated_, num_rows * layer.down.depth);
-  if (quantized_) {
+  if (layer.down.type == cpu::WeightType::kInt8) {
     // The scales of a row are known when all of it is.
-    multiply(layer.gate_up, nullptr, num_rows, cpu::Epilogue::kGateRows, gated_.data(),
+    multiply(layer.gate_up, packed_.data(), num_rows, cpu::Epilogue::kGateRows, gated_.data(),
              shape_.mlp_size);
     pack_rows(layer.down, gated_.data(), false, num_rows, nullptr);
+    multiply(layer.down, packed_.data(), num_rows, add, x_.data(), hidden);
   } else {
     multiply(layer.gate_up, packed_.data(), num_rows, cpu::Epilogue::kGate, gated_.data(),
-             layer.down.depth, layer.down.paired);
+             layer.down.depth, layer.down.row_type == cpu::RowType::kBFloat16);
+    multiply(layer.down, gated_.data(), num_rows, add, x_.data(), hidden);
   }
-  multiply(layer.down, gated_.data(), num_rows, add, x_.data(), hidden);
 }
 
 void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector<Part>& parts,

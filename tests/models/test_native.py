@@ -35,7 +35,7 @@ from vmserve.config import EngineConfig
 from vmserve.dtypes import DType
 from vmserve.engine import LLMEngine
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.models import LoadedModel, ModelConfig, choose_native, load_model
+from vmserve.models import LoadedModel, ModelConfig, choose_native, load_model, resolve_model
 from vmserve.models.decoder import Decoder
 from vmserve.models.native import MIN_POSITIONS, NativeDecoder, refusal
 from vmserve.models.rotary_embedding import RotaryEmbedding
@@ -130,6 +130,12 @@ def test_logits_are_those_of_transformers(
 
 #: Those that multiply pairs of bfloat16 where the model computes in bfloat16.
 WITH_PAIRS = {"avx512_bf16", "generic16"}
+#: Those that multiply four int8 at a time.
+WITH_BYTES = {"avx512_bf16", "avx512_vnni", "generic16"}
+QUANTIZATIONS = ["none", "int8", "int8-dynamic"]
+#: Elements of a row of integers that share a scale, and steps from zero to the largest of them.
+GROUP_OF_INT16, STEPS_OF_INT16 = 512, 32767
+GROUP_OF_INT8, STEPS_OF_INT8 = 128, 127
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama-odd", "qwen3"])
@@ -155,7 +161,7 @@ def test_a_bfloat16_checkpoint_loses_nothing_in_a_float32_cache(
         narrow = load_model(rounded, torch.bfloat16, native=True)
         pairs = isa in WITH_PAIRS
         assert isinstance(narrow.network, NativeDecoder)
-        assert narrow.network.rounds_rows == pairs
+        assert narrow.network.row_type == ("bfloat16" if pairs else "float32")
         error = mean_square(_run(narrow, prompts), expected)
         assert 0 < error < rounds_all
         errors.setdefault(pairs, error)
@@ -163,20 +169,34 @@ def test_a_bfloat16_checkpoint_loses_nothing_in_a_float32_cache(
     assert errors[False] < errors[True]
 
 
-def test_int8_is_the_nearest_of_255_steps_for_each_output(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoints["llama-odd"], dtype=torch.float32)
+def _quantize_weights(model: torch.nn.Module) -> None:
+    """To the nearest of 255 steps for each output."""
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 step = module.weight.abs().amax(1, keepdim=True) / 127
                 module.weight.copy_((module.weight * (1 / step)).round() * step)
+
+
+def _quantize_rows(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    """What enters a linear layer, to the nearest of 255 steps for each row and group."""
+    groups = []
+    for group in inputs[0].split(GROUP_OF_INT8, dim=-1):
+        step = group.abs().amax(-1, keepdim=True) / STEPS_OF_INT8
+        groups.append((group / step).round() * step)
+    return (torch.cat(groups, dim=-1),)
+
+
+def test_int8_is_the_nearest_of_255_steps_for_each_output(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["llama-odd"], dtype=torch.float32)
+    _quantize_weights(model)
     model.save_pretrained(tmp_path / "steps")
     prompts = random_prompts(LENGTHS)
     expected = transformers_logits(tmp_path / "steps", prompts, torch.float32)
     exact = load_model(checkpoints["llama-odd"], torch.float32, native=True)
-    int8 = load_model(checkpoints["llama-odd"], torch.float32, native=True, quantized=True)
+    int8 = load_model(checkpoints["llama-odd"], torch.float32, native=True, quantization="int8")
     actual = _run(int8, prompts)
     # What 16 bits for rows do is little beside what 8 bits for weights do.
     of_rows = worst_difference(actual, expected)
@@ -185,6 +205,48 @@ def test_int8_is_the_nearest_of_255_steps_for_each_output(
     assert of_weights > 50 * of_rows
     table = VOCAB * 54 * 4  # the embedding stays as it is
     assert (exact.parameter_bytes - table) == 4 * (int8.parameter_bytes - table)
+
+
+@pytest.mark.parametrize("isa", _core.cpu_isas())
+@pytest.mark.parametrize("variant", ["llama", "llama-odd", "qwen3"])
+def test_int8_dynamic_rounds_rows_as_well_and_nothing_else(
+    variant: str,
+    isa: str,
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    prompts = random_prompts(LENGTHS)
+    int8 = load_model(checkpoints[variant], torch.float32, native=True, quantization="int8")
+    dynamic = load_model(
+        checkpoints[variant], torch.float32, native=True, quantization="int8-dynamic"
+    )
+    of_16_bits, actual = _run(int8, prompts), _run(dynamic, prompts)
+    assert isinstance(int8.network, NativeDecoder)
+    assert isinstance(dynamic.network, NativeDecoder)
+    assert int8.network.row_type == "int16"
+    assert dynamic.parameter_bytes == int8.parameter_bytes
+    if isa not in WITH_BYTES:
+        assert dynamic.network.row_type == "int16"
+        assert "no AVX512_VNNI: quantization int8-dynamic is as int8" in caplog.text
+        assert all(torch.equal(a, b) for a, b in zip(actual, of_16_bits, strict=True))
+        return
+    assert dynamic.network.row_type == "int8"
+    assert not caplog.records
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[variant], dtype=torch.float32)
+    _quantize_weights(model)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(_quantize_rows)
+    with torch.no_grad():
+        expected = [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+    # The nearest step of an element that lies between two is as the last bit of it is: a few
+    # elements differ by a step.
+    of_rows = mean_square(actual, of_16_bits)
+    assert 20 * mean_square(actual, expected) < of_rows
+    exact = load_model(checkpoints[variant], torch.float32, native=True)
+    assert 0 < of_rows < 2 * mean_square(of_16_bits, _run(exact, prompts))
 
 
 def _with_no_layers(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> Path:
@@ -202,13 +264,13 @@ def _with_no_layers(config: PreTrainedConfig, directory: Path, dtype: torch.dtyp
     return directory
 
 
-#: Less than a chunk of 8; one and a part; two whole groups of 512, and a part of one.
+#: Less than a chunk; a chunk or two, in part; whole groups, and a part of one.
 @pytest.mark.parametrize("depth", [6, 14, 1030])
 @pytest.mark.parametrize("isa", _core.cpu_isas())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_product_is_within_its_bound_of_float64(
-    quantized: bool,
+    quantization: str,
     dtype: torch.dtype,
     isa: str,
     depth: int,
@@ -219,12 +281,12 @@ def test_a_product_is_within_its_bound_of_float64(
     sizes = {"hidden_size": depth, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(**{**_SMALL, **sizes}, head_dim=16)
     directory = _with_no_layers(config, tmp_path, dtype)
-    model = load_model(directory, dtype, native=True, quantized=quantized)
+    model = load_model(directory, dtype, native=True, quantization=quantization)
     prompts = [[2, 5, *range(7, 17)]]
     (actual,) = _every_row(model, prompts[0])
     stored = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     weights = stored.lm_head.weight.detach()
-    if quantized:
+    if quantization != "none":
         step = weights.abs().amax(1, keepdim=True) / 127
         weights = (weights * (1 / step)).round() * step
     weights = weights.double()
@@ -234,28 +296,31 @@ def test_a_product_is_within_its_bound_of_float64(
     expected = rows @ weights.T
     # Products and sums in float32: each of `depth` additions rounds, and so do the norm and scales.
     bound = (depth + 16) * 2.0**-24 * (rows.abs() @ weights.abs().T)
-    if quantized:
+    if quantization != "none":
         # And each element is within half a step of the row's group.
-        bound = 16 * 2.0**-24 * (rows.abs() @ weights.abs().T)
-        for first in range(0, depth, 512):
-            group = rows[:, first : first + 512].abs()
-            half = group.amax(-1, keepdim=True) / 32767 / 2
-            bound += half * weights[:, first : first + 512].abs().sum(1)
+        size, steps = GROUP_OF_INT16, STEPS_OF_INT16
+        if quantization == "int8-dynamic" and isa in WITH_BYTES:
+            size, steps = GROUP_OF_INT8, STEPS_OF_INT8
+        bound = (16 + depth // size) * 2.0**-24 * (rows.abs() @ weights.abs().T)
+        for first in range(0, depth, size):
+            group = rows[:, first : first + size].abs()
+            half = group.amax(-1, keepdim=True) / steps / 2
+            bound += half * weights[:, first : first + size].abs().sum(1)
     elif dtype == torch.bfloat16 and isa in WITH_PAIRS:
         bound += 2.0**-8 * (rows.abs() @ weights.abs().T)
     assert bool(((actual.double() - expected).abs() <= bound).all())
     assert bool((actual[1] == 0).all())
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_what_is_no_number_stays_none(quantized: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_what_is_no_number_stays_none(quantization: str, tmp_path: Path) -> None:
     save(LlamaConfig(**_SMALL), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
         model.model.embed_tokens.weight[9, 5] = float("nan")
         model.model.embed_tokens.weight[8, 5] = float("inf")
     model.save_pretrained(tmp_path)
-    native = load_model(tmp_path, torch.float32, native=True, quantized=quantized)
+    native = load_model(tmp_path, torch.float32, native=True, quantization=quantization)
     batch = RaggedBatch.build([0, 1], [0, 0], [2, 1])
     for broken in (8, 9):
         parts = _Parts(CpuBackend().bind(view_for(native, CONTEXT), batch))
@@ -306,9 +371,9 @@ def _forward(model: LoadedModel, lengths: list[int], threads: int) -> list[torch
 
 @pytest.mark.parametrize("isa", _core.cpu_isas())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_row_has_the_same_bits_in_every_batch(
-    quantized: bool,
+    quantization: str,
     dtype: torch.dtype,
     isa: str,
     checkpoints: dict[str, Path],
@@ -320,7 +385,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
     if dtype == torch.bfloat16:
         AutoModelForCausalLM.from_pretrained(path, dtype=dtype).save_pretrained(tmp_path)
         path = tmp_path
-    model = load_model(path, dtype, native=True, quantized=quantized)
+    model = load_model(path, dtype, native=True, quantization=quantization)
     (alone,) = _forward(model, [17], threads=1)
     # One row, a few, and so many that weights are widened once for all of them.
     for others in ([1], [3, 2], [5, 40, 1, 30]):
@@ -330,9 +395,9 @@ def test_a_row_has_the_same_bits_in_every_batch(
 
 @pytest.mark.parametrize("isa", _core.cpu_isas())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_row_has_the_same_bits_beside_any_number_of_rows(
-    quantized: bool,
+    quantization: str,
     dtype: torch.dtype,
     isa: str,
     checkpoints: dict[str, Path],
@@ -343,7 +408,7 @@ def test_a_row_has_the_same_bits_beside_any_number_of_rows(
     AutoModelForCausalLM.from_pretrained(checkpoints["llama-odd"], dtype=dtype).save_pretrained(
         tmp_path
     )
-    model = load_model(tmp_path, dtype, native=True, quantized=quantized)
+    model = load_model(tmp_path, dtype, native=True, quantization=quantization)
     (tokens,) = random_prompts([40])[:1]
     (every,) = _every_row(model, tokens)
     for count in range(1, 40):
@@ -410,8 +475,10 @@ def test_options_choose(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     assert choose_native("native", "int8", "bfloat16", model) == DType.BFLOAT16
     assert choose_native("torch", "none", "float32", model) is None
     assert choose_native("auto", "none", "float16", model) is None
-    with pytest.raises(ConfigurationError, match=r"int8 cannot .* needs --linear-backend native"):
-        choose_native("torch", "int8", "auto", model)
+    for quantization in ("int8", "int8-dynamic"):
+        told = rf"{quantization} cannot .* needs --linear-backend native"
+        with pytest.raises(ConfigurationError, match=told):
+            choose_native("torch", quantization, "auto", model)
     other = ModelConfig.from_directory(save(gpt2(n_embd=64), tmp_path / "gpt2"))
     with pytest.raises(ConfigurationError, match="native cannot serve this model: it has RMSNorm"):
         choose_native("native", "none", "auto", other)
@@ -425,8 +492,14 @@ def test_the_engine_runs_it_unless_other_kernels_are_asked_for() -> None:
     assert isinstance(network(), NativeDecoder)
     assert isinstance(network(attention_backend="sdpa"), Decoder)
     assert isinstance(network(linear_backend="torch"), Decoder)
-    with pytest.raises(ConfigurationError, match="quantization"):
+    dynamic = network(quantization="int8-dynamic")
+    assert isinstance(dynamic, NativeDecoder)
+    assert dynamic.row_type == ("int8" if _core.cpu_isas()[0] in WITH_BYTES else "int16")
+    unknown = "'int4' is not one of none, int8, int8-dynamic"
+    with pytest.raises(ConfigurationError, match=f"quantization: {unknown}"):
         EngineConfig(quantization="int4")
+    with pytest.raises(ValueError, match=f"quantization {unknown}"):
+        load_model(resolve_model(EngineConfig().model), "float32", native=True, quantization="int4")
 
 
 def test_other_kernels_chosen_for_attention_end_what_was_asked_for(

@@ -55,7 +55,7 @@ def load_model(
     config: ModelConfig | None = None,
     max_model_len: int | None = None,
     native: bool = False,
-    quantized: bool = False,
+    quantization: str = "none",
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load the weights of a model directory.
@@ -66,7 +66,7 @@ def load_model(
     ``max_model_len`` is the longest sequence that will be asked for (default: the model's
     own context); it selects the factors of longrope models and nothing else.
     ``native``: as a :class:`NativeDecoder`, for which :func:`vmserve.models.native.refusal` must
-    have no objection; ``quantized``: that one's linear layers in int8.
+    have no objection; ``quantization``: of that one's linear layers, as in ``EngineConfig``.
     ``progress(phase, done_bytes, total_bytes)`` is called as tensors arrive.
 
     Raises :class:`~vmserve.errors.ConfigurationError` naming what is wrong with the files.
@@ -79,7 +79,7 @@ def load_model(
     if native:
         assert isinstance(config.network, DecoderConfig), "refusal() said so"
         network = load_native(
-            directory, config.network, kind, max_len, quantized=quantized, progress=progress
+            directory, config.network, kind, max_len, quantization=quantization, progress=progress
         )
         return LoadedModel(config, kind, network.weight_bytes, network)
     # Only now: torch, and transformers too, take longer to import than a small model to load.

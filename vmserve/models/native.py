@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_sha
 from vmserve.threads import num_threads
 
 __all__ = ["NativeDecoder", "TimedPart", "choose_native", "load_native", "refusal"]
+
+logger = logging.getLogger(__name__)
 
 #: Of which cosines and sines are made at once.
 MIN_POSITIONS = 1024
@@ -86,7 +89,9 @@ def choose_native(
         reason = "it runs on a CPU only"
     if linear_backend != "torch" and reason is None:
         return chosen
-    asked = "linear_backend: native" if linear_backend == "native" else "quantization: int8"
+    asked = "linear_backend: native"
+    if linear_backend != "native":
+        asked = f"quantization: {quantization}"
     if linear_backend == "native" or quantization != "none":
         why = reason or "it needs --linear-backend native"
         raise ConfigurationError(f"{asked} cannot serve this model: {why}")
@@ -115,10 +120,11 @@ class NativeDecoder:
         return self._core.weight_bytes + self._embedding.nbytes
 
     @property
-    def rounds_rows(self) -> bool:
-        """Whether activations are rounded to bfloat16 where they enter a linear layer: in
-        bfloat16, on a processor that multiplies pairs of them."""
-        return self._core.rounds_rows
+    def row_type(self) -> str:
+        """What activations are rounded to where they enter a linear layer: "float32" (not at
+        all), "int16" or "int8" before quantized weights, or "bfloat16" where the model computes in
+        that and the processor multiplies pairs of them."""
+        return self._core.row_type
 
     def forward(
         self,
@@ -172,13 +178,13 @@ def load_native(
     dtype: DType,
     max_len: int,
     *,
-    quantized: bool = False,
+    quantization: str = "none",
     progress: Progress | None = None,
 ) -> NativeDecoder:
     """Pack the weights of a model directory, layer by layer; the files' pages are dropped behind.
 
     ``dtype``: of the KV cache. Weights keep the type that they are stored in (float16 becomes
-    float32), or become int8 with a scale for each output (``quantized``).
+    float32), or become int8 with a scale for each output (``quantization``).
 
     Raises as :func:`vmserve.models.loader.find_tensors` does.
     """
@@ -200,7 +206,7 @@ def load_native(
         head_dim=config.head_dim,
         norm_eps=config.norm.eps,
         kv_dtype=dtype,
-        quantized=quantized,
+        quantization=quantization,
         num_threads=num_threads(),
         isa=os.environ.get(ISA_VARIABLE, ""),
     )
@@ -217,6 +223,11 @@ def load_native(
             array_tuple(embedding, embedding_dtype),
             source.vector(f"{names.base}{names.final_norm}.weight"),
             source.matrix(head_name),
+        )
+    if quantization == "int8-dynamic" and core.row_type != "int8":
+        logger.warning(
+            "this CPU has no AVX512_VNNI: quantization int8-dynamic is as int8, activations of "
+            "16 bits"
         )
     rotary = HostRotations(rope, max_len)
     return NativeDecoder(core, rotary, dtype, embedding)

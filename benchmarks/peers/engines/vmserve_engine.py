@@ -24,9 +24,9 @@ class VmserveEngine:
         native = choose_native(
             config.linear_backend, config.quantization, config.dtype, engine.model_config
         )
-        rounds_rows = getattr(engine._model.network, "rounds_rows", False)
+        row_type = getattr(engine._model.network, "row_type", "")
         self.facts = {
-            "computes_in": _computed_in(native, config.dtype, engine.model_config, rounds_rows)
+            "computes_in": _computed_in(native, config.dtype, engine.model_config, row_type)
         }
         self._num_seen: dict[str, int] = {}
         self._next_number = 0
@@ -72,10 +72,9 @@ def create(job: Json) -> VmserveEngine:
     return VmserveEngine(job)
 
 
-def _computed_in(native: DType | None, dtype: str, model: ModelConfig, rounds_rows: bool) -> str:
+def _computed_in(native: DType | None, dtype: str, model: ModelConfig, row_type: str) -> str:
     if native is not None:
-        products = "pairs of bfloat16, sums in float32" if rounds_rows else "float32"
-        return f"{products}, weights as they are stored or int8; KV cache {native}"
+        return f"activations of {row_type} in products, sums in float32; KV cache {native}"
     # Only here: the native decoder starts without torch, and is measured so.
     from vmserve.models.torch_dtype import resolve_dtype  # noqa: PLC0415
 

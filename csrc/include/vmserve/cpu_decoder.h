@@ -1,12 +1,12 @@
 // A whole decoder of the Llama family on the CPU: one call for a step's forward pass.
 //
 // Weights are packed once, for the instruction set at hand, in the type that they are stored in
-// (or in int8); activations and sums are float32 (before int8 weights rounded to 16 bits, with a
-// scale for each row and 512 elements), K and V are written and read in the type of the KV cache.
-// A processor that multiplies pairs of bfloat16 does so where both the weights and the KV cache are
-// bfloat16: what enters a linear layer is rounded then. Norms, rotations, the write of K and V,
-// residuals and the gated MLP are part of the products around them, and nothing but the pool's own
-// wake-ups lies between two of them.
+// (or in int8); activations and sums are float32, K and V are written and read in the type of the
+// KV cache. What enters a linear layer is rounded before int8 weights (to int16 or int8, with a
+// scale for each row and group of elements), and to bfloat16 where both the weights and the KV
+// cache are bfloat16 and the processor multiplies pairs of it. Norms, rotations, the write of K and
+// V, residuals and the gated MLP are part of the products around them, and nothing but the pool's
+// own wake-ups lies between two of them.
 //
 // A row's result has the same bits whatever other rows are in the batch, on any number of threads.
 #pragma once
@@ -22,8 +22,14 @@ namespace vmserve {
 
 namespace cpu {
 struct LinearKernels;
+struct RowGroup;
 enum class Epilogue : std::int32_t;
+enum class RowType : std::int32_t;
 }  // namespace cpu
+
+// Of linear layers. Int8: weights with a scale for each output, rows of int16; kInt8Dynamic: rows
+// of int8 too, on a processor that multiplies those faster, else as kInt8.
+enum class Quantization { kNone, kInt8, kInt8Dynamic };
 
 // Sizes and constants that all layers share.
 struct DecoderShape {
@@ -62,8 +68,8 @@ class BigBuffer {
 
 class CpuDecoder {
  public:
-  // `quantized`: linear layers in int8, a scale for each output. `isa` as for CpuAttention.
-  CpuDecoder(const DecoderShape& shape, DType kv_dtype, bool quantized, int num_threads,
+  // `isa` as for CpuAttention.
+  CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization quantization, int num_threads,
              const std::string& isa);
   ~CpuDecoder();
 
@@ -80,8 +86,9 @@ class CpuDecoder {
   std::int64_t vocab_size() const { return shape_.vocab_size; }
   // Bytes of the packed weights.
   std::size_t weight_bytes() const;
-  // Whether what enters its linear layers is rounded to bfloat16.
-  bool rounds_rows() const;
+  // What enters the layers' linear layers is rounded to: "float32" (not at all), "bfloat16",
+  // "int16" or "int8".
+  const char* row_type() const;
   int num_threads() const;
   void set_num_threads(int num_threads);
 
@@ -103,6 +110,7 @@ class CpuDecoder {
   void check_call(const std::vector<std::int64_t>& token_ids, const std::vector<Part>& parts,
                   const std::vector<std::int64_t>& wanted) const;
   void check_positions(const CpuBatch& batch) const;
+  cpu::RowType row_type_for(bool bf16_weights) const;
   Linear pack(const std::vector<const TensorRef*>& tensors, bool gated);
   void embed(const std::vector<std::int64_t>& token_ids);
   void gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows);
@@ -115,14 +123,14 @@ class CpuDecoder {
   // To the form in which `next` reads its rows.
   void pack_rows(const Linear& next, const void* rows, bool bf16, std::int64_t num_rows,
                  const float* norm);
-  void multiply(const Linear& linear, const float* rows, std::int64_t num_rows,
+  void multiply(const Linear& linear, const void* rows, std::int64_t num_rows,
                 cpu::Epilogue epilogue, void* out, std::int64_t out_stride, bool pairs_out = false);
   template <class Body>
   void parallel(std::int64_t num_items, std::int64_t work, const Body& body);
 
   DecoderShape shape_;
   DType kv_dtype_;
-  bool quantized_;
+  Quantization quantization_;
   const cpu::LinearKernels* kernels_;
   std::shared_ptr<ThreadPool> pool_;
   std::unique_ptr<CpuAttention> attention_;
@@ -132,10 +140,10 @@ class CpuDecoder {
   std::unique_ptr<Linear> head_;
   std::mutex mutex_;  // one call at a time
   // Of a step; grown as needed, kept.
-  std::vector<float> x_, kept_, packed_, gated_, qkv_, attended_, scratch_;
+  std::vector<float> x_, kept_, gated_, qkv_, attended_, scratch_;
   std::vector<std::uint16_t> narrow_qkv_;
-  std::vector<std::int16_t> shorts_;  // instead of packed_, for int8 weights
-  std::vector<float> row_scales_;
+  std::vector<char> packed_;  // rows as the next product reads them
+  std::vector<cpu::RowGroup> row_groups_;
   std::vector<char> rotations_;  // cosines, then sines, of the step's rows
 };
 

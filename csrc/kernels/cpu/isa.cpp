@@ -23,7 +23,7 @@ bool multiplies_bf16() {
 std::vector<const KernelTable*> usable_tables() {
   std::vector<const KernelTable*> tables;
 #ifdef VMSERVE_EMULATED_AVX512
-  tables = {&avx512_bf16_kernels(), &avx512_kernels()};
+  tables = {&avx512_bf16_kernels(), &avx512_vnni_kernels(), &avx512_kernels()};
 #endif
 #ifdef VMSERVE_X86_KERNELS
   // These also ask whether the system saves the registers.
@@ -32,8 +32,9 @@ std::vector<const KernelTable*> usable_tables() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  if (avx512 && multiplies_bf16() && __builtin_cpu_supports("avx512vnni"))
-    tables.push_back(&avx512_bf16_kernels());
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (vnni && multiplies_bf16()) tables.push_back(&avx512_bf16_kernels());
+  if (vnni) tables.push_back(&avx512_vnni_kernels());
   if (avx512) tables.push_back(&avx512_kernels());
   if (avx2) tables.push_back(&avx2_kernels());
 #endif

@@ -91,9 +91,18 @@ struct CombineArgs {
   Output out;
 };
 
-// How a linear layer's weights are stored. Sums are in float32 whatever they are, and so are rows,
-// but for kInt8 and for linear_pairs.
+// How a linear layer's weights are stored.
 enum class WeightType : std::int32_t { kFloat32, kBFloat16, kInt8 };
+
+// What they are multiplied by, with sums in float32: weights of int8 by integers, others by floats
+// or bfloat16.
+enum class RowType : std::int32_t { kFloat32, kBFloat16, kInt16, kInt8 };
+
+// Of a group of a row's integers, whose products are summed exactly, in int32.
+struct RowGroup {
+  float scale;
+  std::int32_t offset;  // -128 times the sum of the elements: weights are stored as w + 128
+};
 
 // What becomes of a product; see LinearArgs.
 enum class Epilogue : std::int32_t {
@@ -107,21 +116,17 @@ enum class Epilogue : std::int32_t {
 // y = x W^T for some of the outputs of a linear layer, all rows.
 //
 // Weights are packed: panels of panel_outputs outputs, each [depth, panel_outputs] in the order
-// that the instruction set reads them in (linear.h). `depth` is a multiple of kDepthUnit; what is
-// not there is zero. Rows are packed as well, in blocks of as many as block_rows says; the block
-// whose first row is r begins at rows + r * depth: chunks of kChunkBytes, [depth / 4, rows of the
-// block, 4] of floats or [depth / 8, rows of the block, 8] of bfloat16.
-//
-// Int8 weights are multiplied by rows of int16, [depth / 8, rows of the block, 8], that have a
-// scale for each row and kGroupDepth elements: so many products are summed exactly, in int32.
+// that the instruction set reads them in (linear_panels.h). `depth` is a multiple of kDepthUnit;
+// what is not there is zero. Rows are packed as well, in blocks of as many as block_rows says; the
+// block whose first row is r begins at element r * depth: chunks of kChunkBytes, [depth / elements
+// of a chunk, rows of the block, elements of a chunk].
 struct LinearArgs {
   const char* weights;
   const float* scales;  // of each output; int8 only
   const float* bias;    // of each output, or null
   std::int64_t depth;
-  const float* rows;
-  const std::int16_t* short_rows;  // int8: instead of `rows`
-  const float* row_scales;         // int8: [num_rows, num_groups(depth)]
+  const void* rows;
+  const RowGroup* row_groups;  // of integers: [num_rows, num_groups(depth, type)]
   std::int32_t num_rows;
   std::int32_t first_panel, num_panels;
   std::int32_t num_outputs;  // the last panel may have fewer
@@ -158,18 +163,21 @@ struct PackRowsArgs {
   std::int64_t depth;       // of the rows; the block has it rounded up to kDepthUnit
   const float* norm;
   float eps;
-  bool paired;  // in bfloat16
-  float* block;
-  std::int16_t* short_block;  // instead of `block`, where it is not null
-  float* scales;              // of a short block: [num_rows, num_groups]; NaN for rows with NaN
+  RowType type;  // kInt8 only where there is a linear_bytes
+  void* block;
+  RowGroup* groups;  // of integers: [num_rows, num_groups]; the scale is NaN where there is one
 };
 
 constexpr int kChunkBytes = 16;
-constexpr std::int64_t kDepthUnit = 8;  // a chunk of 16-bit elements
-// 2 * 256 products of 127 and 32,767 are just below 2^31.
-constexpr std::int64_t kGroupDepth = 512;
-constexpr std::int64_t num_groups(std::int64_t depth) {
-  return (depth + kGroupDepth - 1) / kGroupDepth;
+constexpr std::int64_t kDepthUnit = 16;  // a chunk of 8-bit elements
+// Elements of a row of integers with a scale of their own. 512 products of 128 and 32,767 are just
+// below 2^31, so that nothing overflows on the way either. The shorter a group, the fewer small
+// elements a large one costs their precision: of int8 there is little.
+constexpr std::int64_t group_depth(RowType type) {
+  return type == RowType::kInt8 ? 128 : 512;
+}
+constexpr std::int64_t num_groups(std::int64_t depth, RowType type) {
+  return (depth + group_depth(type) - 1) / group_depth(type);
 }
 
 // Elements of a row of logits whose maximum, and whose weights' sum, are kept.
@@ -204,9 +212,12 @@ struct LinearKernels {
   std::int32_t panel_outputs;
   // Rows of the packed block that begins where so many rows are left.
   std::int32_t (*block_rows)(std::int32_t rows_left);
-  void (*linear[3])(const LinearArgs&);  // by WeightType
+  // By WeightType; rows of floats, for kInt8 of int16.
+  void (*linear[3])(const LinearArgs&);
   // Weights of bfloat16, rows in pairs of bfloat16; null where that is no faster.
   void (*linear_pairs)(const LinearArgs&);
+  // Weights of int8, rows of int8; null where that is no faster.
+  void (*linear_bytes)(const LinearArgs&);
   void (*pack)(const PackArgs&);
   void (*pack_rows)(const PackRowsArgs&);
 };
@@ -233,6 +244,7 @@ const KernelTable& generic16_kernels();
 #ifdef VMSERVE_X86_KERNELS
 const KernelTable& avx2_kernels();
 const KernelTable& avx512_kernels();
+const KernelTable& avx512_vnni_kernels();
 const KernelTable& avx512_bf16_kernels();
 #endif
 

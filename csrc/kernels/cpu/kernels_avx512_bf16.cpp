@@ -1,5 +1,5 @@
-// AVX-512 with VDPBF16PS and VPDPWSSD (Cooper Lake, Zen 4 and later): products of linear
-// layers and of attention over bfloat16, the rest as without them.
+// AVX-512 with VDPBF16PS as well (Cooper Lake, Zen 4 and later): products of linear layers and of
+// attention over bfloat16, the rest as without it.
 #define VMSERVE_DOTS_PAIRS
 #define VMSERVE_VEC "vec_avx512.h"
 #include "decode.h"
@@ -14,14 +14,13 @@ KernelTable with_pairs(KernelTable table) {
   table.bf16.decode = &decode<Bf16>;
   table.bf16.tile = &tile<Bf16>;
   table.linear.linear_pairs = &linear<PairedBf16>;
-  table.linear.linear[static_cast<int>(WeightType::kInt8)] = &linear<std::int8_t>;
   return table;
 }
 
 }  // namespace
 
 const KernelTable& avx512_bf16_kernels() {
-  static const KernelTable table = with_pairs(avx512_kernels());
+  static const KernelTable table = with_pairs(avx512_vnni_kernels());
   return table;
 }
 

@@ -12,8 +12,12 @@
 //   kRows       rows of a matrix product's block: kRows * 3 sums stay in registers
 //   kLinearRows the same of a linear layer: kLinearRows * 2
 //   part<i>     element i of each lane's kWidth groups of 2 bfloat16
-//   S, I        2 * kWidth int16, two to a lane, and kWidth int32: integer products of both of a
-//               lane's pairs are added to it (add_products); store_shorts rounds to nearest even
+//   S, I        weights in 4 * kWidth bytes, four to a lane, and kWidth int32
+//   even_bytes  the first and the third byte of each lane as 16 bits; odd_bytes: the others
+//   add_products  a lane's two 16-bit weights times the same two int16 in every lane, both added to
+//               it; where kDotsBytes, also four bytes, without a sign, times four int8
+//   store_integers  whole numbers as int16; as int8 in the order in which those are multiplied,
+//               the second and the third of each four exchanged
 //
 // Where kDotsPairs, two bfloat16 are one lane, the first in its lower half:
 //
@@ -136,20 +140,23 @@ struct Vec {
   using S = __m256i;
   // Not __m256i, a vector of long long: GCC 12 keeps no array of those in registers.
   using I = std::int32_t __attribute__((vector_size(32)));
-  static I zero_int() { return I{}; }
-  static S widen_bytes(const std::int8_t* from) {
-    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  static constexpr bool kDotsBytes = false;
+  static I set_int(std::int32_t a) { return reinterpret_cast<I>(_mm256_set1_epi32(a)); }
+  static S load_bytes(const void* from) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(from));
   }
-  static S set_pair(const std::int16_t* from) {
-    std::int32_t both;
-    memcpy(&both, from, sizeof both);
-    return _mm256_set1_epi32(both);
-  }
-  static I add_products(I sum, S a, S b) {
-    return sum + reinterpret_cast<I>(_mm256_madd_epi16(a, b));
+  static S even_bytes(S a) { return _mm256_and_si256(a, _mm256_set1_epi16(0xff)); }
+  static S odd_bytes(S a) { return _mm256_srli_epi16(a, 8); }
+  static I add_products(I sum, S weights, const std::int16_t* pair) {
+    std::int32_t lane;
+    memcpy(&lane, pair, sizeof lane);
+    sum += reinterpret_cast<I>(_mm256_madd_epi16(weights, _mm256_set1_epi32(lane)));
+    // GCC 12 would put off the additions of several words, and has no registers for the products.
+    asm("" : "+x"(sum));
+    return sum;
   }
   static R to_float(I a) { return _mm256_cvtepi32_ps(reinterpret_cast<__m256i>(a)); }
-  static void store_shorts(std::int16_t* to, R a) {
+  static void store_integers(std::int16_t* to, R a) {
     const __m256i whole = _mm256_cvtps_epi32(a);
     const __m128i low = _mm256_castsi256_si128(whole), high = _mm256_extracti128_si256(whole, 1);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packs_epi32(low, high));

@@ -1,5 +1,5 @@
-// Sixteen floats in an AVX-512 register (F, BW, DQ, VL; with VMSERVE_DOTS_PAIRS also BF16 and
-// VNNI). See vec_avx2.h for what the members mean.
+// Sixteen floats in an AVX-512 register (F, BW, DQ, VL; with VMSERVE_DOTS_PAIRS also BF16, with
+// VMSERVE_DOTS_BYTES also VNNI). See vec_avx2.h for what the members mean.
 #pragma once
 
 #ifdef VMSERVE_EMULATED_AVX512  // scripts/emulate-avx512
@@ -157,24 +157,43 @@ struct Vec {
   using S = __m512i;
   // Not __m512i, a vector of long long: GCC 12 keeps no array of those in registers.
   using I = std::int32_t __attribute__((vector_size(64)));
-  static I zero_int() { return I{}; }
-  static S widen_bytes(const std::int8_t* from) {
-    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  static I set_int(std::int32_t a) { return reinterpret_cast<I>(_mm512_set1_epi32(a)); }
+  static S load_bytes(const void* from) { return _mm512_loadu_si512(from); }
+  static S even_bytes(S a) { return _mm512_and_si512(a, _mm512_set1_epi16(0xff)); }
+  static S odd_bytes(S a) { return _mm512_srli_epi16(a, 8); }
+  static S in_all_lanes(const void* four_bytes) {
+    std::int32_t lane;
+    memcpy(&lane, four_bytes, sizeof lane);
+    return _mm512_set1_epi32(lane);
   }
-  static S set_pair(const std::int16_t* from) {
-    std::int32_t both;
-    memcpy(&both, from, sizeof both);
-    return _mm512_set1_epi32(both);
+#ifdef VMSERVE_DOTS_BYTES
+  static constexpr bool kDotsBytes = true;
+  static I add_products(I sum, S weights, const std::int16_t* pair) {
+    return reinterpret_cast<I>(
+        _mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sum), weights, in_all_lanes(pair)));
   }
-  static I add_products(I sum, S a, S b) {
-#ifdef VMSERVE_DOTS_PAIRS
-    return reinterpret_cast<I>(_mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sum), a, b));
+  static I add_products(I sum, S weights, const std::int8_t* quad) {
+    return reinterpret_cast<I>(
+        _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), weights, in_all_lanes(quad)));
+  }
+  static void store_integers(std::int8_t* to, R a) {
+    const __m128i whole = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a));
+    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(whole, order));
+  }
 #else
-    return sum + reinterpret_cast<I>(_mm512_madd_epi16(a, b));
+  static constexpr bool kDotsBytes = false;
+  static I add_products(I sum, S weights, const std::int16_t* pair) {
+    sum += reinterpret_cast<I>(_mm512_madd_epi16(weights, in_all_lanes(pair)));
+#ifndef VMSERVE_EMULATED_AVX512
+    // GCC 12 would put off the additions of several words, and has no registers for the products.
+    asm("" : "+v"(sum));
 #endif
+    return sum;
   }
+#endif
   static R to_float(I a) { return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(a)); }
-  static void store_shorts(std::int16_t* to, R a) {
+  static void store_integers(std::int16_t* to, R a) {
     const __m256i whole = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), whole);
   }

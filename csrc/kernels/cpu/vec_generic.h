@@ -219,25 +219,43 @@ struct Vec {
     return r;
   }
 
+  static constexpr bool kDotsBytes = kWidth == 16;
   struct S {
-    std::int16_t x[2 * kWidth];
+    std::uint16_t x[2 * kWidth];
   };
   struct I {
     std::int32_t x[kWidth];
   };
-  static I zero_int() { return I{}; }
-  static S widen_bytes(const std::int8_t* from) {
+  static I set_int(std::int32_t value) {
+    I r;
+    for (std::int32_t& x : r.x) x = value;
+    return r;
+  }
+  static S load_bytes(const void* from) {
+    const auto* const bytes = static_cast<const std::uint8_t*>(from);
     S s;
-    for (int i = 0; i < 2 * kWidth; ++i) s.x[i] = from[i];
+    for (int i = 0; i < 2 * kWidth; ++i) {
+      s.x[i] = static_cast<std::uint16_t>(bytes[2 * i] | bytes[2 * i + 1] << 8);
+    }
     return s;
   }
-  static S set_pair(const std::int16_t* from) {
-    S s;
-    for (int i = 0; i < 2 * kWidth; ++i) s.x[i] = from[i % 2];
-    return s;
+  static S even_bytes(S a) {
+    for (std::uint16_t& x : a.x) x &= 0xff;
+    return a;
   }
-  static I add_products(I sum, S a, S b) {
-    for (int i = 0; i < 2 * kWidth; ++i) sum.x[i / 2] += a.x[i] * b.x[i];
+  static S odd_bytes(S a) {
+    for (std::uint16_t& x : a.x) x >>= 8;
+    return a;
+  }
+  static I add_products(I sum, S weights, const std::int16_t* pair) {
+    for (int i = 0; i < 2 * kWidth; ++i) sum.x[i / 2] += weights.x[i] * pair[i % 2];
+    return sum;
+  }
+  static I add_products(I sum, S weights, const std::int8_t* quad) {
+    for (int i = 0; i < 2 * kWidth; ++i) {
+      sum.x[i / 2] += (weights.x[i] & 0xff) * quad[i % 2 * 2];
+      sum.x[i / 2] += (weights.x[i] >> 8) * quad[i % 2 * 2 + 1];
+    }
     return sum;
   }
   static R to_float(I a) {
@@ -245,9 +263,14 @@ struct Vec {
     for (int i = 0; i < kWidth; ++i) r.x[i] = static_cast<float>(a.x[i]);
     return r;
   }
-  static void store_shorts(std::int16_t* to, R a) {
-    const R whole = round(a);
-    for (int i = 0; i < kWidth; ++i) to[i] = static_cast<std::int16_t>(whole.x[i]);
+  static void store_integers(std::int16_t* to, R a) {
+    for (int i = 0; i < kWidth; ++i) to[i] = static_cast<std::int16_t>(a.x[i]);
+  }
+  static void store_integers(std::int8_t* to, R a) {
+    constexpr int kOrder[] = {0, 2, 1, 3};
+    for (int i = 0; i < kWidth; ++i) {
+      to[i] = static_cast<std::int8_t>(a.x[i / 4 * 4 + kOrder[i % 4]]);
+    }
   }
 
   template <class T>

@@ -1,0 +1,183 @@
+// What all linear layers share: how weights and rows lie, and what is done with the sums.
+//
+// Outputs lie across the lanes, two vectors to a panel; the elements of x are broadcast. A panel
+// is read once for each block of up to kLinearRows rows, as one stream, and widened in registers:
+// with few rows the memory bus is the limit, with many the multipliers are. Within a panel, `kStep`
+// successive elements of a lane's weights lie side by side, so that widening them takes shifts and
+// masks and no shuffle.
+//
+// Packed rows lie in chunks of 16 bytes, those of a block's rows side by side: a vector of a row's
+// elements is stored as it is, and what is broadcast lies at constant offsets from one pointer.
+#pragma once
+
+#include "kernel_common.h"
+
+namespace vmserve::cpu {
+namespace {
+
+constexpr int kPanelOutputs = 2 * Vec::kWidth;
+
+// A word of packed rows is what a lane is multiplied by: a float, or as many shorter elements as
+// there is room for.
+constexpr int kChunkWords = kChunkBytes / 4;
+
+// How weights lie that are multiplied by rows of `Row`; linear_float.h, linear_int8.h.
+template <class W>
+struct Stored;
+
+// Elements of the depth in a word of the rows that go with such weights.
+template <class W>
+constexpr int kWordDepth = 4 / static_cast<int>(sizeof(typename Stored<W>::Row));
+
+// Weights come from memory in the order in which they lie there, panel after panel: so many bytes
+// ahead they are asked for, twice as many where one panel is read alone. One stream without that
+// keeps the bus less than half busy.
+constexpr int kWeightsAhead = 2048, kLine = 64;
+
+template <int kRows, int kPanels>
+struct Sums {
+  Vec::R at[kPanels][2][kRows];
+};
+
+template <int kRows, int kPanels>
+inline Sums<kRows, kPanels> no_sums() {
+  Sums<kRows, kPanels> sums;
+#pragma GCC unroll 8
+  for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) sums.at[p][0][r] = sums.at[p][1][r] = Vec::zero();
+  }
+  return sums;
+}
+
+template <int kPanels, int kBytes>
+inline void prefetch_weights(const void* weights, std::int64_t panel_bytes) {
+#pragma GCC unroll 8
+  for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 4
+    for (int line = 0; line < kBytes; line += kLine) {
+      __builtin_prefetch(static_cast<const char*>(weights) + p * panel_bytes +
+                         (kPanels == 1 ? 2 : 1) * kWeightsAhead + line);
+    }
+  }
+}
+
+// The first `count` lanes, zeros behind them.
+inline Vec::R load_first(const float* from, int count) {
+  if (count == Vec::kWidth) return Vec::load(from);
+  float lanes[Vec::kWidth] = {};
+  memcpy(lanes, from, static_cast<size_t>(count) * sizeof(float));
+  return Vec::load(lanes);
+}
+
+template <class T>
+inline void store_first(T* to, int count, Vec::R x) {
+  if (count == Vec::kWidth) {
+    Vec::store(to, x);
+    return;
+  }
+  T lanes[Vec::kWidth];
+  Vec::store(lanes, x);
+  memcpy(to, lanes, static_cast<size_t>(count) * sizeof(T));
+}
+
+inline Vec::R silu(Vec::R x) {
+  const Vec::R power = Vec::min(Vec::mul(x, Vec::set(-kLog2E)), Vec::set(126.0F));
+  return Vec::div(x, Vec::add(Vec::set(1.0F), exp2(power)));
+}
+
+// Where a block of packed rows begins, in elements.
+inline std::int64_t block_at(std::int32_t first_row, std::int64_t depth) {
+  return static_cast<std::int64_t>(first_row) * depth;
+}
+
+// Elements of a row, from `first` on, into row r of a block of `rows` packed rows: whole chunks.
+template <class T>
+inline void put_packed(T* block, std::int64_t first, std::int64_t r, std::int64_t rows,
+                       const T* elements, std::int64_t count) {
+  constexpr int kChunk = kChunkBytes / static_cast<int>(sizeof(T));
+  T* to = block + first * rows + r * kChunk;
+  for (std::int64_t k = 0; k < count; k += kChunk, to += rows * kChunk) {
+    memcpy(to, elements + k, kChunkBytes);
+  }
+}
+
+static_assert(Vec::kWidth <= kDepthUnit);
+
+template <class T, int kRows>
+void put_gated(const LinearArgs& a, std::int32_t first_row, std::int32_t first,
+               const Vec::R (&gated)[kRows]) {
+  T* const block = static_cast<T*>(a.out) + block_at(first_row, a.out_stride);
+  const int count = least(Vec::kWidth, a.num_outputs - first);
+  // The depth of what comes next is padded, in what the last panel writes.
+  const bool is_last = first + Vec::kWidth >= a.num_outputs;
+  const int padded_count = is_last ? static_cast<int>(a.out_stride - first) : Vec::kWidth;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    T lanes[kDepthUnit];
+    Vec::store(lanes, gated[r]);
+    for (int i = count; i < padded_count; ++i) lanes[i] = T{};
+    put_packed(block, first, r, kRows, lanes, padded_count);
+  }
+}
+
+template <int kRows>
+void gate(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
+          Vec::R (&sums)[2][kRows]) {
+  const std::int32_t first = panel * Vec::kWidth;
+  Vec::R gated[kRows];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) gated[r] = Vec::mul(silu(sums[0][r]), sums[1][r]);
+  if (a.epilogue == Epilogue::kGateRows) {
+    const int count = least(Vec::kWidth, a.num_outputs - first);
+    float* const to = static_cast<float*>(a.out) + block_at(first_row, a.out_stride) + first;
+    for (int r = 0; r < kRows; ++r) store_first(to + r * a.out_stride, count, gated[r]);
+  } else if (a.pairs_out) {
+    put_gated<Bf16>(a, first_row, first, gated);
+  } else {
+    put_gated<float>(a, first_row, first, gated);
+  }
+}
+
+template <int kRows>
+void finish(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
+            Vec::R (&sums)[2][kRows]) {
+  const bool gated = a.epilogue == Epilogue::kGate || a.epilogue == Epilogue::kGateRows;
+  const std::int32_t first = panel * kPanelOutputs;
+  const int packed_outputs = gated ? 2 * a.num_outputs : a.num_outputs;
+  const int count = least(kPanelOutputs, packed_outputs - first);
+#pragma GCC unroll 2
+  for (int v = 0; v < 2; ++v) {
+    // Scales and biases are in the order of the lanes, and as long as all the panels.
+    const std::int32_t lane = first + v * Vec::kWidth;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      if (a.scales != nullptr) sums[v][r] = Vec::mul(sums[v][r], Vec::load(a.scales + lane));
+      if (a.bias != nullptr) sums[v][r] = Vec::add(sums[v][r], Vec::load(a.bias + lane));
+    }
+  }
+  if (gated) {
+    gate<kRows>(a, first_row, panel, sums);
+    return;
+  }
+  const int low = least(count, Vec::kWidth), high = most(0, count - Vec::kWidth);
+  for (int r = 0; r < kRows; ++r) {
+    const std::int64_t at = (first_row + r) * a.out_stride + first;
+    if (a.epilogue == Epilogue::kNarrow) {
+      Bf16* const to = static_cast<Bf16*>(a.out) + at;
+      store_first(to, low, sums[0][r]);
+      store_first(to + Vec::kWidth, high, sums[1][r]);
+      continue;
+    }
+    float* const to = static_cast<float*>(a.out) + at;
+    if (a.epilogue == Epilogue::kAdd) {
+      sums[0][r] = Vec::add(load_first(to, low), sums[0][r]);
+      sums[1][r] = Vec::add(load_first(to + Vec::kWidth, high), sums[1][r]);
+    }
+    store_first(to, low, sums[0][r]);
+    store_first(to + Vec::kWidth, high, sums[1][r]);
+  }
+}
+
+}  // namespace
+}  // namespace vmserve::cpu
