@@ -6,6 +6,8 @@ exit status 2 for bad options, files or requests, 1 for what failed while runnin
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from typing import Any, NamedTuple
 
@@ -96,6 +98,7 @@ def main() -> None:
     """Run the command line; one line per error, never a traceback for a user's mistake."""
     try:
         status = app(prog_name="vmserve", standalone_mode=False)
+        sys.stdout.flush()
     except VmserveError as error:
         print("vmserve:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigurationError | InvalidRequestError) else 1)
@@ -105,8 +108,20 @@ def main() -> None:
     except typer.Abort:
         sys.exit(130)
     except BrokenPipeError:
+        _forget_output()
         sys.exit(141)
+    except OSError as error:  # the system refuses: its disk is full, say
+        _forget_output()
+        where = "" if error.filename is None else f": {error.filename}"
+        print(f"vmserve: {error.strerror or error}{where}", file=sys.stderr)
+        sys.exit(1)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _forget_output() -> None:
+    """What standard output still holds cannot be written, and is not tried again at the end."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage(error: Any) -> str:

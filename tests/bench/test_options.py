@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from vmserve.bench import options
 from vmserve.cli_bench import app
+from vmserve.errors import ConfigurationError, VmserveError
 
 LOAD = {"concurrency", "rate", "burstiness", "scale", "slo_ttft", "slo_tpot"}
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -53,3 +55,32 @@ def test_no_shared_option_is_declared_again() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         assert not texts & shared.keys(), path
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["alloc", "--section", "calls", "--quick", "--json"],
+        ["compare", "a.json", "b.json", "--json"],
+        ["kernels", "--quick", "--json"],
+        ["kernels", "--quick", "--markdown"],
+        ["papers", "--quick", "--json"],
+        ["profile", "--output"],
+        ["sharing", "--json"],
+        ["startup", "--json"],
+        ["step", "--json"],
+    ],
+)
+@pytest.mark.parametrize("path", ["{here}", "{here}/file/x.json", "/proc/none/x.json"])
+def test_a_file_that_cannot_be_is_told_before_anything_is_measured(
+    args: list[str], path: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="cannot write"):
+        CliRunner().invoke(app, [*args, path.format(here=tmp_path)], catch_exceptions=False)
+
+
+def test_a_full_disk_is_told_with_the_file() -> None:
+    args = ["step", "--steps", "1", "--num-seqs", "1", "--json", "/dev/full"]
+    with pytest.raises(VmserveError, match="cannot write /dev/full: No space left on device"):
+        CliRunner().invoke(app, args, catch_exceptions=False)

@@ -219,3 +219,19 @@ def test_help_of_serve_spells_every_option_out() -> None:
         *("--tensor-parallel-size", "--gpu-memory-utilization", "--enforce-eager", "--model"),
     ):
         assert re.search(rf"(?<![\w-]){option}(?![\w-])", done.stdout), option
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["plan", "--paper"], ["generate", "-p", "x", "--max-tokens", "2"]]
+)
+def test_a_full_disk_is_one_line(args: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from vmserve.cli import main; main()", *args],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "vmserve: No space left on device\n")

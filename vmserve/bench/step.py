@@ -24,10 +24,10 @@ from vmserve.bench.machine import machine_info
 from vmserve.bench.report import (
     dump,
     make_console,
-    make_directory,
     markdown,
     print_table,
     progress,
+    write_text,
 )
 from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
@@ -248,8 +248,7 @@ def step_command(
     }
     for path, text in ((json_path, dump(described)), (markdown_path, markdown(results, described))):
         if path is not None:
-            make_directory(path.parent)
-            path.write_text(text, encoding="utf-8")
+            write_text(path, text)
 
 
 def _counts(text: str) -> list[int]:
