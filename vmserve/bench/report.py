@@ -120,10 +120,14 @@ def make_directory(path: Path) -> None:
 def check_writable(path: Path | None) -> Path | None:
     """``path``, whose directory is there afterwards: told before minutes go into measuring.
 
-    Raises ConfigurationError for a directory, and for what cannot be written.
+    Raises ConfigurationError for a directory, for what cannot be written, and for "-".
     """
     if path is None:
         return None
+    if str(path) == "-":
+        raise ConfigurationError(
+            "cannot write to standard output, which has the tables: give a file's name instead of -"
+        )
     if path.is_dir():
         raise ConfigurationError(f"cannot write {path}: it is a directory")
     make_directory(path.parent)
