@@ -298,7 +298,8 @@ def chat_command(
     url: Annotated[
         str | None,
         typer.Argument(
-            help="A running server, any that has OpenAI's API. Without one, an engine is started."
+            metavar="URL",
+            help="A running server, any that has OpenAI's API. Without one, an engine is started.",
         ),
     ] = None,
     base_url: Annotated[

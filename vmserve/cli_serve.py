@@ -76,7 +76,7 @@ def repeat_option(args: list[str], name: str) -> list[str]:
 def serve_command(
     model_argument: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False),
+        typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on.", rich_help_panel=_NETWORK)

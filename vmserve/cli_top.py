@@ -269,7 +269,7 @@ def _watch(monitor: Monitor, console: Console, interval: float) -> None:
 
 def top_command(
     url: Annotated[
-        str, typer.Argument(help="A running server.", metavar="[URL]")
+        str, typer.Argument(help="A running server.", metavar="URL")
     ] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,

@@ -209,7 +209,10 @@ def _table(
 
 
 def compare_command(
-    files: Annotated[list[Path], typer.Argument(help="The first is what others are held against.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE", help="The first is what others are held against."),
+    ],
     json_path: Annotated[
         Path | None,
         typer.Option("--json", help="Write the comparisons to this file.", callback=check_writable),
