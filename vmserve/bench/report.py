@@ -137,7 +137,8 @@ def check_writable(path: Path | None) -> Path | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Raises VmserveError where the system refuses: a full disk, say."""
+    """Its directory is made. Raises VmserveError where the system refuses: a full disk, say."""
+    make_directory(path.parent)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
