@@ -95,6 +95,8 @@ def render_chat(
             "or send a plain prompt to /v1/completions",
             "messages",
         )
+    if not isinstance(template_kwargs, Mapping | None):
+        raise InvalidRequestError("chat_template_kwargs must be an object", "chat_template_kwargs")
     variables = dict(template_kwargs or {})
     clashes = sorted(_RESERVED & variables.keys())
     if clashes:

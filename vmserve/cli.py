@@ -6,61 +6,32 @@ exit status 2 for bad options, files or requests, 1 for what failed while runnin
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from vmserve import __version__
+from vmserve.cli_group import Home, lazy_group
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
-from vmserve.imports import import_quickly
 
 __all__ = ["app", "main"]
 
 
-class _Home(NamedTuple):
-    """Where a command is written; imported when it is asked for, since most need torch."""
-
-    module: str
-    function: str
-    #: A class of the command's own, in the same module.
-    command_class: str | None = None
-
-
 _COMMANDS = {
-    "generate": _Home("vmserve.cli_generate", "generate_command"),
-    "serve": _Home("vmserve.cli_serve", "serve_command", "ServeCommand"),
-    "chat": _Home("vmserve.cli_chat", "chat_command"),
-    "top": _Home("vmserve.cli_top", "top_command"),
-    "plan": _Home("vmserve.cli_plan", "plan_command"),
-    "bench": _Home("vmserve.cli_bench", "app"),
+    "generate": Home("vmserve.cli_generate", "generate_command"),
+    "serve": Home("vmserve.cli_serve", "serve_command", "ServeCommand"),
+    "chat": Home("vmserve.cli_chat", "chat_command"),
+    "top": Home("vmserve.cli_top", "top_command"),
+    "plan": Home("vmserve.cli_plan", "plan_command"),
+    "bench": Home("vmserve.cli_bench", "app"),
 }
-
-
-class _LazyCommands(TyperGroup):
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        home = _COMMANDS.get(cmd_name)
-        if home is None:
-            return None
-        module = import_quickly(home.module)
-        if isinstance(function := getattr(module, home.function), typer.Typer):
-            return typer.main.get_command(function)
-        command_class = getattr(module, home.command_class) if home.command_class else TyperCommand
-        # Plain help: the tables of rich cut long option names short in narrow terminals.
-        alone = typer.Typer(
-            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-        )
-        alone.command(cmd_name, cls=command_class)(function)
-        return typer.main.get_command(alone)
-
 
 app = typer.Typer(
     name="vmserve",
-    cls=_LazyCommands,
+    cls=lazy_group(_COMMANDS),
     help="Serve large language models from a KV cache in contiguous virtual memory.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -96,8 +67,11 @@ def main() -> None:
     """Run the command line; one line per error, never a traceback for a user's mistake."""
     try:
         status = app(prog_name="vmserve", standalone_mode=False)
+        sys.stdout.flush()
     except VmserveError as error:
-        print("vmserve:", " ".join(str(error).split()), file=sys.stderr)
+        # Of a driver's error, an OSError, without its number.
+        told = getattr(error, "strerror", None) or str(error)
+        print("vmserve:", " ".join(told.split()), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigurationError | InvalidRequestError) else 1)
     except _UsageError as error:
         print(_usage(error), file=sys.stderr)
@@ -105,8 +79,20 @@ def main() -> None:
     except typer.Abort:
         sys.exit(130)
     except BrokenPipeError:
+        _forget_output()
         sys.exit(141)
+    except OSError as error:  # the system refuses: its disk is full, say
+        _forget_output()
+        where = "" if error.filename is None else f": {error.filename}"
+        print(f"vmserve: {error.strerror or error}{where}", file=sys.stderr)
+        sys.exit(1)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _forget_output() -> None:
+    """What standard output still holds cannot be written, and is not tried again at the end."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage(error: Any) -> str:

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import typer
 
-from vmserve.bench.ab.command import HELP as AB_HELP
-from vmserve.bench.ab.command import ab_command
-from vmserve.bench.alloc.command import alloc_command
-from vmserve.bench.compare import compare_command
-from vmserve.bench.kernels.command import kernels_command
-from vmserve.bench.papers.command import papers_command
-from vmserve.bench.profile import profile_command
-from vmserve.bench.serve.command import HELP as SERVE_HELP
-from vmserve.bench.serve.command import serve_load_command
-from vmserve.bench.sharing.command import sharing_command
-from vmserve.bench.startup import startup_command
-from vmserve.bench.step import step_command
+from vmserve.cli_group import Home, lazy_group
 
 __all__ = ["app"]
 
+_COMMANDS = {
+    "ab": Home("vmserve.bench.ab.command", "ab_command", help="HELP"),
+    "alloc": Home("vmserve.bench.alloc.command", "alloc_command"),
+    "compare": Home("vmserve.bench.compare", "compare_command"),
+    "kernels": Home("vmserve.bench.kernels.command", "kernels_command"),
+    "papers": Home("vmserve.bench.papers.command", "papers_command"),
+    "profile": Home("vmserve.bench.profile", "profile_command"),
+    "serve": Home("vmserve.bench.serve.command", "serve_load_command", help="HELP"),
+    "sharing": Home("vmserve.bench.sharing.command", "sharing_command"),
+    "startup": Home("vmserve.bench.startup", "startup_command"),
+    "step": Home("vmserve.bench.step", "step_command"),
+}
+
 app = typer.Typer(
     name="bench",
+    cls=lazy_group(_COMMANDS),
     help="Measure what vmserve costs on this machine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
     rich_markup_mode=None,
 )
-app.command("ab", help=AB_HELP)(ab_command)
-app.command("alloc")(alloc_command)
-app.command("compare")(compare_command)
-app.command("kernels")(kernels_command)
-app.command("papers")(papers_command)
-app.command("profile")(profile_command)
-app.command("serve", help=SERVE_HELP)(serve_load_command)
-app.command("sharing")(sharing_command)
-app.command("startup")(startup_command)
-app.command("step")(step_command)
 
 
 @app.callback()

@@ -15,7 +15,7 @@ from typing import IO, Annotated, Any, Protocol
 import typer
 
 from vmserve.async_llm import AsyncLLM
-from vmserve.cli_options import with_engine_options
+from vmserve.cli_options import server_url, with_engine_options
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
 from vmserve.hub import EMBEDDED_NAME
 from vmserve.prompts import Prompt
@@ -103,9 +103,7 @@ class RemoteBackend:
     def __init__(
         self, url: str, api_key: str | None, model: str | None, sampling: dict[str, Any]
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigurationError(f"{url!r} is not a URL: write e.g. http://127.0.0.1:8000")
-        self._base = f"{url.rstrip('/').removesuffix('/v1')}/v1"
+        self._base = f"{server_url(url)}/v1"
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -300,7 +298,8 @@ def chat_command(
     url: Annotated[
         str | None,
         typer.Argument(
-            help="A running server, any that has OpenAI's API. Without one, an engine is started."
+            metavar="URL",
+            help="A running server, any that has OpenAI's API. Without one, an engine is started.",
         ),
     ] = None,
     base_url: Annotated[

@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
 
 import typer
 
@@ -23,8 +24,9 @@ from vmserve.config import Preemption as _Preemption
 from vmserve.config import Quantization as _Quantization
 from vmserve.config import SchedulingPolicy as _SchedulingPolicy
 from vmserve.config import ZeroPolicy
+from vmserve.errors import ConfigurationError
 
-__all__ = ["ENGINE_OPTIONS", "with_engine_options"]
+__all__ = ["ENGINE_OPTIONS", "server_url", "with_engine_options"]
 
 _MODEL = "Model and tokenizer"
 _KV = "KV cache"
@@ -365,3 +367,18 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapper
+
+
+def server_url(text: str) -> str:
+    """A server's address without the ``/v1`` that it may end with.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # half an IPv6 address, or a port that is none
+        usable = False
+    if not usable:
+        raise ConfigurationError(f"{text!r} is not a URL: write e.g. http://127.0.0.1:8000")
+    return text.rstrip("/").removesuffix("/v1")

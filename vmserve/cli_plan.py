@@ -26,7 +26,7 @@ from vmserve.memory.plan_report import (
 __all__ = ["plan_command"]
 
 #: Wide enough for every column, for output that is piped into a file or a pager.
-_PIPED_WIDTH = 120
+_PIPED_WIDTH = 160
 
 
 class PlanFormat(enum.StrEnum):
@@ -114,7 +114,7 @@ def _shape(name: str, dtype: str | None) -> tuple[ModelShape, int]:
     preset = PRESETS.get(name.lower())
     if preset is not None:
         return _with_dtype(preset, dtype), CUDA_GRANULARITY
-    # Reading a model's configuration needs torch; the shapes above do not.
+    # Only now: the shapes above need no model's configuration.
     from vmserve.hub import resolve_model  # noqa: PLC0415
     from vmserve.models.config import ModelConfig  # noqa: PLC0415
 

@@ -76,7 +76,7 @@ def repeat_option(args: list[str], name: str) -> list[str]:
 def serve_command(
     model_argument: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False),
+        typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on.", rich_help_panel=_NETWORK)
@@ -375,6 +375,7 @@ def _run(
     an engine that has died.
     """
     check_certificate(config)
+    texts = {path: _read_text(path, "pin_prefix") for path in pinned}
     if config.otlp_traces_endpoint is not None:
         from vmserve.server.tracing import check_tracing  # noqa: PLC0415 - seldom asked for
 
@@ -404,7 +405,10 @@ def _run(
         )
         try:
             _check_template(engine, config.chat_template)
-            prefixes = {path: _prefix_ids(path, engine, config.chat_template) for path in pinned}
+            prefixes = {
+                path: _prefix_ids(path, text, engine, config.chat_template)
+                for path, text in texts.items()
+            }
             if show_tokenizer:
                 from vmserve.server.tokenization import tokenizer_info  # noqa: PLC0415 - as below
 
@@ -497,9 +501,10 @@ def _check_template(engine: AsyncLLM | ProcessLLM, chat_template: str | None) ->
         )
 
 
-def _prefix_ids(path: Path, engine: AsyncLLM | ProcessLLM, chat_template: str | None) -> list[int]:
+def _prefix_ids(
+    path: Path, text: str, engine: AsyncLLM | ProcessLLM, chat_template: str | None
+) -> list[int]:
     """The tokens of a prefix: a text, or messages (JSON) as the chat template writes them."""
-    text = _read_text(path, "pin_prefix")
     if path.suffix != ".json":
         return engine.tokenizer.encode(text)
     try:

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from vmserve.cli_options import server_url
 from vmserve.errors import ConfigurationError, VmserveError
 
 __all__ = ["Monitor", "Screen", "top_command"]
@@ -48,9 +49,7 @@ class Monitor:
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigurationError(f"{url!r} is not a URL: write e.g. http://127.0.0.1:8000")
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = server_url(url)
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(headers=headers, timeout=10.0, trust_env=False)
 
@@ -270,7 +269,7 @@ def _watch(monitor: Monitor, console: Console, interval: float) -> None:
 
 def top_command(
     url: Annotated[
-        str, typer.Argument(help="A running server.", metavar="[URL]")
+        str, typer.Argument(help="A running server.", metavar="URL")
     ] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
 from collections.abc import Callable
@@ -12,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vmserve.attention import create_backend
 from vmserve.config import EngineConfig, ResolvedConfig, resolve
+from vmserve.engine_deadlines import Deadlines, too_late
 from vmserve.engine_parts import (
     attends_natively,
+    attention_backends,
     cost_model,
     create_memory,
     linear_backend,
@@ -23,13 +23,7 @@ from vmserve.engine_parts import (
 )
 from vmserve.engine_requests import RequestIntake, memory_tenant
 from vmserve.engine_step import EngineStep, Flight
-from vmserve.errors import (
-    DeadlineError,
-    DriverError,
-    InvalidRequestError,
-    OutOfMemoryError,
-    VmserveError,
-)
+from vmserve.errors import DriverError, InvalidRequestError, OutOfMemoryError, VmserveError
 from vmserve.memory.base import Regime
 from vmserve.memory.pins import PinnedPrefixes
 from vmserve.models import choose_native, load_model, resolve_model
@@ -123,18 +117,7 @@ class LLMEngine:
             dtype = torch_runtime.dtype(config.dtype, self.model_config)
         else:
             dtype = native_dtype
-        head_dim = self.model_config.head_dim
-        backends = {
-            regime: create_backend(
-                config.attention_backend,
-                regime,
-                head_dim,
-                dtype,
-                self.model_config.attention,
-                self._runtime.device_type,
-            )
-            for regime in Regime
-        }
+        backends = attention_backends(config, self.model_config, dtype, self._runtime.device_type)
         native = native_dtype is not None and attends_natively(config, backends)
         self._is_async = self.resolved.async_scheduling
         if not native or self._is_async:
@@ -217,8 +200,7 @@ class LLMEngine:
         self._trace = None if trace_file is None else StepTrace(Path(trace_file))
         self._requests: dict[str, Request] = {}
         self._intake = RequestIntake(self.resolved, self.model_config, self.tokenizer)
-        #: A heap of deadlines and request ids; those that have ended are skipped.
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines = Deadlines(self.resolved.request_timeout, self._requests)
         self._pins = PinnedPrefixes(self.memory, self.resolved)
 
     # -- requests ---------------------------------------------------------------------
@@ -262,7 +244,7 @@ class LLMEngine:
         request.cache_salt = cache_salt.encode()
         request.tenant = tenant
         request.memory_tenant = memory_tenant(isolation)
-        self._set_deadline(request, timeout)
+        self._deadlines.set(request, timeout)
         request.stream = stream
         self._requests[request_id] = request
         self._output.open(request)
@@ -271,16 +253,6 @@ class LLMEngine:
         else:
             self.scheduler.add(request)
         self.counters.prompt_tokens += len(prompt_token_ids)
-
-    def _set_deadline(self, request: Request, timeout: float | None) -> None:
-        limits = [each for each in (timeout, self.resolved.request_timeout) if each is not None]
-        if not limits:
-            return
-        if len(self._deadlines) > 2 * len(self._requests) + 64:  # most of them have ended
-            self._deadlines = [each for each in self._deadlines if each[1] in self._requests]
-            heapq.heapify(self._deadlines)
-        request.deadline = request.metrics.arrival_time + min(limits)
-        heapq.heappush(self._deadlines, (request.deadline, request.request_id))
 
     def accepted_output(self, request_id: str) -> RequestOutput | None:
         """A delta without choices: tells a stream that its request is queued.
@@ -494,19 +466,9 @@ class LLMEngine:
     def _expire(self, now: float) -> list[RequestFailure]:
         """End those whose time is over."""
         late = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, request_id = heapq.heappop(self._deadlines)
-            request = self._requests.get(request_id)
-            if request is None or request.deadline != deadline:
-                continue  # it has ended, and perhaps another has its id
-            seconds = deadline - request.metrics.arrival_time
-            num_output = sum(sequence.num_output for sequence in request.sequences)
-            self.abort(request_id)
-            error = DeadlineError(
-                f"the request did not end within its {seconds:g} seconds; {num_output} tokens were "
-                "generated: allow more time, or ask for fewer tokens"
-            )
-            late.append(RequestFailure(request_id, error))
+        while (request := self._deadlines.pop_late(now)) is not None:
+            late.append(RequestFailure(request.request_id, too_late(request)))
+            self.abort(request.request_id)
         return late
 
     def _record(self, flight: Flight, outputs: list[RequestOutput]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vmserve import _core
+from vmserve.attention import create_backend
 from vmserve.attention.base import AttentionBackend
 from vmserve.attention.cpu import CpuBackend
 from vmserve.config import EngineConfig, ResolvedConfig, format_size
@@ -25,6 +26,7 @@ from vmserve.scheduler.regime import CostModel
 
 __all__ = [
     "attends_natively",
+    "attention_backends",
     "cost_model",
     "create_memory",
     "linear_backend",
@@ -33,6 +35,18 @@ __all__ = [
 
 #: How far ahead of a sequence its pages are mapped while a step computes.
 LOOKAHEAD_TOKENS = 16
+
+
+def attention_backends(
+    config: EngineConfig, model: ModelConfig, dtype: DType, device_type: str
+) -> dict[Regime, AttentionBackend]:
+    """Who attends in each regime; refuses what cannot attend for this model on this device."""
+    return {
+        regime: create_backend(
+            config.attention_backend, regime, model.head_dim, dtype, model.attention, device_type
+        )
+        for regime in Regime
+    }
 
 
 def create_memory(

@@ -44,7 +44,7 @@ class RequestIntake:
             raise InvalidRequestError(
                 f"This model's maximum context length is {context} tokens; the prompt of "
                 f"{len(prompt_token_ids)} tokens is longer than the model's context length "
-                f"less {room} for the answer: shorten it, or set truncate_prompt_tokens",
+                f"less {room} for the answer: shorten it",
                 "prompt",
             )
         if params.max_tokens is not None and params.max_tokens > context:

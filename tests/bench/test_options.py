@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from vmserve.bench import options
 from vmserve.cli_bench import app
+from vmserve.errors import ConfigurationError, VmserveError
 
 LOAD = {"concurrency", "rate", "burstiness", "scale", "slo_ttft", "slo_tpot"}
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+GROUP: Any = typer.main.get_command(app)
 
 
 def declared(command: str) -> dict[str, dict[str, Any]]:
-    return {one.name: vars(one) for one in COMMANDS[command].params}
+    return {one.name: vars(one) for one in GROUP.get_command(None, command).params}
 
 
 @pytest.mark.parametrize(
@@ -53,3 +57,50 @@ def test_no_shared_option_is_declared_again() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         assert not texts & shared.keys(), path
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["alloc", "--section", "calls", "--quick", "--json"],
+        ["compare", "a.json", "b.json", "--json"],
+        ["kernels", "--quick", "--json"],
+        ["kernels", "--quick", "--markdown"],
+        ["papers", "--quick", "--json"],
+        ["profile", "--output"],
+        ["sharing", "--json"],
+        ["startup", "--json"],
+        ["step", "--json"],
+    ],
+)
+@pytest.mark.parametrize("path", ["{here}", "{here}/file/x.json", "/proc/none/x.json", "-"])
+def test_a_file_that_cannot_be_is_told_before_anything_is_measured(
+    args: list[str], path: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="cannot write"):
+        CliRunner().invoke(app, [*args, path.format(here=tmp_path)], catch_exceptions=False)
+
+
+def test_a_directory_that_cannot_be_is_told_before_engines_are_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    args = ["ab", "--model", "no/such/model", "--output", str(tmp_path / "file")]
+    with pytest.raises(ConfigurationError, match=r"cannot write to .*file: it is no directory"):
+        CliRunner().invoke(app, args, catch_exceptions=False)
+
+
+def test_a_full_disk_is_told_with_the_file() -> None:
+    args = ["step", "--steps", "1", "--num-seqs", "1", "--json", "/dev/full"]
+    with pytest.raises(VmserveError, match="cannot write /dev/full: No space left on device"):
+        CliRunner().invoke(app, args, catch_exceptions=False)
+
+
+def test_a_command_waits_for_no_import_of_another() -> None:
+    """Those with torch's kernels are slow to import; none of the others needs torch to begin."""
+    code = (
+        "import sys, typer; from vmserve.cli_bench import app\n"
+        "group = typer.main.get_command(app)\n"
+        "for name in ('ab', 'serve', 'compare', 'startup'): assert group.get_command(None, name)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=100, check=False).returncode == 0

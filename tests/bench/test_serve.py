@@ -305,7 +305,7 @@ def test_retry_after() -> None:
 def test_addresses() -> None:
     assert api_url("http://h:1") == api_url("h:1/") == api_url("http://h:1/v1/") == "http://h:1/v1"
     assert api_url("https://h/llm/v1") == "https://h/llm/v1"
-    for wrong in ("ftp://h", "http://", "http://user:secret@h"):
+    for wrong in ("ftp://h", "http://", "http://user:secret@h", "http://[::1", "h:99999"):
         with pytest.raises(ConfigurationError, match="--base-url"):
             api_url(wrong)
 

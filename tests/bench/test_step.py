@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from vmserve.bench import step
 from vmserve.bench.step import (
     BEYOND,
     PARTS,
@@ -106,3 +107,12 @@ def test_counts_that_are_none(counts: str) -> None:
 def sequences(engine: SteppedEngine) -> list[Sequence]:
     requests = engine.engine._requests.values()
     return [sequence for request in requests for sequence in request.sequences]
+
+
+def test_steps_end_with_the_context() -> None:
+    """The most that can be asked for is what an engine can still be made for."""
+    engine = SteppedEngine(Case("paged", 1), step._MAX_STEPS)
+    assert engine.engine.resolved.max_model_len == 8192
+    engine.close()
+    with pytest.raises(ConfigurationError, match="8193 is above the model's own context"):
+        SteppedEngine(Case("paged", 1), step._MAX_STEPS + 1)

@@ -195,6 +195,27 @@ def test_plan_prints_a_table_and_json() -> None:
     assert json.loads(done.stdout)
 
 
+def test_a_piped_plan_cuts_no_column_short() -> None:
+    done = vmserve("plan", "--kv-cache-memory", "1GiB", "--model", "vmserve-embedded")
+    assert done.returncode == 0, done.stderr
+    assert "requests" in done.stdout
+    assert "…" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        (["serve"], "[OPTIONS] [MODEL]"),
+        (["chat"], "[OPTIONS] [URL]"),
+        (["top"], "[OPTIONS] [URL]"),
+        (["bench", "compare"], "[OPTIONS] {FILE}..."),
+    ],
+)
+def test_usage_names_arguments(command: list[str], usage: str) -> None:
+    first = vmserve(*command, "--help").stdout.splitlines()[0]
+    assert first == f"Usage: vmserve {' '.join(command)} {usage}"
+
+
 def test_version_and_help_name_every_command() -> None:
     assert vmserve("--version").stdout.strip()
     done = vmserve("--help")
@@ -219,3 +240,19 @@ def test_help_of_serve_spells_every_option_out() -> None:
         *("--tensor-parallel-size", "--gpu-memory-utilization", "--enforce-eager", "--model"),
     ):
         assert re.search(rf"(?<![\w-]){option}(?![\w-])", done.stdout), option
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["plan", "--paper"], ["generate", "-p", "x", "--max-tokens", "2"]]
+)
+def test_a_full_disk_is_one_line(args: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from vmserve.cli import main; main()", *args],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "vmserve: No space left on device\n")

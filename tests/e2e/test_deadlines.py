@@ -26,10 +26,10 @@ def test_a_late_request_fails_and_the_others_go_on(engine: LLMEngine) -> None:
     engine.add_request("late", [5, 6, 7], ENDLESS, timeout=1000.0)
     engine.add_request("other", [5, 6, 7], ENDLESS)
     engine.step()
-    assert engine._deadlines[0][1] == "late"
+    assert engine._deadlines._waiting[0][1] == "late"
     # Its time is over, without anybody having to wait for it.
     engine._requests["late"].deadline = 0.0
-    engine._deadlines[0] = (0.0, "late")
+    engine._deadlines._waiting[0] = (0.0, "late")
     result = engine.step()
     [failure] = result.failures
     assert failure.request_id == "late"
@@ -55,7 +55,7 @@ def test_deadlines_of_what_has_ended_are_forgotten(engine: LLMEngine) -> None:
         engine.add_request(f"r{index}", [5, 6, 7], ENDLESS, timeout=1000.0)
         engine.abort(f"r{index}")
     assert len(engine._deadlines) < 80
-    assert "stays" in {request_id for _, request_id in engine._deadlines}
+    assert "stays" in {request_id for _, request_id in engine._deadlines._waiting}
 
 
 def test_a_waiting_request_is_late_too(engine: LLMEngine) -> None:

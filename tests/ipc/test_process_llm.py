@@ -145,6 +145,8 @@ def test_a_life() -> None:
                 engine.generate(ids, params, request_id=name, stream=True)
             )
             assert (first.outputs, first.finished, first.delta) == ([], False, True)
+            # With the first tokens: a stream that echoes its prompt begins with them.
+            assert parts[0].prompt_logprobs == whole.prompt_logprobs
             for output in whole.outputs:
                 mine = [c for part in parts for c in part.outputs if c.index == output.index]
                 assert "".join(c.text for c in mine) == output.text

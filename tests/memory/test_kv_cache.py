@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +149,28 @@ def test_a_driver_from_a_shared_library() -> None:
         assert float(keys[twin, :18].mean()) == 3.0
     with pytest.raises(ConfigurationError, match="no-such"):
         KVCache(LAYOUT, driver="/no-such.so", num_slots=1, max_len=16, limit_bytes=PAGE)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"num_slots": 0}, "num_slots: 0 is not between 1 and"),
+        ({"num_slots": 10**9}, "num_slots: 1000000000 is not between"),
+        ({"max_len": 0}, "max_len: 0 is not between"),
+        ({"max_len": 1.5}, "max_len: 1.5 is not an integer"),
+        # Counted in bytes these wrap around to nothing, or to a little.
+        ({"max_len": 2**56}, "lower num_slots or max_len"),
+        ({"max_len": 2**56 + 64, "num_slots": 2**14}, "lower num_slots or max_len"),
+        ({"limit_bytes": "64MiB"}, "limit_bytes: '64MiB' is not an integer"),
+        ({"limit_bytes": -1}, "limit_bytes: -1 is not between"),
+        ({"read_slack_tokens": -1}, "read_slack_tokens: -1 is not between"),
+        ({"zero_pages": "sometimes"}, "zero_pages: 'sometimes' is not one of always, tenant"),
+    ],
+)
+def test_arguments_out_of_their_ranges(wrong: dict[str, Any], told: str) -> None:
+    arguments: dict[str, Any] = {"num_slots": 4, "max_len": 1024, "limit_bytes": 64 << 20}
+    with pytest.raises(ConfigurationError, match=re.escape(told)):
+        KVCache(LAYOUT, **arguments | wrong)
 
 
 def test_a_driver_that_cannot_unmap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -396,6 +396,8 @@ def test_template_variables():
         user("hi"), chat_template="{{ mood }}", chat_template_kwargs={"mood": "happy"}
     )
     assert text == "happy"
+    with pytest.raises(InvalidRequestError, match="chat_template_kwargs must be an object"):
+        tokenizer.apply_chat_template(user("hi"), chat_template="x", chat_template_kwargs=5)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="chat_template_kwargs cannot set tokenize"):
         tokenizer.apply_chat_template(
             user("hi"), chat_template="x", chat_template_kwargs={"tokenize": True}

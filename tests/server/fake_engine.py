@@ -90,6 +90,7 @@ class FakeTokenizer:
 class Shape:
     max_model_len: int = 256
     max_logprobs: int = 20
+    max_num_seqs: int = 128
     vocab_size: int = VOCAB_SIZE
 
 

@@ -237,8 +237,9 @@ def test_a_script_is_told_what_failed(
 
 
 def test_wrong_urls_and_options() -> None:
-    with pytest.raises(ConfigurationError, match="not a URL"):
-        RemoteBackend("localhost:8000", None, None, {})
+    for wrong in ("localhost:8000", "http://", "http://[::1", "http://127.0.0.1:99999"):
+        with pytest.raises(ConfigurationError, match="not a URL"):
+            RemoteBackend(wrong, None, None, {})
     with pytest.raises(ConfigurationError, match="block_size"):
         chat_command("http://127.0.0.1:1", block_size=16)
     with pytest.raises(ConfigurationError, match="two servers"):

@@ -83,8 +83,9 @@ def test_another_kind_of_server(status: int, body: bytes) -> None:
 
 
 def test_wrong_options() -> None:
-    with pytest.raises(ConfigurationError, match="not a URL"):
-        top_command("localhost:8000", once=True)
+    for wrong in ("localhost:8000", "http://", "http://[::1", "http://127.0.0.1:99999"):
+        with pytest.raises(ConfigurationError, match="not a URL"):
+            top_command(wrong, once=True)
     with pytest.raises(ConfigurationError, match="--once"):
         top_command("http://127.0.0.1:1", as_json=True)
 

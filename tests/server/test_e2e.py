@@ -247,7 +247,8 @@ def test_beams(real: Running) -> None:
     assert kv(real)["num_seqs"] == 0
     wide = real.post(COMPLETIONS, {"prompt": "x", "use_beam_search": True, "n": 17})
     assert wide.status_code == 400
-    assert "at most 16 here" in error_of(wide)["message"]
+    assert "n must be at most 16" in error_of(wide)["message"]
+    assert error_of(wide)["param"] == "n"
 
 
 def test_metrics_tell_the_regime_and_why(real: Running) -> None:

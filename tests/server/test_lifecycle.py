@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,22 @@ def raw_request(server: Running, path: str, body: Body) -> socket.socket:
     raw = socket.create_connection(("127.0.0.1", server.port), 20)
     raw.sendall(head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return raw
+
+
+def everything(raw: socket.socket) -> bytes:
+    """All that comes until the connection ends."""
+    answer = b""
+    while piece := raw.recv(4096):
+        answer += piece
+    return answer
+
+
+def error_sent(raw: socket.socket) -> bytes:
+    """An error's whole response."""
+    answer = b""
+    while not answer.endswith(b"}}"):
+        answer += raw.recv(4096)
+    return answer
 
 
 def load(server: Running) -> int:
@@ -82,7 +99,42 @@ def test_a_body_that_does_not_arrive(start: Start, monkeypatch: pytest.MonkeyPat
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b"Content-Length: 10\r\n\r\n"
         )
-        assert raw.recv(4096).startswith(b"HTTP/1.1 408")
+        answer = everything(raw)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"\r\nconnection: close\r\n" in answer
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [(b"Content-Type: application/json", b"413"), (b"Content-Type: text/plain", b"415")],
+)
+def test_a_body_that_goes_on_after_its_answer(
+    start: Start, monkeypatch: pytest.MonkeyPatch, head: bytes, status: bytes
+) -> None:
+    """It is read for some time, so that the client sees the answer, and then cut off."""
+    monkeypatch.setattr("vmserve.server.connection.BODY_TIMEOUT_SECONDS", 0.5)
+    server = start()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\nContent-Length: 9999999\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), 20) as raw:
+        raw.sendall(request % head)
+        assert error_sent(raw).startswith(b"HTTP/1.1 " + status)
+        sent = 0
+        with pytest.raises(OSError, match=r"Connection reset|Broken pipe"):  # noqa: PT012
+            for _ in range(400):
+                raw.sendall(b"x" * 100)
+                sent += 100
+                time.sleep(0.05)
+        assert sent > 100
+    # A body that does end leaves its connection as good as new.
+    with socket.create_connection(("127.0.0.1", server.port), 20) as raw:
+        raw.sendall(request.replace(b"9999999", b"5000000") % head)
+        assert error_sent(raw).startswith(b"HTTP/1.1 " + status)
+        raw.sendall(b"x" * 5_000_000)
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert raw.recv(4096).startswith(b"HTTP/1.1 200")
+        time.sleep(0.7)  # and nothing cuts it off later
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert raw.recv(4096).startswith(b"HTTP/1.1 200")
 
 
 def test_a_client_that_never_reads_is_cut(start: Start) -> None:
@@ -247,9 +299,7 @@ def test_a_head_that_does_not_arrive(
                 if not sent:
                     continue  # that is an idle connection
             raw.sendall(sent)
-            answer = b""
-            while piece := raw.recv(4096):
-                answer += piece
+            answer = everything(raw)
             assert answer.startswith(b"HTTP/1.1 408")
             assert b'"code":408' in answer
 

@@ -53,6 +53,7 @@ def hold(patch: pytest.MonkeyPatch, owner: Any, name: str, held: Callable[..., b
     [
         ("encode", "/v1/completions", {"prompt": "slow", "max_tokens": 1}),
         ("encode", "/tokenize", {"prompt": "slow"}),
+        ("token_str", "/tokenize", {"prompt": "slow", "return_token_strs": True}),
         ("decode", "/detokenize", {"tokens": [118] * 4}),
         ("apply_chat_template", "/v1/chat/completions", {"max_tokens": 1}),
         ("parse_json", "/tokenize", {"prompt": "x", "ignored": LARGE}),

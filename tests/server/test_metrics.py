@@ -36,6 +36,7 @@ FAMILIES = [
     "request_params_n",
     "request_params_max_tokens",
     "request_num_preemptions",
+    "admission_rejections",
     "cache_config_info",
 ]
 

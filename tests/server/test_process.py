@@ -126,6 +126,7 @@ def test_a_port_in_use(
         (["--chat-template", "{broken}"], "chat template is broken"),
         (["--shutdown-timeout", "-1"], "shutdown_timeout"),
         (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
+        (["--pin-prefix", "none.txt", "--model", "no/such"], "pin_prefix: cannot read none.txt"),
     ],
 )
 def test_what_cannot_start_ends_in_one_line(

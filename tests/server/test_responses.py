@@ -187,6 +187,7 @@ def test_bad_input(shared: Running, given: Any) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": "x"}, "tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"text": "x"}, "text"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -82,3 +82,16 @@ def test_a_trace_that_is_cut_off_lacks_its_end_only(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"trace_file: cannot write .* No such file"):
         LLM(kv_cache_memory="64MiB", trace_file=str(tmp_path / "no" / "trace.json"))
+
+
+@pytest.mark.parametrize("num_tokens", [4, 400])  # what fails is the last write, or one before
+def test_a_full_disk_ends_the_trace_and_nothing_else(
+    num_tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    with LLM(kv_cache_memory="64MiB", trace_file="/dev/full") as llm:
+        [result] = llm.generate([[1, 5, 6]], params)
+    assert len(result.outputs[0].token_ids) == num_tokens
+    [told] = [record.getMessage() for record in caplog.records]
+    assert told.startswith("trace_file: ")
+    assert told.endswith("No space left on device")

@@ -19,7 +19,7 @@ from vmserve.bench.ab.results import format_effect, judgement, median
 from vmserve.bench.ab.statistics import MIN_PAIRS, Comparison, compare_metrics
 from vmserve.bench.alloc.section import Table
 from vmserve.bench.compare_cases import Case, read, read_cases
-from vmserve.bench.report import dump, make_console, make_directory, print_table
+from vmserve.bench.report import check_writable, dump, make_console, print_table, write_text
 from vmserve.errors import ConfigurationError
 
 __all__ = ["compare_cases", "compare_command", "regressions"]
@@ -209,9 +209,13 @@ def _table(
 
 
 def compare_command(
-    files: Annotated[list[Path], typer.Argument(help="The first is what others are held against.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE", help="The first is what others are held against."),
+    ],
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the comparisons to this file.")
+        Path | None,
+        typer.Option("--json", help="Write the comparisons to this file.", callback=check_writable),
     ] = None,
     fail_above: Annotated[
         float | None,
@@ -272,9 +276,8 @@ def compare_command(
             )
         described.append({"file": str(path), "differences": differences, "cases": told})
     if json_path is not None:
-        make_directory(json_path.parent)
         result = {"schema": "vmserve-bench-compare", "schema_version": 1, "first": str(files[0])}
-        json_path.write_text(dump({**result, "others": described}), encoding="utf-8")
+        write_text(json_path, dump({**result, "others": described}))
     if fail_above is None:
         return
     if not num_judged:

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from vmserve.bench.report import check_writable
+
 __all__ = [
     "Burstiness",
     "Concurrency",
@@ -48,10 +50,12 @@ SloTpot = Annotated[str | None, typer.Option(help="Objective: time per token aft
 
 Quick = Annotated[bool, typer.Option("--quick", help="Very few repeats: to see that it runs.")]
 JsonPath = Annotated[
-    Path | None, typer.Option("--json", help="Write everything measured to this file.")
+    Path | None,
+    typer.Option("--json", help="Write everything measured to this file.", callback=check_writable),
 ]
 MarkdownPath = Annotated[
-    Path | None, typer.Option("--markdown", help="Write the tables to this file.")
+    Path | None,
+    typer.Option("--markdown", help="Write the tables to this file.", callback=check_writable),
 ]
 Plots = Annotated[
     Path | None, typer.Option(help="Draw a plot of each section into this directory.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vmserve.bench.alloc.section import Table
-from vmserve.bench.report import make_console, make_directory, print_table, progress
+from vmserve.bench.report import check_writable, make_console, print_table, progress, write_text
 from vmserve.cli_options import with_engine_options
 from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
@@ -34,7 +34,10 @@ _TRIES = 5
 @with_engine_options
 def profile_command(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the profile to this file.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write the profile to this file.", callback=check_writable
+        ),
     ] = None,
     **engine_options: Any,
 ) -> None:
@@ -52,11 +55,7 @@ def profile_command(
         engine.close()
     print_table(make_console(), _table(profile))
     if output is not None:
-        make_directory(output.parent)
-        try:
-            output.write_text(profile.to_json() + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(f"cannot write {output}: {error.strerror}") from error
+        write_text(output, profile.to_json() + "\n")
 
 
 def measured_profile(

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from vmserve.errors import ConfigurationError
+from vmserve.errors import ConfigurationError, VmserveError
 
 if TYPE_CHECKING:
     import datetime
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from vmserve.bench.alloc.section import Report, SectionResult, Table
 
 __all__ = [
+    "check_writable",
     "dump",
     "fresh_directory",
     "make_console",
@@ -31,6 +33,7 @@ __all__ = [
     "print_table",
     "progress",
     "require_matplotlib",
+    "write_text",
 ]
 
 #: Wide enough for every column, for output that is piped into a file or a pager.
@@ -106,5 +109,37 @@ def fresh_directory(parent: Path, date: datetime.date, cpu: str) -> Path:
 def make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigurationError(f"cannot write to {path}: it is no directory") from None
     except OSError as error:
         raise ConfigurationError(f"cannot write to {path}: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise ConfigurationError(f"cannot write to {path}: it is not writable")
+
+
+def check_writable(path: Path | None) -> Path | None:
+    """``path``, whose directory is there afterwards: told before minutes go into measuring.
+
+    Raises ConfigurationError for a directory, for what cannot be written, and for "-".
+    """
+    if path is None:
+        return None
+    if str(path) == "-":
+        raise ConfigurationError(
+            "cannot write to standard output, which has the tables: give a file's name instead of -"
+        )
+    if path.is_dir():
+        raise ConfigurationError(f"cannot write {path}: it is a directory")
+    make_directory(path.parent)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ConfigurationError(f"cannot write {path}: it is not writable")
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Its directory is made. Raises VmserveError where the system refuses: a full disk, say."""
+    make_directory(path.parent)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise VmserveError(f"cannot write {path}: {error.strerror}") from None

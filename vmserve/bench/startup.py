@@ -28,7 +28,7 @@ from vmserve.bench.ab.metrics import Metric
 from vmserve.bench.alloc.section import Table
 from vmserve.bench.machine import machine_info
 from vmserve.bench.process_memory import KINDS, child_processes, read_memory
-from vmserve.bench.report import dump, make_console, make_directory, print_table, progress
+from vmserve.bench.report import dump, make_console, print_table, progress, write_text
 from vmserve.bench.serve.events import Answer, EventReader
 from vmserve.cli_options import with_engine_options
 from vmserve.config import format_size
@@ -122,8 +122,7 @@ def startup_command(
         )
     print_table(console, memory_table(samples))
     if json_path is not None:
-        make_directory(json_path.parent)
-        json_path.write_text(dump(document(engine_options, samples)), encoding="utf-8")
+        write_text(json_path, dump(document(engine_options, samples)))
 
 
 def has_bytecode() -> bool:

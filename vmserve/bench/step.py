@@ -24,10 +24,10 @@ from vmserve.bench.machine import machine_info
 from vmserve.bench.report import (
     dump,
     make_console,
-    make_directory,
     markdown,
     print_table,
     progress,
+    write_text,
 )
 from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
@@ -68,6 +68,8 @@ GOAL_NUM_SEQS = 256
 _MAX_PROMPT = 128
 #: Steps that nobody looks at: at most so many read prompts, then caches are cold and pools grow.
 _FILL, _WARM_UP = 64, 24
+#: What the context of the embedded model, whose shape is used, leaves after a prompt.
+_MAX_STEPS = 8192 - _MAX_PROMPT - _FILL - _WARM_UP - 8
 #: So many steps of one regime, then of the next: whatever disturbs them disturbs all.
 _BLOCK = 25
 _BATCHED_TOKENS = 4096
@@ -227,7 +229,9 @@ def step_command(
     num_seqs: Annotated[
         str, typer.Option(help="Numbers of decoding sequences, with commas between.")
     ] = "1,16,64,256,1024",
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, of each case.")] = 300,
+    steps: Annotated[
+        int, typer.Option(min=1, max=_MAX_STEPS, help="Steps that are timed, of each case.")
+    ] = 300,
     json_path: opt.JsonPath = None,
     markdown_path: opt.MarkdownPath = None,
 ) -> None:
@@ -248,8 +252,7 @@ def step_command(
     }
     for path, text in ((json_path, dump(described)), (markdown_path, markdown(results, described))):
         if path is not None:
-            make_directory(path.parent)
-            path.write_text(text, encoding="utf-8")
+            write_text(path, text)
 
 
 def _counts(text: str) -> list[int]:

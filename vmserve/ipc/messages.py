@@ -190,7 +190,7 @@ class Choice(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Update(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What is new of one request; ``metrics`` with its first tokens and at its end, the prompt's
-    log-probabilities at its end."""
+    log-probabilities with its first tokens."""
 
     handle: int
     choices: list[Choice]

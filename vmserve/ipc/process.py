@@ -102,8 +102,8 @@ class EngineProcess:
 
     def close(self) -> None:
         """End it, whatever it does."""
+        self.kill()  # first: it has no time to wonder at a socket that ends
         self.sock.close()
-        self.kill()
         self.reap(_KILLED_SECONDS)
 
     @staticmethod

@@ -208,13 +208,14 @@ class EngineService:
         first = bool(output.outputs) and handle not in self._started
         if first:
             self._started.add(handle)
-        finished = output.finished
-        prompt = output.prompt_logprobs if finished else None
+        ends_unheard = output.finished and handle not in self._started
+        # Once: with the first tokens, whose step has scored the last of the prompt.
+        prompt = output.prompt_logprobs if first or ends_unheard else None
         return Update(
             handle,
             [_choice(choice) for choice in output.outputs],
-            finished,
-            output.metrics if first or finished else None,
+            output.finished,
+            output.metrics if first or output.finished else None,
             None if prompt is None else prompt_positions(prompt),
         )
 

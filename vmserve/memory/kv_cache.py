@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self, get_args
 
 import torch
 
-from vmserve.errors import OutOfMemoryError
+from vmserve.config import format_size
+from vmserve.errors import ConfigurationError, OutOfMemoryError
 from vmserve.memory.base import Fork, Growth, MemoryPlan, Shortfall
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.memory.tensors import arena_tensors, contiguous_view, safe_view
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
     from vmserve.memory.layout import KVLayout
 
 __all__ = ["KVCache"]
+
+_ZeroPages = Literal["always", "tenant", "never"]
+#: More than these no machine holds: their bookkeeping is allocated at once.
+_MAX_SLOTS: Final = 2**20
+#: More address space than a process has.
+_MAX_RESERVATION: Final = 2**57
 
 
 class KVCache:
@@ -54,8 +62,8 @@ class KVCache:
     Each call that changes memory waits its turn behind the kernels launched before it; pages that
     they may read are not unmapped before they are done.
 
-    Raises :class:`ConfigurationError` when ``limit_bytes`` holds no page, and
-    :class:`DriverError` when ``num_slots`` times ``max_len`` cannot be reserved.
+    Raises :class:`ConfigurationError` for arguments out of their ranges and when ``limit_bytes``
+    holds no page, and :class:`DriverError` when ``num_slots`` times ``max_len`` cannot be reserved.
     """
 
     def __init__(
@@ -67,8 +75,22 @@ class KVCache:
         max_len: int,
         limit_bytes: int,
         read_slack_tokens: int = 0,
-        zero_pages: Literal["always", "tenant", "never"] = "always",
+        zero_pages: _ZeroPages = "always",
     ) -> None:
+        num_slots = _checked("num_slots", num_slots, 1, _MAX_SLOTS)
+        max_len = _checked("max_len", max_len, 1, _MAX_RESERVATION)
+        limit_bytes = _checked("limit_bytes", limit_bytes, 0, _MAX_RESERVATION)
+        read_slack_tokens = _checked("read_slack_tokens", read_slack_tokens, 0, _MAX_RESERVATION)
+        if zero_pages not in get_args(_ZeroPages):
+            raise ConfigurationError(
+                f"zero_pages: {zero_pages!r} is not one of {', '.join(get_args(_ZeroPages))}"
+            )
+        reserved = num_slots * layout.pages_for(max_len + read_slack_tokens) * layout.page_bytes
+        if reserved > _MAX_RESERVATION:
+            raise ConfigurationError(
+                f"{num_slots} slots of {max_len} tokens are {format_size(reserved)} of addresses "
+                "for each group of layers, more than there are: lower num_slots or max_len"
+            )
         self.layout = layout
         self.num_slots = num_slots
         self.max_len = max_len
@@ -230,3 +252,13 @@ class KVCache:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _checked(name: str, value: object, least: int, most: int) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigurationError(f"{name}: {value!r} is not an integer") from None
+    if not least <= number <= most:
+        raise ConfigurationError(f"{name}: {number} is not between {least} and {most}")
+    return number

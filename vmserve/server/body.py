@@ -67,7 +67,9 @@ async def _receive(request: Request) -> bytes:
             return await _read(request)
     except TimeoutError as error:
         raise ApiError(
-            408, f"The request body did not arrive within {BODY_TIMEOUT_SECONDS:g} seconds."
+            408,
+            f"The request body did not arrive within {BODY_TIMEOUT_SECONDS:g} seconds.",
+            headers={"connection": "close"},
         ) from error
     except ClientDisconnect as error:
         raise ClientDisconnectedError from error

@@ -11,7 +11,12 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vmserve.server.errors import ApiError, error_body
-from vmserve.server.limits import HEAD_TIMEOUT_SECONDS, MAX_HEADER_BYTES, WRITE_STALL_SECONDS
+from vmserve.server.limits import (
+    BODY_TIMEOUT_SECONDS,
+    HEAD_TIMEOUT_SECONDS,
+    MAX_HEADER_BYTES,
+    WRITE_STALL_SECONDS,
+)
 from vmserve.server.wire import JSON_TYPE, dump_json
 
 __all__ = ["BodyWriter", "GuardedProtocol", "body_writer"]
@@ -57,13 +62,14 @@ def body_writer(scope: Scope) -> BodyWriter | None:
 
 class GuardedProtocol(H11Protocol):
     """Cuts a connection whose write buffer stays full, which ends its request as a
-    disconnect does, and one on which a request's head never ends; what is not HTTP gets an error
-    in the shape of all others."""
+    disconnect does, one on which a request's head never ends, and one on which a body goes on
+    after its answer; what is not HTTP gets an error in the shape of all others."""
 
     #: Seconds that the write buffer may stay full.
     write_timeout: float | None = None
     _stalled: asyncio.TimerHandle | None = None
     _head_due: asyncio.TimerHandle | None = None
+    _rest_due: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -86,6 +92,21 @@ class GuardedProtocol(H11Protocol):
             self._watch_head()
         else:
             self._forget_head()
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._forget_rest()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # Answered before its body was there (too large, say). Were the connection closed at
+        # once, a client that still sends would see it reset, and not the answer: so the rest is
+        # read, and dropped, for as long as a body may take.
+        if self.conn.their_state is h11.SEND_BODY and self._rest_due is None:
+            self._rest_due = self.loop.call_later(BODY_TIMEOUT_SECONDS, self.transport.abort)
+
+    def _forget_rest(self) -> None:
+        if self._rest_due is not None:
+            self._rest_due.cancel()
+            self._rest_due = None
 
     def _watch_head(self) -> None:
         if self._head_due is None:
@@ -113,6 +134,7 @@ class GuardedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_stall()
         self._forget_head()
+        self._forget_rest()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:

@@ -57,6 +57,9 @@ class _Resolved(Protocol):
     @property
     def max_logprobs(self) -> int: ...
 
+    @property
+    def max_num_seqs(self) -> int: ...
+
 
 class EngineClient(Protocol):
     """What :class:`vmserve.AsyncLLM` and :class:`vmserve.ipc.client.ProcessLLM` have in common.

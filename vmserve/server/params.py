@@ -96,9 +96,16 @@ def _beam_params(
     structured: StructuredOutputsParams | None,
 ) -> BeamSearchParams:
     """``n`` is the width; what only shapes sampling has no influence."""
+    width, most = request.n or 1, engine.resolved.max_num_seqs
+    if width > most:
+        raise InvalidRequestError(
+            f"n must be at most {most} for a beam search here, got {width} (less_than_equal): "
+            "beams run together; start the server with a larger --max-num-seqs",
+            "n",
+        )
     given = {name: getattr(request, name) for name in _BEAM_FIELDS}
     params = BeamSearchParams(
-        beam_width=request.n or 1,
+        beam_width=width,
         max_tokens=max_tokens,
         logprobs=logprobs,
         structured_outputs=structured,

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vmserve.errors import InvalidRequestError
 from vmserve.server.auth import Caller
 from vmserve.server.body import read_model
 from vmserve.server.chat import ChatService, StartedChat
@@ -119,6 +120,8 @@ def _owner(request: Request) -> str:
 
 
 def _refuse_unserved(body: ResponsesRequest) -> None:
+    if not isinstance(body.text, dict | None):
+        raise InvalidRequestError("text must be an object, with a format", "text")
     if body.background:
         raise not_implemented("background", "background", "leave it out")
     if body.conversation is not None:

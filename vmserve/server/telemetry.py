@@ -72,6 +72,7 @@ _VLLM_FAMILIES: Final = frozenset(
         *_HISTOGRAMS,
         *_COUNTERS,
         *_GAUGES,
+        "admission_rejections",
         "cache_config_info",
         "iteration_tokens_total",
         "num_requests_waiting_by_reason",

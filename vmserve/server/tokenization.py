@@ -31,15 +31,24 @@ class TokenizationService:
         body = await read_model(request, TokenizeRequest)
         self._context.served_name(body.model)
         token_ids = await self._encode(body)
+        reply = await self._context.run_aside(
+            lambda: self._tokens(token_ids, with_strings=bool(body.return_token_strs)),
+            len(token_ids),
+        )
+        return Response(reply, media_type=JSON_TYPE)
+
+    def _tokens(self, token_ids: list[int], *, with_strings: bool) -> bytes:
         tokenizer = self._context.engine.tokenizer
-        strings = [tokenizer.token_str(token_id) for token_id in token_ids]
+        strings = (
+            [tokenizer.token_str(token_id) for token_id in token_ids] if with_strings else None
+        )
         reply = {
             "count": len(token_ids),
             "max_model_len": self._context.max_model_len,
             "tokens": token_ids,
-            "token_strs": strings if body.return_token_strs else None,
+            "token_strs": strings,
         }
-        return Response(dump_json(reply), media_type=JSON_TYPE)
+        return dump_json(reply)
 
     async def _encode(self, body: TokenizeRequest) -> list[int]:
         if (body.prompt is None) == (body.messages is None):

@@ -6,8 +6,10 @@ was killed) opens as well.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from vmserve.types import RequestMetrics
 
 __all__ = ["StepTrace"]
+
+logger = logging.getLogger(__name__)
 
 _STEPS, _REQUESTS, _OTHER_STEPS = 1, 2, 3
 _PAGES = ("free_pages", "used_pages", "idle_pages", "waiting_pages", "held_pages")
@@ -40,7 +44,8 @@ _EVENTS = (
 class StepTrace:
     """Writes events as they happen; raises :class:`ConfigurationError` for a file that cannot be.
 
-    One thread at a time. Times are microseconds since the trace began.
+    One thread at a time. Times are microseconds since the trace began. Where the file can be
+    written no further (its disk is full) the trace ends, and what is traced goes on.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,10 +55,11 @@ class StepTrace:
             raise ConfigurationError(
                 f"trace_file: cannot write {path}: {error.strerror}"
             ) from error
+        self._path = path
         self._began = time.perf_counter()
         self._offset = time.monotonic() - self._began
         self._last: dict[str, float] = {}
-        self._file.write("[")
+        self._write("[")
         self._is_first = True
         self._track = _STEPS
         names = {_STEPS: "steps", _OTHER_STEPS: "steps beside them", _REQUESTS: "requests"}
@@ -123,9 +129,11 @@ class StepTrace:
         self._async("e", request_id, request_id, reached[-1][1], {})
 
     def close(self) -> None:
-        if not self._file.closed:
-            self._file.write("\n]\n")
+        self._write("\n]\n")
+        try:
             self._file.close()
+        except OSError as error:
+            logger.warning("trace_file: the end of %s is lost: %s", self._path, error.strerror)
 
     # -- events -------------------------------------------------------------------------
 
@@ -149,5 +157,15 @@ class StepTrace:
     def _event(self, phase: str, name: str, when: float, **fields: Any) -> None:
         timestamp = max(0.0, (when - self._began) * 1e6)
         event = {"ph": phase, "name": name, "ts": timestamp, "pid": os.getpid(), **fields}
-        self._file.write(("\n" if self._is_first else ",\n") + json.dumps(event))
+        self._write(("\n" if self._is_first else ",\n") + json.dumps(event))
         self._is_first = False
+
+    def _write(self, text: str) -> None:
+        if self._file.closed:
+            return
+        try:
+            self._file.write(text)
+        except OSError as error:
+            logger.warning("trace_file: %s ends here: %s", self._path, error.strerror)
+            with contextlib.suppress(OSError):  # what is left of it cannot be written either
+                self._file.close()

@@ -58,6 +58,7 @@
 #include "vmserve/block_pool.h"
 #include "vmserve/driver.h"
 #include "vmserve/errors.h"
+#include "vmserve/kv_memory_types.h"
 #include "vmserve/lazy_array.h"
 #include "vmserve/mapper.h"
 #include "vmserve/prefix_digest.h"
@@ -66,130 +67,6 @@
 #include "vmserve/transaction.h"
 
 namespace vmserve {
-
-enum class View : std::uint8_t { kVirtual, kPaged };
-enum class Health : std::uint8_t { kHealthy, kDegraded, kFailed };
-
-struct MemoryConfig {
-  std::int32_t num_groups = 1;
-  std::int32_t block_tokens = 16;
-  std::int32_t blocks_per_page = 1;
-  std::int64_t token_bytes = 0;  // from one token to the next, in one group
-  std::int32_t max_seqs = 0;     // sequences that can be open
-  std::int32_t num_slots = 0;
-  std::int64_t max_len = 0;      // tokens
-  std::int64_t read_slack = 0;   // tokens past the length that kernels may read, virtual view
-  std::int64_t limit_pages = 0;  // cap of the pool
-  std::int64_t max_pages = 0;    // cap of the cap: sizes the arena's reservation
-  std::int64_t grow_pages = 1;   // the pool commits at least this many at a time
-  ZeroPolicy zero_policy = ZeroPolicy::kTenant;
-  bool prefix_caching = true;
-  // Page 0 is kept, zero for ever: block 0 stands in block tables where nothing is needed.
-  bool null_page = false;
-  bool deferred_reclamation = true;  // else release() unmaps at once
-  bool seal_read_only = true;        // slots map pages read-only once they are sealed
-  std::int64_t swap_blocks = 0;      // most blocks in host memory
-
-  MapperMode mapper = MapperMode::kOff;
-  std::int64_t lookahead_tokens = 0;  // mapped ahead of a virtual sequence; 0: nothing is
-  std::int32_t eager_slots = 0;       // unused slots kept with eager_pages pages mapped
-  std::int64_t eager_pages = 0;
-  double reclaim_share = 0.10;  // parked slots are unmapped while less of the pool is at hand
-
-  std::int64_t page_tokens() const { return std::int64_t{block_tokens} * blocks_per_page; }
-};
-
-enum class OpKind : std::uint8_t { kAttach, kFork, kConvert, kSwapOut, kSwapIn, kGrow };
-
-// One thing to be done to one sequence. In one plan a sequence has at most one op other than
-// kGrow, and at most one kGrow (repeated growths: the largest counts); a parent of forks may grow.
-//   kAttach   `seq` is empty: its first `num_tokens` (whole blocks, at most match(seq)) come from
-//             the prefix cache. Length and sealed become num_tokens
-//   kFork     `seq` is empty, of `other`'s tenant: it gets other's first `num_tokens` (<= length).
-//             Whole pages (virtual) or blocks (paged) are shared, the rest is copied at once
-//             (virtual) or when one of the two writes (paged). Its known tokens become other's
-//             first `num_tokens`; later ones come by append_tokens()
-//   kConvert  `seq` is in the view `view` afterwards
-//   kSwapOut  `seq`'s blocks go to host memory and its pages are given up
-//   kSwapIn   and back, into the view it had
-//             NOTE: copies are asked for when apply() is called; kernels of epochs that have begun
-//             and are not launched yet must not write what is copied. Where they run beside the
-//             kernels, those that are launched later do not wait for the copies out
-//   kGrow     positions up to `num_tokens` can be used; those from the length on are written in the
-//             epoch that this apply begins. Never shrinks. Positions before `first_token` are not
-//             needed any more (sliding window): what lies wholly before it is given up
-struct Op {
-  OpKind kind;
-  SeqId seq;
-  std::int64_t num_tokens = 0;
-  std::int64_t first_token = 0;
-  SeqId other = kNoSeq;
-  View view = View::kVirtual;
-};
-
-// The ops fit if nothing is missing: needed_pages <= available_pages and neither slots nor swap
-// blocks are short. `waiting_pages` become available when the epochs that run are
-// complete and the copies that run have ended; where the ops do not fit, blocks of them do.
-struct Plan {
-  std::int64_t needed_pages = 0;
-  std::int64_t available_pages = 0;
-  std::int64_t waiting_pages = 0;
-  std::int64_t missing_slots = 0;
-  std::int64_t missing_swap_blocks = 0;
-  std::uint64_t version = 0;
-  bool fits() const {
-    return needed_pages <= available_pages && missing_slots == 0 && missing_swap_blocks == 0;
-  }
-};
-
-struct MemoryStats {
-  std::int64_t page_bytes, page_tokens, block_tokens, blocks_per_page, limit_pages, committed_pages,
-      free_pages, used_pages, idle_pages, waiting_pages, held_pages, quarantined_pages,
-      shared_pages, split_pages, used_blocks, shared_blocks, cached_blocks, num_slots, used_slots,
-      parked_slots, parked_pages, spare_pages, num_seqs, virtual_seqs, paged_seqs, swapped_seqs,
-      used_tokens, tail_waste_bytes, swap_blocks, swap_capacity_blocks, copying_blocks,
-      memfd_allocated_bytes, num_mappings, pending_repairs, health;
-  // Counters since the start.
-  std::int64_t pages_mapped_total, pages_unmapped_total, pages_committed_total,
-      pages_given_back_total, pages_zeroed_total, map_calls_total, unmap_calls_total,
-      access_calls_total, arena_map_calls_total, unhidden_calls_total, hidden_calls_total,
-      mapper_waits_total, adopted_pages_total, adopted_slots_total, forks_total, cow_blocks_total,
-      copied_blocks_total, converted_to_virtual_total, converted_to_paged_total,
-      converted_zero_copy_total, prefix_query_blocks_total, prefix_hit_blocks_total,
-      evicted_blocks_total, published_blocks_total, compactions_total, compacted_blocks_total,
-      swapped_out_blocks_total, swapped_in_blocks_total, swap_copy_runs_total;
-  double map_seconds_total, mapper_seconds_total, mapper_wait_seconds_total;
-};
-
-// What a page is used for: the low four bits of a code in MemoryMap.
-enum class PageUse : std::uint8_t {
-  kAbsent,  // no memory behind it
-  kFree,
-  kVirtual,  // live sequences of the virtual view have it
-  kPaged,
-  kBoth,     // sequences of both views
-  kCached,   // nobody's, but the prefix cache can find its blocks
-  kParked,   // shown by a slot without a sequence
-  kSpare,    // mapped ahead of a live sequence
-  kWaiting,  // given up, but a running epoch may read it
-  kHeld,     // in the hands of the mapper or of a repair
-};
-constexpr std::uint8_t kPageShared = 16;  // a block of it has several references
-constexpr std::uint8_t kPageMapped = 32;  // a slot shows it
-constexpr int kNumPageCodes = 64;
-
-struct MemoryMap {
-  struct SlotRow {
-    SeqId seq;            // kNoSeq: nobody's
-    std::int32_t mapped;  // pages that it shows
-    std::int32_t used;    // of those, its sequence's
-  };
-  std::int64_t num_pages = 0;       // the limit, or more while a lower one is being reached
-  std::int64_t pages_per_cell = 1;  // the last cell may have fewer
-  std::vector<std::uint8_t> cells;
-  std::vector<std::int64_t> counts;  // pages by code
-  std::vector<SlotRow> slots;
-};
 
 // Thread-safe: one lock around every call. Every mutation happens as a whole or not at all; what a
 // failed one may cost is cached prefixes, never a sequence's state.

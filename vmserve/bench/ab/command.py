@@ -161,6 +161,8 @@ def ab_command(
         raise ConfigurationError(f"--renew: {other}: give one of them")
     seed = engine_options.get("seed", 0)
     settings = Settings(rounds, warmup, seed, slo, price_per_hour, renew_every=renew)
+    if output is not None:
+        make_directory(output)
     console = make_console()
     if busy := busy_warning():
         console.print(busy)

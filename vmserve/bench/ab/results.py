@@ -20,7 +20,7 @@ from vmserve.bench.ab.statistics import (
 )
 from vmserve.bench.alloc.section import Table
 from vmserve.bench.machine import machine_info
-from vmserve.bench.report import dump
+from vmserve.bench.report import dump, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -128,7 +128,7 @@ def write(described: Mapping[str, Any], directory: Path) -> list[Path]:
     """``results.json`` and ``report.html``; the paths of what was written."""
     texts = {"results.json": dump(described), "report.html": render(described)}
     for name, text in texts.items():
-        (directory / name).write_text(text, encoding="utf-8")
+        write_text(directory / name, text)
     return [directory / name for name in texts]
 
 

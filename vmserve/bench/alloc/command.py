@@ -20,6 +20,7 @@ from vmserve.bench.report import (
     print_table,
     progress,
     require_matplotlib,
+    write_text,
 )
 from vmserve.errors import ConfigurationError
 
@@ -55,6 +56,7 @@ def alloc_command(
     names = chosen_sections(section, driver.value)
     if plots is not None:
         require_matplotlib("--plots")
+        make_directory(plots)
     options = Options(quick=quick, seed=seed, driver=driver.value)
     if driver is Driver.cuda:
         make_driver("cuda", 2 << 20, 1)  # refuses here, before anything is measured
@@ -66,16 +68,13 @@ def alloc_command(
             print_table(console, table)
     described = document(results, options)
     if json_path is not None:
-        make_directory(json_path.parent)
-        json_path.write_text(dump(described), encoding="utf-8")
+        write_text(json_path, dump(described))
     if markdown_path is not None:
-        make_directory(markdown_path.parent)
-        markdown_path.write_text(markdown(results, described), encoding="utf-8")
+        write_text(markdown_path, markdown(results, described))
     if plots is not None:
         # Optional: plots are drawn with the `bench` extra.
         from vmserve.bench.alloc.plots import draw  # noqa: PLC0415
 
-        make_directory(plots)
         for path in draw(described["sections"], plots):
             console.print(f"drawn: {path}")
 

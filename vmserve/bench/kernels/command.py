@@ -21,6 +21,7 @@ from vmserve.bench.report import (
     print_table,
     progress,
     require_matplotlib,
+    write_text,
 )
 from vmserve.errors import ConfigurationError
 
@@ -47,6 +48,7 @@ def kernels_command(
     names = chosen_sections(section)
     if plots is not None:
         require_matplotlib("--plots")
+        make_directory(plots)
     options = Options(quick=quick, seed=seed)
     console = make_console()
     load_before = os.getloadavg()[0]
@@ -58,16 +60,13 @@ def kernels_command(
             print_table(console, table)
     described = _document(results, options, load_before)
     if json_path is not None:
-        make_directory(json_path.parent)
-        json_path.write_text(dump(described), encoding="utf-8")
+        write_text(json_path, dump(described))
     if markdown_path is not None:
-        make_directory(markdown_path.parent)
-        markdown_path.write_text(markdown(results, described), encoding="utf-8")
+        write_text(markdown_path, markdown(results, described))
     if plots is not None:
         # Optional: plots are drawn with the `bench` extra.
         from vmserve.bench.kernels.plots import draw  # noqa: PLC0415
 
-        make_directory(plots)
         for path in draw(described["sections"], plots):
             console.print(f"drawn: {path}")
 

@@ -26,6 +26,7 @@ from vmserve.bench.report import (
     print_table,
     progress,
     require_matplotlib,
+    write_text,
 )
 from vmserve.errors import ConfigurationError
 from vmserve.hub import EMBEDDED_NAME
@@ -110,8 +111,6 @@ def papers_command(
         if engine is EngineKind.simulated:  # of the real engine there are no plots
             require_matplotlib("--output")
         make_directory(output)
-    if json_path is not None:
-        make_directory(json_path.parent)
     console = make_console()
     if engine is EngineKind.real:
         if minutes is not None:
@@ -131,10 +130,10 @@ def papers_command(
         results = _run(FIGURES, chosen(figure, FIGURES), simulated, console)
         data = document(results, simulated)
     if json_path is not None:
-        json_path.write_text(dump(data), encoding="utf-8")
+        write_text(json_path, dump(data))
     if output is not None:
-        (output / "results.json").write_text(dump(data), encoding="utf-8")
-        (output / "tables.md").write_text(markdown(results, data), encoding="utf-8")
+        write_text(output / "results.json", dump(data))
+        write_text(output / "tables.md", markdown(results, data))
         if engine is EngineKind.simulated:
             # Optional: plots are drawn with the `bench` extra.
             from vmserve.bench.papers.plots import draw  # noqa: PLC0415

@@ -18,7 +18,7 @@ from vmserve.bench.ab.plan import LoadOptions, make_workload, objectives, source
 from vmserve.bench.ab.traces import HASH_BLOCK_TOKENS
 from vmserve.bench.ab.traffic import KINDS, get_kind
 from vmserve.bench.ab.watch import watch
-from vmserve.bench.report import dump, make_console, make_directory, print_table
+from vmserve.bench.report import check_writable, dump, make_console, print_table, write_text
 from vmserve.bench.serve.client import ServedRun, Target, send_load
 from vmserve.bench.serve.results import ServedRound, document, table
 from vmserve.bench.serve.server import ServerInfo, api_url, look
@@ -200,7 +200,7 @@ def serve_load_command(
         "retry": retry,
         "extra_body": dict(target.extra_body),
     }
-    json_path.write_text(dump(document(options, server, made, slo, measured)), encoding="utf-8")
+    write_text(json_path, dump(document(options, server, made, slo, measured)))
     console.print(f"written: {json_path}")
 
 
@@ -290,5 +290,5 @@ def _context(max_len: int | None, server: ServerInfo) -> int:
 def _writable(json_path: Path | None, output: Path | None) -> Path:
     """Where results go; its directory is there afterwards."""
     path = json_path or (output or fresh_output("vmserve-serve")) / "results.json"
-    make_directory(path.parent)
+    check_writable(path)
     return path

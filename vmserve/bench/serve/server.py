@@ -34,8 +34,12 @@ class ServerInfo:
 
 def api_url(text: str) -> str:
     """The address that ends in ``/v1`` or another path. Raises ConfigurationError."""
-    parts = urlsplit(text if "://" in text else f"http://{text}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # half an IPv6 address, or a port that is none
+        usable = False
+    if not usable:
         raise ConfigurationError(f"--base-url: {text!r} is no address: write http://HOST:PORT")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigurationError(

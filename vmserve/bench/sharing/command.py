@@ -18,6 +18,7 @@ from vmserve.bench.report import (
     print_table,
     progress,
     require_matplotlib,
+    write_text,
 )
 from vmserve.bench.sharing import SECTIONS, Options
 from vmserve.bench.sharing.section import MODES
@@ -79,8 +80,6 @@ def sharing_command(
     if output is not None:
         require_matplotlib("--output")
         make_directory(output)
-    if json_path is not None:
-        make_directory(json_path.parent)
     console = make_console()
     results = {}
     for name in names:
@@ -90,13 +89,13 @@ def sharing_command(
             print_table(console, table)
     described = document(results, options)
     if json_path is not None:
-        json_path.write_text(dump(described), encoding="utf-8")
+        write_text(json_path, dump(described))
     if output is not None:
         # Optional: plots are drawn with the `bench` extra.
         from vmserve.bench.sharing.plots import draw  # noqa: PLC0415
 
-        (output / "results.json").write_text(dump(described), encoding="utf-8")
-        (output / "tables.md").write_text(markdown(results, described), encoding="utf-8")
+        write_text(output / "results.json", dump(described))
+        write_text(output / "tables.md", markdown(results, described))
         for path in draw(described["sections"], output):
             console.print(f"drawn: {path}")
 
