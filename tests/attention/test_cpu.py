@@ -26,7 +26,7 @@ from vmserve.attention.base import (
 )
 from vmserve.attention.cpu import ISA_VARIABLE, CpuBackend, CpuCall, tensor_tuple
 from vmserve.attention.rotary import Rotary, rotate
-from vmserve.errors import UnsupportedError
+from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
@@ -676,6 +676,9 @@ def test_the_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> N
         assert CpuBackend(isa="generic").isa == "generic"
     with pytest.raises(ValueError, match=r"'sse9': this processor has kernels for .*generic"):
         CpuBackend(isa="sse9")
+    monkeypatch.setenv(ISA_VARIABLE, "sse9")
+    with pytest.raises(ConfigurationError, match=r"^VMSERVE_CPU_ISA: instruction set 'sse9'"):
+        CpuBackend()
 
 
 def test_threads_follow_torch_unless_they_are_given() -> None:

@@ -97,6 +97,7 @@ def test_streams_join_to_the_whole_reply(real: Running, path: str, options: dict
         body = {**body, "prompt": [PROMPT, "The sea"], "logprobs": logprobs}
     else:
         body = {**body, "messages": MESSAGES, "top_logprobs": 2 if "logprobs" in body else None}
+    real.ok(path, body)  # both find the same in the prefix cache after it
     whole = real.ok(path, body)
     usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     *chunks, total = real.stream(path, {**body, **usage})

@@ -20,7 +20,7 @@ from vmserve.attention.base import (
     TensorView,
 )
 from vmserve.dtypes import DType
-from vmserve.errors import UnsupportedError
+from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.host_arrays import TensorTuple
 from vmserve.threads import num_threads as threads
 
@@ -51,8 +51,8 @@ class CpuBackend:
     """Reads no position that is not written: ``read_slack_tokens`` is 0.
 
     ``num_threads``: None follows :func:`vmserve.threads.num_threads`. ``isa``: None is what
-    ``VMSERVE_CPU_ISA`` says, else the best that the processor has. Raises ``ValueError`` for an
-    instruction set that it has not.
+    ``VMSERVE_CPU_ISA`` says, else the best that the processor has. Raises
+    :class:`~vmserve.errors.ConfigurationError` for an instruction set that it has not.
     """
 
     name = "cpu"
@@ -63,7 +63,11 @@ class CpuBackend:
     def __init__(self, *, num_threads: int | None = None, isa: str | None = None) -> None:
         self._num_threads = num_threads
         chosen = os.environ.get(ISA_VARIABLE, "") if isa is None else isa
-        self._kernels = _core.CpuAttention(num_threads or threads(), chosen)
+        try:
+            self._kernels = _core.CpuAttention(num_threads or threads(), chosen)
+        except ValueError as error:
+            told = f"{ISA_VARIABLE}: {error}" if isa is None else str(error)
+            raise ConfigurationError(told) from None
         #: A view of tensors, and the same as the kernels take it.
         self._view: tuple[TensorView, HostView] | None = None
 
