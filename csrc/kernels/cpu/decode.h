@@ -338,8 +338,7 @@ void decode(const DecodeArgs& a) {
   for (std::int64_t at = a.begin; at < a.end; at += kTile) {
     TileRows<T> rows;
     fill(rows, a.seq, at, a.end);
-    for (int t = 0; t < rows.count; t += kBlock)
-      score_tokens(a, s, rows.k + t, t, stride);
+    for (int t = 0; t < rows.count; t += kBlock) score_tokens(a, s, rows.k + t, t, stride);
     for (int h = 0; h < q_heads; ++h) {
       s.factors[h] = soften<Vec, kDots<T>>(s.scores + h * kTile, rows.count, a.softcap, s.maxima[h],
                                            s.totals[h]);
