@@ -33,6 +33,7 @@ from vmserve.server.auth import KeyRing, read_key_file
 from vmserve.server.config import ServerConfig
 from vmserve.server.limits import WRITE_STALL_SECONDS
 from vmserve.server.listen import bind, check_certificate, url_of
+from vmserve.tools.reasoning import REASONING_PARSERS
 from vmserve.tools.registry import PARSERS
 
 if TYPE_CHECKING:
@@ -252,6 +253,15 @@ def serve_command(
             metavar="NAME",
         ),
     ] = None,
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            help="How the model marks its thoughts, which answers then have as reasoning_content: "
+            f"{', '.join(REASONING_PARSERS)}. auto: as its chat template tells.",
+            rich_help_panel=_API,
+            metavar="NAME",
+        ),
+    ] = "auto",
     otlp_traces_endpoint: Annotated[
         str | None,
         typer.Option(
@@ -338,6 +348,7 @@ def serve_command(
         allowed_origins=tuple(allowed_origins or ["*"]),
         chat_template=_read_template(chat_template),
         tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         return_tokens_as_token_ids=return_tokens_as_token_ids,
         force_include_usage=enable_force_include_usage,
         per_request_metrics=enable_per_request_metrics,

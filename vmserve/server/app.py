@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vmserve import __version__
+from vmserve.server.anthropic import MessagesService
 from vmserve.server.chat import ChatService
 from vmserve.server.completions import CompletionService
 from vmserve.server.config import ServerConfig
@@ -25,12 +26,15 @@ from vmserve.server.openapi import body_of, install_openapi
 from vmserve.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
+    CountMessageTokensRequest,
     DetokenizeRequest,
+    MessagesRequest,
     RequestModel,
     ResponsesRequest,
     TokenizeRequest,
 )
 from vmserve.server.responses import ResponsesService
+from vmserve.server.scope import route_path
 from vmserve.server.tokenization import TokenizationService
 from vmserve.server.tracing import Traced
 
@@ -105,6 +109,10 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
     post("/v1/chat/completions", chat.create, ChatCompletionRequest)
     responses = ResponsesService(context, chat)
     post("/v1/responses", responses.create, ResponsesRequest)
+    post("/v1/responses/input_tokens", responses.count_tokens, ResponsesRequest)
+    messages = MessagesService(chat)
+    post("/v1/messages", messages.create, MessagesRequest)
+    post("/v1/messages/count_tokens", messages.count_tokens, CountMessageTokensRequest)
     get("/v1/responses/{response_id}", responses.retrieve)
     app.add_api_route(
         "/v1/responses/{response_id}", responses.delete, methods=["DELETE"], response_model=None
@@ -129,4 +137,4 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, route_path(request.scope))

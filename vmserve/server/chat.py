@@ -30,10 +30,11 @@ from vmserve.server.params import (
 from vmserve.server.protocol import ChatCompletionRequest, TokenizeRequest
 from vmserve.server.scope import unless_disconnected
 from vmserve.server.streaming import Chunk, EventStream
-from vmserve.server.tools import ToolUse, message_of, tool_use
+from vmserve.server.tools import ToolUse, message_of, tool_use, with_reasoning
 from vmserve.server.tracing import trace_of
 from vmserve.server.usage import Usage, per_request_metrics
 from vmserve.server.wire import JSON_TYPE, TextTemplate, dump_json
+from vmserve.tools.reasoning import template_thinks
 from vmserve.tools.registry import parser_for_template
 from vmserve.types import CompletionOutput, RequestOutput
 
@@ -79,7 +80,7 @@ async def render_chat(
             add_generation_prompt=not continued and body.add_generation_prompt is not False,
             continue_final_message=continued,
             chat_template=context.config.chat_template,
-            chat_template_kwargs=body.chat_template_kwargs,
+            chat_template_kwargs=body.template_variables,
             add_special_tokens=bool(body.add_special_tokens),
         ),
         sum(len(content_text(message)) for message in messages),
@@ -109,6 +110,8 @@ class ChatService:
         config = context.config
         template = config.chat_template or context.engine.tokenizer.chat_template_text
         self._parser = config.tool_call_parser or parser_for_template(template)
+        parser = config.reasoning_parser
+        self._thinks = template_thinks(template) if parser == "auto" else parser == "think"
 
     async def create(self, request: Request) -> Response:
         """The route."""
@@ -140,12 +143,21 @@ class ChatService:
         use = tool_use(body, self._parser)
         chat = await render_chat(body, context, use.shown)
         job = self._job(body, chat, use)
+        if self._thinks and job.params.structured_outputs is None:
+            use = with_reasoning(use, chat.text)
         terms = Terms.of(request, body)
         trace = trace_of(request)
         if trace is not None:
             trace.begin(body.model, model, reply_id, job.params)
         generation = Generation(context, request.state.exit_stack, reply_id, [job], terms, trace)
         return StartedChat(model, chat, use, job, generation)
+
+    async def count(self, body: ChatCompletionRequest) -> int:
+        """How many tokens the prompt of ``body`` has. Errors: those of :meth:`start`."""
+        self._context.served_name(body.model)
+        _check(body)
+        use = tool_use(body, self._parser)
+        return len((await render_chat(body, self._context, use.shown)).token_ids)
 
     def _job(self, body: ChatCompletionRequest, chat: RenderedChat, use: ToolUse) -> Job:
         context = self._context

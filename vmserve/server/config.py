@@ -9,6 +9,7 @@ from typing import Any
 from vmserve.errors import ConfigurationError
 from vmserve.server.auth import ApiKey
 from vmserve.server.limits import WRITE_STALL_SECONDS
+from vmserve.tools.reasoning import REASONING_PARSERS
 from vmserve.tools.registry import check_parser
 
 __all__ = ["ServerConfig"]
@@ -44,6 +45,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ("*",)
     chat_template: str | None = None
     tool_call_parser: str | None = None
+    reasoning_parser: str = "auto"
     return_tokens_as_token_ids: bool = False
     force_include_usage: bool = False
     per_request_metrics: bool = False
@@ -64,6 +66,11 @@ class ServerConfig:
         if not all(self.api_keys):
             raise ConfigurationError("api_key: an empty key would protect nothing; give a text")
         check_parser(self.tool_call_parser)
+        if self.reasoning_parser not in REASONING_PARSERS:
+            raise ConfigurationError(
+                f"reasoning_parser: there is no {self.reasoning_parser!r}; there are "
+                f"{', '.join(REASONING_PARSERS)}"
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigurationError(f"port: {self.port} is not between 0 and 65535")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

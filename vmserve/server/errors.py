@@ -24,6 +24,7 @@ from vmserve.server.wire import JSON_TYPE, dump_json
 __all__ = [
     "ApiError",
     "ClientDisconnectedError",
+    "anthropic_error_body",
     "below_minimum",
     "error_body",
     "error_response",
@@ -46,6 +47,18 @@ _TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
+}
+
+
+#: Anthropic's names of errors; other statuses are an "api_error".
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 
@@ -119,11 +132,16 @@ def error_body(error: ApiError) -> dict[str, Any]:
     }
 
 
-def error_response(error: BaseException) -> Response:
+def anthropic_error_body(error: ApiError) -> dict[str, Any]:
+    name = _ANTHROPIC_TYPES.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": name, "message": _shorten(error.message)}}
+
+
+def error_response(error: BaseException, path: str = "") -> Response:
+    """In the shape of the API that ``path`` belongs to."""
     told = to_api_error(error)
-    return Response(
-        dump_json(error_body(told)), told.status, headers=told.headers, media_type=JSON_TYPE
-    )
+    shape = anthropic_error_body if path.startswith("/v1/messages") else error_body
+    return Response(dump_json(shape(told)), told.status, headers=told.headers, media_type=JSON_TYPE)
 
 
 def _shorten(text: str) -> str:

@@ -27,7 +27,13 @@ __all__ = ["GENERATION_PATHS", "Boundary", "Gate", "RequestScope"]
 logger = logging.getLogger(__name__)
 
 GENERATION_PATHS: Final = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"}
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/invocations",
+    }
 )
 #: What operators look at must answer while requests drain.
 _ANSWERED_WHILE_DRAINING: Final = (
@@ -89,7 +95,7 @@ class Boundary:
         except Exception as error:  # the server's boundary: nothing above it can answer
             if status:
                 raise
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, route_path(scope))(scope, receive, send_with_id)
         finally:
             _log(scope, status, time.monotonic() - began)
 
@@ -115,7 +121,10 @@ class Gate:
         _check_head(scope)
         # A preflight carries no key; an OPTIONS request to a route gets a 405 like any other.
         if scope["method"] != "OPTIONS" and path not in self._open_paths:
-            authorization = dict(scope["headers"]).get(b"authorization")
+            headers = dict(scope["headers"])
+            authorization = headers.get(b"authorization")
+            if authorization is None and b"x-api-key" in headers:  # as Anthropic's clients send it
+                authorization = b"Bearer " + headers[b"x-api-key"]
             caller = self._keys.caller(authorization)
             if caller is None:
                 raise ApiError(

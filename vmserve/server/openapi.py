@@ -13,7 +13,9 @@ from vmserve.server.openapi_replies import REPLIES, REPLY_SCHEMAS, Reply
 from vmserve.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
+    CountMessageTokensRequest,
     DetokenizeRequest,
+    MessagesRequest,
     RequestModel,
     ResponsesRequest,
     TokenizeRequest,
@@ -26,6 +28,8 @@ _MODELS: Final[tuple[type[RequestModel], ...]] = (
     CompletionRequest,
     ChatCompletionRequest,
     ResponsesRequest,
+    MessagesRequest,
+    CountMessageTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )

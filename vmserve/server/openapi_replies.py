@@ -79,6 +79,16 @@ REPLY_SCHEMAS: Final[dict[str, Schema]] = {
         model=_TEXT,
         output=_list({"type": "object"}),
     ),
+    "Message": _object(
+        id=_TEXT,
+        type={"const": "message"},
+        role={"const": "assistant"},
+        model=_TEXT,
+        content=_list({"type": "object"}),
+        stop_reason={"type": ["string", "null"]},
+        stop_sequence={"type": ["string", "null"]},
+        usage={"type": "object", "additionalProperties": _INT},
+    ),
     "DeletedResponse": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
     "Model": _object(
         id=_TEXT,
@@ -153,6 +163,17 @@ REPLIES: Final[dict[str, Reply]] = {
         "An answer that was kept, or its end",
         "generation",
         {"anyOf": [_ref("Response"), _ref("DeletedResponse")]},
+    ),
+    "/v1/responses/input_tokens": Reply(
+        "How long a response's prompt is",
+        "tokens",
+        _object(object={"const": "response.input_tokens"}, input_tokens=_INT),
+    ),
+    "/v1/messages": Reply(
+        "Answer a conversation, in Anthropic's shape", "generation", _ref("Message"), streams=True
+    ),
+    "/v1/messages/count_tokens": Reply(
+        "How long a message's prompt is", "tokens", _object(input_tokens=_INT)
     ),
     "/tokenize": Reply(
         "Tokens of a prompt or a conversation",

@@ -16,8 +16,10 @@ from vmserve.server.limits import SIZES, bounded, sized
 __all__ = [
     "ChatCompletionRequest",
     "CompletionRequest",
+    "CountMessageTokensRequest",
     "DetokenizeRequest",
     "GenerationRequest",
+    "MessagesRequest",
     "RequestModel",
     "ResponsesRequest",
     "TokenizeRequest",
@@ -187,10 +189,21 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Anything = None
     tool_choice: Anything = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str | None, sized("reasoning_effort")] = None
 
     chat_template: NotServed = None
     audio: NotServed = None
     modalities: Anything = None
+
+    @property
+    def template_variables(self) -> dict[str, Any] | None:
+        """``chat_template_kwargs``, and the effort under the names that templates have for it."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        effort: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            effort["enable_thinking"] = False
+        return effort | (self.chat_template_kwargs or {})
 
 
 class ResponsesRequest(RequestModel):
@@ -211,6 +224,7 @@ class ResponsesRequest(RequestModel):
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     conversation: NotServed = None
+    reasoning: Anything = None
 
     temperature: Annotated[float | None, bounded("temperature")] = None
     top_p: Annotated[float | None, bounded("top_p")] = None
@@ -230,6 +244,46 @@ class ResponsesRequest(RequestModel):
     structured_outputs: Anything = None
 
 
+_CLAUDE_MESSAGES: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {
+            "role": {"enum": ["user", "assistant"]},
+            "content": {
+                "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]
+            },
+        },
+    },
+}
+
+
+class CountMessageTokensRequest(RequestModel):
+    """The body of ``POST /v1/messages/count_tokens``, in Anthropic's shape."""
+
+    model: Annotated[str | None, sized("model")] = None
+    messages: Annotated[Any, WithJsonSchema(_CLAUDE_MESSAGES)] = None
+    system: Anything = None
+    tools: Anything = None
+    tool_choice: Anything = None
+    thinking: Annotated[dict[str, Any] | None, sized("thinking")] = None
+
+
+class MessagesRequest(CountMessageTokensRequest):
+    """The body of ``POST /v1/messages``, in Anthropic's shape."""
+
+    max_tokens: Annotated[int, bounded("max_output_tokens")]
+    stream: bool | None = None
+    stop_sequences: Annotated[list[Annotated[str, sized("stop.item")]] | None, sized("stop")] = None
+    temperature: Annotated[float | None, bounded("temperature")] = None
+    top_p: Annotated[float | None, bounded("top_p")] = None
+    top_k: Annotated[int | None, bounded("top_k")] = None
+    metadata: Annotated[dict[str, Any] | None, sized("metadata")] = None
+    output_config: Annotated[dict[str, Any] | None, sized("output_config")] = None
+
+
 class TokenizeRequest(RequestModel):
     """The body of ``POST /tokenize``: ``prompt`` or ``messages``."""
 
@@ -243,6 +297,10 @@ class TokenizeRequest(RequestModel):
     chat_template_kwargs: Annotated[dict[str, Any] | None, sized("chat_template_kwargs")] = None
     tools: Anything = None
     chat_template: NotServed = None
+
+    @property
+    def template_variables(self) -> dict[str, Any] | None:
+        return self.chat_template_kwargs
 
 
 class DetokenizeRequest(RequestModel):

@@ -8,7 +8,14 @@ from typing import Any
 from vmserve.errors import InvalidRequestError
 from vmserve.server.limits import SIZES
 
-__all__ = ["call_item", "chat_tool_choice", "chat_tools", "message_item", "messages_of"]
+__all__ = [
+    "call_item",
+    "chat_tool_choice",
+    "chat_tools",
+    "message_item",
+    "messages_of",
+    "reasoning_item",
+]
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -153,4 +160,15 @@ def call_item(
         "name": name,
         "arguments": arguments,
         "status": status,
+    }
+
+
+def reasoning_item() -> dict[str, Any]:
+    """What the model thinks, still empty."""
+    return {
+        "type": "reasoning",
+        "id": f"rs_{secrets.token_hex(12)}",
+        "status": "in_progress",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": ""}],
     }

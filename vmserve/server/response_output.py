@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vmserve.server.response_items import call_item, message_item
+from vmserve.server.response_items import call_item, message_item, reasoning_item
 
 __all__ = ["OutputItems"]
 
@@ -12,7 +12,7 @@ Events = list[tuple[str, dict[str, Any]]]
 
 
 class OutputItems:
-    """One item after the other: a message, or a call of a function.
+    """One item after the other: what the model thinks, a message, or a call of a function.
 
     ``items`` are those that have begun; the last one grows until :meth:`finish`.
     """
@@ -24,6 +24,8 @@ class OutputItems:
     def take(self, delta: dict[str, Any]) -> Events:
         """Names and fields of the events that a delta of a chat's message stands for."""
         events: Events = []
+        if delta.get("reasoning_content"):
+            events += self._think(delta["reasoning_content"])
         if delta.get("content"):
             events += self._text(delta["content"])
         for part in delta.get("tool_calls", ()):
@@ -38,7 +40,8 @@ class OutputItems:
     def finish(self, status: str) -> Events:
         """The answer has ended: a text without any item is an empty message."""
         events: Events = []
-        if not self.items:
+        if all(item["type"] == "reasoning" for item in self.items):
+            events += self._close(status)
             events += self._open_message()
         return events + self._close(status)
 
@@ -48,6 +51,14 @@ class OutputItems:
             events += self._close("completed")
             events += self._open_message()
         return [*events, self._grow("text", text)]
+
+    def _think(self, text: str) -> Events:
+        events: Events = []
+        if not self._is_open or self.items[-1]["type"] != "reasoning":
+            events += self._close("completed")
+            events += self._open(reasoning_item())
+        self.items[-1]["content"][0]["text"] += text
+        return [*events, ("response.reasoning_text.delta", {**self._part(), "delta": text})]
 
     def _open_message(self) -> Events:
         item = message_item("", "in_progress")
@@ -82,6 +93,8 @@ class OutputItems:
             fields = {**self._place(), "name": item["name"], "arguments": item["arguments"]}
             return [("response.function_call_arguments.done", fields), done]
         [part] = item["content"]
+        if item["type"] == "reasoning":
+            return [("response.reasoning_text.done", {**self._part(), "text": part["text"]}), done]
         text = {**self._part(), "text": part["text"], "logprobs": []}
         return [
             ("response.output_text.done", text),
@@ -98,4 +111,8 @@ class OutputItems:
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
     """As it is now: it grows."""
-    return {**item, "content": list(item["content"])} if "content" in item else dict(item)
+    return (
+        {**item, "content": [dict(part) for part in item["content"]]}
+        if "content" in item
+        else dict(item)
+    )

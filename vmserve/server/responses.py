@@ -69,6 +69,16 @@ class ResponsesService:
         body = await read_model(request, ResponsesRequest)
         return await unless_disconnected(request.receive, self._create(request, body))
 
+    async def count_tokens(self, request: Request) -> Response:
+        """The route ``/v1/responses/input_tokens``."""
+        body = await read_model(request, ResponsesRequest)
+        chat_body = _chat_body(body, self._conversation(request, body))
+        reply = {
+            "object": "response.input_tokens",
+            "input_tokens": await self._chat.count(chat_body),
+        }
+        return Response(dump_json(reply), media_type=JSON_TYPE)
+
     async def retrieve(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
         stored = self._stored(request, response_id, "response_id")
@@ -87,12 +97,17 @@ class ResponsesService:
             raise ApiError(404, f"There is no response {response_id[:200]!r}.", param)
         return stored
 
-    async def _create(self, request: Request, body: ResponsesRequest) -> Response:
+    def _conversation(self, request: Request, body: ResponsesRequest) -> list[dict[str, Any]]:
+        """What has been said before, and ``input``."""
         _refuse_unserved(body)
         messages = messages_of(body.input)
         if body.previous_response_id is not None:
             earlier = self._stored(request, body.previous_response_id, "previous_response_id")
             messages = earlier.messages + messages
+        return messages
+
+    async def _create(self, request: Request, body: ResponsesRequest) -> Response:
+        messages = self._conversation(request, body)
         chat_body = _chat_body(body, messages)
         response_id = f"resp_{secrets.token_hex(16)}"
         started = await self._chat.start(request, chat_body, response_id)
@@ -120,6 +135,8 @@ def _owner(request: Request) -> str:
 
 
 def _refuse_unserved(body: ResponsesRequest) -> None:
+    if not isinstance(body.reasoning, dict | None):
+        raise InvalidRequestError("reasoning must be an object, with an effort", "reasoning")
     if not isinstance(body.text, dict | None):
         raise InvalidRequestError("text must be an object, with a format", "text")
     if body.background:
@@ -137,6 +154,8 @@ def _chat_body(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCo
     fields["tools"] = chat_tools(body.tools)
     if fields["tools"] is not None:
         fields["tool_choice"] = chat_tool_choice(body.tool_choice)
+    if isinstance(body.reasoning, dict):
+        fields["reasoning_effort"] = body.reasoning.get("effort")
     if body.truncation == "auto":
         fields["truncate_prompt_tokens"] = -1
     if isinstance(body.text, dict) and body.text.get("format") is not None:
@@ -232,7 +251,7 @@ class _Reply:
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
             "store": body.store is not False,
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}, **text},

@@ -9,7 +9,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vmserve.server.connection import BodyWriter, body_writer
-from vmserve.server.errors import ClientDisconnectedError, error_body, to_api_error
+from vmserve.server.errors import (
+    ApiError,
+    ClientDisconnectedError,
+    anthropic_error_body,
+    error_body,
+    to_api_error,
+)
 from vmserve.server.scope import closing, unless_disconnected
 from vmserve.server.wire import dump_json
 
@@ -26,16 +32,20 @@ class EventStream(Response):
 
     The client's departure closes ``chunks`` at once, also while nothing is being sent. ``named``:
     each event has its ``type`` as its name, and the last one needs no ``[DONE]`` after it.
+    ``is_anthropic``: errors are told in Anthropic's shape.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[Chunk], *, named: bool = False) -> None:
+    def __init__(
+        self, chunks: AsyncIterator[Chunk], *, named: bool = False, is_anthropic: bool = False
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         # A length would be that of the (empty) body known now.
         del self.headers["content-length"]
         self._chunks = chunks
         self._named = named
+        self._is_anthropic = is_anthropic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -51,7 +61,7 @@ class EventStream(Response):
                 "headers": self.raw_headers,
             }
         )
-        async with closing(_events(self._chunks, self._named)) as events:
+        async with closing(self._events()) as events:
             if writer is None:
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -62,24 +72,28 @@ class EventStream(Response):
                     writer.write(event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        num_sent = 0
+        try:
+            async with closing(self._chunks) as opened:
+                async for chunk in opened:
+                    yield _event(chunk, self._named)
+                    num_sent += 1
+        except Exception as error:  # noqa: BLE001 - the boundary: only an event can tell now
+            yield _event(self._error(to_api_error(error), num_sent), self._named)
+        else:
+            if not self._named:
+                yield _DONE
 
-async def _events(chunks: AsyncIterator[Chunk], named: bool) -> AsyncGenerator[bytes, None]:
-    num_sent = 0
-    try:
-        async with closing(chunks) as opened:
-            async for chunk in opened:
-                yield _event(chunk, named)
-                num_sent += 1
-    except Exception as error:  # noqa: BLE001 - the boundary: only an event can tell now
-        body = error_body(to_api_error(error))
-        if named:
-            told = body["error"]
-            fields = {"code": str(told["code"]), "message": told["message"], "param": told["param"]}
-            body = {"type": "error", "sequence_number": num_sent, **fields}
-        yield _event(body, named)
-    else:
-        if not named:
-            yield _DONE
+    def _error(self, error: ApiError, num_sent: int) -> dict[str, Any]:
+        if self._is_anthropic:
+            return anthropic_error_body(error)
+        body = error_body(error)
+        if not self._named:
+            return body
+        told = body["error"]
+        fields = {"code": str(told["code"]), "message": told["message"], "param": told["param"]}
+        return {"type": "error", "sequence_number": num_sent, **fields}
 
 
 def _event(value: Chunk, named: bool) -> bytes:

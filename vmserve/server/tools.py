@@ -5,18 +5,19 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vmserve.errors import InvalidRequestError
 from vmserve.server.messages import check_tools
 from vmserve.server.protocol import ChatCompletionRequest
 from vmserve.structured.spec import StructuredOutputsParams
-from vmserve.tools.base import CallArguments, CallBegins, Content, ToolParser
+from vmserve.tools.base import CallArguments, CallBegins, Content, Reasoning, ToolParser
 from vmserve.tools.forced import ForcedCallParser, NamedCallParser, forced_calls, named_call
+from vmserve.tools.reasoning import ReasoningParser, TextParser, begins_in_thought
 from vmserve.tools.registry import PARSERS, ParserFactory
 
-__all__ = ["AnswerReader", "ToolUse", "message_of", "tool_use"]
+__all__ = ["AnswerReader", "ToolUse", "message_of", "tool_use", "with_reasoning"]
 
 Tool = Mapping[str, Any]
 _ID_ALPHABET = string.ascii_letters + string.digits
@@ -43,6 +44,16 @@ class ToolUse:
         if self.make_parser is None:
             return None
         return AnswerReader(self.make_parser(), self.parallel, self.short_ids)
+
+
+def with_reasoning(use: ToolUse, prompt: str) -> ToolUse:
+    """The same for a model that thinks before it answers ``prompt``, the rendered chat.
+
+    An answer that has to match a grammar from its first token on is no thought: it stays as it is.
+    """
+    inner = use.make_parser or TextParser
+    is_inside = begins_in_thought(prompt)
+    return replace(use, make_parser=lambda: ReasoningParser(inner(), is_inside=is_inside))
 
 
 def tool_use(body: ChatCompletionRequest, parser: str) -> ToolUse:
@@ -108,6 +119,8 @@ class AnswerReader:
             match event:
                 case Content(text):
                     deltas.append({"content": text})
+                case Reasoning(text):
+                    deltas.append({"reasoning_content": text})
                 case CallBegins(name):
                     self.num_calls += 1
                     deltas.append({"tool_calls": [self._begin(name)]})
@@ -138,18 +151,20 @@ def _is_first(delta: dict[str, Any]) -> bool:
 
 
 def _joined(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Content that follows content is one delta."""
+    """Content that follows content is one delta, and so is reasoning."""
     joined: list[dict[str, Any]] = []
     for delta in deltas:
-        if joined and "content" in delta and "content" in joined[-1]:
-            joined[-1]["content"] += delta["content"]
+        [name] = delta
+        if joined and name != "tool_calls" and name in joined[-1]:
+            joined[-1][name] += delta[name]
         else:
             joined.append(delta)
     return joined
 
 
 def message_of(deltas: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a whole message: content and tool_calls, if there are any."""
+    """The fields of a whole message: content, and reasoning_content and tool_calls where there
+    are any."""
     content = "".join(delta.get("content", "") for delta in deltas)
     calls: list[dict[str, Any]] = []
     for delta in deltas:
@@ -159,6 +174,10 @@ def message_of(deltas: list[dict[str, Any]]) -> dict[str, Any]:
                 calls.append({"id": part["id"], "type": "function", "function": function})
             else:
                 calls[-1]["function"]["arguments"] += part["function"]["arguments"]
-    if not calls:
-        return {"content": content}
-    return {"content": content or None, "tool_calls": calls}
+    message: dict[str, Any] = {"content": content}
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    if reasoning:
+        message = {"content": content or None, "reasoning_content": reasoning}
+    if calls:
+        message |= {"content": content or None, "tool_calls": calls}
+    return message

@@ -13,8 +13,10 @@ __all__ = [
     "Content",
     "Event",
     "JsonEnd",
+    "Reasoning",
     "ToolParser",
     "call_events",
+    "overlap",
 ]
 
 
@@ -39,7 +41,14 @@ class CallArguments:
     text: str
 
 
-Event = Content | CallBegins | CallArguments
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model thinks before it answers."""
+
+    text: str
+
+
+Event = Content | CallBegins | CallArguments | Reasoning
 
 
 class ToolParser(Protocol):
@@ -78,6 +87,11 @@ def parsed_call(value: Any, names: frozenset[str], keys: Iterable[str]) -> list[
     if not isinstance(arguments, dict):
         return None
     return call_events(value["name"], arguments)
+
+
+def overlap(text: str, marker: str) -> int:
+    """How many characters at the end of ``text`` may begin ``marker``."""
+    return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 class JsonEnd:

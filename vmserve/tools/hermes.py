@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from vmserve.tools.base import ContentBuffer, Event, parsed_call
+from vmserve.tools.base import ContentBuffer, Event, overlap, parsed_call
 
 __all__ = ["HermesParser"]
 
@@ -53,7 +53,7 @@ class HermesParser:
             text, self._held = self._held[:place], self._held[place:]
             self._is_inside, self._seen = True, len(_BEGIN)
             return self._out.content(text)
-        cut = len(self._held) - _overlap(self._held, _BEGIN)
+        cut = len(self._held) - overlap(self._held, _BEGIN)
         if cut == 0:
             return None
         text, self._held = self._held[:cut], self._held[cut:]
@@ -93,8 +93,3 @@ def _is_in_string(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return False
-
-
-def _overlap(text: str, marker: str) -> int:
-    """How many characters at the end of ``text`` may begin ``marker``."""
-    return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from vmserve.tools.base import ContentBuffer, Event, JsonEnd, parsed_call
+from vmserve.tools.base import ContentBuffer, Event, JsonEnd, overlap, parsed_call
 
 __all__ = ["LlamaParser", "MistralParser"]
 
@@ -125,7 +125,7 @@ class MistralParser:
             text, self._held = self._held[:place], self._held[place:]
             return self._out.content(text)
         if place < 0:
-            cut = len(self._held) - _overlap(self._held, self._MARKER)
+            cut = len(self._held) - overlap(self._held, self._MARKER)
             if not cut:
                 return None
             text, self._held = self._held[:cut], self._held[cut:]
@@ -184,7 +184,3 @@ class MistralParser:
     def _not_a_call(self, end: int) -> list[Event]:
         text, self._held, self._end = self._held[:end], self._held[end:], None
         return self._out.content(text)
-
-
-def _overlap(text: str, marker: str) -> int:
-    return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)
