@@ -31,7 +31,13 @@ if TYPE_CHECKING:
     from vmserve.memory.layout import KVLayout, plan_layout
     from vmserve.sampling.params import BeamSearchParams, SamplingParams
     from vmserve.structured.spec import StructuredOutputsParams
-    from vmserve.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from vmserve.types import (
+        CompletionOutput,
+        EmbeddingOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
     from vmserve.version import __version__
 
 __all__ = [
@@ -41,6 +47,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigurationError",
     "DriverError",
+    "EmbeddingOutput",
     "EngineConfig",
     "EngineDeadError",
     "InvalidRequestError",
@@ -76,6 +83,7 @@ _HOMES = {
     "SamplingParams": "vmserve.sampling.params",
     "StructuredOutputsParams": "vmserve.structured.spec",
     "CompletionOutput": "vmserve.types",
+    "EmbeddingOutput": "vmserve.types",
     "Logprob": "vmserve.types",
     "RequestMetrics": "vmserve.types",
     "RequestOutput": "vmserve.types",

@@ -533,7 +533,8 @@ class CpuDecoder:
         token_ids: NDArray[np.int64],
         batches: list[CpuBatch],
         wanted: NDArray[np.int64] | None,
-    ) -> tuple[NDArray[np.float32], list[float]]: ...
+        num_hidden: int = 0,
+    ) -> tuple[NDArray[np.float32], list[float], NDArray[np.float32]]: ...
 
 class CpuAttention:
     def __init__(self, num_threads: int, isa: str = "") -> None: ...

@@ -553,8 +553,7 @@ class LLMEngine:
                 self._count_lookup(sequence.request)
 
     def _count_lookup(self, request: Request) -> None:
-        wants_logits = request.params.prompt_logprobs is not None
-        if self.resolved.prefix_caching and not wants_logits:
+        if self.resolved.prefix_caching and not request.params.reads_whole_prompt:
             self.counters.prefix_cache_queries += len(request.prompt_token_ids)
             self.counters.prefix_cache_hits += request.metrics.num_cached_tokens
 

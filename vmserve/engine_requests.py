@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import replace
 
 from vmserve.config import ResolvedConfig
 from vmserve.decoding import BeamGroup, BeamSearch
 from vmserve.errors import InvalidRequestError
 from vmserve.models.config import ModelConfig
+from vmserve.models.decoder_config import DecoderConfig
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.tokenizer import Tokenizer
@@ -53,6 +55,14 @@ class RequestIntake:
                 f"max_tokens={params.max_tokens} is above it",
                 "max_tokens",
             )
+        if params.as_sampling().pooling is not None and not isinstance(
+            self._model.network, DecoderConfig
+        ):
+            raise InvalidRequestError(
+                f"{self._model.architecture} gives no embeddings here: only the families of the "
+                "decoder do",
+                "pooling",
+            )
         params.as_sampling().validate_for(vocab, self._resolved.max_logprobs)
         most = self._resolved.max_num_seqs
         if isinstance(params, BeamSearchParams) and params.beam_width > most:
@@ -72,6 +82,8 @@ class RequestIntake:
         """A checked request with its sequences, the next in order of arrival."""
         beams = asked if isinstance(asked, BeamSearchParams) else None
         params = asked.as_sampling()
+        if params.pooling == "auto":
+            params = replace(params, pooling=self._model.pooling)
         left = self._resolved.max_model_len - len(prompt_token_ids)
         max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
         arrival = self._num_arrived

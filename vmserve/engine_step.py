@@ -58,6 +58,8 @@ class Flight:
             return "beams"  # who goes on, and as whose fork
         if self.logits.prompt_rows:
             return "prompt_logprobs"  # read from logits that the next step may write over
+        if self.logits.pooled_rows:
+            return "pooling"  # the next step may be the prompt's next chunk, and be over first
         if self.samples:
             return "sampler"  # the host has drawn them, so they are known already
         if any(seq.status is SequenceStatus.FOLLOWING for seq in self.logits.samplers):

@@ -15,7 +15,8 @@ from vmserve.errors import EngineDeadError, InvalidRequestError
 from vmserve.progress import generation_progress
 from vmserve.prompts import Prompt, PromptLike, encode_prompt, split_prompts
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
-from vmserve.types import RequestOutput
+from vmserve.sampling.params import Pooling
+from vmserve.types import EmbeddingOutput, RequestOutput, shaped_embedding
 
 __all__ = ["LLM"]
 
@@ -131,6 +132,34 @@ class LLM:
             )
         encoded = [encode_prompt(p, self.engine.tokenizer) for p in split_prompts(prompts)]
         return self._run(encoded, params, None, use_tqdm)
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling: Pooling = "auto",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        use_tqdm: bool = False,
+    ) -> list[EmbeddingOutput]:
+        """An embedding of each prompt: the model's final hidden states, pooled.
+
+        ``pooling``: the state of the "last" token, the "mean" of all, or what the model was
+        trained for (its ``1_Pooling/config.json``, else "last"). ``dimensions``: keep the first
+        ones only, as models trained for it allow. ``normalize``: to length 1.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError`.
+        """
+        encoded = [encode_prompt(p, self.engine.tokenizer) for p in split_prompts(prompts)]
+        params = SamplingParams(max_tokens=0, pooling=pooling, detokenize=False)
+        outputs = []
+        for result in self._run(encoded, params, None, use_tqdm):
+            assert result.embedding is not None
+            embedding = shaped_embedding(result.embedding, dimensions, normalize)
+            outputs.append(
+                EmbeddingOutput(result.prompt, result.prompt_token_ids, embedding, result.metrics)
+            )
+        return outputs
 
     def pin_prefix(self, prompt: PromptLike, *, cache_salt: str = "") -> PinnedPrefix:
         """Compute a prefix (a system prompt, say) and keep it in memory.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.infill import infill_prompt
 from vmserve.output.detokenizer import IncrementalDetokenizer, TokenTable
 from vmserve.tokenizer_files import FileTokenizer, read_tokenizer
 from vmserve.tokenizer_transformers import load_from_transformers
@@ -158,6 +159,10 @@ class Tokenizer:
         if backend.pre_tokenizer is not None:
             words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
         return [token.id for word in words for token in backend.model.tokenize(word)]
+
+    def encode_infill(self, prefix: str, suffix: str) -> list[int]:
+        """A prompt for what stands between two texts: see :func:`vmserve.infill.infill_prompt`."""
+        return infill_prompt(prefix, suffix, self.encode, self._backend.token_to_id)
 
     def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences of each word: at the start of a text, after a space, inside."""

@@ -8,6 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from vmserve.errors import InvalidRequestError
+
 __all__ = [
     "CompletionOutput",
     "FinishReason",
@@ -97,7 +102,36 @@ class RequestOutput:
     metrics: RequestMetrics
     #: One entry per prompt position; the first is None.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    #: ``[hidden_size]``, of a request with ``pooling``: as the model gives it, not normalised.
+    embedding: NDArray[np.float32] | None = None
     delta: bool = field(default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """``embedding``: ``[dimensions]`` float32."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: NDArray[np.float32]
+    metrics: RequestMetrics
+
+
+def shaped_embedding(
+    state: NDArray[np.float32], dimensions: int | None, normalize: bool
+) -> NDArray[np.float32]:
+    """The first ``dimensions`` of a pooled state, of length 1 if ``normalize``.
+
+    Raises :class:`~vmserve.errors.InvalidRequestError` for more than there are.
+    """
+    if dimensions is not None and not 1 <= dimensions <= state.size:
+        raise InvalidRequestError(
+            f"dimensions must be from 1 to {state.size}, which this model has; got {dimensions}",
+            "dimensions",
+        )
+    kept = state if dimensions is None else state[:dimensions]
+    length = float(np.linalg.norm(kept))
+    return kept / np.float32(length) if normalize and length > 0 else kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,22 +45,27 @@ const float* vector_of(std::optional<TensorTuple> tuple, std::int64_t size, cons
 
 // (logits [rows, vocab], seconds of attention in each batch)
 py::tuple forward(CpuDecoder& decoder, const IntArray& token_ids,
-                  const std::vector<CpuBatch*>& batches, const std::optional<IntArray>& wanted) {
+                  const std::vector<CpuBatch*>& batches, const std::optional<IntArray>& wanted,
+                  std::int64_t num_hidden) {
   const Ints ids = as_ints(token_ids);
   Ints rows(wanted ? 0 : ids.size());  // all, in order
   std::iota(rows.begin(), rows.end(), 0);
   if (wanted) rows = as_ints(*wanted);
   std::vector<CpuDecoder::Part> parts;
   for (CpuBatch* batch : batches) parts.push_back({batch, 0.0});
-  py::array_t<float> logits({static_cast<std::int64_t>(rows.size()), decoder.vocab_size()});
+  const std::int64_t num_logits =
+      std::max<std::int64_t>(0, static_cast<std::int64_t>(rows.size()) - num_hidden);
+  py::array_t<float> logits({num_logits, decoder.vocab_size()});
+  py::array_t<float> hidden({std::max<std::int64_t>(0, num_hidden), decoder.hidden_size()});
   float* const out = logits.mutable_data();
+  float* const hidden_out = hidden.mutable_data();
   {
     const py::gil_scoped_release unlocked;
-    decoder.forward(ids, parts, rows, out);
+    decoder.forward(ids, parts, rows, out, num_hidden, hidden_out);
   }
   std::vector<double> seconds;
   for (const CpuDecoder::Part& part : parts) seconds.push_back(part.seconds);
-  return py::make_tuple(std::move(logits), std::move(seconds));
+  return py::make_tuple(std::move(logits), std::move(seconds), std::move(hidden));
 }
 
 }  // namespace
@@ -134,7 +139,8 @@ void bind_decoder(py::module_& m) {
             decoder.set_rotations(as_tensor(std::move(cos)), as_tensor(std::move(sin)));
           },
           py::arg("cos"), py::arg("sin"))
-      .def("forward", &forward, py::arg("token_ids"), py::arg("batches"), py::arg("wanted"));
+      .def("forward", &forward, py::arg("token_ids"), py::arg("batches"), py::arg("wanted"),
+           py::arg("num_hidden") = 0);
 }
 
 }  // namespace vmserve

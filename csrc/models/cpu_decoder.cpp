@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cmath>
 #include <chrono>
 #include <cstring>
 #include <type_traits>
@@ -618,10 +619,24 @@ void CpuDecoder::finish_layer(const Layer& layer, std::int64_t num_rows) {
   }
 }
 
+void CpuDecoder::norm_rows(const float* rows, std::int64_t num_rows, float* out) const {
+  const std::int64_t hidden = shape_.hidden_size;
+  for (std::int64_t row = 0; row < num_rows; ++row, rows += hidden, out += hidden) {
+    double squares = 0.0;
+    for (std::int64_t i = 0; i < hidden; ++i) squares += static_cast<double>(rows[i]) * rows[i];
+    const auto scale = static_cast<float>(1.0 / std::sqrt(squares / static_cast<double>(hidden) +
+                                                          static_cast<double>(shape_.norm_eps)));
+    for (std::int64_t i = 0; i < hidden; ++i) out[i] = rows[i] * scale * final_norm_[i];
+  }
+}
+
 void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector<Part>& parts,
-                         const std::vector<std::int64_t>& wanted, float* logits) {
+                         const std::vector<std::int64_t>& wanted, float* logits,
+                         std::int64_t num_hidden, float* hidden) {
   const std::lock_guard lock(mutex_);
   check_call(token_ids, parts, wanted);
+  require(num_hidden >= 0 && num_hidden <= static_cast<std::int64_t>(wanted.size()),
+          std::to_string(num_hidden) + " hidden states are more than the rows wanted");
   auto num_rows = static_cast<std::int64_t>(token_ids.size());
   if (num_rows == 0) return;
   const ThreadPool::Awake awake(*pool_);
@@ -641,6 +656,9 @@ void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector
     }
     finish_layer(layer, num_rows);
   }
+  num_rows -= num_hidden;
+  norm_rows(x_.data() + num_rows * shape_.hidden_size, num_hidden, hidden);
+  if (num_rows == 0) return;
   pack_rows(*head_, x_.data(), false, num_rows, final_norm_.data());
   multiply(*head_, packed_.data(), num_rows, cpu::Epilogue::kStore, logits, shape_.vocab_size);
 }

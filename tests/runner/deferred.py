@@ -283,7 +283,13 @@ def _as_a_whole(model: LoadedModel, stream: Stream) -> Callable[..., Tensor]:
     network = model.network
     assert isinstance(network, NativeDecoder)
 
-    def put(ids: Tensor, positions: Tensor, attention: Any, rows: Tensor | None = None) -> Tensor:
+    def put(
+        ids: Tensor,
+        positions: Tensor,
+        attention: Any,
+        rows: Tensor | None = None,
+        hidden: None = None,
+    ) -> Tensor:
         num_rows = len(ids if rows is None else rows)
         out = torch.from_numpy(np.full((num_rows, model.config.vocab_size), np.nan, np.float32))
 

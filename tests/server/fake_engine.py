@@ -13,6 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vmserve.errors import EngineDeadError, InvalidRequestError
 from vmserve.prompts import Prompt
 from vmserve.sampling import SamplingParams
@@ -49,6 +52,9 @@ class FakeTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids = [byte + FIRST_BYTE for byte in text.encode()]
         return [BOS, *ids] if add_special_tokens else ids
+
+    def encode_infill(self, prefix: str, suffix: str) -> list[int]:
+        return self.encode(f"<PRE>{prefix}<SUF>{suffix}<MID>")
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text, run = "", bytearray()
@@ -282,6 +288,10 @@ class _Run:
     def abort(self) -> list[CompletionOutput]:
         return [choice.end("abort") for choice in self.choices if not choice.finish_reason]
 
+    def _state(self) -> NDArray[np.float32]:
+        """How many tokens, and 0, 1, 2."""
+        return np.array([len(self._prompt_ids), 0, 1, 2], np.float32)
+
     def output(
         self, outputs: list[CompletionOutput], delta: bool = False, finished: bool = False
     ) -> RequestOutput:
@@ -305,6 +315,7 @@ class _Run:
                 num_cached_tokens=self._engine.num_cached,
             ),
             prompt_logprobs=scores,
+            embedding=None if self._params.pooling is None else self._state(),
             delta=delta,
         )
 

@@ -256,3 +256,11 @@ def test_engine_refusals_are_400_and_faults_are_500(start: Start) -> None:
     assert "secret" not in error["message"]
     engine.fail = MemoryError("secret")
     server.error("/v1/completions", {"prompt": "x"}, 500)
+
+
+def test_a_suffix_asks_for_what_stands_between(shared: Running) -> None:
+    body = {"prompt": "a", "suffix": "b", "echo": True, "return_token_ids": True, "max_tokens": 1}
+    [choice] = shared.ok("/v1/completions", body)["choices"]
+    assert choice["prompt_token_ids"] == FakeTokenizer().encode("<PRE>a<SUF>b<MID>")
+    assert choice["text"].startswith("a")
+    assert not choice["text"].startswith("a<")

@@ -54,6 +54,7 @@ def test_the_routes_of_the_contract_are_there() -> None:
         "/tokenizer_info",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/embeddings",
         "/v1/kv",
         "/v1/kv/live",
         "/v1/messages",

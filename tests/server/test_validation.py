@@ -102,7 +102,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 COMPLETION_ONLY: list[tuple[dict[str, Any], str, str]] = [
-    ({"suffix": "x"}, "suffix", "not implemented"),
+    ({"suffix": "x", "prompt": [5, 6]}, "suffix", "a text"),
     (
         {"use_beam_search": True, "logprobs": 1, "logprob_token_ids": [5]},
         "logprob_token_ids",

@@ -121,6 +121,7 @@ class NullModel:
         positions: NDArray[np.int64],
         attention: AttentionCall,
         logits_rows: NDArray[np.int64] | None = None,
+        hidden: object = None,
     ) -> NDArray[np.float32]:
         self.num_tokens = len(token_ids)
         return self._logits[: len(token_ids if logits_rows is None else logits_rows)]

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vmserve.ipc.messages import Choice, Position, Update
 from vmserve.output.stream import ChoiceStream, Delta
 from vmserve.sampling.params import GenerationParams
@@ -74,6 +77,7 @@ class RequestAssembly:
         self._stream = stream
         self._answers: dict[int, _Answer] = {}
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._embedding: NDArray[np.float32] | None = None
         self.metrics = RequestMetrics(arrival_time=arrival_time)
         self.finished = False
 
@@ -95,6 +99,8 @@ class RequestAssembly:
                     None if position is None else self._as_logprobs(position)
                     for position in update.prompt_logprobs
                 ]
+            if update.embedding is not None:
+                self._embedding = np.frombuffer(update.embedding, dtype=np.float32)
             for choice in update.choices:
                 touched[choice.index] = self._take(choice)
             self.finished = update.finished
@@ -166,6 +172,7 @@ class RequestAssembly:
             finished=self.finished,
             metrics=self.metrics,
             prompt_logprobs=self._prompt_logprobs,
+            embedding=self._embedding,
             delta=delta,
         )
 

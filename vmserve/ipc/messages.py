@@ -190,13 +190,14 @@ class Choice(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Update(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What is new of one request; ``metrics`` with its first tokens and at its end, the prompt's
-    log-probabilities with its first tokens."""
+    log-probabilities with its first tokens, its embedding (float32) at its end."""
 
     handle: int
     choices: list[Choice]
     finished: bool
     metrics: RequestMetrics | None
     prompt_logprobs: list[Position | None] | None
+    embedding: bytes | None = None
 
 
 class StepNews(_Message, frozen=True):

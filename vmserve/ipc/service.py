@@ -217,6 +217,7 @@ class EngineService:
             output.finished,
             output.metrics if first or output.finished else None,
             None if prompt is None else prompt_positions(prompt),
+            None if output.embedding is None else output.embedding.tobytes(),
         )
 
 

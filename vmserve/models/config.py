@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vmserve.attention.base import LayerAttention
 from vmserve.dtypes import DType
@@ -50,6 +50,8 @@ class ModelConfig:
     dtype: DType
     #: Keyword arguments of SamplingParams that the model's authors recommend.
     default_sampling: Mapping[str, float | int]
+    #: What its embeddings are made of: "last" or "mean" of the final hidden states.
+    pooling: Literal["last", "mean"]
     #: What computes it: our decoder, or a model of ``transformers``.
     network: DecoderConfig | ForeignConfig
 
@@ -102,6 +104,7 @@ class ModelConfig:
             bos_token_id=generation.get("bos_token_id", text.bos_token_id),
             dtype=DType.of(hf.dtype or text.dtype or DType.FLOAT32),
             default_sampling=_default_sampling(generation),
+            pooling=_pooling(_read_optional(directory / "1_Pooling" / "config.json")),
             network=network,
         )
 
@@ -119,6 +122,12 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _read_optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
+
+
+def _pooling(raw: dict[str, Any]) -> Literal["last", "mean"]:
+    """As the files of sentence-transformers say; a chat model's directory says nothing."""
+    is_mean = raw.get("pooling_mode_mean_tokens") or raw.get("pooling_mode") == "mean"
+    return "mean" if is_mean else "last"
 
 
 def _architecture(raw: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from vmserve.attention.base import AttentionCall, LayerAttention
 from vmserve.attention.rotary import Rotary
 from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.hidden import HiddenRows
 from vmserve.models.rope import RopeConfig
 from vmserve.models.rotary_embedding import RotaryEmbedding
 from vmserve.models.weights import DecoderWeights, LayerWeights
@@ -36,11 +37,13 @@ class Decoder:
         positions: torch.Tensor,
         attention: AttentionCall,
         logits_rows: torch.Tensor | None = None,
+        hidden: HiddenRows | None = None,
     ) -> torch.Tensor:
         """Logits ``[rows, vocab]`` in float32.
 
         token_ids, positions: ``[tokens]`` int64; logits_rows: ``[rows]`` int64, the rows of
-        the batch that go through the LM head (None: all of them, in order).
+        the batch that go through the LM head (None: all of them, in order); hidden: takes the
+        final hidden states of the last of these rows, which then have no logits.
         """
         x = self._embed(token_ids, positions)
         rotary = None if self._rotary is None else self._rotary.at(positions, x.dtype)
@@ -50,7 +53,12 @@ class Decoder:
             # Nothing reads the other rows after the last layer's keys and values are written.
             rows = logits_rows if spec.layer == last else None
             x = layer_forward(layer, spec, x, rotary, attention, rows)
-        return self._logits(x)
+        x = self._end(x)
+        if hidden is not None:
+            num_logits = x.shape[0] - hidden.num_rows
+            hidden.put(x[num_logits:].clone())
+            x = x[:num_logits]
+        return F.linear(x, self._weights.head).to(torch.float32)
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         weights = self._weights
@@ -93,10 +101,10 @@ class Decoder:
         x = layer.attention_norm(layer.output(attended).add_(x))
         return layer.mlp_norm(layer.mlp(x).add_(x))
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+    def _end(self, x: torch.Tensor) -> torch.Tensor:
         weights = self._weights
         if weights.final_norm is not None:
             x = weights.final_norm(x)
         if weights.project_out is not None:
             x = weights.project_out(x)
-        return F.linear(x, weights.head).to(torch.float32)
+        return x

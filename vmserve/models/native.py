@@ -23,6 +23,7 @@ from vmserve.host_arrays import TensorTuple, array_tuple, as_float32
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import asked_dtype
+from vmserve.models.hidden import HiddenRows
 from vmserve.models.loader import Progress, find_tensors
 from vmserve.models.rope import HostRotations, RopeConfig
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
@@ -132,11 +133,13 @@ class NativeDecoder:
         positions: NDArray[np.int64],
         attention: AttentionCall,
         logits_rows: NDArray[np.int64] | None = None,
+        hidden: HiddenRows | None = None,
     ) -> NDArray[np.float32]:
         """Logits ``[rows, vocab]``; ``attention`` must be the cpu backend's.
 
         token_ids, positions: ``[tokens]``; logits_rows: the rows of the batch that go through the
-        LM head (None: all of them, in order).
+        LM head (None: all of them, in order); hidden: takes the final hidden states of the last of
+        these rows, which then have no logits.
 
         Raises :class:`~vmserve.errors.UnsupportedError` for another backend's, and ``ValueError``
         for token ids or rows that are out of range.
@@ -147,7 +150,13 @@ class NativeDecoder:
         threads = num_threads()
         if self._core.num_threads != threads:
             self._core.num_threads = threads
-        logits, seconds = self._core.forward(token_ids, batches, logits_rows)
+        if hidden is None:
+            logits, seconds, _ = self._core.forward(token_ids, batches, logits_rows)
+        else:
+            logits, seconds, states = self._core.forward(
+                token_ids, batches, logits_rows, hidden.num_rows
+            )
+            hidden.put(states)
         for part, taken in zip(parts, seconds, strict=True):
             part.seconds += taken
         return logits

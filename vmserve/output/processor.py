@@ -46,6 +46,8 @@ class _Open:
     num_running: int
     #: Choices with news that a stream has not been told.
     news: list[_Choice] = field(default_factory=list)
+    #: The sum of the hidden states that an embedding is made of, so far.
+    pooled: NDArray[np.float64] | None = None
 
 
 def sampling_row(sequence: Sequence, mask: NDArray[np.bool_] | None = None) -> SamplingRow:
@@ -107,6 +109,7 @@ class OutputProcessor:
         """
         now = time.monotonic()
         self._score_prompts(logits, sampler)
+        self._pool_prompts(logits)
         touched: dict[str, _Open] = {}
         take_token, is_open = self._take_token, self._open
         for sequence, sample in zip(logits.samplers, samples, strict=True):
@@ -276,6 +279,18 @@ class OutputProcessor:
             scored.extend(self._as_logprobs(top, request) for top in tops)
             sequence.num_prompt_scored += len(rows.targets)
 
+    def _pool_prompts(self, logits: StepLogits) -> None:
+        if not logits.pooled_rows:
+            return
+        assert logits.hidden is not None
+        states = logits.hidden.take()
+        for rows in logits.pooled_rows:
+            entry = self._open[rows.sequence.request.request_id]
+            chunk = states[rows.first_row : rows.first_row + rows.num_rows]
+            added = chunk.sum(axis=0, dtype=np.float64)
+            entry.pooled = added if entry.pooled is None else entry.pooled + added
+            rows.sequence.num_prompt_scored += rows.num_rows
+
     def _as_logprobs(
         self, top: dict[int, tuple[float, int]], request: Request
     ) -> dict[int, Logprob]:
@@ -339,8 +354,18 @@ class OutputProcessor:
             finished=finished,
             metrics=request.metrics,
             prompt_logprobs=entry.prompt_logprobs,
+            embedding=_embedding(entry) if finished else None,
             delta=delta,
         )
+
+
+def _embedding(entry: _Open) -> NDArray[np.float32] | None:
+    if entry.pooled is None:
+        return None
+    of_all = entry.request.params.pooling == "mean"
+    num_states = len(entry.request.prompt_token_ids) if of_all else 1
+    embedding: NDArray[np.float32] = (entry.pooled / num_states).astype(np.float32)
+    return embedding
 
 
 def _completion(choice: _Choice, part: Delta) -> CompletionOutput:

@@ -20,6 +20,7 @@ from vmserve.attention.base import (
 )
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
+from vmserve.models.hidden import HiddenRows
 from vmserve.runner.runtime import CaptureError
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.sequence import Sequence, SequenceStatus
@@ -70,6 +71,15 @@ class PromptRows:
 
 
 @dataclass(frozen=True)
+class PooledRows:
+    """Rows of ``StepLogits.hidden`` that belong to the embedding of ``sequence``'s prompt."""
+
+    sequence: Sequence
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class StepLogits:
     """``logits``: ``[rows, vocab]`` float32.
 
@@ -85,6 +95,9 @@ class StepLogits:
     prompt_rows: tuple[PromptRows, ...]
     #: What attention took, of each regime that the step has.
     attention: tuple[AttentionTime, ...]
+    #: Prompts of which embeddings are asked for, and their final hidden states.
+    pooled_rows: tuple[PooledRows, ...] = ()
+    hidden: HiddenRows | None = None
 
     def sampling_logits(self, runtime: DeviceRuntime) -> Logits:
         """``[samplers, vocab]``"""
@@ -113,6 +126,7 @@ class StepLogits:
             beams=tuple(compress(self.beams, searches)),
             beam_rows=tuple(compress(self.beam_rows, searches)),
             prompt_rows=tuple(row for row in self.prompt_rows if not _has_ended(row.sequence)),
+            pooled_rows=tuple(row for row in self.pooled_rows if not _has_ended(row.sequence)),
         )
 
     def without_logits(self) -> StepLogits:
@@ -171,15 +185,18 @@ class ModelRunner:
             with contextlib.suppress(CaptureError):
                 return self._replay(plan, slots, num_paged, wanted, self._graphs, drawn)
         parts = _parts(plan, slots, num_paged, self._kernels)
+        hidden = HiddenRows(len(wanted.hidden_rows)) if wanted.hidden_rows else None
+        rows = wanted.rows + wanted.hidden_rows
         logits = self._runtime.forward(
             self._model,
             _new_tokens(plan),
             _positions(parts),
             parts[0].call if len(parts) == 1 else _MixedCall(parts),
-            None if plan.only_decodes else np.array(wanted.rows, dtype=np.int64),
+            None if plan.only_decodes else np.array(rows, dtype=np.int64),
             drawn,
+            hidden,
         )
-        return _step_logits(logits, wanted, self._times(parts))
+        return _step_logits(logits, wanted, self._times(parts), hidden)
 
     def _replay(
         self,
@@ -209,7 +226,10 @@ class ModelRunner:
 
 
 def _step_logits(
-    logits: Logits, wanted: _Wanted, attention: tuple[AttentionTime, ...]
+    logits: Logits,
+    wanted: _Wanted,
+    attention: tuple[AttentionTime, ...],
+    hidden: HiddenRows | None = None,
 ) -> StepLogits:
     return StepLogits(
         logits,
@@ -219,6 +239,8 @@ def _step_logits(
         tuple(wanted.beam_rows),
         tuple(wanted.prompt_rows),
         attention,
+        tuple(wanted.pooled_rows),
+        hidden,
     )
 
 
@@ -353,6 +375,9 @@ class _Wanted:
     beams: list[Sequence] = field(default_factory=list)
     beam_rows: list[int] = field(default_factory=list)
     prompt_rows: list[PromptRows] = field(default_factory=list)
+    #: Rows whose final hidden states are asked for, and for whom.
+    hidden_rows: list[int] = field(default_factory=list)
+    pooled_rows: list[PooledRows] = field(default_factory=list)
 
     def add(self, sequence: Sequence, num_past: int, end: int, last_row: int) -> None:
         """The sequence computes positions ``num_past`` to ``end``, the last one in ``last_row``."""
@@ -362,6 +387,11 @@ class _Wanted:
                 targets = sequence.tokens[scored.start + 1 : scored.stop + 1]
                 self.prompt_rows.append(PromptRows(sequence, len(self.rows), targets))
                 self.rows.extend(last_row + 1 - end + position for position in scored)
+            pooled = _pooled_positions(sequence, num_past, end)
+            if pooled:
+                rows = PooledRows(sequence, len(self.hidden_rows), len(pooled))
+                self.pooled_rows.append(rows)
+                self.hidden_rows.extend(last_row + 1 - end + position for position in pooled)
         if end < len(sequence.tokens):
             return  # what follows is known
         if sequence.request.beams is not None:
@@ -401,3 +431,13 @@ def _prompt_positions(sequence: Sequence, num_past: int, end: int) -> range:
     first = max(num_past, sequence.num_prompt_scored)
     last = min(end, sequence.num_prompt - 1)
     return range(first, max(first, last))
+
+
+def _pooled_positions(sequence: Sequence, num_past: int, end: int) -> range:
+    """Positions in this chunk whose hidden states are part of an embedding, and not taken yet."""
+    pooling = sequence.request.params.pooling
+    if pooling is None:
+        return range(0)
+    last = sequence.num_prompt - 1
+    first = max(num_past, sequence.num_prompt_scored, last if pooling == "last" else 0)
+    return range(first, max(first, min(end, last + 1)))

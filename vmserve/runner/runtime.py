@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vmserve.attention.base import AttentionCall, KVView
     from vmserve.memory.manager import MemoryManager
     from vmserve.models import LoadedModel, ModelConfig
+    from vmserve.models.hidden import HiddenRows
     from vmserve.models.native import NativeDecoder
     from vmserve.runner.graphs import DecodeGraphs
     from vmserve.runner.model_runner import RegimeKernels
@@ -124,12 +125,14 @@ class DeviceRuntime(Protocol):
         attention: AttentionCall,
         logits_rows: NDArray[np.int64] | None = None,
         drawn: torch.Tensor | None = None,
+        hidden: HiddenRows | None = None,
     ) -> Logits:
         """Logits ``[rows, vocab]`` in float32 of one ragged batch; nobody waits for them.
 
         token_ids, positions: ``[tokens]``; logits_rows: the rows of the batch that go through the
         LM head (None: all of them, in order); drawn: the tokens that only the device knows
-        (:func:`vmserve.runner.ids.known`).
+        (:func:`vmserve.runner.ids.known`); hidden: takes the final hidden states of the last of
+        these rows, which then have no logits.
         """
         ...
 
@@ -217,10 +220,11 @@ class CpuRuntime:
         attention: AttentionCall,
         logits_rows: NDArray[np.int64] | None = None,
         drawn: torch.Tensor | None = None,
+        hidden: HiddenRows | None = None,
     ) -> Logits:
         assert drawn is None, "the host draws the tokens itself"
         network = cast("NativeDecoder", model.network)
-        return network.forward(token_ids, positions, attention, logits_rows)
+        return network.forward(token_ids, positions, attention, logits_rows, hidden)
 
     def rows(self, logits: Logits, rows: Sequence[int]) -> Logits:
         return logits[np.array(rows, dtype=np.int64)]

@@ -26,6 +26,7 @@ from vmserve.memory.base import Regime
 from vmserve.memory.cuda import CudaMemory
 from vmserve.memory.device import SPARE_BYTES, MemoryDevice
 from vmserve.memory.tensors import contiguous_view, paged_view
+from vmserve.models.hidden import HiddenRows
 from vmserve.models.native import NativeDecoder
 from vmserve.models.torch_dtype import resolve_dtype
 from vmserve.runner.graphs import DecodeGraphs
@@ -84,12 +85,13 @@ class _TorchWork(ABC):
         attention: AttentionCall,
         logits_rows: NDArray[np.int64] | None = None,
         drawn: torch.Tensor | None = None,
+        hidden: HiddenRows | None = None,
     ) -> Logits:
         ids = known(self.upload(token_ids), drawn)
         if isinstance(model.network, NativeDecoder):
-            return model.network.forward(ids.numpy(), positions, attention, logits_rows)
+            return model.network.forward(ids.numpy(), positions, attention, logits_rows, hidden)
         rows = None if logits_rows is None else self.upload(logits_rows)
-        return model.network.forward(ids, self.upload(positions), attention, rows)
+        return model.network.forward(ids, self.upload(positions), attention, rows, hidden)
 
     def rows(self, logits: Logits, rows: Sequence[int]) -> Logits:
         chosen = np.array(rows, dtype=np.int64)

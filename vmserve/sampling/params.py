@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Final, Literal, get_args
 
 from vmserve.errors import InvalidRequestError
 from vmserve.structured.spec import StructuredOutputsParams
@@ -61,6 +61,10 @@ LIMITS: Mapping[str, Bounds] = {
     "length_penalty": Bounds(-100.0, 100.0),
 }
 
+#: "auto": as the model's authors say, else "last".
+Pooling = Literal["auto", "last", "mean"]
+POOLINGS: Final[tuple[Pooling, ...]] = get_args(Pooling)
+
 _OPTIONAL = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs")
 _NUMBERS = (
     "n",
@@ -91,7 +95,9 @@ class SamplingParams:
     itself; -1 is the whole vocabulary. ``stop`` is a string or several; lists are kept as
     tuples without duplicates. With ``best_of`` > ``n``, ``best_of`` sequences are drawn and
     the ``n`` of highest cumulative log-probability returned. ``structured_outputs``: what the
-    answer has to match (a mapping does as well).
+    answer has to match (a mapping does as well). ``pooling``: give the prompt's embedding, its
+    last token's final hidden state ("last"), the mean of all ("mean") or what the model was trained
+    for ("auto"), with ``max_tokens`` 0.
 
     Raises :class:`~vmserve.errors.InvalidRequestError` for a value out of its range.
     """
@@ -121,6 +127,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    pooling: Pooling | None = None
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether every token of the prompt has to be computed, cached or not."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def num_sequences(self) -> int:
@@ -173,7 +185,9 @@ class SamplingParams:
                 "(greater_than_equal)",
                 "best_of",
             )
-        if self.max_tokens == 0 and self.prompt_logprobs is None:
+        if self.pooling is not None:
+            self._check_pooling()
+        elif self.max_tokens == 0 and self.prompt_logprobs is None:
             raise InvalidRequestError(
                 "max_tokens must be at least 1, got 0 (greater_than_equal); "
                 "0 scores a prompt, and needs prompt_logprobs",
@@ -189,6 +203,20 @@ class SamplingParams:
         if self.logprob_token_ids is not None and self.logprobs is None:
             raise InvalidRequestError(
                 "logprob_token_ids needs logprobs: set logprobs=0 or more", "logprob_token_ids"
+            )
+
+    def _check_pooling(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise InvalidRequestError(
+                f"pooling must be one of {', '.join(POOLINGS)}, got {str(self.pooling)[:40]!r}",
+                "pooling",
+            )
+        answers = (self.max_tokens != 0, self.num_sequences != 1, self.structured_outputs)
+        if any(answers) or self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "pooling gives an embedding and no answer: it goes with max_tokens=0 and n=1, and "
+                "without prompt_logprobs and structured_outputs",
+                "pooling",
             )
 
     @property

@@ -169,9 +169,8 @@ class Admission:
             self._regimes.keep(request, choice)
             return True
         sequence.num_named = len(known)
-        # Whoever asks for the prompt's log-probabilities needs its logits computed.
-        wants_logits = request.params.prompt_logprobs is not None
-        looks = not (wants_logits or sequence.starts_over)
+        # Log-probabilities of the prompt, and the mean of its states, need all of it computed.
+        looks = not (request.params.reads_whole_prompt or sequence.starts_over)
         hit = self._memory.match(memory_id) if looks else 0
         if hit and self._regimes.predicts:
             choice = self._regimes.choose(request, hit)

@@ -116,8 +116,8 @@ class Sequence:
     #: How many of the tokens the KV memory knows (names for its prefix cache).
     num_named: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
-    #: Prompt positions whose log-probabilities are already taken; a preempted
-    #: sequence computes its prompt again, but must not report it twice.
+    #: Prompt positions whose log-probabilities, or hidden states, are already taken; a
+    #: preempted sequence computes its prompt again, but must not report it twice.
     num_prompt_scored: int = 0
     #: Where the answer is in the grammar that it has to match, if there is one.
     guide: Guide | None = None

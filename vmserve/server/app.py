@@ -17,6 +17,7 @@ from vmserve.server.chat import ChatService
 from vmserve.server.completions import CompletionService
 from vmserve.server.config import ServerConfig
 from vmserve.server.context import ServerContext
+from vmserve.server.embeddings import EmbeddingService
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import error_response
 from vmserve.server.info import InfoService, InvocationService
@@ -28,6 +29,7 @@ from vmserve.server.protocol import (
     CompletionRequest,
     CountMessageTokensRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     MessagesRequest,
     RequestModel,
     ResponsesRequest,
@@ -90,6 +92,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
 
 def _add_routes(app: FastAPI, context: ServerContext) -> None:
     completions, chat = CompletionService(context), ChatService(context)
+    embeddings = EmbeddingService(context)
     invocations = InvocationService(completions, chat)
     tokenization, info = TokenizationService(context), InfoService(context)
     view = LiveView(context)
@@ -117,6 +120,7 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
     app.add_api_route(
         "/v1/responses/{response_id}", responses.delete, methods=["DELETE"], response_model=None
     )
+    post("/v1/embeddings", embeddings.create, EmbeddingRequest)
     post("/invocations", invocations.create, ChatCompletionRequest, CompletionRequest)
     post("/tokenize", tokenization.tokenize, TokenizeRequest)
     post("/detokenize", tokenization.detokenize, DetokenizeRequest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from vmserve.errors import InvalidRequestError
 from vmserve.sampling import GenerationParams
 from vmserve.server.body import read_model
 from vmserve.server.context import ServerContext
-from vmserve.server.errors import below_minimum, not_implemented
+from vmserve.server.errors import below_minimum
 from vmserve.server.generation import ChoiceBuffer, Generation, Job, Piece, Terms
 from vmserve.server.logprobs import LogprobShape, Position, completion_logprobs, prompt_logprobs
 from vmserve.server.params import (
@@ -25,7 +26,7 @@ from vmserve.server.params import (
     stream_options,
     truncate,
 )
-from vmserve.server.prompts import Prompt, check_vocabulary, split_prompts
+from vmserve.server.prompts import Prompt, encode_prompts, split_prompts
 from vmserve.server.protocol import CompletionRequest
 from vmserve.server.scope import unless_disconnected
 from vmserve.server.streaming import Chunk, EventStream
@@ -94,14 +95,14 @@ class CompletionService:
 
     async def _job(self, prompt: Prompt, body: CompletionRequest, params: GenerationParams) -> Job:
         context = self._context
-        if isinstance(prompt, str):
-            special = body.add_special_tokens is not False
-            tokenizer = context.engine.tokenizer
-            given = await context.run_aside(lambda: tokenizer.encode(prompt, special), len(prompt))
-            text: str | None = prompt
+        text: str | None
+        if body.suffix and isinstance(prompt, str):
+            infill = partial(context.engine.tokenizer.encode_infill, prompt, body.suffix)
+            size = len(prompt) + len(body.suffix)
+            text, given = prompt, await context.run_aside(infill, size)
         else:
-            check_vocabulary("prompt", prompt, context.engine.model_config.vocab_size)
-            given, text = prompt, None
+            special = body.add_special_tokens is not False
+            [(text, given)] = await encode_prompts(context, [prompt], "prompt", special)
         token_ids = truncate(given, body, context.max_model_len)
         check_prompt(len(token_ids), context.max_model_len)
         # What was cut off is not part of the prompt that an echo repeats.
@@ -110,8 +111,8 @@ class CompletionService:
 
 def _check(body: CompletionRequest) -> None:
     refuse_unserved(body)
-    if body.suffix not in (None, ""):
-        raise not_implemented("suffix", "suffix", "put all text before the completion in prompt")
+    if body.suffix and not _is_text(body.prompt):
+        raise InvalidRequestError("suffix goes with a prompt that is a text", "suffix")
     if body.max_tokens == 0 and not body.echo:
         raise below_minimum("max_tokens", 1, 0)
     if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
@@ -120,6 +121,11 @@ def _check(body: CompletionRequest) -> None:
             "only at the end",
             "best_of",
         )
+
+
+def _is_text(prompt: Any) -> bool:
+    given = prompt if isinstance(prompt, list) else [prompt]
+    return all(isinstance(item, str) for item in given)
 
 
 def _num_prompt_logprobs(body: CompletionRequest) -> int | None:

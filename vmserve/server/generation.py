@@ -16,7 +16,7 @@ from vmserve.prompts import Prompt
 from vmserve.sampling import GenerationParams
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
-from vmserve.server.protocol import GenerationRequest
+from vmserve.server.protocol import EmbeddingRequest, GenerationRequest
 from vmserve.server.scope import closing, gather
 from vmserve.server.tracing import RequestTrace
 from vmserve.types import CompletionOutput, LogprobsList, RequestOutput
@@ -46,7 +46,7 @@ class Terms(NamedTuple):
     timeout: float | None = None
 
     @staticmethod
-    def of(request: Request, body: GenerationRequest) -> Terms:
+    def of(request: Request, body: GenerationRequest | EmbeddingRequest) -> Terms:
         """A tenant is whoever has the key; where there are no keys, whom the client names as its
         user."""
         caller: Caller = request.state.caller

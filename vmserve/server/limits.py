@@ -57,6 +57,7 @@ _INT32 = 2**31 - 1
 #: :data:`vmserve.sampling.params.LIMITS`.
 NUMBERS: Final[dict[str, Bounds]] = {
     **LIMITS,
+    "dimensions": Bounds(1, _INT32, integer=True),
     "max_output_tokens": Bounds(1, INT64_MAX, integer=True),
     "max_completion_tokens": Bounds(1, INT64_MAX, integer=True),
     "priority": Bounds(-_INT32, _INT32, integer=True),
@@ -92,6 +93,7 @@ SIZES: Final[dict[str, tuple[int, int]]] = {
     "stop.item": (1, MAX_STOP_CHARS),
     "stop_token_ids": (0, 1024),
     "stream_options": (0, 64),
+    "suffix": (0, MAX_BODY_BYTES),
     "thinking": (0, 16),
     "tokens": (0, MAX_BODY_BYTES),
     "tools": (1, 1024),

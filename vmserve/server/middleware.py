@@ -30,6 +30,7 @@ GENERATION_PATHS: Final = frozenset(
     {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/embeddings",
         "/v1/messages",
         "/v1/responses",
         "/invocations",

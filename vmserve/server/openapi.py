@@ -15,6 +15,7 @@ from vmserve.server.protocol import (
     CompletionRequest,
     CountMessageTokensRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     MessagesRequest,
     RequestModel,
     ResponsesRequest,
@@ -30,6 +31,7 @@ _MODELS: Final[tuple[type[RequestModel], ...]] = (
     ResponsesRequest,
     MessagesRequest,
     CountMessageTokensRequest,
+    EmbeddingRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )

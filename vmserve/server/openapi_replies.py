@@ -175,6 +175,24 @@ REPLIES: Final[dict[str, Reply]] = {
     "/v1/messages/count_tokens": Reply(
         "How long a message's prompt is", "tokens", _object(input_tokens=_INT)
     ),
+    "/v1/embeddings": Reply(
+        "Embeddings of texts",
+        "generation",
+        _object(
+            object={"const": "list"},
+            model=_TEXT,
+            data=_list(
+                _object(
+                    object={"const": "embedding"},
+                    index=_INT,
+                    embedding={
+                        "anyOf": [_list(_NUMBER), {**_TEXT, "description": "float32, base64"}]
+                    },
+                )
+            ),
+            usage=_object(prompt_tokens=_INT, total_tokens=_INT),
+        ),
+    ),
     "/tokenize": Reply(
         "Tokens of a prompt or a conversation",
         "tokens",

@@ -8,7 +8,7 @@ from vmserve.errors import InvalidRequestError
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import not_implemented
-from vmserve.server.protocol import GenerationRequest
+from vmserve.server.protocol import EmbeddingRequest, GenerationRequest
 from vmserve.server.structured import structured_outputs
 from vmserve.structured.spec import StructuredOutputsParams
 
@@ -129,18 +129,20 @@ def check_max_tokens(max_tokens: int | None, max_model_len: int, name: str = "ma
         )
 
 
-def check_prompt(num_prompt: int, max_model_len: int) -> None:
+def check_prompt(num_prompt: int, max_model_len: int, name: str = "prompt") -> None:
     """Raises :class:`InvalidRequestError` for a prompt that leaves no room for one token."""
     if num_prompt >= max_model_len:
         raise InvalidRequestError(
             f"This model's maximum context length is {max_model_len} tokens, but the prompt has "
             f"{num_prompt}: it is longer than the model's context length less one token for the "
             "answer. Shorten it, or set truncate_prompt_tokens",
-            "prompt",
+            name,
         )
 
 
-def truncate(token_ids: list[int], request: GenerationRequest, max_model_len: int) -> list[int]:
+def truncate(
+    token_ids: list[int], request: GenerationRequest | EmbeddingRequest, max_model_len: int
+) -> list[int]:
     """The tokens of the prompt that are kept: the last ones, or the first for side "right"."""
     keep = request.truncate_prompt_tokens
     if keep is None:

@@ -3,46 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from vmserve.errors import InvalidRequestError
+from vmserve.server.context import ServerContext
 from vmserve.server.limits import SIZES
 
-__all__ = ["check_vocabulary", "split_prompts"]
+__all__ = ["check_vocabulary", "encode_prompts", "split_prompts"]
 
 Prompt = str | list[int]
 
 
-def split_prompts(value: Any) -> list[Prompt]:
-    """The prompts in order.
+def split_prompts(value: Any, name: str = "prompt") -> list[Prompt]:
+    """The prompts in order, of the field ``name``.
 
     Raises :class:`InvalidRequestError` for what is empty, has entries of other types, or
     token ids that are no integers. That ids are in the vocabulary is not checked here.
     """
     if value is None or value == "" or value == []:
-        raise _empty()
+        raise _empty(name)
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise _wrong("a string, a list of token ids, or a list of either")
+        raise _wrong(name, "a string, a list of token ids, or a list of either")
     if _are_ids(value):
         return [value]
     most = SIZES["prompt"][1]
     if len(value) > most:
-        raise InvalidRequestError(
-            f"prompt: {len(value)} prompts, at most {most} are taken", "prompt"
-        )
-    return [_one(item) for item in value]
+        raise InvalidRequestError(f"{name}: {len(value)} prompts, at most {most} are taken", name)
+    return [_one(name, item) for item in value]
 
 
-def _one(item: Any) -> Prompt:
+def _one(name: str, item: Any) -> Prompt:
     if item == "" or item == []:
-        raise _empty()
+        raise _empty(name)
     if isinstance(item, str):
         return item
     if isinstance(item, list) and _are_ids(item):
         return item
-    raise _wrong("strings and lists of integer token ids, not mixed in one list")
+    raise _wrong(name, "strings and lists of integer token ids, not mixed in one list")
+
+
+async def encode_prompts(
+    context: ServerContext, prompts: list[Prompt], name: str, add_special_tokens: bool
+) -> list[tuple[str | None, list[int]]]:
+    """Each prompt's text, where it came as one, and its token ids.
+
+    Raises :class:`InvalidRequestError` for ids that the model does not have.
+    """
+    encoded: list[tuple[str | None, list[int]]] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            encode = partial(context.engine.tokenizer.encode, prompt, add_special_tokens)
+            encoded.append((prompt, await context.run_aside(encode, len(prompt))))
+        else:
+            check_vocabulary(name, prompt, context.engine.model_config.vocab_size)
+            encoded.append((None, prompt))
+    return encoded
 
 
 def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -63,11 +81,13 @@ def _are_ids(items: list[Any]) -> bool:
     return set(map(type, items)) == {int}
 
 
-def _empty() -> InvalidRequestError:
+def _empty(name: str) -> InvalidRequestError:
+    if name != "prompt":
+        return InvalidRequestError(f"{name} must not be empty", name)
     return InvalidRequestError(
         "Either prompt or prompt_embeds must be provided and non-empty.", "prompt"
     )
 
 
-def _wrong(expected: str) -> InvalidRequestError:
-    return InvalidRequestError(f"prompt must be {expected}", "prompt")
+def _wrong(name: str, expected: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} must be {expected}", name)

@@ -18,6 +18,7 @@ __all__ = [
     "CompletionRequest",
     "CountMessageTokensRequest",
     "DetokenizeRequest",
+    "EmbeddingRequest",
     "GenerationRequest",
     "MessagesRequest",
     "RequestModel",
@@ -172,7 +173,7 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
     best_of: Annotated[int | None, bounded("best_of")] = None
     logprobs: Annotated[int | None, bounded("logprobs")] = None
-    suffix: NotServed = None
+    suffix: Annotated[str | None, sized("suffix")] = None
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -282,6 +283,23 @@ class MessagesRequest(CountMessageTokensRequest):
     top_k: Annotated[int | None, bounded("top_k")] = None
     metadata: Annotated[dict[str, Any] | None, sized("metadata")] = None
     output_config: Annotated[dict[str, Any] | None, sized("output_config")] = None
+
+
+class EmbeddingRequest(RequestModel):
+    """The body of ``POST /v1/embeddings``."""
+
+    model: Annotated[str | None, sized("model")] = None
+    input: Annotated[Any, WithJsonSchema(_PROMPT)] = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int | None, bounded("dimensions")] = None
+    pooling: Literal["auto", "last", "mean"] | None = None
+    user: Annotated[str | None, sized("user")] = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int | None, bounded("truncate_prompt_tokens")] = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: Annotated[int | None, bounded("priority")] = None
+    cache_salt: Annotated[str | None, sized("cache_salt")] = None
+    request_timeout: Annotated[float | None, bounded("request_timeout")] = None
 
 
 class TokenizeRequest(RequestModel):

@@ -84,6 +84,7 @@ class CpuDecoder {
   std::int64_t num_positions() const;
 
   std::int64_t vocab_size() const { return shape_.vocab_size; }
+  std::int64_t hidden_size() const { return shape_.hidden_size; }
   // Bytes of the packed weights.
   std::size_t weight_bytes() const;
   // What enters the layers' linear layers is rounded to: "float32" (not at all), "bfloat16",
@@ -99,9 +100,12 @@ class CpuDecoder {
   };
 
   // token_ids [tokens]; `wanted`: the rows whose logits [wanted, vocab] are asked for, in any
-  // order. Throws MisuseError for ids, rows or positions out of range before anything is written.
+  // order. The last num_hidden of them give their final hidden states instead, [num_hidden,
+  // hidden_size] behind the last norm. Throws MisuseError for ids, rows or positions out of range
+  // before anything is written.
   void forward(const std::vector<std::int64_t>& token_ids, std::vector<Part>& parts,
-               const std::vector<std::int64_t>& wanted, float* logits);
+               const std::vector<std::int64_t>& wanted, float* logits, std::int64_t num_hidden = 0,
+               float* hidden = nullptr);
 
  private:
   struct Linear;
@@ -119,6 +123,7 @@ class CpuDecoder {
   void normalise_head(float* head, const float* norm, float* room) const;
   void attend(const Layer& layer, std::int64_t index, char* qkv, std::vector<Part>& parts);
   void keep(const std::vector<std::int64_t>& wanted);
+  void norm_rows(const float* rows, std::int64_t num_rows, float* out) const;
   void finish_layer(const Layer& layer, std::int64_t num_rows);
   // To the form in which `next` reads its rows.
   void pack_rows(const Linear& next, const void* rows, bool bf16, std::int64_t num_rows,

@@ -14,6 +14,7 @@ from vmserve.attention.base import AttentionCall, LayerAttention
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.foreign.inspection import MODEL_ERRORS, ForeignConfig, reason
 from vmserve.models.foreign.rehearsal import rehearse
+from vmserve.models.hidden import HiddenRows
 from vmserve.models.loader import Progress, listed, weight_files
 from vmserve.models.safetensors_file import SafetensorsFile
 
@@ -43,8 +44,10 @@ class ForeignModel:
         positions: torch.Tensor,
         attention: AttentionCall,
         logits_rows: torch.Tensor | None = None,
+        hidden: HiddenRows | None = None,
     ) -> torch.Tensor:
         """See :meth:`vmserve.models.decoder.Decoder.forward`."""
+        assert hidden is None, "requests for embeddings were refused"
         output = self._model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
