@@ -48,18 +48,36 @@ def answer(status: int, body: bytes) -> SimpleNamespace:
     return SimpleNamespace(status_code=status, content=body, json=lambda: json.loads(body))
 
 
+OURS = "/v1/completions"
+ANTHROPIC = "/v1/messages"
+
+
 @pytest.mark.parametrize(
-    ("status", "body", "fault"),
+    ("path", "status", "body", "fault"),
     [
-        (500, b'{"error": {"message": "", "type": "", "param": null, "code": 500}}', "status 500"),
-        (400, b"oops", "not our JSON"),
-        (400, b"[]", "not our JSON"),
-        (400, b'{"detail": {}}', "another shape"),
-        (400, b'{"error": {"message": "", "type": "", "param": null, "code": 404}}', "code is 404"),
-        (503, b'{"error": {"message": "", "type": "", "param": null, "code": 503}}', None),
+        (OURS, 500, b'{"error": {"message": "", "type": "", "param": null, "code": 500}}', "500"),
+        (OURS, 400, b"oops", "not our JSON"),
+        (OURS, 400, b"[]", "not our JSON"),
+        (OURS, 400, b'{"error": 5}', "not our JSON"),
+        (OURS, 400, b'{"detail": {}}', "not our JSON"),
+        (OURS, 400, b'{"error": {"message": "", "type": ""}}', "another shape"),
+        (OURS, 400, b'{"type": "error", "error": {"message": "", "type": ""}}', "another shape"),
+        (OURS, 400, b'{"error": {"message": "", "type": "", "param": null, "code": 404}}', "404"),
+        (OURS, 503, b'{"error": {"message": "", "type": "", "param": null, "code": 503}}', None),
+        (ANTHROPIC, 400, b'{"type": "error", "error": {"message": "", "type": ""}}', None),
+        (ANTHROPIC, 400, b'{"error": {"message": "", "type": ""}}', "another shape"),
+        (
+            ANTHROPIC,
+            400,
+            b'{"error": {"message": "", "type": "", "param": null, "code": 400}}',
+            "another shape",
+        ),
     ],
 )
-def test_faults_are_seen(status: int, body: bytes, fault: str | None) -> None:
-    found = list(faults(None, answer(status, body)))  # type: ignore[arg-type]
+def test_faults_are_seen(path: str, status: int, body: bytes, fault: str | None) -> None:
+    case: Any = SimpleNamespace(
+        operation=SimpleNamespace(path=path, validate_response=lambda response, case: None)
+    )
+    found = list(faults(case, answer(status, body)))
     assert len(found) == (fault is not None)
     assert fault is None or fault in found[0]

@@ -90,10 +90,10 @@ class Running:
         return self.ok("/v1/chat/completions", body)
 
     def error(self, path: str, body: Body, status: int = 400) -> Body:
-        """The error of a request that must fail with ``status``, in the one shape there is."""
+        """The error of a request that must fail with ``status``, in the shape of ``path``."""
         response = self.post(path, body)
         assert response.status_code == status, response.text
-        return error_of(response)
+        return error_of(response, path)
 
     def stream(self, path: str, body: Body) -> list[Body]:
         """The chunks of a stream that must end with [DONE]."""
@@ -123,12 +123,21 @@ def until(holds: Callable[[], bool], seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
-def error_of(response: httpx.Response) -> Body:
+#: Routes whose errors have Anthropic's shape: its clients read no other.
+ANTHROPIC_PATHS = {"/v1/messages", "/v1/messages/count_tokens"}
+
+
+def error_of(response: httpx.Response, path: str = "") -> Body:
+    """The error of ``response``, which must have exactly the shape that ``path`` answers in."""
     assert response.headers["content-type"].startswith("application/json")
     assert len(response.content) <= 2048
     body: Body = response.json()
-    assert set(body) == {"error"}
     error: Body = body["error"]
+    if path in ANTHROPIC_PATHS:
+        assert body == {"type": "error", "error": error}
+        assert set(error) == {"type", "message"}
+        return error
+    assert set(body) == {"error"}
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == response.status_code
     return error

@@ -44,7 +44,7 @@ def test_every_route_needs_a_key(start: Start) -> None:
                 assert response.status_code == 200
             else:
                 assert response.status_code == 401, (method, path)
-                assert error_of(response)["type"] == "authentication_error"
+                assert error_of(response, path)["type"] == "authentication_error"
                 assert response.headers["www-authenticate"] == "Bearer"
 
 

@@ -1,4 +1,5 @@
-"""The one place that turns exceptions into ``{"error": {message, type, param, code}}``."""
+"""The one place that turns exceptions into ``{"error": {message, type, param, code}}``, or into
+Anthropic's ``{"type": "error", "error": {type, message}}`` for its routes."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ __all__ = [
     "below_minimum",
     "error_body",
     "error_response",
+    "has_anthropic_errors",
     "not_implemented",
     "to_api_error",
 ]
@@ -137,10 +139,15 @@ def anthropic_error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": name, "message": _shorten(error.message)}}
 
 
+def has_anthropic_errors(path: str) -> bool:
+    """Whether errors of the route ``path`` have Anthropic's shape, which its clients read."""
+    return path.startswith("/v1/messages")
+
+
 def error_response(error: BaseException, path: str = "") -> Response:
     """In the shape of the API that ``path`` belongs to."""
     told = to_api_error(error)
-    shape = anthropic_error_body if path.startswith("/v1/messages") else error_body
+    shape = anthropic_error_body if has_anthropic_errors(path) else error_body
     return Response(dump_json(shape(told)), told.status, headers=told.headers, media_type=JSON_TYPE)
 
 

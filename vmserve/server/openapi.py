@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from vmserve.server.errors import has_anthropic_errors
 from vmserve.server.openapi_replies import REPLIES, REPLY_SCHEMAS, Reply
 from vmserve.server.protocol import (
     ChatCompletionRequest,
@@ -52,9 +53,17 @@ _ERROR: Final[dict[str, Any]] = {
         }
     },
 }
-_ERROR_REPLY: Final[dict[str, Any]] = {
-    "description": "An error",
-    "content": {JSON_TYPE: {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
+_ANTHROPIC_ERROR: Final[dict[str, Any]] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
 }
 
 
@@ -96,16 +105,29 @@ def _describe(app: FastAPI, needs_key: bool, model_names: list[str]) -> dict[str
         operation["parameters"] = [
             {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
         ]
-    components["schemas"] = {**definitions.get("$defs", {}), **REPLY_SCHEMAS, "Error": _ERROR}
+    components["schemas"] = {
+        **definitions.get("$defs", {}),
+        **REPLY_SCHEMAS,
+        "Error": _ERROR,
+        "AnthropicError": _ANTHROPIC_ERROR,
+    }
     for path, operations in document["paths"].items():
         for operation in operations.values():
             if path in REPLIES:
                 _describe_reply(operation, REPLIES[path])
-            operation["responses"]["default"] = _ERROR_REPLY
+            operation["responses"]["default"] = _error_reply(path)
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document
+
+
+def _error_reply(path: str) -> dict[str, Any]:
+    name = "AnthropicError" if has_anthropic_errors(path) else "Error"
+    return {
+        "description": "An error",
+        "content": {JSON_TYPE: {"schema": {"$ref": f"{_SCHEMAS}{name}"}}},
+    }
 
 
 #: Each event of a stream, as the sequential media types of OpenAPI have it.
