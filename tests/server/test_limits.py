@@ -5,24 +5,11 @@ from typing import Any
 
 import pytest
 
+from tests.server.test_protocol import MODELS
 from vmserve.server.errors import ApiError, error_body
-from vmserve.server.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    RequestModel,
-    ResponsesRequest,
-    TokenizeRequest,
-)
+from vmserve.server.protocol import RequestModel
 from vmserve.server.wire import dump_json
 
-MODELS = (
-    CompletionRequest,
-    ChatCompletionRequest,
-    ResponsesRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-)
 #: Checked by hand in prompts.py and messages.py, or never looked into.
 BY_HAND = {
     "prompt",
