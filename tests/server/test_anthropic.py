@@ -95,6 +95,16 @@ def test_tools_are_called_and_answered(claude: Any, stream: bool) -> None:
     assert prompt_of(running).endswith("[assistant]Wait.|[tool]12:00|[user]So?|[assistant]")
 
 
+def test_a_forced_tool_is_used(claude: Any) -> None:
+    """In OpenAI's chats the same answer ends with "stop"."""
+    _, client = claude('{"zone": "CET"}')
+    choice: Any = {"type": "tool", "name": "now"}
+    reply = client.messages.create(
+        model="fake", max_tokens=99, messages=HELLO, tools=TOOLS, tool_choice=choice
+    )
+    assert (reply.stop_reason, reply.content[0].input) == ("tool_use", {"zone": "CET"})
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_are_blocks_of_their_own(claude: Any, stream: bool) -> None:
     _, client = claude("<think>hm</think>yes", reasoning_parser="think")

@@ -105,7 +105,7 @@ def test_streams_join_to_the_whole_reply(real: Running, path: str, options: dict
     for choice in whole["choices"]:
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
         if path == CHAT:
-            assert mine.pop(0)["delta"] == {"role": "assistant", "content": None}
+            assert mine.pop(0)["delta"] == {"role": "assistant", "content": ""}
             assert "".join(c["delta"]["content"] for c in mine) == choice["message"]["content"]
             key = "content"
         else:

@@ -99,7 +99,7 @@ def test_chat_chunks(shared: Running) -> None:
     created = chunks[0]["created"]
     head = {"id": "chatcmpl-r", "created": created, "model": "fake"}
     head["object"] = "chat.completion.chunk"
-    role = {"role": "assistant", "content": None}
+    role = {"role": "assistant", "content": ""}
     choice = {"index": 0, "logprobs": None, "finish_reason": None}
     assert chunks == [
         {**head, "choices": [{**choice, "delta": role}]},
@@ -183,7 +183,7 @@ def test_echo_comes_with_the_first_text(shared: Running) -> None:
     assert only["choices"][0]["finish_reason"] == "length"
     body = {"messages": [{"role": "assistant", "content": "a"}], "echo": True, "max_tokens": 1}
     role, text = shared.stream(CHAT, body)
-    assert role["choices"][0]["delta"] == {"role": "assistant", "content": None}
+    assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert text["choices"][0]["delta"] == {"content": "ah"}
 
 

@@ -148,6 +148,7 @@ CHAT_ONLY: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "text"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "greater_than_equal"),
     ({"max_completion_tokens": 300}, "max_completion_tokens", "is too large.* 256 tokens"),
+    ({"top_logprobs": 0}, "top_logprobs", "needs logprobs"),
     ({"top_logprobs": 1}, "top_logprobs", "needs logprobs"),
     ({"top_logprobs": -1}, "top_logprobs", "needs logprobs"),
     ({"logprobs": False, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),

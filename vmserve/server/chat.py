@@ -192,7 +192,7 @@ def _check(body: ChatCompletionRequest) -> None:
     refuse_unserved(body)
     if body.max_tokens == 0:
         raise below_minimum("max_tokens", 1, 0)
-    if body.top_logprobs and not body.logprobs:
+    if body.top_logprobs is not None and not body.logprobs:  # also 0, as OpenAI has it
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     modalities = body.modalities
     if body.audio is not None or (modalities is not None and modalities != ["text"]):
@@ -253,7 +253,7 @@ class _Reply:
         reason: str | None = choice.finish_reason
         if reader is not None:
             said = message_of(with_echo(self._echo, reader.read(choice.text, is_last=True)))
-            reason = reader.reason(reason)
+            reason = self._reason(reader.reason(reason))
         return {
             "index": choice.index,
             "message": {"role": self._role, "refusal": None, **said},
@@ -297,7 +297,7 @@ class _Reply:
                     if buffer.template is not None and piece.finish_reason is None:
                         yield buffer.template.fill(piece.text)
                         continue
-                    reason = buffer.reason(piece.finish_reason)
+                    reason = self._reason(buffer.reason(piece.finish_reason))
                     yield self._chunk(choice.index, piece, delta, reason, buffer.num_told)
                     if self._tells_text_alone:
                         blank = Piece(TextTemplate.TEXT, [], [], None, None)
@@ -316,7 +316,7 @@ class _Reply:
     def _role_chunk(self, index: int, first: bool) -> dict[str, Any]:
         choice = {
             "index": index,
-            "delta": {"role": self._role, "content": None},
+            "delta": {"role": self._role, "content": ""},
             "logprobs": None,
             "finish_reason": None,
         }
@@ -358,6 +358,11 @@ class _Reply:
         return {"usage": Usage(len(self._job.token_ids), num_tokens).as_dict()}
 
     # -- parts ------------------------------------------------------------------------
+
+    def _reason(self, reason: str | None) -> str | None:
+        """A call of the function that the request named is no choice of the model: OpenAI's
+        chats end with "stop" then."""
+        return "stop" if reason == "tool_calls" and self._use.is_named else reason
 
     def _logprobs(self, part: CompletionOutput | Piece) -> dict[str, Any] | None:
         if not self._body.logprobs:

@@ -34,6 +34,8 @@ class ToolUse:
     make_parser: Callable[[], ToolParser] | None = None
     structured: StructuredOutputsParams | None = None
     parallel: bool = True
+    #: The request names the function that is called.
+    is_named: bool = False
     #: The model's marker of a call is a special token, which texts leave out by default.
     keeps_special_tokens: bool = False
     #: Templates of some models take ids of nine letters and digits only.
@@ -81,7 +83,12 @@ def tool_use(body: ChatCompletionRequest, parser: str) -> ToolUse:
     tool = _named(tools, choice)
     name = tool["function"]["name"]
     return ToolUse(
-        tools, lambda: NamedCallParser(name), named_call(tool), parallel, short_ids=is_mistral
+        tools,
+        lambda: NamedCallParser(name),
+        named_call(tool),
+        parallel,
+        is_named=True,
+        short_ids=is_mistral,
     )
 
 
