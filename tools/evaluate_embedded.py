@@ -2,6 +2,7 @@
 
 Writes `evaluation.json` and `loss_curve.svg` into the model's directory and puts the table and the
 samples into its README.md, between the marks that are there. All in fp32 on the CPU.
+`--only answers` measures a part again and keeps the other figures.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from embedded_answers import judge
 from embedded_chat import (
     json_turns,
     list_turns,
@@ -57,6 +59,7 @@ class Subject:
     """The model under measurement with its tokenizer."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(path)
         self.tokenizer.padding_side = "left"
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -234,6 +237,15 @@ def table(result: dict[str, Any]) -> str:
     ended, right = talk["ended_by_themselves"], talk["closed_answers_exactly_right"]
     rows["chat answers that end by themselves"] = f"{ended} of {talk['questions']}"
     rows["closed questions answered word for word"] = f"{right} of {talk['closed_questions']}"
+    asked, seeds = result["answers"], result["answers"]["seeds"]
+    for temperature, count in asked["by_temperature"].items():
+        at = f"temperature {temperature}"
+        rows[f"first answers made of sentences, {at}"] = (
+            f"{count['made_of_sentences']} of {asked['questions'] * seeds}"
+        )
+        rows[f"first answers that are right, {at}"] = (
+            f"{count['right']} of {asked['closed_questions'] * seeds}"
+        )
     lines = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
     return f"| measured | |\n|---|---|\n{lines}"
 
@@ -255,19 +267,30 @@ def update_card(path: Path, result: dict[str, Any]) -> None:
     (path / "README.md").write_text(card, encoding="utf-8")
 
 
+PARTS: dict[str, Callable[[Subject], Any]] = {
+    "samples": samples,
+    "recall": recall,
+    "chats": chats,
+    "answers": lambda subject: judge(subject.path),
+    "margins": margins,
+}
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     log = json.loads((args.model / "training_log.json").read_text())
+    before = args.model / "evaluation.json"
+    result = json.loads(before.read_text(encoding="utf-8")) if before.exists() else {}
+    result["held_out_loss"] = log["held_out_loss"]
     subject = Subject(args.model)
-    result = {"held_out_loss": log["held_out_loss"], "samples": samples(subject)}
-    result["recall"] = recall(subject)
-    result["chats"] = chats(subject)
-    result["margins"] = margins(subject)
+    for part in args.only:
+        result[part] = PARTS[part](subject)
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
     (args.model / "evaluation.json").write_text(text, encoding="utf-8")
     (args.model / "loss_curve.svg").write_text(loss_curve(log["loss"]))

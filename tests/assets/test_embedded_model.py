@@ -3,7 +3,9 @@
 import importlib
 import json
 import random
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from vmserve import LLM
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "vmserve" / "assets" / "embedded"
@@ -63,7 +67,6 @@ def test_architecture_is_llama_with_grouped_queries_and_a_context_of_8192() -> N
 
 def test_generation_ends_at_both_end_tokens(model: Any) -> None:
     assert model.generation_config.eos_token_id == [EOS, END]
-    assert not model.generation_config.do_sample
 
 
 def test_weights_are_stored_in_bf16_and_loaded_in_fp32() -> None:
@@ -179,3 +182,65 @@ def test_answer_uses_what_the_chat_said(tokenizer: Any, model: Any) -> None:
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     answer = greedy(model, ids, 20, stop=END)[0]
     assert tokenizer.decode(answer[: answer.index(END)]) == "Your name is Clara."
+
+
+@pytest.fixture(scope="module")
+def judging() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "tools"))
+        yield importlib.import_module("embedded_answers")
+    for name in ("answers", "chat", "stories", "text", "words"):
+        sys.modules.pop(f"embedded_{name}", None)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(kv_cache_memory="32MiB") as opened:
+        yield opened
+
+
+def test_the_example_of_the_readme_is_answered_right_by_default(judging: Any, llm: LLM) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    question = re.search(r'"role": "user", "content": "(.*?)"', readme)
+    promised = re.search(r'end=""\)  # (.*)', readme)
+    assert question is not None
+    assert promised is not None
+    [given] = judging.answers(llm, [question[1]])
+    assert given == [(promised[1], True)] * 5
+    assert judging.QUESTIONS[question[1]] == promised[1]
+
+
+def test_first_answers_are_those_that_the_card_counts(judging: Any, llm: LLM) -> None:
+    """Greedy choices are the same everywhere; the counts at the default are no worse than these."""
+    recorded = json.loads((MODEL / "evaluation.json").read_text(encoding="utf-8"))["answers"]
+    default = recorded["default_temperature"]
+    assert llm.default_sampling_params().temperature == default
+    count = recorded["by_temperature"][str(default)]
+    assert count["made_of_sentences"] >= 95
+    assert count["right"] >= 35
+    given = judging.answers(llm, list(judging.QUESTIONS), temperature=0)
+    failed = {
+        question
+        for question, texts in zip(judging.QUESTIONS, given, strict=True)
+        if not all(judging.made_of_sentences(question, *text) for text in texts)
+    }
+    assert failed == {"How do transistors work?"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "good"),
+    [
+        ("The sky is blue.", True),
+        ('Tom said, "We are here."', True),
+        ("To make tea, follow these steps:\n1. Boil some water.\n2. Add some sugar.", True),
+        ("the sky is blue.", False),
+        ("The sky is", False),
+        ("Yes it.", False),
+        ("I do not know much aboutrugrotu.", False),
+        ("The sky is \ufffd.", False),
+        ("The cat is here. " * 4, False),
+    ],
+)
+def test_what_an_answer_made_of_sentences_is(judging: Any, answer: str, good: bool) -> None:
+    assert judging.made_of_sentences("What?", answer, True) is good
+    assert not judging.made_of_sentences("What?", answer, False)

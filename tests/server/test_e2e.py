@@ -1,6 +1,7 @@
 """The real engine on the embedded model, through the official client."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,13 @@ def test_a_chat(client: openai.OpenAI, real: Running) -> None:
     assert choice.message.content
     assert reply.usage is not None
     assert reply.usage.prompt_tokens == real.ok("/tokenize", {"messages": MESSAGES})["count"]
+
+
+def test_the_example_of_the_readme(real: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(from openai.*?)```", readme, re.DOTALL)
+    exec(example.replace("http://127.0.0.1:8000", real.url), {})
+    assert capsys.readouterr().out == example.rstrip().rpartition("  # ")[2]
 
 
 @pytest.mark.parametrize(
