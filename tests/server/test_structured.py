@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.server.conftest import Body, Running
+from tests.server.conftest import Body, Running, until
+from tests.structured.gate import Gate
 from vmserve import AsyncLLM
+from vmserve.server.auth import ApiKey
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -151,6 +154,43 @@ def test_other_streams_go_on_while_a_bomb_is_refused(real: Running) -> None:
     assert "make it simpler" in error["message"]
     # Or it has come to its end before.
     assert any(began < at < refused for at in times) or len(times) >= 900
+
+
+def test_what_clients_left_is_not_compiled_and_what_waits_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate(monkeypatch)
+    engine = AsyncLLM(kv_cache_memory="32MiB", max_model_len=256, max_num_seqs=4)
+    keys = (ApiKey.of("a", "of-a"), ApiKey.of("b", "of-b"))
+    running = Running(engine, named_keys=keys, max_queued_requests=8)
+    compiler = engine._engine.structured.compiler
+
+    def send(number: int) -> socket.socket:
+        grammar = {"grammar": f'start: "bomb {number}"'}
+        body = json.dumps({"prompt": "x", "structured_outputs": grammar})
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer of-a\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        client = socket.create_connection(("127.0.0.1", running.port))
+        client.sendall((head + body).encode())
+        return client
+
+    choice = {"prompt": "x", "structured_outputs": {"choice": ["yes"]}}
+    of_b = {"authorization": "Bearer of-b"}
+    clients = [send(number) for number in range(8)]
+    try:
+        until(lambda: len(gate.begun) == 2 and compiler.num_waiting == 6)
+        full = running.post(COMPLETIONS, choice, headers=of_b)
+        assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+        assert "8 requests" in full.json()["error"]["message"]
+        for client in clients:
+            client.close()
+        until(lambda: compiler.num_waiting == 0)
+        reply = running.post(COMPLETIONS, choice, headers=of_b)
+        assert reply.json()["choices"][0]["text"] == "yes"
+        assert len(gate.begun) == 3
+    finally:
+        gate.open.set()
+        running.close()
 
 
 def test_the_official_client_parses(client: openai.OpenAI) -> None:

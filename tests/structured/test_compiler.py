@@ -6,10 +6,11 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.structured.gate import Gate
 from vmserve.errors import InvalidRequestError
 from vmserve.models import resolve_model
 from vmserve.structured import compiler as compiler_module
@@ -60,6 +61,13 @@ def compiler(tokenizer: str) -> Iterator[GrammarCompiler]:
     made = GrammarCompiler(tokenizer, VOCAB, [EOS])
     yield made
     made.close()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def is_alive(pid: int) -> bool:
@@ -177,6 +185,58 @@ def test_a_refusal_is_remembered_and_others_are_served_meanwhile(tokenizer: str)
         assert compiler.submit(BOMB) is late
     finally:
         compiler.close()
+
+
+def bomb(number: int) -> StructuredOutputsParams:
+    return StructuredOutputsParams(regex=f"bomb{number}")
+
+
+@pytest.fixture
+def held(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Gate, GrammarCompiler]]:
+    gate, made = Gate(monkeypatch), GrammarCompiler(tokenizer, VOCAB, [EOS])
+    yield gate, made
+    gate.open.set()
+    made.close()
+
+
+def test_a_flood_of_one_tenant_keeps_a_place_free(held: tuple[Gate, GrammarCompiler]) -> None:
+    _, compiler = held
+    flood = [compiler.submit(bomb(i), "a") for i in range(40)]
+    assert compiler.submit(StructuredOutputsParams(choice=["x"]), "b").result(60)
+    assert not any(future.done() for future in flood)
+    assert compiler.num_waiting >= 38
+
+
+def test_what_nobody_waits_for_is_not_compiled(held: tuple[Gate, GrammarCompiler]) -> None:
+    gate, compiler = held
+    flood = [(bomb(i), compiler.submit(bomb(i), "a")) for i in range(40)]
+    until(lambda: len(gate.begun) == 2)
+    shared = compiler.submit(bomb(39), "b")  # takes the third place
+    until(lambda: len(gate.begun) == 3)
+    for params, future in flood:
+        compiler.abandon(params, future, "a")
+    assert compiler.num_waiting == 0
+    again = compiler.submit(bomb(38), "a")
+    gate.open.set()
+    assert shared.result(60)
+    assert again.result(60)
+    assert again is not flood[38][1]
+    assert sorted(gate.begun) == ["bomb0", "bomb1", "bomb38", "bomb39"]
+
+
+def test_one_of_several_who_wait_may_leave(held: tuple[Gate, GrammarCompiler]) -> None:
+    gate, compiler = held
+    for i in range(2):
+        compiler.submit(bomb(i), "a")
+    until(lambda: len(gate.begun) == 2)
+    futures = [compiler.submit(bomb(2), "a") for _ in range(3)]
+    compiler.abandon(bomb(2), futures[0], "a")
+    compiler.abandon(bomb(2), futures[1], "a")
+    assert compiler.num_waiting == 1
+    gate.open.set()
+    assert futures[2].result(60)
+    compiler.abandon(bomb(2), futures[2], "a")  # too late to change anything
+    assert compiler.submit(bomb(2), "a") is futures[2]
 
 
 def test_closing_ends_what_runs(tokenizer: str) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -16,6 +16,7 @@ from vmserve.errors import InvalidRequestError
 from vmserve.structured.grammar import PARSER_LIMITS
 from vmserve.structured.guide import Guide, Mask, fill_masks
 from vmserve.structured.spec import Constraint, StructuredOutputsParams
+from vmserve.structured.turns import TenantTurns
 from vmserve.structured.vetting import VETTING_SECONDS, VettingError, VettingProcess
 from vmserve.structured.worker import Setup, make_tokenizer
 
@@ -26,8 +27,10 @@ MAX_GRAMMARS = 128
 MAX_GRAMMAR_BYTES = 256 << 20
 #: A refusal that load may have caused is repeated without another try for so long.
 _REFUSAL_SECONDS = 60.0
-#: Compilations at a time; each has a process.
-_NUM_WORKERS = 2
+#: Compilations at a time; each has a process, which is started when all before it are taken. One
+#: that runs is not interrupted but by its limits, so one tenant's never have all the places.
+_NUM_WORKERS = 3
+_MOST_OF_ONE_TENANT = _NUM_WORKERS - 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -45,7 +48,10 @@ class Grammar:
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    future: Future[Grammar]
+    future: Future[Grammar] = field(default_factory=Future)
+    #: Requests of each tenant that asked for it before it was compiled, and have not left.
+    waiting: Counter[str] = field(default_factory=Counter)
+    is_running: bool = False
     #: After this time a refusal is not repeated any more.
     until: float | None = None
 
@@ -75,21 +81,46 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._processes = [VettingProcess(self._setup, seconds) for _ in range(_NUM_WORKERS)]
         self._free = list(self._processes)
+        self._turns = TenantTurns(_MOST_OF_ONE_TENANT)
+        self._is_closed = False
         self._threads = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="vmserve-grammar")
         self._tokenizer_lock = threading.Lock()
 
-    def submit(self, params: StructuredOutputsParams) -> Future[Grammar]:
-        """The grammar, or :class:`~vmserve.errors.InvalidRequestError`, when it is known."""
+    def submit(self, params: StructuredOutputsParams, tenant: str = "") -> Future[Grammar]:
+        """The grammar, or :class:`~vmserve.errors.InvalidRequestError`, when it is known.
+
+        Tenants take turns. Whoever asks and does not wait any more says so: :meth:`abandon`.
+        """
         constraint = params.constraint
         with self._lock:
             entry = self._entries.get(constraint)
             if entry is None or (entry.until is not None and entry.until < time.monotonic()):
-                entry = _Entry(Future())
-                self._entries[constraint] = entry
-                self._threads.submit(self._work, constraint, entry)
+                entry = self._entries[constraint] = _Entry()
+            if not entry.future.done():
+                entry.waiting[tenant] += 1
+            if not (entry.is_running or entry.future.done()):
+                self._turns.add(tenant, constraint)
+                self._compile_next()
             self._entries.move_to_end(constraint)
             self._evict()
             return entry.future
+
+    def abandon(
+        self, params: StructuredOutputsParams, future: Future[Grammar], tenant: str = ""
+    ) -> None:
+        """Whoever got ``future`` does not wait for it any more. What nobody waits for is not
+        compiled, unless it has begun."""
+        constraint = params.constraint
+        with self._lock:
+            entry = self._entries.get(constraint)
+            if entry is None or entry.future is not future or future.done():
+                return
+            entry.waiting -= Counter([tenant])
+            if entry.is_running or tenant in entry.waiting:
+                return
+            self._turns.remove(tenant, constraint)
+            if not entry.waiting:
+                del self._entries[constraint]
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Waits for it. Raises :class:`~vmserve.errors.InvalidRequestError`."""
@@ -102,12 +133,20 @@ class GrammarCompiler:
         return masks[:, : self._vocab_size]
 
     @property
+    def num_waiting(self) -> int:
+        """Constraints whose compilation has not begun."""
+        with self._lock:
+            return len(self._turns)
+
+    @property
     def pids(self) -> list[int]:
         """Of the vetting processes that run."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     def close(self) -> None:
         """End threads and processes; what was not compiled yet is refused."""
+        with self._lock:
+            self._is_closed = True
         for process in self._processes:
             process.interrupt()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -118,6 +157,26 @@ class GrammarCompiler:
                 entry.future.set_exception(_refusal(constraint, "the engine is being closed"))
 
     # -- in a thread of its own ---------------------------------------------------------
+
+    def _compile_next(self) -> None:
+        """Holds the lock."""
+        if len(self._turns) and not self._is_closed:
+            self._threads.submit(self._take_turn)
+
+    def _take_turn(self) -> None:
+        with self._lock:
+            taken = self._turns.take()
+            if taken is None:  # abandoned meanwhile, or whoever waits has all that they may have
+                return
+            tenant, constraint = taken
+            entry = self._entries[constraint]
+            entry.is_running = True
+        try:
+            self._work(constraint, entry)
+        finally:
+            with self._lock:
+                self._turns.done(tenant)
+                self._compile_next()
 
     def _work(self, constraint: Constraint, entry: _Entry) -> None:
         try:

@@ -62,13 +62,16 @@ class StructuredRequests:
         """A new request: it runs when :meth:`take_compiled` says so."""
         params = request.params.structured_outputs
         assert params is not None
-        future = self.compiler.submit(params)
+        future = self.compiler.submit(params, request.tenant)
         request.is_compiling = True
         self._compiling[request.request_id] = (request, future)
 
     def drop(self, request: Request) -> None:
-        """The request was aborted while it waited."""
-        del self._compiling[request.request_id]
+        """The request was aborted while it waited: its grammar is not compiled on its account."""
+        _, future = self._compiling.pop(request.request_id)
+        params = request.params.structured_outputs
+        assert params is not None
+        self.compiler.abandon(params, future, request.tenant)
 
     def take_compiled(self) -> tuple[list[Request], list[tuple[Request, VmserveError]]]:
         """Requests whose grammars are known by now: those that may run, and those refused."""

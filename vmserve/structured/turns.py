@@ -1,0 +1,60 @@
+"""Who compiles next: tenants take turns, so that nobody's flood of grammars makes others wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from vmserve.structured.spec import Constraint
+
+__all__ = ["TenantTurns"]
+
+
+class TenantTurns:
+    """Constraints that wait, each for one tenant or more. Not thread-safe.
+
+    ``most_running``: places that one tenant may have at a time.
+    """
+
+    def __init__(self, most_running: int) -> None:
+        self._most_running = most_running
+        #: In the order of their turns; of each what it waits for, in order of arrival.
+        self._waiting: dict[str, dict[Constraint, None]] = {}
+        self._running: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len({constraint for queue in self._waiting.values() for constraint in queue})
+
+    def add(self, tenant: str, constraint: Constraint) -> None:
+        """``tenant`` waits for it, too; twice is the same as once."""
+        self._waiting.setdefault(tenant, {})[constraint] = None
+
+    def remove(self, tenant: str, constraint: Constraint) -> None:
+        """``tenant`` does not wait for it any more, if it did."""
+        queue = self._waiting.get(tenant, {})
+        queue.pop(constraint, None)
+        if not queue:
+            self._waiting.pop(tenant, None)
+
+    def take(self) -> tuple[str, Constraint] | None:
+        """What is next, and whose turn that was: its place is theirs until :meth:`done`.
+
+        None: nothing waits, or only what belongs to tenants who have all the places they may.
+        """
+        for tenant, queue in self._waiting.items():
+            if self._running[tenant] < self._most_running:
+                constraint = next(iter(queue))
+                break
+        else:
+            return None
+        for other in list(self._waiting):
+            self.remove(other, constraint)
+        if tenant in self._waiting:  # who had a turn goes behind the others
+            self._waiting[tenant] = self._waiting.pop(tenant)
+        self._running[tenant] += 1
+        return tenant, constraint
+
+    def done(self, tenant: str) -> None:
+        """A place of ``tenant`` is free again."""
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
