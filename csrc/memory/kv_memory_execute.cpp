@@ -1,4 +1,5 @@
 // The driver's part of a change: clear, copy, map, and set access, as one transaction.
+#include <algorithm>
 #include <vector>
 
 #include "vmserve/kv_memory.h"
@@ -16,6 +17,14 @@ void append(std::vector<MapRun>& runs, const MapRun& run, std::size_t frame_byte
       last.frames.count += run.frames.count;
       return;
     }
+  }
+  runs.push_back(run);
+}
+
+void append(std::vector<AccessRun>& runs, const AccessRun& run) {
+  if (!runs.empty() && run.addr == runs.back().addr + runs.back().bytes) {
+    runs.back().bytes += run.bytes;
+    return;
   }
   runs.push_back(run);
 }
@@ -99,9 +108,11 @@ std::vector<AccessRun> KVMemory::access_runs(const Change& change, bool writable
   std::vector<AccessRun> runs;
   const Access access = writable ? Access::kReadWrite : Access::kRead;
   for (const Change::SavedSlot& slot : change.slots) {
-    for (const std::int64_t index : writable ? slot.made_writable : slot.made_read_only) {
-      for (std::int32_t group = 0; group < config_.num_groups; ++group) {
-        runs.push_back({space_->slot(group, slot.slot, index), space_->page_bytes(), access});
+    std::vector<std::int64_t> indices = writable ? slot.made_writable : slot.made_read_only;
+    std::sort(indices.begin(), indices.end());
+    for (std::int32_t group = 0; group < config_.num_groups; ++group) {
+      for (const std::int64_t index : indices) {
+        append(runs, {space_->slot(group, slot.slot, index), space_->page_bytes(), access});
       }
     }
   }

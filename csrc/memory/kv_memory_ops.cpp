@@ -99,7 +99,7 @@ void KVMemory::stage_fork(Change& change, const Op& op) {
 // What a fork shares is read-only for the parent, too: a write that was not copied first is a trap.
 // Positions that an epoch is still to write stay writable until they are sealed.
 void KVMemory::seal_shared(Change& change, const Sequence& parent, std::int64_t num_tokens) {
-  if (parent.has.slot == kNoSlot) return;
+  if (!config_.seal_read_only || parent.has.slot == kNoSlot) return;
   require_whole(parent.has.slot);
   Slot& slot = slots_[parent.has.slot];
   // A page that is shared in part is sealed as a whole, or not yet.

@@ -121,7 +121,8 @@ class RecordingKvcache:
     """``flash_attn_with_kvcache`` as flash-attn documents it, by way of the emulation."""
 
     def __init__(self) -> None:
-        self.num_calls = 0
+        #: Tokens of the cache in each call.
+        self.cache_tokens: list[int] = []
 
     def __call__(
         self,
@@ -135,16 +136,17 @@ class RecordingKvcache:
         causal: bool,
         window_size: tuple[int, int],
         softcap: float,
+        **ragged: Any,
     ) -> torch.Tensor:
-        self.num_calls += 1
+        self.cache_tokens.append(k_cache.shape[1])
         assert softcap == 0.0
-        batch, rows = q.shape[:2]
+        q_starts, rows = self.queries(q, len(cache_seqlens), **ragged)
         tensors = SlotTensors(ContiguousView((k_cache,), (v_cache,)))
         out = flash_op(
-            q.flatten(0, 1),
+            q.reshape(-1, *q.shape[-2:]),
             tensors.flat_keys[0],
             tensors.flat_values[0],
-            torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32),
+            q_starts,
             torch.cat((cache_batch_idx * tensors.slot_tokens, cache_batch_idx[:1])),
             rows,
             int(cache_seqlens.max()),
@@ -158,22 +160,57 @@ class RecordingKvcache:
         )
         return out[0].view(q.shape)
 
+    def queries(self, q: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, int]:
+        """Equally many of each sequence: where each one's begin, and how many."""
+        batch, rows = q.shape[:2]
+        assert batch == num_sequences
+        return torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32), rows
 
-@pytest.mark.parametrize("kind", [FlashAttn2, FlashAttn3])
+
+class RecordingKvcache3(RecordingKvcache):
+    """The function of FlashAttention 3, which takes queries one after the other, too."""
+
+    def queries(
+        self,
+        q: torch.Tensor,
+        num_sequences: int,
+        *,
+        cu_seqlens_q: torch.Tensor | None = None,
+        max_seqlen_q: int = 0,
+    ) -> tuple[torch.Tensor, int]:
+        if cu_seqlens_q is None:
+            return super().queries(q, num_sequences)
+        assert (q.ndim, len(cu_seqlens_q)) == (3, num_sequences + 1)
+        return cu_seqlens_q, max_seqlen_q
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [(FlashAttn2, RecordingKvcache()), (FlashAttn3, RecordingKvcache3())],
+    ids=["flash-attn", "flash-attn-3"],
+)
 @pytest.mark.parametrize("name", BATCHES)
-def test_the_kvcache_functions(name: str, kind: type[FlashAttn2]) -> None:
+def test_the_kvcache_functions(
+    name: str, kind: type[FlashAttn2], function: RecordingKvcache
+) -> None:
+    function.cache_tokens.clear()
     batch = RaggedBatch.build(*BATCHES[name])
     q, k, v, rotary = inputs(batch.num_tokens, 4)
     spec = LayerAttention(0, 0.3)
-    function = RecordingKvcache()
     views = [slot_view(), slot_view()]
     for view in views:
         fill_past(view, batch)
     out = FlashBackend(kind(function)).bind(views[0], batch)(spec, q, k, v, rotary)  # type: ignore[arg-type]
     expected = ReferenceBackend().bind(views[1], batch)(spec, q, k, v, rotary)  # type: ignore[arg-type]
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    # One call for all decodes; chunks of unequal length one after the other.
-    assert function.num_calls == {"mixed": 3}.get(name, 1)
+    # One call for all decodes; chunks of unequal length one after the other where they must be. The
+    # cache ends with the longest sequence of the call: by it kernels split along the keys.
+    assert function.cache_tokens == {
+        "decodes": [40],
+        "one prompt": [21],
+        "a chunk behind a past": [26],
+        "mixed": [13, 38] if kind is FlashAttn3 else [13, 38, 38],
+    }[name]
 
 
 def test_a_plan_serves_batches_of_other_widths_and_writes_nothing_else() -> None:

@@ -565,6 +565,25 @@ def test_read_only_needs_the_write_to_trap() -> None:
     assert verdicts.read_only(found(refused)).detail == "Refused: NO."
 
 
+def test_access_under_a_reader_is_safe_if_no_word_was_read_wrong() -> None:
+    case = {
+        "section": "tail_hazard", "kind": "fault", "case": "access_under_reader",
+        "outcome": "completed", "wrong_words": 0, "num_calls": 8, "call_us_median": 3.0,
+        "call_us_most": 9.0,
+    }  # fmt: skip
+    safe = verdicts.access_under_reader(found(case))
+    assert (safe.answer, "seals_under_readers" in safe.detail) == ("yes", True)
+    assert verdicts.access_under_reader(found({**case, "wrong_words": 1})).answer == "no"
+    died = {**case, "outcome": "error", "error": "E: 700"}
+    assert verdicts.access_under_reader(found(died)).detail.startswith("E: 700.")
+
+
+def test_the_case_of_access_under_a_reader_runs_over_the_host_stand_in() -> None:
+    record = case_runner(DRY)("faults:access_under_reader", {}, 60)
+    assert (record["outcome"], record["wrong_words"]) == ("completed", 0)
+    assert record["num_calls"] == 4
+
+
 def test_questions_without_records_are_open_and_say_why() -> None:
     answers = verdicts.all_verdicts(found(attention="died by SIGSEGV"))
     assert len(answers) == len(verdicts.QUESTIONS)

@@ -502,6 +502,29 @@ def test_forbidden_access_traps(touch: str) -> None:
     assert result.returncode == -signal.SIGSEGV
 
 
+def test_a_warm_slot_becomes_writable_by_one_call_a_group() -> None:
+    """Its eight read-only pages are adjacent."""
+    memory = make_memory(zero_policy=ZeroPolicy.TENANT, prefix_caching=False)
+    memory.release(memory.start(range(1, 33)))
+    seq = memory.open()
+    before = memory.stat("access_calls_total")
+    memory.do(grow(seq, 32))
+    assert memory.stat("adopted_pages_total") == 8
+    # Both groups' pages become writable, and are sealed again as the step completes.
+    assert memory.stat("access_calls_total") == before + 2 * GROUPS
+    memory.core.check()
+
+
+def test_a_fork_leaves_the_access_of_its_parents_pages_alone_where_nothing_is_sealed() -> None:
+    """A step that runs may read them."""
+    memory = make_memory(seal_read_only=False)
+    parent, child = memory.start(range(1, 9)), memory.open()
+    memory.do(fork(child, parent, 8))
+    assert memory.stat("access_calls_total") == 0
+    memory.write(parent, 0, [1])  # and no trap
+    memory.core.check()
+
+
 def test_calls_in_a_fork_of_the_process_are_refused() -> None:
     result = run_python(
         SETUP

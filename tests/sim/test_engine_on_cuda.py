@@ -177,6 +177,33 @@ def test_pages_of_a_running_step_are_waited_for_where_nothing_else_is_left(sim: 
     assert sim.violations() == []
 
 
+def test_no_access_changes_of_pages_that_a_running_step_may_read(sim: SimCuda) -> None:
+    """CUDA documents no answer to what then happens: a map gives access once, and that is all."""
+    memory = MemoryManager(
+        LAYOUT,
+        num_slots=2,
+        max_len=64,
+        limit_bytes=8 * PAGE,
+        options=MemoryOptions(driver=SimulatedMemory(sim), zero_pages="never"),
+    )
+    first = memory.open()
+    assert first is not None
+    for length in (16, 32, 48, 64):
+        memory.launched(grow(memory, first, length))
+        memory.wait()
+    memory.release(first)
+    calls = sim.num_calls("cuMemSetAccess")
+    second = memory.open()
+    assert second is not None
+    memory.launched(grow(memory, second, 64))  # in the slot that is mapped
+    memory.wait()
+    assert memory.stats().adopted_pages_total == 4
+    assert memory.stats().access_calls_total == 0
+    assert sim.num_calls("cuMemSetAccess") == calls
+    memory.close()
+    assert sim.violations() == []
+
+
 def test_without_a_mark_the_device_is_waited_for(sim: SimCuda) -> None:
     pages = SimulatedMemory(sim)
     memory = manager(pages, 4)

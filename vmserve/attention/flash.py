@@ -202,52 +202,77 @@ class FlashAttn2:
     ) -> torch.Tensor:
         equal = len(set(part.num_new)) == 1
         if equal:
-            return self._attend(q, slots, part.lengths, part.slots, part.max_new, spec)
+            return self._attend_equal(q, slots, part, spec, slice(None), part.max_new)
         # It takes equally many queries of each sequence: otherwise one after the other.
         outputs, row = [], 0
         for i, rows in enumerate(part.num_new):
-            one = slice(i, i + 1)
             chunk = q[row : row + rows]
-            outputs.append(
-                self._attend(chunk, slots, part.lengths[one], part.slots[one], rows, spec)
-            )
+            outputs.append(self._attend_equal(chunk, slots, part, spec, slice(i, i + 1), rows))
             row += rows
         return torch.cat(outputs)
+
+    def _attend_equal(
+        self,
+        q: torch.Tensor,
+        slots: SlotTensors,
+        part: SlotPart,
+        spec: LayerAttention,
+        some: slice,
+        num_new: int,
+    ) -> torch.Tensor:
+        """``num_new`` queries of each of ``some`` sequences."""
+        by_sequence = q.view(-1, num_new, *q.shape[1:])
+        return self._attend(by_sequence, slots, part, spec, some, num_new).reshape(q.shape)
 
     def _attend(
         self,
         q: torch.Tensor,
         slots: SlotTensors,
-        lengths: torch.Tensor,
-        places: torch.Tensor,
-        num_new: int,
+        part: SlotPart,
         spec: LayerAttention,
+        some: slice,
+        num_new: int,
+        **options: Any,
     ) -> torch.Tensor:
         assert self._function is not None, "refusal() comes first"
+        # The kernels split the keys by how long the cache is, not by how long the sequences are.
+        keys, values = (
+            tensors[spec.layer][:, : part.max_len]
+            for tensors in (slots.view.keys, slots.view.values)
+        )
         output: torch.Tensor = self._function(
-            q.view(-1, num_new, *q.shape[1:]),
-            slots.view.keys[spec.layer],
-            slots.view.values[spec.layer],
-            cache_seqlens=lengths,
-            cache_batch_idx=places,
+            q,
+            keys,
+            values,
+            cache_seqlens=part.lengths[some],
+            cache_batch_idx=part.slots[some],
             softmax_scale=spec.scale,
             causal=num_new > 1 or spec.window is not None,
             window_size=_window(spec),
             softcap=0.0 if spec.softcap is None else spec.softcap,
+            **options,
         )
-        return output.reshape(q.shape)
+        return output
 
 
 class FlashAttn3(FlashAttn2):
     """FlashAttention 3 (Shah et al.), for Hopper; the same call from ``flash_attn_interface``.
 
     Its loads are whole tiles: up to 224 rows past the length are read, and so must be mapped and
-    hold finite numbers.
+    hold finite numbers. Sequences with unequally many queries are one call.
     """
 
     name = "flash-attn-3"
     read_slack_tokens = 256
     module = "flash_attn_interface"
+
+    def __call__(
+        self, q: torch.Tensor, slots: SlotTensors, part: SlotPart, spec: LayerAttention
+    ) -> torch.Tensor:
+        if part.only_decodes:
+            return self._attend_equal(q, slots, part, spec, slice(None), 1)
+        rows = {"cu_seqlens_q": part.q_starts, "max_seqlen_q": part.max_new}
+        return self._attend(q, slots, part, spec, slice(None), part.max_new, **rows)
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
         if self._function is None and torch.cuda.is_available():

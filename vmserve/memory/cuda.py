@@ -31,6 +31,8 @@ class CudaMemory:
     """
 
     grow_bytes = 64 << 20
+    #: CUDA documents no answer, and the probe's case "access_under_reader" has not run on a GPU.
+    seals_under_readers = False
 
     def __init__(
         self,

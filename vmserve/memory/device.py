@@ -42,6 +42,11 @@ class MemoryDevice(Protocol):
         """All of the device's memory: what a pool can grow to, whatever its cap is now."""
         ...
 
+    @property
+    def seals_under_readers(self) -> bool:
+        """Whether the access of mapped pages may change while a step reads them."""
+        ...
+
     def create_driver(
         self, page_bytes: int, num_frames: int, limits: _core.SystemLimits | None
     ) -> _core.PageDriver:
@@ -66,6 +71,7 @@ class HostMemory:
     driver: str = "host"
     granularity: int = HOST_GRANULARITY
     grow_bytes: int = 8 << 20
+    seals_under_readers: bool = True
 
     @property
     def total_bytes(self) -> int:

@@ -69,7 +69,8 @@ class MemoryOptions:
     null_page: bool = False
     #: A finished sequence's slot stays mapped until somebody needs its pages.
     deferred_reclamation: bool = True
-    #: Pages that are written for good are read-only in slots: a stray write is a trap.
+    #: Pages that are written for good are read-only in slots: a stray write is a trap. Only where
+    #: the device can change access under a running step.
     seal_read_only: bool = True
     swap_bytes: int = 0
     mapper: Literal["off", "manual", "thread"] = "off"
@@ -144,7 +145,7 @@ class MemoryManager:
             prefix_caching=options.prefix_caching,
             null_page=options.null_page,
             deferred_reclamation=options.deferred_reclamation,
-            seal_read_only=options.seal_read_only,
+            seal_read_only=options.seal_read_only and device.seals_under_readers,
             swap_blocks=options.swap_bytes // block_bytes,
             mapper=_MAPPERS[options.mapper],
             lookahead_tokens=options.lookahead_tokens,

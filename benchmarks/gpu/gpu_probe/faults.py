@@ -6,6 +6,7 @@ finding.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,8 @@ from .region import Region, free_region, map_region
 from .scale import scale_for
 
 PATTERN = 77
+#: Kernels that check every word while access changes.
+READS_UNDER_CHANGE = 64
 
 
 def _pages(options: Options, count: int) -> tuple[VmmDriver, Region, int]:
@@ -83,6 +86,41 @@ def unmap_under_reader(params: Mapping[str, Any], options: Options) -> Record:
     print(f"unmap took {unmap_us:.0f} us, kernel still running: {running}", flush=True)
     driver.synchronize()
     return {"trapped": False, "unmap_us": unmap_us, "kernel_still_running": running}
+
+
+def access_under_reader(params: Mapping[str, Any], options: Options) -> Record:
+    """Change the access of every other page while kernels read all of them.
+
+    From writable to read-only and back, until the kernels have ended: is every word right?
+    """
+    del params
+    driver, region, stream = _pages(options, 4)
+    words = 4 * region.page_bytes // 4
+    wrong, rounds = driver.alloc(8), driver.alloc(8)
+    for count in (wrong, rounds):
+        driver.memset(count, 0, 8, stream)
+    driver.launch("fill_u32", 32, 256, (region.address, words, PATTERN), stream)
+    driver.wait_stream(stream)
+    spin_ns = scale_for(options.dry_run).spin_ns
+    driver.launch("read_until", 4, 256, (region.address, words, spin_ns, rounds), stream)
+    for _ in range(READS_UNDER_CHANGE):
+        driver.launch("count_unequal", 32, 256, (region.address, words, PATTERN, wrong), stream)
+    times_us = []
+    while not times_us or driver.stream_busy(stream):
+        for access in (Access.READ, Access.READ_WRITE):
+            for page in (0, 2):
+                start = time.perf_counter()
+                address = region.address + page * region.page_bytes
+                driver.set_access(address, region.page_bytes, access)
+                times_us.append((time.perf_counter() - start) * 1e6)
+    driver.synchronize()
+    return {
+        "trapped": False,
+        "wrong_words": int.from_bytes(driver.read(wrong, 8), "little"),
+        "num_calls": len(times_us),
+        "call_us_median": statistics.median(times_us),
+        "call_us_most": max(times_us),
+    }
 
 
 def released_while_mapped(params: Mapping[str, Any], options: Options) -> Record:

@@ -27,7 +27,13 @@ NAN_TOKENS = 512
 PREFILL_ROWS = 64
 CASE_TIMEOUT_S = 75.0
 SLACKS = (16, 32, 64, 128, 192, 256)
-FAULT_CASES = ("unmapped_read", "no_access_read", "unmap_under_reader", "released_while_mapped")
+FAULT_CASES = (
+    "unmapped_read",
+    "no_access_read",
+    "access_under_reader",
+    "unmap_under_reader",
+    "released_while_mapped",
+)
 
 Params = dict[str, Any]
 

@@ -119,6 +119,23 @@ def unmap_under_reader(found: Findings) -> Verdict:
     )
 
 
+def access_under_reader(found: Findings) -> Verdict:
+    case = need_one(found.last("tail_hazard", "fault", case="access_under_reader"))
+    survived = case["outcome"] == "completed" and case["wrong_words"] == 0
+    if case["outcome"] != "completed":
+        detail = f"{case.get('error', case['outcome'])}. Pages stay writable in slots."
+    else:
+        detail = (
+            f"{case['num_calls']} calls, {case['call_us_median']:.1f} us at the median and "
+            f"{case['call_us_most']:.0f} at most; {case['wrong_words']} words were read wrong."
+        )
+    return Verdict(
+        "May a page become read-only under a kernel that reads it?",
+        yes(survived),
+        detail + (" CudaMemory.seals_under_readers can be turned on." if survived else ""),
+    )
+
+
 def mapper_interference(found: Findings) -> Verdict:
     steps = {record["mapper"]: record for record in need(found.of("vmm_costs", "steps"))}
     alone = need_one(steps.pop("none", None))
@@ -372,6 +389,7 @@ QUESTIONS: tuple[tuple[str, Callable[[Findings], Verdict]], ...] = (
     ("vmm_costs", mapper_interference),
     ("vmm_costs", zeroing),
     ("tail_hazard", unmap_under_reader),
+    ("tail_hazard", access_under_reader),
     ("aliasing", coherence),
     ("aliasing", inside_kernel),
     ("aliasing", remapping),
