@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,12 +20,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def sim_library() -> Path:
+    gc.collect()
+    gc.freeze()  # what is there by now need not be looked at again by `sim`
     return build_library()
 
 
 @pytest.fixture
 def sim(sim_library: Path) -> SimCuda:
     assert sim_library.exists()
+    # Drivers in cycles with tracebacks: closed in the middle of a test, they would use up its faults.
+    gc.collect()
     return SimCuda(SimConfig())
 
 
