@@ -205,12 +205,15 @@ def test_the_kvcache_functions(
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     # One call for all decodes; chunks of unequal length one after the other where they must be. The
     # cache ends with the longest sequence of the call: by it kernels split along the keys.
-    assert function.cache_tokens == {
-        "decodes": [40],
-        "one prompt": [21],
-        "a chunk behind a past": [26],
-        "mixed": [13, 38] if kind is FlashAttn3 else [13, 38, 38],
-    }[name]
+    assert (
+        function.cache_tokens
+        == {
+            "decodes": [40],
+            "one prompt": [21],
+            "a chunk behind a past": [26],
+            "mixed": [13, 38] if kind is FlashAttn3 else [13, 38, 38],
+        }[name]
+    )
 
 
 def test_a_plan_serves_batches_of_other_widths_and_writes_nothing_else() -> None:

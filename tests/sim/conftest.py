@@ -28,7 +28,7 @@ def sim_library() -> Path:
 @pytest.fixture
 def sim(sim_library: Path) -> SimCuda:
     assert sim_library.exists()
-    # Drivers in cycles with tracebacks: closed in the middle of a test, they would use up its faults.
+    # Drivers in cycles with tracebacks would close in the middle of a test and use up its faults.
     gc.collect()
     return SimCuda(SimConfig())
 
