@@ -32,7 +32,13 @@ from vmserve.logs import LOG_FORMATS, configure_logging
 from vmserve.server.auth import KeyRing, read_key_file
 from vmserve.server.config import ServerConfig
 from vmserve.server.limits import WRITE_STALL_SECONDS
-from vmserve.server.listen import bind, check_certificate, url_of
+from vmserve.server.listen import (
+    ConnectionLimits,
+    bind,
+    check_certificate,
+    raise_descriptor_limit,
+    url_of,
+)
 from vmserve.tools.reasoning import REASONING_PARSERS
 from vmserve.tools.registry import PARSERS
 
@@ -284,6 +290,24 @@ def serve_command(
             rich_help_panel=_LIMITS,
         ),
     ] = 8_000_000,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            help="Connections open at once; further ones wait until one ends. Default: as many as "
+            "the limit of open files leaves room for, 16384 at most.",
+            rich_help_panel=_LIMITS,
+            show_default=False,
+        ),
+    ] = None,
+    max_connections_per_address: Annotated[
+        int | None,
+        typer.Option(
+            help="Connections open at once from one address, but loopback; further ones get 429. "
+            "Default: a quarter of --max-connections.",
+            rich_help_panel=_LIMITS,
+            show_default=False,
+        ),
+    ] = None,
     in_process_engine: Annotated[
         bool,
         typer.Option(
@@ -359,6 +383,8 @@ def serve_command(
         otlp_traces_endpoint=otlp_traces_endpoint,
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
+        max_connections=max_connections,
+        max_connections_per_address=max_connections_per_address,
     )
     supervision = Supervision(
         restarts=engine_restarts, hang_timeout=engine_hang_timeout, log_format=log_format
@@ -386,6 +412,8 @@ def _run(
     an engine that has died.
     """
     check_certificate(config)
+    raise_descriptor_limit()
+    ConnectionLimits.of(config)
     texts = {path: _read_text(path, "pin_prefix") for path in pinned}
     if config.otlp_traces_endpoint is not None:
         from vmserve.server.tracing import check_tracing  # noqa: PLC0415 - seldom asked for

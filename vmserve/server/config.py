@@ -26,6 +26,8 @@ class ServerConfig:
     ``write_timeout``: seconds that a client may leave a full buffer unread. ``model_root`` is
     what model cards give as ``root``; ``tokenizer_info`` what ``/tokenizer_info`` answers, if
     anything. ``otlp_traces_endpoint``: the URL that spans are sent to, if any.
+    ``max_connections`` and ``max_connections_per_address``: None for what
+    :class:`~vmserve.server.listen.ConnectionLimits` derives.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
@@ -57,6 +59,8 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = None
     max_queued_requests: int = 1024
     max_queued_tokens: int = 8_000_000
+    max_connections: int | None = None
+    max_connections_per_address: int | None = None
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
@@ -86,9 +90,15 @@ class ServerConfig:
             raise ConfigurationError(
                 "ssl_certfile and ssl_keyfile go together: a certificate, and its private key"
             )
-        for name in ("max_queued_requests", "max_queued_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name}: {getattr(self, name)} is below the least, 1")
+        for name in (
+            "max_queued_requests",
+            "max_queued_tokens",
+            "max_connections",
+            "max_connections_per_address",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name}: {value} is below the least, 1")
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:

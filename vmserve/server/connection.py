@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import h11
@@ -19,7 +20,7 @@ from vmserve.server.limits import (
 )
 from vmserve.server.wire import JSON_TYPE, dump_json
 
-__all__ = ["BodyWriter", "GuardedProtocol", "body_writer"]
+__all__ = ["BodyWriter", "GuardedProtocol", "body_writer", "refusal"]
 
 #: The ASGI extension under which a request's scope has its :class:`BodyWriter`.
 _EXTENSION: Final = "vmserve.body"
@@ -60,6 +61,24 @@ def body_writer(scope: Scope) -> BodyWriter | None:
     return writer
 
 
+def refusal(told: ApiError) -> bytes:
+    """The whole response to what is no request that could be routed; the connection ends."""
+    body = dump_json(error_body(told))
+    headers = {
+        **told.headers,
+        "content-type": JSON_TYPE,
+        "content-length": str(len(body)),
+        "connection": "close",
+    }
+    connection = h11.Connection(h11.SERVER)
+    events = (
+        h11.Response(status_code=told.status, headers=list(headers.items())),
+        h11.Data(data=body),
+        h11.EndOfMessage(),
+    )
+    return b"".join(connection.send(event) or b"" for event in events)
+
+
 class GuardedProtocol(H11Protocol):
     """Cuts a connection whose write buffer stays full, which ends its request as a
     disconnect does, one on which a request's head never ends, and one on which a body goes on
@@ -67,6 +86,8 @@ class GuardedProtocol(H11Protocol):
 
     #: Seconds that the write buffer may stay full.
     write_timeout: float | None = None
+    #: Called when the connection has ended.
+    on_lost: Callable[[], None] = staticmethod(lambda: None)
     _stalled: asyncio.TimerHandle | None = None
     _head_due: asyncio.TimerHandle | None = None
     _rest_due: asyncio.TimerHandle | None = None
@@ -135,6 +156,7 @@ class GuardedProtocol(H11Protocol):
         self._forget_stall()
         self._forget_head()
         self._forget_rest()
+        self.on_lost()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -147,18 +169,7 @@ class GuardedProtocol(H11Protocol):
         self._refuse(told)
 
     def _refuse(self, told: ApiError) -> None:
-        body = dump_json(error_body(told))
-        headers = [
-            (b"content-type", JSON_TYPE.encode()),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        for event in (
-            h11.Response(status_code=told.status, headers=headers),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event) or b"")
+        self.transport.write(refusal(told))
         self.transport.close()
 
     def _forget_stall(self) -> None:

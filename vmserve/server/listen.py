@@ -5,16 +5,66 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import socket
 import ssl
 import stat
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.server.config import ServerConfig
 from vmserve.server.limits import MAX_SEND_BYTES
 
-__all__ = ["bind", "cannot_bind", "check_certificate", "url_of"]
+__all__ = [
+    "ConnectionLimits",
+    "bind",
+    "cannot_bind",
+    "check_certificate",
+    "raise_descriptor_limit",
+    "url_of",
+]
+
+#: Descriptors kept for everything but connections, or half of all where there are few.
+_OTHER_DESCRIPTORS: Final = 256
+#: The default however many descriptors there are: each connection takes some kilobytes.
+_MOST_CONNECTIONS: Final = 16_384
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's limit of open files to what it may be, and return it.
+
+    The soft limit is often 1,024 for the sake of ``select``, which nothing here uses.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Connections open at once: in all, and from one address."""
+
+    total: int
+    per_address: int
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> ConnectionLimits:
+        """The limits asked for, or those that follow from how many files may be open.
+
+        Raises :class:`~vmserve.errors.ConfigurationError` for more than those.
+        """
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        room = descriptors - min(_OTHER_DESCRIPTORS, descriptors // 2)
+        total = config.max_connections or min(room, _MOST_CONNECTIONS)
+        if total > room:
+            raise ConfigurationError(
+                f"max_connections: {total} are more than the limit of {descriptors} open files "
+                f"leaves room for, {room}: raise it (ulimit -n), or lower --max-connections"
+            )
+        return cls(total, config.max_connections_per_address or max(1, total // 4))
 
 
 def bind(config: ServerConfig) -> socket.socket:

@@ -16,12 +16,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from vmserve.errors import EngineDeadError
+from vmserve.server.accept import Acceptor
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.connection import GuardedProtocol
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.limits import MAX_HEADER_BYTES
-from vmserve.server.listen import cannot_bind, url_of
+from vmserve.server.listen import ConnectionLimits, cannot_bind, url_of
 
 __all__ = ["serve", "stop_on_signals"]
 
@@ -29,22 +30,39 @@ logger = logging.getLogger(__name__)
 
 #: After the drain: for last bytes to leave, and for idle connections to close.
 FLUSH_SECONDS: Final = 3.0
-_BACKLOG: Final = 2048
 #: How long a connection may wait for its next request. Longer than clients and balancers keep
 #: theirs (httpx: 5, most balancers: 60): who closes first must not be us, just as they write.
 _KEEP_ALIVE_SECONDS: Final = 75
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs it, and sleeps until it is told to end."""
+    """Accepts within limits, leaves signals to whoever runs it, and sleeps until it is told to
+    end."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits) -> None:
         super().__init__(config)
+        self._limits = limits
         self._leaving = asyncio.Event()
 
     def leave(self) -> None:
         self.should_exit = True
         self._leaving.set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve the one socket there is by our own :class:`Acceptor`."""
+        [listener] = sockets or []
+        config = self.config
+        acceptor = Acceptor(listener, self._make_protocol, config.ssl, self._limits)
+        acceptor.listen()
+        await super().startup(sockets=[])
+        self.servers.append(acceptor)  # type: ignore[arg-type]
+        acceptor.start()
+
+    def _make_protocol(self) -> GuardedProtocol:
+        protocol: GuardedProtocol = self.config.http_protocol_class(  # type: ignore[call-arg,assignment]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
 
     async def main_loop(self) -> None:
         # What the original does ten times a second: the Date header changes once in one.
@@ -100,13 +118,13 @@ async def _serve(
             log_config=None,
             access_log=False,
             server_header=False,
-            backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
             timeout_graceful_shutdown=int(FLUSH_SECONDS),
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
-        )
+        ),
+        ConnectionLimits.of(config),
     )
     running = asyncio.create_task(server.serve([listener]))
     try:
