@@ -11,12 +11,21 @@ from typing import Annotated, Any, Final
 
 import httpx
 import typer
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.cells import cell_len
+from rich.console import (
+    Console,
+    ConsoleOptions,
+    Group,
+    JustifyMethod,
+    RenderableType,
+    RenderResult,
+)
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from vmserve.cli_options import server_url
+from vmserve.config import format_size
 from vmserve.errors import ConfigurationError, VmserveError
 
 __all__ = ["Monitor", "Screen", "top_command"]
@@ -37,6 +46,12 @@ _LOOKS: Final = {
     "absent": ("·", "bright_black"),
 }
 _MAP_ROWS: Final = 8
+_COLUMNS: Final = (
+    "request", "state", "regime", "why", "prompt", "generated", "slots", "age", "TTFT", "ITL",
+)  # fmt: skip
+_NUMBERS: Final = ("prompt", "generated", "age", "TTFT", "ITL")
+#: Columns that give way in a narrow terminal, in this order, and the least they keep.
+_CUT: Final = (("request", 20), ("why", 12), ("request", 12), ("why", 3), ("request", 6))
 #: Tokens per second are averaged over so many seconds.
 _RATE_SECONDS: Final = 3.0
 _LONGEST_WAIT: Final = 15.0
@@ -130,42 +145,62 @@ class Screen:
         title = f"{_plain(data['model'])}, vmserve {_plain(data['version'])}"
         up = f", up {_seconds(data['uptime_seconds'])}{draining}"
         yield Text.assemble((title, "bold"), up)
-        yield self._figures(data)
+        figures = _in_lines(self._figures(data), width)
+        yield from figures
         yield Text()
         pool_map = _pool_map(data["pool"], width)
         yield pool_map
         yield _legend(data["pool"])
         yield Text()
-        room = None if height is None else max(1, height - 9 - str(pool_map).count("\n") - 3)
-        yield _requests(data, room)
+        above = len(figures) + str(pool_map).count("\n") + 10
+        room = None if height is None else max(1, height - above)
+        yield _requests(data, width, room)
 
-    def _figures(self, data: Data) -> Text:
+    def _figures(self, data: Data) -> Iterator[Text]:
         stats, latency = data["stats"], data["latency"]
         speed = self.tokens_per_second
         asked = stats.get("prefix_cache_queries_total", 0)
         hits = stats.get("prefix_cache_hits_total", 0)
-        columns = [
+        running = stats.get("num_requests_running", 0)
+        waiting = stats.get("num_requests_waiting", 0)
+        ahead = stats.get("hidden_calls_total", 0)
+        awaited = stats.get("unhidden_calls_total", 0)
+        for name, value in (
             ("tokens/s", "–" if speed is None else f"{speed:,.0f}"),
-            (
-                "run/wait",
-                f"{stats.get('num_requests_running', 0)}/{stats.get('num_requests_waiting', 0)}",
-            ),
-            ("KV in use", f"{stats.get('kv_cache_usage_perc', 0.0):.1%}"),
-            ("TTFT p50/p95", _pair(latency["ttft_p50"], latency["ttft_p95"])),
-            ("ITL p50/p95", _pair(latency["itl_p50"], latency["itl_p95"])),
+            ("run/wait", f"{running}/{waiting}"),
+            ("KV in use", _memory(stats)),
+            ("TTFT p50/p99", _pair(latency["ttft_p50"], latency["ttft_p99"])),
+            ("ITL p50/p99", _pair(latency["itl_p50"], latency["itl_p99"])),
             ("prefix hits", f"{hits / asked:.0%}" if asked else "–"),
-            (
-                "maps hidden/not",
-                f"{stats.get('hidden_calls_total', 0)}/{stats.get('unhidden_calls_total', 0)}",
-            ),
-            ("swapped", f"{stats.get('num_sequences_swapped', 0)}"),
-        ]
-        text = Text()
-        for name, value in columns:
-            text.append(f"{name} ".replace(" ", "\u00a0"), "bright_black")
-            text.append(value.replace(" ", "\u00a0"), "bold")
-            text.append("   ")
-        return text
+            ("map calls ahead/waited for", f"{ahead}/{awaited}"),
+        ):
+            yield Text.assemble((name, "bright_black"), " ", (value, "bold"))
+        for name, count, colour in (
+            ("rejected", data["num_rejected"], "yellow"),
+            ("failed", data["num_failed"], "red"),
+            ("preempted", stats.get("num_preemptions_total", 0), "yellow"),
+            ("swapped", stats.get("num_sequences_swapped", 0), "yellow"),
+            ("restarts", stats.get("engine_restarts_total", 0), "red"),
+        ):
+            style = f"bold {colour}" if count else "bright_black"
+            yield Text.assemble((name, "bright_black"), " ", (f"{count:,}", style))
+
+
+def _in_lines(figures: Iterator[Text], width: int) -> list[Text]:
+    """As many in a line as fit; none is broken."""
+    lines = [Text()]
+    for figure in figures:
+        if lines[-1].cell_len and lines[-1].cell_len + 3 + figure.cell_len > width:
+            lines.append(Text())
+        lines[-1].append("   " if lines[-1].cell_len else "").append_text(figure)
+    return lines
+
+
+def _memory(stats: Data) -> str:
+    """Of the KV cache, what requests hold, and the limit."""
+    share = stats.get("kv_cache_usage_perc", 0.0)
+    limit = stats.get("limit_pages", 0) * stats.get("page_bytes", 0)
+    return f"{share:.1%} of {format_size(limit)}" if limit else f"{share:.1%}"
 
 
 def _pool_map(pool: Data, width: int) -> Text:
@@ -194,33 +229,58 @@ def _legend(pool: Data) -> Text:
     return text
 
 
-def _requests(data: Data, room: int | None) -> RenderableType:
+def _requests(data: Data, width: int, room: int | None) -> RenderableType:
     rows = data["requests"][:room]
     if not rows:
         return Text(_others(data, 0) or "no requests", style="bright_black")
-    names = ("request", "state", "regime", "why", "prompt", "generated", "slots", "age")
+    cells = [_row(row) for row in rows]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    for name in (*names, "TTFT", "ITL"):
-        is_number = name in ("prompt", "generated", "age", "TTFT", "ITL")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=name != "why")
-    for row in rows:
-        costs = row["costs"]
-        told = [f"{name} {_seconds(costs[name])}" for name in ("virtual", "paged") if name in costs]
-        times = f"×{row['num_branches']}" if row["num_branches"] > 1 else ""
-        table.add_row(
-            _plain(row["request_id"])[-36:],
-            row["state"],
-            Text(row["regime"], _LOOKS.get(row["regime"], ("", "white"))[1]),
-            f"{row['reason']}{': ' if told else ''}{', '.join(told)}",
-            f"{row['num_prompt_tokens']:,}",
-            f"{row['num_output_tokens']:,}/{row['max_tokens']:,}{times}",
-            " ".join(map(str, row["slots"][:4])) or "–",
-            _seconds(row["age_seconds"]),
-            _seconds(row["ttft_seconds"]),
-            _seconds(row["itl_seconds"]),
+    for name, column_width in zip(_COLUMNS, _widths(cells, width), strict=True):
+        justify: JustifyMethod = "right" if name in _NUMBERS else "left"
+        table.add_column(
+            name, justify=justify, no_wrap=True, overflow="ellipsis", width=column_width
         )
+    id_width = table.columns[0].width or 0
+    for row, texts in zip(rows, cells, strict=True):
+        if cell_len(texts[0]) > id_width:  # what tells ids apart comes after "chatcmpl-"
+            texts[0] = texts[0].partition("-")[2] or texts[0]
+        regime = Text(row["regime"], _LOOKS.get(row["regime"], ("", "white"))[1])
+        table.add_row(*texts[:2], regime, *texts[3:])
     more = _others(data, len(rows))
     return Group(table, Text(more, style="bright_black")) if more else table
+
+
+def _row(row: Data) -> list[str]:
+    """A request in the order of the columns."""
+    costs = row["costs"]
+    told = [f"{name} {_seconds(costs[name])}" for name in ("virtual", "paged") if name in costs]
+    return [
+        _plain(row["request_id"]),
+        row["state"],
+        row["regime"],
+        f"{row['reason']}{': ' if told else ''}{', '.join(told)}",
+        f"{row['num_prompt_tokens']:,}",
+        f"{row['num_output_tokens']:,}/{row['max_tokens'] * row['num_branches']:,}",
+        " ".join(map(str, row["slots"][:4])) or "–",
+        _seconds(row["age_seconds"]),
+        _seconds(row["ttft_seconds"]),
+        _seconds(row["itl_seconds"]),
+    ]
+
+
+def _widths(cells: list[list[str]], width: int) -> list[int]:
+    """What each column needs; where that is too much, reasons are cut first, then ids."""
+    widths = [
+        max(cell_len(name), *(cell_len(texts[i]) for texts in cells))
+        for i, name in enumerate(_COLUMNS)
+    ]
+    excess = sum(widths) + 2 * len(widths) - width
+    for name, least in _CUT:
+        column = _COLUMNS.index(name)
+        cut = min(max(0, excess), max(0, widths[column] - least))
+        widths[column] -= cut
+        excess -= cut
+    return widths
 
 
 def _others(data: Data, num_shown: int) -> str:

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -104,7 +105,7 @@ def drawn(screen: Screen, width: int = 100) -> list[str]:
     console.print(screen)
     output = console.file
     assert isinstance(output, io.StringIO)
-    return [line.rstrip().replace("\xa0", " ") for line in output.getvalue().splitlines()]
+    return [line.rstrip() for line in output.getvalue().splitlines()]
 
 
 def document(cells: str, **changes: object) -> dict[str, object]:
@@ -128,8 +129,16 @@ def document(cells: str, **changes: object) -> dict[str, object]:
         "model": "m",
         "uptime_seconds": 600.0,
         "draining": False,
-        "stats": {"num_requests_running": 2, "kv_cache_usage_perc": 0.5},
-        "latency": {"ttft_p50": 0.2, "ttft_p95": 1.5, "itl_p50": None, "itl_p95": None},
+        "num_rejected": 3,
+        "num_failed": 0,
+        "stats": {
+            "num_requests_running": 2,
+            "kv_cache_usage_perc": 0.5,
+            "limit_pages": 64,
+            "page_bytes": 1 << 20,
+            "num_preemptions_total": 5,
+        },
+        "latency": {"ttft_p50": 0.2, "ttft_p99": 1.5, "itl_p50": None, "itl_p99": None},
         "pool": {
             "cells": cells,
             "uses": PAGE_USES,
@@ -149,13 +158,32 @@ def test_the_screen() -> None:
     screen.take(document("3" * 30 + "1" * 30), now=10.0)
     lines = drawn(screen, 140)
     assert lines[0] == "m, vmserve 1, up 10 min"
-    assert "tokens/s –   run/wait 2/0   KV in use 50.0%   TTFT p50/p95 200 ms/1.5 s" in lines[1]
+    assert "tokens/s –   run/wait 2/0   KV in use 50.0% of 64 MiB   TTFT p50/p99" in lines[1]
+    assert "200 ms/1.5 s" in lines[1]
+    assert "rejected 3   failed 0   preempted 5   swapped 0   restarts 0" in lines[2]
     assert "█" * 30 + "░" * 30 in lines
     [row] = [line for line in lines if line.startswith("evil")]
     assert row.split()[:5] == ["evil?[2J?id", "running", "paged", "kernels:", "virtual"]
-    assert row.endswith("1,200     7/16×2  –      3.2 s  250 ms    –")
+    assert row.endswith("1,200       7/32  –      3.2 s  250 ms    –")
     assert lines[-1] == "1 more, 2 of other keys"
     assert "\x1b" not in "".join(lines)
+
+
+def test_a_narrow_terminal_cuts_reasons_and_ids_but_no_number() -> None:
+    screen = Screen()
+    data: dict[str, Any] = document("1")
+    data["requests"][0]["request_id"] = f"chatcmpl-{'0123456789abcdef' * 2}-0"
+    screen.take(data, now=0.0)
+    [row] = [line for line in drawn(screen, 90) if "running" in line]
+    assert row.split() == [
+        *("0123456789a…", "running", "paged", "kernels:", "v…"),
+        *("1,200", "7/32", "–", "3.2", "s", "250", "ms", "–"),
+    ]
+    widest = [line for line in drawn(screen, 170) if line.startswith("chatcmpl-")]
+    assert widest[0].startswith(f"{data['requests'][0]['request_id']}  running")
+    for width in (50, 90):
+        figures = " | ".join(drawn(screen, width)[1:6])
+        assert "TTFT p50/p99 200 ms/1.5 s" in figures  # not broken into two lines
 
 
 def test_a_large_pool_fits_in_eight_lines() -> None:

@@ -123,8 +123,10 @@ def test_the_data(start: Start) -> None:
         "num_requests": 1,
         "ttft_p50": 1.0,
         "ttft_p95": 1.0,
+        "ttft_p99": 1.0,
         "itl_p50": pytest.approx(0.4),
         "itl_p95": pytest.approx(0.4),
+        "itl_p99": pytest.approx(0.4),
     }
     assert (data["requests"], data["num_requests"], data["num_others"]) == ([], 0, 0)
 
@@ -197,6 +199,20 @@ def test_many_who_look_on_cost_one_snapshot(start: Start, monkeypatch: pytest.Mo
     assert engine.num_snapshots == 1
 
 
+def test_failures_are_counted_in_streams_too(start: Start) -> None:
+    engine = FakeAsyncLLM()
+    server = start(engine)
+    server.complete()
+    server.error("/v1/completions", {"prompt": "x", "n": 0})  # the client's own fault
+    assert live(server)["num_failed"] == 0
+    engine.fail = RuntimeError("a defect")
+    server.error("/v1/completions", {"prompt": "x"}, 500)
+    assert "error" in list(server.events("/v1/completions", {"prompt": "x"}))[-1]
+    until(lambda: live(server)["num_failed"] == 2)
+    metrics = server.http.get("/metrics").text
+    assert 'vmserve:request_failures_total{engine="0",model_name="fake"} 2.0' in metrics
+
+
 def test_a_dead_engine_is_an_error(start: Start) -> None:
     engine = FakeAsyncLLM()
     server = start(engine)
@@ -224,6 +240,8 @@ def test_latencies_of_the_last_minute() -> None:
         "num_requests": 102,
         "ttft_p50": 51.0,
         "ttft_p95": pytest.approx(96.0),
+        "ttft_p99": pytest.approx(100.0),
         "itl_p50": pytest.approx(0.51),
         "itl_p95": pytest.approx(0.96),
+        "itl_p99": pytest.approx(1.0),
     }

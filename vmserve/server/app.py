@@ -79,7 +79,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
         lifecycle=context.lifecycle,
         open_status_routes=config.open_status_routes,
     )
-    app.add_middleware(Boundary, root_path=config.root_path)
+    app.add_middleware(Boundary, root_path=config.root_path, lifecycle=context.lifecycle)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=list(config.allowed_origins),

@@ -66,6 +66,10 @@ class ServerContext:
         return self.admission.num_rejected
 
     @property
+    def num_failed(self) -> int:
+        return self.lifecycle.num_failed
+
+    @property
     def num_active(self) -> int:
         return self.lifecycle.num_active
 

@@ -10,11 +10,15 @@ __all__ = ["Lifecycle"]
 
 
 class Lifecycle:
-    """``num_active`` generation requests are being served; ``draining``: no more are taken."""
+    """``num_active`` generation requests are being served; ``draining``: no more are taken.
+
+    ``num_failed``: those answered with a status of 500 or more, or with such an error in a stream.
+    """
 
     def __init__(self) -> None:
         self.draining = False
         self.num_active = 0
+        self.num_failed = 0
         self._idle = asyncio.Event()
         self._idle.set()
 

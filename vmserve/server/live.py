@@ -92,6 +92,7 @@ class LiveView:
             "draining": context.lifecycle.draining,
             "num_active": context.num_active,
             "num_rejected": context.num_rejected,
+            "num_failed": context.num_failed,
             "latency": context.telemetry.recent.summary(),
             "stats": snapshot.stats,
             "pool": _pool(snapshot.pool),

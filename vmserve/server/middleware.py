@@ -47,12 +47,13 @@ _STATUS_PATHS: Final = frozenset({"/ping", "/ready", "/version"})
 class Boundary:
     """Names the request (``x-request-id``), and turns whatever escapes into a JSON error.
 
-    Routes are found with ``root_path`` before them and without.
+    Routes are found with ``root_path`` before them and without. Counts failures in ``lifecycle``.
     """
 
-    def __init__(self, app: ASGIApp, *, root_path: str) -> None:
+    def __init__(self, app: ASGIApp, *, root_path: str, lifecycle: Lifecycle) -> None:
         self._app = app
         self._root_path = root_path
+        self._lifecycle = lifecycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,6 +99,9 @@ class Boundary:
                 raise
             await error_response(error, route_path(scope))(scope, receive, send_with_id)
         finally:
+            outcome = scope["state"].get("stream_error", status)
+            if outcome >= 500 and route_path(scope) in GENERATION_PATHS:
+                self._lifecycle.num_failed += 1
             _log(scope, status, time.monotonic() - began)
 
 

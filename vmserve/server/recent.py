@@ -36,17 +36,15 @@ class RecentLatencies:
         self._forget()  # nobody may ever look
 
     def summary(self) -> dict[str, float | None]:
-        """Medians and 95th percentiles in seconds; None where nothing was seen."""
+        """Medians, 95th and 99th percentiles in seconds; None where nothing was seen."""
         self._forget()
         ttfts = [ttft for _, ttft, _ in self._seen if ttft is not None]
         gaps = [gap for _, _, gap in self._seen if gap is not None]
         return {
             "window_seconds": WINDOW_SECONDS,
             "num_requests": len(self._seen),
-            "ttft_p50": _percentile(ttfts, 50),
-            "ttft_p95": _percentile(ttfts, 95),
-            "itl_p50": _percentile(gaps, 50),
-            "itl_p95": _percentile(gaps, 95),
+            **{f"ttft_p{percent}": _percentile(ttfts, percent) for percent in (50, 95, 99)},
+            **{f"itl_p{percent}": _percentile(gaps, percent) for percent in (50, 95, 99)},
         }
 
     def _forget(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vmserve.server.connection import BodyWriter, body_writer
+from vmserve.server.connection import body_writer
 from vmserve.server.errors import (
     ApiError,
     ClientDisconnectedError,
@@ -32,7 +32,8 @@ class EventStream(Response):
 
     The client's departure closes ``chunks`` at once, also while nothing is being sent. ``named``:
     each event has its ``type`` as its name, and the last one needs no ``[DONE]`` after it.
-    ``is_anthropic``: errors are told in Anthropic's shape.
+    ``is_anthropic``: errors are told in Anthropic's shape. The status that an error would have had
+    as a reply goes to ``scope["state"]["stream_error"]``.
     """
 
     media_type = "text/event-stream"
@@ -49,11 +50,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_disconnected(receive, self._send(send, body_writer(scope)))
+            await unless_disconnected(receive, self._send(scope, send))
         except ClientDisconnectedError:
             return
 
-    async def _send(self, send: Send, writer: BodyWriter | None) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
+        writer = body_writer(scope)
         await send(
             {
                 "type": "http.response.start",
@@ -61,7 +63,7 @@ class EventStream(Response):
                 "headers": self.raw_headers,
             }
         )
-        async with closing(self._events()) as events:
+        async with closing(self._events(scope)) as events:
             if writer is None:
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -72,7 +74,7 @@ class EventStream(Response):
                     writer.write(event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self) -> AsyncGenerator[bytes, None]:
+    async def _events(self, scope: Scope) -> AsyncGenerator[bytes, None]:
         num_sent = 0
         try:
             async with closing(self._chunks) as opened:
@@ -80,7 +82,9 @@ class EventStream(Response):
                     yield _event(chunk, self._named)
                     num_sent += 1
         except Exception as error:  # noqa: BLE001 - the boundary: only an event can tell now
-            yield _event(self._error(to_api_error(error), num_sent), self._named)
+            told = to_api_error(error)
+            scope["state"]["stream_error"] = told.status
+            yield _event(self._error(told, num_sent), self._named)
         else:
             if not self._named:
                 yield _DONE

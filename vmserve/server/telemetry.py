@@ -119,6 +119,9 @@ class MetricsSource(Protocol):
     def num_rejected(self) -> int: ...
 
     @property
+    def num_failed(self) -> int: ...
+
+    @property
     def num_active(self) -> int: ...
 
     @property
@@ -262,6 +265,13 @@ def _server_families(
     )
     rejections.add_metric(values, source.num_rejected)
     yield rejections
+    failures = CounterMetricFamily(
+        "request_failures",
+        "Requests answered with 5xx, or with such an error in a stream.",
+        labels=names,
+    )
+    failures.add_metric(values, source.num_failed)
+    yield failures
     load = GaugeMetricFamily("server_load", "Generation requests being served.", labels=names)
     load.add_metric(values, source.num_active)
     yield load
