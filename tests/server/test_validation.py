@@ -79,7 +79,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"use_beam_search": True, "length_penalty": 101}, "length_penalty", "less_than_equal"),
     ({"structured_outputs": "a"}, "structured_outputs", "must be an object"),
     ({"structured_outputs": {}}, "structured_outputs", "none is given"),
-    ({"structured_outputs": {"unknown": 1}}, "structured_outputs", "none is given"),
+    ({"structured_outputs": {"unknown": 1}}, "structured_outputs", "has no 'unknown'"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "got regex"),
     ({"structured_outputs": {"regex": 5}}, "structured_outputs", "must be a string"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least one"),

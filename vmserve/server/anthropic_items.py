@@ -14,7 +14,7 @@ from vmserve.server.protocol import (
     CountMessageTokensRequest,
     MessagesRequest,
 )
-from vmserve.server.structured import schema_of_format
+from vmserve.server.structured import format_fields
 
 __all__ = ["MessageBlocks", "chat_body", "stop_reason"]
 
@@ -43,15 +43,17 @@ def chat_body(body: CountMessageTokensRequest) -> ChatCompletionRequest:
             "top_p": body.top_p,
             "top_k": body.top_k,
             "user": user if isinstance(user, str) else None,
-            **_output_config(body.output_config or {}),
+            **_output_fields(body),
         }
     return ChatCompletionRequest.model_validate(fields)
 
 
-def _output_config(config: dict[str, Any]) -> dict[str, Any]:
-    wanted = config.get("format")
-    schema_of_format(wanted, "output_config.format")  # refused under the name that it has here
-    return {"response_format": wanted, "reasoning_effort": config.get("effort")}
+def _output_fields(body: MessagesRequest) -> dict[str, Any]:
+    config = body.output_config or {}
+    name, wanted = "output_config.format", config.get("format")
+    if wanted is None:
+        name, wanted = "output_format", body.output_format
+    return {**format_fields(body, wanted, name), "reasoning_effort": config.get("effort")}
 
 
 def _system(system: Any) -> list[dict[str, Any]]:

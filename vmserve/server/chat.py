@@ -194,6 +194,8 @@ def _check(body: ChatCompletionRequest) -> None:
         raise below_minimum("max_tokens", 1, 0)
     if body.top_logprobs is not None and not body.logprobs:  # also 0, as OpenAI has it
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    if body.functions:
+        raise not_implemented("functions", "functions", "use tools, which replaced it")
     modalities = body.modalities
     if body.audio is not None or (modalities is not None and modalities != ["text"]):
         raise not_implemented("output other than text", "modalities", 'use ["text"]')

@@ -69,7 +69,14 @@ def sampling_params(
 
     ``structured``: what the answer has to match, where it is not the request that says so.
     """
-    structured = structured or structured_outputs(request)
+    asked = structured_outputs(request)
+    if structured is not None and asked is not None and request.response_format is None:
+        raise InvalidRequestError(
+            "tool_choice enforces a call, and another field says what the answer has to match: "
+            "leave one out",
+            "tool_choice",
+        )
+    structured = structured or asked  # OpenAI's response_format is for answers that are no calls
     given = {name: getattr(request, name) for name in _FIELDS}
     options = {**_OPENAI_DEFAULTS, **engine.default_sampling}
     options |= {name: value for name, value in given.items() if value is not None}

@@ -16,6 +16,7 @@ from vmserve.server.limits import SIZES, bounded, sized
 __all__ = [
     "ChatCompletionRequest",
     "CompletionRequest",
+    "ConstrainedRequest",
     "CountMessageTokensRequest",
     "DetokenizeRequest",
     "EmbeddingRequest",
@@ -115,7 +116,33 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=(), frozen=True)
 
 
-class GenerationRequest(RequestModel):
+class ConstrainedRequest(RequestModel):
+    """What an answer has to match: vmserve's word for it, OpenAI's, and those of other servers.
+
+    None of them may be ignored: the answer would be another one.
+    """
+
+    response_format: Anything = None
+    structured_outputs: Anything = None
+    # vLLM's, before it had structured_outputs
+    guided_json: Anything = None
+    guided_regex: Anything = None
+    guided_choice: Anything = None
+    guided_grammar: Anything = None
+    guided_whitespace_pattern: Anything = None
+    # llama.cpp's and SGLang's
+    grammar: Anything = None
+    json_schema: Anything = None
+    regex: Anything = None
+    ebnf: Anything = None
+    structural_tag: Anything = None
+    # TabbyAPI's, and NIM's, which has vLLM's within
+    regex_pattern: Anything = None
+    grammar_string: Anything = None
+    nvext: Anything = None
+
+
+class GenerationRequest(ConstrainedRequest):
     """Fields that both generation routes have."""
 
     model: Annotated[str | None, sized("model")] = None
@@ -161,8 +188,6 @@ class GenerationRequest(RequestModel):
     use_beam_search: bool | None = None
     length_penalty: Annotated[float | None, bounded("length_penalty")] = None
     early_stopping: bool | Literal["never"] | None = None
-    response_format: Anything = None
-    structured_outputs: Anything = None
     prompt_embeds: NotServed = None
 
 
@@ -193,6 +218,7 @@ class ChatCompletionRequest(GenerationRequest):
     reasoning_effort: Annotated[str | None, sized("reasoning_effort")] = None
 
     chat_template: NotServed = None
+    functions: NotServed = None
     audio: NotServed = None
     modalities: Anything = None
 
@@ -207,7 +233,7 @@ class ChatCompletionRequest(GenerationRequest):
         return effort | (self.chat_template_kwargs or {})
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(ConstrainedRequest):
     """The body of ``POST /v1/responses``."""
 
     model: Annotated[str | None, sized("model")] = None
@@ -242,7 +268,6 @@ class ResponsesRequest(RequestModel):
     request_timeout: Annotated[float | None, bounded("request_timeout")] = None
     user: Annotated[str | None, sized("user")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, sized("chat_template_kwargs")] = None
-    structured_outputs: Anything = None
 
 
 _CLAUDE_MESSAGES: dict[str, Any] = {
@@ -272,7 +297,7 @@ class CountMessageTokensRequest(RequestModel):
     thinking: Annotated[dict[str, Any] | None, sized("thinking")] = None
 
 
-class MessagesRequest(CountMessageTokensRequest):
+class MessagesRequest(CountMessageTokensRequest, ConstrainedRequest):
     """The body of ``POST /v1/messages``, in Anthropic's shape."""
 
     max_tokens: Annotated[int, bounded("max_output_tokens")]
@@ -283,6 +308,8 @@ class MessagesRequest(CountMessageTokensRequest):
     top_k: Annotated[int | None, bounded("top_k")] = None
     metadata: Annotated[dict[str, Any] | None, sized("metadata")] = None
     output_config: Annotated[dict[str, Any] | None, sized("output_config")] = None
+    #: What output_config.format was called before.
+    output_format: Anything = None
 
 
 class EmbeddingRequest(RequestModel):

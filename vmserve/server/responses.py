@@ -27,7 +27,7 @@ from vmserve.server.response_output import OutputItems
 from vmserve.server.response_store import ResponseStore, StoredResponse
 from vmserve.server.scope import unless_disconnected
 from vmserve.server.streaming import EventStream
-from vmserve.server.structured import schema_of_format
+from vmserve.server.structured import format_fields
 from vmserve.server.wire import JSON_TYPE, dump_json
 from vmserve.types import RequestOutput
 
@@ -53,7 +53,6 @@ _SHARED = (
     "user",
     "parallel_tool_calls",
     "chat_template_kwargs",
-    "structured_outputs",
 )
 
 
@@ -158,10 +157,8 @@ def _chat_body(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCo
         fields["reasoning_effort"] = body.reasoning.get("effort")
     if body.truncation == "auto":
         fields["truncate_prompt_tokens"] = -1
-    if isinstance(body.text, dict) and body.text.get("format") is not None:
-        wanted = body.text["format"]
-        schema_of_format(wanted, "text.format")  # refused under the name that it has here
-        fields["response_format"] = wanted
+    wanted = body.text.get("format") if isinstance(body.text, dict) else None
+    fields |= format_fields(body, wanted, "text.format")
     return ChatCompletionRequest.model_validate(fields)
 
 
