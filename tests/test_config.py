@@ -10,6 +10,7 @@ import pytest
 from vmserve.config import EngineConfig, format_size, parse_size, resolve
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import ModelConfig, resolve_model
+from vmserve.sampling.tokens import sampling_bytes
 
 MIB = 1 << 20
 
@@ -127,6 +128,9 @@ def test_on_a_gpu_the_cap_is_what_the_share_leaves(model: ModelConfig) -> None:
     assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == (256, 2048)
     weights = 2 * model.num_weights
     assert resolved.kv_limit_bytes == int(0.9 * 8 * gib) - weights - resolved.activation_bytes
+    on_cpu = resolve(EngineConfig(max_num_seqs=256, max_num_batched_tokens=2048), model)
+    sampling = resolved.activation_bytes - on_cpu.activation_bytes
+    assert sampling == sampling_bytes(model.vocab_size, 256) > 0
     half = resolve(EngineConfig(dtype="float16", gpu_memory_utilization=0.5), model, 8 * gib)
     assert resolved.kv_limit_bytes - half.kv_limit_bytes == int(0.9 * 8 * gib) - 4 * gib
     exact = resolve(EngineConfig(kv_cache_memory="1GiB"), model, gpu_bytes=8 * gib)

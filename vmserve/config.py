@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from vmserve import _core
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.footprint import activation_bytes, weight_bytes
+from vmserve.sampling.tokens import sampling_bytes
 
 if TYPE_CHECKING:
     from vmserve.models.config import ModelConfig
@@ -303,6 +304,8 @@ def resolve(
     max_logprobs = config.max_logprobs
     page = config.kv_page_size
     activations = activation_bytes(model, batched, max_num_seqs)
+    if on_gpu:
+        activations += sampling_bytes(vocabulary, max_num_seqs)
     if gpu_bytes is None:
         kv_limit_bytes = _kv_limit_bytes(config, model, max_num_seqs, max_model_len, activations)
     else:

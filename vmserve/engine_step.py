@@ -9,11 +9,11 @@ each stands in its sequence as a number below zero, and is looked up on the devi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from vmserve.output.processor import sampling_row
 from vmserve.scheduler.sequence import SequenceStatus
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineStep", "Flight"]
 
 logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 @dataclass(eq=False, slots=True)
@@ -126,10 +127,10 @@ class EngineStep:
         logits = flight.logits
         masks = self._structured.masks(logits.samplers)
         rows = list(map(sampling_row, logits.samplers, masks))
-        numbers = logits.sampling_logits(self._runtime)
-        flight.drawing = self._sampler.start(numbers, rows)
+        numbers = self._with_room(lambda: logits.sampling_logits(self._runtime))
+        flight.drawing = self._with_room(lambda: self._sampler.start(numbers, rows))
         if flight.drawing is None:
-            flight.samples = self._sampler.sample(numbers, rows)
+            flight.samples = self._with_room(lambda: self._sampler.sample(numbers, rows))
         elif not logits.beams and not logits.prompt_rows:
             flight.logits = logits.without_logits()  # the next step's may take their memory
 
@@ -162,14 +163,25 @@ class EngineStep:
         self._memory.abandon(epoch)
 
     def _execute(self, plan: StepPlan, drawn: torch.Tensor | None) -> StepLogits:
-        """Once more where a GPU had no room for activations, with what the pool can spare."""
         # -1 for a paged sequence: its row of the block tables is where kernels find it.
         slots = self._memory.slots(plan.memory_ids)
-        try:
-            return self._runner.execute(plan, slots, drawn)
-        except self._runtime.memory_errors as error:
-            self._runtime.synchronize()
-            if not self._memory.trim(0, drop_idle=True):
-                raise
-            logger.warning("the KV cache gave its free pages to activations: %s", error)
-        return self._runner.execute(plan, slots, drawn)
+        return self._with_room(lambda: self._runner.execute(plan, slots, drawn))
+
+    def _with_room(self, work: Callable[[], _Result]) -> _Result:
+        """Run ``work``; while the device is out of memory, give pages of the pool back and retry.
+
+        At first what torch lacks of its share, then twice as much each time: cached prefixes that
+        are not in the way stay.
+        """
+        wanted = 1
+        while True:
+            try:
+                return work()
+            except self._runtime.memory_errors as error:
+                self._runtime.synchronize()
+                wanted = max(wanted, self._memory.device.missing_bytes())
+                given = self._memory.give_back(wanted)
+                if not given:
+                    raise
+                logger.warning("the KV cache gave %d pages to activations: %s", given, error)
+            wanted = 2 * max(wanted, given * self._memory.layout.total_page_bytes)

@@ -98,6 +98,30 @@ def test_it_is_the_engines_memory() -> None:
         memory.stats()
 
 
+def test_so_many_bytes_are_given_back_free_pages_first() -> None:
+    memory = make(prefix_caching=True)
+    page = memory.layout.total_page_bytes
+    seq = memory.open(range(1, 97))
+    assert seq is not None
+    grow(memory, seq, 96)
+    memory.release(seq)
+    stats = memory.stats()
+    assert (stats.free_pages, stats.idle_pages) == (0, 6)
+    assert memory.give_back(2 * page - 1) == 2
+    stats = memory.stats()
+    assert (stats.free_pages, stats.idle_pages, stats.committed_pages) == (0, 4, 4)
+    other = opened(memory)
+    grow(memory, other, 16)
+    memory.trim(0)
+    memory.release(other)
+    before = memory.stats()
+    assert memory.give_back(page) == 1
+    assert memory.stats().cached_blocks == before.cached_blocks  # parked, not cached
+    assert memory.give_back(1 << 40) == before.committed_pages - 1
+    assert memory.give_back(page) == 0
+    memory.close()
+
+
 def test_what_does_not_fit_is_a_value() -> None:
     memory = make(pages=3)
     seq = opened(memory)

@@ -13,6 +13,7 @@ import torch  # isort: skip
 
 from vmserve.runner.torch_runtime import TorchCpuRuntime
 from vmserve.sampling import DeviceSampler, Sampler, SamplingParams, SamplingRow
+from vmserve.sampling.tokens import sampling_bytes
 
 VOCAB = 300
 
@@ -75,6 +76,68 @@ def test_a_batch_of_one_kind_takes_its_short_way() -> None:
         there = DeviceSampler(VOCAB, TorchCpuRuntime()).sample(logits, rows)
         here = Sampler(VOCAB).sample(logits, rows)
         assert [token.token_id for token in there] == [token.token_id for token in here]
+
+
+def mixed_rows(num_rows: int) -> tuple[torch.Tensor, list[SamplingRow]]:
+    rng = random.Random(9)
+    torch.manual_seed(9)
+    return torch.randn(num_rows, VOCAB), [
+        row(rng.randrange(2**63), 3, **random_params(rng)) for _ in range(num_rows)
+    ]
+
+
+@pytest.mark.parametrize("part_rows", [1, 7, 40])
+def test_tokens_do_not_depend_on_the_parts(part_rows: int) -> None:
+    logits, rows = mixed_rows(40)
+    sampler = DeviceSampler(VOCAB, TorchCpuRuntime())
+    sampler.part_rows = part_rows
+    assert sampler.sample(logits, rows) == DeviceSampler(VOCAB, TorchCpuRuntime()).sample(
+        logits, rows
+    )
+
+
+class Short(TorchCpuRuntime):
+    """Has memory for so many rows at once."""
+
+    memory_errors = (MemoryError,)
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+
+    def upload(self, array: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        if array.ndim == 2 and len(array) > self.num_rows:  # numbers and limits of a part
+            raise MemoryError("no room for so many rows")
+        return super().upload(array, out)
+
+
+def test_where_memory_is_short_parts_are_smaller_from_then_on() -> None:
+    logits, rows = mixed_rows(40)
+    expected = DeviceSampler(VOCAB, TorchCpuRuntime()).sample(logits, rows)
+    sampler = DeviceSampler(VOCAB, Short(3))
+    assert sampler.sample(logits, rows) == expected
+    assert 1 <= sampler.part_rows <= 3
+    with pytest.raises(MemoryError):
+        DeviceSampler(VOCAB, Short(0)).sample(logits, rows)
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 50}, {"temperature": 0.0}, {}])
+def test_memory_is_within_the_bound(params: dict[str, Any]) -> None:
+    """The parts are half of the batch, or less."""
+    vocab, num_rows = 1 << 17, 64
+    rows = [row(i, i, **params) for i in range(num_rows)]
+    logits = torch.zeros(num_rows, vocab)
+    sampler = DeviceSampler(vocab, TorchCpuRuntime())
+    assert 2 * sampler.part_rows <= num_rows
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        sampler.sample(logits, rows)
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    assert 0 < peak <= sampling_bytes(vocab, num_rows)
 
 
 @pytest.mark.parametrize(

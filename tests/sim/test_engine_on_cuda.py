@@ -35,8 +35,8 @@ class SimulatedMemory(CudaMemory):
         self._sim = sim
         self._total_bytes = total_bytes
         self.num_waits = 0
-        #: Bytes that torch holds without need.
-        self.unused = 0
+        #: Bytes that torch holds without need, and that it lacks.
+        self.unused = self.missing = 0
 
     @property
     def total_bytes(self) -> int:
@@ -52,6 +52,9 @@ class SimulatedMemory(CudaMemory):
     def release_unused(self) -> bool:
         held, self.unused = self.unused, 0
         return held > 0
+
+    def missing_bytes(self) -> int:
+        return self.missing
 
 
 class SimulatedRuntime(TorchCpuRuntime):
@@ -132,6 +135,62 @@ def test_captured_steps_over_device_memory(sim: SimCuda) -> None:
     host.close()
     engine = LLMEngine(config, runtime=SimulatedRuntime(sim, graphs=True))
     assert tokens_of(engine, 20, temperature=0) == expected
+    engine.close()
+    assert sim.violations() == []
+
+
+class ShortRuntime(SimulatedRuntime):
+    """Has no memory for the next ``failures`` pieces of work of each kind."""
+
+    memory_errors = (MemoryError,)
+
+    def __init__(self, sim: SimCuda, missing: int, **failures: int) -> None:
+        super().__init__(sim)
+        self.pages.missing = missing
+        self.failures = failures
+
+    def _fail(self, kind: str) -> None:
+        if self.failures.get(kind):
+            self.failures[kind] -= 1
+            raise MemoryError(f"no room to {kind}")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._fail("compute")
+        return super().forward(*args, **kwargs)
+
+    def sampler(self, vocab_size: int, *, is_async: bool) -> Any:
+        chosen = super().sampler(vocab_size, is_async=is_async)
+        sample = chosen.sample
+
+        def failing(*args: Any) -> Any:
+            self._fail("sample")
+            return sample(*args)
+
+        chosen.sample = failing  # type: ignore[method-assign]
+        return chosen
+
+
+@pytest.mark.parametrize(
+    ("failures", "given"),
+    [({"compute": 1}, 2), ({"compute": 3}, 2 + 4 + 8), ({"sample": 1}, 2)],
+)
+def test_activations_take_what_they_lack_and_not_the_whole_prefix_cache(
+    sim: SimCuda, failures: dict[str, int], given: int
+) -> None:
+    options: dict[str, Any] = {"kv_page_size": "16KiB", "kv_mapper": "off", "kv_regime": "paged"}
+    config = EngineConfig(**OPTIONS, **options, kv_cache_memory="8MiB")
+    runtime = ShortRuntime(sim, missing=0)
+    engine = LLMEngine(config, runtime=runtime)
+    expected = tokens_of(engine, 160, temperature=0)
+    before = engine.memory.stats()
+    assert before.idle_pages > 2 * given
+    runtime.pages.missing = 2 * before.page_bytes
+    runtime.failures = dict(failures)
+    assert tokens_of(engine, 1, temperature=0) == {k: [v[0][:1]] for k, v in expected.items()}
+    after = engine.memory.stats()
+    assert after.pages_given_back_total - before.pages_given_back_total == given
+    assert after.cached_blocks > 0
+    assert runtime.failures == dict.fromkeys(failures, 0)
     engine.close()
     assert sim.violations() == []
 

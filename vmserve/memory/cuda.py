@@ -86,6 +86,11 @@ class CudaMemory:
         _cuda.empty_cache()
         return bool(held > 0)
 
+    def missing_bytes(self) -> int:
+        free, _ = _cuda.mem_get_info(self.device)
+        cached = _cuda.memory_reserved(self.device) - _cuda.memory_allocated(self.device)
+        return max(0, self.spare_bytes - int(free) - int(cached))
+
 
 class _DeviceArray:
     """Addresses of a device, as torch takes them over: version 3 of the interface.

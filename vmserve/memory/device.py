@@ -61,6 +61,10 @@ class MemoryDevice(Protocol):
         """Have torch give back what it holds without need; whether it held any."""
         ...
 
+    def missing_bytes(self) -> int:
+        """How much less is free than growing leaves to torch and to libraries; 0 if nothing is."""
+        ...
+
 
 @dataclass(frozen=True)
 class HostMemory:
@@ -98,6 +102,9 @@ class HostMemory:
 
     def release_unused(self) -> bool:
         return False
+
+    def missing_bytes(self) -> int:
+        return 0
 
 
 def memory_device(name: str) -> MemoryDevice:

@@ -336,6 +336,20 @@ class MemoryManager:
         """
         return self._core.trim(keep_pages, drop_idle)
 
+    def give_back(self, num_bytes: int) -> int:
+        """Give pages of ``num_bytes`` or more back to the system; returns how many.
+
+        Free ones first, then what is cached or parked, oldest first; all there are if those are
+        fewer.
+        """
+        wanted = -(-num_bytes // self.layout.total_page_bytes)
+        given = self.trim(max(0, self.stats().free_pages - wanted))
+        if given < wanted:
+            stats = self.stats()
+            rest = stats.free_pages + stats.idle_pages - (wanted - given)
+            given += self.trim(max(0, rest), drop_idle=True)
+        return given
+
     def set_limit(self, limit_bytes: int) -> None:
         """Change the cap. What can be had above it goes back at once, the rest when released."""
         limit_pages = _pages(self.layout, limit_bytes)

@@ -6,9 +6,11 @@ tokens (but for the last bit of an exponential, which a GPU may round the other 
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from vmserve.sampling.draw import inverse_cdf_at, is_cut
 from vmserve.sampling.rng import uniforms
 from vmserve.sampling.rows import argmax
 from vmserve.sampling.sampler import Sampler, SamplingRow, check_logits
-from vmserve.sampling.tokens import SampledToken, TopTokens
+from vmserve.sampling.tokens import PART_ELEMENTS, SampledToken, TopTokens
 from vmserve.sampling.torch_sampler import TorchSampler
 
 if TYPE_CHECKING:
@@ -29,9 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceSampler", "Drawing"]
 
+logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
 
 class Transfers(Protocol):
     """What the sampler needs of the device."""
+
+    memory_errors: tuple[type[Exception], ...]
 
     def upload(self, array: NDArray[Any], out: Tensor | None = None) -> Tensor: ...
 
@@ -59,16 +66,28 @@ class Drawing:
         return [SampledToken(*token) for token in rows]
 
 
+class _Way(Enum):
+    """How a row's token is chosen: rows of one way are worked on together."""
+
+    GREEDY = 0
+    WHOLE = 1
+    CUT = 2
+
+
 class DeviceSampler:
     """A sampler that waits for the device once a step, for two numbers a row; see
     :class:`~vmserve.sampling.tokens.TokenSampler`.
 
     Rows that ask for log-probabilities, biases, masks or penalties send the batch another way: by
-    torch's operations, or on the host by our own.
+    torch's operations, or on the host by our own. Rows are worked on in parts, whose memory is
+    bounded (:func:`~vmserve.sampling.tokens.sampling_bytes`); where the device has not even that,
+    parts become smaller, and stay so.
     """
 
     def __init__(self, vocab_size: int, device: Transfers) -> None:
         self.vocab_size = vocab_size
+        #: Rows that are worked on at once.
+        self.part_rows = max(1, PART_ELEMENTS // vocab_size)
         self._device = device
         self._host = Sampler(vocab_size)
         self._there = TorchSampler(vocab_size)
@@ -88,7 +107,13 @@ class DeviceSampler:
         if drawing is not None:
             return drawing.take()
         x = _tensor(logits)
-        return self._host.sample(x, rows) if x.is_cpu else self._there.sample(x, rows)
+        if x.is_cpu:
+            return self._host.sample(x, rows)
+        parts = self._in_parts(
+            [(0, len(rows))],
+            lambda first, end: self._there.sample(x[first:end], rows[first:end]),
+        )
+        return [token for part in parts for token in part]
 
     def prompt_logprobs(self, logits: Logits, targets: Sequence[int], k: int) -> list[TopTokens]:
         x = _tensor(logits)
@@ -108,20 +133,62 @@ class DeviceSampler:
         if not rows or any(row.params.logprobs is not None or is_adjusted(row) for row in rows):
             return None
         check_logits(logits, len(rows), self.vocab_size)
-        x = _tensor(logits).float()
+        x = _tensor(logits)
+        ways = np.array([_way(row.params, self.vocab_size).value for row in rows])
+        order = np.argsort(ways, kind="stable")
+        is_sorted = bool((ways[:-1] <= ways[1:]).all())
+        ends = np.searchsorted(ways[order], [way.value for way in _Way], side="right").tolist()
+        spans = list(zip([0, *ends], ends, strict=False))
+
+        def draw(first: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+            which = order[first:end]
+            part = x[first:end] if is_sorted else x[self._device.upload(which)]
+            return self._draw_part(part, [rows[row] for row in which.tolist()])
+
+        parts = self._in_parts(spans, draw)
+        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+        if not is_sorted:
+            back = self._device.upload(np.argsort(order, kind="stable"))
+            columns = [column[back] for column in columns]
+        chosen, own, finite = columns
+        return Drawing(self, chosen, self._device.fetch((chosen, own, finite)))
+
+    def _in_parts(
+        self, spans: Sequence[tuple[int, int]], work: Callable[[int, int], _Result]
+    ) -> list[_Result]:
+        """``work(first, end)`` over each span of rows, a part at a time.
+
+        Raises what the device does where one row is too much.
+        """
+        done = []
+        for span_first, span_end in spans:
+            first = span_first
+            while first < span_end:
+                end = min(span_end, first + self.part_rows)
+                try:
+                    done.append(work(first, end))
+                except self._device.memory_errors as error:
+                    if end - first == 1:
+                        raise
+                    self.part_rows = (end - first) // 2
+                    logger.warning("sampling %d rows at a time: %s", self.part_rows, error)
+                else:
+                    first = end
+        return done
+
+    def _draw_part(self, x: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of one way: tokens, their log-probabilities, and whether the logits were numbers."""
+        x = x.float()
         # What is not a number is repaired without asking: nobody waits to know whether there is.
         finite = x.amax(dim=-1).isfinite()
         x = x.nan_to_num(nan=-torch.inf, posinf=torch.finfo(x.dtype).max, neginf=-torch.inf)
-        x = x.masked_fill_((x.amax(dim=-1) == -torch.inf)[:, None], 0.0)
-        logprobs = x.log_softmax(dim=-1)
-        if all(row.params.is_greedy for row in rows):
-            chosen = argmax(x)
-        else:
-            chosen = self._draw_there(x, rows)
-        own = logprobs.gather(1, chosen[:, None])[:, 0]
-        return Drawing(self, chosen, self._device.fetch((chosen, own, finite)))
+        x.masked_fill_((x.amax(dim=-1) == -torch.inf)[:, None], 0.0)
+        way = _way(rows[0].params, self.vocab_size)
+        chosen = argmax(x) if way is _Way.GREEDY else self._draw_there(x, rows, way)
+        own = x.gather(1, chosen[:, None])[:, 0] - x.logsumexp(dim=-1)
+        return chosen, own, finite
 
-    def _draw_there(self, x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    def _draw_there(self, x: Tensor, rows: Sequence[SamplingRow], way: _Way) -> Tensor:
         vocab = x.shape[1]
         numbers = uniforms(
             [row.seed for row in rows],
@@ -131,15 +198,16 @@ class DeviceSampler:
         columns = np.array([_limits(row.params, vocab) for row in rows], dtype=np.float64)
         table = self._device.upload(np.column_stack([numbers, columns]))
         uniform, temperature, top_k, top_p, floor = table.unbind(1)
-        x = x / temperature.float()[:, None]
-        cut = [row.params.is_greedy or is_cut(row.params, vocab) for row in rows]
-        if not any(cut):
-            return inverse_cdf_at(x.softmax(dim=-1), uniform)
-        chosen = _draw_cut_there(x, uniform, top_k, top_p, floor)
-        if all(cut):
-            return chosen
-        whole = inverse_cdf_at(x.softmax(dim=-1), uniform)
-        return torch.where(self._device.upload(np.array(cut)), chosen, whole)
+        divisor = temperature.float()[:, None]
+        if way is _Way.WHOLE:
+            return inverse_cdf_at((x / divisor).softmax(dim=-1), uniform)
+        return _draw_cut_there(x / divisor, uniform, top_k, top_p, floor)
+
+
+def _way(params: SamplingParams, vocab: int) -> _Way:
+    if params.is_greedy:
+        return _Way.GREEDY
+    return _Way.CUT if is_cut(params, vocab) else _Way.WHOLE
 
 
 def _tensor(logits: Logits) -> Tensor:
@@ -148,9 +216,7 @@ def _tensor(logits: Logits) -> Tensor:
 
 
 def _limits(params: SamplingParams, vocab: int) -> tuple[float, int, float, float]:
-    """Temperature, top-k, top-p and the logarithm of min-p; the likeliest token is a top-k of 1."""
-    if params.is_greedy:
-        return 1.0, 1, 1.0, -math.inf
+    """Temperature, top-k, top-p and the logarithm of min-p."""
     top_k = params.top_k if 0 < params.top_k < vocab else vocab
     floor = float(np.float32(math.log(params.min_p))) if params.min_p > 0.0 else -math.inf
     return params.temperature, top_k, params.top_p, floor
@@ -159,25 +225,31 @@ def _limits(params: SamplingParams, vocab: int) -> tuple[float, int, float, floa
 def _draw_cut_there(
     x: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor
 ) -> Tensor:
-    """As ``draw.kept`` and what follows it: of equal logits at a limit the lowest ids are kept."""
+    """As ``draw.kept`` and what follows it: of equal logits at a limit the lowest ids are kept.
+
+    Memory is what limits how many rows are drawn at once: tensors are dropped as soon as they can.
+    """
     vocab = x.shape[1]
-    ordered, ids = x.sort(dim=-1, descending=True, stable=True)
-    highest = ordered[:, :1]
-    weights = (ordered - highest).exp()
-    rank = torch.arange(vocab, device=x.device)
-    keep = rank < top_k[:, None]
-    upto = weights.double().masked_fill(~keep, 0.0).cumsum(dim=-1)
     # Without top-k the whole weight counts, as softmax has it.
-    peak = x.softmax(dim=-1).amax(dim=-1).double()
-    total = torch.where(top_k < vocab, upto[:, -1], 1.0 / peak)
+    whole = 1.0 / x.softmax(dim=-1).amax(dim=-1).double()
+    weights, ids = x.sort(dim=-1, descending=True, stable=True)
+    del x
+    highest = weights[:, :1].clone()
+    keep = weights >= highest + floor.float()[:, None]
+    weights = weights.sub_(highest).exp_()
+    rank = torch.arange(vocab, device=weights.device)
+    in_top_k = rank < top_k[:, None]
+    upto = weights.masked_fill(~in_top_k, 0.0).double().cumsum_(dim=-1)
+    total = torch.where(top_k < vocab, upto[:, -1], whole)
     within = (upto < (top_p * total)[:, None]).sum(dim=-1) + 1
+    del upto
     within = torch.where(top_p < 1.0, within, vocab)
+    keep &= in_top_k
     keep &= rank < within[:, None]
-    keep &= ordered >= highest + floor.float()[:, None]
-    by_id = torch.zeros_like(weights).scatter_(1, ids, weights.masked_fill(~keep, 0.0))
-    upto = by_id.double().cumsum(dim=-1)
-    targets = uniform * upto[:, -1]
-    found = torch.searchsorted(upto, targets[:, None], right=True)[:, 0]
-    kept_ids = torch.zeros_like(keep).scatter_(1, ids, keep)
-    last = torch.where(kept_ids, rank, 0).amax(dim=-1)
+    last = ids.masked_fill(~keep, 0).amax(dim=-1)
+    weights.masked_fill_(~keep, 0.0)
+    by_id = torch.empty_like(weights).scatter_(1, ids, weights)
+    del weights, ids, keep, in_top_k
+    upto = by_id.double().cumsum_(dim=-1)
+    found = torch.searchsorted(upto, (uniform * upto[:, -1])[:, None], right=True)[:, 0]
     return found.minimum(last)

@@ -12,17 +12,15 @@ from numpy.typing import NDArray
 from vmserve import _core
 from vmserve.host_arrays import TensorTuple, array_tuple
 from vmserve.sampling.params import GREEDY_TEMPERATURE, SamplingParams
-from vmserve.sampling.tokens import SampledToken, TopTokens
+from vmserve.sampling.tokens import PART_ELEMENTS, SampledToken, TopTokens
 from vmserve.threads import num_threads
 
 if TYPE_CHECKING:
     from vmserve.sampling.device import Drawing
     from vmserve.sampling.tokens import Logits
 
-__all__ = ["PART_ELEMENTS", "SampledToken", "Sampler", "SamplingRow", "check_logits"]
+__all__ = ["SampledToken", "Sampler", "SamplingRow", "check_logits"]
 
-#: Logits of a prompt that are worked on at a time.
-PART_ELEMENTS = 2**22
 #: Of each row the token, its log-probability, what was asked besides; how many were repaired.
 _CoreRows: TypeAlias = tuple[list[int], list[float], list[TopTokens | None], int]
 

@@ -17,7 +17,19 @@ if TYPE_CHECKING:
     #: ``[rows, vocab]``, on the host or where torch computes.
     Logits: TypeAlias = NDArray[np.float32] | torch.Tensor
 
-__all__ = ["Logits", "SampledToken", "TokenSampler", "TopTokens"]
+__all__ = [
+    "PART_ELEMENTS",
+    "Logits",
+    "SampledToken",
+    "TokenSampler",
+    "TopTokens",
+    "sampling_bytes",
+]
+
+#: Logits that are worked on at a time.
+PART_ELEMENTS = 2**22
+#: What torch's sampler holds for each of them at most, in float32, a device's sort included.
+_WORK_COPIES = 16
 
 #: Token id -> (natural log-probability, rank); the sampled (or prompt) token is the first key.
 TopTokens: TypeAlias = dict[int, tuple[float, int]]
@@ -70,3 +82,9 @@ class TokenSampler(Protocol):
         and change nothing for those.
         """
         ...
+
+
+def sampling_bytes(vocab_size: int, num_rows: int) -> int:
+    """An upper bound on what sampling on a device takes beside ``[num_rows, vocab]`` logits."""
+    rows_at_once = min(num_rows, max(1, PART_ELEMENTS // vocab_size))
+    return 4 * _WORK_COPIES * rows_at_once * vocab_size

@@ -27,8 +27,8 @@ from vmserve.sampling.rows import (
     num_before,
     peaks,
 )
-from vmserve.sampling.sampler import PART_ELEMENTS, check_logits
-from vmserve.sampling.tokens import SampledToken, TopTokens
+from vmserve.sampling.sampler import check_logits
+from vmserve.sampling.tokens import PART_ELEMENTS, SampledToken, TopTokens
 
 if TYPE_CHECKING:
     from vmserve.sampling.sampler import SamplingRow
