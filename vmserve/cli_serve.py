@@ -7,7 +7,6 @@ import collections
 import contextlib
 import dataclasses
 import gc
-import ipaddress
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from vmserve.imports import import_quickly
 from vmserve.ipc.client import ProcessLLM, Supervision
 from vmserve.logs import LOG_FORMATS, configure_logging
 from vmserve.server.auth import KeyRing, read_key_file
-from vmserve.server.config import ServerConfig
+from vmserve.server.config import ServerConfig, is_loopback
 from vmserve.server.limits import WRITE_STALL_SECONDS
 from vmserve.server.listen import (
     ConnectionLimits,
@@ -105,11 +104,24 @@ def serve_command(
             help="Prefix under which every route answers too, e.g. /llm.", rich_help_panel=_NETWORK
         ),
     ] = "",
-    allowed_origins: Annotated[
+    allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
-            help="Origin whose pages may call the server; repeatable. Default: all.",
+            "--allowed-origin",
+            "--allowed-origins",
+            help="Origin (scheme://host[:port], or *) whose pages may call the server; repeatable. "
+            "Default: with keys all, without the server's own and those of loopback.",
             rich_help_panel=_NETWORK,
+            show_default=False,
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name (or *) under which a server without keys on loopback answers, beside "
+            "localhost and addresses; repeatable. Given, it holds for every server.",
+            rich_help_panel=_NETWORK,
+            show_default=False,
         ),
     ] = None,
     api_key: Annotated[
@@ -369,7 +381,8 @@ def serve_command(
         ssl_keyfile=ssl_keyfile,
         root_path=root_path.rstrip("/"),
         open_status_routes=open_status_routes,
-        allowed_origins=tuple(allowed_origins or ["*"]),
+        allowed_origins=tuple(each.lower().rstrip("/") for each in allowed_origin or ()),
+        allowed_hosts=tuple(each.lower() for each in allowed_host or ()),
         chat_template=_read_template(chat_template),
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
@@ -420,7 +433,7 @@ def _run(
 
         check_tracing(config.otlp_traces_endpoint)
     with _stoppable_start(), bind(config) as listener:
-        if config.uds is None and not (config.keys or _is_loopback(config.host)):
+        if config.uds is None and not (config.keys or is_loopback(config.host)):
             logger.warning(
                 "listening on %s without an API key: whoever reaches it can use it (--api-key)",
                 config.host,
@@ -589,13 +602,6 @@ def _report_phases() -> Callable[[str, int, int], None]:
         logger.info("%s", phase)
 
     return report
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _one_model(argument: str | None, option: str | None) -> str | None:

@@ -88,7 +88,7 @@ class Server:
         """A completion request on a socket that the caller drops at will."""
         content = json.dumps(body).encode()
         head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(content)}\r\n\r\n"
         )
         raw = socket.socket()

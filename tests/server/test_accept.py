@@ -28,7 +28,7 @@ from vmserve.server.config import ServerConfig
 from vmserve.server.listen import ConnectionLimits
 
 Start = Callable[..., Running]
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ BODIES: dict[str, Body] = {
 def raw_request(server: Running, path: str, body: Body) -> socket.socket:
     """A request on a socket that the test can drop at will."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     raw = socket.create_connection(("127.0.0.1", server.port), 20)
     raw.sendall(head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return raw
@@ -82,7 +82,8 @@ def test_a_client_that_leaves_during_its_own_upload(start: Start) -> None:
     server = start(engine)
     raw = socket.create_connection(("127.0.0.1", server.port), 20)
     raw.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\n"
         b'Content-Length: 100\r\n\r\n{"prompt"'
     )
     until(lambda: load(server) == 1)
@@ -96,7 +97,8 @@ def test_a_body_that_does_not_arrive(start: Start, monkeypatch: pytest.MonkeyPat
     server = start()
     with socket.create_connection(("127.0.0.1", server.port), 20) as raw:
         raw.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\n"
             b"Content-Length: 10\r\n\r\n"
         )
         answer = everything(raw)
@@ -114,7 +116,9 @@ def test_a_body_that_goes_on_after_its_answer(
     """It is read for some time, so that the client sees the answer, and then cut off."""
     monkeypatch.setattr("vmserve.server.connection.BODY_TIMEOUT_SECONDS", 0.5)
     server = start()
-    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\nContent-Length: 9999999\r\n\r\n"
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n%b\r\nContent-Length: 9999999\r\n\r\n"
+    )
     with socket.create_connection(("127.0.0.1", server.port), 20) as raw:
         raw.sendall(request % head)
         assert error_sent(raw).startswith(b"HTTP/1.1 " + status)
@@ -130,10 +134,10 @@ def test_a_body_that_goes_on_after_its_answer(
         raw.sendall(request.replace(b"9999999", b"5000000") % head)
         assert error_sent(raw).startswith(b"HTTP/1.1 " + status)
         raw.sendall(b"x" * 5_000_000)
-        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert raw.recv(4096).startswith(b"HTTP/1.1 200")
         time.sleep(0.7)  # and nothing cuts it off later
-        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert raw.recv(4096).startswith(b"HTTP/1.1 200")
 
 
@@ -284,13 +288,13 @@ def test_sockets_left_behind(start: Start, tmp_path: Any) -> None:
         bind(ServerConfig(served_model_names=("m",), uds=str(tmp_path / ("s" * 200))))
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: "])
 def test_a_head_that_does_not_arrive(
     start: Start, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr("vmserve.server.connection.HEAD_TIMEOUT_SECONDS", 0.2)
     server = start()
-    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for first in (b"", whole):  # on a fresh connection, and on one that was used
         with socket.create_connection(("127.0.0.1", server.port), 20) as raw:
             if first:

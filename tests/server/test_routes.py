@@ -244,7 +244,8 @@ def test_a_body_with_two_lengths_ends_the_connection(shared: Running) -> None:
     """One that a proxy took by the other length could hold a second request."""
     with socket.create_connection(("127.0.0.1", shared.port), 10) as raw:
         raw.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\n"
             b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
             b'e\r\n{"prompt":"x"}\r\n0\r\n\r\n'
         )

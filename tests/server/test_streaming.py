@@ -78,7 +78,8 @@ def test_chunk_framing(shared: Running) -> None:
     body = json.dumps({"prompt": "Hi", "max_tokens": 3, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", shared.port), timeout=30) as raw:
         raw.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\n"
             b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
         )
         received = b"".join(iter(lambda: raw.recv(65536), b""))

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,6 +23,7 @@ from vmserve.server.info import InfoService, InvocationService
 from vmserve.server.live import LiveView, Pages
 from vmserve.server.middleware import GENERATION_PATHS, Boundary, Gate, RequestScope
 from vmserve.server.openapi import body_of, install_openapi
+from vmserve.server.origins import Cors, OriginPolicy
 from vmserve.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -69,6 +69,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     _add_routes(app, context)
     install_openapi(app, needs_key=bool(config.keys), model_names=config.served_model_names)
     app.add_exception_handler(StarletteHTTPException, _routing_error)
+    origins = OriginPolicy(config)
     # The last one added is the outermost.
     app.add_middleware(RequestScope, lifecycle=context.lifecycle)
     if context.tracing is not None:
@@ -77,16 +78,11 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
         Gate,
         keys=context.keys,
         lifecycle=context.lifecycle,
+        origins=origins,
         open_status_routes=config.open_status_routes,
     )
     app.add_middleware(Boundary, root_path=config.root_path, lifecycle=context.lifecycle)
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=list(config.allowed_origins),
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id"],
-    )
+    app.add_middleware(Cors, policy=origins)
     return app
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from vmserve.errors import ConfigurationError
 from vmserve.server.auth import ApiKey
@@ -12,7 +14,18 @@ from vmserve.server.limits import WRITE_STALL_SECONDS
 from vmserve.tools.reasoning import REASONING_PARSERS
 from vmserve.tools.registry import check_parser
 
-__all__ = ["ServerConfig"]
+__all__ = ["ServerConfig", "is_loopback"]
+
+_ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/*]+")
+_HOST: Final = re.compile(r"\*|[^\sA-Z/:*\[\]]+")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +39,9 @@ class ServerConfig:
     ``write_timeout``: seconds that a client may leave a full buffer unread. ``model_root`` is
     what model cards give as ``root``; ``tokenizer_info`` what ``/tokenizer_info`` answers, if
     anything. ``otlp_traces_endpoint``: the URL that spans are sent to, if any.
-    ``max_connections`` and ``max_connections_per_address``: None for what
+    ``allowed_origins`` and ``allowed_hosts``, in lower case: empty for what
+    :class:`~vmserve.server.origins.OriginPolicy` derives. ``max_connections`` and
+    ``max_connections_per_address``: None for what
     :class:`~vmserve.server.listen.ConnectionLimits` derives.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
@@ -44,7 +59,8 @@ class ServerConfig:
     share_prefix_cache_across_keys: bool = False
     root_path: str = ""
     open_status_routes: bool = False
-    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str = "auto"
@@ -69,6 +85,18 @@ class ServerConfig:
             )
         if not all(self.api_keys):
             raise ConfigurationError("api_key: an empty key would protect nothing; give a text")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigurationError(
+                    f"allowed_origin: {origin!r} is not scheme://host[:port] in lower case and "
+                    "without a path, as browsers send it, nor * for all"
+                )
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise ConfigurationError(
+                    f"allowed_host: {host!r} is not a host name in lower case without a port, "
+                    "nor * for all"
+                )
         check_parser(self.tool_call_parser)
         if self.reasoning_parser not in REASONING_PARSERS:
             raise ConfigurationError(

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections import Counter
 from typing import Final
 
 from starlette.responses import RedirectResponse
@@ -20,6 +21,7 @@ from vmserve.server.errors import ApiError, ClientDisconnectedError, error_respo
 from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.limits import MAX_HEADER_BYTES, SIZES
 from vmserve.server.live import LIVE_PAGE_PATHS
+from vmserve.server.origins import OriginPolicy
 from vmserve.server.scope import route_path
 
 __all__ = ["GENERATION_PATHS", "Boundary", "Gate", "RequestScope"]
@@ -41,6 +43,8 @@ _ANSWERED_WHILE_DRAINING: Final = (
     frozenset({"/metrics", "/load", "/v1/kv", "/v1/kv/live", "/version"}) | LIVE_PAGE_PATHS
 )
 _ALWAYS_OPEN: Final = frozenset({"/health"}) | LIVE_PAGE_PATHS
+#: Headers that decide who calls.
+_ONCE: Final = (b"authorization", b"x-api-key", b"host", b"origin")
 _STATUS_PATHS: Final = frozenset({"/ping", "/ready", "/version"})
 
 
@@ -106,12 +110,19 @@ class Boundary:
 
 
 class Gate:
-    """Lets in whoever has a key, while the server takes requests."""
+    """Lets in whoever has a key and comes from where one may, while the server takes requests."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: KeyRing, lifecycle: Lifecycle, open_status_routes: bool
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing,
+        lifecycle: Lifecycle,
+        origins: OriginPolicy,
+        open_status_routes: bool,
     ) -> None:
         self._app = app
+        self._origins = origins
         self._keys = keys
         self._lifecycle = lifecycle
         self._open_paths = _ALWAYS_OPEN | (_STATUS_PATHS if open_status_routes else frozenset())
@@ -124,6 +135,7 @@ class Gate:
     def _check(self, scope: Scope) -> None:
         path = route_path(scope)
         _check_head(scope)
+        self._origins.check(scope)
         # A preflight carries no key; an OPTIONS request to a route gets a 405 like any other.
         if scope["method"] != "OPTIONS" and path not in self._open_paths:
             headers = dict(scope["headers"])
@@ -181,9 +193,12 @@ def _check_head(scope: Scope) -> None:
     size += len(scope["raw_path"]) + len(scope["query_string"])
     if size > MAX_HEADER_BYTES:
         raise ApiError(431, f"The request's head is larger than {MAX_HEADER_BYTES} bytes.")
-    names = {name for name, _ in scope["headers"]}
-    if {b"content-length", b"transfer-encoding"} <= names:
-        # What stands between us and the client may have gone by the other one.
+    names = Counter(name for name, _ in scope["headers"])
+    for name in _ONCE:
+        if names[name] > 1:
+            # What stands between us and the client may have gone by the other one.
+            raise ApiError(400, f"There are {names[name]} {name.decode()} headers: send one.")
+    if {b"content-length", b"transfer-encoding"} <= names.keys():
         raise ApiError(
             400,
             "Content-Length and Transfer-Encoding exclude each other.",
