@@ -344,6 +344,7 @@ class KVMemory:
         null_page: bool = False,
         deferred_reclamation: bool = True,
         seal_read_only: bool = True,
+        access_under_readers: bool = True,
         swap_blocks: int = 0,
         mapper: MapperMode = ...,
         lookahead_tokens: int = 0,

@@ -252,6 +252,7 @@ MemoryConfig as_config(const py::kwargs& kwargs) {
   take("null_page", config.null_page);
   take("deferred_reclamation", config.deferred_reclamation);
   take("seal_read_only", config.seal_read_only);
+  take("access_under_readers", config.access_under_readers);
   take("swap_blocks", config.swap_blocks);
   take("mapper", config.mapper);
   take("lookahead_tokens", config.lookahead_tokens);

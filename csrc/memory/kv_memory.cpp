@@ -80,7 +80,8 @@ KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& confi
       pool_(config.max_pages, config.blocks_per_page, config.limit_pages, config.zero_policy),
       seqs_(static_cast<std::size_t>(config.max_seqs)),
       slots_(static_cast<std::size_t>(config.num_slots)) {
-  config_.seal_read_only = config_.seal_read_only && driver_->capabilities().read_only;
+  config_.seal_read_only = config_.seal_read_only && config_.access_under_readers &&
+                           driver_->capabilities().read_only;
   copies_beside_ = driver_->capabilities().copy_stream;
   const std::int64_t pages_per_slot = row_pages(config_);
   space_ = std::make_shared<AddressSpace>(
@@ -232,6 +233,7 @@ void KVMemory::release(SeqId id) {
   for (auto block = seq.has.blocks.rbegin(); block != seq.has.blocks.rend(); ++block) {
     if (*block == kNoBlock) continue;
     const PageId page = pool_.page_of(*block);
+    may_reopen_ = may_reopen_ || pool_.refs(*block) > 1;
     pool_.drop_ref(*block, begun_);
     if (pool_.owner(page) == id) pool_.set_owner(page, kNoSeq);
   }
@@ -245,10 +247,12 @@ void KVMemory::release(SeqId id) {
   --num_open_;
   ++version_;
   write_table(id, 0);
-  if (slot == kNoSlot) return;
-  park(slot, begun_);
-  const bool is_over = slots_[slot].retire <= completed_ && !slots_[slot].in_repair;
-  if (!config_.deferred_reclamation && is_over) truncate(slot, 0);
+  if (slot != kNoSlot) {
+    park(slot, begun_);
+    const bool is_over = slots_[slot].retire <= completed_ && !slots_[slot].in_repair;
+    if (!config_.deferred_reclamation && is_over) truncate(slot, 0);
+  }
+  reopen_pages();
 }
 
 void KVMemory::write_table(SeqId id, std::size_t from) {
@@ -326,6 +330,7 @@ void KVMemory::complete_locked(Epoch epoch, bool sealed) {
     }
   }
   if (config_.seal_read_only && failure_.empty()) seal_slots(grown);
+  reopen_pages();
 }
 
 void KVMemory::seal(SeqId id, std::int64_t length) {
@@ -356,6 +361,8 @@ void KVMemory::clear_cache() {
     seq.nameless = true;
   }
   ++version_;
+  may_reopen_ = true;
+  reopen_pages();
 }
 
 // -- the pool

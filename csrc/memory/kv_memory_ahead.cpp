@@ -378,6 +378,66 @@ void KVMemory::seal_now(const Command& command) {
   }
 }
 
+// Whether a write to the page concerns nobody but the sequence that has it.
+bool KVMemory::is_sole(PageId page) const {
+  if (pool_.shared(page) > 0) return false;
+  for (std::int32_t j = 0; j < config_.blocks_per_page; ++j) {
+    if (pool_.is_published(pool_.first_block(page) + j)) return false;
+  }
+  return true;
+}
+
+// Without sealing, sequences may write again what they wrote: pages that were read-only for being
+// shared are writable when they are one sequence's alone. Refused, they are tried again with the
+// next change.
+void KVMemory::reopen_pages() {
+  if (!may_reopen_ || config_.seal_read_only || !failure_.empty()) return;
+  if (!config_.access_under_readers && completed_ != begun_) return;
+  may_reopen_ = false;
+  std::vector<std::pair<SlotId, std::int64_t>> reopened;
+  std::vector<AccessRun> runs;
+  for (SlotId id = 0; id < config_.num_slots; ++id) {
+    const Slot& slot = slots_[id];
+    const std::int64_t size = slot.active() ? num_pages(seqs_[slot.seq]) : 0;
+    if (slot.in_repair) {  // may still make it read-only
+      may_reopen_ = true;
+      continue;
+    }
+    for (std::int64_t i = 0; i < size; ++i) {
+      const std::int64_t first = i;
+      const auto is_needless = [&](const SlotEntry& entry) {
+        return entry.page != kNoPage && entry.read_only && is_sole(entry.page);
+      };
+      for (; i < size && is_needless(slot.entries[i]); ++i) reopened.emplace_back(id, i);
+      const auto bytes = static_cast<std::size_t>(i - first) * space_->page_bytes();
+      for (std::int32_t group = 0; bytes > 0 && group < config_.num_groups; ++group) {
+        runs.push_back({space_->slot(group, id, first), bytes, Access::kReadWrite});
+      }
+    }
+  }
+  if (reopened.empty()) return;
+  Transaction tx(*driver_);
+  const auto driving = mapper_->lock_driver();
+  try {
+    tx.set_access(runs, Access::kRead);
+  } catch (const Error& error) {
+    may_reopen_ = true;
+    last_error_ = error.what();
+    fail_if_sticky(error);
+    Unfinished unfinished = tx.rollback();
+    if (unfinished.steps.empty()) return;
+    Repair repair{std::move(unfinished.steps), {}, {}, {}};
+    for (const auto& entry : reopened) repair.slots.push_back(entry.first);
+    return add_repair(std::move(repair), unfinished.error);
+  }
+  for (const auto& [slot, index] : reopened) {
+    slots_[slot].entries[index].read_only = false;
+    slots_[slot].num_sealed = std::min(slots_[slot].num_sealed, index);
+  }
+  totals_.access_calls += static_cast<std::int64_t>(runs.size());
+  totals_.unhidden += static_cast<std::int64_t>(runs.size());
+}
+
 void KVMemory::unseal(const Command& command, Unfinished unfinished) {
   Repair repair;
   for (std::size_t i = 0; i < command.sealed.size(); ++i) {

@@ -65,6 +65,7 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   commit(change);
   totals_.map_seconds += change.num_maps > 0 ? seconds_since(start) : 0;
   tend(change.grows);
+  reopen_pages();
   return begun_;
 }
 
@@ -160,6 +161,8 @@ void KVMemory::commit(Change& change) {
   for (auto block = change.drops.rbegin(); block != change.drops.rend(); ++block) {
     pool_.drop_ref(*block, begun_);
   }
+  // What is converted was bound as if it were shared.
+  may_reopen_ = may_reopen_ || !change.drops.empty() || change.to_virtual > 0;
   for (const SwapId swap : change.swap_drops) swap_->drop(swap);
   for (const Change::SavedSlot& slot : change.slots) {
     if (!slots_[slot.slot].active()) park(slot.slot, begun_);
@@ -234,6 +237,7 @@ void KVMemory::trim_front(SeqId id, std::int64_t first_token) {
     BlockId& block = seq.has.blocks[i];
     if (block == kNoBlock) continue;
     const PageId page = pool_.page_of(block);
+    may_reopen_ = may_reopen_ || pool_.refs(block) > 1;
     pool_.drop_ref(block, begun_);
     if (pool_.owner(page) == id && pool_.used(page) == 0) pool_.set_owner(page, kNoSeq);
     block = kNoBlock;

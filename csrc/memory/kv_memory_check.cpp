@@ -222,6 +222,9 @@ void KVMemory::check_slots() const {
       }
       law(!entry.read_only || (i + 1) * config_.page_tokens() <= seq.has.length,
           name + " is read-only where its sequence writes");
+      law(!entry.read_only || entry.page == kNoPage || config_.seal_read_only || may_reopen_ ||
+              !is_sole(entry.page),
+          page_text(entry.page) + " is one sequence's alone, but read-only in its slot");
     }
   }
   for (std::int64_t id = pool_.next_committed(0); id >= 0; id = pool_.next_committed(id + 1)) {

@@ -92,19 +92,21 @@ void KVMemory::stage_fork(Change& change, const Op& op) {
   if (parent.has.seal_limit < op.num_tokens) child.has.seal_limit = parent.has.seal_limit;
   child.has.num_published =
       std::min(parent.has.num_published, op.num_tokens / config_.block_tokens);
-  seal_shared(change, parent, op.num_tokens);
+  seal_shared(change, parent, op);
   change.forked.push_back({op.seq, op.other, op.num_tokens});
 }
 
 // What a fork shares is read-only for the parent, too: a write that was not copied first is a trap.
 // Positions that an epoch is still to write stay writable until they are sealed.
-void KVMemory::seal_shared(Change& change, const Sequence& parent, std::int64_t num_tokens) {
-  if (!config_.seal_read_only || parent.has.slot == kNoSlot) return;
+void KVMemory::seal_shared(Change& change, const Sequence& parent, const Op& op) {
+  if (!config_.access_under_readers || parent.has.slot == kNoSlot) return;
   require_whole(parent.has.slot);
   Slot& slot = slots_[parent.has.slot];
-  // A page that is shared in part is sealed as a whole, or not yet.
+  // A paged child shares blocks of the last page: it is sealed as a whole, or not yet. A virtual
+  // child has a copy of a partial one.
   const std::int64_t width = config_.page_tokens();
-  const std::int64_t stop = std::min(parent.has.sealed / width, (num_tokens + width - 1) / width);
+  const std::int64_t slack = seqs_[op.seq].has.view == View::kPaged ? width - 1 : 0;
+  const std::int64_t stop = std::min(parent.has.sealed / width, (op.num_tokens + slack) / width);
   for (std::int64_t i = slot.num_sealed; i < stop; ++i) {
     if (slot.entries[i].page != kNoPage) make_read_only(change, parent.has.slot, i);
   }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +106,37 @@ def test_fork_and_safe_tensors() -> None:
         assert "tensor" in str(keys)
         with pytest.raises(ValueError, match="unmapped is 'print': use 'fault' or 'zero'"):
             cache.tensors(unmapped="print")  # type: ignore[arg-type]
+
+
+def access(tensor: torch.Tensor) -> str:
+    """What the system lets a process do to the tensor's first byte: "rw", "r-" or "--"."""
+    address = tensor.data_ptr()
+    with Path("/proc/self/maps").open() as maps:
+        for line in maps:
+            addresses, flags = line.split()[:2]
+            first, end = (int(part, 16) for part in addresses.split("-"))
+            if first <= address < end:
+                return flags[:2]
+    raise AssertionError(f"nothing is mapped or reserved at {address:#x}")
+
+
+def test_pages_are_read_only_as_long_as_forks_share_them() -> None:
+    with make() as cache:
+        slot = alloc(cache)
+        cache.step({slot: 64})
+        keys, values = cache.tensors()[1]
+        keys[slot, :64] = 1.0
+        forks = [cache.fork(slot, 36), cache.fork(slot, 20)]
+        assert forks == [1, 2]
+        assert [access(keys[slot, start]) for start in (0, 16, 32, 48)] == ["r-", "r-", "rw", "rw"]
+        assert [access(values[1, start]) for start in (0, 16, 32)] == ["r-", "r-", "rw"]
+        keys[slot, 40] = 2.0  # behind the fork, on the page that it has a copy of
+        assert float(keys[1, 32:36].mean()) == 1.0
+        cache.free_slot(1)
+        assert [access(keys[slot, start]) for start in (0, 16)] == ["r-", "rw"]
+        cache.free_slot(slot)
+        assert [access(values[2, start]) for start in (0, 16)] == ["rw", "rw"]
+        keys[2, :20] = 3.0
 
 
 def test_a_fork_without_a_page_for_its_copy() -> None:

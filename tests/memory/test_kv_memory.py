@@ -515,9 +515,8 @@ def test_a_warm_slot_becomes_writable_by_one_call_a_group() -> None:
     memory.core.check()
 
 
-def test_a_fork_leaves_the_access_of_its_parents_pages_alone_where_nothing_is_sealed() -> None:
-    """A step that runs may read them."""
-    memory = make_memory(seal_read_only=False)
+def test_a_fork_leaves_the_access_of_its_parents_pages_alone_where_a_step_may_read_them() -> None:
+    memory = make_memory(access_under_readers=False)
     parent, child = memory.start(range(1, 9)), memory.open()
     memory.do(fork(child, parent, 8))
     assert memory.stat("access_calls_total") == 0

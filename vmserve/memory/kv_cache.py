@@ -169,6 +169,7 @@ class KVCache:
         """The slot can be had again; its pages, too, where no fork shares them.
 
         They stay mapped until somebody needs them: the slot's next sequence finds them there.
+        Pages that only one slot has from here on can be written again.
         Raises ``ValueError`` for a slot that is not allocated.
         """
         seq = self._seq(slot)
@@ -218,8 +219,8 @@ class KVCache:
     def fork(self, slot: int, length: int) -> int | None:
         """A new slot that starts with the first ``length`` positions of ``slot``.
 
-        They must be written: whole pages are shared and read-only in both from here on, the
-        last partial page is copied. None when all slots are taken; raises
+        They must be written. Whole pages are shared, and read-only while several slots have
+        them; the last partial page is copied. None when all slots are taken; raises
         :class:`OutOfMemoryError` when there is no page for the copy.
         """
         return self._start(self._tenants.get(slot, 0), [(self._seq(slot), length)])

@@ -35,6 +35,8 @@
 //     in the arena; nothing else is mapped
 //   * a page in a slot is not read-only where its sequence may still write: every read-only entry
 //     of a live sequence lies wholly below its sealed length
+//   * without seal_read_only, a live sequence's page is read-only only while somebody shares it, or
+//     the prefix cache names it
 //   * a block is copied as often as the copies that run have it
 //   * committed = free + in use + waiting + idle + held, and committed <= max_pages
 //   * blocks_for(length) blocks, or pages_for(length) pages, at least, belong to each sequence
@@ -433,7 +435,7 @@ class KVMemory {
   void make_writable(Change& change, SlotId slot, std::int64_t index);
   void make_read_only(Change& change, SlotId slot, std::int64_t index);
   void leave_slot(Change& change, SeqId id);
-  void seal_shared(Change& change, const Sequence& parent, std::int64_t num_tokens);
+  void seal_shared(Change& change, const Sequence& parent, const Op& op);
   std::vector<AccessRun> access_runs(const Change& change, bool writable) const;
   void add_ref(Change& change, BlockId block);
   void save(Change& change, SeqId id);
@@ -495,6 +497,8 @@ class KVMemory {
   void reclaim_ahead();
   void seal_slots(const std::vector<SeqId>& seqs);
   void seal_now(const Command& command);
+  bool is_sole(PageId page) const;
+  void reopen_pages();
   bool works_ahead() const { return mapper_->mode() != MapperMode::kOff; }
 
   // -- kv_memory_map.cpp
@@ -536,6 +540,7 @@ class KVMemory {
   std::int64_t num_open_ = 0;
   bool is_growing_ = false;  // the mapper commits pages
   bool copies_beside_;       // the driver's copy stream
+  bool may_reopen_ = false;  // a page may be read-only that nobody shares any more
   Totals totals_;
 };
 

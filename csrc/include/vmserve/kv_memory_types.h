@@ -32,6 +32,7 @@ struct MemoryConfig {
   bool null_page = false;
   bool deferred_reclamation = true;  // else release() unmaps at once
   bool seal_read_only = true;        // slots map pages read-only once they are sealed
+  bool access_under_readers = true;  // else a page's access changes only while no epoch runs
   std::int64_t swap_blocks = 0;      // most blocks in host memory
 
   MapperMode mapper = MapperMode::kOff;
