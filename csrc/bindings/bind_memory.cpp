@@ -407,6 +407,7 @@ void bind_memory(py::module_& m) {
       .def("compact", &KVMemory::compact, unlocked())
       .def("run_mapper", &KVMemory::run_mapper, py::arg("max_commands"), unlocked())
       .def("settle_mapper", &KVMemory::settle_mapper, unlocked())
+      .def("require_usable", &KVMemory::require_usable, unlocked())
       .def("close", &KVMemory::close, unlocked())
       .def_property_readonly("closed", &KVMemory::closed);
   bind_sequences(memory);

@@ -491,6 +491,10 @@ std::string KVMemory::last_error() const {
   return last_error_;
 }
 
+void KVMemory::require_usable() const {
+  enter();
+}
+
 void KVMemory::close() {
   if (::getpid() != pid_) return;  // it is the parent's to close
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import doctest
+import random
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,6 +67,25 @@ def test_lengths_as_a_sequence_are_one_per_slot() -> None:
         assert cache.block_tables()[:, 0].tolist() == [0, 2, -1]
         with pytest.raises(ValueError, match="slot 2 is not allocated"):
             cache.step([17, 3, 1])
+
+
+def test_only_integers_are_slots_and_lengths() -> None:
+    with make() as cache:
+        slot = alloc(cache)
+        for length in (10.99, "7", None, torch.tensor(2.5)):
+            with pytest.raises(
+                TypeError, match=f"length of slot 0: .*{length}.* is not an int"
+            ):
+                cache.step({slot: length})  # type: ignore[dict-item]
+            with pytest.raises(TypeError, match="is not an integer"):
+                cache.step([length])  # type: ignore[list-item]
+        for call in (cache.free_slot, lambda slot: cache.fork(slot, 0)):
+            with pytest.raises(TypeError, match=r"slot: 0\.0 is not an integer"):
+                call(0.0)  # type: ignore[arg-type]
+        assert cache.stats().used_pages == 0
+        assert cache.step({slot: torch.tensor(20)}) == 0  # type: ignore[dict-item]
+        assert cache.step(np.array([33])) == 0  # type: ignore[arg-type]
+        assert cache.stats().used_pages == 3
 
 
 def test_attention_reads_a_slot_and_a_block_table_alike() -> None:
@@ -210,6 +232,55 @@ def test_a_driver_that_cannot_unmap_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(_core, "PluginDriver", lambda *_: made)
     with pytest.raises(ConfigurationError, match="the driver keeps-all cannot unmap"):
         KVCache(LAYOUT, driver="/some.so", num_slots=1, max_len=16, limit_bytes=PAGE)
+
+
+def test_threads_share_a_cache_each_with_slots_of_its_own() -> None:
+    """Operations are bounded, and no slot is ever seen by two threads."""
+    with make(num_slots=12, max_len=128, pages=60) as cache:
+        tensors = cache.tensors()
+        failures: list[BaseException] = []
+        start = threading.Barrier(4)
+
+        def live(name: int) -> None:
+            dice, lengths = random.Random(name), dict[int, int]()
+            start.wait()
+            for _ in range(500):
+                todo = dice.random()
+                if todo < 0.2 and (slot := cache.alloc_slot()) is not None:
+                    lengths[slot] = 0
+                elif todo < 0.4 and lengths:
+                    slot = dice.choice(list(lengths))
+                    del lengths[slot]
+                    cache.free_slot(slot)
+                elif lengths:
+                    slot = dice.choice(list(lengths))
+                    before, length = lengths[slot], min(128, lengths[slot] + dice.randrange(1, 40))
+                    if length > before and cache.step({slot: length}) == 0:
+                        lengths[slot] = length
+                        for pair in tensors:
+                            for tensor in pair:
+                                tensor[slot, before:length] = float(name)
+                    for keys, values in tensors if lengths[slot] else ():
+                        assert bool((keys[slot, : lengths[slot]] == name).all())
+                        assert bool((values[slot, : lengths[slot]] == name).all())
+            for slot in lengths:
+                cache.free_slot(slot)
+
+        def run(name: int) -> None:
+            try:
+                live(name)
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the test reports it
+                failures.append(error)
+
+        threads = [threading.Thread(target=run, args=(name,)) for name in range(1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert cache.stats().used_pages == 0
+        assert cache.trim() > 0
+        cache._memory.check()
 
 
 def test_tensors_may_outlive_the_cache() -> None:

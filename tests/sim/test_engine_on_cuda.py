@@ -295,6 +295,28 @@ def test_what_torch_holds_without_need_is_asked_for_before_giving_up(sim: SimCud
     memory.close()
 
 
+def test_a_slot_that_is_freed_stays_mapped_for_kernels_launched_since_the_last_step(
+    sim: SimCuda,
+) -> None:
+    with KVCache(
+        LAYOUT, SimulatedMemory(sim), num_slots=2, max_len=64, limit_bytes=8 * PAGE
+    ) as cache:
+        first, second = cache.alloc_slot(), cache.alloc_slot()
+        assert (first, second) == (0, 1)
+        assert cache.step([64, 64]) == 0
+        keys, _ = cache.tensors()[0]
+        sim.launch_write(keys[1].data_ptr(), 64 * LAYOUT.token_stride, 5)
+        cache.free_slot(0)
+        sim.pump()
+        assert cache.stats().waiting_pages == 0
+        sim.launch_read(keys[1].data_ptr(), 64 * LAYOUT.token_stride, 5)
+        cache.free_slot(1)
+        assert cache.stats().waiting_pages == 4
+        cache.set_limit(1 * PAGE)
+        sim.pump()
+        assert sim.violations() == []
+
+
 def swapped_memory(pages: SimulatedMemory) -> tuple[MemoryManager, int, int]:
     """One sequence has all four pages, and is on its way to the host; another one is empty."""
     memory = MemoryManager(

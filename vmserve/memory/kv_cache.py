@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, Self, get_args
 
@@ -56,6 +57,8 @@ class KVCache:
     fork shares. ``tensors(unmapped="zero")`` can be read everywhere. After :meth:`close`,
     tensors that are still held may be dropped at any time; the memory goes with the last.
 
+    Several threads may call one cache, each for slots of its own: calls wait for each other.
+
     ``driver``: "host", "cuda", or the path of a driver's shared library (drivers_ext/README.md).
     With "cuda" the tensors are the GPU's (plan the layout with ``CUDA_GRANULARITY``), and kernels
     that use them must run on the stream that was torch's current one when the cache was made.
@@ -100,6 +103,8 @@ class KVCache:
         self._tenants: dict[int, int] = {}
         #: Of the last change: the kernels that use what it made are launched after it.
         self._epoch = 0
+        #: Guards the books above, and the memory from a plan to its apply.
+        self._lock = threading.Lock()
         # Blocks are whole pages: what kernels that take block tables are given.
         self._memory = MemoryManager(
             dataclasses.replace(layout, block_tokens=layout.page_tokens),
@@ -137,7 +142,13 @@ class KVCache:
 
     def alloc_slot(self, tenant: int = 0) -> int | None:
         """An empty slot, or None when all are taken."""
-        return self._start(tenant, [])
+        with self._exclusive():
+            return self._start(tenant, [])
+
+    def _exclusive(self) -> threading.Lock:
+        """The lock. Asked for first: in a fork of the process it may be held for ever."""
+        self._memory.require_usable()
+        return self._lock
 
     def _start(self, tenant: int, forks: list[tuple[int, int]]) -> int | None:
         """A slot for a new sequence: empty, or a fork of (parent, length)."""
@@ -172,15 +183,22 @@ class KVCache:
         Pages that only one slot has from here on can be written again.
         Raises ``ValueError`` for a slot that is not allocated.
         """
-        seq = self._seq(slot)
-        self._follow()
-        self._memory.release(seq)
-        del self._seqs[slot]
+        with self._exclusive():
+            seq = self._seq(slot)
+            # Kernels may have been launched since the last change's end was seen: an epoch of
+            # their own keeps what they read.
+            nothing = self._memory.plan(())
+            assert isinstance(nothing, MemoryPlan)
+            self._apply(nothing)
+            self._follow()
+            self._memory.release(seq)
+            del self._seqs[operator.index(slot)]
 
     def _seq(self, slot: int) -> int:
-        if slot not in self._seqs:
-            raise ValueError(f"slot {slot} is not allocated")
-        return self._seqs[slot]
+        number = _whole("slot", slot)
+        if number not in self._seqs:
+            raise ValueError(f"slot {number} is not allocated")
+        return self._seqs[number]
 
     def _apply(self, plan: MemoryPlan) -> None:
         self._epoch = self._memory.apply(plan)
@@ -197,23 +215,27 @@ class KVCache:
         become free (or the limit be raised). Slots never shrink.
 
         Raises ``ValueError`` for a slot that is not allocated or a length above ``max_len``,
-        :class:`OutOfMemoryError` when the system has less memory than the limit promises.
+        ``TypeError`` for one that is not an integer, :class:`OutOfMemoryError` when the system
+        has less memory than the limit promises.
         """
         pairs = lengths.items() if isinstance(lengths, Mapping) else enumerate(lengths)
-        growths = [Growth(self._seq(slot), length) for slot, length in pairs if length != 0]
-        self._follow()
-        plan = self._memory.plan(growths)
-        if isinstance(plan, Shortfall):
-            return plan.missing_pages
-        self._apply(plan)
-        return 0
+        with self._exclusive():
+            asked = [(slot, _whole(f"the length of slot {slot}", length)) for slot, length in pairs]
+            growths = [Growth(self._seq(slot), length) for slot, length in asked if length != 0]
+            self._follow()
+            plan = self._memory.plan(growths)
+            if isinstance(plan, Shortfall):
+                return plan.missing_pages
+            self._apply(plan)
+            return 0
 
     def block_tables(self) -> torch.Tensor:
         """Page ids of every slot in order: int32 ``[num_slots, pages_per_slot]``, -1 where none."""
         tables = torch.full((self.num_slots, self._pages_per_slot), -1, dtype=torch.int32)
-        for slot, seq in self._seqs.items():
-            pages = self._memory.blocks(seq)
-            tables[slot, : len(pages)] = torch.from_numpy(pages)
+        with self._exclusive():
+            for slot, seq in self._seqs.items():
+                pages = self._memory.blocks(seq)
+                tables[slot, : len(pages)] = torch.from_numpy(pages)
         return tables
 
     def fork(self, slot: int, length: int) -> int | None:
@@ -223,18 +245,21 @@ class KVCache:
         them; the last partial page is copied. None when all slots are taken; raises
         :class:`OutOfMemoryError` when there is no page for the copy.
         """
-        return self._start(self._tenants.get(slot, 0), [(self._seq(slot), length)])
+        with self._exclusive():
+            return self._start(self._tenants.get(slot, 0), [(self._seq(slot), length)])
 
     def set_limit(self, limit_bytes: int) -> None:
         """Change the cap of the pool; what is free above it goes back to the system at once."""
-        self._follow()
-        self._memory.set_limit(limit_bytes)
+        with self._exclusive():
+            self._follow()
+            self._memory.set_limit(limit_bytes)
 
     def trim(self, keep_pages: int = 0) -> int:
         """Give pages that no slot uses, above ``keep_pages``, back to the system; how many."""
-        self._follow()
-        self._memory.wait()
-        return self._memory.trim(keep_pages, drop_idle=True)
+        with self._exclusive():
+            self._follow()
+            self._memory.wait()
+            return self._memory.trim(keep_pages, drop_idle=True)
 
     def stats(self) -> MemoryStats:
         return self._memory.stats()
@@ -255,11 +280,18 @@ class KVCache:
         self.close()
 
 
+def _whole(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name}: {value!r} is not an integer") from None
+
+
 def _checked(name: str, value: object, least: int, most: int) -> int:
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ConfigurationError(f"{name}: {value!r} is not an integer") from None
+        number = _whole(name, value)
+    except TypeError as error:
+        raise ConfigurationError(str(error)) from None
     if not least <= number <= most:
         raise ConfigurationError(f"{name}: {number} is not between {least} and {most}")
     return number

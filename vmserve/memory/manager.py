@@ -425,6 +425,10 @@ class MemoryManager:
         """Verify the conservation laws; raises ``AssertionError`` naming the one broken."""
         self._core.check()
 
+    def require_usable(self) -> None:
+        """Raises ``ValueError`` once it is closed, and in a fork of its process."""
+        self._core.require_usable()
+
     def close(self) -> None:
         """Every later call raises ``ValueError``; the memory goes with its last tensor.
 

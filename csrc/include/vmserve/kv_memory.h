@@ -167,6 +167,8 @@ class KVMemory {
   std::string last_error() const;  // why the newest repair was needed; empty if none was
   void check();
 
+  // Throws MisuseError in a fork of the process, and once the memory is closed.
+  void require_usable() const;
   // Post: every other call throws MisuseError. The memory itself goes with its last tensor.
   void close();
   bool closed() const;
