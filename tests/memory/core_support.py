@@ -56,6 +56,7 @@ class Options:
     zero_policy: ZeroPolicy = ZeroPolicy.TENANT
     deferred_reclamation: bool = True
     seal_read_only: bool = True
+    access_under_readers: bool = True
     mapper: MapperMode = MapperMode.OFF
     lookahead_tokens: int = 0
     eager_slots: int = 0
@@ -103,6 +104,7 @@ class Rig:
             null_page=shape.null_page,
             deferred_reclamation=options.deferred_reclamation,
             seal_read_only=options.seal_read_only,
+            access_under_readers=options.access_under_readers,
             swap_blocks=shape.swap_blocks,
             mapper=options.mapper,
             lookahead_tokens=options.lookahead_tokens,

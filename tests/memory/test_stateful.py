@@ -63,6 +63,7 @@ def options(draw: st.DrawFn) -> Options:
         zero_policy=draw(st.sampled_from([ZeroPolicy.TENANT, ZeroPolicy.ALWAYS, ZeroPolicy.NEVER])),
         deferred_reclamation=draw(st.sampled_from([True, True, False])),
         seal_read_only=draw(st.booleans()),
+        access_under_readers=draw(st.sampled_from([True, True, False])),
         mapper=mapper,
         lookahead_tokens=draw(st.sampled_from([0, shape.page_tokens, 2 * shape.page_tokens])),
         eager_slots=draw(st.integers(0, 1)),

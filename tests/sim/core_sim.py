@@ -88,6 +88,7 @@ def setting(seed: int) -> Setting:
         "null_page": null_page,
         "deferred_reclamation": rng.random() < 0.8,
         "seal_read_only": rng.random() < 0.7,
+        "access_under_readers": seed // 12 % 2 == 0,
         "swap_blocks": rng.choice([0, 16, 200]),
         "mapper": mapper,
         "lookahead_tokens": rng.choice([0, page_tokens, 2 * page_tokens]),

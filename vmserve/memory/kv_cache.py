@@ -242,8 +242,8 @@ class KVCache:
         """A new slot that starts with the first ``length`` positions of ``slot``.
 
         They must be written. Whole pages are shared, and read-only while several slots have
-        them; the last partial page is copied. None when all slots are taken; raises
-        :class:`OutOfMemoryError` when there is no page for the copy.
+        them (on a GPU only in the fork); the last partial page is copied. None when all slots
+        are taken; raises :class:`OutOfMemoryError` when there is no page for the copy.
         """
         with self._exclusive():
             return self._start(self._tenants.get(slot, 0), [(self._seq(slot), length)])
