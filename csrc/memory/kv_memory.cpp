@@ -80,8 +80,8 @@ KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& confi
       pool_(config.max_pages, config.blocks_per_page, config.limit_pages, config.zero_policy),
       seqs_(static_cast<std::size_t>(config.max_seqs)),
       slots_(static_cast<std::size_t>(config.num_slots)) {
-  config_.seal_read_only = config_.seal_read_only && config_.access_under_readers &&
-                           driver_->capabilities().read_only;
+  config_.seal_read_only =
+      config_.seal_read_only && config_.access_under_readers && driver_->capabilities().read_only;
   copies_beside_ = driver_->capabilities().copy_stream;
   const std::int64_t pages_per_slot = row_pages(config_);
   space_ = std::make_shared<AddressSpace>(

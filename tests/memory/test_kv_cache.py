@@ -73,9 +73,7 @@ def test_only_integers_are_slots_and_lengths() -> None:
     with make() as cache:
         slot = alloc(cache)
         for length in (10.99, "7", None, torch.tensor(2.5)):
-            with pytest.raises(
-                TypeError, match=f"length of slot 0: .*{length}.* is not an int"
-            ):
+            with pytest.raises(TypeError, match=f"length of slot 0: .*{length}.* is not an int"):
                 cache.step({slot: length})  # type: ignore[dict-item]
             with pytest.raises(TypeError, match="is not an integer"):
                 cache.step([length])  # type: ignore[list-item]
