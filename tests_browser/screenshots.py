@@ -1,6 +1,6 @@
 """The pictures of the documentation: ``python -m tests_browser.screenshots DIRECTORY [REPORT]``.
 
-The live page idle and under load, and the report of ``vmserve bench ab`` where one is named.
+The live page idle, and under load after a chat; the report of ``vmserve bench ab`` if one is named.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ def _live(browser: Browser, directory: Path) -> None:
         threading.Thread(target=_ask, args=(server.url, number, stop)) for number in range(12)
     ]
     try:
-        with browser.page(server.url, height=760) as page:
+        with browser.page(server.url, width=1280, height=800) as page:
             page.until(_LOADED)
             directory.joinpath("live-idle.png").write_bytes(page.screenshot())
             for reader in readers:
                 reader.start()
             page.until("document.querySelectorAll('#requests tbody tr').length >= 10")
             page.run("new Promise(done => setTimeout(done, 25000))")
-            page.size(1200, 1150)
+            for example in range(2):
+                page.run(f"document.querySelectorAll('#chat-empty button')[{example}].click()")
+                page.until("document.getElementById('chat-send').textContent == 'Send'")
+            page.size(1280, 1130)
             page.run("new Promise(done => setTimeout(done, 1500))")
             directory.joinpath("live-load.png").write_bytes(page.screenshot())
     finally:

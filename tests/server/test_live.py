@@ -47,7 +47,7 @@ def test_the_page_loads_its_own_files_only(shared: Running) -> None:
     page = shared.http.get("/")
     links = _Links()
     links.feed(page.text)
-    assert links.loads == {"live.css", "live.js", "data:,"}
+    assert links.loads == {"live.css", "chat.css", "live.js", "data:,", "docs"}
     assert links.inline == []
     assert 'data-key="none"' in page.text
 
@@ -63,6 +63,7 @@ def test_the_description_of_the_api_needs_nothing_from_elsewhere(shared: Running
 
 def test_files_have_a_type_and_a_policy(shared: Running) -> None:
     types = {"/": "text/html", "/live.css": "text/css", "/live.js": "text/javascript"}
+    types |= {"/chat.css": "text/css", "/chat.js": "text/javascript", "/text.js": "text/javascript"}
     types |= {"/docs": "text/html", "/docs.js": "text/javascript"}
     assert types.keys() == LIVE_PAGE_PATHS
     for path, media_type in types.items():

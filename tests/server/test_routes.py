@@ -39,6 +39,9 @@ def test_the_routes_of_the_contract_are_there() -> None:
     assert {path for _, path in ROUTES} == {
         "/",
         "/live.css",
+        "/chat.css",
+        "/chat.js",
+        "/text.js",
         "/live.js",
         "/docs",
         "/docs.js",

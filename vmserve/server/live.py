@@ -29,7 +29,9 @@ from vmserve.telemetry.snapshot import (
 __all__ = ["LIVE_PAGE_PATHS", "LiveView", "Pages"]
 
 #: Pages and their files tell nothing of the server, and are open: a page asks for the key.
-LIVE_PAGE_PATHS: Final = frozenset({"/", "/live.css", "/live.js", "/docs", "/docs.js"})
+LIVE_PAGE_PATHS: Final = frozenset(
+    {"/", "/live.css", "/chat.css", "/live.js", "/chat.js", "/text.js", "/docs", "/docs.js"}
+)
 #: However many look on, the engine is asked this often at most.
 REFRESH_SECONDS: Final = 0.25
 _FIRST_CELL: Final = ord("0")
@@ -138,7 +140,10 @@ class Pages:
     _FILES: Final = {
         "/": ("index.html", "text/html"),
         "/live.css": ("live.css", "text/css"),
+        "/chat.css": ("chat.css", "text/css"),
         "/live.js": ("live.js", "text/javascript"),
+        "/chat.js": ("chat.js", "text/javascript"),
+        "/text.js": ("text.js", "text/javascript"),
         "/docs": ("docs.html", "text/html"),
         "/docs.js": ("docs.js", "text/javascript"),
     }

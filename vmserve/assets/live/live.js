@@ -1,26 +1,36 @@
 // The live page: asks for /v1/kv/live twice a second and shows it. Nothing is loaded from elsewhere.
 
+import { seeRequests, startChat } from "./chat.js";
+import { at, bytes, count, percent, seconds, show } from "./text.js";
+
 const EVERY_MS = 500;
 const LONGEST_WAIT_MS = 15000;
 const HISTORY = 240;
+const LEAST_SPAN = 60; // samples that a line has room for at least
 const RATE_SECONDS = 3;
 const SHARED = 16;
 const MAPPED = 32;
 const USES = {
   virtual: "in slots of live requests",
   paged: "in block tables of live requests",
-  both: "of requests in both views",
-  cached: "found by prefix, evictable",
-  parked: "mapped in a slot without a request",
-  spare: "mapped ahead of a live request",
-  waiting: "given up, a running step may read it",
-  held: "in the hands of the mapper",
-  free: "committed, nobody's",
-  absent: "no memory behind it",
+  both: "of live requests in both views",
+  cached: "of ended requests, kept for prompts that begin alike; given up when room is needed",
+  parked: "left mapped in a slot without a request, for the next one; given up when room is needed",
+  spare: "mapped ahead of a live request's growth",
+  waiting: "given up, but a running step may still read it",
+  held: "being mapped or unmapped at this moment",
+  free: "memory that nobody uses",
+  absent: "no memory behind it yet: taken when needed",
+};
+const RARE = ["both", "waiting", "held", "shared"];
+const SHARED_USE = "referenced more than once; marked with a dot";
+const WORDS = {
+  slot: "a range of addresses as long as the context, in which a request's pages lie in order",
+  "virtual, paged": "the two views of the pool: attention reads a request through its slot, or through a block table",
+  "map calls": "system calls that put pages into slots: made ahead while steps compute, or waited for by a step",
+  preempted: "a request gave its pages up for others, and is computed again or swapped back",
 };
 
-const at = (id) => document.getElementById(id);
-const show = (id, text) => { at(id).textContent = text; };
 const stored = {
   get key() { return sessionStorage.getItem("vmserve-key"); },
   set key(value) {
@@ -33,26 +43,6 @@ const state = {
   data: null, history: [], failures: 0, timer: 0, asking: false, paused: false,
   cursor: -1, only: null, grid: null,
 };
-
-// -- text ------------------------------------------------------------------------------------
-
-const count = (value) => Math.round(value).toLocaleString("en");
-const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
-
-function seconds(value) {
-  if (value === null || value === undefined) return "–";
-  if (value < 1e-3) return `${(1e6 * value).toFixed(0)} µs`;
-  if (value < 1) return `${(1e3 * value).toFixed(value < 0.1 ? 1 : 0)} ms`;
-  if (value < 120) return `${value.toFixed(1)} s`;
-  return value < 7200 ? `${(value / 60).toFixed(0)} min` : `${(value / 3600).toFixed(1)} h`;
-}
-
-function bytes(value) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let unit = 0;
-  for (; value >= 1024 && unit < units.length - 1; unit += 1) value /= 1024;
-  return `${value < 10 && unit ? value.toFixed(1) : Math.round(value)} ${units[unit]}`;
-}
 
 // -- asking ----------------------------------------------------------------------------------
 
@@ -114,10 +104,12 @@ function take(data) {
   say("live", data.draining ? "shutting down" : "live");
   show("model", `${data.model} · ${data.version} · up ${seconds(data.uptime_seconds)}`);
   showTiles(data);
+  showCounters(data);
   drawMap();
   showLegend(data.pool);
   showSlots(data.pool.slots);
   showRequests(data);
+  seeRequests(data.requests);
   showFigures(stats);
 }
 
@@ -136,17 +128,20 @@ function showTiles({ stats, latency }) {
   show("rate", count(speed[speed.length - 1]));
   show("running", count(stats.num_requests_running || 0));
   show("waiting", count(stats.num_requests_waiting || 0));
-  show("usage", percent(stats.kv_cache_usage_perc || 0));
+  const share = stats.kv_cache_usage_perc || 0;
+  const limit = (stats.limit_pages || 0) * (stats.page_bytes || 0);
+  show("usage", percent(share));
+  show("usage-bytes", limit ? `${bytes(share * limit)} of ${bytes(limit)}` : "");
   show("ttft", seconds(latency.ttft_p50));
   show("ttft-p95", seconds(latency.ttft_p95));
+  show("ttft-p99", seconds(latency.ttft_p99));
   show("itl", seconds(latency.itl_p50));
   show("itl-p95", seconds(latency.itl_p95));
+  show("itl-p99", seconds(latency.itl_p99));
   const asked = stats.prefix_cache_queries_total || 0;
   const hits = stats.prefix_cache_hits_total || 0;
   show("hits", asked ? percent(hits / asked) : "–");
   show("hit-tokens", `${count(hits)} of ${count(asked)}`);
-  show("hidden-calls", count(stats.hidden_calls_total || 0));
-  show("unhidden-calls", count(stats.unhidden_calls_total || 0));
   drawLine("rate-line", speed);
   drawLine("running-line", state.history.map((sample) => sample.running));
   drawLine("usage-line", state.history.map((sample) => sample.usage), 1);
@@ -154,15 +149,51 @@ function showTiles({ stats, latency }) {
 
 function drawLine(id, values, top = 0) {
   const svg = at(id);
-  svg.setAttribute("viewBox", `0 0 ${HISTORY} 100`);
+  const span = Math.max(LEAST_SPAN, values.length) - 1;
+  svg.setAttribute("viewBox", `0 0 ${span} 100`);
   svg.setAttribute("preserveAspectRatio", "none");
-  if (!svg.firstChild) {
+  while (svg.children.length < 2) {
     svg.append(document.createElementNS("http://www.w3.org/2000/svg", "path"));
   }
   const most = Math.max(top, ...values) || 1;
-  const from = HISTORY - values.length;
-  const points = values.map((value, i) => `${from + i},${(100 - (100 * value) / most).toFixed(1)}`);
-  svg.firstChild.setAttribute("d", points.length > 1 ? `M${points.join("L")}` : "");
+  const from = span + 1 - values.length;
+  const points = values.map((value, i) => `${from + i},${(98 - (96 * value) / most).toFixed(1)}`);
+  const line = points.length > 1 ? `M${points.join("L")}` : "";
+  svg.children[0].setAttribute("d", line && `${line}V100H${from}Z`);
+  svg.children[1].setAttribute("d", line);
+}
+
+/** Each: what it counts, its number, and whether it tells of trouble ("bad") or of effort. */
+function countersOf({ stats, num_rejected: rejected, num_failed: failed }) {
+  const ahead = stats.hidden_calls_total || 0;
+  const awaited = stats.unhidden_calls_total || 0;
+  return [
+    ["rejected", rejected, "bad", "Requests answered with 429, as the queue was full"],
+    ["failed", failed, "bad", "Requests answered with 5xx, or with such an error in a stream"],
+    ["engine restarts", stats.engine_restarts_total, "bad", "How often the engine died or hung, and was started again"],
+    ["left or aborted", stats.requests_aborted_total, "", "Requests whose client went away, or that were stopped"],
+    ["preempted", stats.num_preemptions_total, "effort", WORDS.preempted],
+    ["swapped out now", stats.num_sequences_swapped, "effort", "Sequences whose pages are in the swap space"],
+    ["map calls made ahead", ahead, "", WORDS["map calls"]],
+    ["map calls waited for", awaited, "", "Map calls that a step had to wait for"],
+  ].filter(([, number]) => number !== undefined);
+}
+
+function showCounters(data) {
+  const list = at("counters");
+  const counters = countersOf(data);
+  resize(list, counters.length, () => {
+    const item = document.createElement("li");
+    item.append(document.createElement("b"), document.createElement("span"));
+    return item;
+  });
+  counters.forEach(([name, number, kind, meaning], i) => {
+    const item = list.children[i];
+    item.title = meaning;
+    item.className = number ? kind : "";
+    item.firstChild.textContent = count(number);
+    item.lastChild.textContent = ` ${name}`;
+  });
 }
 
 // -- the map ---------------------------------------------------------------------------------
@@ -265,7 +296,7 @@ function showLegend(pool) {
     }
     const number = use === "shared" ? pool.num_shared : pool.counts[use] || 0;
     item.querySelector("b").textContent = count(number);
-    item.hidden = !number && ["both", "waiting", "held", "shared"].includes(use);
+    item.hidden = !number && RARE.includes(use);
   }
 }
 
@@ -275,7 +306,7 @@ function legendItem(use) {
   const swatch = document.createElement("i");
   item.dataset.use = use;
   button.type = "button";
-  button.title = use === "shared" ? "referenced more than once: the marked ones" : USES[use];
+  button.title = use === "shared" ? SHARED_USE : USES[use];
   button.setAttribute("aria-pressed", "false");
   if (use !== "shared") swatch.style.background = `var(--page-${use})`;
   button.append(swatch, ` ${use} `, document.createElement("b"));
@@ -290,6 +321,19 @@ function legendItem(use) {
   return item;
 }
 
+function explainWords() {
+  const meanings = { ...USES, shared: SHARED_USE, ...WORDS };
+  for (const [word, meaning] of Object.entries(meanings)) {
+    const pair = document.createElement("div");
+    const term = document.createElement("dt");
+    const text = document.createElement("dd");
+    term.textContent = word;
+    text.textContent = meaning;
+    pair.append(term, text);
+    document.querySelector("#words dl").append(pair);
+  }
+}
+
 // -- slots, requests, figures ----------------------------------------------------------------
 
 function resize(parent, num, make) {
@@ -300,8 +344,9 @@ function resize(parent, num, make) {
 function showSlots(slots) {
   const shown = slots.map(([mapped, used], slot) => ({ slot, mapped, used })).filter((s) => s.mapped);
   const used = shown.filter((slot) => slot.used).length;
+  const unit = shown.length ? "; pages in use of those mapped" : "";
   show("slots-note",
-    `${used} in use, ${shown.length - used} parked, ${slots.length - shown.length} empty`);
+    `${used} in use, ${shown.length - used} parked, ${slots.length - shown.length} empty${unit}`);
   resize(at("slots"), shown.length, () => {
     const box = document.createElement("div");
     box.className = "slot";
@@ -324,11 +369,9 @@ const REASONS = {
   memory: "less waste while memory is short", batch: "as the rest of the batch",
 };
 
-function reasonOf(request) {
-  const costs = request.costs;
-  const why = REASONS[request.reason] || request.reason;
-  if (!("virtual" in costs && "paged" in costs)) return why;
-  return `${why}; predicted ${seconds(costs.virtual)} virtual, ${seconds(costs.paged)} paged`;
+function predictedOf({ costs }) {
+  if (!("virtual" in costs && "paged" in costs)) return "";
+  return `predicted: ${seconds(costs.virtual)} virtual, ${seconds(costs.paged)} paged`;
 }
 
 function showRequests({ requests, num_requests: total, num_others: others }) {
@@ -346,13 +389,15 @@ function showRequests({ requests, num_requests: total, num_others: others }) {
   });
   requests.forEach((request, i) => {
     const cached = request.num_cached_tokens ? ` (${count(request.num_cached_tokens)} cached)` : "";
-    const times = request.num_branches > 1 ? ` × ${request.num_branches}` : "";
+    const sequences = request.num_branches;
+    const most = count(request.max_tokens * sequences);
+    const several = sequences > 1 ? ` in ${sequences} sequences` : "";
     const texts = [
       request.request_id,
       request.num_preemptions ? `${request.state}, preempted ${request.num_preemptions}×` : request.state,
       null,
       `${count(request.num_prompt_tokens)}${cached}`,
-      `${count(request.num_output_tokens)} of ${count(request.max_tokens)}${times}`,
+      `${count(request.num_output_tokens)} of ${most}${several}`,
       request.slots.join(" ") || "–",
       seconds(request.age_seconds),
       seconds(request.ttft_seconds),
@@ -365,7 +410,9 @@ function showRequests({ requests, num_requests: total, num_others: others }) {
     const [regime, why] = cells[2].children;
     regime.className = request.regime;
     regime.textContent = request.regime || "not chosen yet";
-    why.textContent = request.regime ? ` ${reasonOf(request)}` : "";
+    why.textContent = request.regime ? ` ${REASONS[request.reason] || request.reason}` : "";
+    cells[2].title = predictedOf(request);
+    cells[0].title = request.request_id;
   });
 }
 
@@ -437,5 +484,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   if (state.data) drawMap();
 });
 
+explainWords();
+startChat({ key: () => stored.key, refused: askForKey, asked: ask });
 if (document.documentElement.dataset.key === "required" && !stored.key) askForKey("");
 else ask();
