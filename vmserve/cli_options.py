@@ -252,8 +252,9 @@ SchedulingPolicy = Annotated[
     _SchedulingPolicy | None,
     _option(
         "--scheduling-policy",
-        help="Who runs first: first come, or lowest priority number; v0 is the PagedAttention "
-        "paper's, steps of prompts or of decodes, for comparison. Default: fcfs.",
+        help="Who runs first: first come, or lowest priority number, which also takes the places "
+        "of higher ones; v0 is the PagedAttention paper's, steps of prompts or of decodes, for "
+        "comparison. Default: fcfs.",
         panel=_SCHEDULING,
     ),
 ]
@@ -270,7 +271,8 @@ FairSharing = Annotated[
     bool | None,
     _option(
         "--fair-sharing/--no-fair-sharing",
-        help="Admit next whoever of the tenants (API keys) has had the fewest tokens. Default: no.",
+        help="Tenants (API keys) share places and tokens equally: who has had the fewest is next, "
+        "and takes places from one with more. Default: no.",
         panel=_SCHEDULING,
     ),
 ]

@@ -129,7 +129,7 @@ def simulated(
         window.tokens_per_second,
         window.seconds,
         counters["num_preemptions_total"],
-        counters["num_swaps_total"],
+        counters["num_swapped_out_total"],
         engine.num_steps,
     )
 

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vmserve.memory.base import Attach, Fork, KVMemory, Regime, SwapIn
 from vmserve.scheduler.base import StepDraft
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
-from vmserve.scheduler.siblings import with_its_gang
+from vmserve.scheduler.sequence import SequenceStatus
+from vmserve.scheduler.siblings import num_places, with_its_gang
 
 if TYPE_CHECKING:
+    from vmserve.scheduler.claims import Claims
     from vmserve.scheduler.demand import BlockDemand
     from vmserve.scheduler.donors import Donors
     from vmserve.scheduler.fairness import TenantShares
     from vmserve.scheduler.queues import Queues
     from vmserve.scheduler.regime import RegimeChoice
     from vmserve.scheduler.regime_keeper import RegimeKeeper
-    from vmserve.scheduler.sequence import Request, Sequence
+    from vmserve.scheduler.sequence import Sequence
 
 __all__ = ["Admission"]
+
+
+@dataclass(slots=True)
+class _Opening:
+    """What a step has left for newcomers: ``budget``, and ``room`` in blocks."""
+
+    plan: StepDraft
+    budget: StepBudget
+    room: int
+    #: Blocks that stay free while something runs.
+    watermark: int
+    newcomers: list[Sequence] = field(default_factory=list)
 
 
 class Admission:
@@ -33,6 +48,7 @@ class Admission:
         queues: Queues,
         donors: Donors,
         regimes: RegimeKeeper,
+        claims: Claims,
         shares: TenantShares | None,
     ) -> None:
         self._memory = memory
@@ -41,6 +57,7 @@ class Admission:
         self._queues = queues
         self._donors = donors
         self._regimes = regimes
+        self._claims = claims
         self._shares = shares
 
     def admit(
@@ -59,74 +76,94 @@ class Admission:
         budget.spend(plan)
         # What a newcomer may take, once every running sequence has what it is owed.
         blocks_per_page = self._demand.blocks_per_page
-        room = self._memory.available_pages() * blocks_per_page - sum(
-            self._demand.owed(seq) for seq in self._queues.running
+        opening = _Opening(
+            plan,
+            budget,
+            room=self._memory.available_pages() * blocks_per_page
+            - sum(self._demand.owed(seq) for seq in self._queues.running),
+            watermark=int(self._limits.watermark * self._memory.limit_pages) * blocks_per_page,
         )
-        watermark = int(self._limits.watermark * self._memory.limit_pages) * blocks_per_page
-        newcomers = self._swap_in(plan, budget, room)
+        for sequence in self._claimants(plan):
+            is_swapped = sequence.status is SequenceStatus.SWAPPED
+            if not (self._swap_in if is_swapped else self._begin)(sequence, opening):
+                return opening.newcomers  # whoever comes after them waits, too
+        while self._queues.swapped and self._swap_in(self._queues.swapped[0], opening):
+            pass
         if self._queues.swapped or not prompts:
-            return newcomers  # who was swapped comes back first
-        room -= sum(self._demand.next_token(seq) for seq in newcomers)
-        while self._queues.waiting:
-            sequence = self.next_waiting()
-            request = sequence.request
-            if not budget.can_take(sequence):
-                break
-            if self._num_reserved(request) > self._limits.max_num_seqs:
-                break
-            # Those that run may wait for this very one: then there is no room to leave.
-            gang = request if request.is_gang else None
-            alone = all(other.request is gang for other in self._queues.running)
-            donor = self._donors.find(sequence)
-            shared = sequence.num_prompt if donor else 0
-            reserve = 0 if alone else watermark
-            if self._demand.at_least(sequence, shared) + reserve > room:
-                break  # in either regime: whoever waits for memory need not choose at every step
-            choice = self._regimes.choose(request)
-            sequence.regime = choice.regime
-            blocks = self._demand.next_token(sequence) - self._demand.shared(sequence, shared)
-            if sequence.was_preempted and not alone:
-                reserve = max(reserve, self._headroom([sequence]))
-            if blocks + reserve > room:
-                break
-            if not self._open(sequence, donor, choice):
-                break
-            self._queues.leave(sequence)
-            self._queues.run(sequence)
-            newcomers.append(sequence)
-            room -= blocks
-            plan.append(budget.take(sequence))
-        return newcomers
+            return opening.newcomers  # who was swapped comes back first
+        while self._queues.waiting and self._begin(self.next_waiting(plan), opening):
+            pass
+        return opening.newcomers
 
-    def next_waiting(self) -> Sequence:
-        """In order; with fair sharing whoever was preempted, then the tenant whose turn it is."""
+    def next_waiting(self, plan: StepDraft | None = None) -> Sequence:
+        """Whose claim is granted; else in order, but with fair sharing whoever was preempted, then
+        the tenant whose turn it is beside those in ``plan``."""
+        plan = StepDraft() if plan is None else plan
+        waiting = self._queues.waiting
+        for sequence in self._claimants(plan):
+            if sequence.status is SequenceStatus.WAITING:
+                return sequence
         if self._shares is None:
-            return self._queues.waiting[0]
-        preempted = (seq for seq in self._queues.waiting if seq.was_preempted)
-        return next(preempted, None) or self._shares.next_of(self._queues.waiting)
+            return waiting[0]
+        preempted = (seq for seq in waiting if seq.was_preempted)
+        return next(preempted, None) or self._shares.next_of(waiting, plan)
 
-    def _swap_in(self, plan: StepDraft, budget: StepBudget, room: int) -> list[Sequence]:
-        """Add the swapped ones to ``plan`` that fit, whole groups of beams; who they are."""
-        back: list[Sequence] = []
-        while self._queues.swapped and budget.tokens > 0:
-            first = self._queues.swapped[0]
-            group = with_its_gang(first, self._queues.swapped)
-            blocks = sum(self._demand.next_token(seq) for seq in group)
-            alone = not self._queues.running
-            reserve = 0 if alone else self._headroom(group)
-            num_after = self._num_reserved(first.request)
-            if blocks + reserve > room or num_after > self._limits.max_num_seqs:
-                break
-            room -= blocks
-            for sequence in group:
-                assert sequence.memory_id is not None
-                self._queues.leave(sequence)
-                sequence.start = SwapIn(sequence.memory_id)
-                self._queues.run(sequence)
-                back.append(sequence)
-                if budget.can_take(sequence) and sequence.num_uncomputed:
-                    plan.append(budget.take(sequence))
-        return back
+    def _claimants(self, plan: StepDraft) -> list[Sequence]:
+        """Not those for which ``plan`` keeps no token, as their tenant reads earlier prompts."""
+        return [seq for seq in self._claims.granted if plan.kept.get(seq, 1)]
+
+    def _begin(self, sequence: Sequence, opening: _Opening) -> bool:
+        """Whether the waiting sequence runs now."""
+        request = sequence.request
+        if not opening.budget.can_take(sequence):
+            return False
+        if num_places([*self._queues.running, sequence]) > self._limits.max_num_seqs:
+            return False
+        # Those that run may wait for this very one: then there is no room to leave.
+        gang = request if request.is_gang else None
+        alone = all(other.request is gang for other in self._queues.running)
+        donor = self._donors.find(sequence)
+        shared = sequence.num_prompt if donor else 0
+        reserve = 0 if alone else opening.watermark
+        if self._demand.at_least(sequence, shared) + reserve > opening.room:
+            return False  # in either regime: who waits for memory need not choose at every step
+        choice = self._regimes.choose(request)
+        sequence.regime = choice.regime
+        blocks = self._demand.next_token(sequence) - self._demand.shared(sequence, shared)
+        if sequence.was_preempted and not alone:
+            reserve = max(reserve, self._headroom([sequence]))
+        if blocks + reserve > opening.room:
+            return False
+        if not self._open(sequence, donor, choice):
+            return False
+        self._queues.leave(sequence)
+        self._queues.run(sequence)
+        opening.newcomers.append(sequence)
+        opening.room -= blocks
+        opening.plan.append(opening.budget.take(sequence, opening.plan.kept.get(sequence) or None))
+        return True
+
+    def _swap_in(self, first: Sequence, opening: _Opening) -> bool:
+        """Whether the swapped sequence, with the beams of its group, comes back now."""
+        if opening.budget.tokens <= 0:
+            return False
+        group = with_its_gang(first, self._queues.swapped)
+        blocks = sum(self._demand.next_token(seq) for seq in group)
+        alone = not self._queues.running
+        reserve = 0 if alone else self._headroom(group)
+        num_after = num_places([*self._queues.running, first])
+        if blocks + reserve > opening.room or num_after > self._limits.max_num_seqs:
+            return False
+        opening.room -= blocks
+        for sequence in group:
+            assert sequence.memory_id is not None
+            self._queues.leave(sequence)
+            sequence.start = SwapIn(sequence.memory_id)
+            self._queues.run(sequence)
+            opening.newcomers.append(sequence)
+            if opening.budget.can_take(sequence) and sequence.num_uncomputed:
+                opening.plan.append(opening.budget.take(sequence))
+        return True
 
     def _headroom(self, newcomers: list[Sequence]) -> int:
         """Blocks that must be left when these come back.
@@ -135,14 +172,6 @@ class Admission:
         would have been for nothing.
         """
         return self._demand.headroom([*self._queues.running, *newcomers], self._regimes.mean_output)
-
-    def _num_reserved(self, newcomer: Request) -> int:
-        """Sequences that run or can come to, with one more of ``newcomer``: beams fork at will."""
-        gangs = {seq.request for seq in self._queues.running if seq.request.is_gang}
-        if newcomer.is_gang:
-            gangs.add(newcomer)
-        others = sum(not seq.request.is_gang for seq in self._queues.running)
-        return others + (not newcomer.is_gang) + sum(gang.num_branches for gang in gangs)
 
     def _open(self, sequence: Sequence, donor: Sequence | None, choice: RegimeChoice) -> bool:
         """The sequence's place in memory, and what it starts with; False if there is none.
@@ -182,8 +211,6 @@ class Admission:
         sequence.num_computed = hit
         if sequence.num_output == 0:
             request.metrics.num_cached_tokens = hit
-            if self._shares is not None and not sequence.was_preempted:
-                self._shares.served(request, num_read=sequence.num_prompt - hit)
         return True
 
     def _reopen(self, sequence: Sequence, memory_id: int, regime: Regime) -> int:

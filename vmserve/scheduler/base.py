@@ -119,6 +119,8 @@ class StepDraft:
 
     sequences: list[Sequence] = field(default_factory=list)
     num_new: list[int] = field(default_factory=list)
+    #: The most that sequences about to begin may take: it was kept for them.
+    kept: dict[Sequence, int] = field(default_factory=dict)
     _columns: Columns | None = None
 
     def __len__(self) -> int:
@@ -133,7 +135,7 @@ class StepDraft:
         columns = Columns.of(sequences, None, window)
         if not columns.takes_last:
             return None
-        return StepDraft(list(sequences), [1] * len(sequences), columns)
+        return StepDraft(list(sequences), [1] * len(sequences), _columns=columns)
 
     def append(self, share: Share) -> None:
         sequence, num_new = share

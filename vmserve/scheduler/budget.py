@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from vmserve.scheduler.base import Share, StepDraft
 from vmserve.scheduler.sequence import Sequence
@@ -41,13 +44,39 @@ class StepBudget:
     def can_take(self, sequence: Sequence) -> bool:
         return self.tokens > 0 and (self.scored > 0 or not sequence.num_unscored)
 
-    def take(self, sequence: Sequence) -> Share:
-        """As much of the sequence as there is room for."""
-        num_new = min(sequence.num_uncomputed, self.tokens)
+    def take(self, sequence: Sequence, most: int | None = None) -> Share:
+        """As much of the sequence as there is room for, up to ``most`` tokens."""
+        num_new = min(sequence.num_uncomputed, self.tokens, self.tokens if most is None else most)
         if sequence.num_unscored:
             num_new = min(num_new, self.scored)
         self.spend([(sequence, num_new)])
         return sequence, num_new
+
+    def divide(self, prompts: list[Sequence], *, by_tenant: bool) -> list[int]:
+        """Tokens for each of ``prompts``, which are in order: first to the first ranks.
+
+        ``by_tenant``: tenants of one rank get equal parts, as far as they need them.
+        """
+
+        def key_of(sequence: Sequence) -> tuple[int, str]:
+            return sequence.request.rank, sequence.request.tenant if by_tenant else ""
+
+        needs: Counter[tuple[int, str]] = Counter()
+        for sequence in prompts:
+            needs[key_of(sequence)] += sequence.num_uncomputed
+        left = self.tokens
+        parts: dict[tuple[int, str], int] = {}
+        for _, of_rank in groupby(sorted(needs), key=itemgetter(0)):
+            keys = sorted(of_rank, key=needs.__getitem__)
+            for index, key in enumerate(keys):
+                parts[key] = min(needs[key], left // (len(keys) - index))
+                left -= parts[key]
+        divided = []
+        for sequence in prompts:
+            key = key_of(sequence)
+            divided.append(min(sequence.num_uncomputed, parts[key]))
+            parts[key] -= divided[-1]
+        return divided
 
     def take_next_tokens(self, decoding: list[Sequence]) -> StepDraft:
         """One token of each, as far as they go.

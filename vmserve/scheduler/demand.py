@@ -53,6 +53,11 @@ class BlockDemand:
         unit = unit_tokens(self._layout, Regime.PAGED)
         return -(-(sequence.num_tokens + 1) // unit) - num_shared // unit
 
+    def at_most(self, sequence: Sequence) -> int:
+        """What a start without any sharing takes, in whichever regime."""
+        pages = self._layout.pages_for(sequence.num_tokens + 1)
+        return pages * self.blocks_per_page
+
     def owed(self, sequence: Sequence) -> int:
         """What a running sequence has yet to take for its known tokens and the next one."""
         has = self.blocks(sequence, sequence.num_computed)

@@ -1,14 +1,16 @@
 """Whose turn it is: a virtual token counter for each tenant.
 
 (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.) Tenants who have requests
-waiting are served in turn of the tokens that they have had, so that nobody's flood makes others
-wait; nobody is held back while the others have nothing to do.
+waiting are served in turn of the tokens that they have had; nobody is held back while the others
+have nothing to do. When those that run give way to another tenant: :mod:`vmserve.scheduler.claims`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
+from vmserve.scheduler.base import Share
 from vmserve.scheduler.sequence import Request, Sequence
 
 __all__ = ["TenantShares"]
@@ -51,11 +53,14 @@ class TenantShares:
         if request.tenant in self._had:
             self._had[request.tenant] += num_read + _OUTPUT_WEIGHT * num_generated
 
-    def next_of(self, waiting: Iterable[Sequence]) -> Sequence:
-        """The first, in the given order, of the tenant who has had least.
+    def next_of(self, waiting: Iterable[Sequence], plan: Iterable[Share] = ()) -> Sequence:
+        """The first, in the given order, of the tenant who has had least, ``plan`` included.
 
         Only those of the first one's rank are looked at: priorities come before shares.
         """
+        had = Counter(self._had)
+        for sequence, num_new in plan:
+            had[sequence.request.tenant] += num_new
         queue = iter(waiting)
         best = next(queue)
         rank = best.request.rank
@@ -67,9 +72,17 @@ class TenantShares:
             if tenant in seen:
                 continue
             seen.add(tenant)
-            if self._had[tenant] < self._had[best.request.tenant]:
+            if had[tenant] < had[best.request.tenant]:
                 best = sequence
         return best
+
+    @property
+    def num_tenants(self) -> int:
+        """Those with requests that have not ended."""
+        return len(self._active)
+
+    def tokens_of(self, tenant: str) -> float:
+        return self._had[tenant]
 
     @property
     def tokens(self) -> dict[str, float]:

@@ -9,7 +9,9 @@ ones are still promised, so that prompts are never preempted half-read by a newc
 When decoding outgrows the pool, the sequence that arrived last gives its pages back: it
 computes its tokens again later, or is swapped to host memory (SOSP'23 PagedAttention
 §4.5), whichever :mod:`vmserve.scheduler.preemption` says. Beams of one request go together,
-as they wait for each other. Whoever was swapped comes back before anybody is admitted.
+as they wait for each other. Whoever was swapped comes back before anybody is admitted. Requests
+of higher priority, and tenants below their share, may take places from those that run:
+:mod:`vmserve.scheduler.claims`.
 
 The sequences of one request share its prompt: the first computes it, the others *follow*
 (they are in no queue) and start as forks of it, now and after each preemption.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from operator import attrgetter
 
 from vmserve.memory.base import (
     Attach,
@@ -34,6 +37,7 @@ from vmserve.memory.base import (
 from vmserve.scheduler.admission import Admission
 from vmserve.scheduler.base import NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
+from vmserve.scheduler.claims import ClaimReason, Claims
 from vmserve.scheduler.copies import CopiesOut
 from vmserve.scheduler.demand import BlockDemand
 from vmserve.scheduler.donors import Donors, give_back
@@ -82,8 +86,16 @@ class FCFSScheduler:
             regimes or RegimePolicy("virtual"), memory, self._running, self._waiting
         )
         self._donors = Donors(memory, limits.window)
+        self._claims = Claims(memory, limits, self._demand, self._queues, self._regimes, shares)
         self._admission = Admission(
-            memory, limits, self._demand, self._queues, self._donors, self._regimes, shares
+            memory,
+            limits,
+            self._demand,
+            self._queues,
+            self._donors,
+            self._regimes,
+            self._claims,
+            shares,
         )
         #: The system refused memory that the limit promises: nobody is admitted beside those
         #: that run until one of them has ended, or the same refusal would come each step.
@@ -91,6 +103,8 @@ class FCFSScheduler:
         #: A step was planned and not applied.
         self._is_pending = False
         self.num_preemptions_total = 0
+        #: Of these, for the sake of others that waited.
+        self.num_preemptions_by_claim: dict[ClaimReason, int] = {"priority": 0, "fairness": 0}
         self.num_swaps_total = 0
 
     @property
@@ -100,6 +114,16 @@ class FCFSScheduler:
     @property
     def running_request_ids(self) -> list[str]:
         return list(dict.fromkeys(sequence.request.request_id for sequence in self._running))
+
+    def counters(self) -> dict[str, int]:
+        """Totals, by their names as metrics."""
+        by_claim = self.num_preemptions_by_claim
+        return {
+            "num_preemptions_total": self.num_preemptions_total,
+            "num_priority_preemptions_total": by_claim["priority"],
+            "num_fairness_preemptions_total": by_claim["fairness"],
+            "num_swapped_out_total": self.num_swaps_total,
+        }
 
     @property
     def num_waiting(self) -> int:
@@ -175,9 +199,16 @@ class FCFSScheduler:
         for sequence, num_computed in zip(plan.sequences, ends, strict=True):
             sequence.num_computed = num_computed
         if self._shares is not None:
-            for sequence, samples in zip(plan.sequences, plan.samples.tolist(), strict=True):
-                if samples:
-                    self._shares.served(sequence.request, num_generated=1)
+            self._charge(plan, self._shares)
+
+    def _charge(self, plan: StepPlan, shares: TenantShares) -> None:
+        """To tenants, what was computed for them; not what a preemption made necessary again."""
+        columns = plan.sequences, plan.num_past.tolist(), plan.num_new.tolist(), plan.samples
+        for sequence, num_past, num_new, samples in zip(*columns, strict=True):
+            num_read = 0
+            if num_past < sequence.num_prompt and not sequence.was_preempted:
+                num_read = min(num_past + num_new, sequence.num_prompt) - num_past
+            shares.served(sequence.request, num_read=num_read, num_generated=int(samples))
 
     def schedule(self, *, ahead: bool = False) -> StepPlan | None:
         self._regimes.reconsider()
@@ -194,6 +225,10 @@ class FCFSScheduler:
     def _schedule_ahead(self) -> StepPlan | None:
         """Those that run, as far as there is room, and newcomers beside them."""
         self._begin()
+        while (claim := self._claims.find()) is not None:
+            if claim.victims:
+                return None
+            self._claims.grant(claim)
         draft = self._share_budget()
         plan = self._plan_memory(draft)
         if not isinstance(plan, StepPlan):
@@ -211,6 +246,7 @@ class FCFSScheduler:
         self._begin()
         if self._limits.separates_phases and (prompts := self._schedule_prompts()) is not None:
             return prompts
+        self._meet_claims()
         preempted_before = self.num_preemptions_total
         draft, plan = self._schedule_running()
         # Beside beams that only wait, whoever was preempted just now may be the one to go on.
@@ -219,6 +255,19 @@ class FCFSScheduler:
             mixes = not self._limits.separates_phases or len(draft) == 0
             plan = self._with_admitted(draft, plan, prompts=mixes)
         return plan if draft else None
+
+    def _meet_claims(self) -> None:
+        """Preempt the victims of claims; :class:`Admission` then serves the claimants first."""
+        if self._is_short:
+            return
+        while (claim := self._claims.find()) is not None:
+            for group, reason in claim.victims:
+                # Forks that had yet to start have gone with their parent.
+                if victims := [seq for seq in group if seq.status is SequenceStatus.RUNNING]:
+                    room_to_swap = len(self._swapped) + len(victims) <= self._limits.max_num_seqs
+                    self._preempt(victims, may_swap=room_to_swap)
+                    self.num_preemptions_by_claim[reason] += 1
+            self._claims.grant(claim)
 
     def _with_admitted(
         self, draft: StepDraft, plan: StepPlan | None, *, prompts: bool = True
@@ -338,19 +387,30 @@ class FCFSScheduler:
         return draft, self._plan_memory(draft)
 
     def _share_budget(self) -> StepDraft:
-        if len(self._running) <= self._limits.max_num_batched_tokens:
+        granted = self._claims.granted
+        if len(self._running) <= self._limits.max_num_batched_tokens and not granted:
             everybody = StepDraft.of_everybody(self._running, self._limits.window)
             if everybody is not None:  # most steps: all decode
                 return everybody
         budget = StepBudget.within(self._limits)
         decoding = [seq for seq in self._running if len(seq.tokens) - seq.num_computed == 1]
         plan = budget.take_next_tokens(decoding)
-        separate = self._limits.separates_phases and decoding
-        if separate or len(decoding) == len(self._running):
+        if self._limits.separates_phases and decoding:
             return plan
-        for sequence in self._running:
-            if sequence.num_uncomputed > 1 and budget.can_take(sequence):
-                plan.append(budget.take(sequence))
+        prompts = [seq for seq in self._running if seq.num_uncomputed > 1]
+        if not granted and self._shares is None:
+            for sequence in prompts:
+                if budget.can_take(sequence):
+                    plan.append(budget.take(sequence))
+            return plan
+        # Something is kept for those that are about to begin.
+        readers = sorted([*prompts, *granted], key=attrgetter("order"))
+        parts = budget.divide(readers, by_tenant=self._shares is not None)
+        for sequence, most in zip(readers, parts, strict=True):
+            if sequence.status is not SequenceStatus.RUNNING:
+                plan.kept[sequence] = most
+            elif most and budget.can_take(sequence):
+                plan.append(budget.take(sequence, most))
         return plan
 
     def _schedule_prompts(self) -> StepPlan | None:
@@ -389,7 +449,7 @@ class FCFSScheduler:
         """
         if not self._running:
             return False
-        victims = with_its_gang(self._running[-1], self._running)
+        victims = self._claims.victims_of_shortage()
         if len(victims) == len(self._running):
             return False
         self._preempt(victims)

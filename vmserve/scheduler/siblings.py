@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from vmserve.memory.base import Fork
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 
-__all__ = ["has_followers", "is_fork_of", "leads", "with_its_gang"]
+__all__ = ["has_followers", "is_fork_of", "leads", "num_places", "with_its_gang"]
 
 
 def leads(sequence: Sequence) -> bool:
@@ -35,6 +35,18 @@ def with_its_gang(sequence: Sequence, among: Iterable[Sequence]) -> list[Sequenc
     if not request.is_gang:
         return [sequence]
     return [other for other in among if other.request is request]
+
+
+def num_places(sequences: Iterable[Sequence]) -> int:
+    """How many sequences these are or can become: beams fork at will."""
+    gangs: set[Request] = set()
+    others = 0
+    for sequence in sequences:
+        if sequence.request.is_gang:
+            gangs.add(sequence.request)
+        else:
+            others += 1
+    return others + sum(gang.num_branches for gang in gangs)
 
 
 def _has_yet_to_start(sequence: Sequence) -> bool:

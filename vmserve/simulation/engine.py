@@ -399,8 +399,7 @@ class SimulatedEngine:
             "prefix_hit_blocks_total",
         )
         return {
-            "num_preemptions_total": self.scheduler.num_preemptions_total,
-            "num_swaps_total": self.scheduler.num_swaps_total,
+            **self.scheduler.counters(),
             **{name: getattr(stats, name) for name in names},
         }
 

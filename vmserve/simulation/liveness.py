@@ -129,7 +129,7 @@ def _config(rng: random.Random, layout: KVLayout, max_len: int) -> SimulationCon
         mapper=mapper,
         lookahead_tokens=rng.choice([0, 8, 16]),
         policy=rng.choice(["fcfs", "fcfs", "priority", "v0"]),
-        fair_sharing=rng.random() < 0.2,
+        fair_sharing=rng.random() < 0.4,
         check_every=rng.choice([1, 3]),
     )
 
@@ -153,7 +153,7 @@ def _request(
         beam_width=width,
         priority=rng.randint(0, 2),
         salt=rng.choice([b"", b"", b"other"]),
-        tenant=rng.choice(["one", "two"]),
+        tenant=rng.choice(["one", "one", "two", "three"]),
         seed=rng.randrange(4),
     )
 

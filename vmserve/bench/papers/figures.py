@@ -256,7 +256,7 @@ def _end_to_end(device: Device, how: str, options: Options) -> dict[str, float]:
     return {
         "normalized_latency": run.normalized_latency(trace.warmup_s),
         "num_preemptions": run.counters["num_preemptions_total"],
-        "num_swaps": run.counters["num_swaps_total"],
+        "num_swaps": run.counters["num_swapped_out_total"],
         "batch": run.batch_size(trace.warmup_s, trace.seconds),
     }
 

@@ -1,0 +1,230 @@
+"""Who takes running places from others: counted in steps, never in time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scheduler.fake_memory import CountingMemory
+from tests.scheduler.test_fcfs import make_request, run, shape
+from vmserve.scheduler.fairness import TenantShares
+from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
+from vmserve.scheduler.sequence import Request
+
+
+def of(
+    tenant: str, name: str, num_prompt: int = 4, *, max_tokens: int = 4, n: int = 1, rank: int = 0
+) -> Request:
+    request = make_request(name, num_prompt, max_tokens=max_tokens, n=n)
+    request.tenant, request.rank = tenant, rank
+    return request
+
+
+class Fair:
+    """A scheduler with fair sharing over a memory that counts."""
+
+    def __init__(self, seqs: int, *, pages: int = 4096, budget: int = 64, fair: bool = True):
+        self.memory = CountingMemory(pages, num_slots=4 * seqs)
+        limits = SchedulerLimits(seqs, budget, 0.0)
+        self.scheduler = FCFSScheduler(self.memory, limits, shares=TenantShares() if fair else None)
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+
+    def step(self) -> list[tuple[str, int, int]]:
+        return shape(run(self.scheduler, self.memory))
+
+    def steps_until(self, request: Request, most: int = 10_000) -> int:
+        for num in range(1, most):
+            self.step()
+            if request.finished:
+                return num
+        raise AssertionError(f"{request.request_id} has not ended after {most} steps")
+
+    @property
+    def running(self) -> list[str]:
+        """The tenants of those that run, in order."""
+        return [seq.request.tenant for seq in self.scheduler._running]
+
+    @property
+    def num_claimed(self) -> int:
+        return self.scheduler.counters()["num_fairness_preemptions_total"]
+
+
+def test_a_flood_of_choices_delays_one_token_of_another_tenant_by_a_step() -> None:
+    engine = Fair(64, pages=1 << 14, budget=512)
+    flood = of("flood", "flood", max_tokens=500, n=128)
+    engine.add(flood)
+    for _ in range(60):
+        engine.step()
+    assert engine.running == ["flood"] * 64
+    other = of("other", "other", max_tokens=1)
+    engine.add(other)
+    assert engine.steps_until(other) == 1
+    assert engine.num_claimed == 1
+    assert engine.steps_until(flood) == 939  # 128 x 500 tokens at 64 places: 1,000 steps in all
+    assert engine.num_claimed == 1
+
+
+@pytest.mark.parametrize("budget", [64, 512])
+def test_a_flood_of_long_prompts_leaves_half_of_the_chunk(budget: int) -> None:
+    engine = Fair(64, budget=budget)
+    engine.add(*(of("flood", f"flood-{i}", 3000) for i in range(64)))
+    for _ in range(3):
+        engine.step()
+    other = of("other", "other", budget // 2, max_tokens=1)
+    engine.add(other)
+    assert engine.steps_until(other) == 1
+    # A longer prompt gets as much in every step.
+    longer = of("other", "longer", 4 * budget, max_tokens=1)
+    engine.add(longer)
+    chunks = [{name: num for name, _, num in engine.step()}["longer"] for _ in range(4)]
+    assert chunks == [budget // 2] * 4
+
+
+def test_a_flood_that_fills_the_memory_gives_pages_back() -> None:
+    engine = Fair(64, pages=40, budget=512)
+    engine.add(*(of("flood", f"flood-{i}", 30, max_tokens=60) for i in range(20)))
+    for _ in range(5):
+        engine.step()
+    other = of("other", "other", 40, max_tokens=1)
+    engine.add(other)
+    assert engine.steps_until(other) == 1
+    assert "flood" in engine.running
+
+
+def test_two_floods_end_with_half_of_the_places_each_and_stay_so() -> None:
+    engine = Fair(8)
+    engine.add(of("first", "first", max_tokens=200, n=16))
+    for _ in range(3):
+        engine.step()
+    engine.add(of("second", "second", max_tokens=200, n=16))
+    for _ in range(8):
+        engine.step()
+    assert sorted(engine.running) == ["first"] * 4 + ["second"] * 4
+    claimed = engine.num_claimed
+    assert claimed == 4
+    for _ in range(100):
+        engine.step()
+        assert sorted(engine.running) == ["first"] * 4 + ["second"] * 4
+    assert engine.num_claimed == claimed
+
+
+def test_a_tenant_takes_one_place_in_a_step() -> None:
+    """Whoever sends a handful of short requests does not have the flood's work thrown away."""
+    engine = Fair(8)
+    engine.add(of("flood", "flood", max_tokens=200, n=8))
+    for _ in range(3):
+        engine.step()
+    engine.add(*(of("other", f"other-{i}", max_tokens=2) for i in range(4)))
+    counts = []
+    for _ in range(3):
+        engine.step()
+        counts.append(engine.num_claimed)
+    assert counts == [1, 2, 2]
+
+
+def test_one_place_is_not_passed_to_and_fro() -> None:
+    engine = Fair(1)
+    first, second = of("a", "a", max_tokens=20), of("b", "b", max_tokens=20)
+    engine.add(first)
+    engine.step()
+    engine.add(second)
+    assert engine.steps_until(second) == 39
+    assert engine.num_claimed == 0
+
+
+def test_who_has_had_more_tokens_claims_nothing() -> None:
+    engine = Fair(4)
+    engine.add(of("flood", "flood", max_tokens=100, n=4))
+    for _ in range(3):
+        engine.step()
+    engine.add(of("reader", "long", 500, max_tokens=1))
+    for _ in range(12):
+        engine.step()
+    assert engine.num_claimed == 1
+    engine.add(of("reader", "next", max_tokens=1))
+    engine.step()
+    assert engine.num_claimed == 1
+
+
+def test_who_is_at_or_below_the_mean_is_no_victim() -> None:
+    engine = Fair(9)
+    engine.add(of("small", "small", max_tokens=100, n=2), of("large", "large", max_tokens=100, n=9))
+    for _ in range(3):
+        engine.step()
+    assert sorted(engine.running) == ["large"] * 7 + ["small"] * 2
+    engine.add(of("third", "third", max_tokens=100, n=4))
+    for _ in range(10):
+        engine.step()
+        assert engine.running.count("small") == 2
+    assert (engine.running.count("large"), engine.running.count("third")) == (4, 3)
+
+
+def test_memory_that_is_short_is_taken_from_the_tenant_with_most_places() -> None:
+    """The flood grows: who came last is another tenant, and goes on."""
+    engine = Fair(8, pages=16, budget=64)
+    engine.add(*(of("flood", f"flood-{i}", 6, max_tokens=30) for i in range(5)))
+    engine.step()
+    other = of("other", "other", 6, max_tokens=12)
+    engine.add(other)
+    assert engine.steps_until(other) == 12
+    assert other.metrics.num_preemptions == 0
+    assert engine.scheduler.num_preemptions_total > 0
+
+
+def test_without_fair_sharing_nobody_gives_way() -> None:
+    engine = Fair(4, fair=False)
+    engine.add(of("flood", "flood", max_tokens=50, n=8))
+    engine.step()
+    other = of("other", "other", max_tokens=1)
+    engine.add(other)
+    assert engine.steps_until(other) > 50
+    assert engine.num_claimed == 0
+
+
+def test_a_step_that_is_planned_ahead_preempts_nobody() -> None:
+    """It is refused, and the next one, planned when the last has ended, meets the claim."""
+    engine = Fair(4)
+    engine.add(of("flood", "flood", max_tokens=50, n=4))
+    for _ in range(3):
+        engine.step()
+    engine.add(of("other", "other", max_tokens=1))
+    assert engine.scheduler.schedule(ahead=True) is None
+    assert engine.num_claimed == 0
+    assert "other" in [name for name, _, _ in engine.step()]
+
+
+# -- priorities
+
+
+def test_an_urgent_request_takes_the_place_of_the_last_one_of_lower_priority() -> None:
+    engine = Fair(4, fair=False)
+    engine.add(*(of("", f"low-{i}", max_tokens=50, rank=2) for i in range(4)))
+    for _ in range(3):
+        engine.step()
+    urgent = of("", "urgent", max_tokens=1, rank=0)
+    engine.add(urgent, of("", "same", max_tokens=1, rank=2))
+    names = [name for name, _, _ in engine.step()]
+    assert names == ["low-0", "low-1", "low-2", "urgent"]
+    assert urgent.finished
+    # And its place is the victim's again.
+    assert [name for name, _, _ in engine.step()][-1] == "low-3"
+    assert engine.scheduler.counters()["num_priority_preemptions_total"] == 1
+
+
+def test_urgent_requests_all_begin_in_the_next_step() -> None:
+    engine = Fair(4, fair=False)
+    engine.add(*(of("", f"low-{i}", 4, max_tokens=50, rank=1) for i in range(4)))
+    engine.step()
+    engine.add(*(of("", f"urgent-{i}", 4, max_tokens=9) for i in range(3)))
+    assert [name for name, _, _ in engine.step()] == ["low-0", "urgent-0", "urgent-1", "urgent-2"]
+
+
+def test_an_urgent_prompt_is_read_before_others_that_have_begun() -> None:
+    engine = Fair(4, fair=False, budget=16)
+    engine.add(of("", "low", 100, max_tokens=2, rank=1))
+    engine.step()
+    engine.add(of("", "urgent", 20, max_tokens=2))
+    assert engine.step() == [("urgent", 0, 16)]
+    assert engine.step() == [("urgent", 16, 4), ("low", 16, 12)]

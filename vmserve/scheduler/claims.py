@@ -1,0 +1,287 @@
+"""Claims: who may take a running place from others, and who gives way.
+
+A waiting sequence has a claim on the places and the memory of
+
+- running sequences of lower priority, last arrival first (``--scheduling-policy priority``);
+- the tenant with the most places, with ``--fair-sharing``, if that tenant has had as many tokens as
+  the claimant, give or take a step's, and still has as many places afterwards. Its last arrival
+  gives way. A tenant at or below the mean of all tenants is never a victim.
+
+A claim is granted once, and only if an estimate says that its victims suffice. A granted sequence
+is then the first to be admitted, and some of the next step's tokens are kept for its prompt.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from vmserve.scheduler.sequence import SequenceStatus
+from vmserve.scheduler.siblings import num_places, with_its_gang
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vmserve.memory.base import KVMemory
+    from vmserve.scheduler.budget import SchedulerLimits
+    from vmserve.scheduler.demand import BlockDemand
+    from vmserve.scheduler.fairness import TenantShares
+    from vmserve.scheduler.queues import Queues
+    from vmserve.scheduler.regime_keeper import RegimeKeeper
+    from vmserve.scheduler.sequence import Sequence
+
+__all__ = ["Claim", "ClaimReason", "Claims"]
+
+ClaimReason = Literal["priority", "fairness"]
+
+
+class Claim(NamedTuple):
+    """``victims``: who gives way to ``sequence``, each with the beams that go with it."""
+
+    sequence: Sequence
+    victims: list[tuple[list[Sequence], ClaimReason]]
+
+
+class _Holding:
+    """What runs, less the victims chosen so far: places by tenant, and blocks that can be had."""
+
+    def __init__(self, running: list[Sequence], num_blocks: int) -> None:
+        self.running = list(running)
+        self.places = num_places(running)
+        self.blocks = num_blocks
+        self.by_tenant: Counter[str] = Counter()
+        for group in _groups(running):
+            self.by_tenant[group[0].request.tenant] += num_places(group)
+
+    def give_up(self, group: list[Sequence], num_blocks: int) -> None:
+        places = num_places(group)
+        self.running = [seq for seq in self.running if seq not in group]
+        self.places -= places
+        self.by_tenant[group[0].request.tenant] -= places
+        self.blocks += num_blocks
+
+
+class Claims:
+    """Claims of those that wait in ``queues``; a step asks for them until there are no more."""
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        limits: SchedulerLimits,
+        demand: BlockDemand,
+        queues: Queues,
+        regimes: RegimeKeeper,
+        shares: TenantShares | None,
+    ) -> None:
+        self._memory = memory
+        self._limits = limits
+        self._demand = demand
+        self._queues = queues
+        self._regimes = regimes
+        self._shares = shares
+        self._granted: list[Sequence] = []
+
+    @property
+    def granted(self) -> list[Sequence]:
+        """Those whose claims are granted and that have not been admitted, the first rank first."""
+        if self._granted:
+            self._granted = [
+                seq
+                for seq in self._granted
+                if seq.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
+            ]
+        return self._granted
+
+    def grant(self, claim: Claim) -> None:
+        insort(self._granted, claim.sequence, key=lambda seq: seq.request.rank)
+
+    def find(self) -> Claim | None:
+        """The next claim that can be met, or None. Changes nothing."""
+        queues = self._queues
+        if not queues.running or not (queues.waiting or queues.swapped):
+            return None
+        if self._limits.separates_phases or not (self._has_rivals() or self._has_urgent()):
+            return None
+        candidates = self._candidates()
+        if not candidates:
+            return None
+        holding = self._holding()
+        candidates.sort(key=lambda seq: (seq.request.rank, holding.by_tenant[_tenant(seq)]))
+        for sequence in candidates:
+            claim = self._claim(sequence, holding)
+            if claim is not None:
+                return claim
+        return None
+
+    def victims_of_shortage(self) -> list[Sequence]:
+        """Who gives way while memory is short: the last arrival, with its beams.
+
+        With fair sharing, the last arrival of the tenant with the most places. The first of all
+        sequences is never chosen beside others, so that one goes on.
+        """
+        running = self._queues.running
+        last = running[-1]
+        if self._shares is not None:
+            places = Counter(seq.request.tenant for seq in running)
+            first = with_its_gang(running[0], running)
+            last_of_tenant = {
+                seq.request.tenant: seq
+                for seq in running
+                if seq.request.rank == last.request.rank and seq not in first
+            }
+            last = max(
+                last_of_tenant.values(),
+                key=lambda seq: (places[seq.request.tenant], seq.order),
+                default=last,
+            )
+        return with_its_gang(last, running)
+
+    # -- who claims ---------------------------------------------------------------------
+
+    def _has_rivals(self) -> bool:
+        return self._shares is not None and self._shares.num_tenants > 1
+
+    def _has_urgent(self) -> bool:
+        """Somebody waits who has a higher priority than somebody that runs or is swapped out."""
+        queues = self._queues
+        lowest = max(each[-1].request.rank for each in (queues.running, queues.swapped) if each)
+        return any(
+            each[0].request.rank < lowest for each in (queues.waiting, queues.swapped) if each
+        )
+
+    def _candidates(self) -> list[Sequence]:
+        """The first of each tenant: by rank, swapped before waiting, then in order of arrival."""
+        granted = self.granted
+        firsts: dict[str, Sequence] = {}
+        num_tenants = self._shares.num_tenants if self._shares is not None else 1
+        for queue in (self._queues.swapped, self._queues.waiting):
+            seen = set()
+            for sequence in queue:
+                tenant = _tenant(sequence) if self._shares is not None else ""
+                if tenant in seen or sequence in granted:
+                    continue
+                seen.add(tenant)
+                known = firsts.get(tenant)
+                if known is None or sequence.request.rank < known.request.rank:
+                    firsts[tenant] = sequence
+                if len(seen) == num_tenants:
+                    break
+        return list(firsts.values())
+
+    def _holding(self) -> _Holding:
+        """As if those whose claims are granted had begun."""
+        running = self._queues.running
+        owed = sum(self._demand.owed(seq) for seq in running)
+        blocks = self._memory.available_pages() * self._demand.blocks_per_page - owed
+        holding = _Holding(running, blocks)
+        for sequence in self.granted:
+            group = self._group(sequence)
+            holding.by_tenant[_tenant(sequence)] += num_places(group)
+            holding.places += num_places(group)
+            holding.blocks -= self._needs(group)
+        return holding
+
+    def _group(self, sequence: Sequence) -> list[Sequence]:
+        if sequence.status is SequenceStatus.SWAPPED:
+            return with_its_gang(sequence, self._queues.swapped)
+        return [sequence]
+
+    # -- and from whom ------------------------------------------------------------------
+
+    def _claim(self, sequence: Sequence, now: _Holding) -> Claim | None:
+        group = self._group(sequence)
+        places = num_places([*now.running, *group]) - num_places(now.running)
+        needs = self._needs(group)
+        left = _Holding(now.running, now.blocks)
+        left.places, left.by_tenant = now.places, now.by_tenant.copy()
+        victims: list[tuple[list[Sequence], ClaimReason]] = []
+        while (
+            left.places + places > self._limits.max_num_seqs
+            or needs + self._reserve(group, left) > left.blocks
+        ):
+            victim = self._next_victim(sequence, places, left)
+            if victim is None:
+                return None
+            victims.append(victim)
+            left.give_up(victim[0], sum(self._freed(seq) for seq in victim[0]))
+        if not victims and not self._goes_first(sequence, places, left):
+            return None
+        return Claim(sequence, victims)
+
+    def _next_victim(
+        self, sequence: Sequence, places: int, left: _Holding
+    ) -> tuple[list[Sequence], ClaimReason] | None:
+        if not left.running:
+            return None
+        last = left.running[-1]
+        if last.request.rank > sequence.request.rank:
+            return with_its_gang(last, left.running), "priority"
+        if self._shares is None or any(_tenant(seq) == _tenant(sequence) for seq in self.granted):
+            return None  # one place for a tenant in a step
+        for tenant, _ in left.by_tenant.most_common():
+            of_tenant = [seq for seq in left.running if _tenant(seq) == tenant]
+            if not of_tenant or of_tenant[-1].request.rank != sequence.request.rank:
+                continue
+            group = with_its_gang(of_tenant[-1], of_tenant)
+            if self._is_over(tenant, num_places(group), _tenant(sequence), places, left):
+                return group, "fairness"
+        return None
+
+    def _is_over(self, tenant: str, given: int, claimant: str, taken: int, left: _Holding) -> bool:
+        """Whether ``tenant`` can give ``given`` places to ``claimant``, who takes ``taken``."""
+        assert self._shares is not None
+        held = left.by_tenant[tenant]
+        slack = self._limits.max_num_batched_tokens
+        return (
+            tenant != claimant
+            and held * self._shares.num_tenants > left.by_tenant.total()
+            and held - given >= left.by_tenant[claimant] + taken
+            and self._shares.tokens_of(tenant) + slack >= self._shares.tokens_of(claimant)
+        )
+
+    def _goes_first(self, sequence: Sequence, places: int, left: _Holding) -> bool:
+        """There is room without victims: whether it goes before others that came earlier."""
+        for queue in (self._queues.running, self._queues.swapped):
+            if queue and queue[-1].request.rank > sequence.request.rank:
+                return True
+        return self._shares is not None and any(
+            self._is_over(tenant, 0, _tenant(sequence), places, left) for tenant in left.by_tenant
+        )
+
+    # -- estimates, in blocks -----------------------------------------------------------
+
+    def _needs(self, group: Iterable[Sequence]) -> int:
+        """What these take at most, in either regime."""
+        return sum(self._demand.at_most(seq) for seq in group)
+
+    def _reserve(self, group: list[Sequence], left: _Holding) -> int:
+        """What must stay free beside these, as for every admission."""
+        pages = int(self._limits.watermark * self._memory.limit_pages)
+        reserve = pages * self._demand.blocks_per_page
+        if any(seq.was_preempted for seq in group):
+            ahead = self._demand.headroom([*left.running, *group], self._regimes.mean_output)
+            reserve = max(reserve, ahead)
+        return reserve
+
+    def _freed(self, sequence: Sequence) -> int:
+        """What a victim gives back at least: not the prompt where others may share it."""
+        has = self._demand.blocks(sequence, sequence.num_computed)
+        if sequence.start is not None:
+            has = 0
+        elif sequence.borrowed or sequence.request.num_branches > 1:
+            has -= self._demand.shared(sequence, min(sequence.num_prompt, sequence.num_computed))
+        return has + self._demand.owed(sequence)
+
+
+def _tenant(sequence: Sequence) -> str:
+    return sequence.request.tenant
+
+
+def _groups(sequences: list[Sequence]) -> list[list[Sequence]]:
+    """Each sequence by itself, but the beams of a request together."""
+    gangs: dict[object, list[Sequence]] = {}
+    for sequence in sequences:
+        key = sequence.request if sequence.request.is_gang else sequence
+        gangs.setdefault(key, []).append(sequence)
+    return list(gangs.values())
