@@ -339,6 +339,7 @@ class KVMemory:
         max_pages: int,
         read_slack: int = 0,
         grow_pages: int = 1,
+        ready_pages: int = 0,
         zero_policy: ZeroPolicy = ...,
         prefix_caching: bool = True,
         null_page: bool = False,

@@ -123,6 +123,7 @@ class LLMEngine:
         if not native or self._is_async:
             self._runtime = self._runtime.with_torch()
         slack = max(backend.read_slack_tokens for backend in backends.values())
+        head_slack = max(backend.head_slack_tokens for backend in backends.values())
         pages = self._runtime.memory(self.resolved.activation_bytes)
         with self._runtime.active():
             self._model = load_model(
@@ -155,7 +156,7 @@ class LLMEngine:
             SchedulerLimits(
                 self.resolved.max_num_seqs,
                 self.resolved.max_num_batched_tokens,
-                window=widest_window(self.model_config),
+                window=widest_window(self.model_config, head_slack),
                 max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
                 separates_phases=self.resolved.scheduling_policy == "v0",
                 delay_factor=self.resolved.scheduler_delay_factor,
@@ -524,6 +525,7 @@ class LLMEngine:
     def _idle(self) -> None:
         """Nothing runs: give the pool's pages back to the system."""
         keep_pages = IDLE_BYTES // self.memory.layout.total_page_bytes
+        keep_pages = max(keep_pages, self.memory.ready_pages)
         # Cached prefixes are worth their memory; parked slots without any are not.
         try:
             self.memory.wait()

@@ -97,6 +97,7 @@ def create_memory(
             swap_bytes=resolved.swap_bytes,
             driver=device,
             lookahead_tokens=LOOKAHEAD_TOKENS,
+            ready_bytes=device.ready_bytes,
         ),
     )
 
@@ -148,10 +149,11 @@ def attends_natively(config: EngineConfig, backends: Mapping[Regime, AttentionBa
     return not others
 
 
-def widest_window(model: ModelConfig) -> int | None:
+def widest_window(model: ModelConfig, head_slack_tokens: int) -> int | None:
+    """How many of its last tokens a sequence must keep; None: all of them."""
     widest = 0
     for window in model.windows:
         if window is None:
             return None
         widest = max(widest, window)
-    return widest
+    return widest + head_slack_tokens

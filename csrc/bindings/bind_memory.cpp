@@ -247,6 +247,7 @@ MemoryConfig as_config(const py::kwargs& kwargs) {
   take("max_pages", config.max_pages, true);
   take("read_slack", config.read_slack);
   take("grow_pages", config.grow_pages);
+  take("ready_pages", config.ready_pages);
   take("zero_policy", config.zero_policy);
   take("prefix_caching", config.prefix_caching);
   take("null_page", config.null_page);

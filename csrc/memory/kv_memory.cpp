@@ -37,11 +37,11 @@ void check_sizes(const MemoryConfig& config) {
           });
   require(
       config.read_slack >= 0 && config.lookahead_tokens >= 0 && config.eager_slots >= 0 &&
-          config.eager_pages >= 0 && config.swap_blocks >= 0,
+          config.eager_pages >= 0 && config.swap_blocks >= 0 && config.ready_pages >= 0,
       [&] {
         return std::string(
-            "read_slack, lookahead_tokens, eager_slots, eager_pages and swap_blocks must not be "
-            "negative");
+            "read_slack, ready_pages, lookahead_tokens, eager_slots, eager_pages and swap_blocks "
+            "must not be negative");
       });
   require(config.reclaim_share >= 0 && config.reclaim_share < 1,
           [&] { return std::string("reclaim_share must lie between 0 and 1"); });
@@ -98,6 +98,13 @@ KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& confi
   if (config_.null_page) {
     commit_pages(1);
     pool_.hold(0);  // for ever
+  }
+  const std::int64_t ready = std::min(config_.ready_pages, pool_.limit()) - pool_.num_free();
+  if (ready <= 0) return;
+  try {
+    create_pages(std::min(ready, pool_.limit() - pool_.num_committed()));
+  } catch (const OutOfMemoryError& error) {
+    last_error_ = error.what();  // the device has less now than the limit promises
   }
 }
 

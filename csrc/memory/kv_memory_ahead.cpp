@@ -226,7 +226,8 @@ void KVMemory::keep_eager_slots() {
 
 void KVMemory::grow_ahead() {
   const std::int64_t growable = pool_.limit() - pool_.num_committed();
-  if (is_growing_ || growable <= 0 || 2 * pool_.num_free() >= config_.grow_pages) return;
+  const std::int64_t wanted = std::max(config_.ready_pages, (config_.grow_pages + 1) / 2);
+  if (is_growing_ || growable <= 0 || pool_.num_free() >= wanted) return;
   Command command;
   command.kind = Command::Kind::kGrow;
   command.runs = pool_.lowest_absent(std::min(growable, config_.grow_pages));

@@ -304,9 +304,10 @@ def test_auto_chooses_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_slack_is_that_of_the_kernel() -> None:
-    slack = {k.name: FlashBackend(k).read_slack_tokens for k in (TorchFlash(), FlashAttn2(),
-                                                                FlashAttn3())}  # fmt: skip
-    assert slack == {"torch-flash": 0, "flash-attn": 0, "flash-attn-3": 256}
+    backends = [FlashBackend(kernel) for kernel in (TorchFlash(), FlashAttn2(), FlashAttn3())]
+    assert {b.name: (b.read_slack_tokens, b.head_slack_tokens) for b in backends} == {
+        "torch-flash": (0, 256), "flash-attn": (0, 256), "flash-attn-3": (256, 256),
+    }  # fmt: skip
     assert np.all([FlashBackend(k).views == (ContiguousView,) for k in (TorchFlash(),)])
 
 

@@ -13,6 +13,7 @@ import torch  # isort: skip
 from transformers import AutoModelForCausalLM  # isort: skip
 
 from tests.models.checkpoints import VARIANTS, save
+from vmserve.attention.sdpa import SdpaBackend
 
 
 def test_a_windowed_model_holds_only_its_window(tmp_path: Path, model_dir: Path) -> None:
@@ -50,6 +51,38 @@ def test_a_windowed_model_holds_only_its_window(tmp_path: Path, model_dir: Path)
     # A chunk of 64 and a window of 7 touch this many pages; all 160 tokens would take twice that.
     assert most_pages <= -(-(64 + 7) // page_tokens) + 1
     assert most_pages < -(-160 // page_tokens)
+
+
+def test_what_a_kernel_reads_before_the_window_stays(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels load whole tiles, which need not begin where the window does."""
+    slack, window = 40, 7
+    monkeypatch.setattr(SdpaBackend, "head_slack_tokens", slack)
+    directory = save(VARIANTS["mistral-window"], tmp_path / "windowed")
+    with LLM(
+        model=str(directory),
+        tokenizer=str(model_dir),
+        dtype="float32",
+        kv_page_size="4KiB",  # 16 tokens of one layer
+        kv_cache_memory="1MiB",
+        kv_regime="virtual",
+        enable_prefix_caching=False,
+        attention_backend="sdpa",
+    ) as llm:
+        engine = llm.engine
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
+        engine.add_request("a", list(range(2, 52)), params)
+        kept = []
+        while engine.has_unfinished:
+            engine.step()
+            if not engine.has_unfinished:
+                break
+            length, blocks = engine.memory.length(0), engine.memory.blocks(0)
+            first = max(0, length - window - slack) // 16
+            assert (blocks[first:] >= 0).all(), length
+            kept.append(int((blocks >= 0).sum()))
+    assert kept[-1] <= -(-(window + slack) // 16) + 1
 
 
 @pytest.mark.parametrize("regime", ["virtual", "paged"])

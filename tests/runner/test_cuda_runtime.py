@@ -158,6 +158,12 @@ def test_the_pool_follows_the_stream_that_torch_uses(
     with made.active():
         made.check()
     assert pages.total_bytes == 4 << 30
+    assert (pages.ready_bytes, pages.grow_bytes) == (64 << 20, 64 << 20)
+    assert pages.missing_bytes() == 0  # 3 GiB are free
+    pages.spare_bytes = 4 << 30
+    cuda.reserved = 500  # of which torch uses 100
+    assert pages.missing_bytes() == (1 << 30) - 400
+    cuda.reserved = 100
     assert pages.granularity == GRANULE
     pages.wait()
     assert cuda.made.num_waits == 1

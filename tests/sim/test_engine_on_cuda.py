@@ -139,6 +139,26 @@ def test_captured_steps_over_device_memory(sim: SimCuda) -> None:
     assert sim.violations() == []
 
 
+def test_pages_are_made_at_start_ahead_of_need_and_kept_while_nothing_runs(sim: SimCuda) -> None:
+    """Making one takes a device call for each group and view: nobody's first token waits for it."""
+    sim.configure(SimConfig(total_bytes=1 << 26))
+    runtime = SimulatedRuntime(sim)
+    runtime.pages = SimulatedMemory(sim, total_bytes=1 << 26)
+    options: dict[str, Any] = {"kv_page_size": "16KiB", "kv_cache_memory": "32MiB"}
+    config = EngineConfig(**OPTIONS, **options, kv_mapper="off", kv_regime="virtual")
+    engine = LLMEngine(config, runtime=runtime)
+    ready = (1 << 20) // engine.memory.layout.total_page_bytes
+    assert engine.memory.stats().free_pages == engine.memory.ready_pages == ready > 4
+    calls = sim.num_calls("cuMemCreate")
+    tokens_of(engine, 4, temperature=0)
+    engine.memory.trim(ready, drop_idle=True)
+    engine._idle()
+    tokens_of(engine, 4, temperature=0)
+    assert sim.num_calls("cuMemCreate") == calls
+    assert engine.memory.stats().committed_pages == ready
+    engine.close()
+
+
 class ShortRuntime(SimulatedRuntime):
     """Has no memory for the next ``failures`` pieces of work of each kind."""
 

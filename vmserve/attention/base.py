@@ -188,6 +188,8 @@ class AttentionBackend(Protocol):
     #: How many tokens past a sequence's length the kernels may read. Pages that far must
     #: stay mapped and hold finite numbers.
     read_slack_tokens: int
+    #: How many tokens before the first one that a window shows they may read: whole tiles.
+    head_slack_tokens: int
     #: Whether it computes ``LayerAttention.softcap``. Windows and scales every backend must.
     softcap: bool
 

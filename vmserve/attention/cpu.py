@@ -57,6 +57,7 @@ class CpuBackend:
 
     name = "cpu"
     read_slack_tokens = 0
+    head_slack_tokens = 0
     softcap = True
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView, HostView)
 

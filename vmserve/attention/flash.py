@@ -40,6 +40,8 @@ __all__ = [
 #: Kernels count the tokens of all slots in 32 bits.
 MAX_FLAT_TOKENS = 2**31
 MAX_HEAD_DIM = 256
+#: Tokens of the largest tile of keys that any FlashAttention has.
+LARGEST_TILE = 256
 _HALF = (DType.FLOAT16, DType.BFLOAT16)
 
 
@@ -109,8 +111,10 @@ class SlotKernel(Protocol):
     """A stock kernel: the one call by which attention is swapped."""
 
     name: str
-    #: How far past a sequence's length it may load; see ``AttentionBackend``.
+    #: How far past a sequence's length, and before its window, it may load; see
+    #: ``AttentionBackend``.
     read_slack_tokens: int
+    head_slack_tokens: int
     softcap: bool
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
@@ -145,6 +149,8 @@ class TorchFlash:
     name = "torch-flash"
     #: Rows past the length are predicated away.
     read_slack_tokens = 0
+    #: The first tile of a window is loaded whole; tiles are counted from position 0.
+    head_slack_tokens = LARGEST_TILE
     softcap = False
 
     def __init__(self, op: Callable[..., Any] | None = None) -> None:
@@ -184,6 +190,7 @@ class FlashAttn2:
 
     name = "flash-attn"
     read_slack_tokens = 0
+    head_slack_tokens = LARGEST_TILE
     softcap = True
     module = "flash_attn"
 
@@ -263,7 +270,7 @@ class FlashAttn3(FlashAttn2):
     """
 
     name = "flash-attn-3"
-    read_slack_tokens = 256
+    read_slack_tokens = LARGEST_TILE
     module = "flash_attn_interface"
 
     def __call__(
@@ -299,6 +306,7 @@ class FlashBackend:
         self.kernel = kernel
         self.name = kernel.name
         self.read_slack_tokens = kernel.read_slack_tokens
+        self.head_slack_tokens = kernel.head_slack_tokens
         self.softcap = kernel.softcap
         self._slots: SlotTensors | None = None
 

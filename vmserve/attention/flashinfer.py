@@ -141,6 +141,7 @@ class FlashInferBackend:
 
     name = "flashinfer"
     read_slack_tokens = 0
+    head_slack_tokens = 0
     softcap = True
     views: tuple[type[KVView], ...] = (PagedView, ContiguousView)
 

@@ -26,6 +26,7 @@ __all__ = ["ReferenceBackend"]
 class ReferenceBackend:
     name = "reference"
     read_slack_tokens = 0
+    head_slack_tokens = 0
     softcap = True
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView)
 

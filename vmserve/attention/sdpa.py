@@ -43,6 +43,7 @@ class SdpaBackend:
 
     name = "sdpa"
     read_slack_tokens = 0
+    head_slack_tokens = 0
     softcap = False
     views: tuple[type[KVView], ...] = (ContiguousView,)
 

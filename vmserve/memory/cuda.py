@@ -30,7 +30,6 @@ class CudaMemory:
     Raises :class:`~vmserve.errors.DriverError` where there is no driver library or device.
     """
 
-    grow_bytes = 64 << 20
     #: CUDA documents no answer, and the probe's case "access_under_reader" has not run on a GPU.
     seals_under_readers = False
 
@@ -47,6 +46,15 @@ class CudaMemory:
         self.spare_bytes = spare_bytes
         self.library = library
         self.granularity, _ = _core.cuda_granularity(device, library)
+
+    @property
+    def grow_bytes(self) -> int:
+        # One command of the mapper, which others may have to wait for.
+        return max(64 << 20, self.total_bytes // 512)
+
+    @property
+    def ready_bytes(self) -> int:
+        return self.total_bytes // 64
 
     @property
     def total_bytes(self) -> int:

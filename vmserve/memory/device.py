@@ -38,6 +38,11 @@ class MemoryDevice(Protocol):
         ...
 
     @property
+    def ready_bytes(self) -> int:
+        """So much free memory is kept at hand, also while nothing runs, as making it takes long."""
+        ...
+
+    @property
     def total_bytes(self) -> int:
         """All of the device's memory: what a pool can grow to, whatever its cap is now."""
         ...
@@ -75,6 +80,7 @@ class HostMemory:
     driver: str = "host"
     granularity: int = HOST_GRANULARITY
     grow_bytes: int = 8 << 20
+    ready_bytes: int = 0
     seals_under_readers: bool = True
 
     @property

@@ -79,6 +79,9 @@ class MemoryOptions:
     #: So many unused slots are kept with so many tokens mapped.
     eager_slots: int = 0
     eager_tokens: int = 0
+    #: So much free memory is made at start, and ahead of need by the mapper; up to an eighth of
+    #: the limit.
+    ready_bytes: int = 0
     #: Parked slots are unmapped while less than this share of the pool is at hand.
     reclaim_share: float = 0.10
     #: "host", "cuda", the path of a driver's shared library, or the device itself.
@@ -127,6 +130,8 @@ class MemoryManager:
         if wrap_driver is not None:
             driver = wrap_driver(driver)
         self._copies_beside = driver.capabilities.copy_stream
+        #: Free pages that are kept at hand.
+        self.ready_pages = min(options.ready_bytes, limit_bytes // 8) // layout.total_page_bytes
         block_bytes = layout.num_groups * layout.block_tokens * layout.token_stride
         self._core = _core.KVMemory(
             driver,
@@ -141,6 +146,7 @@ class MemoryManager:
             limit_pages=self.limit_pages,
             max_pages=max_pages,
             grow_pages=max(1, min(device.grow_bytes, limit_bytes // 8) // layout.total_page_bytes),
+            ready_pages=self.ready_pages,
             zero_policy=_ZERO_POLICIES[options.zero_pages],
             prefix_caching=options.prefix_caching,
             null_page=options.null_page,

@@ -26,6 +26,7 @@ struct MemoryConfig {
   std::int64_t limit_pages = 0;  // cap of the pool
   std::int64_t max_pages = 0;    // cap of the cap: sizes the arena's reservation
   std::int64_t grow_pages = 1;   // the pool commits at least this many at a time
+  std::int64_t ready_pages = 0;  // free pages committed at start, and ahead of need by the mapper
   ZeroPolicy zero_policy = ZeroPolicy::kTenant;
   bool prefix_caching = true;
   // Page 0 is kept, zero for ever: block 0 stands in block tables where nothing is needed.

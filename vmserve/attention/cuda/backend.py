@@ -57,6 +57,7 @@ class CudaPagedBackend:
 
     name = "cuda"
     read_slack_tokens = 0
+    head_slack_tokens = 0
     softcap = True
     views: tuple[type[KVView], ...] = (PagedView, ContiguousView)
 
