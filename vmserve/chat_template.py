@@ -19,6 +19,7 @@ import jinja2
 
 from vmserve.chat_budget import OverBudgetError, RenderBudget
 from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.tools.told import calls_as_text, knows_tools, with_tools_told
 
 __all__ = ["RenderedChat", "check_messages", "render_chat"]
 
@@ -84,6 +85,7 @@ def render_chat(
 ) -> RenderedChat:
     """Render ``messages`` as ``transformers`` does, in its sandboxed environment, on a budget.
 
+    Where the template shows no tools, the conversation tells of them: :mod:`vmserve.tools.told`.
     ``hf`` is the transformers tokenizer. Raises
     :class:`~vmserve.errors.InvalidRequestError` for messages that the template refuses and
     for a model without a template, :class:`~vmserve.errors.ConfigurationError` for a
@@ -104,7 +106,13 @@ def render_chat(
             f"chat_template_kwargs cannot set {', '.join(clashes)}", "chat_template_kwargs"
         )
     template = _text_of(hf, chat_template, tools)
-    plain = _with_parsed_arguments(check_messages(messages), template)
+    plain = check_messages(messages)
+    if not knows_tools(template):
+        plain = plain if "tool_calls" in template else calls_as_text(plain)
+        if tools:
+            takes_system = _takes_system(hf, chat_template)
+            plain, tools = with_tools_told(plain, tools, takes_system=takes_system), None
+    plain = _with_parsed_arguments(plain, template)
     options = {
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
@@ -267,20 +275,22 @@ def _takes_parts(hf: Any, chat_template: str | None) -> bool:
     """Whether a list of one text part renders as that text does."""
     probe = "a text part"
     contents: list[Any] = [probe, [{"type": "text", "text": probe}]]
-    rendered = []
-    for content in contents:
-        try:
-            rendered.append(
-                _render(
-                    hf,
-                    [{"role": "user", "content": content}],
-                    chat_template=chat_template,
-                    continue_final_message=False,
-                )
-            )
-        except InvalidRequestError:
-            return False
+    rendered = [_tried(hf, [{"role": "user", "content": c}], chat_template) for c in contents]
     return probe in rendered[0] and rendered[0] == rendered[1]
+
+
+def _takes_system(hf: Any, chat_template: str | None) -> bool:
+    probe = "a system message"
+    messages = [{"role": "system", "content": probe}, {"role": "user", "content": "?"}]
+    return probe in _tried(hf, messages, chat_template)
+
+
+def _tried(hf: Any, messages: list[Message], chat_template: str | None) -> str:
+    """What the template makes of them; empty where it refuses."""
+    try:
+        return _render(hf, messages, chat_template=chat_template, continue_final_message=False)
+    except InvalidRequestError:
+        return ""
 
 
 # -- special tokens that messages spell -------------------------------------------------

@@ -46,7 +46,7 @@ class FakeTokenizer:
     vocab_size = VOCAB_SIZE
     bos_id = BOS
     eos_ids = frozenset({EOS})
-    chat_template_text = "<tool_call>"
+    chat_template_text = "{{ tools }}<tool_call>"
     specials: Mapping[int, str] = {0: "<pad>", BOS: "<s>", EOS: "</s>"}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -223,6 +223,88 @@ def test_enforced_calls(client: openai.OpenAI, choice: Any) -> None:
     assert streamed.function.name == call.function.name
 
 
+#: Shows no tools, and takes no system message.
+WITHOUT_TOOLS = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def untaught() -> Iterator[Running]:
+    """A server whose chat template shows no tools."""
+    running = Running(
+        AsyncLLM(kv_cache_memory="64MiB", max_model_len=1024, max_num_seqs=4),
+        served_model_names=("embedded",),
+        chat_template=WITHOUT_TOOLS,
+    )
+    yield running
+    running.close()
+
+
+ON_ROUTES: list[tuple[str, Body, Body]] = [
+    (CHAT, {"messages": MESSAGES, "tools": TOOLS}, {"tool_choice": "required"}),
+    (
+        "/v1/responses",
+        {"input": "x", "tools": [{"type": "function", **tool["function"]} for tool in TOOLS]},
+        {"tool_choice": "required"},
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": MESSAGES,
+            "max_tokens": 200,
+            "tools": [
+                {"name": "get_weather", "input_schema": WEATHER},
+                {"name": "now", "input_schema": {"type": "object"}},
+            ],
+        },
+        {"tool_choice": {"type": "any"}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "forced"), ON_ROUTES)
+def test_a_template_without_tools_on_every_route(
+    untaught: Running, path: str, body: Body, forced: Body
+) -> None:
+    with_tools, without = [
+        untaught.ok(path, given)["usage"] for given in (body, {**body, "tools": None})
+    ]
+    name = "prompt_tokens" if path == CHAT else "input_tokens"
+    assert with_tools[name] > without[name] + 100
+    reply = untaught.ok(path, {**body, **forced, "seed": 1})
+    said = (
+        reply.get("output") or reply.get("content") or reply["choices"][0]["message"]["tool_calls"]
+    )
+    assert {part["type"] for part in said} <= {"function_call", "tool_use", "function"}
+    if path == CHAT:
+        shown = untaught.ok("/tokenize", {"messages": MESSAGES, "tools": TOOLS})
+        assert shown["count"] == with_tools[name]
+
+
+def test_a_tool_is_called_and_its_result_answered(untaught: Running) -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    with untaught.openai() as client:
+        options: Any = {"model": "embedded", "tools": TOOLS, "max_tokens": 100}
+        with client.chat.completions.stream(
+            messages=MESSAGES, tool_choice=named, **options
+        ) as stream:
+            asked: Any = stream.get_final_completion().choices[0]
+        assert asked.finish_reason == "stop"
+        [call] = asked.message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+        result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
+        history = [*MESSAGES, asked.message.model_dump(exclude_none=True), result]
+        answer = client.chat.completions.create(messages=history, **options)
+        assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
+        shown = untaught.ok("/tokenize", {"messages": history, "return_token_strs": False})
+    text = untaught.ok("/detokenize", {"tokens": shown["tokens"]})["prompt"]
+    assert f'"arguments": {call.function.arguments}}}\n</tool_call>' in text
+    assert "<tool_response>\nSunny.\n</tool_response>" in text
+
+
 def test_enforced_calls_in_the_responses_api(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", **TOOLS[0]["function"], "strict": True}
     with client.responses.stream(

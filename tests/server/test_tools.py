@@ -192,7 +192,7 @@ def test_the_parser_comes_from_the_template_or_by_name(start: Start) -> None:
     [plain] = server(start, text).chat(tools=TOOLS)["choices"]
     assert plain["message"]["content"] == text
     engine = FakeAsyncLLM(text)
-    for options in ({"tool_call_parser": "mistral"}, {"chat_template": "[TOOL_CALLS]"}):
+    for options in ({"tool_call_parser": "mistral"}, {"chat_template": "tools: [TOOL_CALLS]"}):
         running = start(engine, **options)
         [choice] = running.chat(tools=TOOLS)["choices"]
         [call] = choice["message"]["tool_calls"]
@@ -225,3 +225,39 @@ def test_calls_of_a_conversation_reach_the_template_as_they_are(
     assert tools == TOOLS
     assert given[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
     assert given[2] == messages[2]
+
+
+def test_a_template_without_tools(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """Calls are found as the prompt asks for them, whatever else the server was told."""
+    engine = FakeAsyncLLM(CALLS, Shape(max_model_len=1024))
+    caplog.set_level("INFO", "vmserve.server.chat")
+    running = start(engine, chat_template="plain", tool_call_parser="mistral")
+    assert sum("shows no tools" in record.message for record in caplog.records) == 1
+
+    def asked(**options: Any) -> tuple[Body, Any, str]:
+        [choice] = running.chat(tools=TOOLS, **options)["choices"]
+        ids, params, _ = engine.requests[-1]
+        return choice, params.structured_outputs, FakeTokenizer().decode(ids)
+
+    choice, loose, prompt = asked()
+    names = [call["function"]["name"] for call in choice["message"]["tool_calls"]]
+    assert names == ["get_weather", "now"]
+    assert loose.grammar.startswith("start: (begin call)* TEXT\n")
+    assert prompt.startswith("plainTT[")  # both tools were for the tokenizer to tell of
+    assert asked(parallel_tool_calls=False)[1].grammar.startswith("start: TEXT | begin call\n")
+    assert asked(tool_choice="required")[1].grammar.startswith('start: "["')
+    assert asked(response_format={"type": "json_object"})[1].json_object
+    choice, nothing, prompt = asked(tool_choice="none")
+    assert (choice["message"]["content"], nothing) == (CALLS, None)
+    assert prompt.startswith("plain[")
+    content, calls, reason = joined(running.stream(CHAT, {"messages": MESSAGES, "tools": TOOLS}))
+    assert (content, len(calls), reason) == ("Let me see.", 2, "tool_calls")
+
+
+def test_thoughts_before_a_call_that_the_template_does_not_know(start: Start) -> None:
+    engine = FakeAsyncLLM("<think>hm</think>" + CALLS, Shape(max_model_len=1024))
+    running = start(engine, chat_template="plain", reasoning_parser="think")
+    [choice] = running.chat(tools=TOOLS)["choices"]
+    assert engine.requests[-1][1].structured_outputs is not None
+    assert choice["message"]["reasoning_content"] == "hm"
+    assert len(choice["message"]["tool_calls"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -34,11 +35,14 @@ from vmserve.server.tools import ToolUse, message_of, tool_use, with_reasoning
 from vmserve.server.tracing import trace_of
 from vmserve.server.usage import Usage, per_request_metrics
 from vmserve.server.wire import JSON_TYPE, TextTemplate, dump_json
+from vmserve.tools import told
 from vmserve.tools.reasoning import template_thinks
 from vmserve.tools.registry import parser_for_template
 from vmserve.types import CompletionOutput, RequestOutput
 
 __all__ = ["ChatService", "RenderedChat", "StartedChat", "render_chat"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,14 @@ class ChatService:
         config = context.config
         template = config.chat_template or context.engine.tokenizer.chat_template_text
         self._parser = config.tool_call_parser or parser_for_template(template)
+        self._tells_tools = not told.knows_tools(template)
+        if self._tells_tools and template:
+            self._parser = told.PARSER
+            logger.info(
+                "the chat template shows no tools: the system message tells of them, and calls are "
+                "found as by --tool-call-parser %s",
+                told.PARSER,
+            )
         parser = config.reasoning_parser
         self._thinks = template_thinks(template) if parser == "auto" else parser == "think"
 
@@ -140,10 +152,10 @@ class ChatService:
         context = self._context
         model = context.served_name(body.model)
         _check(body)
-        use = tool_use(body, self._parser)
+        use = tool_use(body, self._parser, are_told=self._tells_tools)
         chat = await render_chat(body, context, use.shown)
         job = self._job(body, chat, use)
-        if self._thinks and job.params.structured_outputs is None:
+        if self._thinks and job.params.structured_outputs in (None, use.loose):
             use = with_reasoning(use, chat.text)
         terms = Terms.of(request, body)
         trace = trace_of(request)
@@ -156,7 +168,7 @@ class ChatService:
         """How many tokens the prompt of ``body`` has. Errors: those of :meth:`start`."""
         self._context.served_name(body.model)
         _check(body)
-        use = tool_use(body, self._parser)
+        use = tool_use(body, self._parser, are_told=self._tells_tools)
         return len((await render_chat(body, self._context, use.shown)).token_ids)
 
     def _job(self, body: ChatCompletionRequest, chat: RenderedChat, use: ToolUse) -> Job:
@@ -174,6 +186,7 @@ class ChatService:
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
                 prompt_logprobs=body.prompt_logprobs,
                 structured=use.structured,
+                loose=use.loose,
             )
         except InvalidRequestError as error:
             if error.param == "logprobs":  # the name it has here

@@ -63,11 +63,13 @@ def sampling_params(
     prompt_logprobs: int | None,
     best_of: int | None = None,
     structured: StructuredOutputsParams | None = None,
+    loose: StructuredOutputsParams | None = None,
 ) -> GenerationParams:
     """Raises :class:`InvalidRequestError` for values that cannot be sampled with, and for
     token ids or numbers of log-probabilities that the model or the server does not allow.
 
     ``structured``: what the answer has to match, where it is not the request that says so.
+    ``loose``: the same, where nothing else does.
     """
     asked = structured_outputs(request)
     if structured is not None and asked is not None and request.response_format is None:
@@ -76,7 +78,9 @@ def sampling_params(
             "leave one out",
             "tool_choice",
         )
-    structured = structured or asked  # OpenAI's response_format is for answers that are no calls
+    structured = (
+        structured or asked or loose
+    )  # OpenAI's response_format is for answers that are no calls
     given = {name: getattr(request, name) for name in _FIELDS}
     options = {**_OPENAI_DEFAULTS, **engine.default_sampling}
     options |= {name: value for name, value in given.items() if value is not None}

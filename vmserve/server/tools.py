@@ -16,6 +16,7 @@ from vmserve.tools.base import CallArguments, CallBegins, Content, Reasoning, To
 from vmserve.tools.forced import ForcedCallParser, NamedCallParser, forced_calls, named_call
 from vmserve.tools.reasoning import ReasoningParser, TextParser, begins_in_thought
 from vmserve.tools.registry import PARSERS, ParserFactory
+from vmserve.tools.told import optional_calls
 
 __all__ = ["AnswerReader", "ToolUse", "message_of", "tool_use", "with_reasoning"]
 
@@ -27,12 +28,14 @@ _ID_ALPHABET = string.ascii_letters + string.digits
 class ToolUse:
     """``shown``: the tools for the template. ``make_parser``: None where text is only text.
 
-    ``structured``: what the answer has to match, where calls are enforced.
+    ``structured``: what the answer has to match, where calls are enforced. ``loose``: what it has
+    to match unless the request says so itself; any text does.
     """
 
     shown: list[Tool] | None = None
     make_parser: Callable[[], ToolParser] | None = None
     structured: StructuredOutputsParams | None = None
+    loose: StructuredOutputsParams | None = None
     parallel: bool = True
     #: The request names the function that is called.
     is_named: bool = False
@@ -58,12 +61,16 @@ def with_reasoning(use: ToolUse, prompt: str) -> ToolUse:
     return replace(use, make_parser=lambda: ReasoningParser(inner(), is_inside=is_inside))
 
 
-def tool_use(body: ChatCompletionRequest, parser: str) -> ToolUse:
-    """``parser``: a name in :data:`PARSERS`. Raises :class:`InvalidRequestError`."""
+def tool_use(body: ChatCompletionRequest, parser: str, *, are_told: bool) -> ToolUse:
+    """``parser``: a name in :data:`PARSERS`. ``are_told``: the conversation tells of the tools,
+    since the template does not show them (:mod:`vmserve.tools.told`).
+
+    Raises :class:`InvalidRequestError`.
+    """
     tools = check_tools(body.tools, body.tool_choice)
     choice = "auto" if body.tool_choice is None else body.tool_choice
     if tools is None or choice == "none":
-        return ToolUse(tools)
+        return ToolUse(None if are_told else tools)
     parallel = body.parallel_tool_calls is not False
     is_mistral = parser == "mistral"
     if choice == "auto":
@@ -72,21 +79,21 @@ def tool_use(body: ChatCompletionRequest, parser: str) -> ToolUse:
         return ToolUse(
             tools,
             lambda: factory(names),
-            None,
-            parallel,
+            loose=optional_calls(tools, parallel=parallel) if are_told else None,
+            parallel=parallel,
             keeps_special_tokens=is_mistral,
             short_ids=is_mistral,
         )
     if choice == "required":
         wanted = forced_calls(tools, parallel=parallel)
-        return ToolUse(tools, ForcedCallParser, wanted, parallel, short_ids=is_mistral)
+        return ToolUse(tools, ForcedCallParser, wanted, parallel=parallel, short_ids=is_mistral)
     tool = _named(tools, choice)
     name = tool["function"]["name"]
     return ToolUse(
         tools,
         lambda: NamedCallParser(name),
         named_call(tool),
-        parallel,
+        parallel=parallel,
         is_named=True,
         short_ids=is_mistral,
     )

@@ -9,10 +9,10 @@ from typing import Any
 from vmserve.structured.spec import StructuredOutputsParams
 from vmserve.tools.base import CallArguments, CallBegins, Event, JsonEnd
 
-__all__ = ["ForcedCallParser", "NamedCallParser", "forced_calls", "named_call"]
+__all__ = ["ForcedCallParser", "NamedCallParser", "call_rules", "forced_calls", "named_call"]
 
 #: As in :mod:`vmserve.structured.grammar`, for the schemas inside of a grammar.
-_JSON_OPTIONS = {"whitespace_flexible": False, "whitespace_pattern": " ?", "lenient": False}
+_JSON_OPTIONS = {"whitespace_flexible": False, "whitespace_pattern": " ?"}
 _NAME = '{"name": '
 _ARGUMENTS = ', "arguments": '
 _NEXT = ", "
@@ -33,15 +33,28 @@ def named_call(tool: Mapping[str, Any]) -> StructuredOutputsParams:
 
 def forced_calls(tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> StructuredOutputsParams:
     """One call or, with ``parallel``, at least one, as a JSON list."""
-    rules = [f'start: "[" call{f" ({_quoted(_NEXT)} call)*" if parallel else ""} "]"']
-    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+    start = f'start: "[" call{f" ({_quoted(_NEXT)} call)*" if parallel else ""} "]"'
+    rules = [start, *call_rules(tools, begin="", end="", lenient=False)]
+    return StructuredOutputsParams(grammar="\n".join(rules) + "\n")
+
+
+def call_rules(
+    tools: Sequence[Mapping[str, Any]], *, begin: str, end: str, lenient: bool
+) -> list[str]:
+    """Rules of Lark's grammars for ``call``: ``{"name": ..., "arguments": {...}}`` of one of the
+    tools, between ``begin`` and ``end``.
+
+    ``lenient``: what a schema asks for and cannot be enforced is left out instead of an error.
+    """
+    options = {**_JSON_OPTIONS, "lenient": lenient}
+    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
         name = json.dumps(tool["function"]["name"], ensure_ascii=False)
-        schema = parameters_of(tool) | {"x-guidance": _JSON_OPTIONS}
-        head = _quoted(f"{_NAME}{name}{_ARGUMENTS}")
-        rules.append(f'call_{i}: {head} arguments_{i} "}}"')
+        schema = parameters_of(tool) | {"x-guidance": options}
+        head = _quoted(f"{begin}{_NAME}{name}{_ARGUMENTS}")
+        rules.append(f"call_{i}: {head} arguments_{i} {_quoted('}' + end)}")
         rules.append(f"arguments_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
-    return StructuredOutputsParams(grammar="\n".join(rules) + "\n")
+    return rules
 
 
 def _quoted(text: str) -> str:

@@ -6,10 +6,10 @@ import json
 
 from vmserve.tools.base import ContentBuffer, Event, overlap, parsed_call
 
-__all__ = ["HermesParser"]
+__all__ = ["BEGIN", "END", "HermesParser"]
 
-_BEGIN = "<tool_call>"
-_END = "</tool_call>"
+BEGIN = "<tool_call>"
+END = "</tool_call>"
 
 
 class HermesParser:
@@ -33,14 +33,14 @@ class HermesParser:
         events: list[Event] = []
         while self._is_inside:
             # Without an end marker: a whole call, or content in which others may follow.
-            body = self._held[len(_BEGIN) :]
+            body = self._held[len(BEGIN) :]
             call = self._call(body)
             if call is not None:
                 self._held, self._is_inside = "", False
                 events += self._out.call(call)
                 continue
             self._is_inside, self._held = False, body
-            events += self._out.content(_BEGIN)
+            events += self._out.content(BEGIN)
             events += self.feed("")
         events += self._out.content(self._held)
         self._held = ""
@@ -48,32 +48,32 @@ class HermesParser:
 
     def _outside(self) -> list[Event] | None:
         """Up to the next marker; None when more text is needed."""
-        place = self._held.find(_BEGIN)
+        place = self._held.find(BEGIN)
         if place >= 0:
             text, self._held = self._held[:place], self._held[place:]
-            self._is_inside, self._seen = True, len(_BEGIN)
+            self._is_inside, self._seen = True, len(BEGIN)
             return self._out.content(text)
-        cut = len(self._held) - overlap(self._held, _BEGIN)
+        cut = len(self._held) - overlap(self._held, BEGIN)
         if cut == 0:
             return None
         text, self._held = self._held[:cut], self._held[cut:]
         return self._out.content(text)
 
     def _inside(self) -> list[Event] | None:
-        place = self._held.find(_END, self._seen)
+        place = self._held.find(END, self._seen)
         if place < 0:
-            self._seen = max(len(_BEGIN), len(self._held) - len(_END) + 1)
+            self._seen = max(len(BEGIN), len(self._held) - len(END) + 1)
             return None
-        end = place + len(_END)
-        body = self._held[len(_BEGIN) : place]
+        end = place + len(END)
+        body = self._held[len(BEGIN) : place]
         call = self._call(body)
         if call is None and _is_in_string(body):
             self._seen = end  # the marker is part of an argument
             return []
         self._is_inside = False
         if call is None:  # others may follow within what was taken for it
-            self._held = self._held[len(_BEGIN) :]
-            return self._out.content(_BEGIN)
+            self._held = self._held[len(BEGIN) :]
+            return self._out.content(BEGIN)
         self._held = self._held[end:]
         return self._out.call(call)
 
