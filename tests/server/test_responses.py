@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,9 @@ def test_stored_responses(start: Start) -> None:
                 client.responses.retrieve(gone.id)
             with pytest.raises(openai.NotFoundError):
                 client.responses.delete(gone.id)
+        most = {f"{i:64}": "v" * 512 for i in range(16)}
+        kept = client.responses.create(model="fake", input="Hi", metadata=most)
+        assert client.responses.retrieve(kept.id).metadata == most
     error = running.error(PATH, {"input": "x", "previous_response_id": "resp_x"}, 404)
     assert error["param"] == "previous_response_id"
 
@@ -192,6 +196,10 @@ def test_bad_input(shared: Running, given: Any) -> None:
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"metadata": {"k" * 65: ""}}, f"metadata.{'k' * 65}.[key]"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k"),
+        ({"metadata": {"k": {"nested": {}}}}, "metadata.k"),
+        ({"metadata": {"k": 5}}, "metadata.k"),
     ],
 )
 def test_refusals(shared: Running, body: Body, param: str) -> None:
@@ -200,27 +208,76 @@ def test_refusals(shared: Running, body: Body, param: str) -> None:
     assert error_of(response)["param"] == param
 
 
-def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    store = ResponseStore(clock=lambda: now[0])
-    monkeypatch.setattr(response_store, "MAX_STORED", 2)
-    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 1000)
+ENTRY = StoredResponse.of({}, []).num_bytes
 
-    def put(name: str, size: int = 1) -> None:
-        store.put("t", name, StoredResponse({"x": "y" * size}, []))
 
-    def known(*names: str) -> list[bool]:
-        return [store.get("t", name) is not None for name in names]
+class Stored:
+    """A store of ten small responses a tenant, and a clock that stands."""
 
-    for name in ("a", "b", "c"):
-        put(name)
-    assert known("a", "b", "c") == [False, True, True]
-    assert store.get("other", "b") is None
-    put("d", 980)
-    assert known("c", "d") == [False, True]
-    put("e", 2000)
-    assert known("d", "e") == [False, False]
-    put("f")
-    now[0] = response_store.STORED_SECONDS
-    assert known("f") == [False]
-    assert not store.delete("t", "f")
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_tenants: int = 2) -> None:
+        monkeypatch.setattr(response_store, "MAX_STORED_BYTES", num_tenants * 10 * ENTRY)
+        self.now = 0.0
+        self.store = ResponseStore(num_tenants, clock=lambda: self.now)
+
+    def put(self, tenant: str, *names: str, more_bytes: int = 0) -> None:
+        for name in names:
+            self.store.put(tenant, name, StoredResponse(b"{}" + b" " * more_bytes, b"[]"))
+
+    def known(self, tenant: str) -> str:
+        names = "abcdefghijklmnopqrstuvwxyz"
+        return "".join(name for name in names if self.store.get(tenant, name) is not None)
+
+
+def test_the_oldest_give_way_to_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Stored(monkeypatch)
+    stored.put("t", *"abcdefghijkl")
+    assert stored.known("t") == "cdefghijkl"
+    stored.put("t", "m", more_bytes=8 * ENTRY)
+    assert stored.known("t") == "lm"
+    stored.put("t", "n", more_bytes=10 * ENTRY)
+    assert stored.known("t") == "lm"  # larger than all the room: not kept
+    assert stored.store.delete("t", "m")
+    stored.put("t", *"nopqrstuv")
+    assert stored.known("t") == "lnopqrstuv"
+
+
+def test_a_tenant_evicts_its_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Stored(monkeypatch)
+    stored.put("one", "a")
+    for index in range(1001):
+        stored.put("two", f"{index}")
+    assert stored.known("one") == "a"
+    assert stored.known("two") == ""
+    assert stored.store.get("two", "1000") is not None
+
+
+def test_responses_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Stored(monkeypatch)
+    stored.put("t", "a")
+    stored.now = 1.0
+    stored.put("t", "b")
+    stored.now = response_store.STORED_SECONDS
+    assert stored.known("t") == "b"
+    stored.now += 1.0
+    assert not stored.store.delete("t", "b")
+    stored.put("t", *"cdefghijkl")
+    assert stored.known("t") == "cdefghijkl"  # nothing of what is gone is counted
+
+
+def test_what_is_stored_takes_as_much_memory_as_is_counted() -> None:
+    """Small objects within each other took some thirty times the size of their JSON."""
+    store = ResponseStore(1)
+    num_bytes = 0
+    tracemalloc.start()
+    try:
+        for index in range(18):
+            nested: Any = [[{"": {}}] * 20_000]
+            stored = StoredResponse.of({"metadata": nested}, [{"role": "user", "content": nested}])
+            store.put("t", f"{index}", stored)
+            num_bytes += stored.num_bytes
+        del nested, stored
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes > 5_000_000
+    assert held <= num_bytes

@@ -80,6 +80,8 @@ SIZES: Final[dict[str, tuple[int, int]]] = {
     "logprob_token_ids": (1, 1024),
     "messages": (1, 65_536),
     "metadata": (0, 16),
+    "metadata.key": (0, 64),
+    "metadata.value": (0, 512),
     "output_config": (0, 16),
     "previous_response_id": (1, 256),
     "messages.role": (1, 256),

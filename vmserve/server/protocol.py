@@ -106,6 +106,10 @@ StopStrings = Annotated[
     BeforeValidator(_one_or_many),
     WithJsonSchema(_TEXT_OR_TEXTS),
 ]
+Metadata = Annotated[
+    dict[Annotated[str, sized("metadata.key")], Annotated[str, sized("metadata.value")]] | None,
+    sized("metadata"),
+]
 #: Checked by hand, for clearer errors than those of a union; None where absent.
 Anything = Annotated[Any, WithJsonSchema({})]
 #: Understood, but served later: present in the schema so that the refusal is no surprise.
@@ -243,7 +247,7 @@ class ResponsesRequest(ConstrainedRequest):
     store: bool | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int | None, bounded("max_output_tokens")] = None
-    metadata: Annotated[dict[str, Any] | None, sized("metadata")] = None
+    metadata: Metadata = None
     text: Anything = None
     tools: Anything = None
     tool_choice: Anything = None

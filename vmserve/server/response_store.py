@@ -2,82 +2,93 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from vmserve.server.wire import dump_json
 
-__all__ = ["MAX_STORED", "MAX_STORED_BYTES", "STORED_SECONDS", "ResponseStore", "StoredResponse"]
+__all__ = ["MAX_STORED_BYTES", "STORED_SECONDS", "ResponseStore", "StoredResponse"]
 
-#: Beyond these the oldest are forgotten.
-MAX_STORED = 1000
-MAX_STORED_BYTES = 64 << 20
+#: What all tenants may store together, in equal shares, and what one may store at most.
+MAX_STORED_BYTES = 256 << 20
+MAX_TENANT_BYTES = 64 << 20
 STORED_SECONDS = 3600.0
+#: Of an entry beside its two texts: objects, keys, places in dictionaries.
+_ENTRY_BYTES: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """``messages``: the conversation up to and with its output, without instructions."""
+    """JSON as it was written: as Python objects it would take up to thirty times the memory.
 
-    reply: dict[str, Any]
-    messages: list[dict[str, Any]]
+    ``conversation``: the messages up to and with the response's output, without instructions.
+    """
 
+    reply: bytes
+    conversation: bytes
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    stored: StoredResponse
-    num_bytes: int
-    until: float
+    @classmethod
+    def of(cls, reply: dict[str, Any], messages: list[dict[str, Any]]) -> StoredResponse:
+        return cls(dump_json(reply), dump_json(messages))
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation, parsed."""
+        messages: list[dict[str, Any]] = json.loads(self.conversation)
+        return messages
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.reply) + len(self.conversation) + _ENTRY_BYTES
 
 
 class ResponseStore:
-    """In memory, bounded in number, size and time. Each tenant finds only its own.
+    """In memory, bounded in size and time. Each tenant finds only its own, and has a share of its
+    own, in which its oldest give way to its newest.
 
-    One thread at a time. ``clock``: seconds.
+    One thread at a time. ``num_tenants``: how many there can be. ``clock``: seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, num_tenants: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._share = min(MAX_TENANT_BYTES, MAX_STORED_BYTES // num_tenants)
         self._clock = clock
-        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
-        self._num_bytes = 0
+        #: All, oldest first: when each expires.
+        self._until: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._stored: dict[str, OrderedDict[str, StoredResponse]] = {}
+        self._num_bytes: Counter[str] = Counter()
 
     def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
-        """What is larger than all the room there is, is not kept."""
-        num_bytes = len(dump_json([stored.reply, stored.messages]))
-        self.delete(tenant, response_id)
-        self._entries[tenant, response_id] = _Entry(
-            stored, num_bytes, self._clock() + STORED_SECONDS
-        )
-        self._num_bytes += num_bytes
-        while self._entries and self._is_over():
-            self._remove(next(iter(self._entries)))
+        """What is larger than the tenant's share is not kept."""
+        self._expire()
+        if stored.num_bytes > self._share:
+            return
+        own = self._stored.setdefault(tenant, OrderedDict())
+        while own and self._num_bytes[tenant] + stored.num_bytes > self._share:
+            self._remove(tenant, next(iter(own)))
+        own[response_id] = stored
+        self._until[tenant, response_id] = self._clock() + STORED_SECONDS
+        self._num_bytes[tenant] += stored.num_bytes
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        entry = self._entries.get((tenant, response_id))
-        if entry is None:
-            return None
-        if entry.until <= self._clock():
-            self._remove((tenant, response_id))
-            return None
-        return entry.stored
+        self._expire()
+        own = self._stored.get(tenant)
+        return None if own is None else own.get(response_id)
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Whether there was one."""
         if self.get(tenant, response_id) is None:
             return False
-        self._remove((tenant, response_id))
+        self._remove(tenant, response_id)
         return True
 
-    def _is_over(self) -> bool:
-        oldest = next(iter(self._entries.values()))
-        return (
-            len(self._entries) > MAX_STORED
-            or self._num_bytes > MAX_STORED_BYTES
-            or oldest.until <= self._clock()
-        )
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._until and next(iter(self._until.values())) <= now:
+            self._remove(*next(iter(self._until)))
 
-    def _remove(self, key: tuple[str, str]) -> None:
-        self._num_bytes -= self._entries.pop(key).num_bytes
+    def _remove(self, tenant: str, response_id: str) -> None:
+        del self._until[tenant, response_id]
+        self._num_bytes[tenant] -= self._stored[tenant].pop(response_id).num_bytes

@@ -62,7 +62,7 @@ class ResponsesService:
     def __init__(self, context: ServerContext, chat: ChatService) -> None:
         self._context = context
         self._chat = chat
-        self._store = ResponseStore()
+        self._store = ResponseStore(len(context.keys.callers))
 
     async def create(self, request: Request) -> Response:
         body = await read_model(request, ResponsesRequest)
@@ -81,7 +81,7 @@ class ResponsesService:
     async def retrieve(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
         stored = self._stored(request, response_id, "response_id")
-        return Response(dump_json(stored.reply), media_type=JSON_TYPE)
+        return Response(stored.reply, media_type=JSON_TYPE)
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
@@ -102,7 +102,7 @@ class ResponsesService:
         messages = messages_of(body.input)
         if body.previous_response_id is not None:
             earlier = self._stored(request, body.previous_response_id, "previous_response_id")
-            messages = earlier.messages + messages
+            messages = earlier.messages() + messages
         return messages
 
     async def _create(self, request: Request, body: ResponsesRequest) -> Response:
@@ -116,7 +116,7 @@ class ResponsesService:
         def store(final: dict[str, Any]) -> None:
             if keep:
                 said = messages_of(final["output"]) if final["output"] else []
-                kept = StoredResponse(final, [*messages, *said])
+                kept = StoredResponse.of(final, [*messages, *said])
                 self._store.put(_owner(request), response_id, kept)
 
         if body.stream:
