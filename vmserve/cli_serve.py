@@ -522,7 +522,11 @@ async def _serve(
             config,
             listener,
             stop,
-            lambda: logger.info("ready: serving %s at %s (Ctrl-C stops)", names, url),
+            lambda: logger.info(
+                "ready: serving %s at %s (in a browser: figures and a chat; Ctrl-C stops)",
+                names,
+                url,
+            ),
             app=app,
         )
 

@@ -32,6 +32,8 @@ __all__ = ["Monitor", "Screen", "top_command"]
 
 Data = dict[str, Any]
 
+#: What a document has that can be shown: servers of other versions may have less.
+_FIELDS: Final = frozenset({"stats", "pool", "requests", "latency", "num_failed"})
 #: How a use is drawn: its character and its colour.
 _LOOKS: Final = {
     "virtual": ("█", "blue"),
@@ -46,12 +48,11 @@ _LOOKS: Final = {
     "absent": ("·", "bright_black"),
 }
 _MAP_ROWS: Final = 8
-_COLUMNS: Final = (
-    "request", "state", "regime", "why", "prompt", "generated", "slots", "age", "TTFT", "ITL",
-)  # fmt: skip
 _NUMBERS: Final = ("prompt", "generated", "age", "TTFT", "ITL")
-#: Columns that give way in a narrow terminal, in this order, and the least they keep.
-_CUT: Final = (("request", 20), ("why", 12), ("request", 12), ("why", 3), ("request", 6))
+#: Columns that give way in a narrow terminal, in this order, and the least they keep; then those
+#: that are left out.
+_CUT: Final = (("request", 20), ("why", 12), ("request", 12), ("why", 6), ("request", 8))
+_LEFT_OUT: Final = ("why", "slots", "state", "regime")
 #: Tokens per second are averaged over so many seconds.
 _RATE_SECONDS: Final = 3.0
 _LONGEST_WAIT: Final = 15.0
@@ -94,7 +95,7 @@ def _document(reply: httpx.Response, url: str) -> Data:
         data = reply.json()
     except ValueError as error:
         raise _not_vmserve(url) from error
-    if not isinstance(data, dict) or not {"stats", "pool", "requests"} <= data.keys():
+    if not isinstance(data, dict) or not data.keys() >= _FIELDS:
         raise _not_vmserve(url)
     return data
 
@@ -234,52 +235,53 @@ def _requests(data: Data, width: int, room: int | None) -> RenderableType:
     if not rows:
         return Text(_others(data, 0) or "no requests", style="bright_black")
     cells = [_row(row) for row in rows]
+    widths = _widths(cells, width)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    for name, column_width in zip(_COLUMNS, _widths(cells, width), strict=True):
+    for name, column in widths.items():
         justify: JustifyMethod = "right" if name in _NUMBERS else "left"
-        table.add_column(
-            name, justify=justify, no_wrap=True, overflow="ellipsis", width=column_width
-        )
-    id_width = table.columns[0].width or 0
-    for row, texts in zip(rows, cells, strict=True):
-        if cell_len(texts[0]) > id_width:  # what tells ids apart comes after "chatcmpl-"
-            texts[0] = texts[0].partition("-")[2] or texts[0]
-        regime = Text(row["regime"], _LOOKS.get(row["regime"], ("", "white"))[1])
-        table.add_row(*texts[:2], regime, *texts[3:])
+        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", width=column)
+    for texts in cells:
+        if cell_len(texts["request"]) > widths["request"]:
+            # What tells ids apart comes after "chatcmpl-".
+            texts["request"] = texts["request"].partition("-")[2] or texts["request"]
+        colour = _LOOKS.get(texts["regime"], ("", "white"))[1]
+        table.add_row(*(Text(texts[name], colour if name == "regime" else "") for name in widths))
     more = _others(data, len(rows))
     return Group(table, Text(more, style="bright_black")) if more else table
 
 
-def _row(row: Data) -> list[str]:
-    """A request in the order of the columns."""
+def _row(row: Data) -> dict[str, str]:
+    """A request's texts by column."""
     costs = row["costs"]
     told = [f"{name} {_seconds(costs[name])}" for name in ("virtual", "paged") if name in costs]
-    return [
-        _plain(row["request_id"]),
-        row["state"],
-        row["regime"],
-        f"{row['reason']}{': ' if told else ''}{', '.join(told)}",
-        f"{row['num_prompt_tokens']:,}",
-        f"{row['num_output_tokens']:,}/{row['max_tokens'] * row['num_branches']:,}",
-        " ".join(map(str, row["slots"][:4])) or "–",
-        _seconds(row["age_seconds"]),
-        _seconds(row["ttft_seconds"]),
-        _seconds(row["itl_seconds"]),
-    ]
+    return {
+        "request": _plain(row["request_id"]),
+        "state": row["state"],
+        "regime": row["regime"],
+        "why": f"{row['reason']}{': ' if told else ''}{', '.join(told)}",
+        "prompt": f"{row['num_prompt_tokens']:,}",
+        "generated": f"{row['num_output_tokens']:,}/{row['max_tokens'] * row['num_branches']:,}",
+        "slots": " ".join(map(str, row["slots"][:4])) or "–",
+        "age": _seconds(row["age_seconds"]),
+        "TTFT": _seconds(row["ttft_seconds"]),
+        "ITL": _seconds(row["itl_seconds"]),
+    }
 
 
-def _widths(cells: list[list[str]], width: int) -> list[int]:
-    """What each column needs; where that is too much, reasons are cut first, then ids."""
-    widths = [
-        max(cell_len(name), *(cell_len(texts[i]) for texts in cells))
-        for i, name in enumerate(_COLUMNS)
-    ]
-    excess = sum(widths) + 2 * len(widths) - width
+def _widths(cells: list[dict[str, str]], width: int) -> dict[str, int]:
+    """What each column needs. In a narrow terminal ids and reasons are cut, then columns left out;
+    numbers are whole."""
+    widths = {
+        name: max(cell_len(name), *(cell_len(texts[name]) for texts in cells)) for name in cells[0]
+    }
+    excess = sum(widths.values()) + 2 * len(widths) - width
     for name, least in _CUT:
-        column = _COLUMNS.index(name)
-        cut = min(max(0, excess), max(0, widths[column] - least))
-        widths[column] -= cut
+        cut = min(max(0, excess), max(0, widths[name] - least))
+        widths[name] -= cut
         excess -= cut
+    for name in _LEFT_OUT:
+        if excess > 0:
+            excess -= widths.pop(name) + 2
     return widths
 
 

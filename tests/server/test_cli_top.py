@@ -179,6 +179,8 @@ def test_a_narrow_terminal_cuts_reasons_and_ids_but_no_number() -> None:
         *("0123456789a…", "running", "paged", "kernels:", "v…"),
         *("1,200", "7/32", "–", "3.2", "s", "250", "ms", "–"),
     ]
+    [row] = [line for line in drawn(screen, 60) if "1,200" in line]
+    assert row.split() == ["0123456…", "paged", "1,200", "7/32", "3.2", "s", "250", "ms", "–"]
     widest = [line for line in drawn(screen, 170) if line.startswith("chatcmpl-")]
     assert widest[0].startswith(f"{data['requests'][0]['request_id']}  running")
     for width in (50, 90):
