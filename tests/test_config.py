@@ -133,6 +133,9 @@ def test_on_a_gpu_the_cap_is_what_the_share_leaves(model: ModelConfig) -> None:
     assert sampling == sampling_bytes(model.vocab_size, 256) > 0
     half = resolve(EngineConfig(dtype="float16", gpu_memory_utilization=0.5), model, 8 * gib)
     assert resolved.kv_limit_bytes - half.kv_limit_bytes == int(0.9 * 8 * gib) - 4 * gib
+    assert (resolved.kv_regime, on_cpu.kv_regime) == ("virtual", "auto")
+    asked = resolve(EngineConfig(dtype="float16", kv_regime="auto"), model, gpu_bytes=8 * gib)
+    assert asked.kv_regime == "auto"
     exact = resolve(EngineConfig(kv_cache_memory="1GiB"), model, gpu_bytes=8 * gib)
     assert exact.kv_limit_bytes == gib
     with pytest.raises(ConfigurationError, match=r"0\.01 of the GPU's 8 GiB is less than"):

@@ -137,7 +137,8 @@ KVRegime = Annotated[
     _KVRegime | None,
     _option(
         "--kv-regime",
-        help="How a request's KV cache is laid out and read. Default: auto, chosen per request.",
+        help="How a request's KV cache is laid out and read. Default: auto, chosen per request; "
+        "virtual on a GPU, where both in one batch cost more launches.",
         panel=_KV,
     ),
 ]

@@ -113,7 +113,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_logprobs: int = 20
-    kv_regime: KVRegime = "auto"
+    kv_regime: KVRegime | None = None
     kv_cache_memory: int | str | None = None
     kv_page_size: int | str | None = None
     kv_zero_pages: ZeroPolicy = "tenant"
@@ -167,7 +167,7 @@ class EngineConfig:
 
     def _check_choices(self) -> None:
         choices = {
-            "kv_regime": get_args(KVRegime),
+            "kv_regime": (None, *get_args(KVRegime)),
             "kv_zero_pages": get_args(ZeroPolicy),
             "kv_mapper": get_args(KVMapper),
             "preemption": get_args(Preemption),
@@ -181,7 +181,8 @@ class EngineConfig:
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise ConfigurationError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+                names = ", ".join(filter(None, allowed))
+                raise ConfigurationError(f"{name}: {value!r} is not one of {names}")
 
     def _check_numbers(self) -> None:
         for name, (minimum, maximum) in _RANGES.items():
@@ -315,7 +316,9 @@ def resolve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         max_logprobs=vocabulary if max_logprobs == -1 else min(max_logprobs, vocabulary),
-        kv_regime=config.kv_regime,
+        # Both views in one batch are two kernels a layer, and on a GPU a step that is captured in
+        # pieces only.
+        kv_regime=config.kv_regime or ("virtual" if on_gpu else "auto"),
         kv_limit_bytes=kv_limit_bytes,
         kv_page_bytes=None if page is None else parse_size(page, "kv_page_size"),
         kv_zero_pages=config.kv_zero_pages,

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from tests.profiles import steady_profile
-from vmserve import LLM, SamplingParams
+from vmserve import LLM, SamplingParams, plan_layout
+from vmserve.attention.reference import ReferenceBackend
 from vmserve.bench.profile import measured_profile
 from vmserve.cli_bench import app
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.runner import calibration
+from vmserve.runner.runtime import HeadShape
+from vmserve.runner.torch_runtime import TorchCpuRuntime
 from vmserve.scheduler.profile import DeviceProfile, SequenceWork
 
 
@@ -62,6 +67,41 @@ def test_kernels_that_differ_by_chance_are_equally_fast() -> None:
     assert level(all_of_them, same_kernel=False) == [1.0, 1.0, 1.0, 1.0, 1.5, 1.0]
     assert level(real[::-1], same_kernel=False) == [1.0, 1.5]
     assert level(all_of_them, same_kernel=True) == [1.0] * 6
+
+
+class TimedDevice(TorchCpuRuntime):
+    """The processor in the place of a GPU that takes a microsecond for each layer."""
+
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_rows: list[int] = []
+
+    def layer_probe(self, call: Any, num_tokens: int, heads: Any) -> Any:
+        self.num_rows.append(num_tokens)
+        return super().layer_probe(call, num_tokens, heads)
+
+    def copy_probe(self, num_bytes: int) -> Any:
+        return lambda: None
+
+    def timer(self, work: Any) -> Any:
+        work()
+        return lambda: 1e-6
+
+
+def test_on_a_gpu_kernels_are_timed_by_the_device() -> None:
+    """Neither launching nor laying out a step is in the prices: graphs and the step before hide
+    them."""
+    layout = plan_layout(3, 2, 16, "float32", 4096, page_tokens=64)
+    backends = {regime: ReferenceBackend() for regime in Regime}
+    runtime = TimedDevice()
+    heads = HeadShape(4, 2, 16, DType.FLOAT32)
+    profile = calibration.measure_profile(layout, backends, heads, 8192, runtime)
+    for kernel in (profile.virtual, profile.paged):
+        assert kernel.call == pytest.approx(3e-6)
+        assert (kernel.sequence, kernel.read, kernel.pair) == (0, 0, 0)
+    assert sorted(runtime.num_rows) == [1, 1, 4, 4, 4, 4, 1024, 1024]
 
 
 def test_one_kernel_over_both_views_has_one_price() -> None:

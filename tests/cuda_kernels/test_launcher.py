@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from vmserve.attention.cuda import CudaLauncher, launcher
+from vmserve.attention.cuda import CudaLauncher, CudaPagedBackend, launcher
 from vmserve.attention.cuda.params import MoveArgs
 from vmserve.attention.cuda.plan import Resident
 from vmserve.attention.cuda.variant import KERNELS, Variant
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, DriverError
 
 DRIVER: Any = importlib.import_module("cuda.bindings.driver")
@@ -42,12 +43,14 @@ class NotedDriver:
         self.attributes: dict[tuple[str, str], int] = {}
         self.launches: list[tuple[Any, ...]] = []
         self.context: str | None = None
+        #: Of a block, and of a multiprocessor.
+        self.shared_bytes = (232_448, 233_472)
         self.status = DRIVER.CUresult.CUDA_SUCCESS
 
     def cuDeviceGetAttribute(self, attribute: Any, device: int) -> tuple[Any, int]:
         per_block = "PER_BLOCK_OPTIN" in attribute.name
         assert per_block or "PER_MULTIPROCESSOR" in attribute.name
-        return DRIVER.CUresult.CUDA_SUCCESS, 232_448 if per_block else 233_472
+        return DRIVER.CUresult.CUDA_SUCCESS, self.shared_bytes[0 if per_block else 1]
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, str]:
         return DRIVER.CUresult.CUDA_SUCCESS, f"context of {device}"
@@ -127,6 +130,31 @@ def test_a_launch_passes_the_structure_on_the_current_stream(driver: NotedDriver
     driver.status = DRIVER.CUresult.CUDA_ERROR_LAUNCH_FAILED
     with pytest.raises(DriverError, match="cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED"):
         ours.launch(VARIANT, "vms_copy", 9, args)
+
+
+@pytest.mark.parametrize(
+    ("capability", "block_bytes", "head_dim", "why"),
+    [
+        ((9, 0), 232_448, 256, None),
+        ((8, 9), 101_376, 128, None),
+        ((8, 9), 101_376, 256, "heads of 256 need 139776 bytes of shared memory for a block; this"),
+        ((7, 5), 65_536, 64, "compute capability 8.0 or later, this one has 7.5"),
+    ],
+)
+def test_what_a_device_cannot_run_is_refused_at_start(
+    driver: NotedDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    block_bytes: int,
+    head_dim: int,
+    why: str | None,
+) -> None:
+    """And not in the first step that compiles its kernels."""
+    driver.shared_bytes = (block_bytes, block_bytes + 1024)
+    device = SimpleNamespace(major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    found = CudaPagedBackend().refusal(head_dim, DType.BFLOAT16)
+    assert found is None if why is None else why in (found or "")
 
 
 def test_the_bindings_have_what_the_launcher_calls() -> None:

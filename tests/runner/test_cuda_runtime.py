@@ -36,9 +36,15 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self) -> None:
+    def __init__(self, enable_timing: bool = False) -> None:
         self.stream: FakeStream | None = None
         self.num_waits = 0
+        self.is_timing = enable_timing
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.is_timing
+        assert other.num_waits == 1
+        return 30.0
 
     def record(self, stream: FakeStream) -> None:
         self.stream = stream
@@ -83,8 +89,8 @@ class FakeCuda:
         self.refused_pool = ""
         self.events: list[FakeEvent] = []
 
-    def Event(self) -> FakeEvent:
-        self.events.append(FakeEvent())
+    def Event(self, enable_timing: bool = False) -> FakeEvent:
+        self.events.append(FakeEvent(enable_timing))
         return self.events[-1]
 
     def current_device(self) -> int:
@@ -218,6 +224,23 @@ def test_capturing(cuda: FakeCuda) -> None:
         made.abort_capture()
         assert cuda.calls[6:] == [(apart, "begin", "pool 2", "thread_local"), (apart, "end")]
         assert (cuda.current, gc.isenabled()) == (own, True)
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_timing_by_events_around_replays(cuda: FakeCuda, is_captured: bool) -> None:
+    """Where the work cannot be captured, around the work itself."""
+    made = CudaRuntime()
+    runs: list[str] = []
+    cuda.refused_pool = "" if is_captured else "pool 1"
+    with made.active():
+        seconds = made.timer(lambda: runs.append("work"))
+        cuda.calls.clear()
+        before = len(runs)
+        assert seconds() == pytest.approx(30e-3 / 10)
+    assert before == (2 if is_captured else 1)
+    assert len(runs) - before == (0 if is_captured else 11)
+    assert [call for _, call in cuda.calls] == (["replay"] * 11 if is_captured else [])
+    assert [event.stream for event in cuda.events] == [cuda.made, cuda.made]
 
 
 def test_a_capture_that_cannot_begin_leaves_the_engine_on_its_stream(cuda: FakeCuda) -> None:

@@ -64,6 +64,24 @@ def test_cuda_without_a_gpu_says_why(monkeypatch: pytest.MonkeyPatch, sim: SimCu
     assert "may be newer than the driver" in (cuda_refusal(str(sim.path)) or "")
 
 
+def test_a_gpu_that_is_too_old_is_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch, sim: SimCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every step would fail there: the kernels are not compiled for it."""
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
+    why = cuda_refusal(str(sim.path)) or ""
+    assert why.startswith("Tesla T4 has compute capability 7.5, and the kernels need 8.0 or later")
+    monkeypatch.setattr("vmserve.memory.cuda.cuda_refusal", lambda: why)
+    monkeypatch.setattr("vmserve.runner.runtime.driver_refusal", lambda: None)
+    assert open_runtime("auto").device_type == "cpu"
+    assert "running on the CPU: Tesla T4 has" in caplog.text
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    assert cuda_refusal(str(sim.path)) is None
+
+
 def test_drivers_and_devices_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
     with pytest.raises(ConfigurationError, match="kv_driver: cuda gives memory of a GPU, and"):

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaMemory", "cuda_refusal", "current_memory"]
 
+#: Of FlashAttention 2 and of our own kernels.
+LEAST_CAPABILITY = (8, 0)
 #: torch.cuda has parts without types.
 _cuda: Any = torch.cuda
 
@@ -144,4 +146,14 @@ def cuda_refusal(library: str = CUDA_LIBRARY) -> str | None:
             f"torch {torch.__version__} finds no device, though the driver does: its CUDA "
             f"{torch.version.cuda} may be newer than the driver; update the driver"
         )
+    capability = tuple(_cuda.get_device_capability())
+    if capability < LEAST_CAPABILITY:
+        return (
+            f"{_cuda.get_device_name()} has compute capability {_dotted(capability)}, and the "
+            f"kernels need {_dotted(LEAST_CAPABILITY)} or later (A100, L4, RTX 30 and newer)"
+        )
     return None
+
+
+def _dotted(capability: tuple[int, ...]) -> str:
+    return ".".join(map(str, capability))

@@ -4,6 +4,9 @@ The kernels of both regimes run on a scratch pool with one group of the layout (
 strides and pages), at a few shapes; mapping is timed on the same pool. Times are the least of
 several interleaved tries, as other work on the machine only ever adds.
 
+On a GPU kernels are timed on the device, by events around replays of a graph: what launching them
+takes is not in a captured step, and the host's part of a step is hidden behind the step before.
+
 Caches are warm, as one layer's keys and values are read again and again: what is measured compares
 the two views, and is the lower bound of what either costs in a model that fills memory.
 """
@@ -38,8 +41,9 @@ _TRIES = 5
 _RESOLUTION = 0.15
 #: Sequences and positions of the decoding shapes, tokens of the prompt.
 _FEW, _MANY = 1, 4
-_SHORT, _LONG = 16, 512
-_PROMPT = 128
+_SHORT = 16
+_LONG = {"cpu": 512, "cuda": 4096}  # a GPU is not busy with less
+_PROMPT = {"cpu": 128, "cuda": 1024}
 _MAPPED_PAGES = 8
 _COPIED_BYTES = 8 << 20
 
@@ -53,8 +57,7 @@ def measure_profile(
 ) -> DeviceProfile:
     """What attention, mapping and copying cost here, for a model with this layout.
 
-    What a step costs beside them is not measured: those costs are 0 in the profile. On a GPU,
-    launches are part of what kernels take, as they are of a step that is not captured.
+    What a step costs beside them is not measured: those costs are 0 in the profile.
     """
     slack = max(b.read_slack_tokens for b in backends.values())
     with runtime.active():
@@ -92,7 +95,7 @@ class _Scratch:
         self.runtime = runtime
         per_group = layout.layers_per_group
         self.layout = dataclasses.replace(layout, num_layers=per_group)
-        self.length = min(_LONG, max_len - 1)
+        self.length = min(_LONG[runtime.device_type], max_len - 1)
         pages = 2 * _MANY * self.layout.pages_for(self.length + 1 + read_slack_tokens)
         self._memory = MemoryManager(
             self.layout,
@@ -137,7 +140,7 @@ class _Scratch:
             self._grow([seq], _MAPPED_PAGES * self.layout.page_tokens)
             self._memory.release(seq)
 
-        return float(_samples([map_and_release], self.runtime).min()) / _MAPPED_PAGES
+        return float(_host_samples([map_and_release], self.runtime).min()) / _MAPPED_PAGES
 
     def close(self) -> None:
         self._memory.close()
@@ -150,7 +153,7 @@ def _measure_kernels(
     heads: HeadShape,
 ) -> dict[Regime, KernelCosts]:
     long = scratch.length
-    prompt = min(_PROMPT, long)
+    prompt = min(_PROMPT[scratch.runtime.device_type], long)
     shapes = [
         ([0], [_SHORT], [1]),
         (range(_MANY), [_SHORT] * _MANY, [1] * _MANY),
@@ -166,12 +169,11 @@ def _measure_kernels(
     # One kernel over both views does the same work: what tells them apart here, try after try, is
     # where their pages happen to lie in the caches.
     same = len({backend.name for backend in backends.values()}) == 1
-    binds = _samples([bind for bind, _ in steps], scratch.runtime)
-    layers = _samples([layer for _, layer in steps], scratch.runtime)
-    seconds = [
-        bind + layer * layout.num_layers
-        for bind, layer in zip(_level(binds, same), _level(layers, same), strict=True)
-    ]
+    layers = _level(_in_turn([scratch.runtime.timer(layer) for _, layer in steps]), same)
+    seconds = [layer * layout.num_layers for layer in layers]
+    if scratch.runtime.device_type == "cpu":
+        binds = _level(_host_samples([bind for bind, _ in steps], scratch.runtime), same)
+        seconds = [bind + layer for bind, layer in zip(binds, seconds, strict=True)]
     costs = {}
     for index, regime in enumerate(regimes):
         few, many, far, read = seconds[index :: len(regimes)]
@@ -219,24 +221,36 @@ def _level(samples: NDArray[np.float64], same_kernel: bool) -> list[float]:
     return [float(seconds) for seconds in least]
 
 
-def _samples(calls: list[Callable[[], object]], runtime: DeviceRuntime) -> NDArray[np.float64]:
-    """Seconds of each in several tries that take turns: ``[calls, tries]``.
+def _in_turn(timers: list[Callable[[], float]]) -> NDArray[np.float64]:
+    """Seconds of each in several tries that take turns: ``[timers, tries]``."""
+    samples = np.empty((len(timers), _TRIES))
+    for attempt in range(_TRIES):
+        for index, seconds in enumerate(timers):
+            samples[index, attempt] = seconds()
+    return samples
+
+
+def _host_samples(calls: list[Callable[[], object]], runtime: DeviceRuntime) -> NDArray[np.float64]:
+    """The same by the host's clock, until the device has done what each call asked for.
 
     Each runs once before it is timed: what ran before it must not tell in its time.
     """
-    samples = np.empty((len(calls), _TRIES))
-    for attempt in range(_TRIES):
-        for index, call in enumerate(calls):
+
+    def timer(call: Callable[[], object]) -> Callable[[], float]:
+        def seconds() -> float:
             call()
             runtime.synchronize()
             began = time.perf_counter()
             call()
             runtime.synchronize()
-            samples[index, attempt] = time.perf_counter() - began
-    return samples
+            return time.perf_counter() - began
+
+        return seconds
+
+    return _in_turn([timer(call) for call in calls])
 
 
 def _copy_bytes_per_second(runtime: DeviceRuntime) -> float:
     """From host memory to the device: what swapping takes."""
-    copies = _samples([runtime.copy_probe(_COPIED_BYTES)], runtime)
+    copies = _host_samples([runtime.copy_probe(_COPIED_BYTES)], runtime)
     return _COPIED_BYTES / float(copies.min())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -166,6 +167,11 @@ class DeviceRuntime(Protocol):
         """A copy from host memory to the device."""
         ...
 
+    def timer(self, work: Callable[[], object]) -> Callable[[], float]:
+        """Seconds that the device takes for ``work`` once it has run before, of a new run at each
+        call; without the time of launching it, where a captured step has none."""
+        ...
+
 
 class CpuRuntime:
     """The processor, with our own decoder and kernels: work is done when a call returns.
@@ -266,6 +272,15 @@ class CpuRuntime:
         source, target = np.ones(num_bytes, dtype=np.uint8), np.empty(num_bytes, dtype=np.uint8)
         return lambda: np.copyto(target, source)
 
+    def timer(self, work: Callable[[], object]) -> Callable[[], float]:
+        def seconds() -> float:
+            work()  # what ran before must not tell in its time
+            began = time.perf_counter()
+            work()
+            return time.perf_counter() - began
+
+        return seconds
+
 
 class TorchRuntime(DeviceRuntime, Protocol):
     """A device where torch computes."""
@@ -350,6 +365,8 @@ def open_runtime(name: str, kv_driver: str = "auto") -> DeviceRuntime:
             f"kv_driver: cuda gives memory of a GPU, and the model is on the CPU{why}: use "
             "--kv-driver auto, or --device cuda"
         )
-    if name == "auto" and refusal is not None:
-        logger.debug("running on the CPU: %s", refusal)
+    if name == "auto" and refusal is not None and not on_host:
+        # Somebody who has a GPU expects it to be used.
+        has_gpu = driver_refusal() is None
+        logger.log(logging.WARNING if has_gpu else logging.DEBUG, "running on the CPU: %s", refusal)
     return CpuRuntime(driver="host" if kv_driver == "auto" else kv_driver)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -49,8 +50,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaRuntime", "TorchCpuRuntime"]
 
+logger = logging.getLogger(__name__)
 #: torch.cuda has parts without types.
 _cuda: Any = torch.cuda
+#: Runs between two events: one alone is not much longer than what events resolve.
+_TIMED_RUNS = 10
 
 
 class _TorchWork(ABC):
@@ -284,6 +288,30 @@ class CudaRuntime(_TorchWork):
         if graph is not None:
             with contextlib.suppress(RuntimeError), self._capture:  # of the known error
                 graph.capture_end()
+
+    def timer(self, work: Callable[[], object]) -> Callable[[], float]:
+        work()  # libraries set themselves up
+        self.new_graphs()
+        run = work
+        try:
+            self.begin_capture()
+            work()
+            run = self.end_capture().replay
+        except RuntimeError as error:
+            self.abort_capture()
+            logger.debug("timed with its launches: %s", error)
+
+        def seconds() -> float:
+            run()
+            began, ended = (_cuda.Event(enable_timing=True) for _ in range(2))
+            began.record(self._stream)
+            for _ in range(_TIMED_RUNS):
+                run()
+            ended.record(self._stream)
+            ended.synchronize()
+            return float(began.elapsed_time(ended)) / 1e3 / _TIMED_RUNS
+
+        return seconds
 
     def synchronize(self) -> None:
         self._stream.synchronize()

@@ -76,7 +76,10 @@ class CudaPagedBackend:
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
         if self._given is None and not torch.cuda.is_available():
             return "torch sees no GPU here"
-        return Variant.refusal(head_dim, as_torch(dtype))
+        refusal = Variant.refusal(head_dim, as_torch(dtype))
+        if refusal is None and self._given is None:
+            refusal = CudaLauncher().refusal(head_dim)
+        return refusal
 
     @property
     def launcher(self) -> Launcher:

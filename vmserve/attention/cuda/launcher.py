@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vmserve.attention.cuda.compile import CubinCache, _imported
+from vmserve.attention.cuda.compile import CompileError, CubinCache, _imported
 from vmserve.attention.cuda.plan import Resident
 from vmserve.attention.cuda.variant import KERNELS, Sizes, Variant, architecture, sizes_for
 from vmserve.errors import ConfigurationError, DriverError
@@ -62,6 +62,20 @@ class CudaLauncher:
     def device(self) -> torch.device:
         return self._device
 
+    def refusal(self, head_dim: int) -> str | None:
+        """Why the device cannot run the kernels for such heads; None if it can."""
+        properties = torch.cuda.get_device_properties(self._device)
+        if properties.major < 8:
+            return (
+                f"they need a GPU of compute capability 8.0 or later, this one has "
+                f"{properties.major}.{properties.minor}"
+            )
+        try:
+            self._sizes(head_dim)
+        except (ValueError, CompileError) as error:  # too little shared memory; no cuda-bindings
+            return str(error)
+        return None
+
     @cached_property
     def _driver(self) -> Any:
         return _imported("cuda.bindings.driver")
@@ -88,7 +102,7 @@ class CudaLauncher:
     def _load(self, variant: Variant) -> _Loaded:
         self._enter_context()
         properties = torch.cuda.get_device_properties(self._device)
-        sizes = self._sizes(variant)
+        sizes = self._sizes(variant.head_dim)
         target = architecture(properties.major, properties.minor)
         cubin = self._cache.get(variant, sizes, target)
         image = ctypes.create_string_buffer(cubin, len(cubin))
@@ -132,7 +146,7 @@ class CudaLauncher:
         context = self._check("cuDevicePrimaryCtxRetain", result)
         self._check("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(context))
 
-    def _sizes(self, variant: Variant) -> Sizes:
+    def _sizes(self, head_dim: int) -> Sizes:
         attribute = self._driver.CUdevice_attribute
         names = (
             "CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
@@ -147,7 +161,7 @@ class CudaLauncher:
             )
             for name in names
         )
-        return sizes_for(variant.head_dim, block, multiprocessor)
+        return sizes_for(head_dim, block, multiprocessor)
 
     def _check(self, call: str, result: tuple[Any, ...]) -> Any:
         """The call's value; raises :class:`~vmserve.errors.DriverError` with its status."""
