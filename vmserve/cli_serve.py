@@ -135,8 +135,9 @@ def serve_command(
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with lines name:key or name:sha256:DIGEST. Who has a key is a tenant: "
-            "nothing of the KV cache is shared between tenants.",
+            help="File with lines name:key or name:sha256:DIGEST; after the name may stand "
+            "sequences=N, requests=N, tokens-per-minute=N. Who has a key is a tenant: nothing of "
+            "the KV cache is shared between tenants.",
             rich_help_panel=_NETWORK,
         ),
     ] = None,
@@ -302,6 +303,33 @@ def serve_command(
             rich_help_panel=_LIMITS,
         ),
     ] = 8_000_000,
+    max_key_sequences: Annotated[
+        int | None,
+        typer.Option(
+            help="Sequences (choices of all prompts) of one key that run at once; its further "
+            "requests wait. Default: no limit.",
+            rich_help_panel=_LIMITS,
+            show_default=False,
+        ),
+    ] = None,
+    max_key_requests: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompts of one key that wait or run before others of it get a 429. Default: no "
+            "limit.",
+            rich_help_panel=_LIMITS,
+            show_default=False,
+        ),
+    ] = None,
+    key_tokens_per_minute: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of prompts and answers that one key may use in a minute before it gets a "
+            "429. Default: no limit.",
+            rich_help_panel=_LIMITS,
+            show_default=False,
+        ),
+    ] = None,
     max_connections: Annotated[
         int | None,
         typer.Option(
@@ -396,6 +424,9 @@ def serve_command(
         otlp_traces_endpoint=otlp_traces_endpoint,
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
+        max_key_sequences=max_key_sequences,
+        max_key_requests=max_key_requests,
+        key_tokens_per_minute=key_tokens_per_minute,
         max_connections=max_connections,
         max_connections_per_address=max_connections_per_address,
     )

@@ -98,6 +98,7 @@ class Shape:
     max_logprobs: int = 20
     max_num_seqs: int = 128
     vocab_size: int = VOCAB_SIZE
+    request_timeout: float | None = None
 
 
 def scripted(text: str) -> Callable[[list[int], int], list[int]]:

@@ -10,15 +10,34 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from vmserve.errors import ConfigurationError
 
-__all__ = ["ApiKey", "Caller", "KeyRing", "read_key_file"]
+__all__ = ["ApiKey", "Caller", "KeyLimits", "KeyRing", "read_key_file"]
 
 _DIGEST_CHARS = 64
 _MAX_NAME_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What a tenant may have: sequences that run at once, requests that wait or run, and tokens
+    (of prompts and answers) a minute. None: no limit."""
+
+    sequences: int | None = None
+    requests: int | None = None
+    tokens_per_minute: int | None = None
+
+    def or_else(self, default: KeyLimits) -> KeyLimits:
+        """With the limits of ``default`` where this has none."""
+        return KeyLimits(
+            *(
+                getattr(default if getattr(self, each.name) is None else self, each.name)
+                for each in fields(self)
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +46,14 @@ class ApiKey:
 
     name: str
     digest: str
+    limits: KeyLimits = KeyLimits()
 
     @classmethod
-    def of(cls, name: str, key: str) -> ApiKey:
-        return cls(name, hashlib.sha256(key.encode()).hexdigest())
+    def of(cls, name: str, key: str, limits: KeyLimits = KeyLimits()) -> ApiKey:
+        return cls(name, hashlib.sha256(key.encode()).hexdigest(), limits)
+
+
+_LIMITS = tuple(each.name for each in fields(KeyLimits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +116,10 @@ class KeyRing:
 def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     """Lines ``name:key``, or ``name:sha256:<64 hexadecimal digits>``; ``#`` begins a comment line.
 
-    Several lines may have one name. Raises :class:`~vmserve.errors.ConfigurationError`, which
-    never shows a key.
+    After the name may stand limits: ``name sequences=16 requests=64 tokens-per-minute=100000:key``.
+    Several lines may have one name; what one of them limits holds for all.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`, which never shows a key.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -109,20 +134,48 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     ]
     if not keys:
         raise ConfigurationError(f"api_key_file: {path} has no key: write lines name:key")
-    return tuple(keys)
+    limits: dict[str, KeyLimits] = {}
+    for key in keys:
+        known = limits.setdefault(key.name, KeyLimits())
+        limits[key.name] = known.or_else(key.limits)
+        if key.limits.or_else(known) != limits[key.name]:
+            raise ConfigurationError(
+                f"api_key_file: lines of {key.name!r} in {path} give different limits: write each "
+                "limit once"
+            )
+    return tuple(ApiKey(key.name, key.digest, limits[key.name]) for key in keys)
 
 
 def _parse(path: Path, number: int, line: str) -> ApiKey:
     # Stripped, as what comes in a header is: "name: key" is natural to write.
-    name, key = (part.strip() for part in line.partition(":")[::2])
+    who, key = (part.strip() for part in line.partition(":")[::2])
     kind, _, digest = key.partition(":")
     where = f"api_key_file: line {number} of {path}"
+    name, limits = _parse_limits(who, where)
     if not (name and key) or len(name) > _MAX_NAME_CHARS or not name.isprintable():
         raise ConfigurationError(
             f"{where} is not name:key with a name of 1 to {_MAX_NAME_CHARS} characters"
         )
     if kind != "sha256":
-        return ApiKey.of(name, key)
+        return ApiKey.of(name, key, limits)
     if len(digest) != _DIGEST_CHARS or not set(digest.lower()) <= set("0123456789abcdef"):
         raise ConfigurationError(f"{where}: sha256: must be followed by 64 hexadecimal digits")
-    return ApiKey(name, digest.lower())
+    return ApiKey(name, digest.lower(), limits)
+
+
+def _parse_limits(who: str, where: str) -> tuple[str, KeyLimits]:
+    """The name, and the limits that follow it: words with a ``=``, but for the first word."""
+    words = who.split()
+    given: dict[str, int] = {}
+    while len(words) > 1 and "=" in words[-1]:
+        option, _, number = words.pop().partition("=")
+        name = option.replace("-", "_")
+        if name not in _LIMITS or name in given:
+            raise ConfigurationError(
+                f"{where}: {option}= is no limit, or is given twice; there are "
+                f"{', '.join(each.replace('_', '-') for each in _LIMITS)}"
+            )
+        if not (number.isascii() and number.isdigit()) or int(number) < 1:
+            raise ConfigurationError(f"{where}: {option}={number[:20]} is not a number from 1 on")
+        given[name] = int(number)
+    return (" ".join(words) if given else who), KeyLimits(**given)

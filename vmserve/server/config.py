@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from vmserve.errors import ConfigurationError
-from vmserve.server.auth import ApiKey
+from vmserve.server.auth import ApiKey, KeyLimits
 from vmserve.server.limits import WRITE_STALL_SECONDS
 from vmserve.tools.reasoning import REASONING_PARSERS
 from vmserve.tools.registry import check_parser
@@ -34,7 +34,8 @@ class ServerConfig:
 
     ``served_model_names`` are the names that requests may give; replies lead with the first.
     ``max_queued_requests`` and ``max_queued_tokens`` bound what waits for the engine, before
-    requests are answered with 429. ``shutdown_timeout`` is in seconds, as is
+    requests are answered with 429; ``max_key_sequences``, ``max_key_requests`` and
+    ``key_tokens_per_minute`` bound each tenant. ``shutdown_timeout`` is in seconds, as is
     ``engine_death_linger``, for which a server without an engine answers 503 before it ends.
     ``write_timeout``: seconds that a client may leave a full buffer unread. ``model_root`` is
     what model cards give as ``root``; ``tokenizer_info`` what ``/tokenizer_info`` answers, if
@@ -75,6 +76,9 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = None
     max_queued_requests: int = 1024
     max_queued_tokens: int = 8_000_000
+    max_key_sequences: int | None = None
+    max_key_requests: int | None = None
+    key_tokens_per_minute: int | None = None
     max_connections: int | None = None
     max_connections_per_address: int | None = None
 
@@ -121,6 +125,9 @@ class ServerConfig:
         for name in (
             "max_queued_requests",
             "max_queued_tokens",
+            "max_key_sequences",
+            "max_key_requests",
+            "key_tokens_per_minute",
             "max_connections",
             "max_connections_per_address",
         ):
@@ -133,6 +140,11 @@ class ServerConfig:
         """All keys; those without a name are called key-0, key-1, ..."""
         plain = (ApiKey.of(f"key-{i}", key) for i, key in enumerate(self.api_keys))
         return (*plain, *self.named_keys)
+
+    @property
+    def key_limits(self) -> KeyLimits:
+        """Of each tenant, where its key says nothing else."""
+        return KeyLimits(self.max_key_sequences, self.max_key_requests, self.key_tokens_per_minute)
 
     @property
     def model_name(self) -> str:

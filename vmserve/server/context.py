@@ -13,6 +13,7 @@ from vmserve.server.auth import KeyRing
 from vmserve.server.config import ServerConfig
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import ApiError
+from vmserve.server.key_limits import KeyLedger
 from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.telemetry import Telemetry
 from vmserve.server.tracing import Tracing
@@ -40,6 +41,9 @@ class ServerContext:
             config.max_queued_tokens,
             lambda: int(engine.stats().get("num_requests_running", 0)),
         )
+        self.key_limits = KeyLedger(
+            config.key_limits, {key.name: key.limits for key in config.named_keys}
+        )
         self.telemetry = Telemetry()
         endpoint = config.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(endpoint)
@@ -63,7 +67,7 @@ class ServerContext:
 
     @property
     def num_rejected(self) -> int:
-        return self.admission.num_rejected
+        return self.admission.num_rejected + self.key_limits.num_rejected
 
     @property
     def num_failed(self) -> int:

@@ -54,6 +54,9 @@ class _ModelShape(Protocol):
 
 class _Resolved(Protocol):
     @property
+    def request_timeout(self) -> float | None: ...
+
+    @property
     def max_model_len(self) -> int: ...
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from vmserve.errors import EngineDeadError, VmserveError
+from vmserve.errors import DeadlineError, EngineDeadError, VmserveError
 from vmserve.prompts import Prompt
 from vmserve.sampling import GenerationParams
 from vmserve.server.auth import Caller
@@ -78,11 +79,19 @@ class Generation:
         self._trace = trace
         # Two clients may choose the same id; the engine's must be unique.
         self._engine_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
+        self._use = context.key_limits.admit(
+            terms.tenant,
+            len(jobs),
+            sum(job.params.num_sequences for job in jobs),
+            sum(len(job.token_ids) for job in jobs),
+        )
+        stack.callback(self._use.release)
         ticket = context.admission.admit(len(jobs), sum(self._cost(job) for job in jobs))
         stack.callback(context.admission.release, ticket)
 
     async def run(self) -> list[RequestOutput]:
         """The finished output of every job, in order."""
+        await self._enter()
         return await gather([self._run_one(index) for index in range(len(self._jobs))])
 
     async def stream(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -91,6 +100,7 @@ class Generation:
         Returns once the engine has accepted every job, so that a refusal is raised here and
         not by the iterator.
         """
+        await self._enter()
         streams = [self._open(index, stream=True) for index in range(len(self._jobs))]
         for stream in streams:
             await self._stack.enter_async_context(closing(stream))
@@ -106,8 +116,9 @@ class Generation:
         try:
             async with closing(_merge(firsts, streams)) as merged:
                 async for index, output in merged:
-                    for choice in output.outputs:
-                        num_tokens[index] += len(choice.token_ids)
+                    num_new = sum(len(choice.token_ids) for choice in output.outputs)
+                    num_tokens[index] += num_new
+                    self._use.charge(num_new)
                     if output.finished:
                         self._finished(index, output, num_tokens[index])
                     yield index, output
@@ -121,8 +132,29 @@ class Generation:
             output = await _next(outputs)
         output.outputs.sort(key=lambda choice: choice.index)
         num_tokens = sum(len(choice.token_ids) for choice in output.outputs)
+        self._use.charge(num_tokens)
         self._finished(index, output, num_tokens)
         return output
+
+    async def _enter(self) -> None:
+        """Wait for the tenant's other sequences, if it has as many as it may; this takes of the
+        request's time. Raises :class:`~vmserve.errors.DeadlineError`."""
+        if self._use.enters_now():
+            return
+        limits = (self._terms.timeout, self._context.engine.resolved.request_timeout)
+        seconds = min((each for each in limits if each is not None), default=None)
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._use.enter()
+        except TimeoutError:
+            raise DeadlineError(
+                f"the request waited its {seconds:g} seconds for other sequences of its key to "
+                "end: send fewer at once, or allow more time"
+            ) from None
+        if seconds is not None:
+            left = max(seconds - (time.monotonic() - began), 1e-3)
+            self._terms = self._terms._replace(timeout=left)
 
     def _open(self, index: int, *, stream: bool) -> AsyncIterator[RequestOutput]:
         job = self._jobs[index]
@@ -139,6 +171,7 @@ class Generation:
         )
 
     def _finished(self, index: int, output: RequestOutput, num_tokens: int) -> None:
+        self._use.leave(self._jobs[index].params.num_sequences)
         self._context.telemetry.observe(self._jobs[index].params, output, num_tokens)
         if self._trace is not None:
             self._trace.finished(output, num_tokens)
