@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pwd
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,7 @@ from vmserve.errors import ConfigurationError
 from vmserve.hub import EMBEDDED_NAME, is_embedded
 from vmserve.models import ModelConfig, resolve_model
 
+NOBODY = 65534
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -88,6 +94,78 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     path.touch()
     with pytest.raises(ConfigurationError, match=r"is a file: --model needs the directory"):
         resolve_model(str(path))
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without the rights of root, who may read everything."""
+    was_root = os.geteuid() == 0
+    if was_root:
+        os.setegid(NOBODY)
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if was_root:
+            os.seteuid(0)
+            os.setegid(0)
+
+
+@pytest.fixture
+def others_model() -> Iterator[Path]:
+    """A directory that everybody may reach, which those of ``tmp_path`` are not."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        model = Path(directory) / "model"
+        model.mkdir(mode=0o755)
+        for name in ("config.json", "model.safetensors", "chat_template.jinja", "notes.md"):
+            (model / name).write_text("{}")
+        yield model
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("model.safetensors", "a+r"),
+        ("config.json", "a+r"),
+        ("chat_template.jinja", "a+r"),
+        (".", "a+rx"),
+        ("..", "a+rx"),
+    ],
+)
+def test_what_belongs_to_somebody_else(others_model: Path, path: str, wanted: str) -> None:
+    closed = Path(os.path.normpath(others_model / path))
+    mode = closed.stat().st_mode & 0o777
+    closed.chmod(0)
+    try:
+        with as_nobody(), pytest.raises(ConfigurationError) as caught:
+            resolve_model(str(others_model))
+    finally:
+        closed.chmod(mode)
+    owner = pwd.getpwuid(closed.stat().st_uid).pw_name
+    told = str(caught.value)
+    assert told.startswith(f"{closed} cannot be read: it belongs to {owner} with mode 0000, and ")
+    assert told.endswith(f": chmod {wanted} it, or run as its owner")
+
+
+def test_a_link_to_what_belongs_to_somebody_else(others_model: Path) -> None:
+    blobs = others_model.parent / "blobs"
+    blobs.mkdir(mode=0o755)
+    (others_model / "model.safetensors").rename(blobs / "weights")
+    (others_model / "model.safetensors").symlink_to("../blobs/weights")
+    with as_nobody():
+        assert resolve_model(str(others_model)) == others_model
+    blobs.chmod(0)
+    with as_nobody(), pytest.raises(ConfigurationError, match=r"/blobs cannot be read.*a\+rx"):
+        resolve_model(str(others_model))
+    blobs.chmod(0o700)
+
+
+def test_what_is_not_read_may_belong_to_anybody(others_model: Path) -> None:
+    (others_model / "notes.md").chmod(0)
+    others_model.parent.chmod(0o711)
+    with as_nobody():
+        assert resolve_model(str(others_model)) == others_model
 
 
 def test_the_embedded_model_is_complete() -> None:

@@ -100,6 +100,10 @@ class SafetensorsFile:
 
 def _validate(path: Path) -> None:
     try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ConfigurationError(f"{path.name} cannot be read: {error.strerror}") from error
+    try:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
