@@ -139,6 +139,8 @@ void bind_stats(py::module_& m) {
       .def_readonly("waiting_pages", &Plan::waiting_pages)
       .def_readonly("missing_slots", &Plan::missing_slots)
       .def_readonly("missing_swap_blocks", &Plan::missing_swap_blocks)
+      .def_readonly("needed_mappings", &Plan::needed_mappings)
+      .def_readonly("available_mappings", &Plan::available_mappings)
       .def_readonly("version", &Plan::version)
       .def_property_readonly("fits", &Plan::fits);
   py::class_<MemoryStats> stats(m, "MemoryStats");
@@ -176,6 +178,7 @@ void bind_stats(py::module_& m) {
   VMSERVE_STAT(copying_blocks);
   VMSERVE_STAT(memfd_allocated_bytes);
   VMSERVE_STAT(num_mappings);
+  VMSERVE_STAT(free_mappings);
   VMSERVE_STAT(pending_repairs);
   VMSERVE_STAT(pages_mapped_total);
   VMSERVE_STAT(pages_unmapped_total);

@@ -86,11 +86,9 @@ HostDriver::HostDriver(HostOptions options)
     : granularity_(static_cast<std::size_t>(::sysconf(_SC_PAGESIZE))),
       options_(checked(std::move(options), granularity_)),
       fd_(memory_file(options_)),
-      ledger_(options_.frame_bytes, options_.num_frames) {
-  const std::int64_t max_map_count =
-      options_.max_map_count > 0 ? options_.max_map_count : options_.limits.max_map_count();
-  max_mappings_ = static_cast<std::int64_t>(static_cast<double>(max_map_count) * kMapCountShare);
-}
+      ledger_(options_.frame_bytes, options_.num_frames),
+      account_(options_.max_map_count > 0 ? std::make_shared<MapAccount>(options_.max_map_count)
+                                          : MapAccount::shared(options_.limits)) {}
 
 HostDriver::~HostDriver() {
   // In a fork this frees the child's own addresses and descriptor: harmless to the parent.
@@ -98,6 +96,7 @@ HostDriver::~HostDriver() {
     ::munmap(pointer(addr), reservation.segments.bytes());
   }
   for (const auto& [addr, bytes] : ledger_.host_memory()) ::munmap(pointer(addr), bytes);
+  account_->add(-num_accounted_);
 }
 
 void HostDriver::check_memory(std::uint64_t bytes) const {
@@ -109,22 +108,28 @@ void HostDriver::check_memory(std::uint64_t bytes) const {
       " are available (" + available.source + "); lower --kv-cache-memory or free memory");
 }
 
-void HostDriver::check_map_count(std::int64_t growth, std::size_t completed) const {
-  const std::int64_t num_mappings = ledger_.num_segments();
-  if (growth <= 0 || num_mappings + growth <= max_mappings_) return;
+void HostDriver::check_map_count(std::int64_t growth, std::int64_t most,
+                                 std::size_t completed) const {
+  const std::int64_t held = account_->held();
+  if (growth <= 0 || held + growth <= most) return;
   throw DriverError(
       "mmap", ENOMEM,
-      "the KV cache holds " + with_commas(num_mappings) + " memory mappings, needs " +
-          with_commas(growth) + " more and may hold " + with_commas(max_mappings_) +
-          " (80 % of vm.max_map_count): use larger pages (--kv-page-size), lower "
+      "the KV caches of this process hold " + with_commas(held) + " memory mappings, need " +
+          with_commas(growth) + " more and may hold " + with_commas(most) +
+          " (of vm.max_map_count): use larger pages (--kv-page-size), lower "
           "--kv-cache-memory, or raise the limit with sysctl -w vm.max_map_count=262144",
       completed);
+}
+
+void HostDriver::settle_account() {
+  account_->add(ledger_.num_segments() - num_accounted_);
+  num_accounted_ = ledger_.num_segments();
 }
 
 Address HostDriver::reserve(std::size_t bytes, Backing backing) {
   ledger_.check_process();
   ledger_.check_reservable(bytes);
-  check_map_count(1, 0);
+  check_map_count(1, account_->most(), 0);
   void* p = ::mmap(nullptr, bytes, protection(backing), MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
                    -1, 0);
   if (p == MAP_FAILED) {
@@ -133,6 +138,7 @@ Address HostDriver::reserve(std::size_t bytes, Backing backing) {
   }
   const auto addr = reinterpret_cast<Address>(p);
   ledger_.note_reserved(addr, bytes, backing);
+  settle_account();
   return addr;
 }
 
@@ -144,6 +150,7 @@ void HostDriver::free_reservation(Address addr) {
            "raise vm.max_map_count");
   }
   ledger_.note_freed(addr);
+  settle_account();
 }
 
 int HostDriver::fallocate_frames(const FrameRun& run, int mode) {
@@ -203,7 +210,7 @@ void HostDriver::map_one(const MapRun& run, std::size_t completed) {
   FrameLedger::Reservation& reservation = ledger_.check_mappable(run, completed);
   const std::size_t bytes = static_cast<std::size_t>(run.frames.count) * frame_bytes();
   const Mapping first{run.frames.first, run.access};
-  check_map_count(reservation.segments.growth(run.addr, bytes, first), completed);
+  check_map_count(reservation.segments.growth(run.addr, bytes, first), account_->most(), completed);
   const int flags = MAP_SHARED | MAP_FIXED | (run.prefault ? MAP_POPULATE : 0);
   const auto offset = static_cast<off_t>(run.frames.first * static_cast<FrameId>(frame_bytes()));
   if (::mmap(pointer(run.addr), bytes, protection(run.access), flags, fd_.get(), offset) ==
@@ -211,6 +218,7 @@ void HostDriver::map_one(const MapRun& run, std::size_t completed) {
     refuse("mmap", errno, "mapping " + human_bytes(bytes), "raise vm.max_map_count", completed);
   }
   ledger_.note_mapped(reservation, run);
+  settle_account();
 }
 
 void HostDriver::map(const std::vector<MapRun>& runs) {
@@ -222,13 +230,15 @@ void HostDriver::unmap_one(const AddressRun& run, std::size_t completed) {
   FrameLedger::Reservation& reservation = ledger_.check_unmappable(run, completed);
   // Mapping nothing over it, in place of munmap, keeps the addresses reserved. The limit is
   // only met where a hole splits a run in two.
-  check_map_count(reservation.segments.growth(run.addr, run.bytes, Mapping{}), completed);
+  check_map_count(reservation.segments.growth(run.addr, run.bytes, Mapping{}),
+                  account_->most_with_cuts(), completed);
   if (::mmap(pointer(run.addr), run.bytes, protection(reservation.backing),
              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
     refuse("mmap", errno, "unmapping " + human_bytes(run.bytes), "raise vm.max_map_count",
            completed);
   }
   ledger_.note_unmapped(reservation, run);
+  settle_account();
 }
 
 void HostDriver::unmap(const std::vector<AddressRun>& runs) {
@@ -238,12 +248,14 @@ void HostDriver::unmap(const std::vector<AddressRun>& runs) {
 
 void HostDriver::set_access_one(const AccessRun& run, std::size_t completed) {
   FrameLedger::Reservation& reservation = ledger_.check_accessible(run, completed);
-  check_map_count(2, completed);  // at most: one cut at either end
+  // At most: one cut at either end.
+  check_map_count(2, account_->most_with_cuts(), completed);
   if (::mprotect(pointer(run.addr), run.bytes, protection(run.access)) != 0) {
     refuse("mprotect", errno, "changing the access of " + human_bytes(run.bytes),
            "raise vm.max_map_count", completed);
   }
   ledger_.note_access(reservation, run);
+  settle_account();
 }
 
 void HostDriver::set_access(const std::vector<AccessRun>& runs) {
@@ -296,7 +308,7 @@ DriverStats HostDriver::stats() const {
   stats.created_frames = ledger_.created_frames();
   stats.mapped_frames = ledger_.mapped_frames();
   stats.num_mappings = ledger_.num_segments();
-  stats.max_mappings = max_mappings_;
+  stats.max_mappings = account_->most();
   stats.allocated_bytes = static_cast<std::int64_t>(file.st_blocks) * 512;
   return stats;
 }

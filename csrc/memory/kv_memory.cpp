@@ -12,6 +12,9 @@
 namespace vmserve {
 namespace {
 
+// Of the mappings that there may be, the part that is kept for those who need them at once.
+constexpr std::int64_t kReserveShare = 8;
+
 std::int64_t round_up_div(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
@@ -95,6 +98,8 @@ KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& confi
   swap_ =
       std::make_unique<SwapSpace>(driver_, config_.num_groups, block_bytes, config_.swap_blocks);
   mapper_ = std::make_unique<Mapper>(driver_, config_.mapper);
+  const std::int64_t most = driver_->stats().max_mappings;
+  if (driver_->mapping_room() != kUnlimitedMappings) mapping_reserve_ = most / kReserveShare;
   if (config_.null_page) {
     commit_pages(1);
     pool_.hold(0);  // for ever

@@ -75,6 +75,7 @@ void KVMemory::absorb(Outcome outcome) {
     if (outcome.sticky && failure_.empty()) failure_ = outcome.error;
   }
   totals_.hidden += outcome.num_calls;
+  pending_mappings_ -= outcome.command.num_mappings;
   switch (outcome.command.kind) {
     case Command::Kind::kMap:
       premapped(outcome);
@@ -126,7 +127,7 @@ void KVMemory::look_ahead(SeqId id, std::int64_t target) {
       std::max(config_.lookahead_tokens, std::min(target - seq.has.sealed, unread));
   const std::int64_t want = pages_for(std::min(seq.has.length + ahead, config_.max_len));
   const std::int64_t count = std::min(want - slot.size(), pool_.num_free());
-  if (count > 0) premap(seq.has.slot, count, seq.tenant);
+  if (count > 0 && has_room_ahead(count)) premap(seq.has.slot, count, seq.tenant);
 }
 
 void KVMemory::premap(SlotId slot_id, std::int64_t count, Tenant tenant) {
@@ -166,7 +167,7 @@ void KVMemory::premap(SlotId slot_id, std::int64_t count, Tenant tenant) {
   }
   for (const PageId page : zeroed) command.runs.push_back({page, 1});
   slot.num_pending = count;
-  slot.last_command = slot.last_map = mapper_->submit(std::move(command));
+  slot.last_command = slot.last_map = submit(std::move(command));
 }
 
 void KVMemory::premapped(const Outcome& outcome) {
@@ -219,7 +220,8 @@ void KVMemory::keep_eager_slots() {
   if (ready >= config_.eager_slots || empty == kNoSlot) return;
   if (pool_.num_free() - config_.eager_pages < std::min(reserve, config_.eager_pages)) return;
   const std::int64_t most = space_->shape().slot_pages;
-  premap(empty, std::min(config_.eager_pages, most), 0);
+  const std::int64_t count = std::min(config_.eager_pages, most);
+  if (has_room_ahead(count)) premap(empty, count, 0);
 }
 
 // -- growing
@@ -240,7 +242,7 @@ void KVMemory::grow_ahead() {
   }
   for (const PageRun& run : command.runs) pool_.commit_held(run);
   is_growing_ = true;
-  mapper_->submit(std::move(command));
+  submit(std::move(command));
 }
 
 void KVMemory::grew(Outcome& outcome) {
@@ -274,14 +276,10 @@ void KVMemory::reclaim_ahead() {
   const std::int64_t unmapped = pool_.count(PageState::kIdle) - pool_.num_idle_mapped();
   const std::int64_t at_hand = pool_.num_free() + unmapped + pool_.limit() - pool_.num_committed();
   std::int64_t wanted = std::min(threshold - at_hand, kReclaimBatch);
-  if (wanted <= 0 || pool_.num_idle_mapped() == 0) return;
-  SlotId oldest = kNoSlot;
-  for (SlotId id = 0; id < config_.num_slots; ++id) {
-    const Slot& slot = slots_[id];
-    if (slot.active() || slot.empty() || slot.in_repair || slot.num_pending > 0) continue;
-    if (slot.retire > completed_) continue;
-    if (oldest == kNoSlot || slot.parked_at < slots_[oldest].parked_at) oldest = id;
-  }
+  if (pool_.num_idle_mapped() == 0) wanted = 0;
+  if (mapping_room() < mapping_reserve_) wanted = kReclaimBatch;
+  if (wanted <= 0) return;
+  const SlotId oldest = oldest_parked();
   if (oldest == kNoSlot) return;
   const std::int64_t first = std::max<std::int64_t>(0, slots_[oldest].size() - wanted);
   Command command;
@@ -289,7 +287,7 @@ void KVMemory::reclaim_ahead() {
   command.slot = oldest;
   command.unmap = entry_ranges(oldest, first, slots_[oldest].size() - first);
   command.pages = reclaim_slot(oldest, first);
-  slots_[oldest].last_map = mapper_->submit(std::move(command));
+  slots_[oldest].last_map = submit(std::move(command));
   slots_[oldest].last_command = slots_[oldest].last_map;
 }
 
@@ -360,7 +358,7 @@ void KVMemory::seal_slots(const std::vector<SeqId>& seqs) {
   if (!works_ahead()) return seal_now(command);
   std::vector<SlotId> touched;
   for (const auto& entry : command.sealed) touched.push_back(entry.first);
-  const std::uint64_t id = mapper_->submit(std::move(command));
+  const std::uint64_t id = submit(std::move(command));
   for (const SlotId slot : touched) slots_[slot].last_command = id;
 }
 

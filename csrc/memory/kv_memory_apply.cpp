@@ -33,13 +33,20 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   Change change(*driver_);
   Plan plan = assess(wanted, change.dense);
   if (wait_for_mapper(wanted, plan)) plan = assess(wanted, change.dense);
+  if (plan.needed_mappings > mapping_room()) {
+    settle_locked();  // what the mapper has made is counted, what it may make is not
+    plan = assess(wanted, change.dense);
+  }
   if (!plan.fits()) {
     throw OutOfMemoryError("the plan needs " + with_commas(plan.needed_pages) + " pages, " +
                            with_commas(plan.available_pages) + " can be had, and lacks " +
                            with_commas(plan.missing_slots) + " slots and " +
-                           with_commas(plan.missing_swap_blocks) + " swap blocks");
+                           with_commas(plan.missing_swap_blocks) + " swap blocks; it needs " +
+                           with_commas(plan.needed_mappings) + " memory mappings, " +
+                           with_commas(plan.available_mappings) + " can be had");
   }
   try {
+    make_mapping_room(plan.needed_mappings);
     // Packing forgets what split pages have cached, which an attach relies on.
     if (change.dense && !attaches(wanted)) squeeze();
     hold_matches(change, wanted);

@@ -12,6 +12,9 @@ void law(bool holds, const std::string& broken) {
   if (!holds) throw InvariantError(broken);
 }
 
+// Where nothing limits them: what every reader of numbers can hold.
+constexpr std::int64_t kMostMappings = std::int64_t{1} << 53;
+
 std::string page_text(PageId page) {
   return "page " + std::to_string(page);
 }
@@ -83,6 +86,7 @@ MemoryStats KVMemory::stats() {
   s.copying_blocks = pool_.num_copies();
   s.memfd_allocated_bytes = driver.allocated_bytes;
   s.num_mappings = driver.num_mappings;
+  s.free_mappings = std::min(available_mappings(driver.max_mappings / 2), kMostMappings);
   s.pending_repairs = static_cast<std::int64_t>(repairs_.size());
   const Health health = !failure_.empty()   ? Health::kFailed
                         : !repairs_.empty() ? Health::kDegraded

@@ -179,7 +179,9 @@ void KVMemory::demand_bind(Demand& demand, const Sequence& seq, const std::vecto
                            std::int64_t num_tokens, bool own) const {
   if (seq.has.view == View::kVirtual || own) {
     ++demand.slots;
-    for (const BoundPage& page : bind_pages(blocks, num_tokens, own, 0)) {
+    const std::vector<BoundPage> bound = bind_pages(blocks, num_tokens, own, 0);
+    demand.runs += 1 + num_runs(bound);  // the first one cuts the gap around it, too
+    for (const BoundPage& page : bound) {
       const bool is_contested = page.kind == BoundPage::Kind::kClaim && !own &&
                                 std::find(demand.contested.begin(), demand.contested.end(),
                                           page.page) != demand.contested.end();
@@ -293,7 +295,9 @@ void KVMemory::demand_op(Demand& demand, const Op& op) const {
   demand.tentative[op.seq] = after;
   if (!binds || after.view == View::kPaged) return;
   const std::int64_t width = config_.page_tokens();
-  demand.pages += pages_for(after.length) - (after.length + width - 1) / width;
+  const std::int64_t behind = pages_for(after.length) - (after.length + width - 1) / width;
+  demand.pages += behind;
+  demand.runs += behind;
 }
 
 bool KVMemory::is_parent(const Demand& demand, SeqId id) {
@@ -331,7 +335,9 @@ void KVMemory::demand_swap_in(Demand& demand, SeqId id) const {
     demand_paged(demand, id, holes, total);
   } else if (total > 0) {
     ++demand.slots;
-    demand.pages += pages_for(seq.has.length) - holes / config_.blocks_per_page;
+    const std::int64_t pages = pages_for(seq.has.length) - holes / config_.blocks_per_page;
+    demand.pages += pages;
+    demand.runs += 1 + pages;
   }
 }
 
@@ -342,13 +348,18 @@ void KVMemory::demand_grow(Demand& demand, const Op& op) const {
   const Tentative now = is_changed ? changed->second : Tentative{seq.has.view, seq.has.length};
   if (now.view == View::kVirtual) {
     const bool is_slotless = seq.has.slot == kNoSlot && (!is_changed || now.length == 0);
-    if (is_slotless && (op.num_tokens == 0 || op.num_tokens > now.length)) ++demand.slots;
+    if (is_slotless && (op.num_tokens == 0 || op.num_tokens > now.length)) {
+      ++demand.slots;
+      demand.runs += op.num_tokens > 0 ? 1 : 0;
+    }
   }
   if (op.num_tokens <= now.length) return;
   if (now.view == View::kVirtual) {
     const std::int64_t have = is_changed ? pages_for(now.length) : num_pages(seq);
     const std::int64_t want = pages_for(op.num_tokens);
-    if (want > have) demand.pages += want - have - (is_changed ? 0 : num_coming(seq, have, want));
+    if (want <= have) return;
+    demand.pages += want - have - (is_changed ? 0 : num_coming(seq, have, want));
+    demand.runs += want - have;
     return;
   }
   const std::int64_t have =
@@ -468,6 +479,9 @@ Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {
   plan.waiting_pages = pool_.count(PageState::kWaiting);
   plan.missing_slots = std::max<std::int64_t>(0, wanted.slots - num_usable_slots());
   plan.missing_swap_blocks = std::max<std::int64_t>(0, wanted.swap_blocks - swap_->num_free());
+  plan.needed_mappings = wanted.runs * mappings_per_run();
+  plan.available_mappings = available_mappings(plan.needed_mappings);
+  if (plan.needed_mappings > plan.available_mappings) plan.waiting_pages += num_retiring_pages();
   if (!plan.fits()) plan.waiting_pages += num_restless_pages();
   plan.version = version_;
   return plan;

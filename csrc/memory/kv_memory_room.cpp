@@ -1,6 +1,7 @@
 // Finding pages: commit more, evict what is idle, pack what is split; and giving them back. Each is
 // a mutation of its own that stands even if what it was done for fails: no sequence notices.
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 
 #include "vmserve/errors.h"
@@ -217,53 +218,64 @@ std::int64_t KVMemory::drop_idle(std::int64_t keep) {
   return dropped;
 }
 
+// Pages from the inside of the pool cut its arena in two: where the system has no mappings for that
+// they stay, and so does what lies below them.
 std::int64_t KVMemory::give_back(std::int64_t count) {
-  if (count <= 0) return 0;
-  const std::vector<PageRun> runs = pool_.highest_free(count);
-  std::vector<FrameRun> frames;
-  std::vector<MapRun> maps;
   std::int64_t num_pages = 0;
-  for (const PageRun& run : runs) {
-    for (std::int32_t group = 0; group < config_.num_groups; ++group) {
-      const FrameRun in_group{space_->frame(group, run.first), run.count};
-      frames.push_back(in_group);
-      maps.push_back({space_->arena(group, run.first), in_group, Access::kReadWrite});
+  if (count <= 0) return num_pages;
+  try {
+    const auto driving = mapper_->lock_driver();
+    driver_->fence();  // copies may still read or write what is about to go
+  } catch (const Error& error) {
+    fail_if_sticky(error);
+    throw;
+  }
+  for (const PageRun& run : pool_.highest_free(count)) {
+    try {
+      give_back(run);
+    } catch (const DriverError& error) {
+      if (error.code != ENOMEM || error.sticky) throw;
+      last_error_ = error.what();
+      break;
     }
     num_pages += run.count;
+  }
+  return num_pages;
+}
+
+void KVMemory::give_back(const PageRun& run) {
+  std::vector<FrameRun> frames;
+  std::vector<MapRun> maps;
+  for (std::int32_t group = 0; group < config_.num_groups; ++group) {
+    const FrameRun in_group{space_->frame(group, run.first), run.count};
+    frames.push_back(in_group);
+    maps.push_back({space_->arena(group, run.first), in_group, Access::kReadWrite});
   }
   Transaction tx(*driver_);
   {
     const auto driving = mapper_->lock_driver();
     try {
-      driver_->fence();  // copies may still read or write what is about to go
       tx.unmap(maps);
       tx.destroy(frames);
     } catch (const Error& error) {
       Unfinished unfinished = tx.rollback();
       fail_if_sticky(error);
       // Frames that were made again are empty.
-      for (const PageRun& run : runs) {
-        for (PageId page = run.first; page < run.first + run.count; ++page) {
-          if (!unfinished.steps.empty()) pool_.hold(page);
-        }
-      }
       if (!unfinished.steps.empty()) {
         Repair repair;
         repair.steps = std::move(unfinished.steps);
-        for (const PageRun& run : runs) {
-          for (PageId page = run.first; page < run.first + run.count; ++page) {
-            repair.held.push_back(page);
-          }
+        for (PageId page = run.first; page < run.first + run.count; ++page) {
+          pool_.hold(page);
+          repair.held.push_back(page);
         }
         add_repair(std::move(repair), unfinished.error);
       }
       throw;
     }
   }
-  for (const PageRun& run : runs) pool_.uncommit(run);
-  totals_.given_back += num_pages;
+  pool_.uncommit(run);
+  totals_.given_back += run.count;
   ++version_;
-  return num_pages;
 }
 
 // -- split pages are packed

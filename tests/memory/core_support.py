@@ -5,8 +5,9 @@ Small shapes: 2 groups, pages of one granule (4 KiB), so that a token has 4096 /
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,8 @@ class Options:
     eager_slots: int = 0
     eager_pages: int = 0
     shadow: bool = False
+    #: Of the process, as the system limits them; 0: as it really does.
+    max_map_count: int = 0
 
 
 @dataclass
@@ -84,7 +87,7 @@ class Rig:
 
     def __post_init__(self) -> None:
         options, shape = self.options, self.options.shape
-        host = _core.HostDriver(PAGE, GROUPS * shape.max_pages)
+        host = _core.HostDriver(PAGE, GROUPS * shape.max_pages, max_map_count=options.max_map_count)
         self.faults = _core.FaultInjectingDriver(host, late_copies=shape.copies_late)
         self.core = _core.KVMemory(
             self.faults,
@@ -111,7 +114,8 @@ class Rig:
             eager_slots=options.eager_slots,
             eager_pages=options.eager_pages,
         )
-        self.model = Model(shape, options.limit_pages)
+        per_run = GROUPS * (2 if options.shadow else 1)
+        self.model = Model(replace(shape, mappings_per_run=per_run), options.limit_pages)
         if options.shadow:
             self.core.shadow_buffer(0)
 
@@ -206,11 +210,54 @@ class Rig:
         self.quiet()
         self.model.check_plan(
             ops,
-            PlanSeen(plan.needed_pages, plan.available_pages, plan.missing_slots, plan.fits),
+            PlanSeen(
+                plan.needed_pages,
+                plan.available_pages,
+                plan.missing_slots,
+                plan.fits,
+                plan.needed_mappings,
+            ),
             held=stats.held_pages + stats.quarantined_pages,
             swap_blocks=stats.swap_capacity_blocks,
+            free_mappings=math.inf if plan.fits else self.free_mappings(),
         )
         return plan
+
+    def free_mappings(self) -> float:
+        """How many can be made, with every slot unmapped that nobody has or reads."""
+        stats = self.core.stats()
+        if stats.pending_repairs:
+            return 0
+        used = {seen.slot for seen in self.model.seen.seqs.values()}
+        kept = used | self.model.left_slots.keys()
+        return self.faults.stats().max_mappings - self.count_mappings(kept)
+
+    def count_mappings(self, slots: Container[int | None] | None = None) -> int:
+        """Maximal runs of what is mapped alike, and of what is not, page by page as the driver
+        tells; of the slots only `slots`, as if nothing were mapped in the others."""
+        count = 0
+        for group in range(GROUPS):
+            arena, rows = self.core.arena_buffer(group), self.core.slots_buffer(group)
+            ranges = [
+                (arena.ctypes.data, arena.nbytes, False),
+                (rows.ctypes.data, rows.nbytes, True),
+            ]
+            if self.options.shadow:
+                shadow = self.core.shadow_buffer(group)
+                ranges.append((shadow.ctypes.data, shadow.nbytes, True))
+            for base, num_bytes, has_slots in ranges:
+                last: tuple[int, object] | None = None
+                for offset in range(0, num_bytes, PAGE):
+                    frame, access = self.faults.query(base + offset)
+                    slot = offset // rows.strides[0]
+                    if has_slots and slots is not None and slot not in slots:
+                        frame = -1
+                    joins = last is not None and (
+                        (frame < 0 and last[0] < 0) or (frame >= 0 and last == (frame - 1, access))
+                    )
+                    count += not joins
+                    last = (frame, access)
+        return count
 
     def _as_tuple(self, op: Op) -> tuple[OpKind, int, int, int, int, View]:
         view = as_view(op.paged)
@@ -482,7 +529,11 @@ class Rig:
         assert stats.committed_pages <= self.options.shape.max_pages
 
     def _check_mappings(self) -> None:
-        """What an incomplete epoch may read stays mapped, though its sequence may be gone."""
+        """What an incomplete epoch may read stays mapped, though its sequence may be gone; and
+        there are as many mappings as the ledger says."""
+        stats = self.core.stats()
+        if stats.pending_repairs == 0:
+            assert stats.num_mappings == self.count_mappings()
         for page in self.model.waiting_pages():
             for group in range(GROUPS):
                 address = self.core.arena_buffer(group)[page].ctypes.data

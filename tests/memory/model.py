@@ -17,6 +17,7 @@ is the right block. Each tenant has its own range of values: one byte tells whos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from tests.memory.model_laws import Laws
@@ -173,9 +174,16 @@ class Model(Laws):
     # -- plans
 
     def check_plan(
-        self, ops: Sequence[Op], plan: PlanSeen, *, held: int, swap_blocks: int | None = None
+        self,
+        ops: Sequence[Op],
+        plan: PlanSeen,
+        *,
+        held: int,
+        swap_blocks: int | None = None,
+        free_mappings: float = math.inf,
     ) -> None:
-        """`held`: pages that the mapper or a repair has.
+        """`held`: pages that the mapper or a repair has. `free_mappings`: how many can be made,
+        with every slot unmapped that nobody has or reads.
 
         `swap_blocks`: what host memory holds at most now, less than at first once the system has
         refused some.
@@ -197,7 +205,13 @@ class Model(Laws):
                     f"{plan.available} pages available, {room} are not in use",
                 )
         expect(plan.missing_slots <= highest, f"{plan.missing_slots} slots missing, not {highest}")
+        mappings = self.most_mappings(ops)
+        expect(
+            plan.needed_mappings <= mappings,
+            f"plan needs {plan.needed_mappings} mappings, {mappings} do for anything",
+        )
         enough = most <= sure and swaps + swapped <= swap_blocks and highest == 0
+        enough = enough and mappings <= free_mappings
         expect(
             plan.fits or not enough,
             f"{most} pages do for anything, {sure} are surely there, and the plan does not fit",
@@ -231,6 +245,23 @@ class Model(Laws):
     def most_pages(self, ops: Sequence[Op]) -> int:
         """Pages that do for the ops however badly the blocks lie."""
         return sum(self._most_pages(op, ops) for op in self._final(ops))
+
+    def most_mappings(self, ops: Sequence[Op]) -> int:
+        """Mappings that do for the ops if no page lies behind the one before it."""
+        return (
+            sum(self._most_runs(op, ops) for op in self._final(ops)) * self.shape.mappings_per_run
+        )
+
+    def _most_runs(self, op: Op, ops: Sequence[Op]) -> int:
+        model, seen = self.seqs[op.seq], self.seen.seqs[op.seq]
+        paged = op.paged if op.kind is Kind.CONVERT else model.paged
+        if op.kind is Kind.SWAP_OUT or paged:
+            return 0
+        length = max([model.length, *(o.num_tokens for o in ops if o.seq == op.seq)])
+        stays = op.kind is Kind.GROW and seen.slot is not None
+        have = len(seen.blocks) // self.shape.blocks_per_page if stays else 0
+        whole = self.shape.pages_for(length + self.shape.read_slack) if length else 0
+        return max(0, whole - have) + (not stays)
 
     def _most_pages(self, op: Op, ops: Sequence[Op]) -> int:
         if op.kind is Kind.SWAP_OUT:

@@ -58,6 +58,8 @@ class Shape:
     read_slack: int = 0
     #: Copies to host memory run when somebody waits for them, or lets them.
     copies_late: bool = False
+    #: Of one run of pages in a slot: one for each group, and again for each in the shadow.
+    mappings_per_run: int = 1
 
     @property
     def page_tokens(self) -> int:
@@ -113,6 +115,7 @@ class PlanSeen:
     available: int
     missing_slots: int
     fits: bool
+    needed_mappings: int = 0
 
 
 @dataclass

@@ -207,8 +207,8 @@ def test_mappings_stop_at_80_percent_of_the_limit() -> None:
         driver.map([(base + 7 * PAGE, 3, 1, RW)])
     assert caught.value.errno == errno.ENOMEM
     assert str(caught.value) == (
-        "[Errno 12] the KV cache holds 7 memory mappings, needs 2 more and may hold 8 "
-        "(80 % of vm.max_map_count): use larger pages (--kv-page-size), lower --kv-cache-memory, "
+        "[Errno 12] the KV caches of this process hold 7 memory mappings, need 2 more and may hold "
+        "8 (of vm.max_map_count): use larger pages (--kv-page-size), lower --kv-cache-memory, "
         "or raise the limit with sysctl -w vm.max_map_count=262144"
     )
     assert driver.stats().num_mappings == 7

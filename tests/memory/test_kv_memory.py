@@ -27,7 +27,7 @@ from tests.memory.support import (
 )
 from vmserve import _core
 from vmserve._core import ZeroPolicy
-from vmserve.errors import DriverError, OutOfMemoryError
+from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import MemoryStats
 
 TOKEN_BYTES = PAGE // BLOCK_TOKENS
@@ -179,7 +179,9 @@ def test_statistics_after_each_step() -> None:
     seq = memory.open()
     memory.do(grow(seq, 5))
     stats = memory.core.stats()
-    expected: dict[str, Any] = dict.fromkeys(MemoryStats.__dataclass_fields__, 0)
+    # Other memories of the process take mappings, too.
+    names = set(MemoryStats.__dataclass_fields__) - {"free_mappings"}
+    expected: dict[str, Any] = dict.fromkeys(names, 0)
     expected |= {
         "page_bytes": GROUPS * PAGE,
         "page_tokens": 4,
@@ -371,21 +373,6 @@ def test_num_mappings_is_what_the_kernel_counts() -> None:
         for buffer in (memory.core.slots_buffer(group), memory.core.arena_buffer(group)):
             counted += kernel_mappings(buffer.ctypes.data, buffer.nbytes)
     assert memory.stat("num_mappings") == counted
-
-
-def test_a_full_map_count_is_an_error_and_changes_nothing() -> None:
-    # Two sequences that grow in turns: no two pages adjoin, so every page is a mapping.
-    memory = make_memory(max_map_count=22, seal_read_only=False)
-    a, b = memory.open(), memory.open()
-    memory.do(grow(a, 4), grow(b, 4))
-    memory.do(grow(a, 8), grow(b, 8))
-    before = memory.state()
-    with pytest.raises(DriverError, match=r"may hold 17 \(80 % of vm\.max_map_count\)"):
-        memory.do(grow(a, 12), grow(b, 12))
-    assert memory.state() == before
-    memory.core.check()
-    memory.release(a, b)
-    memory.core.check()
 
 
 def test_the_slot_count_and_length_can_reserve_a_tebibyte() -> None:

@@ -69,6 +69,7 @@ def options(draw: st.DrawFn) -> Options:
         eager_slots=draw(st.integers(0, 1)),
         eager_pages=draw(st.integers(0, 2)),
         shadow=draw(st.booleans()),
+        max_map_count=draw(st.sampled_from([0, 0, 60, 90])),
     )
 
 

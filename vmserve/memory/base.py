@@ -119,10 +119,18 @@ class Shortfall:
     waiting_pages: int = 0
     missing_slots: int = 0
     missing_swap_blocks: int = 0
+    #: Memory mappings that slots may need for the plan, and that can be had: free ones and those
+    #: of parked slots.
+    needed_mappings: int = 0
+    available_mappings: int = 0
 
     @property
     def missing_pages(self) -> int:
         return max(0, self.needed_pages - self.available_pages)
+
+    @property
+    def missing_mappings(self) -> int:
+        return max(0, self.needed_mappings - self.available_mappings)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,6 +202,9 @@ class MemoryStats:
     memfd_allocated_bytes: int
     num_mappings: int
     """Mappings (runs) that the driver holds now; bounded by vm.max_map_count on the host."""
+    free_mappings: int
+    """Mappings that slots can still get, where few are left also those of parked slots; 2**53 where
+    nothing limits them. The limit is shared with other caches of the process."""
     pending_repairs: int
     pages_mapped_total: int
     pages_unmapped_total: int
@@ -240,6 +251,7 @@ class SlotUse(NamedTuple):
     """Of :class:`MemoryStats`, which is too long to be read for every newcomer."""
 
     used_slots: int
+    free_mappings: int
     pages_mapped_total: int
     adopted_pages_total: int
 

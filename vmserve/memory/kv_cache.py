@@ -168,6 +168,11 @@ class KVCache:
                     f"the fork needs {plan.needed_pages} pages for its copy, "
                     f"{plan.available_pages} can be had: free a slot or raise the limit"
                 )
+            elif plan.missing_mappings:
+                raise OutOfMemoryError(
+                    f"the fork needs {plan.needed_mappings} memory mappings, "
+                    f"{plan.available_mappings} can be had: free a slot or raise vm.max_map_count"
+                )
         finally:
             if slot is None:
                 self._memory.release(seq)
@@ -212,7 +217,8 @@ class KVCache:
 
         ``lengths``: slot -> length, or one length per slot from slot 0 on (0: leave alone).
         0 means that all is mapped. Otherwise *nothing* was, and that many pages must first
-        become free (or the limit be raised). Slots never shrink.
+        become free (or the limit be raised; where the system's limit of memory mappings is what is
+        short, vm.max_map_count). Slots never shrink.
 
         Raises ``ValueError`` for a slot that is not allocated or a length above ``max_len``,
         ``TypeError`` for one that is not an integer, :class:`OutOfMemoryError` when the system
@@ -225,7 +231,9 @@ class KVCache:
             self._follow()
             plan = self._memory.plan(growths)
             if isinstance(plan, Shortfall):
-                return plan.missing_pages
+                # A page in a slot is a mapping in each group at most.
+                by_mappings = -(-plan.missing_mappings // self.layout.num_groups)
+                return max(plan.missing_pages, by_mappings)
             self._apply(plan)
             return 0
 

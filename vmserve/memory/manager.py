@@ -203,6 +203,8 @@ class MemoryManager:
             waiting_pages=plan.waiting_pages,
             missing_slots=plan.missing_slots,
             missing_swap_blocks=plan.missing_swap_blocks,
+            needed_mappings=plan.needed_mappings,
+            available_mappings=plan.available_mappings,
         )
 
     def apply(self, plan: MemoryPlan) -> int:
@@ -407,7 +409,12 @@ class MemoryManager:
 
     def slot_use(self) -> SlotUse:
         stats = self._core.stats()
-        return SlotUse(stats.used_slots, stats.pages_mapped_total, stats.adopted_pages_total)
+        return SlotUse(
+            stats.used_slots,
+            stats.free_mappings,
+            stats.pages_mapped_total,
+            stats.adopted_pages_total,
+        )
 
     def memory_map(self, max_cells: int) -> tuple[int, int, bytes, list[int], NDArray[np.int32]]:
         """A picture of the pool in at most ``max_cells`` cells.

@@ -102,6 +102,8 @@ class FCFSScheduler:
         self._is_short = False
         #: A step was planned and not applied.
         self._is_pending = False
+        #: Why newcomers wait that were admitted, the last time.
+        self._unmet: Shortfall | None = None
         self.num_preemptions_total = 0
         #: Of these, for the sake of others that waited.
         self.num_preemptions_by_claim: dict[ClaimReason, int] = {"priority": 0, "fairness": 0}
@@ -315,6 +317,8 @@ class FCFSScheduler:
         return any(seq.request is not gang for seq in first)
 
     def _no_room(self, who: str) -> str:
+        if self._unmet is not None and self._unmet.missing_mappings:
+            return _no_room_alone(self._unmet)
         return (
             f"{who} needs more than the {self._memory.available_pages()} pages of the KV cache "
             f"that can be had, of {self._memory.limit_pages}: raise --kv-cache-memory, unpin "
@@ -342,6 +346,8 @@ class FCFSScheduler:
                 answer = self._plan_memory(draft)
             if isinstance(answer, StepPlan):
                 return draft, answer
+            if answer.missing_mappings and self._regimes.leave_slots():
+                continue  # a block table needs no mappings
             if self._donors:
                 self._drop_donors()
             elif not (self._preempt_last() or self._start_over()):
@@ -349,9 +355,7 @@ class FCFSScheduler:
                 # several beams share it, or pages are missing that the system does not take back.
                 raise NoRoomError(
                     self._running[0].request.request_id,
-                    f"a request that runs alone needs {answer.needed_pages} pages of the KV cache "
-                    f"and {answer.available_pages} can be had: raise --kv-cache-memory, or lower "
-                    "the beam width or --max-model-len",
+                    _no_room_alone(answer),
                 )
         return StepDraft(), None
 
@@ -515,6 +519,7 @@ class FCFSScheduler:
             answer = self._plan_memory(plan)
             if isinstance(answer, StepPlan):
                 return answer
+            self._unmet = answer
             newcomer = newcomers[-1]
             if isinstance(newcomer.start, SwapIn):
                 self._back_to_swapped(newcomers, plan)
@@ -580,3 +585,17 @@ class FCFSScheduler:
                 hit = min(start.num_tokens, self._memory.match(start.seq))
                 sequence.start = Attach(start.seq, hit) if hit else None
                 sequence.num_computed = hit
+
+
+def _no_room_alone(answer: Shortfall) -> str:
+    if answer.missing_mappings:
+        return (
+            f"a request that runs alone needs {answer.needed_mappings:,} memory mappings for its "
+            f"next tokens and {answer.available_mappings:,} can be had (of vm.max_map_count): "
+            "raise that limit, or use larger pages (--kv-page-size) or --kv-regime auto"
+        )
+    return (
+        f"a request that runs alone needs {answer.needed_pages} pages of the KV cache "
+        f"and {answer.available_pages} can be had: raise --kv-cache-memory, or lower "
+        "the beam width or --max-model-len"
+    )

@@ -78,10 +78,14 @@ class RegimeKeeper:
         use = self._memory.slot_use()
         num_virtual = sum(self._goal(seq) is Regime.VIRTUAL for seq in self._running)
         taken = use.pages_mapped_total + use.adopted_pages_total
+        layout = self._memory.layout
+        # If none of its pages lies behind the one before it, as when it is short.
+        mappings = layout.num_groups * layout.pages_for(num_new + num_hit)
+        free_slots = self._memory.num_slots - max(use.used_slots, num_virtual)
         return Situation(
             num_virtual=num_virtual,
             num_paged=len(self._running) - num_virtual,
-            num_free_slots=self._memory.num_slots - max(use.used_slots, num_virtual),
+            num_free_slots=free_slots if mappings <= use.free_mappings else 0,
             num_hit=num_hit,
             pressure=self._pressure(num_new),
             unmapped_share=use.pages_mapped_total / taken if taken else 1.0,
@@ -143,6 +147,15 @@ class RegimeKeeper:
         """It has no memory that could change."""
         self._converting.pop(sequence, None)
 
+    def leave_slots(self) -> bool:
+        """All that run in slots are to change to the block table, where regimes are free to be
+        chosen; False if that was asked for before."""
+        if not self.predicts:
+            return False
+        num_before = len(self._converting)
+        self._convert_all(Regime.PAGED, "mappings")
+        return len(self._converting) > num_before
+
     def give_up(self) -> bool:
         """Conversions are wishes: without memory for them there are none. Whether there were."""
         had_some = bool(self._converting)
@@ -188,7 +201,7 @@ class RegimeKeeper:
         if leaving is not None:
             self._convert_all(leaving.other)
 
-    def _convert_all(self, regime: Regime) -> None:
+    def _convert_all(self, regime: Regime, reason: str = "batch") -> None:
         requests = [seq.request for seq in self._running if seq.regime is not regime]
         for request in dict.fromkeys(requests):
-            self.convert(request, regime, "batch")
+            self.convert(request, regime, reason)

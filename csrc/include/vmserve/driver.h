@@ -25,6 +25,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace vmserve {
@@ -98,6 +99,8 @@ struct DriverStats {
   std::int64_t max_mappings = 0;     // the driver refuses to go above this
   std::int64_t allocated_bytes = 0;  // physical memory behind the frames now
 };
+
+constexpr std::int64_t kUnlimitedMappings = std::numeric_limits<std::int64_t>::max();
 
 class PageDriver {
  public:
@@ -181,6 +184,10 @@ class PageDriver {
   virtual Mapping query(Address addr) const = 0;
 
   virtual DriverStats stats() const = 0;
+
+  // How many mappings more there can be, of all drivers of the process together where the system
+  // counts them so. May be asked beside a call of another thread.
+  virtual std::int64_t mapping_room() const { return kUnlimitedMappings; }
 };
 
 }  // namespace vmserve

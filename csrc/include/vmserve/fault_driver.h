@@ -52,6 +52,7 @@ class FaultInjectingDriver final : public PageDriver {
   void free_host(Address addr) override;
   Mapping query(Address addr) const override { return inner_->query(addr); }
   DriverStats stats() const override { return inner_->stats(); }
+  std::int64_t mapping_room() const override { return inner_->mapping_room(); }
 
  private:
   void count_call(const char* name, std::size_t completed);

@@ -4,9 +4,12 @@
 // (what is not mapped is PROT_NONE).
 #pragma once
 
+#include <memory>
+
 #include "vmserve/driver.h"
 #include "vmserve/file_descriptor.h"
 #include "vmserve/frame_ledger.h"
+#include "vmserve/map_account.h"
 #include "vmserve/system_limits.h"
 
 namespace vmserve {
@@ -14,17 +17,13 @@ namespace vmserve {
 struct HostOptions {
   std::size_t frame_bytes = 0;
   std::int64_t num_frames = 0;
-  // 0: read vm.max_map_count.
+  // 0: vm.max_map_count, which all drivers of the process share.
   std::int64_t max_map_count = 0;
   SystemLimits limits;
 };
 
 class HostDriver final : public PageDriver {
  public:
-  // NOTE: at vm.max_map_count even munmap, mprotect and malloc fail, so that undoing would too.
-  // A fifth of it is left to the rest of the process and to undoing.
-  static constexpr double kMapCountShare = 0.8;
-
   explicit HostDriver(HostOptions options);
   ~HostDriver() override;
   HostDriver(const HostDriver&) = delete;
@@ -50,10 +49,13 @@ class HostDriver final : public PageDriver {
   void free_host(Address addr) override;
   Mapping query(Address addr) const override { return ledger_.query(addr); }
   DriverStats stats() const override;
+  std::int64_t mapping_room() const override { return account_->most() - account_->held(); }
 
  private:
   void check_memory(std::uint64_t bytes) const;
-  void check_map_count(std::int64_t growth, std::size_t completed) const;
+  void check_map_count(std::int64_t growth, std::int64_t most, std::size_t completed) const;
+  // The account learns what the ledger has noted.
+  void settle_account();
   // 0, or the errno of the refusal.
   int fallocate_frames(const FrameRun& run, int mode);
   void map_one(const MapRun& run, std::size_t completed);
@@ -64,7 +66,8 @@ class HostDriver final : public PageDriver {
   HostOptions options_;
   FileDescriptor fd_;
   FrameLedger ledger_;
-  std::int64_t max_mappings_;
+  std::shared_ptr<MapAccount> account_;
+  std::int64_t num_accounted_ = 0;
   Mark last_mark_ = 0;
 };
 

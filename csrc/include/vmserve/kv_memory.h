@@ -315,6 +315,7 @@ class KVMemory {
     std::int64_t pages = 0;  // fresh ones, and idle ones that are claimed
     std::int64_t slots = 0;
     std::int64_t swap_blocks = 0;
+    std::int64_t runs = 0;  // of pages that slots are to show, of one group, at most
     std::unordered_map<Tenant, std::int64_t> blocks;
     // While it is counted.
     bool dense = false;
@@ -402,6 +403,8 @@ class KVMemory {
   std::unordered_map<Tenant, std::vector<PageId>> loose_pages() const;
   std::int64_t squeezable_pages(std::unordered_map<Tenant, std::int64_t>& left) const;
   std::int64_t num_usable_slots() const;
+  static std::int64_t num_runs(const std::vector<BoundPage>& bound);
+  std::int64_t num_retiring_pages() const;
 
   // -- kv_memory_apply.cpp, kv_memory_ops.cpp, kv_memory_bind.cpp, kv_memory_execute.cpp
   void stage(Change& change, const Op& op);
@@ -457,6 +460,17 @@ class KVMemory {
   void rollback(Change& change);
   bool wait_for_mapper(const std::vector<Op>& ops, const Plan& plan);
 
+  // -- kv_memory_mappings.cpp
+  std::int64_t mappings_per_run() const;
+  std::int64_t mapping_room() const;  // that no command of the mapper may take
+  bool can_unmap(const Slot& slot) const;
+  std::int64_t parked_mappings(const Slot& slot) const;
+  std::int64_t available_mappings(std::int64_t needed) const;
+  void make_mapping_room(std::int64_t needed);
+  SlotId oldest_parked() const;
+  bool has_room_ahead(std::int64_t num_pages) const;
+  std::uint64_t submit(Command command);
+
   // -- kv_memory_room.cpp
   void make_room(std::int64_t num_pages);
   void commit_pages(std::int64_t count);
@@ -469,6 +483,7 @@ class KVMemory {
   std::vector<AddressRun> entry_ranges(SlotId slot, std::int64_t first, std::int64_t count) const;
   void forget_entries(SlotId slot, std::int64_t first, std::int64_t count);
   std::int64_t give_back(std::int64_t count);
+  void give_back(const PageRun& run);
   std::int64_t drop_idle(std::int64_t keep);
   void squeeze();
   void loosen(PageId page);
@@ -540,6 +555,8 @@ class KVMemory {
   std::deque<std::pair<Epoch, Mark>> marks_;
   std::deque<Copying> copying_;
   std::int64_t num_open_ = 0;
+  std::int64_t mapping_reserve_ = 0;   // parked slots are unmapped while there is less room
+  std::int64_t pending_mappings_ = 0;  // that the mapper's commands may make, at most
   bool is_growing_ = false;  // the mapper commits pages
   bool copies_beside_;       // the driver's copy stream
   bool may_reopen_ = false;  // a page may be read-only that nobody shares any more

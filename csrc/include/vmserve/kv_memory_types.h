@@ -73,8 +73,10 @@ struct Op {
   View view = View::kVirtual;
 };
 
-// The ops fit if nothing is missing: needed_pages <= available_pages and neither slots nor swap
-// blocks are short. `waiting_pages` become available when the epochs that run are
+// The ops fit if nothing is missing: needed_pages <= available_pages, needed_mappings <=
+// available_mappings, and neither slots nor swap blocks are short. Mappings are what the system
+// limits (vm.max_map_count): needed are those of slots, at most, if no fresh page lies behind the
+// one before it; available are also those of parked slots. `waiting_pages` become available when the epochs that run are
 // complete and the copies that run have ended; where the ops do not fit, blocks of them do.
 struct Plan {
   std::int64_t needed_pages = 0;
@@ -82,9 +84,12 @@ struct Plan {
   std::int64_t waiting_pages = 0;
   std::int64_t missing_slots = 0;
   std::int64_t missing_swap_blocks = 0;
+  std::int64_t needed_mappings = 0;
+  std::int64_t available_mappings = 0;
   std::uint64_t version = 0;
   bool fits() const {
-    return needed_pages <= available_pages && missing_slots == 0 && missing_swap_blocks == 0;
+    return needed_pages <= available_pages && needed_mappings <= available_mappings &&
+           missing_slots == 0 && missing_swap_blocks == 0;
   }
 };
 
@@ -94,7 +99,7 @@ struct MemoryStats {
       shared_pages, split_pages, used_blocks, shared_blocks, cached_blocks, num_slots, used_slots,
       parked_slots, parked_pages, spare_pages, num_seqs, virtual_seqs, paged_seqs, swapped_seqs,
       used_tokens, tail_waste_bytes, swap_blocks, swap_capacity_blocks, copying_blocks,
-      memfd_allocated_bytes, num_mappings, pending_repairs, health;
+      memfd_allocated_bytes, num_mappings, free_mappings, pending_repairs, health;
   // Counters since the start.
   std::int64_t pages_mapped_total, pages_unmapped_total, pages_committed_total,
       pages_given_back_total, pages_zeroed_total, map_calls_total, unmap_calls_total,

@@ -43,6 +43,7 @@ struct Command {
   std::vector<PageId> pages;
   std::vector<PageRun> runs;
   std::vector<std::pair<SlotId, std::int64_t>> sealed;
+  std::int64_t num_mappings = 0;  // that it may make, at most
   std::uint64_t id = 0;
 };
 

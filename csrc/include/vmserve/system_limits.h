@@ -16,6 +16,8 @@ class SystemLimits {
  public:
   explicit SystemLimits(std::string root = "") : root_(std::move(root)) {}
 
+  const std::string& root() const { return root_; }
+
   // vm.max_map_count; the kernel's default of 65,530 where it cannot be read.
   std::int64_t max_map_count() const;
 

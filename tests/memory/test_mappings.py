@@ -1,0 +1,208 @@
+"""The ledger of map areas: what a process may hold of them, and what happens where that is full."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.memory.support import GROUPS, grow, make_memory
+from tests.profiles import write_profile
+from vmserve import LLM, SamplingParams, _core
+from vmserve._core import Backing, HostDriver, MapperMode, SystemLimits
+from vmserve.errors import DriverError, InvalidRequestError, VmserveError
+from vmserve.memory.device import HostMemory
+from vmserve.memory.kv_cache import KVCache
+from vmserve.memory.layout import plan_layout
+
+PAGE = 4096
+LAYOUT = plan_layout(2, 2, 64, torch.float32, 4096, page_tokens=16)
+
+
+def limits(root: Path, max_map_count: int) -> SystemLimits:
+    path = root / "proc/sys/vm/max_map_count"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"{max_map_count}\n")
+    return SystemLimits(str(root))
+
+
+def few_mappings(monkeypatch: pytest.MonkeyPatch, max_map_count: int) -> None:
+    """What is made from here on has a driver of a system with so many."""
+
+    def create(
+        self: HostMemory, page_bytes: int, num_frames: int, limits: SystemLimits | None
+    ) -> HostDriver:
+        return HostDriver(page_bytes, num_frames, max_map_count=max_map_count)
+
+    monkeypatch.setattr(HostMemory, "create_driver", create)
+
+
+# -- the account
+
+
+def test_two_drivers_of_a_process_share_what_the_system_allows(tmp_path: Path) -> None:
+    system = limits(tmp_path, 20)
+    first, second = (HostDriver(PAGE, 16, limits=system) for _ in range(2))
+    areas = [driver.reserve(16 * PAGE, Backing.TRAP) for driver in (first, second)]
+    for driver in (first, second):
+        driver.create([(0, 16)])
+    odd = [(2 * i + 1) * PAGE for i in range(8)]
+    first.map(
+        [(areas[0] + offset, i, 1, _core.Access.READ_WRITE) for i, offset in enumerate(odd[:5])]
+    )
+    # 16 together: 11 of the first, the reservation of the second, and 4 more.
+    second.map(
+        [(areas[1] + offset, i, 1, _core.Access.READ_WRITE) for i, offset in enumerate(odd[:2])]
+    )
+    with pytest.raises(DriverError, match=r"hold 16 memory mappings, need 2 more and may hold 16"):
+        second.map([(areas[1] + odd[2], 2, 1, _core.Access.READ_WRITE)])
+    first.unmap([(areas[0] + offset, PAGE) for offset in odd[:1]])
+    second.map([(areas[1] + odd[2], 2, 1, _core.Access.READ_WRITE)])
+    del first
+    gc.collect()
+    second.map(
+        [
+            (areas[1] + offset, 3 + i, 1, _core.Access.READ_WRITE)
+            for i, offset in enumerate(odd[3:7])
+        ]
+    )
+
+
+def test_a_plan_counts_runs_of_shared_pages_and_every_fresh_one() -> None:
+    memory = make_memory(max_len=32, num_slots=4)
+    tokens = list(range(1, 25))
+    memory.release(memory.start(tokens))
+    seq = memory.open(tokens)
+    plan = memory.core.plan(
+        [(_core.OpKind.ATTACH, seq, 20, 0, -1, _core.View.VIRTUAL), grow(seq, 24)]
+    )
+    # The slot's first run, the five pages of the prefix in one, and the page behind them.
+    assert plan.needed_mappings == 3 * GROUPS
+    assert memory.core.plan([grow(seq, 24)]).needed_mappings == (1 + 6) * GROUPS
+
+
+def test_paged_sequences_need_no_mappings() -> None:
+    memory = make_memory()
+    seq = memory.open(view=_core.View.PAGED)
+    assert memory.core.plan([grow(seq, 24)]).needed_mappings == 0
+
+
+# -- where it is full
+
+
+def two_in_turns(memory: Any) -> tuple[int, int]:
+    """Two sequences that grow in turns: no two pages adjoin, so every page is a mapping."""
+    a, b = memory.open(), memory.open()
+    for length in (4, 8):
+        memory.do(grow(a, length), grow(b, length))
+    return a, b
+
+
+@pytest.mark.parametrize("mapper", [MapperMode.OFF, MapperMode.MANUAL])
+def test_a_full_ledger_is_a_shortfall_until_a_slot_is_parked(mapper: MapperMode) -> None:
+    memory = make_memory(max_map_count=22, seal_read_only=False, mapper=mapper)
+    a, b = two_in_turns(memory)
+    before = memory.state()
+    plan = memory.core.plan([grow(a, 12), grow(b, 12)])
+    assert not plan.fits
+    assert (plan.needed_pages <= plan.available_pages, plan.missing_slots) == (True, 0)
+    assert (plan.needed_mappings, plan.available_mappings) == (2 * GROUPS, 1)
+    assert memory.state() == before
+    memory.release(b)  # parked: still mapped, and counted as what can be had
+    memory.do(grow(a, 16))
+    assert memory.stat("parked_pages") == 0
+    memory.core.check()
+
+
+def test_trim_and_the_limit_give_back_at_the_limit_of_mappings() -> None:
+    memory = make_memory(max_map_count=30, seal_read_only=False, limit_pages=16)
+    seqs = [memory.open() for _ in range(4)]
+    for length in (4, 8):
+        for seq in seqs:
+            if memory.core.plan([grow(seq, length)]).fits:
+                memory.do(grow(seq, length))
+    memory.release(*seqs[:3])
+    memory.core.trim(0, drop_idle=True)
+    memory.core.set_limit(4)
+    memory.release(seqs[3])
+    memory.core.trim(0, drop_idle=True)
+    assert memory.stat("committed_pages") == 0
+    memory.core.check()
+
+
+def test_a_kv_cache_goes_on_when_slots_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_mappings(monkeypatch, 100)
+    with KVCache(
+        LAYOUT, num_slots=8, max_len=1024, limit_bytes=256 * LAYOUT.total_page_bytes
+    ) as cache:
+        slots = [cache.alloc_slot() for _ in range(8)]
+        assert None not in slots
+        lengths = dict.fromkeys((slot for slot in slots if slot is not None), 0)
+        missing = 0
+        while not missing:
+            before = dict(lengths)
+            for slot in lengths:
+                lengths[slot] += 16
+                if missing := cache.step({slot: lengths[slot]}):
+                    break
+        assert missing == 1
+        for slot in list(before)[:4]:
+            cache.free_slot(slot)
+        rest = {slot: before[slot] + 16 for slot in list(before)[4:]}
+        assert cache.step(rest) == 0
+        assert cache.trim() > 0
+        assert cache.step({slot: length + 16 for slot, length in rest.items()}) == 0
+
+
+def serve(llm: LLM, prompts: list[list[int]], num_tokens: int = 4) -> list[str | None]:
+    outputs = llm.generate(
+        prompts, SamplingParams(max_tokens=num_tokens, ignore_eos=True), use_tqdm=False
+    )
+    return [output.outputs[0].finish_reason for output in outputs]
+
+
+@pytest.mark.parametrize("regime", ["virtual", "auto"])
+def test_an_engine_at_its_limit_of_mappings_serves_on(
+    regime: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    few_mappings(monkeypatch, 600)
+    with LLM(
+        kv_regime=regime,
+        # Slots are the better choice as long as there are mappings for them.
+        regime_profile=write_profile(tmp_path) if regime == "auto" else None,
+        kv_page_size=32 << 10,
+        kv_cache_memory=64 << 20,
+        max_num_seqs=16,
+        max_model_len=1024,
+        max_num_batched_tokens=512,
+    ) as llm:
+        head = list(range(100, 400))
+        prompts = [[*head, *range(500 + i, 600 + i)] for i in range(48)]
+        assert serve(llm, prompts, 200) == ["length"] * 48
+        stats = llm.engine.memory.stats()
+        assert stats.pages_mapped_total > 0
+        assert (stats.converted_to_paged_total > 0) == (regime == "auto")
+        assert (llm.engine.scheduler.num_preemptions_total > 0) == (regime == "virtual")
+        assert stats.parked_pages > 0
+        assert serve(llm, [[*range(700, 1300)]], 64) == ["length"]
+        llm.engine.memory.check()
+
+
+def test_a_request_that_cannot_fit_alone_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_mappings(monkeypatch, 60)
+    with LLM(
+        kv_regime="virtual",
+        kv_page_size=32 << 10,
+        kv_cache_memory=64 << 20,
+        max_num_seqs=4,
+        max_model_len=1024,
+        max_num_batched_tokens=512,
+    ) as llm:
+        with pytest.raises(
+            (InvalidRequestError, VmserveError), match=r"memory mappings.*max_map_count"
+        ):
+            serve(llm, [[*range(100, 1000)]])
+        assert serve(llm, [[*range(100, 150)]]) == ["length"]
