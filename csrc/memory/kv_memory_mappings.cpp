@@ -1,5 +1,5 @@
-// The ledger of map areas. The driver counts the mappings that there are, exactly (SegmentMap); here
-// is what a change may add to them, what parked slots would give back, and how it is taken.
+// The ledger of map areas. The driver counts the mappings that there are, exactly (SegmentMap);
+// here is what a change may add to them, what parked slots would give back, and how it is taken.
 #include <algorithm>
 
 #include "vmserve/errors.h"

@@ -557,9 +557,9 @@ class KVMemory {
   std::int64_t num_open_ = 0;
   std::int64_t mapping_reserve_ = 0;   // parked slots are unmapped while there is less room
   std::int64_t pending_mappings_ = 0;  // that the mapper's commands may make, at most
-  bool is_growing_ = false;  // the mapper commits pages
-  bool copies_beside_;       // the driver's copy stream
-  bool may_reopen_ = false;  // a page may be read-only that nobody shares any more
+  bool is_growing_ = false;            // the mapper commits pages
+  bool copies_beside_;                 // the driver's copy stream
+  bool may_reopen_ = false;            // a page may be read-only that nobody shares any more
   Totals totals_;
 };
 
