@@ -64,7 +64,7 @@ def create_memory(
         layers_per_group=resolved.kv_layers_per_group or layers_for_granularity(*shape),
         page_bytes=resolved.kv_page_bytes,
         block_tokens=resolved.block_tokens,
-        limit_bytes=limit_bytes,
+        max_len=resolved.max_model_len + read_slack_tokens,
         # The mappings of a GPU are not the system's.
         max_map_count=(
             _core.SystemLimits().max_map_count() if device.granularity == HOST_GRANULARITY else None

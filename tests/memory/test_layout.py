@@ -81,17 +81,22 @@ def test_fixed_sizes_are_kept() -> None:
     assert (padded.page_tokens, padded.token_stride) == (32, 64 * KIB)
 
 
-def test_host_pages_grow_until_the_mappings_fit() -> None:
-    small = plan_layout(4, 2, 32, "float32", HOST_GRANULARITY)
-    assert (small.page_tokens, small.page_bytes) == (64, 32 * KIB)
-    assert small.worst_case_mappings(MIB * 1024) == 1024 * MIB // (32 * KIB) * 2
-    planned = plan_layout(
-        4, 2, 32, "float32", HOST_GRANULARITY, limit_bytes=1024 * MIB, max_map_count=65530
+@pytest.mark.parametrize("max_len", [8192, 32768])
+def test_models_of_thirty_layers_have_pages_of_64_tokens_on_the_host(max_len: int) -> None:
+    layout = plan_layout(
+        *(30, 3, 64, "bfloat16", HOST_GRANULARITY), max_len=max_len, max_map_count=65530
     )
-    assert (planned.page_tokens, planned.page_bytes) == (256, 128 * KIB)
-    assert planned.worst_case_mappings(1024 * MIB) == 16384
+    assert (layout.page_tokens, layout.page_bytes) == (64, 48 * KIB)
+    assert layout.slot_mappings(max_len) == max_len // 64 * 30 < 65530 / 2
+
+
+def test_host_pages_grow_until_the_longest_sequence_has_its_mappings() -> None:
+    small = plan_layout(*QWEN, HOST_GRANULARITY)
+    assert small.page_tokens == 64
+    planned = plan_layout(*QWEN, HOST_GRANULARITY, max_len=131072, max_map_count=65530)
+    assert (planned.page_tokens, planned.slot_mappings(131072)) == (128, 28672)
     fixed = plan_layout(
-        4, 2, 32, "float32", 4096, page_tokens=64, limit_bytes=1024 * MIB, max_map_count=65530
+        *QWEN, HOST_GRANULARITY, page_tokens=64, max_len=131072, max_map_count=65530
     )
     assert fixed == small  # smaller pages on request
 

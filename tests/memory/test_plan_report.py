@@ -94,8 +94,11 @@ def test_any_shape_can_be_planned() -> None:
     default = report.candidates[0]
     assert (default.layout.page_tokens, default.layout.page_bytes) == (64, 32 << 10)
     assert default.num_pages == 341  # of 6 x 32 KiB
-    assert default.worst_case_mappings == 341 * 6 * 2
-    assert default.max_len_requests is None  # its context is not known
+    # Its context is not known.
+    assert (default.max_len_requests, default.slot_mappings) == (None, None)
+    assert "map areas" not in printed(report)
+    text = printed(plan_report(shape, max_len=8192, max_map_count=65530))
+    assert "a request of 8,192 tokens takes 768 by default" in text
     fixed = plan_report(shape, page_bytes=8192)
     assert {c.layout.page_bytes for c in fixed.candidates} == {8192}
     with pytest.raises(ConfigurationError, match="use pages of"):

@@ -46,8 +46,9 @@ _MAX_PADDING = 1 / 8
 #: Kernels load vectors of this many bytes; a token stride that is not a multiple of it
 #: is only accepted where the tokens themselves are not.
 _VECTOR_BYTES = 16
-#: Every page is mapped twice at most: once in the arena and once in a slot.
-_MAPPINGS_PER_PAGE = 2
+#: Of vm.max_map_count, what the longest sequence's slot may take where no two of its pages adjoin:
+#: less than the KV caches of a process may hold, so that whoever is alone always fits.
+_SLOT_SHARE = 1 / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +126,9 @@ class KVLayout:
         """Pages of one sequence of ``num_tokens``."""
         return -(-num_tokens // self.page_tokens)
 
-    def worst_case_mappings(self, limit_bytes: int) -> int:
-        """Mappings that a full pool of ``limit_bytes`` needs when no two pages adjoin."""
-        return self.num_pages(limit_bytes) * self.num_groups * _MAPPINGS_PER_PAGE
+    def slot_mappings(self, num_tokens: int) -> int:
+        """Mappings that a slot of ``num_tokens`` takes when no two of its pages adjoin."""
+        return self.pages_for(num_tokens) * self.num_groups
 
     def key_location(self, layer: int) -> tuple[int, int]:
         """``(group, offset)`` of the layer's K: the offset is in bytes inside a token."""
@@ -165,7 +166,7 @@ def plan_layout(
     page_tokens: int | None = None,
     block_tokens: int = 16,
     tensor_parallel: int = 1,
-    limit_bytes: int | None = None,
+    max_len: int | None = None,
     max_map_count: int | None = None,
 ) -> KVLayout:
     """Choose the page of a model's KV cache.
@@ -173,9 +174,11 @@ def plan_layout(
     ``granularity``: bytes that the driver's pages are multiples of (4 KiB on the host,
     2 MiB with stock CUDA). ``page_bytes`` (of one group) and ``page_tokens`` fix what they
     name; what is left open is chosen: at least 64 tokens a page, the padding that the
-    granularity forces as small as it gets up to 256 tokens. With ``limit_bytes`` and
-    ``max_map_count``, pages that were not fixed are doubled until a full pool of
-    ``limit_bytes`` stays under half of ``max_map_count`` mappings.
+    granularity forces as small as it gets up to 256 tokens. With ``max_len`` and
+    ``max_map_count``, pages that were not fixed are doubled until one slot of ``max_len`` tokens
+    stays under half of ``max_map_count`` mappings however its pages lie. All slots together can
+    need more (pages that sequences share are mapped in each slot): mappings are counted as they
+    are, and the pool does without slots where there are no more.
 
     Raises :class:`ConfigurationError`, with the numbers, for sizes that do not fit.
     """
@@ -214,8 +217,8 @@ def plan_layout(
         )
 
     planned = layout(tokens, size)
-    if page_bytes is None and page_tokens is None and limit_bytes and max_map_count:
-        while planned.worst_case_mappings(limit_bytes) * 2 >= max_map_count:
+    if page_bytes is None and page_tokens is None and max_len and max_map_count:
+        while planned.slot_mappings(max_len) >= _SLOT_SHARE * max_map_count:
             planned = layout(planned.page_tokens * 2, planned.page_bytes * 2)
     return planned
 
@@ -230,7 +233,7 @@ def candidates(
     page_bytes: int | None = None,
     block_tokens: int = 16,
     tensor_parallel: int = 1,
-    limit_bytes: int | None = None,
+    max_len: int | None = None,
     max_map_count: int | None = None,
 ) -> list[KVLayout]:
     """One layout per way to group the layers: each divisor of their number, K and V together
@@ -256,7 +259,7 @@ def candidates(
                     page_bytes=page_bytes,
                     block_tokens=block_tokens,
                     tensor_parallel=tensor_parallel,
-                    limit_bytes=limit_bytes,
+                    max_len=max_len,
                     max_map_count=max_map_count,
                 )
             except ConfigurationError as error:

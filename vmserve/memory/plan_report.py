@@ -85,10 +85,9 @@ class Candidate:
         return self.num_pages // self.layout.pages_for(self.max_len)
 
     @property
-    def worst_case_mappings(self) -> int | None:
-        return (
-            None if self.limit_bytes is None else self.layout.worst_case_mappings(self.limit_bytes)
-        )
+    def slot_mappings(self) -> int | None:
+        """Mappings of a slot of ``max_len`` tokens when no two of its pages adjoin."""
+        return None if self.max_len is None else self.layout.slot_mappings(self.max_len)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -97,7 +96,7 @@ class Candidate:
             "num_pages": self.num_pages,
             "num_tokens": self.num_tokens,
             "max_len_requests": self.max_len_requests,
-            "worst_case_mappings": self.worst_case_mappings,
+            "slot_mappings": self.slot_mappings,
         }
 
 
@@ -111,6 +110,7 @@ class PlanReport:
     limit_bytes: int | None
     max_len: int | None
     candidates: tuple[Candidate, ...]
+    max_map_count: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -147,9 +147,15 @@ class PlanReport:
             "page: of one group. waste/request: the most that one request can leave unused.",
             "maps/1k tok: map calls for 1,000 tokens of one sequence. Bold: taken by default.",
         ]
+        longest = "" if self.max_len is None else f" of {self.max_len:,} tokens"
         if self.limit_bytes is not None:
-            longest = "" if self.max_len is None else f" of {self.max_len:,} tokens"
             lines.append(f"fit: in {format_size(self.limit_bytes)} per rank, requests{longest}.")
+        default = next((each for each in self.candidates if each.is_default), None)
+        if self.max_map_count is not None and default is not None and default.slot_mappings:
+            lines.append(
+                f"Of {self.max_map_count:,} map areas (vm.max_map_count) a request{longest} takes "
+                f"{default.slot_mappings:,} by default if no two of its pages adjoin."
+            )
         return "\n".join(lines)
 
     def _cells(self, candidate: Candidate) -> list[str]:
@@ -184,11 +190,12 @@ def plan_report(
 
     ``limit_bytes`` is the cap of the pool of one rank; with it the report says how many
     tokens and requests of ``max_len`` (default: the model's own) fit. ``max_map_count``
-    bounds the mappings on the host. ``page_bytes`` fixes the size of a group's page and
-    leaves out the groupings that do not fit into it.
+    bounds the mappings of one such request on the host. ``page_bytes`` fixes the size of a
+    group's page and leaves out the groupings that do not fit into it.
 
     Raises :class:`ConfigurationError` when no grouping fits, and for numbers that are wrong.
     """
+    longest = max_len if max_len is not None else shape.max_len
     layouts = candidates(
         shape.num_layers,
         shape.kv_heads,
@@ -198,16 +205,16 @@ def plan_report(
         page_bytes=page_bytes,
         tensor_parallel=tensor_parallel,
         block_tokens=block_tokens,
-        limit_bytes=limit_bytes,
+        max_len=longest,
         max_map_count=max_map_count,
     )
-    longest = max_len if max_len is not None else shape.max_len
     return PlanReport(
         shape=shape,
         granularity=granularity,
         tensor_parallel=tensor_parallel,
         limit_bytes=limit_bytes,
         max_len=longest,
+        max_map_count=max_map_count,
         candidates=tuple(
             Candidate(
                 layout=layout,
