@@ -82,11 +82,13 @@ def render_chat(
     continue_final_message: bool,
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    max_chars: int | None = None,
 ) -> RenderedChat:
     """Render ``messages`` as ``transformers`` does, in its sandboxed environment, on a budget.
 
     Where the template shows no tools, the conversation tells of them: :mod:`vmserve.tools.told`.
-    ``hf`` is the transformers tokenizer. Raises
+    ``hf`` is the transformers tokenizer. ``max_chars``: the template is stopped, and refused, when
+    it has written more. Raises
     :class:`~vmserve.errors.InvalidRequestError` for messages that the template refuses and
     for a model without a template, :class:`~vmserve.errors.ConfigurationError` for a
     template that is no template.
@@ -120,13 +122,13 @@ def render_chat(
     }
     plain = _with_joined_parts(hf, plain, options)
     guard = _Guard(special_tokens, [plain, tools, variables])
-    rendered = _render(
-        hf, guard.mark(plain), tools=guard.mark(tools), **guard.mark(variables), **options
-    )
-    if len(rendered) > MAX_RENDERED_CHARS:
+    most = MAX_RENDERED_CHARS if max_chars is None else min(max_chars, MAX_RENDERED_CHARS)
+    arguments = {"tools": guard.mark(tools), **guard.mark(variables), **options}
+    rendered = _render(hf, guard.mark(plain), most, **arguments)
+    if len(rendered) > most:
         raise InvalidRequestError(
             f"the chat template made {len(rendered)} characters of these messages, "
-            f"the limit is {MAX_RENDERED_CHARS}",
+            f"the limit is {most}",
             "messages",
         )
     return guard.restore(rendered)
@@ -142,9 +144,10 @@ def _text_of(hf: Any, chat_template: str | None, tools: object) -> str:
         ) from None
 
 
-def _render(hf: Any, messages: list[Message], **arguments: Any) -> str:
+def _render(hf: Any, messages: list[Message], max_chars: int, **arguments: Any) -> str:
     try:
-        with RenderBudget(MAX_RENDER_SECONDS, 2 * MAX_RENDERED_CHARS):
+        # A macro's text is counted in its caller's once more.
+        with RenderBudget(MAX_RENDER_SECONDS, 2 * max_chars):
             return str(hf.apply_chat_template(messages, tokenize=False, **arguments))
     except OverBudgetError as error:
         raise InvalidRequestError(
@@ -288,7 +291,13 @@ def _takes_system(hf: Any, chat_template: str | None) -> bool:
 def _tried(hf: Any, messages: list[Message], chat_template: str | None) -> str:
     """What the template makes of them; empty where it refuses."""
     try:
-        return _render(hf, messages, chat_template=chat_template, continue_final_message=False)
+        return _render(
+            hf,
+            messages,
+            MAX_RENDERED_CHARS,
+            chat_template=chat_template,
+            continue_final_message=False,
+        )
     except InvalidRequestError:
         return ""
 

@@ -30,6 +30,11 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 #: Characters, or tokens, of a text from which on other threads run meanwhile: of the library's
 #: calls only those for batches release the interpreter's lock.
 _MOST_WITH_LOCK: Final = 1024
+#: Of a text that may be too long, so many characters for each token that may be are tried first.
+_CHARS_PER_TOKEN: Final = 8
+_CUT_TOKENS: Final = 64
+#: A chat template is stopped when it has written so many for each.
+_MOST_CHARS_PER_TOKEN: Final = 128
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -117,14 +122,40 @@ class Tokenizer:
 
     # -- text to ids --------------------------------------------------------------------
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """As transformers does: special tokens spelled in ``text`` become special tokens."""
-        return list(self._encode(text, add_special_tokens).ids)
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """As transformers does: special tokens spelled in ``text`` become special tokens.
 
-    def _encode(self, text: str, add_special_tokens: bool) -> Any:
+        Raises :class:`~vmserve.errors.InvalidRequestError` for what is no text, and for a text
+        that begins with more than ``max_tokens`` tokens, without encoding the rest.
+        """
+        return list(self._encode(text, add_special_tokens, max_tokens).ids)
+
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None = None) -> Any:
         given: Any = text  # callers without a type checker pass anything
         if not isinstance(given, str):
             raise InvalidRequestError(f"a text is a str, not {type(given).__name__}", "prompt")
+        if max_tokens is not None:
+            self._refuse_longer(text, max_tokens)
+        return self._encoding(text, add_special_tokens)
+
+    def _refuse_longer(self, text: str, max_tokens: int) -> None:
+        """Encode beginnings of ``text``, each four times as long as the one before."""
+        num_chars = _CHARS_PER_TOKEN * max_tokens
+        while num_chars < len(text):
+            num_tokens = len(self._encoding(text[:num_chars], add_special_tokens=False).ids)
+            # Where it is cut the beginning may have some tokens more than in the whole text.
+            if num_tokens > max_tokens + _CUT_TOKENS:
+                raise InvalidRequestError(
+                    f"This model's maximum context length is {max_tokens} tokens, but the first "
+                    f"{num_chars} of the prompt's {len(text)} characters have {num_tokens}. "
+                    "Shorten it, or set truncate_prompt_tokens",
+                    "prompt",
+                )
+            num_chars *= 4
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         try:
             if len(text) > _MOST_WITH_LOCK:
                 batch = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
@@ -160,9 +191,16 @@ class Tokenizer:
             words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
         return [token.id for word in words for token in backend.model.tokenize(word)]
 
-    def encode_infill(self, prefix: str, suffix: str) -> list[int]:
-        """A prompt for what stands between two texts: see :func:`vmserve.infill.infill_prompt`."""
-        return infill_prompt(prefix, suffix, self.encode, self._backend.token_to_id)
+    def encode_infill(self, prefix: str, suffix: str, max_tokens: int | None = None) -> list[int]:
+        """A prompt for what stands between two texts: see :func:`vmserve.infill.infill_prompt`.
+
+        ``max_tokens``: of each text, as in :meth:`encode`.
+        """
+
+        def encode(text: str, add_special_tokens: bool) -> list[int]:
+            return self.encode(text, add_special_tokens, max_tokens)
+
+        return infill_prompt(prefix, suffix, encode, self._backend.token_to_id)
 
     def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences of each word: at the start of a text, after a space, inside."""
@@ -196,16 +234,18 @@ class Tokenizer:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        max_tokens: int | None = None,
     ) -> tuple[str, list[int]]:
         """The prompt of a conversation: its text and its ids.
 
         The ids are those of encoding the whole text, except that the spelling of a special
         token that a message brings is encoded as text. ``add_generation_prompt`` is True
         unless the final message is continued; ``add_special_tokens`` adds what the
-        tokenizer puts around a text, but never a second BOS.
+        tokenizer puts around a text, but never a second BOS. A prompt that has more than
+        ``max_tokens`` is refused early: neither rendered nor encoded to its end.
 
         Raises :class:`~vmserve.errors.InvalidRequestError` for messages that the template
-        refuses and for a model without a template.
+        refuses, for a prompt that is too long and for a model without a template.
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
@@ -226,14 +266,17 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             chat_template=chat_template,
             template_kwargs=chat_template_kwargs,
+            max_chars=None if max_tokens is None else _MOST_CHARS_PER_TOKEN * max_tokens,
         )
-        ids = self._encode_chat(rendered, add_special_tokens)
+        ids = self._encode_chat(rendered, add_special_tokens, max_tokens)
         if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
             del ids[0]
         return rendered.text, ids
 
-    def _encode_chat(self, rendered: RenderedChat, add_special_tokens: bool) -> list[int]:
-        encoding = self._encode(rendered.text, add_special_tokens)
+    def _encode_chat(
+        self, rendered: RenderedChat, add_special_tokens: bool, max_tokens: int | None
+    ) -> list[int]:
+        encoding = self._encode(rendered.text, add_special_tokens, max_tokens)
         if not rendered.marks:
             return list(encoding.ids)
         ids: list[int] = []

@@ -402,3 +402,62 @@ def test_template_variables():
         tokenizer.apply_chat_template(
             user("hi"), chat_template="x", chat_template_kwargs={"tokenize": True}
         )
+
+
+# -- prompts that are too long ----------------------------------------------------------
+
+
+@pytest.fixture
+def encoded(monkeypatch) -> list[int]:
+    """Lengths of the texts that the library was given, in order."""
+    lengths: list[int] = []
+    whole = Tokenizer._encoding
+
+    def counting(self, text, add_special_tokens):
+        lengths.append(len(text))
+        return whole(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "_encoding", counting)
+    return lengths
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_is_too_long_is_not_encoded_to_its_end(kind, encoded):
+    tokenizer = KINDS[kind]()
+    text = "the quick fox " * 10_000
+    with pytest.raises(InvalidRequestError, match="context length is 100 tokens, but the first"):
+        tokenizer.encode(text, max_tokens=100)
+    assert sum(encoded) < 0.1 * len(text)
+
+
+def test_a_prompt_that_fits_is_encoded_whole(encoded):
+    tokenizer = embedded()
+    fits = "the quick fox " * 50
+    num_tokens = len(tokenizer.encode(fits))
+    encoded.clear()
+    assert tokenizer.encode(fits, max_tokens=num_tokens) == tokenizer.encode(fits)
+    assert encoded == [len(fits)] * 2
+    # A little too long is left to whoever knows what the answer needs.
+    assert tokenizer.encode(fits, max_tokens=num_tokens - 8) == tokenizer.encode(fits)
+
+
+def test_a_text_of_few_long_tokens_is_tried_piece_by_piece(encoded, monkeypatch):
+    monkeypatch.setattr("vmserve.tokenizer._CHARS_PER_TOKEN", 1)
+    tokenizer = embedded()
+    text = "Once upon a time there was a little girl. " * 100
+    num_tokens = len(tokenizer.encode(text))
+    assert 2 * num_tokens < len(text)
+    encoded.clear()
+    assert tokenizer.encode(text, max_tokens=num_tokens) == tokenizer.encode(text)
+    assert encoded == [num_tokens, len(text), len(text)]
+
+
+def test_a_chat_that_is_too_long_is_not_rendered_to_its_end(encoded):
+    render = partial(byte_level().apply_chat_template, chat_template=TEMPLATE, max_tokens=100)
+    many = [{"role": "<|turn|>" * 10, "content": ""}] * 100
+    with pytest.raises(InvalidRequestError, match="context length is 100 tokens"):
+        render(many)
+    assert sum(encoded) == 800
+    with pytest.raises(InvalidRequestError, match="writes more than 25600 characters"):
+        render(many * 100)
+    assert render(user("Hi"))[1]

@@ -15,7 +15,9 @@ import pytest
 
 from tests.server.fake_engine import FakeAsyncLLM
 from vmserve.errors import EngineDeadError
+from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
+from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.listen import bind, url_of
 from vmserve.server.run import serve
@@ -48,7 +50,11 @@ class Running:
         self.loop = asyncio.get_running_loop()
         self.stop_event = asyncio.Event()
         try:
-            await serve(self.engine, self.config, self._listener, self.stop_event, self._ready.set)
+            app = create_app(self.engine, self.config)
+            self.app_context: ServerContext = app.state.context
+            await serve(
+                self.engine, self.config, self._listener, self.stop_event, self._ready.set, app
+            )
         except EngineDeadError as error:
             self.death = error
 

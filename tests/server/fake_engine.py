@@ -49,11 +49,13 @@ class FakeTokenizer:
     chat_template_text = "{{ tools }}<tool_call>"
     specials: Mapping[int, str] = {0: "<pad>", BOS: "<s>", EOS: "</s>"}
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         ids = [byte + FIRST_BYTE for byte in text.encode()]
         return [BOS, *ids] if add_special_tokens else ids
 
-    def encode_infill(self, prefix: str, suffix: str) -> list[int]:
+    def encode_infill(self, prefix: str, suffix: str, max_tokens: int | None = None) -> list[int]:
         return self.encode(f"<PRE>{prefix}<SUF>{suffix}<MID>")
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -80,6 +82,7 @@ class FakeTokenizer:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        max_tokens: int | None = None,
     ) -> tuple[str, list[int]]:
         if any(message["role"] == "refused" for message in messages):
             raise InvalidRequestError("the chat template refuses this role", "messages")

@@ -5,6 +5,10 @@ By order, not by the clock: while one request is in the middle of it, another is
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -13,15 +17,20 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Body, Running
-from tests.server.fake_engine import FakeAsyncLLM
+from tests.server.conftest import Body, Running, error_of, until
+from tests.server.fake_engine import FakeAsyncLLM, FakeTokenizer, Shape
 from vmserve.models import resolve_model
+from vmserve.server import admission as admission_module
 from vmserve.server import body as body_module
-from vmserve.server import context as context_module
+from vmserve.server import workers as workers_module
+from vmserve.server.body import MOST_BYTES_IN_THREAD
 from vmserve.tokenizer import Tokenizer, load_tokenizer
 
 Start = Callable[..., Running]
+JSON = {"content-type": "application/json"}
+MESSAGES = [{"role": "user", "content": "slow"}]
 LARGE = "x" * (body_module.MOST_BYTES_ON_LOOP + 1)
+engine_ids = FakeTokenizer().encode
 
 
 class Held:
@@ -48,25 +57,43 @@ def hold(patch: pytest.MonkeyPatch, owner: Any, name: str, held: Callable[..., b
     return wrapped
 
 
+#: With it a request is long in the tests below: what others send is shorter.
+PADDING = {"ignored": "x" * 1000}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeAsyncLLM:
+    monkeypatch.setattr(workers_module, "LONG_WORK", 500)
+    return FakeAsyncLLM()
+
+
 @pytest.mark.parametrize(
     ("what", "path", "sent"),
     [
         ("encode", "/v1/completions", {"prompt": "slow", "max_tokens": 1}),
+        ("encode", "/v1/embeddings", {"input": "slow"}),
+        ("encode_infill", "/v1/completions", {"prompt": "slow", "suffix": "x", "max_tokens": 1}),
         ("encode", "/tokenize", {"prompt": "slow"}),
         ("token_str", "/tokenize", {"prompt": "slow", "return_token_strs": True}),
         ("decode", "/detokenize", {"tokens": [118] * 4}),
-        ("apply_chat_template", "/v1/chat/completions", {"max_tokens": 1}),
-        ("parse_json", "/tokenize", {"prompt": "x", "ignored": LARGE}),
+        ("apply_chat_template", "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
+        ("apply_chat_template", "/v1/responses", {"input": "slow", "max_output_tokens": 1}),
+        ("apply_chat_template", "/v1/responses/input_tokens", {"input": "slow"}),
+        ("apply_chat_template", "/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
+        ("apply_chat_template", "/v1/messages/count_tokens", {"messages": MESSAGES}),
+        ("apply_chat_template", "/tokenize", {"messages": MESSAGES}),
+        ("parse_json", "/tokenize", {"prompt": "x", "other": LARGE}),
     ],
 )
 def test_a_stream_goes_on(
-    start: Start, monkeypatch: pytest.MonkeyPatch, what: str, path: str, sent: Body
+    start: Start,
+    engine: FakeAsyncLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    path: str,
+    sent: Body,
 ) -> None:
-    engine = FakeAsyncLLM()
     running = start(engine)
-    monkeypatch.setattr(context_module, "LONG_WORK", 3)  # what others send is longer than "Hi"
-    if what == "apply_chat_template":
-        sent = {**sent, "messages": [{"role": "user", "content": "slow"}]}
     if what == "parse_json":
         held = hold(monkeypatch, body_module, what, lambda data: len(data) > len(LARGE))
     elif what == "decode":
@@ -74,29 +101,138 @@ def test_a_stream_goes_on(
     else:
         held = hold(monkeypatch, engine.tokenizer, what, lambda given, *_, **__: given != "Hi")
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(running.post, path, sent)
+        slow = pool.submit(running.post, path, {**sent, **PADDING})
         assert held.inside.wait(30)
         chunks = running.stream("/v1/completions", {"prompt": "Hi"})
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello"
         assert not slow.done()
         held.go.set()
-        assert slow.result(60).status_code == 200
+        assert slow.result(60).status_code in (200, 400)  # the fake engine has no embeddings
     assert held.thread.startswith("vmserve-aside")
 
 
-def test_two_long_texts_hold_up_no_short_one(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FakeAsyncLLM()
-    running = start(engine)
-    monkeypatch.setattr(context_module, "LONG_WORK", 3)
-    held = hold(monkeypatch, engine.tokenizer, "encode", lambda text, *_, **__: text != "Hi")
-    with ThreadPoolExecutor(2) as pool:
-        slow = [pool.submit(running.post, "/tokenize", {"prompt": "slow"}) for _ in range(2)]
-        assert held.inside.wait(30)
-        time.sleep(0.05)  # for the other one to arrive; it may be late, and then nothing is shown
-        assert running.post("/tokenize", {"prompt": "Hi"}).status_code == 200
-        assert not any(one.done() for one in slow)
+@pytest.mark.parametrize("padding", [{}, PADDING], ids=["short", "long"])
+def test_who_sends_much_holds_up_nobody_else(
+    start: Start, engine: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch, padding: Body
+) -> None:
+    """One key's requests are as many as you like, and as slow: another's is served whole."""
+    running = start(engine, api_keys=("many", "one"))
+    held = hold(monkeypatch, engine.tokenizer, "encode", lambda text, *_, **__: text == "slow")
+    many, one = ({"authorization": f"Bearer {key}"} for key in ("many", "one"))
+    waiting = running.app_context.workers
+    with ThreadPoolExecutor(12) as pool:
+        body = {"prompt": "slow", **padding}
+        slow = [pool.submit(running.post, "/tokenize", body, headers=many) for _ in range(12)]
+        until(lambda: waiting.num_waiting == 11)
+        for path in ("/tokenize", "/v1/completions"):
+            given = {"prompt": "Hi", **padding}
+            assert running.post(path, given, headers=one).status_code == 200
+        assert waiting.num_waiting == 11
+        assert not any(each.done() for each in slow)
         held.go.set()
-        assert [one.result(60).status_code for one in slow] == [200, 200]
+        assert [each.result(60).status_code for each in slow] == [200] * 12
+
+
+def test_a_key_has_so_many_requests_prepared_and_no_more(
+    start: Start, engine: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_module, "MAX_PENDING_WORK", 2)
+    running = start(engine)
+    held = hold(monkeypatch, engine.tokenizer, "encode", lambda text, *_, **__: text == "slow")
+    workers = running.app_context.workers
+    with ThreadPoolExecutor(3) as pool:
+        slow = [pool.submit(running.post, "/tokenize", {"prompt": "slow"}) for _ in range(3)]
+        until(lambda: workers.num_waiting == 2)
+        refused = running.post("/tokenize", {"prompt": "Hi"})
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert "2 of your requests" in error_of(refused)["message"]
+        held.go.set()
+        assert [each.result(60).status_code for each in slow] == [200] * 3
+    assert running.post("/tokenize", {"prompt": "Hi"}).status_code == 200
+
+
+def test_what_waits_is_dropped_with_its_client(
+    start: Start, engine: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start(engine)
+    asked: list[str] = []
+
+    def is_slow(text: str, *_: Any, **__: Any) -> bool:
+        asked.append(text)
+        return text == "slow"
+
+    held = hold(monkeypatch, engine.tokenizer, "encode", is_slow)
+    workers = running.app_context.workers
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(running.post, "/v1/completions", {"prompt": "slow", "max_tokens": 1})
+        assert held.inside.wait(30)
+        body = b'{"prompt": "gone", "max_tokens": 1}'
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        with socket.create_connection(("127.0.0.1", running.port)) as client:
+            client.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+            until(lambda: workers.num_waiting == 1)
+        until(lambda: workers.num_waiting == 0)
+        held.go.set()
+        assert slow.result(60).status_code == 200
+    assert running.post("/tokenize", {"prompt": "Hi"}).status_code == 200
+    assert asked == ["slow", "Hi"]
+
+
+def test_bodies_of_one_key_are_held_up_to_a_bound(
+    start: Start, engine: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while their requests run: what was made of them stays for as long."""
+    monkeypatch.setattr(admission_module, "MAX_HELD_BYTES_OF_ONE", 2500)
+    running = start(engine, api_keys=("many", "one"))
+    many, one = ({"authorization": f"Bearer {key}"} for key in ("many", "one"))
+    engine.pause = running.on_loop(asyncio.Event)
+    body = {"prompt": "Hi", **PADDING}
+    with ThreadPoolExecutor(2) as pool:
+        slow = [pool.submit(running.post, "/v1/completions", body, headers=many) for _ in range(2)]
+        until(lambda: len(engine.running) == 2)
+        refused = running.post("/v1/completions", body, headers=many)
+        assert refused.status_code == 429
+        assert "at most 2500" in error_of(refused)["message"]
+        assert running.post("/tokenize", body, headers=one).status_code == 200
+        running.on_loop(engine.pause.set)
+        assert [each.result(60).status_code for each in slow] == [200, 200]
+    assert running.post("/v1/completions", body, headers=many).status_code == 200
+
+
+@pytest.mark.parametrize("size", [MOST_BYTES_IN_THREAD // 2, 2 * MOST_BYTES_IN_THREAD])
+def test_large_bodies_are_read_as_small_ones(start: Start, size: int) -> None:
+    running = start(FakeAsyncLLM(shape=Shape(max_model_len=16)))
+    value = {"prompt": "Hä\n😀", "ignored": [1.5, -(2**60), None, True, {"x": "y" * size}]}
+    reply = running.ok("/tokenize", value)
+    assert reply["tokens"] == engine_ids("Hä\n😀")
+    assert len(running.app_context.json.idle_pids) == (size > MOST_BYTES_IN_THREAD)
+    for body, told in (
+        (b'{"prompt": "x", "prompt": "y", "z": "%b"}' % (b"z" * size), "key 'prompt' twice"),
+        (b'{"prompt": NaN, "z": "%b"}' % (b"z" * size), "NaN"),
+        (b'{"prompt": "%b' % (b"z" * size), "not JSON"),
+        (
+            b'{"prompt": "x", "z": [%b[]]}' % (b"[]," * max(size, 70_000)),
+            "65536 arrays and objects",
+        ),
+    ):
+        response = running.http.post("/tokenize", content=body, headers=JSON)
+        assert response.status_code == 400
+        assert told in error_of(response)["message"]
+    assert running.ok("/tokenize", value)["count"] == reply["count"]
+
+
+def test_the_process_that_reads_large_bodies_may_die(start: Start) -> None:
+    running = start(FakeAsyncLLM())
+    body = {"prompt": "Hi", "z": "z" * 2 * MOST_BYTES_IN_THREAD}
+    for _ in range(2):
+        assert running.post("/tokenize", body).status_code == 200
+        [pid] = running.app_context.json.idle_pids
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert running.post("/tokenize", body).status_code == 200
+    running.app_context.json.close_idle()
+    assert running.app_context.json.idle_pids == []
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from vmserve.errors import EngineDeadError
 from vmserve.ipc.framing import receive_frame, send_frame
 from vmserve.ipc.messages import Launch, Progress, Ready, Refused, decode_from_engine, encode
 
-__all__ = ["EngineProcess"]
+__all__ = ["EngineProcess", "child_environment"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class EngineProcess:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", *program, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env=_environment(),
+                env=child_environment(),
                 stdin=subprocess.DEVNULL,
                 # A terminal's Ctrl-C is for the server, which ends the engine.
                 process_group=0,
@@ -111,7 +111,7 @@ class EngineProcess:
         return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Modules are found where this process finds them, and nowhere else. Numpy makes no threads
     for products of matrices as it is imported: the engine has none for it to compute."""
     import_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)

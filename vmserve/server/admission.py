@@ -1,14 +1,58 @@
-"""How much may wait for the engine before requests are turned away with 429."""
+"""How much may wait for the engine, or be held of bodies, before requests are turned away (429)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from vmserve.errors import InvalidRequestError
 from vmserve.server.errors import ApiError
+from vmserve.server.limits import MAX_HELD_BYTES, MAX_HELD_BYTES_OF_ONE
 
-__all__ = ["Admission", "Ticket"]
+__all__ = ["Admission", "BodyBytes", "Ticket", "Visit"]
+
+
+@dataclass(eq=False, slots=True)
+class Visit:
+    """One HTTP request on its way: whose it is, and how large its body is so far."""
+
+    #: Whoever has the key; where there are no keys, the client's address.
+    tenant: str
+    num_bytes: int = 0
+
+
+class BodyBytes:
+    """Counts bodies from their first byte to the end of their request.
+
+    What is made of a body stays for as long, while the request waits for the engine too.
+    """
+
+    def __init__(self) -> None:
+        self._of: Counter[str] = Counter()
+        self._in_all = 0
+
+    def grow(self, visit: Visit, num_bytes: int) -> None:
+        """Raises :class:`ApiError` 429 for more than the tenant, or all together, may hold."""
+        held = self._of[visit.tenant] + num_bytes
+        if held > MAX_HELD_BYTES_OF_ONE or self._in_all + num_bytes > MAX_HELD_BYTES:
+            raise ApiError(
+                429,
+                f"The bodies of your requests that have not ended hold {held - num_bytes} bytes, "
+                f"those of all {self._in_all}; at most {MAX_HELD_BYTES_OF_ONE} and "
+                f"{MAX_HELD_BYTES} may. Try again later.",
+                headers={"retry-after": "1"},
+            )
+        visit.num_bytes += num_bytes
+        self._of[visit.tenant] = held
+        self._in_all += num_bytes
+
+    def release(self, visit: Visit) -> None:
+        self._in_all -= visit.num_bytes
+        self._of[visit.tenant] -= visit.num_bytes
+        if not self._of[visit.tenant]:
+            del self._of[visit.tenant]
+        visit.num_bytes = 0
 
 
 @dataclass(eq=False, slots=True)

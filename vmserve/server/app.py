@@ -79,6 +79,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
         keys=context.keys,
         lifecycle=context.lifecycle,
         origins=origins,
+        bodies=context.bodies,
         open_status_routes=config.open_status_routes,
     )
     app.add_middleware(Boundary, root_path=config.root_path, lifecycle=context.lifecycle)

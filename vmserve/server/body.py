@@ -9,19 +9,22 @@ from typing import Any, Final, TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from vmserve.errors import InvalidRequestError
+from vmserve.server.admission import Visit
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import ApiError, ClientDisconnectedError
 from vmserve.server.limits import BODY_TIMEOUT_SECONDS, MAX_BODY_BYTES
 from vmserve.server.protocol import RequestModel
 from vmserve.server.wire import JSON_TYPE, parse_json
 
-__all__ = ["MOST_BYTES_ON_LOOP", "read_json", "read_model"]
+__all__ = ["MOST_BYTES_IN_THREAD", "MOST_BYTES_ON_LOOP", "read_json", "read_model"]
 
 Model = TypeVar("Model", bound=RequestModel)
 T = TypeVar("T")
 
-#: Larger bodies are parsed by a thread.
-MOST_BYTES_ON_LOOP: Final = 64 * 1024
+#: Larger bodies are parsed by a thread, still larger ones by another process: of a text of this
+#: size the parser holds the interpreter's lock for 10 ms at most.
+MOST_BYTES_ON_LOOP: Final = 16 * 1024
+MOST_BYTES_IN_THREAD: Final = 128 * 1024
 
 
 async def read_model(request: Request, model: type[Model]) -> Model:
@@ -30,7 +33,7 @@ async def read_model(request: Request, model: type[Model]) -> Model:
     Raises :class:`ApiError` (408, 413, 415), :class:`InvalidRequestError` and pydantic's
     ``ValidationError``.
     """
-    return await _understand(request, lambda body: model.model_validate(_object(body)))
+    return await _understand(request, lambda value: model.model_validate(_object(value)))
 
 
 async def read_json(request: Request) -> dict[str, Any]:
@@ -38,23 +41,23 @@ async def read_json(request: Request) -> dict[str, Any]:
     return await _understand(request, _object)
 
 
-async def _understand(request: Request, parse: Callable[[bytes], T]) -> T:
-    """What ``parse`` makes of the body: of a large one aside, so that streams go on."""
-    body = await _receive(request)
-    if len(body) <= MOST_BYTES_ON_LOOP:
-        return parse(body)
+async def _understand(request: Request, parse: Callable[[Any], T]) -> T:
+    """What ``parse`` makes of the body's JSON: of a large one aside, so that streams go on."""
     context: ServerContext = request.app.state.context
-    return await context.run_aside(lambda: parse(body), len(body))
+    body = await _receive(request, context)
+    if len(body) <= MOST_BYTES_ON_LOOP:
+        return parse(parse_json(body))
+    reader = parse_json if len(body) <= MOST_BYTES_IN_THREAD else context.json.parse
+    return await context.run_aside(request, lambda: parse(reader(body)))
 
 
-def _object(body: bytes) -> dict[str, Any]:
-    value = parse_json(body)
+def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequestError("The request body must be a JSON object")
     return value
 
 
-async def _receive(request: Request) -> bytes:
+async def _receive(request: Request, context: ServerContext) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != JSON_TYPE:
         raise ApiError(415, f"Send the request body as {JSON_TYPE}: no other type is read.")
@@ -64,7 +67,7 @@ async def _receive(request: Request) -> bytes:
         raise ApiError(415, "Send the request body without Content-Encoding: it is not unpacked.")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-            return await _read(request)
+            return await _read(request, context)
     except TimeoutError as error:
         raise ApiError(
             408,
@@ -75,15 +78,20 @@ async def _receive(request: Request) -> bytes:
         raise ClientDisconnectedError from error
 
 
-async def _read(request: Request) -> bytes:
+async def _read(request: Request, context: ServerContext) -> bytes:
+    visit: Visit = request.state.visit
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
-        raise _too_large()
+    if length.isdecimal():
+        if int(length) > MAX_BODY_BYTES:
+            raise _too_large()
+        context.bodies.grow(visit, int(length))
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise _too_large()
+        if len(body) > visit.num_bytes:
+            context.bodies.grow(visit, len(body) - visit.num_bytes)
     return bytes(body)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +23,7 @@ from vmserve.server.params import (
     StreamOptions,
     check_max_tokens,
     check_prompt,
+    most_tokens,
     refuse_unserved,
     sampling_params,
     stream_options,
@@ -56,13 +57,14 @@ class RenderedChat:
     echo: str
 
 
-async def render_chat(
+def render_chat(
     body: ChatCompletionRequest | TokenizeRequest,
     context: ServerContext,
     tools: list[Mapping[str, Any]] | None,
+    max_tokens: int | None = None,
 ) -> RenderedChat:
     """Raises :class:`InvalidRequestError` for messages that are wrong, or that the template
-    refuses."""
+    refuses, and for a prompt of more than ``max_tokens``. Takes long: run it aside."""
     if body.chat_template is not None:
         raise InvalidRequestError(
             "chat_template: templates from requests are not run; start the server with "
@@ -77,17 +79,15 @@ async def render_chat(
             "add_generation_prompt",
             "continue_final_message",
         )
-    text, token_ids = await context.run_aside(
-        lambda: context.engine.tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            add_generation_prompt=not continued and body.add_generation_prompt is not False,
-            continue_final_message=continued,
-            chat_template=context.config.chat_template,
-            chat_template_kwargs=body.template_variables,
-            add_special_tokens=bool(body.add_special_tokens),
-        ),
-        sum(len(content_text(message)) for message in messages),
+    text, token_ids = context.engine.tokenizer.apply_chat_template(
+        messages,
+        tools=tools,
+        add_generation_prompt=not continued and body.add_generation_prompt is not False,
+        continue_final_message=continued,
+        chat_template=context.config.chat_template,
+        chat_template_kwargs=body.template_variables,
+        add_special_tokens=bool(body.add_special_tokens),
+        max_tokens=max_tokens,
     )
     last = messages[-1]
     role = last["role"] if continued else "assistant"
@@ -104,6 +104,16 @@ class StartedChat:
     use: ToolUse
     job: Job
     generation: Generation
+
+
+class _PreparedChat(NamedTuple):
+    """What is made of a chat's body before it is admitted."""
+
+    body: ChatCompletionRequest
+    model: str
+    chat: RenderedChat
+    use: ToolUse
+    job: Job
 
 
 class ChatService:
@@ -135,7 +145,7 @@ class ChatService:
     async def _serve(self, request: Request, body: ChatCompletionRequest) -> Response:
         options = stream_options(body, self._context.config.force_include_usage)
         reply_id = f"chatcmpl-{body.request_id or request.state.request_id}"
-        started = await self.start(request, body, reply_id)
+        started = await self.start(request, lambda: body, reply_id)
         reply = _Reply(self._context, body, options, started, reply_id)
         if body.stream:
             return EventStream(reply.chunks(await started.generation.stream()))
@@ -143,20 +153,18 @@ class ChatService:
         return Response(dump_json(reply.full(result)), media_type=JSON_TYPE)
 
     async def start(
-        self, request: Request, body: ChatCompletionRequest, reply_id: str
+        self, request: Request, make_body: Callable[[], ChatCompletionRequest], reply_id: str
     ) -> StartedChat:
-        """Check and admit; what it holds is given back with the request.
+        """Check and admit the chat of ``make_body``, which is called on another thread; what it
+        holds is given back with the request.
 
         Raises :class:`InvalidRequestError` and :class:`~vmserve.server.errors.ApiError`.
         """
         context = self._context
-        model = context.served_name(body.model)
-        _check(body)
-        use = tool_use(body, self._parser, are_told=self._tells_tools)
-        chat = await render_chat(body, context, use.shown)
-        job = self._job(body, chat, use)
-        if self._thinks and job.params.structured_outputs in (None, use.loose):
-            use = with_reasoning(use, chat.text)
+
+        body, model, chat, use, job = await context.run_aside(
+            request, lambda: self._prepare(make_body())
+        )
         terms = Terms.of(request, body)
         trace = trace_of(request)
         if trace is not None:
@@ -164,12 +172,29 @@ class ChatService:
         generation = Generation(context, request.state.exit_stack, reply_id, [job], terms, trace)
         return StartedChat(model, chat, use, job, generation)
 
-    async def count(self, body: ChatCompletionRequest) -> int:
-        """How many tokens the prompt of ``body`` has. Errors: those of :meth:`start`."""
-        self._context.served_name(body.model)
+    async def count(self, request: Request, make_body: Callable[[], ChatCompletionRequest]) -> int:
+        """How many tokens the prompt has. Errors: those of :meth:`start`."""
+
+        def count() -> int:
+            body = make_body()
+            self._context.served_name(body.model)
+            return len(self._render(body)[0].token_ids)
+
+        return await self._context.run_aside(request, count)
+
+    def _prepare(self, body: ChatCompletionRequest) -> _PreparedChat:
+        model = self._context.served_name(body.model)
+        chat, use = self._render(body)
+        job = self._job(body, chat, use)
+        if self._thinks and job.params.structured_outputs in (None, use.loose):
+            use = with_reasoning(use, chat.text)
+        return _PreparedChat(body, model, chat, use, job)
+
+    def _render(self, body: ChatCompletionRequest) -> tuple[RenderedChat, ToolUse]:
         _check(body)
         use = tool_use(body, self._parser, are_told=self._tells_tools)
-        return len((await render_chat(body, self._context, use.shown)).token_ids)
+        most = most_tokens(body, self._context.max_model_len)
+        return render_chat(body, self._context, use.shown, most), use
 
     def _job(self, body: ChatCompletionRequest, chat: RenderedChat, use: ToolUse) -> Job:
         context = self._context

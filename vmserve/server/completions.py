@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from functools import partial
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -21,12 +20,13 @@ from vmserve.server.params import (
     StreamOptions,
     check_max_tokens,
     check_prompt,
+    most_tokens,
     refuse_unserved,
     sampling_params,
     stream_options,
     truncate,
 )
-from vmserve.server.prompts import Prompt, encode_prompts, split_prompts
+from vmserve.server.prompts import Prompt, encode_prompt, split_prompts
 from vmserve.server.protocol import CompletionRequest
 from vmserve.server.scope import unless_disconnected
 from vmserve.server.streaming import Chunk, EventStream
@@ -58,15 +58,13 @@ class CompletionService:
         model = context.served_name(body.model)
         options = stream_options(body, context.config.force_include_usage)
         _check(body)
-        prompts = split_prompts(body.prompt)
-        params = self._params(body)
-        jobs = [await self._job(prompt, body, params) for prompt in prompts]
+        jobs = await context.run_aside(request, lambda: self._jobs(body))
         reply = _Reply(
             context, body, options, jobs, model, body.request_id or request.state.request_id
         )
         trace = trace_of(request)
         if trace is not None:
-            trace.begin(body.model, model, reply.id, params)
+            trace.begin(body.model, model, reply.id, jobs[0].params)
         generation = Generation(
             context,
             request.state.exit_stack,
@@ -78,6 +76,11 @@ class CompletionService:
         if body.stream:
             return EventStream(reply.chunks(await generation.stream()))
         return Response(dump_json(reply.full(await generation.run())), media_type=JSON_TYPE)
+
+    def _jobs(self, body: CompletionRequest) -> list[Job]:
+        prompts = split_prompts(body.prompt)
+        params = self._params(body)
+        return [self._job(prompt, body, params) for prompt in prompts]
 
     def _params(self, body: CompletionRequest) -> GenerationParams:
         max_tokens = body.max_tokens
@@ -93,16 +96,18 @@ class CompletionService:
             best_of=body.best_of,
         )
 
-    async def _job(self, prompt: Prompt, body: CompletionRequest, params: GenerationParams) -> Job:
+    def _job(self, prompt: Prompt, body: CompletionRequest, params: GenerationParams) -> Job:
         context = self._context
+        most = most_tokens(body, context.max_model_len)
         text: str | None
         if body.suffix and isinstance(prompt, str):
-            infill = partial(context.engine.tokenizer.encode_infill, prompt, body.suffix)
-            size = len(prompt) + len(body.suffix)
-            text, given = prompt, await context.run_aside(infill, size)
+            tokenizer = context.engine.tokenizer
+            text, given = prompt, tokenizer.encode_infill(prompt, body.suffix, most)
         else:
             special = body.add_special_tokens is not False
-            [(text, given)] = await encode_prompts(context, [prompt], "prompt", special)
+            text, given = encode_prompt(
+                context.engine, prompt, "prompt", add_special_tokens=special, max_tokens=most
+            )
         token_ids = truncate(given, body, context.max_model_len)
         check_prompt(len(token_ids), context.max_model_len)
         # What was cut off is not part of the prompt that an echo repeats.

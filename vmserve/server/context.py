@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import TypeVar
 
-from vmserve.server.admission import Admission
+from starlette.requests import Request
+
+from vmserve.server.admission import Admission, BodyBytes, Visit
 from vmserve.server.auth import KeyRing
 from vmserve.server.config import ServerConfig
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import ApiError
+from vmserve.server.idle import IdleWork
+from vmserve.server.json_process import JsonProcesses
 from vmserve.server.key_limits import KeyLedger
 from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.telemetry import Telemetry
 from vmserve.server.tracing import Tracing
+from vmserve.server.workers import Workers
 
-__all__ = ["LONG_WORK", "ServerContext"]
+__all__ = ["ServerContext"]
 
 T = TypeVar("T")
-#: A text of so many characters takes some 10 ms to encode; longer ones have a thread of their own.
-LONG_WORK: Final = 32 * 1024
 
 
 class ServerContext:
@@ -48,9 +49,10 @@ class ServerContext:
         endpoint = config.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(endpoint)
         self.created = int(time.time())
-        # Megabytes of text must stop neither the event loop nor others' short ones.
-        self._aside = ThreadPoolExecutor(1, thread_name_prefix="vmserve-aside")
-        self._long = ThreadPoolExecutor(1, thread_name_prefix="vmserve-aside-long")
+        self.bodies = BodyBytes()
+        self.json = JsonProcesses()
+        self.workers = Workers()
+        self._idle = IdleWork(self.json)
 
     @property
     def max_model_len(self) -> int:
@@ -87,14 +89,23 @@ class ServerContext:
             raise ApiError(404, f"The model `{name[:200]}` does not exist.", "model")
         return self.config.model_name
 
-    async def run_aside(self, work: Callable[[], T], size: int) -> T:
-        """Run ``work`` on ``size`` characters, bytes or tokens (a text to encode, a large body) on
-        another thread. What is long waits for what is long, and for nothing else."""
-        lane = self._long if size > LONG_WORK else self._aside
-        return await asyncio.get_running_loop().run_in_executor(lane, work)
+    async def run_aside(
+        self, request: Request, work: Callable[[], T], size: int | None = None
+    ) -> T:
+        """The result of ``work`` on another thread, in the turn of whoever sends ``request``.
+
+        ``size``: bytes that decide between the short and the long lane; the body's by default.
+        Raises what ``work`` raises, and :class:`ApiError` 429.
+        """
+        visit: Visit = request.state.visit
+        size = visit.num_bytes if size is None else size
+        try:
+            return await self.workers.run(visit.tenant, work, size)
+        finally:
+            self._idle.note(size)
 
     def close(self) -> None:
-        for lane in (self._aside, self._long):
-            lane.shutdown(wait=True, cancel_futures=True)
+        self.workers.close()
+        self._idle.close()
         if self.tracing is not None:
             self.tracing.close()

@@ -13,8 +13,8 @@ from vmserve.sampling import SamplingParams
 from vmserve.server.body import read_model
 from vmserve.server.context import ServerContext
 from vmserve.server.generation import Generation, Job, Terms
-from vmserve.server.params import check_prompt, truncate
-from vmserve.server.prompts import encode_prompts, split_prompts
+from vmserve.server.params import check_prompt, most_tokens, truncate
+from vmserve.server.prompts import encode_prompt, split_prompts
 from vmserve.server.protocol import EmbeddingRequest
 from vmserve.server.scope import unless_disconnected
 from vmserve.server.wire import JSON_TYPE, dump_json
@@ -37,14 +37,7 @@ class EmbeddingService:
     async def _create(self, request: Request, body: EmbeddingRequest) -> Response:
         context = self._context
         model = context.served_name(body.model)
-        params = SamplingParams(max_tokens=0, pooling=body.pooling or "auto", detokenize=False)
-        prompts = split_prompts(body.input, "input")
-        special = body.add_special_tokens is not False
-        jobs = []
-        for text, given in await encode_prompts(context, prompts, "input", special):
-            token_ids = truncate(given, body, context.max_model_len)
-            check_prompt(len(token_ids), context.max_model_len, "input")
-            jobs.append(Job(text, token_ids, params))
+        jobs = await context.run_aside(request, lambda: self._jobs(body))
         generation = Generation(
             context,
             request.state.exit_stack,
@@ -54,8 +47,25 @@ class EmbeddingService:
         )
         results = await generation.run()
         size = sum(result.embedding.size for result in results if result.embedding is not None)
-        reply = await context.run_aside(lambda: _reply(results, body, model), size)
+        reply = await context.run_aside(request, lambda: _reply(results, body, model), 16 * size)
         return Response(reply, media_type=JSON_TYPE)
+
+    def _jobs(self, body: EmbeddingRequest) -> list[Job]:
+        engine, most = self._context.engine, self._context.max_model_len
+        params = SamplingParams(max_tokens=0, pooling=body.pooling or "auto", detokenize=False)
+        jobs = []
+        for prompt in split_prompts(body.input, "input"):
+            text, given = encode_prompt(
+                engine,
+                prompt,
+                "input",
+                add_special_tokens=body.add_special_tokens is not False,
+                max_tokens=most_tokens(body, most),
+            )
+            token_ids = truncate(given, body, most)
+            check_prompt(len(token_ids), most, "input")
+            jobs.append(Job(text, token_ids, params))
+        return jobs
 
 
 def _reply(results: list[RequestOutput], body: EmbeddingRequest, model: str) -> bytes:

@@ -25,9 +25,14 @@ __all__ = [
     "BODY_TIMEOUT_SECONDS",
     "HEAD_TIMEOUT_SECONDS",
     "MAX_BODY_BYTES",
+    "MAX_CONTAINERS",
     "MAX_DEPTH",
     "MAX_HEADER_BYTES",
+    "MAX_HELD_BYTES",
+    "MAX_HELD_BYTES_OF_ONE",
+    "MAX_LOGPROB_ENTRIES",
     "MAX_MESSAGE_BYTES",
+    "MAX_PENDING_WORK",
     "MAX_SEND_BYTES",
     "NUMBERS",
     "SIZES",
@@ -37,8 +42,17 @@ __all__ = [
 ]
 
 MAX_BODY_BYTES: Final = 4 * 1024**2
+#: Of all bodies whose requests have not ended: those of one tenant, and of all together.
+MAX_HELD_BYTES_OF_ONE: Final = 64 * 1024**2
+MAX_HELD_BYTES: Final = 256 * 1024**2
 #: Nesting of arrays and objects in a body.
 MAX_DEPTH: Final = 64
+#: Arrays and objects in a body.
+MAX_CONTAINERS: Final = 65_536
+#: Requests of one tenant that wait for a thread which prepares them.
+MAX_PENDING_WORK: Final = 256
+#: Log-probabilities that one request may ask for: positions times tokens at each.
+MAX_LOGPROB_ENTRIES: Final = 500_000
 MAX_HEADER_BYTES: Final = 32 * 1024
 #: A whole body has to arrive within this time.
 BODY_TIMEOUT_SECONDS: Final = 30.0

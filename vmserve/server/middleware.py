@@ -16,7 +16,8 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vmserve.logs import request_id as log_request_id
-from vmserve.server.auth import KeyRing
+from vmserve.server.admission import BodyBytes, Visit
+from vmserve.server.auth import Caller, KeyRing
 from vmserve.server.errors import ApiError, ClientDisconnectedError, error_response
 from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.limits import MAX_HEADER_BYTES, SIZES
@@ -110,7 +111,10 @@ class Boundary:
 
 
 class Gate:
-    """Lets in whoever has a key and comes from where one may, while the server takes requests."""
+    """Lets in whoever has a key and comes from where one may, while the server takes requests.
+
+    Their :class:`Visit` ends here.
+    """
 
     def __init__(
         self,
@@ -119,18 +123,26 @@ class Gate:
         keys: KeyRing,
         lifecycle: Lifecycle,
         origins: OriginPolicy,
+        bodies: BodyBytes,
         open_status_routes: bool,
     ) -> None:
         self._app = app
         self._origins = origins
         self._keys = keys
+        self._bodies = bodies
         self._lifecycle = lifecycle
         self._open_paths = _ALWAYS_OPEN | (_STATUS_PATHS if open_status_routes else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            self._check(scope)
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        self._check(scope)
+        visit = scope["state"]["visit"] = Visit(_tenant(scope))
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._bodies.release(visit)
 
     def _check(self, scope: Scope) -> None:
         path = route_path(scope)
@@ -176,6 +188,14 @@ class RequestScope:
             async with contextlib.AsyncExitStack() as stack:
                 scope["state"]["exit_stack"] = stack
                 await self._app(scope, receive, send)
+
+
+def _tenant(scope: Scope) -> str:
+    caller: Caller | None = scope["state"].get("caller")
+    if caller is not None and caller.name:
+        return caller.name
+    client = scope.get("client")
+    return client[0] if client else ""
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:

@@ -16,12 +16,14 @@ __all__ = [
     "StreamOptions",
     "check_max_tokens",
     "check_prompt",
+    "most_tokens",
     "refuse_unserved",
     "sampling_params",
     "stream_options",
     "truncate",
 ]
 
+Truncated = GenerationRequest | EmbeddingRequest
 #: What the request leaves open is taken from generation_config.json, else from here.
 _OPENAI_DEFAULTS: Final[dict[str, Any]] = {"temperature": 1.0, "top_p": 1.0}
 _BEAM_FIELDS: Final = (
@@ -151,9 +153,7 @@ def check_prompt(num_prompt: int, max_model_len: int, name: str = "prompt") -> N
         )
 
 
-def truncate(
-    token_ids: list[int], request: GenerationRequest | EmbeddingRequest, max_model_len: int
-) -> list[int]:
+def truncate(token_ids: list[int], request: Truncated, max_model_len: int) -> list[int]:
     """The tokens of the prompt that are kept: the last ones, or the first for side "right"."""
     keep = request.truncate_prompt_tokens
     if keep is None:
@@ -167,6 +167,11 @@ def truncate(
             "truncate_prompt_tokens",
         )
     return token_ids[:keep] if request.truncation_side == "right" else token_ids[-keep:]
+
+
+def most_tokens(request: Truncated, max_model_len: int) -> int | None:
+    """How many tokens a prompt may have before it is truncated; None for any number."""
+    return max_model_len if request.truncate_prompt_tokens is None else None
 
 
 class StreamOptions:

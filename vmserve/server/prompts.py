@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from vmserve.errors import InvalidRequestError
-from vmserve.server.context import ServerContext
+from vmserve.server.engine_client import EngineClient
 from vmserve.server.limits import SIZES
 
-__all__ = ["check_vocabulary", "encode_prompts", "split_prompts"]
+__all__ = ["check_vocabulary", "encode_prompt", "split_prompts"]
 
 Prompt = str | list[int]
 
@@ -45,22 +44,23 @@ def _one(name: str, item: Any) -> Prompt:
     raise _wrong(name, "strings and lists of integer token ids, not mixed in one list")
 
 
-async def encode_prompts(
-    context: ServerContext, prompts: list[Prompt], name: str, add_special_tokens: bool
-) -> list[tuple[str | None, list[int]]]:
-    """Each prompt's text, where it came as one, and its token ids.
+def encode_prompt(
+    engine: EngineClient,
+    prompt: Prompt,
+    name: str,
+    *,
+    add_special_tokens: bool,
+    max_tokens: int | None,
+) -> tuple[str | None, list[int]]:
+    """A prompt's text, where it came as one, and its token ids.
 
-    Raises :class:`InvalidRequestError` for ids that the model does not have.
+    Raises :class:`InvalidRequestError` for ids that the model does not have, and for a text that
+    is refused early since it begins with more than ``max_tokens``.
     """
-    encoded: list[tuple[str | None, list[int]]] = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            encode = partial(context.engine.tokenizer.encode, prompt, add_special_tokens)
-            encoded.append((prompt, await context.run_aside(encode, len(prompt))))
-        else:
-            check_vocabulary(name, prompt, context.engine.model_config.vocab_size)
-            encoded.append((None, prompt))
-    return encoded
+    if isinstance(prompt, str):
+        return prompt, engine.tokenizer.encode(prompt, add_special_tokens, max_tokens)
+    check_vocabulary(name, prompt, engine.model_config.vocab_size)
+    return None, prompt
 
 
 def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

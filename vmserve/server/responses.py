@@ -71,11 +71,11 @@ class ResponsesService:
     async def count_tokens(self, request: Request) -> Response:
         """The route ``/v1/responses/input_tokens``."""
         body = await read_model(request, ResponsesRequest)
-        chat_body = _chat_body(body, self._conversation(request, body))
-        reply = {
-            "object": "response.input_tokens",
-            "input_tokens": await self._chat.count(chat_body),
-        }
+        earlier = self._earlier(request, body)
+        num_tokens = await self._chat.count(
+            request, lambda: _chat_body(body, _messages(earlier, body))
+        )
+        reply = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return Response(dump_json(reply), media_type=JSON_TYPE)
 
     async def retrieve(self, request: Request) -> Response:
@@ -96,19 +96,22 @@ class ResponsesService:
             raise ApiError(404, f"There is no response {response_id[:200]!r}.", param)
         return stored
 
-    def _conversation(self, request: Request, body: ResponsesRequest) -> list[dict[str, Any]]:
-        """What has been said before, and ``input``."""
+    def _earlier(self, request: Request, body: ResponsesRequest) -> StoredResponse | None:
+        """What has been said before ``input``."""
         _refuse_unserved(body)
-        messages = messages_of(body.input)
-        if body.previous_response_id is not None:
-            earlier = self._stored(request, body.previous_response_id, "previous_response_id")
-            messages = earlier.messages() + messages
-        return messages
+        if body.previous_response_id is None:
+            return None
+        return self._stored(request, body.previous_response_id, "previous_response_id")
 
     async def _create(self, request: Request, body: ResponsesRequest) -> Response:
-        messages = self._conversation(request, body)
-        chat_body = _chat_body(body, messages)
+        earlier = self._earlier(request, body)
         response_id = f"resp_{secrets.token_hex(16)}"
+        messages: list[dict[str, Any]] = []
+
+        def chat_body() -> ChatCompletionRequest:
+            messages.extend(_messages(earlier, body))
+            return _chat_body(body, messages)
+
         started = await self._chat.start(request, chat_body, response_id)
         reply = _Reply(response_id, body, started)
         keep = body.store is not False
@@ -126,6 +129,10 @@ class ResponsesService:
         final = reply.full(result)
         store(final)
         return Response(dump_json(final), media_type=JSON_TYPE)
+
+
+def _messages(earlier: StoredResponse | None, body: ResponsesRequest) -> list[dict[str, Any]]:
+    return ([] if earlier is None else earlier.messages()) + messages_of(body.input)
 
 
 def _owner(request: Request) -> str:

@@ -30,17 +30,16 @@ class TokenizationService:
         """``{count, max_model_len, tokens, token_strs}`` of a prompt or a conversation."""
         body = await read_model(request, TokenizeRequest)
         self._context.served_name(body.model)
-        token_ids = await self._encode(body)
-        reply = await self._context.run_aside(
-            lambda: self._tokens(token_ids, with_strings=bool(body.return_token_strs)),
-            len(token_ids),
-        )
+        reply = await self._context.run_aside(request, lambda: self._reply(body))
         return Response(reply, media_type=JSON_TYPE)
 
-    def _tokens(self, token_ids: list[int], *, with_strings: bool) -> bytes:
+    def _reply(self, body: TokenizeRequest) -> bytes:
+        token_ids = self._encode(body)
         tokenizer = self._context.engine.tokenizer
         strings = (
-            [tokenizer.token_str(token_id) for token_id in token_ids] if with_strings else None
+            [tokenizer.token_str(token_id) for token_id in token_ids]
+            if body.return_token_strs
+            else None
         )
         reply = {
             "count": len(token_ids),
@@ -50,28 +49,28 @@ class TokenizationService:
         }
         return dump_json(reply)
 
-    async def _encode(self, body: TokenizeRequest) -> list[int]:
+    def _encode(self, body: TokenizeRequest) -> list[int]:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give either prompt or messages", "prompt")
         text = body.prompt
         if text is None:
             # Tools are only shown to the template here: nothing would call them.
             tools = check_tools(body.tools, "none")
-            return (await render_chat(body, self._context, tools)).token_ids
-        tokenizer, special = self._context.engine.tokenizer, body.add_special_tokens is not False
-        return await self._context.run_aside(lambda: tokenizer.encode(text, special), len(text))
+            return render_chat(body, self._context, tools).token_ids
+        special = body.add_special_tokens is not False
+        return self._context.engine.tokenizer.encode(text, special)
 
     async def detokenize(self, request: Request) -> Response:
         """``{prompt}``: the text of the ids, special tokens kept."""
         body = await read_model(request, DetokenizeRequest)
         context = self._context
         context.served_name(body.model)
-        check_vocabulary("tokens", body.tokens, context.engine.model_config.vocab_size)
-        tokenizer = context.engine.tokenizer
-        text = await context.run_aside(
-            lambda: tokenizer.decode(body.tokens, False), len(body.tokens)
-        )
-        return Response(dump_json({"prompt": text}), media_type=JSON_TYPE)
+
+        def decode() -> bytes:
+            check_vocabulary("tokens", body.tokens, context.engine.model_config.vocab_size)
+            return dump_json({"prompt": context.engine.tokenizer.decode(body.tokens, False)})
+
+        return Response(await context.run_aside(request, decode), media_type=JSON_TYPE)
 
     async def info(self, request: Request) -> Response:
         """The tokenizer's own configuration, where the server was asked to show it."""

@@ -10,7 +10,7 @@ from json.encoder import encode_basestring
 from typing import Any, Final
 
 from vmserve.errors import InvalidRequestError
-from vmserve.server.limits import MAX_DEPTH
+from vmserve.server.limits import MAX_CONTAINERS, MAX_DEPTH
 
 __all__ = ["JSON_TYPE", "TextTemplate", "dump_json", "parse_json"]
 
@@ -50,7 +50,7 @@ def parse_json(body: bytes) -> Any:
 
     Raises :class:`~vmserve.errors.InvalidRequestError` for what is not UTF-8 JSON, and for
     what parsers disagree on: NaN, infinities (also 1e999), repeated keys, lone surrogates,
-    and nesting deeper than 64.
+    nesting deeper than 64, and more than 65,536 arrays and objects.
     """
     if not body.strip():
         raise InvalidRequestError("The request body is empty: send a JSON object")
@@ -80,7 +80,7 @@ def parse_json(body: bytes) -> Any:
         raise InvalidRequestError("The request body holds a number of too many digits") from error
     # So many brackets at least are in a text of that depth; most texts have fewer.
     if text.count("[") + text.count("{") > MAX_DEPTH:
-        _check_depth(value)
+        _check_shape(value)
     if _SURROGATE_ESCAPE.search(text):
         _check_surrogates(value)
     return value
@@ -107,9 +107,15 @@ def _finite_float(text: str) -> float:
     return number
 
 
-def _check_depth(value: Any) -> None:
+def _check_shape(value: Any) -> None:
     level = [value]
+    num_containers = 0
     for _ in range(MAX_DEPTH):
+        num_containers += len(level)
+        if num_containers > MAX_CONTAINERS:
+            raise InvalidRequestError(
+                f"The request body holds more than {MAX_CONTAINERS} arrays and objects"
+            )
         level = [
             item
             for parent in level

@@ -1,0 +1,132 @@
+"""Threads for work that grows with a request: parsing, rendering, encoding, writing answers.
+
+Short and long work have a lane each, so that a short request never waits for a long one. Within a
+lane the tenants take turns, and none of them may take the last free thread: whatever one key
+sends, the first job of another starts at once, or after one job of a third.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple, TypeVar
+
+from vmserve.server.errors import ApiError
+from vmserve.server.limits import MAX_PENDING_WORK
+
+__all__ = ["LONG_WORK", "Lane", "Workers"]
+
+T = TypeVar("T")
+#: A body of so many bytes takes some 10 ms to prepare; larger ones go to the long lane.
+LONG_WORK: Final = 32 * 1024
+_THREADS: Final = 2
+
+
+class _Work(NamedTuple):
+    done: asyncio.Future[Any]
+    call: Callable[[], Any]
+
+
+class Lane:
+    """A few threads and a queue for each tenant. Belongs to one event loop."""
+
+    def __init__(self, name: str, num_threads: int = _THREADS) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._num_free = num_threads
+        self._most_of_one = max(1, num_threads - 1)
+        self._busy: Counter[str] = Counter()
+        #: Only tenants that wait, in the order of their turns.
+        self._waiting: dict[str, deque[_Work]] = {}
+
+    async def run(self, tenant: str, call: Callable[[], T]) -> T:
+        """The result of ``call`` on a thread. Work whose caller is cancelled is not begun.
+
+        Raises :class:`ApiError` 429 while too much work of ``tenant`` waits.
+        """
+        queue = self._waiting.setdefault(tenant, deque())
+        if len(queue) >= MAX_PENDING_WORK:
+            raise ApiError(
+                429,
+                f"{len(queue)} of your requests wait to be read, and at most {MAX_PENDING_WORK} "
+                "may. Try again later.",
+                headers={"retry-after": "1"},
+            )
+        work = _Work(asyncio.get_running_loop().create_future(), call)
+        queue.append(work)
+        self._dispatch()
+        try:
+            result: T = await work.done
+            return result
+        except asyncio.CancelledError:
+            if work in queue:
+                queue.remove(work)
+                if not queue:
+                    del self._waiting[tenant]
+            raise
+
+    def _dispatch(self) -> None:
+        while self._num_free:
+            able = (name for name in self._waiting if self._busy[name] < self._most_of_one)
+            tenant = next(able, None)
+            if tenant is None:
+                return
+            queue = self._waiting.pop(tenant)
+            work = queue.popleft()
+            if queue:
+                self._waiting[tenant] = queue  # behind the others
+            self._begin(tenant, work)
+
+    def _begin(self, tenant: str, work: _Work) -> None:
+        self._num_free -= 1
+        self._busy[tenant] += 1
+
+        def ended(running: asyncio.Future[Any]) -> None:
+            self._num_free += 1
+            self._busy[tenant] -= 1
+            if not self._busy[tenant]:
+                del self._busy[tenant]
+            error = None if running.cancelled() else running.exception()
+            if work.done.done():
+                pass  # its caller has left
+            elif running.cancelled():
+                work.done.cancel()
+            elif error is not None:
+                work.done.set_exception(error)
+            else:
+                work.done.set_result(running.result())
+            self._dispatch()
+
+        loop = asyncio.get_running_loop()
+        loop.run_in_executor(self._threads, work.call).add_done_callback(ended)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+class Workers:
+    """Both lanes."""
+
+    def __init__(self) -> None:
+        self._short = Lane("vmserve-aside")
+        self._long = Lane("vmserve-aside-long")
+
+    async def run(self, tenant: str, call: Callable[[], T], size: int) -> T:
+        """``size``: bytes of the request, or of what ``call`` makes of it."""
+        lane = self._long if size > LONG_WORK else self._short
+        return await lane.run(tenant, call)
+
+    @property
+    def num_waiting(self) -> int:
+        """Pieces of work that no thread has begun."""
+        return self._short.num_waiting + self._long.num_waiting
+
+    def close(self) -> None:
+        """Join the threads; what waits is dropped."""
+        self._short.close()
+        self._long.close()
