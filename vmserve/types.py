@@ -5,9 +5,11 @@ All are plain data: nothing here knows about tensors, queues or HTTP.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,8 +28,8 @@ __all__ = [
 FinishReason = Literal["stop", "length", "abort"]
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+# Hundreds of thousands at a time, without cycles: the collector need not walk through them.
+class Logprob(msgspec.Struct, frozen=True, gc=False):
     """Natural log-probability of one token under the model's own distribution.
 
     ``rank`` is 1 for the likeliest token. ``decoded_token`` is None when the
@@ -101,7 +103,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     #: One entry per prompt position; the first is None.
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     #: ``[hidden_size]``, of a request with ``pooling``: as the model gives it, not normalised.
     embedding: NDArray[np.float32] | None = None
     delta: bool = field(default=False)

@@ -4,13 +4,17 @@ The fake's likeliest tokens are always a, b, c, … with −1, −2, −3, …; 
 ("hello": −8, −5, −12, −12, −15) and the end token, outside of them, has −50.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Running
+from tests.server.conftest import Body, Running, error_of
 from tests.server.fake_engine import FakeAsyncLLM, Shape
+from vmserve.server import completions as completions_module
+from vmserve.server import generation as generation_module
+from vmserve.server import streaming as streaming_module
 from vmserve.server.logprobs import LogprobShape, chat_logprobs, completion_logprobs
 from vmserve.types import Logprob
 
@@ -154,7 +158,7 @@ def test_infinities_and_nan_are_written_as_the_least_value() -> None:
     }
     shaped, offset = completion_logprobs([position], LogprobShape(None, False), 4)
     assert shaped["token_logprobs"] == [-9999.0]
-    assert shaped["top_logprobs"] == [{"x": -9999.0, "z": -9999.0, "y": -9999.0}]
+    assert list(shaped["top_logprobs"]) == [{"x": -9999.0, "z": -9999.0, "y": -9999.0}]
     assert (shaped["text_offset"], offset) == ([4], 5)
     [entry] = chat_logprobs([position], LogprobShape(1, False))["content"]
     assert entry["logprob"] == -9999.0
@@ -177,3 +181,111 @@ def test_streamed_logprobs_join_to_the_whole_ones(shared: Running) -> None:
     for chunk in shared.stream("/v1/chat/completions", chat)[1:]:
         content += chunk["choices"][0]["logprobs"]["content"]
     assert content == shared.chat(**chat)["choices"][0]["logprobs"]["content"]
+
+
+# -- many at once -----------------------------------------------------------------------
+
+MANY = [
+    ("/v1/completions", {"prompt": "ab" * 20, "prompt_logprobs": 20, "max_tokens": 1}),
+    ("/v1/completions", {"prompt": "a" * 40, "echo": True, "logprobs": 20, "max_tokens": 1}),
+    ("/v1/completions", {"prompt": "a", "logprobs": 20, "max_tokens": 6, "n": 4}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "logprobs": True,
+            "top_logprobs": 20,
+            "prompt_logprobs": 20,
+            "n": 4,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), MANY)
+def test_many_are_sent_in_parts(
+    start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: Body
+) -> None:
+    """The same answer, made by other threads, of which no turn is long."""
+    server = start(FakeAsyncLLM())
+    whole = server.post(path, body)
+    assert "content-length" in whole.headers  # of a few hundred entries
+    monkeypatch.setattr(streaming_module, "MOST_LOGPROBS_ON_LOOP", 20)
+    monkeypatch.setattr(streaming_module, "_BATCH_BYTES", 2000)
+    threads: list[str] = []
+    next_batch = streaming_module._next_batch
+
+    def batch(parts: Iterator[bytes]) -> bytes:
+        threads.append(threading.current_thread().name)
+        made = next_batch(parts)
+        assert len(made) < 8000
+        return made
+
+    monkeypatch.setattr(streaming_module, "_next_batch", batch)
+    parts = server.post(path, body)
+    assert parts.headers["transfer-encoding"] == "chunked"
+    assert parts.headers["content-type"] == "application/json"
+    assert comparable(parts.json()) == comparable(whole.json())
+    assert len(threads) > 3
+    assert all(name.startswith("vmserve-aside") for name in threads)
+
+
+def comparable(reply: Body) -> Body:
+    return {**reply, "id": None, "created": None}
+
+
+def test_a_long_echo_is_made_aside(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(FakeAsyncLLM())
+    body = {"prompt": "a" * 40, "echo": True, "logprobs": 20, "max_tokens": 2}
+    expected = server.stream("/v1/completions", body)
+    monkeypatch.setattr(completions_module, "MOST_LOGPROBS_ON_LOOP", 20)
+    threads: list[str] = []
+    dump = completions_module._dump
+
+    def dumped(make: Callable[[], Any]) -> bytes:
+        threads.append(threading.current_thread().name)
+        return dump(make)
+
+    monkeypatch.setattr(completions_module, "_dump", dumped)
+    told = server.stream("/v1/completions", body)
+    assert [chunk["choices"] for chunk in told] == [chunk["choices"] for chunk in expected]
+    [thread] = threads
+    assert thread.startswith("vmserve-aside")
+
+
+@pytest.mark.parametrize(
+    ("body", "num"),
+    [
+        ({"prompt": ["ab"] * 3, "prompt_logprobs": 20, "max_tokens": 1}, 3 * 3 * 21),
+        ({"prompt": "ab", "logprobs": 5, "n": 4, "max_tokens": 5}, 4 * 5 * 6),
+        ({"prompt": "ab", "logprobs": 5, "n": 2, "best_of": 4, "max_tokens": 5}, 4 * 5 * 6),
+        ({"prompt": "ab", "echo": True, "logprobs": 20, "max_tokens": 4}, 3 * 21 + 4 * 21),
+    ],
+)
+def test_how_many_one_request_may_ask_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch, body: Body, num: int
+) -> None:
+    server = start(FakeAsyncLLM())
+    monkeypatch.setattr(generation_module, "MAX_LOGPROB_ENTRIES", num)
+    assert server.post("/v1/completions", body).status_code == 200
+    monkeypatch.setattr(generation_module, "MAX_LOGPROB_ENTRIES", num - 1)
+    response = server.post("/v1/completions", body)
+    assert response.status_code == 400
+    message = error_of(response)["message"]
+    assert message.startswith(f"up to {num} log-probabilities")
+    assert f"may ask for, {num - 1}: lower" in message
+
+
+def test_an_open_length_ends_where_the_bound_is(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeAsyncLLM()
+    server = start(engine)
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 4}
+    server.ok("/v1/chat/completions", body)
+    assert engine.requests[-1][1].max_tokens is None
+    monkeypatch.setattr(generation_module, "MAX_LOGPROB_ENTRIES", 15)
+    [choice] = server.ok("/v1/chat/completions", body)["choices"]
+    assert engine.requests[-1][1].max_tokens == 3
+    assert choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["content"]) == 3

@@ -168,7 +168,9 @@ def test_what_waits_is_dropped_with_its_client(
         slow = pool.submit(running.post, "/v1/completions", {"prompt": "slow", "max_tokens": 1})
         assert held.inside.wait(30)
         body = b'{"prompt": "gone", "max_tokens": 1}'
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n"
+        )
         with socket.create_connection(("127.0.0.1", running.port)) as client:
             client.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
             until(lambda: workers.num_waiting == 1)

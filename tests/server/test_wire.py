@@ -1,12 +1,15 @@
 """JSON as it comes in: what parsers disagree on is refused."""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from vmserve.errors import InvalidRequestError
+from vmserve.server import wire as wire_module
 from vmserve.server.limits import MAX_DEPTH
-from vmserve.server.wire import TextTemplate, dump_json, parse_json
+from vmserve.server.wire import TextTemplate, dump_json, dump_parts, parse_json
 
 
 def nested(depth: int) -> bytes:
@@ -63,3 +66,48 @@ def test_a_template_is_what_the_encoder_gives() -> None:
         assert template.fill(piece) == dump_json(
             {"id": 'a"b', "choices": [{"text": piece, "logprobs": None}]}
         )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        None,
+        {"a": [], "b": [1, {"c": "ä"}], "d": {"e": []}},
+        [[{"a": [1, 2]}], [], "x"],
+        {"a": [{"x": [1, 2, {"y": [3]}]}, None, 1.5]},
+    ],
+)
+def test_parts_are_the_whole(value: Any) -> None:
+    def lazily(given: Any) -> Any:
+        if isinstance(given, list):
+            return (lazily(item) for item in given)
+        if isinstance(given, dict):
+            return {key: lazily(item) for key, item in given.items()}
+        return given
+
+    assert b"".join(dump_parts(lazily(value))) == dump_json(value)
+    assert b"".join(dump_parts(value)) == dump_json(value)
+
+
+def test_items_are_asked_for_as_their_turn_comes() -> None:
+    asked: list[int] = []
+
+    def items() -> Iterator[int]:
+        for item in range(3):
+            asked.append(item)
+            yield item
+
+    seen = [(part, len(asked)) for part in dump_parts({"a": items(), "b": 1})]
+    assert (b"1", 2) in seen
+    assert (b"2", 3) in seen
+    assert b"".join(part for part, _ in seen) == b'{"a":[0,1,2],"b":1}'
+
+
+def test_a_body_has_so_many_arrays_and_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_module, "MAX_CONTAINERS", 100)
+    assert len(parse_json(b"[" + b",".join([b"{}"] * 99) + b"]")) == 99
+    with pytest.raises(InvalidRequestError, match="more than 100 arrays and objects"):
+        parse_json(b"[" + b",".join([b"{}"] * 100) + b"]")
+    assert parse_json(b'"' + b"[" * 200 + b'"') == "[" * 200

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vmserve.ipc.messages import Choice, Position, Update
+from vmserve.ipc.messages import Choice, Update
+from vmserve.output.scores import PromptScores
 from vmserve.output.stream import ChoiceStream, Delta
 from vmserve.sampling.params import GenerationParams
 from vmserve.sampling.tokens import SampledToken, TopTokens
@@ -19,7 +20,6 @@ from vmserve.tokenizer import Tokenizer
 from vmserve.types import (
     CompletionOutput,
     FinishReason,
-    Logprob,
     RequestMetrics,
     RequestOutput,
 )
@@ -76,7 +76,7 @@ class RequestAssembly:
         self._end_ids = frozenset([*eos_token_ids, *self._params.stop_token_ids])
         self._stream = stream
         self._answers: dict[int, _Answer] = {}
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._prompt_logprobs: PromptScores | None = None
         self._embedding: NDArray[np.float32] | None = None
         self.metrics = RequestMetrics(arrival_time=arrival_time)
         self.finished = False
@@ -95,10 +95,8 @@ class RequestAssembly:
             elif update.choices:
                 self.metrics.last_token_time = now
             if update.prompt_logprobs is not None:
-                self._prompt_logprobs = [
-                    None if position is None else self._as_logprobs(position)
-                    for position in update.prompt_logprobs
-                ]
+                text = self._tokenizer.token_text if self._params.detokenize else None
+                self._prompt_logprobs = PromptScores.unpack(update.prompt_logprobs, text)
             if update.embedding is not None:
                 self._embedding = np.frombuffer(update.embedding, dtype=np.float32)
             for choice in update.choices:
@@ -175,12 +173,3 @@ class RequestAssembly:
             embedding=self._embedding,
             delta=delta,
         )
-
-    def _as_logprobs(self, position: Position) -> dict[int, Logprob]:
-        detokenize = self._params.detokenize
-        return {
-            token_id: Logprob(
-                logprob, rank, self._tokenizer.token_text(token_id) if detokenize else None
-            )
-            for token_id, logprob, rank in position
-        }

@@ -7,7 +7,6 @@ a step's message stays small. Engine and server are of one installation: there a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -22,6 +21,7 @@ from vmserve.errors import (
     UnsupportedError,
     VmserveError,
 )
+from vmserve.output.scores import PackedScores
 from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.types import FinishReason, LogprobsList, RequestMetrics
 
@@ -49,7 +49,6 @@ __all__ = [
     "params_from_wire",
     "params_to_wire",
     "positions",
-    "prompt_positions",
 ]
 
 #: The tokens of one position: (id, log-probability, rank), the sampled or prompt token first.
@@ -196,7 +195,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True, gc=False):
     choices: list[Choice]
     finished: bool
     metrics: RequestMetrics | None
-    prompt_logprobs: list[Position | None] | None
+    prompt_logprobs: PackedScores | None
     embedding: bytes | None = None
 
 
@@ -280,8 +279,3 @@ def positions(logprobs: LogprobsList) -> list[Position]:
         [(token_id, entry.logprob, entry.rank) for token_id, entry in position.items()]
         for position in logprobs
     ]
-
-
-def prompt_positions(logprobs: Sequence[Any]) -> list[Position | None]:
-    """The same for a prompt, whose first position has none."""
-    return [None if position is None else positions([position])[0] for position in logprobs]

@@ -30,9 +30,9 @@ from vmserve.ipc.messages import (
     encode,
     params_from_wire,
     positions,
-    prompt_positions,
 )
 from vmserve.ipc.questions import QUESTIONS
+from vmserve.output.scores import PromptScores
 from vmserve.types import CompletionOutput, RequestOutput
 
 __all__ = ["EXIT_ORPHANED", "EngineService"]
@@ -211,12 +211,13 @@ class EngineService:
         ends_unheard = output.finished and handle not in self._started
         # Once: with the first tokens, whose step has scored the last of the prompt.
         prompt = output.prompt_logprobs if first or ends_unheard else None
+        assert isinstance(prompt, PromptScores | None)
         return Update(
             handle,
             [_choice(choice) for choice in output.outputs],
             output.finished,
             output.metrics if first or output.finished else None,
-            None if prompt is None else prompt_positions(prompt),
+            None if prompt is None else prompt.pack(),
             None if output.embedding is None else output.embedding.tobytes(),
         )
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vmserve.decoding.group import BeamCandidates, BeamOutput
+from vmserve.output.scores import PromptScores
 from vmserve.output.stream import ChoiceStream, Delta
 from vmserve.runner.model_runner import StepLogits
 from vmserve.sampling import SampledToken, SamplingRow, TokenSampler
@@ -18,11 +19,9 @@ from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.structured.guide import Guide
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.tokenizer import Tokenizer
-from vmserve.types import CompletionOutput, FinishReason, Logprob, RequestOutput
+from vmserve.types import CompletionOutput, FinishReason, RequestOutput
 
 __all__ = ["OutputProcessor", "sampling_row"]
-
-PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +40,7 @@ class _Open:
 
     request: Request
     choices: list[_Choice]
-    prompt_logprobs: PromptLogprobs | None
+    prompt_logprobs: PromptScores | None
     #: Choices that have not ended.
     num_running: int
     #: Choices with news that a stream has not been told.
@@ -91,9 +90,9 @@ class OutputProcessor:
                 _Choice(sequence.index, ChoiceStream(self._tokenizer, request.params))
                 for sequence in request.sequences
             ]
-        scored: PromptLogprobs | None = None
+        scored: PromptScores | None = None
         if request.params.prompt_logprobs is not None:
-            scored = [None]
+            scored = PromptScores(self._tokenizer.token_text if request.params.detokenize else None)
         self._open[request.request_id] = _Open(request, choices, scored, len(choices))
 
     def process(
@@ -276,7 +275,7 @@ class OutputProcessor:
             assert scored is not None
             last = rows.first_row + len(rows.targets)
             tops = sampler.prompt_logprobs(logits.logits[rows.first_row : last], rows.targets, k)
-            scored.extend(self._as_logprobs(top, request) for top in tops)
+            scored.extend(tops)
             sequence.num_prompt_scored += len(rows.targets)
 
     def _pool_prompts(self, logits: StepLogits) -> None:
@@ -290,17 +289,6 @@ class OutputProcessor:
             added = chunk.sum(axis=0, dtype=np.float64)
             entry.pooled = added if entry.pooled is None else entry.pooled + added
             rows.sequence.num_prompt_scored += rows.num_rows
-
-    def _as_logprobs(
-        self, top: dict[int, tuple[float, int]], request: Request
-    ) -> dict[int, Logprob]:
-        detokenize = request.params.detokenize
-        return {
-            token_id: Logprob(
-                logprob, rank, self._tokenizer.token_text(token_id) if detokenize else None
-            )
-            for token_id, (logprob, rank) in top.items()
-        }
 
     # -- outputs ----------------------------------------------------------------------
 

@@ -31,11 +31,11 @@ from vmserve.server.params import (
 )
 from vmserve.server.protocol import ChatCompletionRequest, TokenizeRequest
 from vmserve.server.scope import unless_disconnected
-from vmserve.server.streaming import Chunk, EventStream
+from vmserve.server.streaming import Chunk, EventStream, json_reply
 from vmserve.server.tools import ToolUse, message_of, tool_use, with_reasoning
 from vmserve.server.tracing import trace_of
 from vmserve.server.usage import Usage, per_request_metrics
-from vmserve.server.wire import JSON_TYPE, TextTemplate, dump_json
+from vmserve.server.wire import TextTemplate
 from vmserve.tools import told
 from vmserve.tools.reasoning import template_thinks
 from vmserve.tools.registry import parser_for_template
@@ -149,8 +149,8 @@ class ChatService:
         reply = _Reply(self._context, body, options, started, reply_id)
         if body.stream:
             return EventStream(reply.chunks(await started.generation.stream()))
-        [result] = await started.generation.run()
-        return Response(dump_json(reply.full(result)), media_type=JSON_TYPE)
+        results = await started.generation.run()
+        return await json_reply(self._context, request, results, lambda: reply.full(results[0]))
 
     async def start(
         self, request: Request, make_body: Callable[[], ChatCompletionRequest], reply_id: str

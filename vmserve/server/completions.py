@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -29,10 +31,10 @@ from vmserve.server.params import (
 from vmserve.server.prompts import Prompt, encode_prompt, split_prompts
 from vmserve.server.protocol import CompletionRequest
 from vmserve.server.scope import unless_disconnected
-from vmserve.server.streaming import Chunk, EventStream
+from vmserve.server.streaming import MOST_LOGPROBS_ON_LOOP, Chunk, EventStream, json_reply
 from vmserve.server.tracing import trace_of
 from vmserve.server.usage import Usage, per_request_metrics
-from vmserve.server.wire import JSON_TYPE, TextTemplate, dump_json
+from vmserve.server.wire import TextTemplate, dump_parts
 from vmserve.types import CompletionOutput, RequestOutput
 
 __all__ = ["CompletionService"]
@@ -74,8 +76,9 @@ class CompletionService:
             trace,
         )
         if body.stream:
-            return EventStream(reply.chunks(await generation.stream()))
-        return Response(dump_json(reply.full(await generation.run())), media_type=JSON_TYPE)
+            return EventStream(reply.chunks(await generation.stream(), request))
+        results = await generation.run()
+        return await json_reply(context, request, results, lambda: reply.full(results))
 
     def _jobs(self, body: CompletionRequest) -> list[Job]:
         prompts = split_prompts(body.prompt)
@@ -213,9 +216,11 @@ class _Reply:
     # -- in chunks --------------------------------------------------------------------
 
     async def chunks(
-        self, outputs: AsyncIterator[tuple[int, RequestOutput]]
+        self, outputs: AsyncIterator[tuple[int, RequestOutput]], request: Request
     ) -> AsyncGenerator[Chunk, None]:
-        """One chunk for each new piece of a choice, and the usage at the end if asked for."""
+        """One chunk for each new piece of a choice, and the usage at the end if asked for.
+
+        A first chunk that echoes a long prompt's log-probabilities is made aside."""
         streams: dict[int, _ChoiceStream] = {}
         last: RequestOutput | None = None
         usage = Usage(sum(len(job.token_ids) for job in self._jobs))
@@ -235,7 +240,12 @@ class _Reply:
                 if stream.template is not None and piece.finish_reason is None:
                     yield stream.template.fill(piece.text)
                     continue
-                yield self._chunk(stream, piece, scores.get(job, []))
+                made = partial(self._chunk, stream, piece, scores.get(job, ()))
+                num_echoed = self._num_echoed(stream, scores.get(job, ()))
+                if num_echoed > MOST_LOGPROBS_ON_LOOP:
+                    yield await self._context.run_aside(request, partial(_dump, made), num_echoed)
+                else:
+                    yield made()
                 if self._tells_text_alone:
                     blank = Piece(TextTemplate.TEXT, [], [], None, None)
                     stream.template = TextTemplate(self._chunk(stream, blank, ()))
@@ -247,6 +257,12 @@ class _Reply:
             if self._has_metrics and last is not None:
                 chunk["metrics"] = per_request_metrics(last.metrics, usage.num_completion)
             yield chunk
+
+    def _num_echoed(self, stream: _ChoiceStream, scores: Sequence[Position | None]) -> int:
+        """Entries of log-probabilities of the prompt that the next chunk has."""
+        if stream.started or not self._body.echo or self._body.logprobs is None:
+            return 0
+        return len(scores) * (self._body.logprobs + 1)
 
     def _chunk(
         self, stream: _ChoiceStream, piece: Piece, scores: Sequence[Position | None]
@@ -316,10 +332,19 @@ class _Reply:
         """The prompt's part has the likeliest k also where ids were asked for by name."""
         before, offset = completion_logprobs(echoed, self._echo_shape, offset)
         after, offset = completion_logprobs(positions, self._shape, offset)
-        return {key: before[key] + after[key] for key in before}, offset
+        return {
+            key: chain(before[key], after[key])
+            if isinstance(before[key], Iterator)
+            else before[key] + after[key]
+            for key in before
+        }, offset
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._context.engine.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _dump(make: Callable[[], Any]) -> bytes:
+    return b"".join(dump_parts(make()))
 
 
 class _ChoiceStream:

@@ -7,16 +7,17 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from starlette.requests import Request
 
-from vmserve.errors import DeadlineError, EngineDeadError, VmserveError
+from vmserve.errors import DeadlineError, EngineDeadError, InvalidRequestError, VmserveError
 from vmserve.prompts import Prompt
 from vmserve.sampling import GenerationParams
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
+from vmserve.server.limits import MAX_LOGPROB_ENTRIES
 from vmserve.server.protocol import EmbeddingRequest, GenerationRequest
 from vmserve.server.scope import closing, gather
 from vmserve.server.tracing import RequestTrace
@@ -74,7 +75,7 @@ class Generation:
     ) -> None:
         self._context = context
         self._stack = stack
-        self._jobs = jobs
+        self._jobs = _with_bounded_logprobs(jobs, context)
         self._terms = terms
         self._trace = trace
         # Two clients may choose the same id; the engine's must be unique.
@@ -82,11 +83,11 @@ class Generation:
         self._use = context.key_limits.admit(
             terms.tenant,
             len(jobs),
-            sum(job.params.num_sequences for job in jobs),
-            sum(len(job.token_ids) for job in jobs),
+            sum(job.params.num_sequences for job in self._jobs),
+            sum(len(job.token_ids) for job in self._jobs),
         )
         stack.callback(self._use.release)
-        ticket = context.admission.admit(len(jobs), sum(self._cost(job) for job in jobs))
+        ticket = context.admission.admit(len(jobs), sum(self._cost(job) for job in self._jobs))
         stack.callback(context.admission.release, ticket)
 
     async def run(self) -> list[RequestOutput]:
@@ -220,6 +221,43 @@ class ChoiceBuffer:
         self.num_pieces += 1
         self._token_ids, self._logprobs = [], []
         return piece
+
+
+def _with_bounded_logprobs(jobs: list[Job], context: ServerContext) -> list[Job]:
+    """The same jobs; where log-probabilities are wanted of an open number of tokens, with as many
+    as the bound allows.
+
+    Raises :class:`InvalidRequestError` for more than :data:`MAX_LOGPROB_ENTRIES`.
+    """
+
+    def num_entries(k: int) -> int:
+        return context.engine.model_config.vocab_size if k == -1 else k + 1
+
+    in_all = 0
+    bounded: list[Job] = []
+    for job in jobs:
+        params = job.params.as_sampling()
+        if params.prompt_logprobs is not None:
+            in_all += num_entries(params.prompt_logprobs) * len(job.token_ids)
+        if params.logprobs is not None:
+            asked = max(num_entries(params.logprobs), len(params.logprob_token_ids or ()) + 1)
+            asked *= job.params.num_sequences
+            left = max(1, context.max_model_len - len(job.token_ids))
+            num_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
+            most = max(1, MAX_LOGPROB_ENTRIES // (len(jobs) * asked))
+            if params.max_tokens is None and most < left:
+                num_tokens = most
+                job = replace(job, params=replace(job.params, max_tokens=most))
+            in_all += asked * num_tokens
+        bounded.append(job)
+    if in_all > MAX_LOGPROB_ENTRIES:
+        raise InvalidRequestError(
+            f"up to {in_all} log-probabilities, positions times tokens at each, are more than one "
+            f"request may ask for, {MAX_LOGPROB_ENTRIES}: lower logprobs, prompt_logprobs, n or "
+            "max_tokens, or send fewer prompts",
+            "logprobs",
+        )
+    return bounded
 
 
 async def _next(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:

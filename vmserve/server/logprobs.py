@@ -2,17 +2,27 @@
 
 A position is a mapping of token id to :class:`Logprob` whose first key is the token that
 stands there; the first position of a prompt has none. k of None keeps all entries.
+
+What has entries for each position is an iterator, for :func:`vmserve.server.wire.dump_parts`:
+there may be hundreds of thousands of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from vmserve.types import Logprob
+from vmserve.types import Logprob, RequestOutput
 
-__all__ = ["LogprobShape", "Position", "chat_logprobs", "completion_logprobs", "prompt_logprobs"]
+__all__ = [
+    "LogprobShape",
+    "Position",
+    "chat_logprobs",
+    "completion_logprobs",
+    "num_entries",
+    "prompt_logprobs",
+]
 
 Position = Mapping[int, Logprob]
 
@@ -36,8 +46,15 @@ class LogprobShape:
         return entries if self.k is None else entries[: self.k]
 
 
+def num_entries(results: Sequence[RequestOutput]) -> int:
+    """About how many log-probabilities ``results`` have in all."""
+    lists: list[Sequence[Position | None] | None] = [result.prompt_logprobs for result in results]
+    lists += [choice.logprobs for result in results for choice in result.outputs]
+    return sum(len(positions) * len(positions[-1] or ()) for positions in lists if positions)
+
+
 def completion_logprobs(
-    positions: Iterable[Position | str], shape: LogprobShape, offset: int = 0
+    positions: Sequence[Position | str], shape: LogprobShape, offset: int = 0
 ) -> tuple[dict[str, Any], int]:
     """``{tokens, token_logprobs, top_logprobs, text_offset}`` and the offset after them.
 
@@ -46,31 +63,35 @@ def completion_logprobs(
     """
     tokens: list[str] = []
     values: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
     offsets: list[int] = []
     for position in positions:
         offsets.append(offset)
         if isinstance(position, str):
             tokens.append(position)
             values.append(None)
-            tops.append(None)
         else:
             token_id, entry = next(iter(position.items()))
-            # The token itself leads, whether or not it is among the likeliest.
-            top = {shape.name(token_id, entry): _finite(entry.logprob)}
-            for other_id, other in shape.likeliest(position):
-                top.setdefault(shape.name(other_id, other), _finite(other.logprob))
             tokens.append(shape.name(token_id, entry))
             values.append(_finite(entry.logprob))
-            tops.append(top)
         offset += len(tokens[-1])
     shaped = {
         "tokens": tokens,
         "token_logprobs": values,
-        "top_logprobs": tops,
+        "top_logprobs": (_top(position, shape) for position in positions),
         "text_offset": offsets,
     }
     return shaped, offset
+
+
+def _top(position: Position | str, shape: LogprobShape) -> dict[str, float] | None:
+    """The token itself leads, whether or not it is among the likeliest."""
+    if isinstance(position, str):
+        return None
+    token_id, entry = next(iter(position.items()))
+    top = {shape.name(token_id, entry): _finite(entry.logprob)}
+    for other_id, other in shape.likeliest(position):
+        top.setdefault(shape.name(other_id, other), _finite(other.logprob))
+    return top
 
 
 def chat_logprobs(
@@ -81,41 +102,43 @@ def chat_logprobs(
     ``ends_unseen``: the last token is not in the text, so its own string is empty here and
     the strings join to the content.
     """
-    content = []
-    for position in positions:
-        token_id, entry = next(iter(position.items()))
-        top = [_chat_entry(shape, *item) for item in shape.likeliest(position)]
-        content.append({**_chat_entry(shape, token_id, entry), "top_logprobs": top})
-    if content and ends_unseen:
-        content[-1]["bytes"] = []
-        if not shape.as_ids:
-            content[-1]["token"] = ""
+    last = len(positions) - 1 if ends_unseen else -1
+    content = (
+        _chat_position(position, shape, is_unseen=place == last)
+        for place, position in enumerate(positions)
+    )
     return {"content": content, "refusal": None}
+
+
+def _chat_position(position: Position, shape: LogprobShape, *, is_unseen: bool) -> dict[str, Any]:
+    token_id, entry = next(iter(position.items()))
+    told = _chat_entry(shape, token_id, entry)
+    if is_unseen:
+        told["bytes"] = []
+        if not shape.as_ids:
+            told["token"] = ""
+    return {**told, "top_logprobs": [_chat_entry(shape, *i) for i in shape.likeliest(position)]}
 
 
 def prompt_logprobs(
     positions: Sequence[Position | None] | None, shape: LogprobShape
-) -> list[dict[str, Any] | None] | None:
+) -> Iterator[dict[str, Any] | None] | None:
     """``{id: {logprob, rank, decoded_token}}`` per position: the token, then the likeliest."""
-    if positions is None:
+    return None if positions is None else (_scored(position, shape) for position in positions)
+
+
+def _scored(position: Position | None, shape: LogprobShape) -> dict[str, Any] | None:
+    if position is None:
         return None
-    shaped: list[dict[str, Any] | None] = []
-    for position in positions:
-        if position is None:
-            shaped.append(None)
-            continue
-        kept = dict([next(iter(position.items())), *shape.likeliest(position)])
-        shaped.append(
-            {
-                str(token_id): {
-                    "logprob": _finite(entry.logprob),
-                    "rank": entry.rank,
-                    "decoded_token": shape.name(token_id, entry),
-                }
-                for token_id, entry in kept.items()
-            }
-        )
-    return shaped
+    kept = dict([next(iter(position.items())), *shape.likeliest(position)])
+    return {
+        str(token_id): {
+            "logprob": _finite(entry.logprob),
+            "rank": entry.rank,
+            "decoded_token": shape.name(token_id, entry),
+        }
+        for token_id, entry in kept.items()
+    }
 
 
 def _chat_entry(shape: LogprobShape, token_id: int, entry: Logprob) -> dict[str, Any]:

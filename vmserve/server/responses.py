@@ -116,10 +116,13 @@ class ResponsesService:
         reply = _Reply(response_id, body, started)
         keep = body.store is not False
 
-        def store(final: dict[str, Any]) -> None:
-            if keep:
+        async def store(final: dict[str, Any]) -> None:
+            def written() -> StoredResponse:
                 said = messages_of(final["output"]) if final["output"] else []
-                kept = StoredResponse.of(final, [*messages, *said])
+                return StoredResponse.of(final, [*messages, *said])
+
+            if keep:
+                kept = await self._context.run_aside(request, written)
                 self._store.put(_owner(request), response_id, kept)
 
         if body.stream:
@@ -127,7 +130,7 @@ class ResponsesService:
             return EventStream(reply.events(outputs, store), named=True)
         [result] = await started.generation.run()
         final = reply.full(result)
-        store(final)
+        await store(final)
         return Response(dump_json(final), media_type=JSON_TYPE)
 
 
@@ -209,7 +212,7 @@ class _Reply:
         for name, fields in self._items.finish(_status(reason)):
             yield self._event(name, fields)
         final = self._final(reason, num_tokens, last)
-        store(final)
+        await store(final)
         yield self._event(f"response.{final['status']}", {"response": final})
 
     def _event(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:

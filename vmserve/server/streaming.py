@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Final
 
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vmserve.server.connection import body_writer
+from vmserve.server.context import ServerContext
 from vmserve.server.errors import (
     ApiError,
     ClientDisconnectedError,
@@ -16,15 +18,21 @@ from vmserve.server.errors import (
     error_body,
     to_api_error,
 )
+from vmserve.server.logprobs import num_entries
 from vmserve.server.scope import closing, unless_disconnected
-from vmserve.server.wire import dump_json
+from vmserve.server.wire import JSON_TYPE, dump_parts
+from vmserve.types import RequestOutput
 
-__all__ = ["Chunk", "EventStream"]
+__all__ = ["MOST_LOGPROBS_ON_LOOP", "Chunk", "EventStream", "json_reply"]
 
 #: What an event says: a value, or its JSON.
 Chunk = dict[str, Any] | bytes
 
 _DONE: Final = b"data: [DONE]\n\n"
+#: Of an answer's JSON: as much is made in one turn on another thread.
+_BATCH_BYTES: Final = 128 * 1024
+#: So many entries of log-probabilities take a few milliseconds to write.
+MOST_LOGPROBS_ON_LOOP: Final = 1000
 
 
 class EventStream(Response):
@@ -100,8 +108,52 @@ class EventStream(Response):
         return {"type": "error", "sequence_number": num_sent, **fields}
 
 
+async def json_reply(
+    context: ServerContext,
+    request: Request,
+    results: Sequence[RequestOutput],
+    make: Callable[[], Any],
+) -> Response:
+    """What ``make`` makes of ``results``, as JSON: of many log-probabilities aside and in parts,
+    while the client reads."""
+    if num_entries(results) <= MOST_LOGPROBS_ON_LOOP:
+        return Response(b"".join(dump_parts(make())), media_type=JSON_TYPE)
+    parts: Iterator[bytes] = iter(())
+
+    def begin() -> bytes:
+        nonlocal parts
+        parts = dump_parts(make())
+        return _next_batch(parts)
+
+    first = await context.run_aside(request, begin, _BATCH_BYTES)
+
+    async def batches() -> AsyncGenerator[bytes, None]:
+        batch = first
+        while batch:
+            yield batch
+            batch = await context.run_aside(request, lambda: _next_batch(parts), _BATCH_BYTES)
+
+    return _PartsResponse(batches())
+
+
+def _next_batch(parts: Iterator[bytes]) -> bytes:
+    """The next parts, of so many bytes together; nothing at the end."""
+    batch = bytearray()
+    for part in parts:
+        batch += part
+        if len(batch) >= _BATCH_BYTES:
+            break
+    return bytes(batch)
+
+
+class _PartsResponse(StreamingResponse):
+    """A large JSON body, whose length is not known in advance."""
+
+    media_type = JSON_TYPE
+
+
 def _event(value: Chunk, named: bool) -> bytes:
     if isinstance(value, bytes):
         return b"data: %b\n\n" % value
     name = b"event: " + value["type"].encode() + b"\n" if named else b""
-    return name + b"data: " + dump_json(value) + b"\n\n"
+    return name + b"data: " + b"".join(dump_parts(value)) + b"\n\n"

@@ -6,13 +6,14 @@ import json
 import math
 import re
 import uuid
+from collections.abc import Iterator
 from json.encoder import encode_basestring
 from typing import Any, Final
 
 from vmserve.errors import InvalidRequestError
 from vmserve.server.limits import MAX_CONTAINERS, MAX_DEPTH
 
-__all__ = ["JSON_TYPE", "TextTemplate", "dump_json", "parse_json"]
+__all__ = ["JSON_TYPE", "TextTemplate", "dump_json", "dump_parts", "parse_json"]
 
 JSON_TYPE: Final = "application/json"
 
@@ -24,6 +25,37 @@ def dump_json(value: Any) -> bytes:
     """Raises ``ValueError`` for NaN and infinities, which JSON cannot say."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode()
+
+
+def dump_parts(value: Any) -> Iterator[bytes]:
+    """What :func:`dump_json` gives of ``value``, in parts.
+
+    An iterator within is written as an array: its items are asked for, and are a part, one by one.
+    """
+    if not _holds_iterator(value):
+        yield dump_json(value)
+    elif isinstance(value, dict):
+        before = b"{"
+        for key, item in value.items():
+            yield before + dump_json(key) + b":"
+            yield from dump_parts(item)
+            before = b","
+        yield b"}"
+    else:
+        before = b"["
+        for item in value:
+            yield before
+            yield from dump_parts(item)
+            before = b","
+        yield b"]" if before == b"," else b"[]"
+
+
+def _holds_iterator(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_iterator, value.values()))
+    return isinstance(value, Iterator) or (
+        isinstance(value, list) and any(map(_holds_iterator, value))
+    )
 
 
 class TextTemplate:

@@ -1,0 +1,113 @@
+"""Log-probabilities of a prompt in columns: a thousand positions are a few arrays, not objects."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import overload
+
+import msgspec
+
+from vmserve.sampling.tokens import TopTokens
+from vmserve.types import Logprob
+
+__all__ = ["PackedScores", "PromptScores"]
+
+Position = dict[int, Logprob] | None
+
+
+class PackedScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Columns as they go through a socket, in this machine's byte order: of each position how many
+    entries it has (int32), of each entry its id (int32), log-probability (float64), rank (int32).
+    """
+
+    counts: bytes
+    ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+
+class PromptScores(Sequence[Position]):
+    """For each position of a prompt its tokens' log-probabilities, the prompt's own token first.
+
+    The first position has None. Mappings are made as they are asked for. ``text``: of a token, for
+    :attr:`Logprob.decoded_token`; None for requests without text.
+    """
+
+    __slots__ = ("_ends", "_ids", "_logprobs", "_ranks", "_text")
+
+    def __init__(self, text: Callable[[int], str] | None) -> None:
+        self._text = text
+        #: Where each position's entries end.
+        self._ends = array("q", [0])
+        self._ids, self._logprobs, self._ranks = array("i"), array("d"), array("i")
+
+    @classmethod
+    def unpack(cls, packed: PackedScores, text: Callable[[int], str] | None) -> PromptScores:
+        scores = cls(text)
+        scores._ends = array("q")
+        counts, end = array("i", packed.counts), 0
+        for count in counts:
+            end += count
+            scores._ends.append(end)
+        scores._ids, scores._ranks = array("i", packed.ids), array("i", packed.ranks)
+        scores._logprobs = array("d", packed.logprobs)
+        return scores
+
+    def pack(self) -> PackedScores:
+        counts, begin = array("i"), 0
+        for end in self._ends:
+            counts.append(end - begin)
+            begin = end
+        columns = (counts, self._ids, self._logprobs, self._ranks)
+        return PackedScores(*(column.tobytes() for column in columns))
+
+    def extend(self, tops: Iterable[TopTokens]) -> None:
+        """Add the next positions."""
+        for top in tops:
+            self._ids.extend(top)
+            for logprob, rank in top.values():
+                self._logprobs.append(logprob)
+                self._ranks.append(rank)
+            self._ends.append(len(self._ids))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, place: int) -> Position: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Position]: ...
+    def __getitem__(self, place: int | slice) -> Position | list[Position]:
+        if isinstance(place, slice):
+            return [self._at(each) for each in range(*place.indices(len(self)))]
+        return self._at(range(len(self))[place])
+
+    def __iter__(self) -> Iterator[Position]:
+        return map(self._at, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(map(_same, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def _at(self, place: int) -> Position:
+        begin = self._ends[place - 1] if place else 0
+        end, text = self._ends[place], self._text
+        if begin == end:
+            return None
+        return {
+            token_id: Logprob(
+                self._logprobs[at], self._ranks[at], None if text is None else text(token_id)
+            )
+            for at, token_id in enumerate(self._ids[begin:end], begin)
+        }
+
+
+def _same(one: Position, other: object) -> bool:
+    return one == other
