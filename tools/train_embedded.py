@@ -254,7 +254,7 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
     rounded.config.dtype = torch.bfloat16
     rounded.generation_config = GenerationConfig(
         do_sample=True,
-        temperature=0.3,  # the card says by which measurement
+        temperature=0.2,  # the card says by which measurement
         bos_token_id=tokenizer.convert_tokens_to_ids(BOS),
         eos_token_id=[tokenizer.convert_tokens_to_ids(token) for token in (EOS, END)],
         pad_token_id=tokenizer.convert_tokens_to_ids(PAD),

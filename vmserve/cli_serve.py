@@ -541,6 +541,7 @@ async def _serve(
     stop = asyncio.Event()
     names = ", ".join(config.served_model_names)
     url = url_of(listener, tls=config.ssl_certfile is not None)
+    page = "in a browser: figures and a chat; " if config.uds is None else ""
     app = create_app(engine, config)
     with stop_on_signals(stop):
         try:
@@ -553,11 +554,7 @@ async def _serve(
             config,
             listener,
             stop,
-            lambda: logger.info(
-                "ready: serving %s at %s (in a browser: figures and a chat; Ctrl-C stops)",
-                names,
-                url,
-            ),
+            lambda: logger.info("ready: serving %s at %s (%sCtrl-C stops)", names, url, page),
             app=app,
         )
 

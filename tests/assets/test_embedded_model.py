@@ -238,6 +238,7 @@ def test_first_answers_are_those_that_the_card_counts(judging: Any, llm: LLM) ->
         ("Yes it.", False),
         ("I do not know much aboutrugrotu.", False),
         ("The sky is \ufffd.", False),
+        ("The golden zying has a monkey.", False),
         ("The cat is here. " * 4, False),
     ],
 )
