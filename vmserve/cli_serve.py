@@ -267,7 +267,7 @@ def serve_command(
         str | None,
         typer.Option(
             help=f"How the model writes calls of tools: {', '.join(sorted(PARSERS))}. Default: as "
-            "its chat template tells.",
+            "its chat template tells. Without effect where that shows no tools.",
             rich_help_panel=_API,
             metavar="NAME",
         ),

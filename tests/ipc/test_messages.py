@@ -27,6 +27,7 @@ from vmserve.ipc.messages import (
 )
 from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.scheduler.base import NoRoomError
+from vmserve.structured.spec import StructuredOutputsParams
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
@@ -117,6 +118,13 @@ def test_parameters_arrive_without_what_makes_text(params: GenerationParams) -> 
     for field in params.__dataclass_fields__:
         if field != "detokenize":
             assert getattr(arrived, field) == getattr(params, field), field
+
+
+def test_the_name_of_a_constraint_arrives() -> None:
+    wanted = StructuredOutputsParams(regex="a", param="guided_regex")
+    arrived = params_from_wire(params_to_wire(SamplingParams(structured_outputs=wanted)))
+    assert arrived.structured_outputs is not None
+    assert arrived.structured_outputs.param == "guided_regex"
 
 
 def test_stop_strings_are_looked_for_where_tokens_are_made() -> None:

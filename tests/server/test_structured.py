@@ -131,6 +131,24 @@ def test_what_cannot_be_compiled_is_a_400(
     assert told in error["message"]
 
 
+def test_it_is_told_under_the_name_that_the_client_gave(real: Running) -> None:
+    wrong = {"type": "integer", "minimum": 2, "maximum": 1}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "wrong"}}}]
+    forced: Body = {"tools": tools, "tool_choice": "required"}
+    schema = {"type": "json_object", "schema": wrong}
+    for name, asked in (
+        ("json_schema", {"json_schema": wrong}),
+        ("guided_json", {"guided_json": wrong}),
+        ("response_format", {"response_format": schema}),
+        ("structured_outputs", {"structured_outputs": {"json": wrong}}),
+        ("tools", forced),
+        ("tools", {**forced, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+    ):
+        error = real.error(CHAT, {"messages": MESSAGES, **asked})
+        assert error["param"] == name
+        assert error["message"].startswith(f"{name}: this ")
+
+
 def test_other_streams_go_on_while_a_bomb_is_refused(real: Running) -> None:
     body: Body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True}
     times: list[float] = []

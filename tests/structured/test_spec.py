@@ -54,6 +54,7 @@ def test_each_kind(given: dict[str, Any], constraint: Constraint) -> None:
         ({"json": None}, "none is given"),
         ({"regex": "a", "choice": ["b"]}, "got regex, choice"),
         ({"regexp": "a"}, "has no 'regexp'"),
+        ({"regex": "a", "param": "x"}, "has no 'param'"),
         ({"json": [1]}, "must be a JSON schema"),
         ({"json": "[1]"}, "must be a JSON schema"),
         ({"json": "{"}, "not the JSON text of a schema"),

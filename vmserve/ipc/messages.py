@@ -23,6 +23,7 @@ from vmserve.errors import (
 )
 from vmserve.output.scores import PackedScores
 from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
+from vmserve.structured.spec import StructuredOutputsParams
 from vmserve.types import FinishReason, LogprobsList, RequestMetrics
 
 __all__ = [
@@ -270,6 +271,8 @@ def params_to_wire(params: GenerationParams) -> dict[str, Any]:
 def params_from_wire(data: dict[str, Any]) -> GenerationParams:
     """Raises :class:`~vmserve.errors.InvalidRequestError` for what cannot be sampled with."""
     [(kind, fields)] = data.items()
+    if (wanted := fields.get("structured_outputs")) is not None:
+        fields["structured_outputs"] = StructuredOutputsParams(**wanted)
     return _PARAMS[kind](**fields)
 
 

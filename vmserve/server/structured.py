@@ -79,7 +79,7 @@ def _of_foreign(name: str, value: Any) -> StructuredOutputsParams | None:
 def _named(name: str, **wanted: Any) -> StructuredOutputsParams:
     """Errors have the name that the client gave."""
     try:
-        return StructuredOutputsParams(**wanted)
+        return StructuredOutputsParams(**wanted, param=name)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{name}: {error}", name) from None
 
@@ -96,7 +96,7 @@ def schema_of_format(wanted: Any, param: str) -> StructuredOutputsParams | None:
             # llama.cpp and others take a schema with it, some under another name.
             schema = wanted.get("schema", wanted.get("value"))
             if schema is None:
-                return StructuredOutputsParams(json_object=True)
+                return _named(param, json_object=True)
         case "json_schema":
             # Chat has the schema in a field of its own, the responses API beside the type.
             holder = wanted.get("json_schema", wanted)

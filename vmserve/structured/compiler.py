@@ -160,7 +160,7 @@ class GrammarCompiler:
 
     def _compile_next(self) -> None:
         """Holds the lock."""
-        if len(self._turns) and not self._is_closed:
+        if self._turns and not self._is_closed:
             self._threads.submit(self._take_turn)
 
     def _take_turn(self) -> None:

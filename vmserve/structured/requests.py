@@ -82,7 +82,7 @@ class StructuredRequests:
                 continue
             error = future.exception()
             if error is not None:
-                failed.append((request, _told(error)))
+                failed.append((request, _told(error, request)))
                 continue
             del self._compiling[request.request_id]
             request.is_compiling = False
@@ -125,10 +125,16 @@ class StructuredRequests:
             self.compiler.close()
 
 
-def _told(error: BaseException) -> VmserveError:
-    if isinstance(error, VmserveError):
+def _told(error: BaseException, request: Request) -> VmserveError:
+    """The error of a grammar that several requests may have, under this one's name for it."""
+    if not isinstance(error, VmserveError):
+        error = InvalidRequestError(
+            "structured_outputs: the grammar could not be compiled; send the request again",
+            "structured_outputs",
+        )
+    asked = request.params.structured_outputs
+    if not isinstance(error, InvalidRequestError) or asked is None:
         return error
     return InvalidRequestError(
-        "structured_outputs: the grammar could not be compiled; send the request again",
-        "structured_outputs",
+        str(error).replace("structured_outputs", asked.param, 1), asked.param
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from vmserve.errors import InvalidRequestError
@@ -32,7 +32,8 @@ class StructuredOutputsParams:
     ``json``: a JSON schema, as an object or as its text (kept as text). ``regex``: in the syntax
     of Rust's regex crate, without look-around; it holds for the whole answer. ``choice``: texts,
     one of which is the answer. ``grammar``: EBNF as in llama.cpp's GBNF, with a rule ``root``, or
-    Lark's, with a rule ``start``. ``json_object``: any JSON object.
+    Lark's, with a rule ``start``. ``json_object``: any JSON object. ``param``: the client's
+    name for it, for the error of one that cannot be compiled.
 
     Raises :class:`~vmserve.errors.InvalidRequestError` for wrong types and sizes. Whether it can
     be compiled is found out when the request comes to the engine.
@@ -43,6 +44,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    param: str = field(default=_PARAM, compare=False)
 
     def __post_init__(self) -> None:
         given = [name for name in NAMES if getattr(self, name) not in (None, False)]
@@ -85,7 +87,7 @@ class StructuredOutputsParams:
         return Constraint("grammar", self.grammar)
 
 
-NAMES = tuple(field.name for field in fields(StructuredOutputsParams))
+NAMES = tuple(each.name for each in fields(StructuredOutputsParams) if each.name != "param")
 
 
 def _check_schema(value: object) -> str:

@@ -24,6 +24,9 @@ class TenantTurns:
     def __len__(self) -> int:
         return len({constraint for queue in self._waiting.values() for constraint in queue})
 
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
     def add(self, tenant: str, constraint: Constraint) -> None:
         """``tenant`` waits for it, too; twice is the same as once."""
         self._waiting.setdefault(tenant, {})[constraint] = None

@@ -28,14 +28,14 @@ def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def named_call(tool: Mapping[str, Any]) -> StructuredOutputsParams:
     """The arguments of one function."""
-    return StructuredOutputsParams(json=parameters_of(tool))
+    return StructuredOutputsParams(json=parameters_of(tool), param="tools")
 
 
 def forced_calls(tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> StructuredOutputsParams:
     """One call or, with ``parallel``, at least one, as a JSON list."""
     start = f'start: "[" call{f" ({_quoted(_NEXT)} call)*" if parallel else ""} "]"'
     rules = [start, *call_rules(tools, begin="", end="", lenient=False)]
-    return StructuredOutputsParams(grammar="\n".join(rules) + "\n")
+    return StructuredOutputsParams(grammar="\n".join(rules) + "\n", param="tools")
 
 
 def call_rules(

@@ -44,7 +44,7 @@ def optional_calls(tools: Tools, *, parallel: bool) -> StructuredOutputsParams |
         *call_rules(tools, begin="\n", end=f"\n{END}", lenient=True),
     ]
     try:
-        return StructuredOutputsParams(grammar="\n".join(rules) + "\n")
+        return StructuredOutputsParams(grammar="\n".join(rules) + "\n", param="tools")
     except InvalidRequestError:
         return None
 
