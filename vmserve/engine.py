@@ -173,6 +173,10 @@ class LLMEngine:
                 self._graphs = self._runtime.graphs(
                     self._model, kernels, self.resolved.max_num_seqs, self.resolved.max_model_len
                 )
+                if self._graphs is not None and self._runtime.captures_ahead:
+                    forced = self.resolved.kv_regime
+                    regimes = tuple(Regime) if forced == "auto" else (Regime(forced),)
+                    self._graphs.capture_ahead(self.memory, regimes)
         self._runner = ModelRunner(self._model, kernels, self._runtime, self._graphs)
         self._sampler = self._runtime.sampler(self.model_config.vocab_size, is_async=self._is_async)
         #: Requests whose answers have to match a grammar.

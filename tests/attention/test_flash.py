@@ -222,7 +222,7 @@ def test_a_plan_serves_batches_of_other_widths_and_writes_nothing_else() -> None
     assert isinstance(backend, PlansAhead)
     view, expected_view = slot_view(), slot_view()
     plan = backend.plan_capacity(
-        view, max_seqs=4, max_tokens=4, max_len=MAX_LEN, q_heads=4, windows=(None,)
+        view, max_seqs=4, max_tokens=4, max_new=1, max_len=MAX_LEN, q_heads=4, windows=(None,)
     )
     spec = LayerAttention(0, 0.3)
     for step, (places, past) in enumerate(
@@ -255,12 +255,12 @@ def test_a_plan_serves_batches_of_other_widths_and_writes_nothing_else() -> None
 def test_a_batch_that_does_not_fit_its_plan_is_refused() -> None:
     backend, view = FlashBackend(EmulatedFlash()), slot_view()
     sizes: dict[str, Any] = {"max_len": 20, "q_heads": 2, "windows": (None,)}
-    plan = backend.plan_capacity(view, max_seqs=2, max_tokens=2, **sizes)
+    plan = backend.plan_capacity(view, max_seqs=2, max_tokens=2, max_new=1, **sizes)
     for batch in (([0, 1, 2], [1, 1, 1], [1, 1, 1]), ([0], [20], [1]), ([0], [0], [2])):
         with pytest.raises(ValueError, match="do not fit a plan for 2 sequences of 20"):
             plan.update(RaggedBatch.build(*batch))
-    with pytest.raises(UnsupportedError, match="one token of each sequence, not 8 of 2"):
-        backend.plan_capacity(view, max_seqs=2, max_tokens=8, **sizes)
+    with pytest.raises(UnsupportedError, match="one token of each sequence, not 4"):
+        backend.plan_capacity(view, max_seqs=2, max_tokens=8, max_new=4, **sizes)
 
 
 def test_more_tokens_than_32_bits_count_are_refused() -> None:

@@ -135,6 +135,45 @@ def test_one_capture_serves_other_batches(
             assert (out[count:] == -7.0).all(), "rows that are no tokens are left alone"
 
 
+def test_plans_for_decodes_share_their_room_and_have_none_for_chunks(
+    emulators: Emulators,
+) -> None:
+    launcher = Recorder(emulators, Resident(264, 264))
+    case = make_case(PAGED, [30, 9], [1, 1])
+    backend = CudaPagedBackend(launcher)
+    sizes = {"max_seqs": 64, "max_tokens": 64, "max_len": 8192, "q_heads": 8}
+    whole = backend.plan_capacity(case.view, **sizes)._plans.of(None, 8)
+    plan = backend.plan_capacity(case.view, **sizes, max_new=1)
+    decode = plan._plans.of(None, 8)
+    # Parts of one token each instead of 4 and 16.
+    limit = 4 * 264 // 2
+    assert whole.parts.numel() == limit * (4 + 16) * 8 * 64
+    assert decode.buffer.counts.append == decode.blocks["vms_append"] == 0
+    assert (
+        CudaPagedBackend(launcher)
+        .plan_capacity(case.view, **sizes, max_new=1)
+        ._plans.of(None, 8)
+        .parts.numel()
+        == limit * 8 * 64
+    )
+    narrow = backend.plan_capacity(case.view, **{**sizes, "max_seqs": 2, "max_tokens": 2})
+    assert narrow._plans.of(None, 8).parts.data_ptr() == whole.parts.data_ptr()
+    assert narrow._plans.of(None, 8).parts.data_ptr() == decode.parts.data_ptr()
+    plan.update(case.batch)
+    inputs = case.inputs
+    spec = LayerAttention(0, 0.125)
+    launcher.recorded.clear()
+    out, lse = torch.empty_like(inputs.q), torch.empty(2, 8)
+    plan.call(spec, inputs.q, inputs.k, inputs.v, out=out, lse=lse)
+    assert [kernel for _, kernel, _, _ in launcher.recorded] == [
+        "vms_write", "vms_decode", "vms_combine"
+    ]  # fmt: skip
+    launcher.replay()
+    assert_right((out, lse), expected(case, spec))
+    with pytest.raises(ValueError, match="2 new tokens of a sequence: the plan has room for 1"):
+        plan.update(RaggedBatch.build([0], [0], [2]))
+
+
 def test_a_fixed_plan_gives_the_bits_of_a_direct_one(emulators: Emulators) -> None:
     launcher = EmulatedLauncher(emulators, resident=Resident(12, 6))
     case = make_case(PAGED, [500, 64, 17], [1, 40, 2])

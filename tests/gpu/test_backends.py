@@ -157,7 +157,7 @@ def test_against_float64(
             check(out, truth, dtype, backend.name)
             if shape == "decodes" and isinstance(backend, PlansAhead):
                 plan = backend.plan_capacity(
-                    view, max_seqs=8, max_tokens=8, max_len=MAX_LEN, q_heads=q_heads,
+                    view, max_seqs=8, max_tokens=8, max_new=1, max_len=MAX_LEN, q_heads=q_heads,
                     windows=(window,),
                 )  # fmt: skip
                 plan.update(batch)

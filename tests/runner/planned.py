@@ -50,6 +50,8 @@ def _attend(
 class PlannedCpu(CpuBackend):
     """``CpuBackend`` that plans ahead; ``num_updates`` counts the steps of all its plans."""
 
+    plans_by_length = True
+
     def __init__(self) -> None:
         super().__init__()
         self.num_updates = 0
@@ -61,11 +63,13 @@ class PlannedCpu(CpuBackend):
         *,
         max_seqs: int,
         max_tokens: int,
+        max_new: int,
         max_len: int,
         q_heads: int,
         windows: Sequence[int | None],
     ) -> _Plan:
         assert windows == (None,)
+        assert max_new == 1
         assert max_seqs == max_tokens
         self.capacities.append((max_tokens, max_len))
         return _Plan(self, view, max_tokens, max_len)

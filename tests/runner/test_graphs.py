@@ -19,6 +19,7 @@ from vmserve.attention.flash import FlashBackend
 from vmserve.config import EngineConfig
 from vmserve.engine import LLMEngine
 from vmserve.memory.base import Regime
+from vmserve.runner import graphs
 from vmserve.runner.graphs import DecodeGraphs, widths
 from vmserve.runner.torch_runtime import TorchCpuRuntime
 
@@ -224,6 +225,90 @@ def test_a_step_whose_capture_fails_is_computed_all_the_same(
     assert num_ended == 1
     assert "--enforce-eager" in caplog.text
     assert "this operation cannot be captured" in caplog.text
+
+
+class ShortOfMemory(TorchCpuRuntime):
+    """Has no memory for the first ``failures`` captures."""
+
+    memory_errors = (MemoryError,)
+
+    def __init__(self, failures: int, **options: Any) -> None:
+        super().__init__(graphs=True, **options)
+        self.failures = failures
+        self.num_begun = 0
+
+    def begin_capture(self) -> None:
+        self.num_begun += 1
+        if self.num_begun <= self.failures:
+            raise MemoryError("no room for a graph")
+        super().begin_capture()
+
+
+def test_a_capture_without_memory_is_tried_again_later(
+    monkeypatch: pytest.MonkeyPatch, planned: Iterator[list[PlannedCpu]]
+) -> None:
+    """The steps until then are computed as they are, and take no pages for graphs."""
+    monkeypatch.setattr(graphs, "PAUSE_STEPS", 4)
+    config = EngineConfig(
+        dtype="float32", kv_cache_memory="16MiB", kv_regime="virtual", max_model_len=256
+    )
+    runtime = ShortOfMemory(2)
+    engine = LLMEngine(config, runtime=runtime)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    engine.add_request("a", [5, 6, 7], params)
+    begun = []
+    while engine.has_unfinished:
+        assert not engine.step().failures
+        begun.append(runtime.num_begun)
+    # The prompt, an attempt, 4 steps without, another, 8 steps without, and one that succeeds.
+    assert begun[:16] == [0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 3]
+    assert begun[-1] == 3
+    assert engine._graphs is not None
+    assert engine._graphs.num_captured == 1
+    assert engine.stats()["pages_given_back_total"] == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("kv_regime", ["virtual", "paged", "auto"])
+def test_steps_are_captured_at_start_the_widest_first(
+    kv_regime: str, planned: Iterator[list[PlannedCpu]]
+) -> None:
+    """And none while requests run; no page stays behind."""
+    [made] = planned
+    config = EngineConfig(
+        dtype="float32", kv_cache_memory="16MiB", kv_regime=kv_regime, max_num_seqs=3,
+        max_model_len=1000,
+    )  # fmt: skip
+    runtime = TorchCpuRuntime(graphs=True, captures_ahead=True)
+    engine = LLMEngine(config, runtime=runtime)
+    captured = engine._graphs
+    assert captured is not None
+    expected = [(3, 1000), (3, 512), (2, 1000), (2, 512), (1, 1000), (1, 512)]
+    for backend in made:
+        assert backend.capacities in ([], expected)
+    assert len(captured._whole) == 6 * (2 if kv_regime == "auto" else 1)
+    assert list(captured._pieces) == ([3, 2, 1] if kv_regime == "auto" else [])
+    assert engine.memory.stats().used_pages == engine.memory.stats().num_seqs == 0
+    before = captured.num_captured
+    for index, prompt in enumerate(PROMPTS):
+        engine.add_request(str(index), engine.tokenizer.encode(prompt), mixed_params(index))
+    while engine.has_unfinished:
+        assert not engine.step().failures
+    assert captured.num_captured == before
+    # One tensor takes the logits of all widths.
+    assert len({step.logits.data_ptr() for _, step in captured._whole.values()}) == 1
+    engine.close()
+
+
+def test_at_start_what_finds_memory_is_captured(planned: Iterator[list[PlannedCpu]]) -> None:
+    config = EngineConfig(
+        dtype="float32", kv_cache_memory="16MiB", kv_regime="virtual", max_model_len=256
+    )
+    runtime = ShortOfMemory(1, captures_ahead=True)
+    engine = LLMEngine(config, runtime=runtime)
+    assert engine._graphs is not None
+    assert (engine._graphs.num_captured, runtime.num_begun) == (0, 1)
+    engine.close()
 
 
 def test_enforce_eager_captures_nothing() -> None:

@@ -233,18 +233,25 @@ class AttentionPlan(Protocol):
 class PlansAhead(Protocol):
     """A backend whose steps CUDA graphs can capture."""
 
+    #: Whether a captured step is frozen to ``max_len``, by which the kernels split the keys; else
+    #: one plan serves every length equally well.
+    plans_by_length: bool
+
     def plan_capacity(
         self,
         view: KVView,
         *,
         max_seqs: int,
         max_tokens: int,
+        max_new: int,
         max_len: int,
         q_heads: int,
         windows: Sequence[int | None],
     ) -> AttentionPlan:
-        """For batches of up to so many sequences, new tokens, and tokens of a sequence.
+        """For batches of up to so many sequences, new tokens in all and of a sequence, and tokens
+        of a sequence.
 
-        ``windows``: those that the layers ask for.
+        ``windows``: those that the layers ask for. Plans of one backend share what they work in:
+        one is used at a time, in the order of a stream.
         """
         ...

@@ -301,6 +301,7 @@ class FlashBackend:
     """A :class:`SlotKernel` as an attention backend."""
 
     views: tuple[type[KVView], ...] = (ContiguousView,)
+    plans_by_length = True
 
     def __init__(self, kernel: SlotKernel) -> None:
         self.kernel = kernel
@@ -329,18 +330,18 @@ class FlashBackend:
         *,
         max_seqs: int,
         max_tokens: int,
+        max_new: int,
         max_len: int,
         q_heads: int,
         windows: Sequence[int | None],
     ) -> DecodePlan:
         """For steps that decode, ``max_tokens`` sequences or fewer, to be captured once.
 
-        Raises :class:`~vmserve.errors.UnsupportedError` for more tokens than sequences.
+        Raises :class:`~vmserve.errors.UnsupportedError` for more than one token of a sequence.
         """
-        if max_tokens > max_seqs:
+        if max_new > 1:
             raise UnsupportedError(
-                f"the {self.name} backend plans one token of each sequence, not {max_tokens} of "
-                f"{max_seqs}"
+                f"the {self.name} backend plans one token of each sequence, not {max_new}"
             )
         return DecodePlan(self.kernel, self._tensors(view), max_tokens, max_len)
 

@@ -1,23 +1,28 @@
 """Decoding steps as graphs: captured once for a width of batch, replayed with new numbers.
 
-A batch of one regime whose backend can plan ahead is captured as a whole, for a width and a
-longest length. Any other (both regimes at once, kernels that cannot be captured) is captured in
-pieces, with attention between them called as ever. Batches are padded to the next width; rows of
-the padding compute what nobody reads and change no page (:class:`AttentionPlan` promises it; in
-pieces, attention is given the batch's rows alone).
+On a GPU they are captured as the engine starts, the widest first, as graphs share their memory;
+what is missing then is captured when it is needed.
+
+A batch of one regime whose backend can plan ahead is captured as a whole, for a width and, where
+kernels choose by it how to split, a longest length. Any other (both regimes at once, kernels that
+cannot be captured) is captured in pieces, with attention between them called as ever. Batches are
+padded to the next width; rows of the padding compute what nobody reads and change no page
+(:class:`AttentionPlan` promises it; in pieces, attention is given the batch's rows alone).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from vmserve.attention.base import AttentionPlan, PlansAhead
+from vmserve.attention.base import AttentionPlan, PlansAhead, RaggedBatch
+from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.runner.ids import known
 from vmserve.runner.runtime import CaptureError
@@ -26,9 +31,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from vmserve.attention.base import AttentionCall, LayerAttention, RaggedBatch
+    from vmserve.attention.base import AttentionCall, LayerAttention
     from vmserve.attention.rotary import Rotary
-    from vmserve.memory.base import Regime
+    from vmserve.memory.manager import MemoryManager
     from vmserve.models import LoadedModel
     from vmserve.models.decoder import Decoder
     from vmserve.runner.model_runner import RegimeKernels
@@ -40,6 +45,8 @@ logger = logging.getLogger(__name__)
 #: The shortest length that steps are captured for, and how far the next one is.
 FIRST_LENGTH = 512
 LENGTH_FACTOR = 4
+#: Steps without an attempt after one that found no memory; twice as many after the next.
+PAUSE_STEPS = 64
 
 
 def widths(most: int) -> list[int]:
@@ -107,6 +114,22 @@ class _Cut:
         return attended
 
 
+@contextlib.contextmanager
+def _one_token(memory: MemoryManager, regime: Regime) -> Iterator[RaggedBatch]:
+    """A batch of one sequence, whose page the rows of a step that is only captured write to."""
+    seq = memory.open(regime=regime)
+    assert seq is not None, "the engine is idle"
+    try:
+        plan = memory.plan([Growth(seq, 1)])
+        assert isinstance(plan, MemoryPlan), "the pool is empty"
+        epoch = memory.apply(plan)
+        place = seq if regime is Regime.PAGED else int(memory.slots([seq])[0])
+        yield RaggedBatch.build([place], [0], [1])
+        memory.launched(epoch)
+    finally:
+        memory.release(seq)
+
+
 def _no_attention(
     spec: LayerAttention,
     q: torch.Tensor,
@@ -143,6 +166,9 @@ class DecodeGraphs:
         self._whole: dict[tuple[Regime, int, int], tuple[AttentionPlan, _Captured]] = {}
         self._pieces: dict[int, _Captured] = {}
         self._disabled = ""
+        #: Steps until the next attempt, and how many they were after the last one that failed.
+        self._pause = self._last_pause = 0
+        self._logits: torch.Tensor | None = None
         runtime.new_graphs()
         #: What the device gave for graphs so far.
         self.captured_bytes = 0
@@ -171,6 +197,24 @@ class DecodeGraphs:
     def takes(self, num_rows: int) -> bool:
         return not self._disabled and num_rows <= self._widths[-1]
 
+    def capture_ahead(self, memory: MemoryManager, regimes: Sequence[Regime]) -> None:
+        """Capture steps of every width, the widest first, before there are any requests.
+
+        ``regimes``: those that requests are kept in; for both of them, also steps that have both.
+        Ends early, with a warning, where there is no memory for all.
+        """
+        with contextlib.suppress(CaptureError), self._runtime.inference():
+            for regime in regimes:
+                if self.captures_attention(regime):
+                    with _one_token(memory, regime) as batch:
+                        for width in reversed(self._widths):
+                            for length in reversed(self._lengths(regime)):
+                                self._capture_whole(regime, width, length, batch)
+            if len(regimes) > 1 or not self.captures_attention(regimes[0]):
+                for width in reversed(self._widths):
+                    self._capture_pieces(width)
+        self._runtime.synchronize()
+
     def captures_attention(self, regime: Regime) -> bool:
         return isinstance(self._kernels[regime].backend, PlansAhead)
 
@@ -189,17 +233,13 @@ class DecodeGraphs:
         """
         num_rows = len(token_ids)
         width = self._width(num_rows)
-        length = self._length(int(batch.num_past.max()) + 1)
+        length = self._length(regime, int(batch.num_past.max()) + 1)
         self._fill(token_ids, batch.num_past, drawn)
-        key = (regime, width, length)
-        if key in self._whole:
-            plan, captured = self._whole[key]
+        if (regime, width, length) in self._whole:
+            plan, captured = self._whole[regime, width, length]
             plan.update(batch)
         else:
-            plan = self._plan(regime, width, length)
-            plan.update(batch)
-            captured = self._capture(width, plan.call, plan.call)
-            self._whole[key] = plan, captured
+            captured = self._capture_whole(regime, width, length, batch)
         captured.last.replay()
         return captured.logits[:num_rows]
 
@@ -217,10 +257,7 @@ class DecodeGraphs:
         num_rows = len(token_ids)
         width = self._width(num_rows)
         self._fill(token_ids, positions, drawn)
-        captured = self._pieces.get(width)
-        if captured is None:
-            captured = self._capture(width, _no_attention, _Cut(self._runtime))
-            self._pieces[width] = captured
+        captured = self._pieces.get(width) or self._capture_pieces(width)
         for piece in captured.pieces:
             piece.graph.replay()
             piece.attend(attention, num_rows)
@@ -230,12 +267,19 @@ class DecodeGraphs:
     def _width(self, num_rows: int) -> int:
         return next(width for width in self._widths if width >= num_rows)
 
-    def _length(self, needed: int) -> int:
-        """Kernels choose how to split by the longest sequence there can be: not one fits all."""
-        length = FIRST_LENGTH
-        while length < needed:
-            length *= LENGTH_FACTOR
-        return min(length, self._max_len)
+    def _length(self, regime: Regime, needed: int) -> int:
+        """The longest sequence that a plan is for, by which some kernels are frozen to a split."""
+        return next(length for length in self._lengths(regime) if length >= needed)
+
+    def _lengths(self, regime: Regime) -> list[int]:
+        backend = self._kernels[regime].backend
+        lengths = [self._max_len]
+        if isinstance(backend, PlansAhead) and backend.plans_by_length:
+            length = FIRST_LENGTH
+            while length < self._max_len:
+                lengths.append(length)
+                length *= LENGTH_FACTOR
+        return sorted(lengths)
 
     def _fill(
         self,
@@ -261,24 +305,47 @@ class DecodeGraphs:
             kernels.view,
             max_seqs=width,
             max_tokens=width,
+            max_new=1,
             max_len=length,
             q_heads=self._q_heads,
             windows=self._windows,
         )
 
-    def _capture(self, width: int, first: AttentionCall, attention: AttentionCall) -> _Captured:
-        """``first``: attention of a run before, in which libraries set themselves up.
+    def _capture_whole(
+        self, regime: Regime, width: int, length: int, batch: RaggedBatch
+    ) -> _Captured:
+        def capture() -> _Captured:
+            plan = self._plan(regime, width, length)
+            plan.update(batch)
+            captured = self._capture(width, plan.call, plan.call)
+            self._whole[regime, width, length] = plan, captured
+            return captured
 
-        Raises :class:`~vmserve.runner.runtime.CaptureError`, or for want of memory what the runtime
-        does; nothing is captured any more then.
-        """
+        return self._attempt(capture)
+
+    def _capture_pieces(self, width: int) -> _Captured:
+        def capture() -> _Captured:
+            captured = self._capture(width, _no_attention, _Cut(self._runtime))
+            self._pieces[width] = captured
+            return captured
+
+        return self._attempt(capture)
+
+    def _attempt(self, capture: Callable[[], _Captured]) -> _Captured:
+        """Raises :class:`~vmserve.runner.runtime.CaptureError`: the step is to be computed as it
+        is. After want of memory there is another attempt some steps later; after any other error
+        there is none."""
+        if self._pause > 0:
+            self._pause -= 1
+            raise CaptureError("no attempt so soon after one that found no memory")
         began, before = time.perf_counter(), self._runtime.allocated_bytes()
-        token_ids, positions = self._token_ids[:width], self._positions[:width]
-        self._network.forward(token_ids, positions, first)
         try:
-            self._runtime.begin_capture()
-            logits = self._network.forward(token_ids, positions, attention)
-            last = self._runtime.end_capture()
+            captured = capture()
+        except self._runtime.memory_errors as error:
+            self._runtime.abort_capture()
+            self._pause = self._last_pause = 2 * self._last_pause or PAUSE_STEPS
+            logger.warning("no memory to capture a step, next try in %d: %s", self._pause, error)
+            raise CaptureError(repr(error)) from error
         except Exception as error:
             self._disabled = repr(error)
             self._runtime.abort_capture()
@@ -286,16 +353,29 @@ class DecodeGraphs:
                 "steps are not captured any more; --enforce-eager avoids the attempt",
                 exc_info=error,
             )
-            if isinstance(error, self._runtime.memory_errors):
-                raise
             raise CaptureError(self._disabled) from error
         self.captured_bytes += max(0, self._runtime.allocated_bytes() - before)
-        pieces = tuple(attention.pieces) if isinstance(attention, _Cut) else ()
         logger.info(
             "captured a decoding step of %d rows%s in %.2f s; %d are captured",
-            width,
-            f" in {len(pieces) + 1} pieces" if pieces else "",
+            len(captured.logits),
+            f" in {len(captured.pieces) + 1} pieces" if captured.pieces else "",
             time.perf_counter() - began,
-            self.num_captured + 1,
+            self.num_captured,
         )
-        return _Captured(pieces, last, logits)
+        return captured
+
+    def _capture(self, width: int, first: AttentionCall, attention: AttentionCall) -> _Captured:
+        """``first``: attention of a run before, in which libraries set themselves up."""
+        token_ids, positions = self._token_ids[:width], self._positions[:width]
+        logits = self._network.forward(token_ids, positions, first)
+        if self._logits is None:
+            # One for all graphs: each would keep its own for ever.
+            shape = (self._widths[-1], logits.shape[1])
+            self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
+        del logits
+        output = self._logits[:width]
+        self._runtime.begin_capture()
+        output.copy_(self._network.forward(token_ids, positions, attention))
+        last = self._runtime.end_capture()
+        pieces = tuple(attention.pieces) if isinstance(attention, _Cut) else ()
+        return _Captured(pieces, last, output)

@@ -55,7 +55,7 @@ _NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class CaptureError(RuntimeError):
-    """A step was not captured, and none will be any more: it is to be computed as it is."""
+    """A step was not captured: it is to be computed as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,11 @@ class DeviceRuntime(Protocol):
     @property
     def wants_graphs(self) -> bool:
         """Whether launches cost enough that decoding steps are worth capturing."""
+        ...
+
+    @property
+    def captures_ahead(self) -> bool:
+        """Whether steps are captured as the engine starts; else when they are first needed."""
         ...
 
     @property
@@ -188,6 +193,10 @@ class CpuRuntime:
 
     @property
     def wants_graphs(self) -> bool:
+        return False
+
+    @property
+    def captures_ahead(self) -> bool:
         return False
 
     @property

@@ -151,12 +151,15 @@ class _Fetched:
 class TorchCpuRuntime(_TorchWork, CpuRuntime):
     """The processor, where torch computes some or all of a step.
 
-    ``graphs``: record decoding steps as on a GPU. It is slower than running them, and there to be
-    tested.
+    ``graphs``: record decoding steps as on a GPU, ``captures_ahead``: at start. It is slower than
+    running them, and there to be tested.
     """
 
-    def __init__(self, *, graphs: bool = False, driver: str = "host") -> None:
+    def __init__(
+        self, *, graphs: bool = False, captures_ahead: bool = False, driver: str = "host"
+    ) -> None:
         super().__init__(driver=driver)
+        self._captures_ahead = captures_ahead
         self.device = torch.device("cpu")
         self._records = graphs
         self._recorder: _Recorder | None = None
@@ -164,6 +167,10 @@ class TorchCpuRuntime(_TorchWork, CpuRuntime):
     @property
     def wants_graphs(self) -> bool:
         return self._records
+
+    @property
+    def captures_ahead(self) -> bool:
+        return self._captures_ahead
 
     def with_torch(self) -> TorchRuntime:
         return self
@@ -227,6 +234,10 @@ class CudaRuntime(_TorchWork):
 
     @property
     def wants_graphs(self) -> bool:
+        return True
+
+    @property
+    def captures_ahead(self) -> bool:
         return True
 
     @property

@@ -13,7 +13,7 @@ A step, eagerly (allocates its plan at ``bind``, nothing in the calls of the lay
 For CUDA graphs, buffers and grids of a fixed size, whose contents change between replays::
 
     plan = backend.plan_capacity(
-        view, max_seqs=64, max_tokens=64, max_len=8192, q_heads=32, windows=(None,)
+        view, max_seqs=64, max_tokens=64, max_new=1, max_len=8192, q_heads=32, windows=(None,)
     )
     plan.update(batch)                  # any batch that fits; asynchronous, on this stream
     with torch.cuda.graph(graph):
@@ -29,6 +29,8 @@ Rules of a captured plan:
   rows of the output are left as they are.
 * ``update`` makes a plan for each of ``windows``: every ``spec.window`` that a layer asks for must
   be among them. It returns when the plan is enqueued; it does not wait for the device.
+* Plans of a backend share the room for parts and for rotated queries: two of them must not run at
+  once. That with the most room should come first, or the room is taken twice.
 * Plans are made for one ``view``: slots may be remapped, lengths and block tables may change
   between replays, the tensors of the view must stay where they are. ``view.block_tables`` may be
   on the host (then ``update`` copies the rows that the batch needs) or on the device (then it is

@@ -59,6 +59,7 @@ class CudaPagedBackend:
     read_slack_tokens = 0
     head_slack_tokens = 0
     softcap = True
+    plans_by_length = False
     views: tuple[type[KVView], ...] = (PagedView, ContiguousView)
 
     def __init__(
@@ -72,6 +73,7 @@ class CudaPagedBackend:
         self._share_prefixes = share_prefixes
         self._copy_tables = copy_tables
         self._view: DeviceView | None = None
+        self._workspace = _Workspace()
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
         if self._given is None and not torch.cuda.is_available():
@@ -111,13 +113,14 @@ class CudaPagedBackend:
         max_len: int,
         *,
         q_heads: int,
+        max_new: int | None = None,
         windows: Sequence[int | None] = (None,),
         shared_prefixes: bool = False,
     ) -> CapacityPlan:
         """Buffers and grids of a fixed size for CUDA graphs, as the package's docstring says.
 
-        ``max_len``: tokens of a sequence. ``shared_prefixes``: ``update`` may be given some.
-        Raises as :meth:`bind` does.
+        ``max_len``: tokens of a sequence. ``max_new``: new ones of a sequence (None: all).
+        ``shared_prefixes``: ``update`` may be given some. Raises as :meth:`bind` does.
         """
         device_view = self._device_view(view)
         if q_heads % device_view.kv_heads:
@@ -125,8 +128,10 @@ class CudaPagedBackend:
                 f"{q_heads} query heads are no multiple of {device_view.kv_heads} KV heads"
             )
         tables = _Tables.of(device_view, self.launcher.device, self._copy_tables)
-        limits = _Limits(max_seqs, max_tokens, max_len, shared_prefixes)
-        plans = _FixedPlans(self.launcher, device_view, tables, q_heads, limits, windows)
+        limits = _Limits(max_seqs, max_tokens, max_new or max_tokens, max_len, shared_prefixes)
+        plans = _FixedPlans(
+            self.launcher, device_view, tables, q_heads, limits, windows, self._workspace
+        )
         return CapacityPlan(plans)
 
     def _device_view(self, view: KVView) -> DeviceView:
@@ -177,6 +182,20 @@ class _Tables:
         return host
 
 
+class _Workspace:
+    """What plans of a fixed size work in, one at a time: kept by the first that needs as much."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def of(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """``[size]``, or more. What captured steps were given before stays theirs."""
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < size or (kept.dtype, kept.device) != (dtype, device):
+            kept = self._kept[name] = torch.empty(size, dtype=dtype, device=device)
+        return kept
+
+
 class _PlanInUse:
     """One plan on the device, with the room for its parts and how the kernels are launched."""
 
@@ -188,12 +207,13 @@ class _PlanInUse:
         q_heads: int,
         blocks: tuple[int, int, int],
         device: torch.device,
+        workspace: _Workspace,
     ) -> None:
         self.buffer = buffer
         self.blocks = dict(zip(("vms_decode", "vms_append", "vms_combine"), blocks, strict=True))
-        dim = tables.view.head_dim
-        self.parts = torch.empty(num_parts * q_heads * dim, dtype=torch.float32, device=device)
-        self.part_lse = torch.empty(num_parts * q_heads, dtype=torch.float32, device=device)
+        size = num_parts * q_heads * tables.view.head_dim
+        self.parts = workspace.of("parts", size, torch.float32, device)
+        self.part_lse = workspace.of("lse", num_parts * q_heads, torch.float32, device)
         self.table = buffer.address("table") if tables.copied else tables.address
         self.table_width = buffer.counts.table_width if tables.copied else tables.width
 
@@ -274,17 +294,26 @@ class _EagerPlans(_Plans):
             len(plan.append) * self.view.kv_heads,
             -(-len(plan.split) * q_heads // _COMBINE_ROWS),
         )
-        return _PlanInUse(buffer, self.tables, plan.num_parts, q_heads, blocks, device)
+        room = _Workspace()  # the step before may still run
+        return _PlanInUse(buffer, self.tables, plan.num_parts, q_heads, blocks, device, room)
 
 
 class _Limits:
     """What a plan of a fixed size has room for."""
 
-    def __init__(self, max_seqs: int, max_tokens: int, max_len: int, shared_prefixes: bool) -> None:
-        self.seqs, self.tokens, self.len = max_seqs, max_tokens, max_len
+    def __init__(
+        self, max_seqs: int, max_tokens: int, max_new: int, max_len: int, shared_prefixes: bool
+    ) -> None:
+        self.seqs, self.tokens, self.new, self.len = max_seqs, max_tokens, max_new, max_len
         self.shared_prefixes = shared_prefixes
 
-    def counts(self, view: DeviceView, tables: _Tables, limits: tuple[int, int]) -> Counts:
+    def may_append(self, group: int) -> bool:
+        """Whether any item is the append kernel's: more rows than a decode has, or a prefix's."""
+        return self.shared_prefixes or self.new * group > DECODE_ROWS
+
+    def counts(
+        self, view: DeviceView, tables: _Tables, group: int, limits: tuple[int, int]
+    ) -> Counts:
         """``limits``: up to how many items each kernel splits (plan.chunk_limit)."""
         # Every tile has one token or more, of its sequence or (once more) of a shared prefix.
         tiles = self.tokens * (2 if self.shared_prefixes else 1)
@@ -292,7 +321,7 @@ class _Limits:
         return Counts(
             tokens=self.tokens,
             decode=max(tiles, limits[0]),
-            append=max(tiles, limits[1]),
+            append=max(tiles, limits[1]) if self.may_append(group) else 0,
             split=self.tokens,
             lists=self.tokens if self.shared_prefixes else 0,
             table_rows=self.seqs if copied else 0,
@@ -301,15 +330,20 @@ class _Limits:
 
     def parts(self, group: int, limits: tuple[int, int]) -> int:
         """Tokens times parts: what is split makes no more items than the limit says."""
-        split = limits[0] * min(self.tokens, max(1, DECODE_ROWS // group))
-        split += limits[1] * min(self.tokens, max(1, APPEND_ROWS // group))
+        # A tile of a decode has the tokens of one sequence, or of a prefix's members.
+        of_tile = self.tokens if self.shared_prefixes else min(self.tokens, self.new)
+        split = limits[0] * min(of_tile, max(1, DECODE_ROWS // group))
+        if self.may_append(group):
+            split += limits[1] * min(of_tile, max(1, APPEND_ROWS // group))
         return split + (2 * self.tokens if self.shared_prefixes else 0)
 
     def check(self, batch: RaggedBatch, prefixes: Sequence[SharedPrefix]) -> None:
         longest = int((batch.num_past + batch.num_new).max()) if batch.num_sequences else 0
+        most_new = int(batch.num_new.max()) if batch.num_sequences else 0
         for what, number, room in (
             ("sequences", batch.num_sequences, self.seqs),
             ("tokens", batch.num_tokens, self.tokens),
+            ("new tokens of a sequence", most_new, self.new),
             ("tokens in one sequence", longest, self.len),
         ):
             if number > room:
@@ -329,6 +363,7 @@ class _FixedPlans(_Plans):
         q_heads: int,
         limits: _Limits,
         windows: Sequence[int | None],
+        workspace: _Workspace,
     ) -> None:
         super().__init__(launcher, view, tables)
         self._limits = limits
@@ -338,8 +373,9 @@ class _FixedPlans(_Plans):
             chunk_limit(resident.decode, view.kv_heads),
             chunk_limit(resident.append, view.kv_heads),
         )
-        counts = limits.counts(view, tables, items)
-        num_parts = self._num_parts = limits.parts(q_heads // view.kv_heads, items)
+        group = q_heads // view.kv_heads
+        counts = limits.counts(view, tables, group, items)
+        num_parts = self._num_parts = limits.parts(group, items)
         combine = -(-limits.tokens * q_heads // _COMBINE_ROWS)
         blocks = (
             min(resident.decode, counts.decode * view.kv_heads),
@@ -349,11 +385,11 @@ class _FixedPlans(_Plans):
         device = launcher.device
         for window in windows:
             buffer = PlanBuffer(counts, device)
-            plan = _PlanInUse(buffer, tables, num_parts, q_heads, blocks, device)
+            plan = _PlanInUse(buffer, tables, num_parts, q_heads, blocks, device, workspace)
             self._by_window[window] = plan
-        self._rotated = torch.empty(
-            (limits.tokens, q_heads, view.head_dim), dtype=view.variant.dtype, device=device
-        )
+        size = limits.tokens * q_heads * view.head_dim
+        kept = workspace.of("rotated", size, view.variant.dtype, device)
+        self._rotated = kept[:size].view(limits.tokens, q_heads, view.head_dim)
 
     def rotated(self, q: torch.Tensor) -> torch.Tensor:
         assert self._rotated is not None
