@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import openai
 import pytest
 
 from tests.server.conftest import Running
@@ -139,6 +140,26 @@ def test_the_servers_template(start: Start) -> None:
 def test_text_is_the_only_response_format(shared: Running) -> None:
     for wanted in (None, {"type": "text"}):
         assert shared.chat(response_format=wanted)["object"] == "chat.completion"
+
+
+def test_openais_client_sees_openais_wire(shared: Running) -> None:
+    asked: Any = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
+    with shared.openai() as client:
+        first = next(iter(client.chat.completions.create(**asked, stream=True))).choices[0]
+        assert (first.delta.role, first.delta.content, first.finish_reason) == (
+            "assistant",
+            "",
+            None,
+        )
+        with pytest.raises(openai.BadRequestError, match="top_logprobs needs logprobs"):
+            client.chat.completions.create(**asked, top_logprobs=0)
+        reply = client.chat.completions.create(**asked, logprobs=True, top_logprobs=0)
+        assert reply.choices[0].logprobs is not None
+        named: Any = {"type": "function", "function": {"name": "f"}}
+        tools: Any = [named]
+        forced = client.chat.completions.create(**asked, tools=tools, tool_choice=named)
+        assert forced.choices[0].message.tool_calls
+        assert forced.choices[0].finish_reason == "stop"
 
 
 def test_truncation(shared: Running) -> None:

@@ -192,7 +192,7 @@ def test_the_parser_comes_from_the_template_or_by_name(start: Start) -> None:
     [plain] = server(start, text).chat(tools=TOOLS)["choices"]
     assert plain["message"]["content"] == text
     engine = FakeAsyncLLM(text)
-    for options in ({"tool_call_parser": "mistral"}, {"chat_template": "tools: [TOOL_CALLS]"}):
+    for options in ({"tool_call_parser": "mistral"}, {"chat_template": "{{ tools }}[TOOL_CALLS]"}):
         running = start(engine, **options)
         [choice] = running.chat(tools=TOOLS)["choices"]
         [call] = choice["message"]["tool_calls"]

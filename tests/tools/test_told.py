@@ -101,7 +101,9 @@ def test_calls_that_are_none(calls: Any) -> None:
 def test_templates_with_tools_are_left_alone(tokenizer: Tokenizer) -> None:
     template = CHATML + "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}"
     assert knows_tools(template)
-    assert not knows_tools(CHATML)
+    assert knows_tools("{%- if not\n tools is defined %}{% endif %}")
+    for without in (CHATML, CHATML + "{# no tools #} No tools here.", "{{ a_tools }}%} tools"):
+        assert not knows_tools(without)
     text = rendered(tokenizer, template, [{"role": "user", "content": "Hi"}])
     assert text == "<user>Hi<assistant>[weather][now]"
 

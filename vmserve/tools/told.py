@@ -27,11 +27,13 @@ To call functions, write this for each call, and end your message with the last 
 {END}
 The next message then has the results. When no function helps, answer in plain text."""
 _RESULT: Final = "<tool_response>\n{}\n</tool_response>"
+#: The name within one of Jinja's statements or expressions.
+_TOOLS: Final = re.compile(r"\{[%{](?:(?![%}]\}).)*?\btools\b", re.DOTALL)
 
 
 def knows_tools(template: str) -> bool:
-    """Whether a chat template can show tools: Jinja gives them to it under one name only."""
-    return re.search(r"\btools\b", template) is not None
+    """Whether a chat template can show tools: it is given them under one name only."""
+    return _TOOLS.search(template) is not None
 
 
 def optional_calls(tools: Tools, *, parallel: bool) -> StructuredOutputsParams | None:
@@ -70,8 +72,9 @@ def calls_as_text(messages: Sequence[Message]) -> list[Message]:
 def with_tools_told(
     messages: Sequence[Message], tools: Tools, *, takes_system: bool
 ) -> list[Message]:
-    """The conversation with what there is to call in its system message, or, where the template
-    has none (``takes_system``), in the first message of the user."""
+    """The conversation with what there is to call in its system message.
+
+    ``takes_system``: the template shows one; otherwise the user's first message tells."""
     functions = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
     prompt = _PROMPT.format(functions="\n".join(functions))
     role = "system" if takes_system else "user"
