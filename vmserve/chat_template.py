@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 
 from vmserve.chat_budget import OverBudgetError, RenderBudget
-from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.errors import ChatTemplateError, InvalidRequestError
 from vmserve.tools.told import calls_as_text, knows_tools, with_tools_told
 
 __all__ = ["RenderedChat", "check_messages", "render_chat"]
@@ -90,7 +90,7 @@ def render_chat(
     ``hf`` is the transformers tokenizer. ``max_chars``: the template is stopped, and refused, when
     it has written more. Raises
     :class:`~vmserve.errors.InvalidRequestError` for messages that the template refuses and
-    for a model without a template, :class:`~vmserve.errors.ConfigurationError` for a
+    for a model without a template, :class:`~vmserve.errors.ChatTemplateError` for a
     template that is no template.
     """
     if not (chat_template or hf.chat_template):
@@ -138,7 +138,7 @@ def _text_of(hf: Any, chat_template: str | None, tools: object) -> str:
     try:
         return str(hf.get_chat_template(chat_template, tools))
     except ValueError:  # several named templates, none of them the default one
-        raise ConfigurationError(
+        raise ChatTemplateError(
             "this model has several chat templates and no default one: "
             "choose one with --chat-template FILE"
         ) from None
@@ -156,8 +156,9 @@ def _render(hf: Any, messages: list[Message], max_chars: int, **arguments: Any) 
             "messages",
         ) from None
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigurationError(
-            f"the chat template is broken at line {error.lineno}: {error.message}"
+        raise ChatTemplateError(
+            f"the chat template is broken at line {error.lineno}: {error.message}; mend it, or "
+            "start the server with another, --chat-template FILE"
         ) from None
     except jinja2.TemplateError as error:
         raise InvalidRequestError(

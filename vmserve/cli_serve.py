@@ -23,7 +23,7 @@ from typer.core import TyperCommand
 
 from vmserve.cli_options import with_engine_options
 from vmserve.config import format_size
-from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.errors import ChatTemplateError, ConfigurationError, InvalidRequestError
 from vmserve.hub import EMBEDDED_NAME, is_embedded
 from vmserve.imports import import_quickly
 from vmserve.ipc.client import ProcessLLM, Supervision
@@ -43,8 +43,9 @@ from vmserve.tools.registry import PARSERS
 
 if TYPE_CHECKING:
     from vmserve.async_llm import AsyncLLM
+    from vmserve.tokenizer import Tokenizer
 
-__all__ = ["ServeCommand", "serve_command"]
+__all__ = ["ServeCommand", "check_template", "serve_command"]
 
 logger = logging.getLogger(__name__)
 
@@ -487,7 +488,7 @@ def _run(
             resolved.max_num_seqs,
         )
         try:
-            _check_template(engine, config.chat_template)
+            check_template(engine.tokenizer, config.chat_template)
             prefixes = {
                 path: _prefix_ids(path, text, engine, config.chat_template)
                 for path, text in texts.items()
@@ -575,14 +576,24 @@ async def _pin(
             )
 
 
-def _check_template(engine: AsyncLLM | ProcessLLM, chat_template: str | None) -> None:
-    """Raises :class:`~vmserve.errors.ConfigurationError` for a text that is no template."""
-    if chat_template is None:
+def check_template(tokenizer: Tokenizer, chat_template: str | None) -> None:
+    """Render the shortest chat there is, so that a template that cannot be used is known now.
+
+    Raises :class:`~vmserve.errors.ChatTemplateError` for a text of ours that is no template; of
+    a model's own one the log warns, as completions work without.
+    """
+    if not (chat_template or tokenizer.chat_template_text):
         return
-    with contextlib.suppress(InvalidRequestError):  # it may have reasons to refuse this message
-        engine.tokenizer.apply_chat_template(
+    try:
+        tokenizer.apply_chat_template(
             [{"role": "user", "content": "?"}], chat_template=chat_template
         )
+    except ChatTemplateError as error:
+        if chat_template is not None:
+            raise
+        logger.warning("chats will be refused with 400: %s", error)
+    except InvalidRequestError as error:  # it may have reasons to refuse this message
+        logger.warning("a chat of one user's message will be refused: %s", error)
 
 
 def _prefix_ids(

@@ -3,6 +3,7 @@
     VmserveError
     ├── InvalidRequestError (also a ValueError)   the request is wrong: the caller can mend it
     ├── ConfigurationError (also a ValueError)    an engine option or a model directory is wrong
+    │   ├── ChatTemplateError                     the model's template cannot be used: no chats
     │   └── UnsupportedError                      understood, but not offered by this version
     ├── OutOfMemoryError (also a MemoryError)     recoverable: carries numbers and a remedy
     ├── DeadlineError (also a TimeoutError)       the request's time was over before its answer
@@ -16,6 +17,7 @@ never contains a traceback or an address.
 from __future__ import annotations
 
 __all__ = [
+    "ChatTemplateError",
     "ConfigurationError",
     "DeadlineError",
     "DriverError",
@@ -45,6 +47,10 @@ class InvalidRequestError(VmserveError, ValueError):
 
 class ConfigurationError(VmserveError, ValueError):
     """An engine option, or the files of a model, cannot be used."""
+
+
+class ChatTemplateError(ConfigurationError):
+    """The chat template in use is no template, or it is not known which of several it is."""
 
 
 class UnsupportedError(ConfigurationError):

@@ -274,7 +274,12 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> Any:
     """A text, several by name, or None; a list for what is no template."""
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(
+                f"{file.name} is not UTF-8 text (byte {error.start}): fetch the model again"
+            ) from error
     template = config.get("chat_template")
     if isinstance(template, list):
         try:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.output.kinds import KINDS, SPECIAL, byte_fallback, byte_level, embedded, metaspace
 from vmserve import chat_template
-from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.errors import ChatTemplateError, ConfigurationError, InvalidRequestError
 from vmserve.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATE = (
@@ -360,7 +360,7 @@ def test_a_model_without_a_template():
         ("{{ nothing.at.all }}", InvalidRequestError, "refuses these messages: 'nothing'"),
         ("{{ messages.pop() }}", InvalidRequestError, "refuses these messages"),
         ("{{ ''.__class__.__mro__ }}", InvalidRequestError, "refuses these messages"),
-        ("\n{% if %}", ConfigurationError, "the chat template is broken at line 2"),
+        ("\n{% if %}", ChatTemplateError, "the chat template is broken at line 2"),
     ],
 )
 def test_templates_that_fail(template, error, told):

@@ -8,11 +8,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.server.conftest import Running
+from tests.server.fake_engine import FakeTokenizer
 from vmserve import cli_serve
-from vmserve.cli_serve import ServeCommand, repeat_option, serve_command
-from vmserve.errors import ConfigurationError
-from vmserve.hub import EMBEDDED_NAME
+from vmserve.cli_serve import ServeCommand, check_template, repeat_option, serve_command
+from vmserve.errors import ChatTemplateError, ConfigurationError
+from vmserve.hub import EMBEDDED_NAME, resolve_model
 from vmserve.server.config import ServerConfig
+from vmserve.tokenizer import Tokenizer, load_tokenizer
 
 Parse = Callable[..., tuple[ServerConfig, dict[str, Any]]]
 app = typer.Typer()
@@ -203,3 +206,75 @@ def test_help_lists_every_option() -> None:
         *("--gpu-memory-utilization", "--enforce-eager"),
     ):
         assert option in result.output, option
+
+
+@pytest.fixture
+def with_template(tmp_path: Path) -> Callable[[bytes], Tokenizer]:
+    """The embedded model's tokenizer with another chat template in its directory."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((resolve_model(None) / name).read_bytes())
+
+    def load(template: bytes) -> Tokenizer:
+        (tmp_path / "chat_template.jinja").write_bytes(template)
+        return load_tokenizer(tmp_path)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("a\n{% if %}", "chats will be refused with 400: the chat template is broken at line 2: "),
+        ("{% for %}", "chats will be refused with 400: the chat template is broken at line 1: "),
+        ("{{ x | no_such }}", "chats will be refused with 400: the chat template is broken at "),
+        ("{{ x.y.z }}", "a chat of one user's message will be refused: the chat template refuses"),
+        ("{{ messages[0].content }}", None),
+    ],
+)
+def test_a_models_own_template_is_tried_at_start(
+    with_template: Callable[[bytes], Tokenizer],
+    caplog: pytest.LogCaptureFixture,
+    template: str,
+    told: str | None,
+) -> None:
+    tokenizer = with_template(template.encode())
+    check_template(tokenizer, None)
+    assert [record.getMessage().startswith(told or "") for record in caplog.records] == (
+        [True] if told else []
+    )
+    caplog.clear()
+    check_template(tokenizer, "{{ messages[0].content }}")  # --chat-template mends it
+    assert caplog.records == []
+
+
+def test_a_template_that_was_asked_for_must_be_one(
+    with_template: Callable[[bytes], Tokenizer],
+) -> None:
+    tokenizer = with_template(b"{{ messages[0].content }}")
+    with pytest.raises(ConfigurationError, match="broken at line 3"):
+        check_template(tokenizer, "\n\n{% endfor %}")
+    with pytest.raises(ConfigurationError, match=r"chat_template\.jinja is not UTF-8 text"):
+        with_template(b"\xff")
+
+
+def test_without_a_template_nothing_is_tried(
+    with_template: Callable[[bytes], Tokenizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    check_template(with_template(b""), None)
+    assert caplog.records == []
+
+
+def test_a_broken_template_refuses_chats_and_nothing_else(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: object, messages: object, **options: object) -> None:
+        raise ChatTemplateError("the chat template is broken at line 2: no end; mend it")
+
+    monkeypatch.setattr(FakeTokenizer, "apply_chat_template", broken)
+    server = start()
+    messages = [{"role": "user", "content": "Hi"}]
+    error = server.error("/v1/chat/completions", {"messages": messages})
+    assert error["message"].startswith("the chat template is broken at line 2")
+    assert error["param"] == "messages"
+    assert "line 2" in server.error("/v1/responses", {"input": "Hi"})["message"]
+    assert server.complete()["choices"][0]["text"] == "hello"

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 
 from vmserve.errors import (
+    ChatTemplateError,
     DeadlineError,
     EngineDeadError,
     InvalidRequestError,
@@ -110,6 +111,8 @@ def to_api_error(error: BaseException) -> ApiError:
             return ApiError(400, str(error), error.param)
         case UnsupportedError():
             return ApiError(400, str(error))
+        case ChatTemplateError():  # of the model's own: the start has warned of it
+            return ApiError(400, str(error), "messages")
         case StarletteHTTPException():
             return _from_routing(error)
         case EngineDeadError():
