@@ -259,6 +259,16 @@ SchedulingPolicy = Annotated[
         panel=_SCHEDULING,
     ),
 ]
+PriorityMaxWait = Annotated[
+    float | None,
+    _option(
+        "--priority-max-wait",
+        help="With the policy priority: seconds after which a request that waits goes before all "
+        "priorities, a quarter of the sequences at most. Default: 60.",
+        panel=_SCHEDULING,
+        metavar="SECONDS",
+    ),
+]
 SchedulerDelayFactor = Annotated[
     float | None,
     _option(
@@ -337,6 +347,7 @@ ENGINE_OPTIONS: Final[dict[str, Any]] = {
     "preemption": Preemption,
     "scheduling_policy": SchedulingPolicy,
     "async_scheduling": AsyncScheduling,
+    "priority_max_wait": PriorityMaxWait,
     "scheduler_delay_factor": SchedulerDelayFactor,
     "fair_sharing": FairSharing,
     "request_timeout": RequestTimeout,

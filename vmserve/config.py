@@ -63,6 +63,8 @@ _RANGES = {
     "tensor_parallel_size": (1, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
 }
+#: Seconds after which a request that waits goes before higher priorities.
+PRIORITY_MAX_WAIT = 60.0
 #: Share of a GPU's memory that all of the engine may take: weights, activations and KV cache.
 GPU_SHARE = 0.9
 
@@ -125,6 +127,7 @@ class EngineConfig:
     swap_space: int | str = 0
     preemption: Preemption = "auto"
     scheduling_policy: SchedulingPolicy = "fcfs"
+    priority_max_wait: float | None = None
     scheduler_delay_factor: float = 0.0
     async_scheduling: AsyncScheduling = "auto"
     fair_sharing: bool = False
@@ -195,7 +198,12 @@ class EngineConfig:
                 raise ConfigurationError(f"{name}: {value} is below the least value, {minimum}")
             if value > maximum:
                 raise ConfigurationError(f"{name}: {value} is above the greatest value, {maximum}")
-        for name in ("gpu_memory_utilization", "request_timeout", "scheduler_delay_factor"):
+        for name in (
+            "gpu_memory_utilization",
+            "request_timeout",
+            "priority_max_wait",
+            "scheduler_delay_factor",
+        ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, int | float):
                 raise ConfigurationError(f"{name}: {value!r} is not a number")
@@ -206,9 +214,14 @@ class EngineConfig:
             raise ConfigurationError(
                 f"gpu_memory_utilization: {self.gpu_memory_utilization} is not in (0, 1]"
             )
-        if self.request_timeout is not None and not self.request_timeout > 0:
+        for name in ("request_timeout", "priority_max_wait"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"{name}: {value} must be more than 0 seconds")
+        if self.priority_max_wait is not None and self.scheduling_policy != "priority":
             raise ConfigurationError(
-                f"request_timeout: {self.request_timeout} must be more than 0 seconds"
+                "priority_max_wait: only the policy priority lets requests pass others; give "
+                "--scheduling-policy priority too"
             )
         if not 0 <= self.scheduler_delay_factor <= 100:
             raise ConfigurationError(
@@ -262,6 +275,8 @@ class ResolvedConfig:
     swap_bytes: int
     preemption: Preemption
     scheduling_policy: SchedulingPolicy
+    #: Seconds after which a request that waits goes before higher priorities, where they count.
+    priority_max_wait: float | None
     scheduler_delay_factor: float
     #: A step is launched while the one before it runs.
     async_scheduling: bool
@@ -329,6 +344,7 @@ def resolve(
         swap_bytes=_swap_bytes(config, model),
         preemption=config.preemption,
         scheduling_policy=config.scheduling_policy,
+        priority_max_wait=_priority_max_wait(config),
         scheduler_delay_factor=config.scheduler_delay_factor,
         async_scheduling=config.async_scheduling == "on"
         or (config.async_scheduling == "auto" and on_gpu and config.scheduling_policy != "v0"),
@@ -340,6 +356,12 @@ def resolve(
         activation_bytes=activations,
         seed=config.seed,
     )
+
+
+def _priority_max_wait(config: EngineConfig) -> float | None:
+    if config.scheduling_policy != "priority":
+        return None
+    return config.priority_max_wait or PRIORITY_MAX_WAIT
 
 
 def _swap_bytes(config: EngineConfig, model: ModelConfig) -> int:

@@ -158,6 +158,7 @@ class LLMEngine:
                 self.resolved.max_num_batched_tokens,
                 window=widest_window(self.model_config, head_slack),
                 max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
+                priority_max_wait=self.resolved.priority_max_wait,
                 separates_phases=self.resolved.scheduling_policy == "v0",
                 delay_factor=self.resolved.scheduler_delay_factor,
             ),

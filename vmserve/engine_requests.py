@@ -49,12 +49,6 @@ class RequestIntake:
                 f"less {room} for the answer: shorten it",
                 "prompt",
             )
-        if params.max_tokens is not None and params.max_tokens > context:
-            raise InvalidRequestError(
-                f"This model's maximum context length is {context} tokens; "
-                f"max_tokens={params.max_tokens} is above it",
-                "max_tokens",
-            )
         if params.as_sampling().pooling is not None and not isinstance(
             self._model.network, DecoderConfig
         ):

@@ -245,7 +245,9 @@ class LLM:
         else:
             given = self.default_sampling_params() if params is None else params
             each_params = _one_each(given, SamplingParams, len(prompts), "sampling_params")
-        each_priority = _one_each(priority or 0, int, len(prompts), "priority")
+        each_priority = _one_each(
+            0 if priority is None else priority, int, len(prompts), "priority"
+        )
         for prompt, one in zip(prompts, each_params, strict=True):
             engine.prepare(prompt.token_ids, one)
         for one in each_params:

@@ -95,6 +95,8 @@ def test_params_and_priority_are_one_or_one_each(llm: LLM) -> None:
         llm.generate(prompts, [GREEDY])
     with pytest.raises(ValueError, match="priority: 3 given for 2 prompts"):
         llm.generate(prompts, GREEDY, priority=[1, 2, 3])
+    with pytest.raises(ValueError, match="priority: 0 given for 2 prompts"):
+        llm.generate(prompts, GREEDY, priority=[])
 
 
 def test_max_tokens_is_capped_by_the_context() -> None:
@@ -104,6 +106,12 @@ def test_max_tokens_is_capped_by_the_context() -> None:
         assert result.outputs[0].finish_reason == "length"
         [result] = llm.generate([[5] * 60], SamplingParams(max_tokens=None, ignore_eos=True))
         assert len(result.outputs[0].token_ids) == 4
+        # Above the context itself, as vLLM; the server refuses it.
+        [result] = llm.generate([[5] * 60], SamplingParams(max_tokens=1000, ignore_eos=True))
+        assert len(result.outputs[0].token_ids) == 4
+        assert result.outputs[0].finish_reason == "length"
+        [beams] = llm.generate([[5] * 60], BeamSearchParams(beam_width=2, max_tokens=1000))
+        assert [len(choice.token_ids) for choice in beams.outputs] == [4, 4]
 
 
 def test_stop_string_cuts_the_text_and_is_the_stop_reason(llm: LLM) -> None:

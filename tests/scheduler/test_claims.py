@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.scheduler.fake_memory import CountingMemory
@@ -228,3 +230,75 @@ def test_an_urgent_prompt_is_read_before_others_that_have_begun() -> None:
     engine.add(of("", "urgent", 20, max_tokens=2))
     assert engine.step() == [("urgent", 0, 16)]
     assert engine.step() == [("urgent", 16, 4), ("low", 16, 12)]
+
+
+class Aged(Fair):
+    """By priority, with a clock that moves by a second in each step."""
+
+    def __init__(self, seqs: int, max_wait: float) -> None:
+        super().__init__(seqs, fair=False)
+        self.now = 0.0
+        self.numbers = itertools.count()
+        limits = SchedulerLimits(seqs, 64, 0.0, priority_max_wait=max_wait)
+        self.scheduler = FCFSScheduler(self.memory, limits, clock=lambda: self.now)
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            request.metrics.arrival_time = self.now
+        super().add(*requests)
+
+    def step(self) -> list[tuple[str, int, int]]:
+        self.now += 1
+        return super().step()
+
+    def steps_beside_urgent(self, num_steps: int, *watched: Request) -> list[int]:
+        """More urgent requests than there are places for; when the watched ones ended."""
+        ended = [0] * len(watched)
+        for step in range(num_steps):
+            while sum(seq.rank == -5 for seq in self.scheduler._waiting) < 8:
+                self.add(of("", f"urgent-{next(self.numbers)}", rank=-5))
+            self.step()
+            for index, request in enumerate(watched):
+                if request.finished and not ended[index]:
+                    ended[index] = step + 1
+        return ended
+
+
+def test_a_low_priority_beside_endless_urgent_requests_runs_after_its_time() -> None:
+    engine = Aged(4, max_wait=100)
+    low = of("", "low", max_tokens=8, rank=9)
+    engine.add(low)
+    [ended] = engine.steps_beside_urgent(300, low)
+    # 100 steps, a sixteenth until it is noticed, a place, and 8 tokens.
+    assert 100 < ended <= 100 + 7 + 4 + 8
+    never = Aged(4, max_wait=1e9)
+    low = of("", "low", max_tokens=8, rank=9)
+    never.add(low)
+    assert never.steps_beside_urgent(3000, low) == [0]
+
+
+def test_those_that_have_waited_for_long_leave_three_quarters_to_the_urgent() -> None:
+    engine = Aged(8, max_wait=20)
+    engine.add(*(of("", f"low-{i}", max_tokens=50, rank=9) for i in range(40)))
+    for _ in range(200):
+        engine.steps_beside_urgent(1)
+        low = [seq for seq in engine.scheduler._running if seq.request.rank == 9]
+        assert len(low) <= 2
+        assert all(seq.is_raised for seq in low)
+    # Two at a time, 50 tokens each.
+    assert engine.scheduler.counters()["num_priority_raised_total"] == 2 * 4
+
+
+def test_who_is_raised_is_not_preempted_by_urgent_requests() -> None:
+    engine = Aged(2, max_wait=10)
+    engine.add(*(of("", f"first-{i}", max_tokens=30, rank=0) for i in range(2)))
+    low = of("", "low", max_tokens=30, rank=9)
+    engine.add(low)
+    for _ in range(33):
+        engine.step()
+    assert low.sequences[0] in engine.scheduler._running
+    engine.add(*(of("", f"urgent-{i}", max_tokens=30, rank=-5) for i in range(4)))
+    engine.step()
+    assert [seq.rank for seq in engine.scheduler._running] == [low.sequences[0].rank, -5]
+    assert engine.steps_until(low) < 30
+    assert low.metrics.num_preemptions == 0

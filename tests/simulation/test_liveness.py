@@ -49,6 +49,7 @@ def test_the_workloads_reach_what_they_are_about(report: Any) -> None:
         "num_swapped_out_total",
         "num_priority_preemptions_total",
         "num_fairness_preemptions_total",
+        "num_priority_raised_total",
         "converted_to_virtual_total",
         "converted_to_paged_total",
         "forks_total",

@@ -22,6 +22,8 @@ class SchedulerLimits:
     watermark: float = 0.01
     #: The widest sliding window of the model's layers; None if a layer sees everything.
     window: int | None = None
+    #: Seconds after which a request that waits goes before higher priorities; None: it never does.
+    priority_max_wait: float | None = None
     #: Prompt tokens that a step scores at most: each takes a row of logits.
     max_scored_tokens: int = 1 << 20
     #: A step reads prompts or decodes, never both, as in the paper (the policy "v0").
@@ -59,7 +61,7 @@ class StepBudget:
         """
 
         def key_of(sequence: Sequence) -> tuple[int, str]:
-            return sequence.request.rank, sequence.request.tenant if by_tenant else ""
+            return sequence.rank, sequence.request.tenant if by_tenant else ""
 
         needs: Counter[tuple[int, str]] = Counter()
         for sequence in prompts:

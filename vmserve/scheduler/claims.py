@@ -94,7 +94,7 @@ class Claims:
         return self._granted
 
     def grant(self, claim: Claim) -> None:
-        insort(self._granted, claim.sequence, key=lambda seq: seq.request.rank)
+        insort(self._granted, claim.sequence, key=lambda seq: seq.rank)
 
     def find(self) -> Claim | None:
         """The next claim that can be met, or None. Changes nothing."""
@@ -107,7 +107,7 @@ class Claims:
         if not candidates:
             return None
         holding = self._holding()
-        candidates.sort(key=lambda seq: (seq.request.rank, holding.by_tenant[_tenant(seq)]))
+        candidates.sort(key=lambda seq: (seq.rank, holding.by_tenant[_tenant(seq)]))
         for sequence in candidates:
             claim = self._claim(sequence, holding)
             if claim is not None:
@@ -128,7 +128,7 @@ class Claims:
             last_of_tenant = {
                 seq.request.tenant: seq
                 for seq in running
-                if seq.request.rank == last.request.rank and seq not in first
+                if seq.rank == last.rank and seq not in first
             }
             last = max(
                 last_of_tenant.values(),
@@ -145,10 +145,12 @@ class Claims:
     def _has_urgent(self) -> bool:
         """Somebody waits who has a higher priority than somebody that runs or is swapped out."""
         queues = self._queues
-        lowest = max(each[-1].request.rank for each in (queues.running, queues.swapped) if each)
-        return any(
-            each[0].request.rank < lowest for each in (queues.waiting, queues.swapped) if each
+        lowest = max(each[-1].rank for each in (queues.running, queues.swapped) if each)
+        firsts = (
+            next((seq for seq in each if not seq.is_raised), None)
+            for each in (queues.waiting, queues.swapped)
         )
+        return any(seq.rank < lowest for seq in firsts if seq is not None)
 
     def _candidates(self) -> list[Sequence]:
         """The first of each tenant: by rank, swapped before waiting, then in order of arrival."""
@@ -159,11 +161,11 @@ class Claims:
             seen = set()
             for sequence in queue:
                 tenant = _tenant(sequence) if self._shares is not None else ""
-                if tenant in seen or sequence in granted:
-                    continue
+                if tenant in seen or sequence.is_raised or sequence in granted:
+                    continue  # who is raised gets the next place that becomes free
                 seen.add(tenant)
                 known = firsts.get(tenant)
-                if known is None or sequence.request.rank < known.request.rank:
+                if known is None or sequence.rank < known.rank:
                     firsts[tenant] = sequence
                 if len(seen) == num_tenants:
                     break
@@ -215,13 +217,13 @@ class Claims:
         if not left.running:
             return None
         last = left.running[-1]
-        if last.request.rank > sequence.request.rank:
+        if last.rank > sequence.rank:
             return with_its_gang(last, left.running), "priority"
         if self._shares is None or any(_tenant(seq) == _tenant(sequence) for seq in self.granted):
             return None  # one place for a tenant in a step
         for tenant, _ in left.by_tenant.most_common():
             of_tenant = [seq for seq in left.running if _tenant(seq) == tenant]
-            if not of_tenant or of_tenant[-1].request.rank != sequence.request.rank:
+            if not of_tenant or of_tenant[-1].rank != sequence.rank:
                 continue
             group = with_its_gang(of_tenant[-1], of_tenant)
             if self._is_over(tenant, num_places(group), _tenant(sequence), places, left):
@@ -242,8 +244,11 @@ class Claims:
 
     def _goes_first(self, sequence: Sequence, places: int, left: _Holding) -> bool:
         """There is room without victims: whether it goes before others that came earlier."""
-        for queue in (self._queues.running, self._queues.swapped):
-            if queue and queue[-1].request.rank > sequence.request.rank:
+        queues = self._queues
+        if any(queue and queue[0].is_raised for queue in (queues.waiting, queues.swapped)):
+            return False
+        for queue in (queues.running, queues.swapped):
+            if queue and queue[-1].rank > sequence.rank:
                 return True
         return self._shares is not None and any(
             self._is_over(tenant, 0, _tenant(sequence), places, left) for tenant in left.by_tenant

@@ -63,10 +63,10 @@ class TenantShares:
             had[sequence.request.tenant] += num_new
         queue = iter(waiting)
         best = next(queue)
-        rank = best.request.rank
+        rank = best.rank
         seen = {best.request.tenant}
         for sequence in queue:
-            if sequence.request.rank != rank:
+            if sequence.rank != rank:
                 break
             tenant = sequence.request.tenant
             if tenant in seen:

@@ -11,7 +11,7 @@ computes its tokens again later, or is swapped to host memory (SOSP'23 PagedAtte
 §4.5), whichever :mod:`vmserve.scheduler.preemption` says. Beams of one request go together,
 as they wait for each other. Whoever was swapped comes back before anybody is admitted. Requests
 of higher priority, and tenants below their share, may take places from those that run:
-:mod:`vmserve.scheduler.claims`.
+:mod:`vmserve.scheduler.claims`; low priorities that wait for long: :mod:`vmserve.scheduler.ageing`.
 
 The sequences of one request share its prompt: the first computes it, the others *follow*
 (they are in no queue) and start as forks of it, now and after each preemption.
@@ -35,6 +35,7 @@ from vmserve.memory.base import (
     SwapIn,
 )
 from vmserve.scheduler.admission import Admission
+from vmserve.scheduler.ageing import Ageing
 from vmserve.scheduler.base import NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
 from vmserve.scheduler.claims import ClaimReason, Claims
@@ -97,6 +98,11 @@ class FCFSScheduler:
             self._claims,
             shares,
         )
+        self._ageing: Ageing | None = None
+        if limits.priority_max_wait is not None:
+            self._ageing = Ageing(
+                limits.priority_max_wait, limits.max_num_seqs, self._queues, clock
+            )
         #: The system refused memory that the limit promises: nobody is admitted beside those
         #: that run until one of them has ended, or the same refusal would come each step.
         self._is_short = False
@@ -124,6 +130,7 @@ class FCFSScheduler:
             "num_preemptions_total": self.num_preemptions_total,
             "num_priority_preemptions_total": by_claim["priority"],
             "num_fairness_preemptions_total": by_claim["fairness"],
+            "num_priority_raised_total": 0 if self._ageing is None else self._ageing.num_raised,
             "num_swapped_out_total": self.num_swaps_total,
         }
 
@@ -169,6 +176,7 @@ class FCFSScheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         assert parent.memory_id is not None
         self._regimes.inherit(parent, child)
+        child.is_raised = parent.is_raised
         request = child.request
         memory_id = self._memory.open(
             regime=child.regime, tenant=request.memory_tenant, salt=request.cache_salt
@@ -240,6 +248,8 @@ class FCFSScheduler:
     def _begin(self) -> None:
         for sequence in self._followers.take_ready(self._running, self._donors.sequences()):
             self._queues.wait(sequence)
+        if self._ageing is not None:
+            self._ageing.raise_waiting()
         if self._is_pending:
             self._renew_starts()
         self._is_pending = True

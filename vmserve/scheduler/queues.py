@@ -42,6 +42,11 @@ class Queues:
         elif sequence.status is SequenceStatus.SWAPPED:
             self.swapped.remove(sequence)
 
+    def sort(self) -> None:
+        """Orders have changed."""
+        for queue in (self.waiting, self.running, self.swapped):
+            queue.sort(key=_ORDER)
+
     @staticmethod
     def _enter(sequence: Sequence, queue: list[Sequence], status: SequenceStatus) -> None:
         sequence.status = status

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["Request", "Sequence", "SequenceStatus"]
 
 
+#: Before every priority.
+_FIRST_RANK = -(1 << 63)
+
+
 class SequenceStatus(enum.Enum):
     #: Not queued: starts as a fork of a sequence of its request that computes the prompt.
     FOLLOWING = "following"
@@ -109,6 +113,8 @@ class Sequence:
     start: Attach | Fork | SwapIn | None = None
     #: A preempted sequence comes back only when there is room for more than its next token.
     was_preempted: bool = False
+    #: It has waited for so long that it goes before all ranks.
+    is_raised: bool = False
     #: It began with blocks that others had written, in the cache or of a sibling.
     borrowed: bool = False
     #: It found no room even alone with those: it looks for none any more.
@@ -125,9 +131,14 @@ class Sequence:
     sampling: SamplingRow | None = None
 
     @property
+    def rank(self) -> int:
+        """Lower ranks are served first."""
+        return _FIRST_RANK if self.is_raised else self.request.rank
+
+    @property
     def order(self) -> tuple[int, int, int]:
         """Sequences are served in this order."""
-        return (self.request.rank, self.request.arrival, self.index)
+        return (self.rank, self.request.arrival, self.index)
 
     @property
     def has_prompt(self) -> bool:

@@ -65,6 +65,7 @@ class SimulationConfig:
     mapper: Literal["manual", "off"] = "manual"
     lookahead_tokens: int = 16
     policy: Literal["fcfs", "priority", "v0"] = "fcfs"
+    priority_max_wait: float = 60.0
     fair_sharing: bool = False
     check_every: int = 0
     sample_every: int = 0
@@ -160,6 +161,7 @@ class SimulatedEngine:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             watermark=config.watermark,
+            priority_max_wait=config.priority_max_wait if config.policy == "priority" else None,
             separates_phases=config.policy == "v0",
         )
         self._regimes = RegimePolicy(config.regime, CostModel(config.profile, config.layout))

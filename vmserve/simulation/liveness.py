@@ -129,6 +129,7 @@ def _config(rng: random.Random, layout: KVLayout, max_len: int) -> SimulationCon
         mapper=mapper,
         lookahead_tokens=rng.choice([0, 8, 16]),
         policy=rng.choice(["fcfs", "fcfs", "priority", "v0"]),
+        priority_max_wait=rng.choice([0.01, 0.03, 60.0]),
         fair_sharing=rng.random() < 0.4,
         check_every=rng.choice([1, 3]),
     )

@@ -1,4 +1,4 @@
-"""Fair sharing in the real engine: the flood gives a place up, and everybody's tokens stay."""
+"""Claims in the real engine: a flood gives a place up, and everybody's tokens stay the same."""
 
 from __future__ import annotations
 
@@ -99,3 +99,23 @@ def test_with_steps_that_overlap_it_takes_one_more() -> None:
         assert served.steps_until("other") <= 3
         assert llm.stats()["num_fairness_preemptions_total"] == 1
         served.engine.abort("flood")
+
+
+@pytest.mark.parametrize("regime", ["virtual", "paged"])
+def test_an_urgent_request_beside_others_that_take_all_places(regime: str) -> None:
+    options = settings(regime, fair_sharing=False, scheduling_policy="priority")
+    with LLM(**options) as llm:
+        alone = Served(llm)
+        alone.add("flood", *flood())
+        alone.steps_until("flood")
+    with LLM(**options) as llm:
+        served = Served(llm)
+        llm.engine.add_request("flood", *flood(), priority=7)
+        for _ in range(20):
+            served.step()
+        llm.engine.add_request("urgent", *one_token(), priority=-1)
+        assert served.steps_until("urgent") == 1
+        served.steps_until("flood")
+        stats = llm.stats()
+    assert served.tokens["flood"] == alone.tokens["flood"]
+    assert stats["num_priority_preemptions_total"] == stats["num_preemptions_total"] == 1
