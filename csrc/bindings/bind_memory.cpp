@@ -136,6 +136,7 @@ void bind_stats(py::module_& m) {
   py::class_<Plan>(m, "Plan")
       .def_readonly("needed_pages", &Plan::needed_pages)
       .def_readonly("available_pages", &Plan::available_pages)
+      .def_readonly("excess_pages", &Plan::excess_pages)
       .def_readonly("waiting_pages", &Plan::waiting_pages)
       .def_readonly("missing_slots", &Plan::missing_slots)
       .def_readonly("missing_swap_blocks", &Plan::missing_swap_blocks)

@@ -25,8 +25,7 @@ BlockPool::BlockPool(std::int64_t max_pages, std::int32_t blocks_per_page, std::
 }
 
 std::int64_t BlockPool::num_available() const {
-  const std::int64_t at_hand = num_free() + count(PageState::kIdle);
-  return std::max<std::int64_t>(0, limit_ - num_committed() + at_hand);
+  return limit_ - num_committed() + num_free() + count(PageState::kIdle);
 }
 
 std::int64_t BlockPool::total_refs(PageId page) const {

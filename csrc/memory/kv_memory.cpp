@@ -265,6 +265,7 @@ void KVMemory::release(SeqId id) {
     if (!config_.deferred_reclamation && is_over) truncate(slot, 0);
   }
   reopen_pages();
+  shed();
 }
 
 void KVMemory::write_table(SeqId id, std::size_t from) {
@@ -409,12 +410,7 @@ void KVMemory::set_limit(std::int64_t limit_pages) {
   retry_repairs();
   pool_.set_limit(limit_pages);
   ++version_;
-  const std::int64_t excess = pool_.num_committed() - limit_pages;
-  if (excess <= 0) return;
-  if (excess > pool_.num_free()) {
-    drop_idle(std::max<std::int64_t>(0, pool_.num_free() + pool_.count(PageState::kIdle) - excess));
-  }
-  give_back(std::min(pool_.num_free(), excess));
+  give_back_excess();
 }
 
 std::int64_t KVMemory::compact() {
@@ -424,6 +420,7 @@ std::int64_t KVMemory::compact() {
   retry_repairs();
   std::int64_t emptied = 0;
   for (auto& [tenant, pages] : loose_pages()) emptied += pack(std::move(pages));
+  shed();
   return emptied;
 }
 

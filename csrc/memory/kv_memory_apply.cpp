@@ -73,6 +73,7 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   totals_.map_seconds += change.num_maps > 0 ? seconds_since(start) : 0;
   tend(change.grows);
   reopen_pages();
+  shed();
   return begun_;
 }
 

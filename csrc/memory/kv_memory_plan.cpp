@@ -358,7 +358,8 @@ void KVMemory::demand_grow(Demand& demand, const Op& op) const {
     const std::int64_t have = is_changed ? pages_for(now.length) : num_pages(seq);
     const std::int64_t want = pages_for(op.num_tokens);
     if (want <= have) return;
-    demand.pages += want - have - (is_changed ? 0 : num_coming(seq, have, want));
+    demand.pages += want - have;
+    demand.coming += is_changed ? 0 : num_coming(seq, have, want);
     demand.runs += want - have;
     return;
   }
@@ -462,9 +463,9 @@ Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {
   Plan plan;
   Demand wanted = demand(ops, /*dense=*/false);
   plan.needed_pages = pages_missing(wanted, /*squeezed=*/false);
-  plan.available_pages = pool_.num_available();
+  std::int64_t available = pool_.num_available() + wanted.coming;
   dense = false;
-  if (plan.needed_pages > plan.available_pages && config_.blocks_per_page > 1) {
+  if (plan.needed_pages > available && config_.blocks_per_page > 1) {
     wanted = demand(ops, /*dense=*/true);
     std::unordered_map<Tenant, std::int64_t> left;
     const bool squeezes = !attaches(ops);
@@ -472,10 +473,12 @@ Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {
     const std::int64_t needed = pages_missing(wanted, squeezes);
     if (needed - emptied < plan.needed_pages) {
       plan.needed_pages = needed;
-      plan.available_pages += emptied;
+      available += emptied;
       dense = true;
     }
   }
+  plan.available_pages = std::max<std::int64_t>(0, available);
+  plan.excess_pages = std::max<std::int64_t>(0, -available);
   plan.waiting_pages = pool_.count(PageState::kWaiting);
   plan.missing_slots = std::max<std::int64_t>(0, wanted.slots - num_usable_slots());
   plan.missing_swap_blocks = std::max<std::int64_t>(0, wanted.swap_blocks - swap_->num_free());
@@ -490,6 +493,7 @@ Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {
 Plan KVMemory::plan(const std::vector<Op>& ops) {
   const auto lock = enter();
   absorb();
+  if (!ops.empty()) shed();  // only asking what there is leaves an earlier plan as good as it was
   const std::vector<Op> wanted = merged(ops);
   validate(wanted);
   bool dense = false;

@@ -278,6 +278,27 @@ void KVMemory::give_back(const PageRun& run) {
   ++version_;
 }
 
+// What is free or idle above a lowered limit.
+void KVMemory::give_back_excess() {
+  const std::int64_t excess = pool_.num_committed() - pool_.limit();
+  if (excess <= 0) return;
+  if (excess > pool_.num_free()) {
+    drop_idle(std::max<std::int64_t>(0, pool_.num_free() + pool_.count(PageState::kIdle) - excess));
+  }
+  give_back(std::min(pool_.num_free(), excess));
+}
+
+// The same where pages may have become free or idle. Nobody asked for it: what the driver refuses
+// stays until the next time. NOTE: plans that were made before are stale afterwards.
+void KVMemory::shed() {
+  if (!failure_.empty()) return;
+  try {
+    give_back_excess();
+  } catch (const Error& error) {
+    last_error_ = error.what();
+  }
+}
+
 // -- split pages are packed
 
 void KVMemory::squeeze() {

@@ -208,6 +208,10 @@ class Rig:
         stats = self.see_copies()
         plan = self.core.plan([self._as_tuple(op) for op in ops])
         self.quiet()
+        after = self.core.stats()
+        if ops and not self.core.last_error():
+            held = after.held_pages + after.quarantined_pages
+            self.model.check_limit(after.committed_pages, held)
         self.model.check_plan(
             ops,
             PlanSeen(
@@ -216,6 +220,7 @@ class Rig:
                 plan.missing_slots,
                 plan.fits,
                 plan.needed_mappings,
+                excess=plan.excess_pages,
             ),
             held=stats.held_pages + stats.quarantined_pages,
             swap_blocks=stats.swap_capacity_blocks,
@@ -263,11 +268,12 @@ class Rig:
         view = as_view(op.paged)
         return (KINDS[op.kind], op.seq, op.num_tokens, op.first_token, op.other, view)
 
-    def step(self, ops: Sequence[Op], fault: Fault | None = None) -> bool:
+    def step(self, ops: Sequence[Op], fault: Fault | None = None, *, mapped: int = 0) -> bool:
         """Plans, applies, and writes what the epoch is to write. False: it did not fit, or the
-        driver refused; then nothing changed."""
+        driver refused; then nothing changed. `mapped`: commands that the mapper runs in between."""
         if not (plan := self.plan(ops)).fits:
             return False
+        self.core.run_mapper(mapped)
         before, lengths = self.model.seen, {s: m.length for s, m in self.model.seqs.items()}
         committed = self.core.stats().committed_pages
         read_late = [b for b, e in self.model.waiting.items() if e > self.model.completed]

@@ -194,6 +194,10 @@ class Model(Laws):
         expect(0 <= plan.needed <= most, f"plan needs {plan.needed} pages, {most} do for anything")
         room = self.limit_pages - len(self.used_pages()) - self.shape.null_page
         sure = room - len(self.waiting_pages() | self.resting.keys()) - held
+        expect(plan.excess == 0 or plan.available == 0, "pages can be had above the limit")
+        expect(plan.excess <= max(0, -sure), f"{plan.excess} pages above the limit, not {-sure}")
+        if self.shape.blocks_per_page == 1:
+            expect(plan.excess >= -room, f"{plan.excess} pages above the limit, not {-room}")
         least, highest = self.missing_slots(ops)
         swaps = sum(self._swap_blocks(op.seq) for op in ops if op.kind is Kind.SWAP_OUT)
         swapped = sum(self._swap_blocks(seq) for seq, m in self.seqs.items() if m.swapped)
@@ -215,6 +219,15 @@ class Model(Laws):
         expect(
             plan.fits or not enough,
             f"{most} pages do for anything, {sure} are surely there, and the plan does not fit",
+        )
+
+    def check_limit(self, committed: int, held: int) -> None:
+        """After a plan, above a lowered limit: only what somebody has, or may still read."""
+        kept = len(self.used_pages() | self.waiting_pages() | self.resting.keys())
+        kept += held + self.shape.null_page
+        expect(
+            committed <= max(self.limit_pages, kept),
+            f"{committed} pages are kept, the limit is {self.limit_pages} and {kept} have to be",
         )
 
     def _swap_blocks(self, seq: int) -> int:

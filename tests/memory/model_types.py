@@ -116,6 +116,7 @@ class PlanSeen:
     missing_slots: int
     fits: bool
     needed_mappings: int = 0
+    excess: int = 0
 
 
 @dataclass

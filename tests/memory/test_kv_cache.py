@@ -179,6 +179,24 @@ def test_the_limit_and_trim() -> None:
         assert cache.stats().memfd_allocated_bytes == PAGE
 
 
+def test_a_lower_limit_is_reached_as_slots_are_freed() -> None:
+    with make(max_len=1024, pages=80) as cache:
+        big, small = alloc(cache), alloc(cache)
+        assert cache.step({big: 60 * 16, small: 20 * 16}) == 0
+        cache.set_limit(10 * PAGE)
+        assert cache.step({small: 21 * 16}) == 71
+        assert cache.step({small: 20 * 16}) == 0  # nothing new is needed
+        cache.free_slot(big)
+        stats = cache.stats()
+        assert (stats.memfd_allocated_bytes, stats.used_pages) == (20 * PAGE, 20)
+        assert cache.step({small: 21 * 16}) == 11
+        cache.free_slot(small)
+        assert cache.stats().memfd_allocated_bytes == 10 * PAGE
+        small = alloc(cache)
+        assert cache.step({small: 10 * 16}) == 0
+        assert cache.step({small: 11 * 16}) == 1
+
+
 def test_drivers_that_cannot_be_used_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
     with pytest.raises(

@@ -285,7 +285,9 @@ class MemoryMachine(RuleBasedStateMachine):
             drop_idle = data.draw(st.booleans(), label="drop_idle")
             rig.trim(data.draw(st.integers(0, 4), label="keep"), drop_idle=drop_idle, fault=fault)
         elif what == "set_limit":
-            rig.set_limit(data.draw(st.integers(2, rig.options.shape.max_pages)), fault)
+            # Often below what is in use.
+            limits = st.one_of(st.integers(2, rig.options.shape.max_pages), st.integers(2, 4))
+            rig.set_limit(data.draw(limits, label="limit"), fault)
         elif what == "compact":
             if data.draw(st.booleans(), label="nothing runs"):
                 rig.complete(rig.model.begun)

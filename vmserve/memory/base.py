@@ -111,12 +111,13 @@ class Shortfall:
     """A plan that does not fit, and what is missing of what.
 
     ``waiting_pages`` become available when the steps that run are complete, and the copies to
-    host memory have ended.
+    host memory have ended. ``excess_pages`` are in use above a lowered limit.
     """
 
     needed_pages: int
     available_pages: int
     waiting_pages: int = 0
+    excess_pages: int = 0
     missing_slots: int = 0
     missing_swap_blocks: int = 0
     #: Memory mappings that slots may need for the plan, and that can be had: free ones and those
@@ -126,7 +127,9 @@ class Shortfall:
 
     @property
     def missing_pages(self) -> int:
-        return max(0, self.needed_pages - self.available_pages)
+        """How many must become free, or the limit be raised by."""
+        missing = self.needed_pages - self.available_pages
+        return missing + self.excess_pages if missing > 0 else 0
 
     @property
     def missing_mappings(self) -> int:

@@ -257,7 +257,10 @@ class KVCache:
             return self._start(self._tenants.get(slot, 0), [(self._seq(slot), length)])
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Change the cap of the pool; what is free above it goes back to the system at once."""
+        """Change the cap of the pool.
+
+        What no slot uses above it goes back to the system at once, the rest as slots are freed.
+        """
         with self._exclusive():
             self._follow()
             self._memory.set_limit(limit_bytes)

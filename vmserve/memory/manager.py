@@ -201,6 +201,7 @@ class MemoryManager:
             needed_pages=plan.needed_pages,
             available_pages=plan.available_pages,
             waiting_pages=plan.waiting_pages,
+            excess_pages=plan.excess_pages,
             missing_slots=plan.missing_slots,
             missing_swap_blocks=plan.missing_swap_blocks,
             needed_mappings=plan.needed_mappings,

@@ -65,7 +65,8 @@ class BlockPool {
   std::int64_t num_cached_blocks() const { return num_cached_blocks_; }
   // Copies of blocks to host memory that run.
   std::int64_t num_copies() const { return num_copies_; }
-  // How many pages can be had: free, idle, and absent ones within the limit.
+  // How many pages can be had: free, idle, and absent ones within the limit. Negative while so
+  // many more are in use, waiting or held than a lowered limit allows.
   std::int64_t num_available() const;
 
   PageState state(PageId page) const { return pages_[page].state; }

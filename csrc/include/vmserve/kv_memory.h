@@ -39,6 +39,8 @@
 //     the prefix cache names it
 //   * a block is copied as often as the copies that run have it
 //   * committed = free + in use + waiting + idle + held, and committed <= max_pages
+//   * while more is committed than a lowered limit allows, nothing is free or idle after a plan, an
+//     apply or a release (unless the driver refused to take it back)
 //   * blocks_for(length) blocks, or pages_for(length) pages, at least, belong to each sequence
 #pragma once
 
@@ -127,7 +129,7 @@ class KVMemory {
   // free and idle ones, which are evicted for it, oldest first. Returns how many pages went back.
   std::int64_t trim(std::int64_t keep_pages, bool drop_idle);
 
-  // A lower limit gives back what is free or idle above it at once, the rest as sequences end.
+  // A lower limit gives back what is free or idle above it at once, the rest as soon as it is.
   // The limit holds even when giving back throws DriverError; trim() then tries again.
   void set_limit(std::int64_t limit_pages);
 
@@ -312,7 +314,8 @@ class KVMemory {
   };
 
   struct Demand {
-    std::int64_t pages = 0;  // fresh ones, and idle ones that are claimed
+    std::int64_t pages = 0;   // fresh ones, and idle ones that are claimed
+    std::int64_t coming = 0;  // of those, ones that the mapper has in hand for this very slot
     std::int64_t slots = 0;
     std::int64_t swap_blocks = 0;
     std::int64_t runs = 0;  // of pages that slots are to show, of one group, at most
@@ -485,6 +488,8 @@ class KVMemory {
   std::int64_t give_back(std::int64_t count);
   void give_back(const PageRun& run);
   std::int64_t drop_idle(std::int64_t keep);
+  void give_back_excess();
+  void shed();
   void squeeze();
   void loosen(PageId page);
   std::int64_t pack(std::vector<PageId> pages);

@@ -76,12 +76,14 @@ struct Op {
 // The ops fit if nothing is missing: needed_pages <= available_pages, needed_mappings <=
 // available_mappings, and neither slots nor swap blocks are short. Mappings are what the system
 // limits (vm.max_map_count): needed are those of slots, at most, if no fresh page lies behind the
-// one before it; available are also those of parked slots. `waiting_pages` become available when
-// the epochs that run are complete and the copies that run have ended; where the ops do not fit,
-// blocks of them do.
+// one before it; available are also those of parked slots. While a lowered limit is exceeded
+// nothing is available, and `excess_pages` must become free before the first page is.
+// `waiting_pages` become available when the epochs that run are complete and the copies that run
+// have ended; where the ops do not fit, blocks of them do.
 struct Plan {
   std::int64_t needed_pages = 0;
   std::int64_t available_pages = 0;
+  std::int64_t excess_pages = 0;
   std::int64_t waiting_pages = 0;
   std::int64_t missing_slots = 0;
   std::int64_t missing_swap_blocks = 0;
