@@ -360,7 +360,8 @@ def serve_command(
     engine_restarts: Annotated[
         int,
         typer.Option(
-            help="How often an engine that has died is started again. Requests that it had fail.",
+            help="How often within an hour an engine that has died is started again. Requests that "
+            "it had fail.",
             rich_help_panel=_PROCESSES,
         ),
     ] = 0,
@@ -399,7 +400,6 @@ def serve_command(
     options["model"] = _one_model(model_argument, options.get("model"))
     config = ServerConfig(
         served_model_names=tuple(served_model_name or [options["model"] or EMBEDDED_NAME]),
-        model_root=options["model"],
         host=host,
         port=port,
         uds=uds,

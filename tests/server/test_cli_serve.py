@@ -54,7 +54,6 @@ def test_the_model(parse: Parse, args: list[str]) -> None:
     config, options = parse(*args)
     assert options["model"] == "m"
     assert config.served_model_names == ("m",)
-    assert config.model_root == "m"
     with pytest.raises(ConfigurationError, match="two models"):
         parse("a", "--model", "b")
 

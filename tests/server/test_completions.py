@@ -228,13 +228,14 @@ def test_cached_tokens(start: Start) -> None:
 
 
 def test_served_names(start: Start) -> None:
-    server = start(served_model_names=("first", "second"), model_root="/models/m")
+    server = start(served_model_names=("first", "second"))
     for body in ({}, {"model": None}, {"model": "first"}, {"model": "second"}):
         assert server.complete(**body)["model"] == "first"
     cards = server.http.get("/v1/models").json()
     assert cards["object"] == "list"
     assert [card["id"] for card in cards["data"]] == ["first", "second"]
     assert set(cards["data"][0]) == {"id", "object", "created", "owned_by", "root", "max_model_len"}
+    assert [card["root"] for card in cards["data"]] == ["first", "first"]
     assert cards["data"][0]["max_model_len"] == 256
     assert server.http.get("/v1/models/second").json()["id"] == "second"
     assert server.http.get("/v1/models/org/third").status_code == 404

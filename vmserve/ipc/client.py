@@ -42,7 +42,7 @@ from vmserve.ipc.messages import (
     params_to_wire,
 )
 from vmserve.ipc.open_request import OpenRequest
-from vmserve.ipc.process import EngineProcess
+from vmserve.ipc.process import RESTART_WINDOW_SECONDS, EngineProcess, RestartBudget
 from vmserve.prompts import PromptLike, encode_prompt
 from vmserve.sampling.params import GenerationParams, SamplingParams
 from vmserve.telemetry.snapshot import EngineSnapshot
@@ -57,8 +57,6 @@ logger = logging.getLogger(__name__)
 _PIN_ATTEMPTS = 3
 #: An engine that was told to end has so long to do it.
 _END_SECONDS = 10.0
-#: The first pause before an engine is started again; it doubles each time up to the longest.
-_RESTART_SECONDS, _LONGEST_RESTART_SECONDS = 0.5, 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +65,7 @@ class Supervision:
 
     An engine that says nothing for ``hang_timeout`` seconds, although it is asked every
     ``ping_seconds``, is killed: no step may take longer. One that has died is started again, up
-    to ``restarts`` times.
+    to ``restarts`` times within :data:`~vmserve.ipc.process.RESTART_WINDOW_SECONDS`.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
@@ -178,6 +176,7 @@ class ProcessLLM:
         self._died = False
         self._ending = False
         self._final = asyncio.Event()
+        self._restarts = RestartBudget(self._supervision.restarts)
         self._num_restarts = 0
         self._handles = itertools.count(1)
         self._serials = itertools.count(1)
@@ -440,10 +439,9 @@ class ProcessLLM:
     async def _after_death(self) -> None:
         status = await asyncio.to_thread(self._process.reap, _END_SECONDS)
         logger.error("the engine's process has ended (%s)", EngineProcess.describe_end(status))
-        while self._num_restarts < self._supervision.restarts:
-            pause = _RESTART_SECONDS * 2**self._num_restarts
+        while (pause := self._restarts.take()) is not None:
             self._num_restarts += 1
-            await asyncio.sleep(min(pause, _LONGEST_RESTART_SECONDS))
+            await asyncio.sleep(pause)
             try:
                 await self._restart()
             except VmserveError as error:
@@ -453,8 +451,11 @@ class ProcessLLM:
         self._final.set()
 
     async def _restart(self) -> None:
-        left = self._supervision.restarts - self._num_restarts
-        logger.info("starting the engine again (%d more times if it dies again)", left)
+        logger.info(
+            "starting the engine again (%d more times if it dies again within %g minutes)",
+            self._restarts.left,
+            RESTART_WINDOW_SECONDS / 60,
+        )
         self._process = process = self._spawn()
         try:
             ready = await asyncio.to_thread(process.wait_ready, _no_progress)

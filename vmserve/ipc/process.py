@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from vmserve.errors import EngineDeadError
 from vmserve.ipc.framing import receive_frame, send_frame
 from vmserve.ipc.messages import Launch, Progress, Ready, Refused, decode_from_engine, encode
 
-__all__ = ["EngineProcess", "child_environment"]
+__all__ = ["RESTART_WINDOW_SECONDS", "EngineProcess", "RestartBudget", "child_environment"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,11 @@ logger = logging.getLogger(__name__)
 _SOCKET_BUFFER_BYTES = 4 << 20
 #: What a killed process has to be gone: longer only if the system is stuck.
 _KILLED_SECONDS = 10.0
+#: Restarts longer ago than this count no more: an engine that dies once a week is no loop.
+RESTART_WINDOW_SECONDS = 3600.0
+#: The first pause before an engine is started again; it doubles with each restart in the
+#: window up to the longest.
+_RESTART_SECONDS, _LONGEST_RESTART_SECONDS = 0.5, 30.0
 
 
 class EngineProcess:
@@ -116,3 +123,31 @@ def child_environment() -> dict[str, str]:
     for products of matrices as it is imported: the engine has none for it to compute."""
     import_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     return {"OPENBLAS_NUM_THREADS": "1", **os.environ, "PYTHONPATH": import_path}
+
+
+class RestartBudget:
+    """How often an engine may still be started again: ``most`` times in each window.
+
+    ``clock``: seconds.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._clock = clock
+        self._recent: deque[float] = deque()
+
+    @property
+    def left(self) -> int:
+        """Restarts that are possible now."""
+        while self._recent and self._recent[0] <= self._clock() - RESTART_WINDOW_SECONDS:
+            self._recent.popleft()
+        return self._most - len(self._recent)
+
+    def take(self) -> float | None:
+        """Count a restart, and return the pause before it in seconds; None if none is left."""
+        if self.left <= 0:
+            return None
+        doublings = min(len(self._recent), 16)  # more would be too much for a float in the end
+        pause = min(_RESTART_SECONDS * 2.0**doublings, _LONGEST_RESTART_SECONDS)
+        self._recent.append(self._clock())
+        return pause

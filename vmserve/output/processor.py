@@ -148,6 +148,7 @@ class OutputProcessor:
             return
         sequence.tokens.append(sample.token_id)
         self._counters.generation_tokens += 1
+        self._counters.first_tokens += sequence.num_output == 1
         request.metrics.token_at(now)
         if sequence.guide is None:
             reason, stop = self._push(choice, sequence, sample)

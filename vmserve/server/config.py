@@ -37,9 +37,9 @@ class ServerConfig:
     requests are answered with 429; ``max_key_sequences``, ``max_key_requests`` and
     ``key_tokens_per_minute`` bound each tenant. ``shutdown_timeout`` is in seconds, as is
     ``engine_death_linger``, for which a server without an engine answers 503 before it ends.
-    ``write_timeout``: seconds that a client may leave a full buffer unread. ``model_root`` is
-    what model cards give as ``root``; ``tokenizer_info`` what ``/tokenizer_info`` answers, if
-    anything. ``otlp_traces_endpoint``: the URL that spans are sent to, if any.
+    ``write_timeout``: seconds that a client may leave a full buffer unread.
+    ``tokenizer_info``: what ``/tokenizer_info`` answers, if anything.
+    ``otlp_traces_endpoint``: the URL that spans are sent to, if any.
     ``allowed_origins`` and ``allowed_hosts``, in lower case: empty for what
     :class:`~vmserve.server.origins.OriginPolicy` derives. ``max_connections`` and
     ``max_connections_per_address``: None for what
@@ -49,7 +49,6 @@ class ServerConfig:
     """
 
     served_model_names: tuple[str, ...]
-    model_root: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None

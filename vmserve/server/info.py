@@ -63,7 +63,7 @@ class InfoService:
             "object": "model",
             "created": self._context.created,
             "owned_by": "vmserve",
-            "root": config.model_root or config.model_name,
+            "root": config.model_name,  # never a path that was not given as a name
             "max_model_len": self._context.max_model_len,
         }
 

@@ -64,9 +64,10 @@ _GAUGES: Final = {
     "num_requests_waiting": "Requests that wait for the engine.",
     "kv_cache_usage_perc": "Share of the KV cache that live requests hold, 0 to 1.",
 }
-#: Cumulative buckets of the engine's histogram of a step's tokens.
+#: The engine's histogram of a step's tokens: its cumulative buckets, and its sum.
 _STEP_TOKENS: Final = "iteration_tokens_le_"
-_OWN_COUNTERS: Final = ("request_success_total",)
+_STEP_TOKENS_SUM: Final = "iteration_tokens_sum"
+_OWN_COUNTERS: Final = ("request_success_total", _STEP_TOKENS_SUM)
 _VLLM_FAMILIES: Final = frozenset(
     [
         *_HISTOGRAMS,
@@ -234,9 +235,9 @@ def _engine_families(
     steps = figures.get("engine_steps_total", 0)
     below = [(str(float(bound)), figures.get(f"{_STEP_TOKENS}{bound}", 0)) for bound in STEP_TOKENS]
     tokens = HistogramMetricFamily(
-        "iteration_tokens_total", "Tokens computed in a step.", labels=names
+        "iteration_tokens_total", "Tokens of prompts and answers in a step.", labels=names
     )
-    tokens.add_metric(values, [*below, ("+Inf", steps)], figures.get("tokens_computed_total", 0))
+    tokens.add_metric(values, [*below, ("+Inf", steps)], figures.get(_STEP_TOKENS_SUM, 0))
     yield tokens
     for name, value in figures.items():
         if name in _OWN_COUNTERS or name.startswith(_STEP_TOKENS):

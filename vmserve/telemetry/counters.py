@@ -15,7 +15,7 @@ REGIMES = ("virtual", "paged")
 #: log-probabilities of prompts, its tokens were drawn by the host, it drew the first tokens of
 #: forks, or nobody could go on beside it (no memory, or all ended with it).
 WAITS = ("idle", "beams", "prompt_logprobs", "pooling", "sampler", "forks", "room")
-#: Bounds of the histogram of a step's tokens.
+#: Bounds of the histogram of a step's tokens, prompts' and generated ones.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -28,6 +28,9 @@ class EngineCounters:
     steps_synchronous: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WAITS, 0))
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    #: Of these, the first ones of their sequences: drawn from prompts' logits, beside the tokens
+    #: that their steps computed.
+    first_tokens: int = 0
     requests_finished: int = 0
     requests_aborted: int = 0
     #: Prompt tokens of requests, looked up once each, and those that the cache had.
@@ -38,14 +41,18 @@ class EngineCounters:
     #: Seconds in attention by regime: as measured, and as the device profile has it.
     attention_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REGIMES, 0.0))
     predicted_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REGIMES, 0.0))
-    #: Steps by the tokens that they computed: as many as each of STEP_TOKENS, or more than all.
+    #: Steps by their tokens: as many as each of STEP_TOKENS, or more than all.
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    #: Of the steps so far: first tokens are counted as they come, before their step ends.
+    _first_tokens_of_steps: int = 0
 
     def step(self, num_tokens: int, phases: StepPhases) -> None:
         """A step has ended."""
         self.steps += 1
         self.tokens_computed += num_tokens
-        self.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        num_first = self.first_tokens - self._first_tokens_of_steps
+        self._first_tokens_of_steps = self.first_tokens
+        self.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens + num_first)] += 1
         for span in phases.spans:
             self.phase_seconds[span.phase] += span.ended - span.began
 
@@ -69,6 +76,7 @@ class EngineCounters:
         return {
             **seconds,
             **dict(zip(names, below, strict=False)),
+            "iteration_tokens_sum": self.tokens_computed + self._first_tokens_of_steps,
             "engine_steps_total": self.steps,
             "tokens_computed_total": self.tokens_computed,
             "steps_overlapped_total": self.steps_overlapped,
