@@ -4,7 +4,7 @@
     python benchmarks/gpu/compile_matrix.py --out results/compile.json
 
 Prints registers, shared memory and spills of each kernel as a table; the exit status is 1 if any
-kernel spills.
+kernel spills. The JSON has the tensor cores' instructions, too.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from vmserve.attention.cuda.compile import (
@@ -36,6 +38,13 @@ ARCHITECTURES = {
     "sm_90a": (232_448, 233_472),
     "sm_100a": (232_448, 233_472),
 }
+#: The lowest 12 bits of an instruction of 16 bytes, which say what it does (`nvdisasm -hex`).
+OPCODES: Mapping[str, int] = {
+    "HMMA": 0x23C,  # 16 x 8 x 16 in half precision
+    "LDSM": 0x83B,  # fragments from shared memory
+    "LDL": 0x983,  # from and to local memory: arrays that are not in registers, spills
+    "STL": 0x387,
+}
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -54,6 +63,8 @@ class Row:
     resources: KernelResources
     shared_bytes: int
     cubin_bytes: int
+    #: How many of each (:data:`OPCODES`).
+    instructions: Mapping[str, int]
 
 
 def sizes_of(variant: Variant, architecture: str) -> Sizes:
@@ -65,9 +76,35 @@ def measure(variant: Variant, architecture: str) -> list[Row]:
     sizes = sizes_of(variant, architecture)
     cubin, log = compile_cubin(variant, sizes, architecture)
     return [
-        Row(variant.name, architecture, resources, sizes.shared_bytes(name), len(cubin))
+        Row(
+            variant.name,
+            architecture,
+            resources,
+            sizes.shared_bytes(name),
+            len(cubin),
+            instructions(cubin, name),
+        )
         for name, resources in resources_of(log).items()
     ]
+
+
+def instructions(cubin: bytes, kernel: str) -> dict[str, int]:
+    """How many of :data:`OPCODES` ``kernel`` has. Raises ``KeyError`` for one that is not there."""
+    code = np.frombuffer(_section(cubin, f".text.{kernel}"), dtype="<u4")[::4] & 0xFFF
+    return {name: int((code == opcode).sum()) for name, opcode in OPCODES.items()}
+
+
+def _section(elf: bytes, wanted: str) -> bytes:
+    """Of a little-endian 64-bit ELF."""
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    size, number, names = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(number)]
+    strings = headers[names][4]
+    for name, _, _, _, offset, length in headers:
+        end = elf.index(b"\0", strings + name)
+        if elf[strings + name : end].decode() == wanted:
+            return elf[offset : offset + length]
+    raise KeyError(wanted)
 
 
 def table(rows: Sequence[Row]) -> str:

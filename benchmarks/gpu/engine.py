@@ -107,6 +107,9 @@ class Plan:
     page_mib: tuple[float, ...]
     groups: tuple[int, ...]
     max_len: int
+    #: Slots of so many tokens, with contexts far shorter and nearly as long.
+    long_slots: int
+    long_contexts: tuple[int, ...]
 
 
 FULL = Plan(
@@ -119,6 +122,8 @@ FULL = Plan(
     page_mib=(2, 4, 8),
     groups=(1, 2, 4, 8),
     max_len=16384,
+    long_slots=32768,
+    long_contexts=(1024, 30720),
 )
 TINY = Plan(
     batches=(1, 3),
@@ -130,6 +135,8 @@ TINY = Plan(
     page_mib=(1 / 32,),
     groups=(1, 2),
     max_len=256,
+    long_slots=512,
+    long_contexts=(24, 400),
 )
 
 
@@ -154,8 +161,7 @@ class Bench:
             model=str(self.directory),
             device=self.device,
             dtype=self.dtype,
-            max_model_len=self.plan.max_len,
-            **({"enable_prefix_caching": False} | options),
+            **({"enable_prefix_caching": False, "max_model_len": self.plan.max_len} | options),
         )
         with mock.patch.object(vmserve.engine, "load_model", random_model):
             # A dry run captures steps, too.
@@ -221,10 +227,13 @@ def write_model(directory: Path, shape: str, dtype: str) -> None:
         (directory / name).write_bytes((embedded / name).read_bytes())
 
 
-def add(engine: LLMEngine, key: str, num_prompt: int, num_output: int, seed: int = 0) -> None:
+def add(
+    engine: LLMEngine, key: str, num_prompt: int, num_output: int, seed: int = 0, **sampling: Any
+) -> None:
     rng = random.Random(seed)
     prompt = [rng.randrange(3, 1000) for _ in range(num_prompt)]
-    params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
+    chosen = {"temperature": 0.0, "seed": seed} | sampling
+    params = SamplingParams(**chosen, max_tokens=num_output, ignore_eos=True)
     engine.add_request(key, prompt, params)
 
 
@@ -263,13 +272,29 @@ class Decoding(NamedTuple):
         return statistics.median(self.seconds)
 
 
-def decoding(bench: Bench, batch: int, steps: int, **options: Any) -> Decoding:
-    """Steps in which ``batch`` requests decode, behind ``context`` tokens."""
+@contextmanager
+def decoders(
+    bench: Bench,
+    batch: int,
+    steps: int,
+    *,
+    context: int | None = None,
+    sampling: Row | None = None,
+    **options: Any,
+) -> Iterator[LLMEngine]:
+    """``batch`` requests that decode for so many steps yet, behind ``context`` tokens."""
     with bench.engine(max_num_seqs=max(batch, 1), **options) as engine:
         for index in range(batch):
-            add(engine, str(index), bench.plan.context, 3 * steps + 16, index)
+            num_prompt = context or bench.plan.context
+            add(engine, str(index), num_prompt, 3 * steps + 16, index, **(sampling or {}))
         run_until_decoding(engine, batch)
         step_seconds(engine, 3)  # whatever is made at first use
+        yield engine
+
+
+def decoding(bench: Bench, batch: int, steps: int, **options: Any) -> Decoding:
+    """Steps of :func:`decoders`."""
+    with decoders(bench, batch, steps, **options) as engine:
         before = engine.counters.steps_overlapped
         seconds = step_seconds(engine, steps)
         return Decoding(seconds, engine.counters.steps_overlapped - before)
@@ -284,6 +309,114 @@ def drain(engine: LLMEngine) -> float:
 
 
 # -- parts -----------------------------------------------------------------------------------
+
+
+def part_smoke(bench: Bench) -> Iterator[Row]:
+    """Whether it works at all: captured and eager steps give the same tokens in each regime."""
+    expected: list[list[int]] = []
+    for regime, eager in itertools.product(("virtual", "paged"), (True, False)):
+        began = time.perf_counter()
+        with bench.engine(kv_regime=regime, enforce_eager=eager, max_num_seqs=4) as engine:
+            started = time.perf_counter()
+            for index in range(4):
+                add(engine, str(index), bench.plan.context // 4 + index, 16, index)
+            found: dict[str, list[int]] = {}
+            while engine.has_unfinished:
+                result = engine.step()
+                if result.failures:
+                    raise result.failures[0].error
+                for output in result.outputs:
+                    if output.finished:
+                        found[output.request_id] = output.outputs[0].token_ids
+            tokens = [found[key] for key in sorted(found)]
+            expected = expected or tokens
+            graphs = engine._graphs
+            yield {
+                "regime": regime,
+                "steps": "eager" if eager else "captured",
+                "same_tokens": sum(a == b for a, b in zip(tokens, expected, strict=True)),
+                "start_s": started - began,
+                "generate_s": time.perf_counter() - started,
+                "graphs": 0 if graphs is None else graphs.num_captured,
+                "graphs_mib": 0.0 if graphs is None else graphs.captured_bytes / MIB,
+            }
+
+
+def part_profile(bench: Bench) -> Iterator[Row]:
+    """Kernels of a decoding step, the longest first, by torch's profiler."""
+    batch, steps = bench.plan.batches[-2], 8
+    on_device = bench.device == "cuda"
+    activities = [getattr(torch.profiler.ProfilerActivity, "CUDA" if on_device else "CPU")]
+    for regime in ("virtual", "paged"):
+        with decoders(bench, batch, steps + 4, kv_regime=regime) as engine:
+            with torch.profiler.profile(activities=activities) as profile:
+                for _ in range(steps):
+                    step(engine)
+                if on_device:
+                    torch.cuda.synchronize()
+            name = "self_device_time_total" if on_device else "self_cpu_time_total"
+            found = sorted(profile.key_averages(), key=lambda e: -getattr(e, name))
+        total = sum(getattr(event, name) for event in found)
+        for event in found[:15]:
+            yield {
+                "regime": regime,
+                "kernel": event.key[:80].replace("|", "/"),
+                "calls_a_step": event.count / steps,
+                "us_a_step": getattr(event, name) / steps,
+                "share": getattr(event, name) / max(total, 1e-9),
+            }
+
+
+def part_long(bench: Bench) -> Iterator[Row]:
+    """Decoding in long slots, behind little and much of what they hold."""
+    longest = bench.plan.long_slots
+    for batch, context, regime in itertools.product(
+        bench.plan.batches[:2], bench.plan.long_contexts, ("virtual", "paged")
+    ):
+        options: dict[str, Any] = {"kv_regime": regime, "max_model_len": longest}
+        middle = decoding(bench, batch, bench.plan.steps // 2, context=context, **options).median
+        yield {
+            "batch": batch,
+            "slot_tokens": longest,
+            "context": context,
+            "regime": regime,
+            "step_ms": 1e3 * middle,
+        }
+
+
+SAMPLING: dict[str, Row] = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.95},
+    "top_k": {"temperature": 1.0, "top_k": 50},
+    "logprobs": {"temperature": 1.0, "logprobs": 1},
+}
+
+
+def part_sampling(bench: Bench) -> Iterator[Row]:
+    """What sampling adds to a decoding step, by how tokens are chosen."""
+    for batch, (name, sampling) in itertools.product(bench.plan.batches[-2:], SAMPLING.items()):
+        middle = decoding(bench, batch, bench.plan.steps // 2, sampling=sampling).median
+        yield {"batch": batch, "sampling": name, "step_ms": 1e3 * middle}
+
+
+def part_auto(bench: Bench) -> Iterator[Row]:
+    """What --kv-regime auto is told by its calibration, and how long that takes."""
+    began = time.perf_counter()
+    with bench.engine(kv_regime="auto") as engine:
+        seconds = time.perf_counter() - began
+        profile = engine.profile
+    assert profile is not None, "auto has one"
+    for regime, costs in (("virtual", profile.virtual), ("paged", profile.paged)):
+        yield {
+            "regime": regime,
+            "call_us": 1e6 * costs.call,
+            "sequence_us": 1e6 * costs.sequence,
+            "read_ns": 1e9 * costs.read,
+            "pair_ps": 1e12 * costs.pair,
+            "map_page_us": 1e6 * profile.map_page,
+            "start_s": seconds,
+        }
 
 
 def part_decode(bench: Bench) -> Iterator[Row]:
@@ -455,7 +588,12 @@ def part_swap(bench: Bench) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    "smoke": part_smoke,
     "decode": part_decode,
+    "profile": part_profile,
+    "sampling": part_sampling,
+    "long": part_long,
+    "auto": part_auto,
     "overlap": part_overlap,
     "mapping": part_mapping,
     "ttft": part_ttft,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One part of what a GPU machine answers, each within 8 minutes; README.md says what they write.
-#   benchmarks/gpu/run.sh PART [ARGUMENTS]     PART: setup probe test sanitize vmm kernels compile engine
-#   benchmarks/gpu/run.sh each "PART ARGUMENTS"...     parts one after the other, packed into one archive
+#   benchmarks/gpu/run.sh PART [ARGUMENTS]     PART: setup smoke probe test sanitize vmm kernels compile engine
+#   benchmarks/gpu/run.sh each "PART[@SECONDS] ARGUMENTS"...     one after the other, packed into one archive
 # PYTHON chooses the interpreter (default: .venv/bin/python if there is one, else python3), RESULTS the
 # folder (default: $OUT, else benchmarks/gpu/results/<date>-<device>), WHEELS where setup finds packages
 # (.whl), LIMIT the seconds of a part (470), TOTAL those of each (570).
@@ -47,6 +47,15 @@ case "$part" in
     fi
     "$python" -m pip install --no-build-isolation --no-deps -e .
     "$python" -c 'import torch, vmserve; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())'
+    ;;
+  smoke)
+    # Whether anything works at all: the driver, kernels against float64, tokens by captured and eager steps.
+    status=0
+    pytest --timeout 60 --maxfail 5 -k "${SMOKE:-test_driver or (test_backends and bfloat16)}" \
+      --junitxml="$results/smoke/results.xml" 2>&1 | tee "$results/smoke/smoke.log" || status=$?
+    script benchmarks/gpu/engine.py --out "$results/smoke" --shape llama-3.2-1b --parts smoke,auto \
+      --seconds "$(($(left) - 20))" "$@" || status=$?
+    exit "$status"
     ;;
   probe) script benchmarks/gpu/probe.py --out "$results/probe" --budget-seconds "$(($(left) - 25))" "$@" ;;
   test)
@@ -105,6 +114,11 @@ case "$part" in
     for words in "$@"; do
       number=$((number + 1))
       read -ra command <<<"$words"
+      most="$limit"
+      if [[ ${command[0]} == *@* ]]; then
+        most="${command[0]#*@}"
+        command[0]="${command[0]%@*}"
+      fi
       rest=$((total - SECONDS - 15))
       if [ "$rest" -lt 30 ]; then
         echo "== $words: no time was left"
@@ -113,7 +127,7 @@ case "$part" in
       fi
       echo "== $words"
       ended=0
-      LIMIT=$((rest < limit ? rest : limit)) RESULTS="$work/$number" \
+      LIMIT=$((rest < most ? rest : most)) RESULTS="$work/$number" \
         benchmarks/gpu/run.sh "${command[@]}" >"$work/$number-${command[0]}.log" 2>&1 || ended=$?
       tail -n "${LINES_OF_EACH:-20}" "$work/$number-${command[0]}.log"
       echo "== $words: exit status $ended, after $SECONDS s in all"

@@ -45,6 +45,13 @@ def test_kernels_compile_without_spills(variant: Variant, architecture: str) -> 
     spilling = [row for row in rows if row.resources.spills]
     assert not spilling
     # As many blocks as the launch bounds ask for have their registers.
+    counts = {row.resources.kernel: row.instructions for row in rows}
+    # Nothing lives in local memory, and products are the tensor cores': of a tile's scores, and of
+    # its values, one instruction for each 16 x 8 x 16.
+    assert all(each["LDL"] == each["STL"] == 0 for each in counts.values())
+    dim = variant.head_dim
+    assert counts["vms_decode"]["HMMA"] == 2 * (16 // 8) * (dim // 16)
+    assert counts["vms_append"]["HMMA"] == 2 * ((32 if dim == 256 else 64) // 8) * (dim // 16)
     by_name = {row.resources.kernel: row.resources.registers for row in rows}
     sizes = compile_matrix.sizes_of(variant, architecture)
     assert by_name["vms_decode"] * 128 * sizes.decode_blocks <= 65_536

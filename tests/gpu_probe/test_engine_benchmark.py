@@ -31,6 +31,13 @@ def test_the_dry_run_writes_a_row_for_everything_that_it_measures(tmp_path: Path
     kinds = ("captured", "eager")
     assert decode == {(b, r, s) for b in plan.batches for r in regimes for s in kinds}
     assert all(row["tokens_per_s"] > 0 for row in parts["decode"])
+    smoke = [(row["regime"], row["steps"], row["same_tokens"]) for row in parts["smoke"]]
+    assert smoke == [(r, s, 4) for r in regimes for s in ("eager", "captured")]
+    assert {row["regime"] for row in parts["profile"]} == set(regimes)
+    assert all(0 < row["share"] <= 1 and row["calls_a_step"] > 0 for row in parts["profile"])
+    assert [row["sampling"] for row in parts["sampling"]] == list(engine.SAMPLING) * 2
+    assert len(parts["long"]) == 2 * 2 * len(plan.long_contexts)
+    assert [row["regime"] for row in parts["auto"]] == list(regimes)
     overlap = [(row["async"], row["overlapped"]) for row in parts["overlap"]]
     assert overlap == [("off", 0), ("on", plan.steps)] * len(regimes) * len(plan.batches)
     assert [row["mapping"] for row in parts["mapping"]] == ["synchronous", "overlapped"]
@@ -102,7 +109,7 @@ def run_sh(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 def test_run_sh_knows_its_parts() -> None:
     done = run_sh("speed")
     assert done.returncode == 2
-    assert "PART: setup probe test sanitize vmm kernels compile engine" in done.stderr
+    assert "PART: setup smoke probe test sanitize vmm kernels compile engine" in done.stderr
 
 
 def stand_in(tmp_path: Path, lines: str) -> str:
@@ -128,6 +135,26 @@ def test_run_sh_runs_each_part_whatever_becomes_of_the_others(tmp_path: Path) ->
     assert [path.name for path in out.iterdir()] == ["results.tar.gz"]
     with tarfile.open(out / "results.tar.gz") as archive:
         assert {"./1-compile.log", "./2-kernels.log", "./3-speed.log"} <= set(archive.getnames())
+
+
+def test_a_part_has_the_seconds_that_it_names(tmp_path: Path) -> None:
+    """kernels: half of what is left beside 50 s for each of its two parts; others as ever."""
+    python = stand_in(tmp_path, 'echo "$@"')
+    done = run_sh(
+        "each", "kernels@150 --dry-run", "kernels", PYTHON=python, OUT=str(tmp_path), RESULTS=""
+    )
+    assert done.returncode == 0
+    budgets = [line.split()[4:] for line in done.stdout.splitlines() if "kernels.py" in line]
+    assert 0 < int(budgets[0][0]) <= (150 - 50) // 2 < int(budgets[1][0])
+    assert budgets[0][1:] == ["--dry-run"]
+
+
+def test_run_sh_smokes_first_with_tests_and_then_the_engine(tmp_path: Path) -> None:
+    done = run_sh("smoke", PYTHON=stand_in(tmp_path, 'echo "$@"'), RESULTS=str(tmp_path))
+    assert done.returncode == 0
+    tests, made = (line for line in done.stdout.splitlines() if line.startswith(("-m", "bench")))
+    assert tests.startswith("-m pytest -m gpu tests/gpu")
+    assert "--shape llama-3.2-1b --parts smoke,auto" in made
 
 
 def test_run_sh_goes_on_behind_a_test_that_lost_the_device(tmp_path: Path) -> None:
