@@ -64,8 +64,8 @@ class Server:
 
     @property
     def engine(self) -> psutil.Process:
-        """The engine's process, which is the only child there may be."""
-        [child] = psutil.Process(self.popen.pid).children(recursive=True)
+        """The engine's process, which is the only child there may be (it has some for grammars)."""
+        [child] = psutil.Process(self.popen.pid).children()
         return child
 
     def kv(self) -> dict[str, float]:

@@ -69,6 +69,9 @@ class FakeTokenizer:
             text += "" if skip_special_tokens else self.specials[token_id]
         return text + run.decode("utf-8", "replace")
 
+    def to_json(self) -> str:
+        raise AssertionError("no test has the fake tokenizer in another process")
+
     def token_str(self, token_id: int) -> str:
         return self.specials.get(token_id) or f"<0x{token_id - FIRST_BYTE:02X}>"
 

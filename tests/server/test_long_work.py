@@ -23,6 +23,7 @@ from vmserve.models import resolve_model
 from vmserve.server import admission as admission_module
 from vmserve.server import body as body_module
 from vmserve.server import workers as workers_module
+from vmserve.server.aside_process import MOST_CHARS_IN_THREAD
 from vmserve.server.body import MOST_BYTES_IN_THREAD
 from vmserve.tokenizer import Tokenizer, load_tokenizer
 
@@ -208,7 +209,7 @@ def test_large_bodies_are_read_as_small_ones(start: Start, size: int) -> None:
     value = {"prompt": "Hä\n😀", "ignored": [1.5, -(2**60), None, True, {"x": "y" * size}]}
     reply = running.ok("/tokenize", value)
     assert reply["tokens"] == engine_ids("Hä\n😀")
-    assert len(running.app_context.json.idle_pids) == (size > MOST_BYTES_IN_THREAD)
+    assert len(running.app_context.processes.idle_pids) == (size > MOST_BYTES_IN_THREAD)
     for body, told in (
         (b'{"prompt": "x", "prompt": "y", "z": "%b"}' % (b"z" * size), "key 'prompt' twice"),
         (b'{"prompt": NaN, "z": "%b"}' % (b"z" * size), "NaN"),
@@ -229,12 +230,12 @@ def test_the_process_that_reads_large_bodies_may_die(start: Start) -> None:
     body = {"prompt": "Hi", "z": "z" * 2 * MOST_BYTES_IN_THREAD}
     for _ in range(2):
         assert running.post("/tokenize", body).status_code == 200
-        [pid] = running.app_context.json.idle_pids
+        [pid] = running.app_context.processes.idle_pids
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert running.post("/tokenize", body).status_code == 200
-    running.app_context.json.close_idle()
-    assert running.app_context.json.idle_pids == []
+    running.app_context.processes.close_idle()
+    assert running.app_context.processes.idle_pids == []
 
 
 @pytest.fixture(scope="module")
@@ -278,3 +279,23 @@ def test_long_and_short_texts_are_encoded_alike(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(long, skip_special_tokens=False).count("Once upon") == 200
     without = tokenizer.encode(part * 200, add_special_tokens=False)
     assert len(long) - len(without) == len(short) - len(tokenizer.encode(part, False))
+
+
+def test_long_texts_are_encoded_by_a_process(start: Start, tokenizer: Tokenizer) -> None:
+    """Its tokens are those of the tokenizer, with its special tokens or without."""
+    engine = FakeAsyncLLM(shape=Shape(vocab_size=tokenizer.vocab_size))
+    engine.tokenizer = tokenizer  # type: ignore[assignment]
+    running = start(engine)
+    text = "Once upon a time, ä 😀 <s>\n" * 12_000
+    assert len(text) > MOST_CHARS_IN_THREAD
+    for special in (True, False):
+        body = {"prompt": text, "add_special_tokens": special, "return_token_strs": True}
+        reply = running.ok("/tokenize", body)
+        assert reply["tokens"] == tokenizer.encode(text, special)
+        assert reply["count"] == len(reply["tokens"])
+        assert reply["token_strs"] == list(map(tokenizer.token_str, reply["tokens"]))
+    assert running.ok("/tokenize", {"prompt": text})["token_strs"] is None
+    given = {"prompt": text, "truncate_prompt_tokens": 20, "max_tokens": 1}
+    assert running.post("/v1/completions", given).status_code == 200
+    assert engine.requests[-1][0] == tokenizer.encode(text)[-20:]
+    assert len(running.app_context.processes.idle_pids) == 1

@@ -47,7 +47,7 @@ async def _understand(request: Request, parse: Callable[[Any], T]) -> T:
     body = await _receive(request, context)
     if len(body) <= MOST_BYTES_ON_LOOP:
         return parse(parse_json(body))
-    reader = parse_json if len(body) <= MOST_BYTES_IN_THREAD else context.json.parse
+    reader = parse_json if len(body) <= MOST_BYTES_IN_THREAD else context.processes.parse
     return await context.run_aside(request, lambda: parse(reader(body)))
 
 

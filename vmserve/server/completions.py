@@ -109,7 +109,7 @@ class CompletionService:
         else:
             special = body.add_special_tokens is not False
             text, given = encode_prompt(
-                context.engine, prompt, "prompt", add_special_tokens=special, max_tokens=most
+                context, prompt, "prompt", add_special_tokens=special, max_tokens=most
             )
         token_ids = truncate(given, body, context.max_model_len)
         check_prompt(len(token_ids), context.max_model_len)

@@ -9,12 +9,12 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from vmserve.server.admission import Admission, BodyBytes, Visit
+from vmserve.server.aside_process import AsideProcesses
 from vmserve.server.auth import KeyRing
 from vmserve.server.config import ServerConfig
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import ApiError
 from vmserve.server.idle import IdleWork
-from vmserve.server.json_process import JsonProcesses
 from vmserve.server.key_limits import KeyLedger
 from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.telemetry import Telemetry
@@ -50,9 +50,9 @@ class ServerContext:
         self.tracing = None if endpoint is None else Tracing(endpoint)
         self.created = int(time.time())
         self.bodies = BodyBytes()
-        self.json = JsonProcesses()
+        self.processes = AsideProcesses(engine.tokenizer.to_json)
         self.workers = Workers()
-        self._idle = IdleWork(self.json)
+        self._idle = IdleWork(self.processes)
 
     @property
     def max_model_len(self) -> int:

@@ -51,12 +51,12 @@ class EmbeddingService:
         return Response(reply, media_type=JSON_TYPE)
 
     def _jobs(self, body: EmbeddingRequest) -> list[Job]:
-        engine, most = self._context.engine, self._context.max_model_len
+        most = self._context.max_model_len
         params = SamplingParams(max_tokens=0, pooling=body.pooling or "auto", detokenize=False)
         jobs = []
         for prompt in split_prompts(body.input, "input"):
             text, given = encode_prompt(
-                engine,
+                self._context,
                 prompt,
                 "input",
                 add_special_tokens=body.add_special_tokens is not False,

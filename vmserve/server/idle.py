@@ -6,7 +6,7 @@ import asyncio
 import ctypes
 from typing import Final
 
-from vmserve.server.json_process import JsonProcesses
+from vmserve.server.aside_process import AsideProcesses
 from vmserve.server.workers import LONG_WORK
 
 __all__ = ["IdleWork"]
@@ -18,8 +18,8 @@ _IDLE_SECONDS: Final = 5.0
 class IdleWork:
     """Waits for large work to be over. Belongs to one event loop."""
 
-    def __init__(self, json: JsonProcesses) -> None:
-        self._json = json
+    def __init__(self, processes: AsideProcesses) -> None:
+        self._processes = processes
         self._due: asyncio.TimerHandle | None = None
         self.num_trims = 0
 
@@ -36,7 +36,7 @@ class IdleWork:
         asyncio.get_running_loop().run_in_executor(None, self._give_back)
 
     def _give_back(self) -> None:
-        self._json.close_idle()
+        self._processes.close_idle()
         # Freed in pieces all over the heap, it would stay with the allocator.
         trim_memory()
         self.num_trims += 1
@@ -44,7 +44,7 @@ class IdleWork:
     def close(self) -> None:
         if self._due is not None:
             self._due.cancel()
-        self._json.close_idle()
+        self._processes.close_idle()
 
 
 def trim_memory() -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vmserve.errors import InvalidRequestError
-from vmserve.server.engine_client import EngineClient
+from vmserve.server.aside_process import MOST_CHARS_IN_THREAD
+from vmserve.server.context import ServerContext
 from vmserve.server.limits import SIZES
 
 __all__ = ["check_vocabulary", "encode_prompt", "split_prompts"]
@@ -45,7 +46,7 @@ def _one(name: str, item: Any) -> Prompt:
 
 
 def encode_prompt(
-    engine: EngineClient,
+    context: ServerContext,
     prompt: Prompt,
     name: str,
     *,
@@ -58,8 +59,11 @@ def encode_prompt(
     is refused early since it begins with more than ``max_tokens``.
     """
     if isinstance(prompt, str):
-        return prompt, engine.tokenizer.encode(prompt, add_special_tokens, max_tokens)
-    check_vocabulary(name, prompt, engine.model_config.vocab_size)
+        if max_tokens is None and len(prompt) > MOST_CHARS_IN_THREAD:
+            return prompt, context.processes.tokenize(prompt, add_special_tokens).id_list()
+        tokenizer = context.engine.tokenizer
+        return prompt, tokenizer.encode(prompt, add_special_tokens, max_tokens)
+    check_vocabulary(name, prompt, context.engine.model_config.vocab_size)
     return None, prompt
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from vmserve.errors import InvalidRequestError
+from vmserve.server.aside_process import MOST_CHARS_IN_THREAD, Tokens
 from vmserve.server.body import read_model
 from vmserve.server.chat import render_chat
 from vmserve.server.context import ServerContext
@@ -20,6 +21,10 @@ from vmserve.server.protocol import DetokenizeRequest, TokenizeRequest
 from vmserve.server.wire import JSON_TYPE, dump_json
 
 __all__ = ["TokenizationService", "tokenizer_info"]
+
+
+#: A conversation that is so many times too long is not counted to its end.
+_MOST_CONTEXTS: Final = 16
 
 
 class TokenizationService:
@@ -34,31 +39,31 @@ class TokenizationService:
         return Response(reply, media_type=JSON_TYPE)
 
     def _reply(self, body: TokenizeRequest) -> bytes:
-        token_ids = self._encode(body)
-        tokenizer = self._context.engine.tokenizer
-        strings = (
-            [tokenizer.token_str(token_id) for token_id in token_ids]
-            if body.return_token_strs
-            else None
+        tokens = self._tokens(body)
+        return b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}' % (
+            tokens.num_ids,
+            self._context.max_model_len,
+            tokens.ids,
+            tokens.strings or b"null",
         )
-        reply = {
-            "count": len(token_ids),
-            "max_model_len": self._context.max_model_len,
-            "tokens": token_ids,
-            "token_strs": strings,
-        }
-        return dump_json(reply)
 
-    def _encode(self, body: TokenizeRequest) -> list[int]:
+    def _tokens(self, body: TokenizeRequest) -> Tokens:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give either prompt or messages", "prompt")
-        text = body.prompt
+        context, text = self._context, body.prompt
+        tokenizer, with_strings = context.engine.tokenizer, bool(body.return_token_strs)
+        special = body.add_special_tokens is not False
+        if text is not None and len(text) > MOST_CHARS_IN_THREAD:
+            return context.processes.tokenize(text, special, with_strings)
         if text is None:
             # Tools are only shown to the template here: nothing would call them.
             tools = check_tools(body.tools, "none")
-            return render_chat(body, self._context, tools).token_ids
-        special = body.add_special_tokens is not False
-        return self._context.engine.tokenizer.encode(text, special)
+            most = _MOST_CONTEXTS * context.max_model_len
+            ids = render_chat(body, context, tools, most).token_ids
+        else:
+            ids = tokenizer.encode(text, special)
+        strings = dump_json(list(map(tokenizer.token_str, ids))) if with_strings else None
+        return Tokens(len(ids), dump_json(ids), strings)
 
     async def detokenize(self, request: Request) -> Response:
         """``{prompt}``: the text of the ids, special tokens kept."""

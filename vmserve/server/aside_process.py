@@ -1,0 +1,139 @@
+"""What holds the interpreter's lock for long, done by a process of its own.
+
+The parser of JSON holds it from a text's first byte to its last, the tokenizer while it hands over
+and frees what it made: megabytes of either would stop every other thread, the event loop's too.
+The process yields to others (nice), has a bound on its memory, and is ended when it is idle: what
+it had allocated goes with it.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from vmserve.errors import InvalidRequestError, VmserveError
+from vmserve.ipc.framing import receive_frame, send_frame
+from vmserve.ipc.process import child_environment
+
+__all__ = ["MOST_CHARS_IN_THREAD", "AsideProcesses", "Tokens"]
+
+#: Longer texts are encoded by a process: their tokens are freed in some 20 ms.
+MOST_CHARS_IN_THREAD: Final = 256 * 1024
+
+
+class Tokens(NamedTuple):
+    """``ids`` and ``strings``: arrays of JSON."""
+
+    num_ids: int
+    ids: bytes
+    strings: bytes | None
+
+    def id_list(self) -> list[int]:
+        return msgspec.json.decode(self.ids, type=list[int])
+
+
+class AsideProcesses:
+    """As many processes as threads ask at a time. Safe to call from several threads.
+
+    ``tokenizer_json``: of the ``tokenizers`` library; called once for each process that encodes.
+    Methods raise :class:`~vmserve.errors.VmserveError` if a process dies of its task.
+    """
+
+    def __init__(self, tokenizer_json: Callable[[], str]) -> None:
+        self._tokenizer_json = tokenizer_json
+        self._lock = threading.Lock()
+        self._idle: list[_Process] = []
+
+    def parse(self, body: bytes) -> Any:
+        """What ``parse_json`` gives of ``body``, which raises the same errors."""
+        return self._run(lambda process: process.ask("parse", body))
+
+    def tokenize(self, text: str, add_special_tokens: bool, with_strings: bool = False) -> Tokens:
+        """What ``Tokenizer.encode`` and ``Tokenizer.token_str`` give."""
+
+        def tokenize(process: _Process) -> Any:
+            if not process.has_tokenizer:
+                process.ask("load", self._tokenizer_json().encode())
+                process.has_tokenizer = True
+            return process.ask("tokenize", text, add_special_tokens, with_strings)
+
+        return Tokens(*self._run(tokenize))
+
+    def _run(self, task: Callable[[_Process], Any]) -> Any:
+        for attempt in range(2):  # one may have been killed since it was used last
+            process = self._take()
+            try:
+                result = task(process)
+            except OSError as error:
+                process.close()
+                if attempt:
+                    raise VmserveError(f"the process for large requests ended: {error}") from error
+            except InvalidRequestError:
+                self._put_back(process)
+                raise
+            else:
+                self._put_back(process)
+                return result
+        raise AssertionError("unreachable")
+
+    def _take(self) -> _Process:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return _Process()
+
+    def _put_back(self, process: _Process) -> None:
+        with self._lock:
+            self._idle.append(process)
+
+    @property
+    def idle_pids(self) -> list[int]:
+        with self._lock:
+            return [process.pid for process in self._idle]
+
+    def close_idle(self) -> None:
+        """End those that nobody uses now."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.close()
+
+
+class _Process:
+    def __init__(self) -> None:
+        self.has_tokenizer = False
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", "vmserve.server.aside_main", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=child_environment(),
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # a terminal's Ctrl-C is for the server
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def ask(self, task: str, *arguments: Any) -> Any:
+        """Raises ``OSError`` if there is no answer, and :class:`InvalidRequestError`."""
+        send_frame(self._sock, msgspec.msgpack.encode((task, arguments)))
+        reply = receive_frame(self._sock)
+        if reply is None:
+            raise ConnectionResetError("no answer")
+        told, value = msgspec.msgpack.decode(reply)
+        if told is not None:
+            raise InvalidRequestError(told)
+        return value
+
+    def close(self) -> None:
+        self._sock.close()
+        self._popen.kill()
+        self._popen.wait()
