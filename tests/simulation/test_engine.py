@@ -259,3 +259,41 @@ def test_a_pool_larger_than_this_machine_costs_its_books() -> None:
         run = replay(engine, asked(sharegpt(12, seed=3, request_rate=4.0)))
     assert run.num_finished == 12
     assert run.batch_size() > 1
+
+
+def seconds_one_by_one(regime: Any, pages: int, *, caching: bool) -> float:
+    """Of 40 requests that share nothing, each alone, where reading blocks is dearer than slots."""
+    profile = dataclasses.replace(
+        SECONDS,
+        step=0.005,
+        token=0.0,
+        map_page=0.01,
+        virtual=dataclasses.replace(FREE, read=1e-5),
+        paged=dataclasses.replace(FREE, read=1.2e-5),
+    )
+    options = dataclasses.replace(
+        config(pages, regime=regime, prefix_caching=caching, max_num_seqs=2), profile=profile
+    )
+    with SimulatedEngine(options) as engine:
+        for index in range(40):
+            prompt = tuple(range(1000 * index, 1000 * index + 150))
+            replay(engine, [Asked(name=str(index), prompt=prompt, outputs=(40,), seed=index)])
+        return engine.now
+
+
+def test_auto_finds_out_that_parked_slots_keep_their_pages() -> None:
+    """All were paged, as a slot that nobody had used shows no page."""
+    auto, virtual, paged = (
+        seconds_one_by_one(regime, 100, caching=True) for regime in ("auto", "virtual", "paged")
+    )
+    assert virtual < 0.97 * paged
+    assert auto == pytest.approx(virtual)
+
+
+def test_auto_finds_out_that_slots_lose_their_pages() -> None:
+    """Nothing is cached, so that an idle engine gives all pages back after each request."""
+    auto, virtual, paged = (
+        seconds_one_by_one(regime, 12, caching=False) for regime in ("auto", "virtual", "paged")
+    )
+    assert paged < 0.95 * virtual
+    assert auto < paged + 0.1 * (virtual - paged)

@@ -255,8 +255,7 @@ class SlotUse(NamedTuple):
 
     used_slots: int
     free_mappings: int
-    pages_mapped_total: int
-    adopted_pages_total: int
+    pages_unmapped_total: int
 
 
 class KVMemory(Protocol):

@@ -413,8 +413,7 @@ class MemoryManager:
         return SlotUse(
             stats.used_slots,
             stats.free_mappings,
-            stats.pages_mapped_total,
-            stats.adopted_pages_total,
+            stats.pages_unmapped_total,
         )
 
     def memory_map(self, max_cells: int) -> tuple[int, int, bytes, list[int], NDArray[np.int32]]:

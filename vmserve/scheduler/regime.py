@@ -146,7 +146,7 @@ class CostModel:
     def _maps(self, request: Request, num_prompt: int, end: int, around: Situation) -> float:
         """The prompt's pages while the first step waits, the others behind the steps.
 
-        A slot may have pages of its own mapped there already, but never those of a cached prefix.
+        A slot may show pages of an earlier sequence already, but never those of a cached prefix.
         """
         at_once = self._layout.pages_for(num_prompt + 1)
         shared = around.num_hit // self._layout.page_tokens

@@ -13,8 +13,43 @@ __all__ = ["RegimeKeeper"]
 
 #: Share of the pool below which what can be had is scarce.
 _SCARCE = 0.2
+#: Share of what is known of slots that is forgotten with each request.
+_FADED = 0.05
 #: How often the regimes of those that run are looked at again.
 _RECONSIDER_STEPS = 32
+
+
+class _SlotHistory:
+    """What slots lose of the pages that virtual sequences had in them, lately.
+
+    A page is mapped into a slot once, and a parked slot shows it to its next sequence. Sequences
+    pay again for the pages that slots have lost meanwhile. While nothing is known, or not any
+    more, slots are taken to keep their pages: if they were taken to lose them, all requests might
+    be paged, and nobody would find out.
+    """
+
+    def __init__(self) -> None:
+        self._num_unmapped = 0
+        self._lost = 0.0
+        self._used = 0.0
+
+    def lost(self, pages_unmapped_total: int) -> None:
+        self._lost += pages_unmapped_total - self._num_unmapped
+        self._num_unmapped = pages_unmapped_total
+
+    def used(self, num_pages: int) -> None:
+        """A virtual sequence that had so many pages has ended, or was preempted."""
+        self._used += num_pages
+
+    def fade(self) -> None:
+        """One more request has begun."""
+        self._lost *= 1 - _FADED
+        self._used *= 1 - _FADED
+
+    def unmapped_share(self, num_pages: int) -> float:
+        """Of the pages that a sequence with ``num_pages`` takes, what its slot does not show. The
+        guess that slots keep their pages weighs as much as one such sequence."""
+        return min(1.0, self._lost / (self._used + max(1, num_pages)))
 
 
 class RegimeKeeper:
@@ -34,6 +69,7 @@ class RegimeKeeper:
         #: Running sequences that are to change their regime.
         self._converting: dict[Sequence, Regime] = {}
         self._num_steps = 0
+        self._slots = _SlotHistory()
 
     # -- choices ------------------------------------------------------------------------
 
@@ -68,6 +104,7 @@ class RegimeKeeper:
         metrics.kv_regime, metrics.kv_regime_reason = choice.regime.value, choice.reason
         metrics.kv_regime_costs = choice.predicted
         if is_new:
+            self._slots.fade()
             self._policy.kept(choice)
             if choice.moves_batch:
                 self._convert_all(choice.regime)
@@ -77,7 +114,7 @@ class RegimeKeeper:
         num_new = len(request.prompt_token_ids) - num_hit + self._policy.expected_output(request)
         use = self._memory.slot_use()
         num_virtual = sum(self._goal(seq) is Regime.VIRTUAL for seq in self._running)
-        taken = use.pages_mapped_total + use.adopted_pages_total
+        self._slots.lost(use.pages_unmapped_total)
         layout = self._memory.layout
         # If none of its pages lies behind the one before it, as when it is short.
         mappings = layout.num_groups * layout.pages_for(num_new + num_hit)
@@ -88,7 +125,7 @@ class RegimeKeeper:
             num_free_slots=free_slots if mappings <= use.free_mappings else 0,
             num_hit=num_hit,
             pressure=self._pressure(num_new),
-            unmapped_share=use.pages_mapped_total / taken if taken else 1.0,
+            unmapped_share=self._slots.unmapped_share(self._memory.layout.pages_for(num_new)),
             limit_pages=self._memory.limit_pages,
             fixed_seconds=self._policy.fixed_seconds,
             num_preemptions=self._policy.num_preemptions,
@@ -144,8 +181,10 @@ class RegimeKeeper:
             self._converting[child] = self._converting[parent]
 
     def forget(self, sequence: Sequence) -> None:
-        """It has no memory that could change."""
+        """It has no memory that could change, or gives it back now."""
         self._converting.pop(sequence, None)
+        if sequence.regime is Regime.VIRTUAL and sequence.memory_id is not None:
+            self._slots.used(self._memory.layout.pages_for(sequence.num_computed))
 
     def leave_slots(self) -> bool:
         """All that run in slots are to change to the block table, where regimes are free to be
