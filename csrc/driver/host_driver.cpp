@@ -99,13 +99,13 @@ HostDriver::~HostDriver() {
   account_->add(-num_accounted_);
 }
 
-void HostDriver::check_memory(std::uint64_t bytes) const {
+void HostDriver::check_memory(std::uint64_t bytes, const char* doing, const char* option) const {
   const AvailableMemory available = options_.limits.available_memory();
   if (available.bytes >= kSpareBytes && bytes <= available.bytes - kSpareBytes) return;
   throw OutOfMemoryError(
-      "growing the KV cache by " + human_bytes(bytes) + " would leave less than " +
-      human_bytes(kSpareBytes) + " to the rest of the system: " + human_bytes(available.bytes) +
-      " are available (" + available.source + "); lower --kv-cache-memory or free memory");
+      doing + (" by " + human_bytes(bytes)) + " would leave less than " + human_bytes(kSpareBytes) +
+      " to the rest of the system: " + human_bytes(available.bytes) + " are available (" +
+      available.source + "); lower " + option + " or free memory");
 }
 
 void HostDriver::check_map_count(std::int64_t growth, std::int64_t most,
@@ -170,7 +170,7 @@ void HostDriver::create(const std::vector<FrameRun>& runs) {
   for (const FrameRun& run : runs) {
     frames += static_cast<std::uint64_t>(run.count);
   }
-  check_memory(frames * frame_bytes());
+  check_memory(frames * frame_bytes(), "growing the KV cache", "--kv-cache-memory");
   for (std::size_t i = 0; i < runs.size(); ++i) {
     // Taken now and not at first touch: a refusal is an error here, a dead process there.
     const int code = fallocate_frames(runs[i], 0);
@@ -282,8 +282,11 @@ void HostDriver::copy(const std::vector<CopyRun>& runs) {
 Address HostDriver::alloc_host(std::size_t bytes) {
   ledger_.check_process();
   if (bytes == 0) throw MisuseError("cannot allocate 0 bytes of host memory");
-  check_memory(bytes);
-  void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  check_memory(bytes, "growing the swap space", "--swap-space");
+  // Taken now, as frames are: the next look at the limits sees it, and no copy is the one that
+  // finds a control group full, which kills the process.
+  void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (p == MAP_FAILED) {
     throw OutOfMemoryError("the system has no " + human_bytes(bytes) + " to swap to (" +
                            errno_text(errno) + "): lower --swap-space");

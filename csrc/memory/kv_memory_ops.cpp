@@ -156,13 +156,9 @@ void KVMemory::stage_swap_out(Change& change, const Op& op,
   Sequence& seq = seqs_[op.seq];
   save(change, op.seq);
   const std::int64_t total = blocks_for(seq.has.length);
-  try {
+  {
     const auto driving = mapper_->lock_driver();
     swap_->reserve(std::min(total, swap_->num_free()));
-  } catch (const OutOfMemoryError& error) {
-    swap_->disable();  // from now on plans say that there is no room
-    last_error_ = error.what();
-    throw;
   }
   for (std::int64_t i = 0; i < static_cast<std::int64_t>(seq.has.blocks.size()); ++i) {
     const BlockId block = seq.has.blocks[i];

@@ -1,10 +1,17 @@
 #include "vmserve/swap_space.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "vmserve/errors.h"
 
 namespace vmserve {
+namespace {
+
+// Taken at least, if it is there: few allocations, and not much more than is needed.
+constexpr std::size_t kChunkBytes = std::size_t{16} << 20;
+
+}  // namespace
 
 SwapSpace::SwapSpace(std::shared_ptr<PageDriver> driver, std::int32_t num_groups,
                      std::size_t block_bytes, std::int64_t capacity)
@@ -25,27 +32,30 @@ SwapSpace::~SwapSpace() {
   }
 }
 
+std::int64_t SwapSpace::num_backed() const {
+  return chunks_.empty() ? 0 : chunks_.back().first + chunks_.back().count;
+}
+
+// One allocation: the system's limits are held against all of it, and nothing is left of it where
+// they do not allow it.
+void SwapSpace::add_chunk(std::int64_t count) {
+  chunks_.reserve(chunks_.size() + 1);
+  leftovers_.reserve(leftovers_.size() + chunks_.capacity());
+  const std::size_t bytes = block_bytes_ * static_cast<std::size_t>(num_groups_ * count);
+  chunks_.push_back({num_backed(), count, driver_->alloc_host(bytes)});
+}
+
 void SwapSpace::reserve(std::int64_t count) {
-  const auto backed = [&] { return static_cast<std::int64_t>(chunks_.size()) * kChunkBlocks; };
-  while (std::min(backed(), capacity_) - num_used() < count) {
-    std::vector<Address> chunk;
-    chunk.reserve(static_cast<std::size_t>(num_groups_));
-    chunks_.reserve(chunks_.size() + 1);
-    leftovers_.reserve(leftovers_.size() + chunk.capacity());
-    try {
-      for (std::int32_t group = 0; group < num_groups_; ++group) {
-        chunk.push_back(driver_->alloc_host(block_bytes_ * kChunkBlocks));
-      }
-    } catch (const Error&) {
-      leftovers_.insert(leftovers_.end(), chunk.begin(), chunk.end());
-      try {
-        free_leftovers();
-      } catch (const Error&) {
-        // Why the memory was not to be had is what the caller wants to know.
-      }
-      throw;
-    }
-    chunks_.push_back(std::move(chunk));
+  const std::int64_t missing = count - (num_backed() - num_used());
+  if (missing <= 0) return;
+  const auto bytes = static_cast<std::size_t>(num_groups_) * block_bytes_;
+  const std::int64_t more = std::min(capacity_ - num_backed(),
+                                     std::max(missing, static_cast<std::int64_t>(kChunkBytes / bytes)));
+  try {
+    add_chunk(more);
+  } catch (const OutOfMemoryError&) {
+    if (more == missing) throw;
+    add_chunk(missing);
   }
 }
 
@@ -61,15 +71,17 @@ void SwapSpace::drop(SwapId id) noexcept {
 }
 
 Address SwapSpace::address(std::int32_t group, SwapId id) const {
-  return chunks_[id / kChunkBlocks][group] +
-         static_cast<std::size_t>(id % kChunkBlocks) * block_bytes_;
+  const auto behind =
+      std::upper_bound(chunks_.begin(), chunks_.end(), id,
+                       [](SwapId wanted, const Chunk& chunk) { return wanted < chunk.first; });
+  const Chunk& chunk = *std::prev(behind);
+  const std::int64_t place = group * chunk.count + id - chunk.first;
+  return chunk.base + static_cast<std::size_t>(place) * block_bytes_;
 }
 
 void SwapSpace::release_memory() {
-  // A chunk that is freed in part backs nothing: none counts any more before the first one goes.
-  for (const std::vector<Address>& chunk : chunks_) {
-    leftovers_.insert(leftovers_.end(), chunk.begin(), chunk.end());
-  }
+  // None counts any more before the first one goes.
+  for (const Chunk& chunk : chunks_) leftovers_.push_back(chunk.base);
   chunks_.clear();
   free_leftovers();
 }

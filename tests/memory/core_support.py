@@ -223,7 +223,6 @@ class Rig:
                 excess=plan.excess_pages,
             ),
             held=stats.held_pages + stats.quarantined_pages,
-            swap_blocks=stats.swap_capacity_blocks,
             free_mappings=math.inf if plan.fits else self.free_mappings(),
         )
         return plan

@@ -179,17 +179,10 @@ class Model(Laws):
         plan: PlanSeen,
         *,
         held: int,
-        swap_blocks: int | None = None,
         free_mappings: float = math.inf,
     ) -> None:
         """`held`: pages that the mapper or a repair has. `free_mappings`: how many can be made,
-        with every slot unmapped that nobody has or reads.
-
-        `swap_blocks`: what host memory holds at most now, less than at first once the system has
-        refused some.
-        """
-        if swap_blocks is None:
-            swap_blocks = self.shape.swap_blocks
+        with every slot unmapped that nobody has or reads."""
         most = self.most_pages(ops)
         expect(0 <= plan.needed <= most, f"plan needs {plan.needed} pages, {most} do for anything")
         room = self.limit_pages - len(self.used_pages()) - self.shape.null_page
@@ -214,7 +207,7 @@ class Model(Laws):
             plan.needed_mappings <= mappings,
             f"plan needs {plan.needed_mappings} mappings, {mappings} do for anything",
         )
-        enough = most <= sure and swaps + swapped <= swap_blocks and highest == 0
+        enough = most <= sure and swaps + swapped <= self.shape.swap_blocks and highest == 0
         enough = enough and mappings <= free_mappings
         expect(
             plan.fits or not enough,

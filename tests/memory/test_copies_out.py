@@ -248,8 +248,9 @@ def test_released_in_host_memory_before_it_is_there() -> None:
 
 
 def test_every_call_of_swapping_fails_in_turn() -> None:
-    """Everything is as before, and a second try goes through."""
-    refused = without_room = 0
+    """Everything is as before, and a second try goes through: also where the system had no memory
+    to swap to."""
+    refused = 0
     for forever in (False, True):
         for call in range(1, 12):
             rig = make()
@@ -262,10 +263,6 @@ def test_every_call_of_swapping_fails_in_turn() -> None:
             rig.check()
             if not done:
                 assert not rig.core.is_copying()
-                if rig.core.stats().swap_capacity_blocks == 0:
-                    without_room += 1  # the system has no memory to swap to: it is not asked again
-                    rig.give_everything_back()
-                    continue
                 do(rig, *ops)
             rig.complete(rig.model.begun)
             for again in range(1, 8):
@@ -275,7 +272,6 @@ def test_every_call_of_swapping_fails_in_turn() -> None:
                 rig.check()
             rig.check()
             rig.give_everything_back()
-    assert without_room == 4
     assert refused > 20
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vmserve._core import SystemLimits
+from vmserve._core import HostDriver, SystemLimits
+from vmserve.errors import OutOfMemoryError
 
 MIB = 1 << 20
 
@@ -93,3 +94,40 @@ def test_this_machine_has_memory() -> None:
     num_bytes, source = SystemLimits().available_memory()
     assert 0 < num_bytes < 1 << 60
     assert source == "MemAvailable" or source.startswith("/sys/fs/cgroup")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{800 * MIB}\n",
+         "sys/fs/cgroup/memory.current": f"{716 * MIB}\n"},
+        {"proc/self/cgroup": "3:memory:/\n",
+         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{800 * MIB}\n",
+         "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{716 * MIB}\n"},
+    ],
+    ids=["v2", "v1"],
+)  # fmt: skip
+def test_memory_to_swap_to_is_taken_within_the_limit_of_the_control_group(
+    tmp_path: Path, files: dict[str, str]
+) -> None:
+    """84 MiB are left, of which 64 are the rest of the system's."""
+    limits = write(tmp_path, {"proc/meminfo": "MemAvailable: 99999999 kB\n", **files})
+    driver = HostDriver(4096, 16, limits=limits)
+    with pytest.raises(OutOfMemoryError, match=r"swap space by 21.0 MiB .* 84.0 MiB are available"):
+        driver.alloc_host(21 * MIB)
+    address = driver.alloc_host(20 * MIB)
+    assert resident_bytes(address) >= 20 * MIB
+    driver.free_host(address)
+
+
+def resident_bytes(address: int) -> int:
+    """Of the process's mapping at the address."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first:
+            start, end = (int(part, 16) for part in first.split("-"))
+            is_there = start <= address < end
+        elif is_there and first == "Rss:":
+            return int(rest[0]) * 1024
+    raise AssertionError(f"nothing is mapped at {address:#x}")

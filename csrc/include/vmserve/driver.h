@@ -174,7 +174,7 @@ class PageDriver {
   virtual bool reached(Mark mark) = 0;
 
   // Memory of the host, page-locked where the device wants it so, to swap to; its content is
-  // undefined. Pre: bytes > 0.
+  // undefined. Pre: bytes > 0. Post: the memory is really there (or OutOfMemoryError was thrown).
   virtual Address alloc_host(std::size_t bytes) = 0;
   // Pre: addr came from alloc_host(), no copy on it is running.
   virtual void free_host(Address addr) = 0;

@@ -52,7 +52,7 @@ class HostDriver final : public PageDriver {
   std::int64_t mapping_room() const override { return account_->most() - account_->held(); }
 
  private:
-  void check_memory(std::uint64_t bytes) const;
+  void check_memory(std::uint64_t bytes, const char* doing, const char* option) const;
   void check_map_count(std::int64_t growth, std::int64_t most, std::size_t completed) const;
   // The account learns what the ledger has noted.
   void settle_account();

@@ -1,8 +1,8 @@
 // Blocks in host memory, for sequences that wait their turn.
 //
-// Memory is taken from the driver (page-locked where the device wants it so) in chunks when it is
-// first needed, and goes back when nothing is swapped. Adjacent ids are handed out where possible,
-// so that a sequence is copied in few runs.
+// Memory is taken from the driver (page-locked where the device wants it so) when it is needed, and
+// goes back when nothing is swapped. Adjacent ids are handed out where possible, so that a sequence
+// is copied in few runs.
 #pragma once
 
 #include <cstddef>
@@ -31,11 +31,10 @@ class SwapSpace {
   std::int64_t num_used() const { return used_.size(); }
   std::int64_t num_free() const { return capacity_ - num_used(); }
 
-  // Memory behind at least `count` free blocks, or OutOfMemoryError and nothing changed.
+  // Memory behind at least `count` free blocks, or OutOfMemoryError and nothing changed: what the
+  // system does not have now it may have later.
   // Pre: count <= num_free().
   void reserve(std::int64_t count);
-  // No more blocks than those that are used now, ever.
-  void disable() noexcept { capacity_ = num_used(); }
   // Pre: reserve() has seen to it.
   SwapId take() noexcept;
   void share(SwapId id) noexcept { ++refs_[id]; }
@@ -43,17 +42,20 @@ class SwapSpace {
   std::int32_t refs(SwapId id) const { return refs_[id]; }
 
   Address address(std::int32_t group, SwapId id) const;
-  // Whether the two lie one after the other in every group.
-  bool adjacent(SwapId id, SwapId next) const {
-    return next == id + 1 && id / kChunkBlocks == next / kChunkBlocks;
-  }
   // Gives the host memory back. Pre: nothing is used. After an error no block is backed any more;
   // what is left goes back with the next call.
   void release_memory();
 
-  static constexpr SwapId kChunkBlocks = 256;
-
  private:
+  // Memory behind `count` ids from `first` on: [group][block].
+  struct Chunk {
+    std::int64_t first;
+    std::int64_t count;
+    Address base;
+  };
+
+  std::int64_t num_backed() const;
+  void add_chunk(std::int64_t count);
   void free_leftovers();
 
   std::shared_ptr<PageDriver> driver_;
@@ -62,8 +64,8 @@ class SwapSpace {
   std::int64_t capacity_;
   PageSet used_;
   std::vector<std::int32_t> refs_;
-  std::vector<std::vector<Address>> chunks_;  // [chunk][group]
-  std::vector<Address> leftovers_;            // back no block: the driver refused to free them
+  std::vector<Chunk> chunks_;       // by their ids
+  std::vector<Address> leftovers_;  // back no block: the driver refused to free them
 };
 
 }  // namespace vmserve
