@@ -49,8 +49,8 @@ void SwapSpace::reserve(std::int64_t count) {
   const std::int64_t missing = count - (num_backed() - num_used());
   if (missing <= 0) return;
   const auto bytes = static_cast<std::size_t>(num_groups_) * block_bytes_;
-  const std::int64_t more = std::min(capacity_ - num_backed(),
-                                     std::max(missing, static_cast<std::int64_t>(kChunkBytes / bytes)));
+  const std::int64_t more = std::min(
+      capacity_ - num_backed(), std::max(missing, static_cast<std::int64_t>(kChunkBytes / bytes)));
   try {
     add_chunk(more);
   } catch (const OutOfMemoryError&) {
