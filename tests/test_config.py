@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vmserve import _core
 from vmserve.config import EngineConfig, format_size, parse_size, resolve
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import ModelConfig, resolve_model
@@ -140,6 +142,31 @@ def test_on_a_gpu_the_cap_is_what_the_share_leaves(model: ModelConfig) -> None:
     assert exact.kv_limit_bytes == gib
     with pytest.raises(ConfigurationError, match=r"0\.01 of the GPU's 8 GiB is less than"):
         resolve(EngineConfig(gpu_memory_utilization=0.01), model, gpu_bytes=8 * gib)
+
+
+@pytest.mark.parametrize("asked", ["128TiB", "1000TB"])
+def test_a_cap_above_all_memory(asked: str, model: ModelConfig) -> None:
+    config = EngineConfig(kv_cache_memory=asked)
+    text = r"kv_cache_memory: .* TiB is more than {}, .*: lower --kv-cache-memory"
+    with pytest.raises(ConfigurationError, match=text.format("this machine's memory")):
+        resolve(config, model)
+    with pytest.raises(ConfigurationError, match=text.format("the GPU's memory") + "$"):
+        resolve(config, model, gpu_bytes=8 << 30)
+
+
+def test_a_cap_above_what_is_free(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = [1 << 30]
+    limits = SimpleNamespace(available_memory=lambda: (free[0], "memory.max"))
+    monkeypatch.setattr(_core, "SystemLimits", lambda: limits)
+    assert resolve(EngineConfig(kv_cache_memory="512MiB"), model).kv_limit_bytes == 512 << 20
+    assert caplog.records == []
+    free[0] = 600 << 20
+    assert resolve(EngineConfig(kv_cache_memory="600MiB"), model).kv_limit_bytes == 600 << 20
+    [record] = caplog.records
+    assert "kv_cache_memory: 600 MiB, but " in record.getMessage()
+    assert "are free (memory.max)" in record.getMessage()
 
 
 def test_limits_that_contradict_each_other(model: ModelConfig) -> None:

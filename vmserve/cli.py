@@ -65,6 +65,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 def main() -> None:
     """Run the command line; one line per error, never a traceback for a user's mistake."""
+    _open_standard_streams()
     try:
         status = app(prog_name="vmserve", standalone_mode=False)
         sys.stdout.flush()
@@ -76,7 +77,7 @@ def main() -> None:
     except _UsageError as error:
         print(_usage(error), file=sys.stderr)
         sys.exit(2)
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except BrokenPipeError:
         _forget_output()
@@ -87,6 +88,19 @@ def main() -> None:
         print(f"vmserve: {error.strerror or error}{where}", file=sys.stderr)
         sys.exit(1)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _open_standard_streams() -> None:
+    """Let those that were closed (``>&-``) lead nowhere: Python has None for them, and the next
+    file or socket would get their number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, number)
+            if nowhere != number:
+                os.close(nowhere)
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _forget_output() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from vmserve.models.config import ModelConfig
 
 __all__ = ["EngineConfig", "KVRegime", "ResolvedConfig", "ZeroPolicy", "format_size", "parse_size"]
+
+logger = logging.getLogger(__name__)
 
 KVRegime = Literal["auto", "virtual", "paged"]
 ZeroPolicy = Literal["always", "tenant", "never"]
@@ -374,11 +377,19 @@ def _swap_bytes(config: EngineConfig, model: ModelConfig) -> int:
             f"swap_space: {format_size(size)} holds no KV block of {format_size(block)}; a number "
             "alone is bytes: write e.g. 4GiB"
         )
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if size > physical:
+    return _within(size, _physical_bytes(), "swap_space", "this machine's memory")
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _within(size: int, most: int, option: str, what: str) -> int:
+    """``size``; raises :class:`ConfigurationError` where it is above ``most``."""
+    if size > most:
         raise ConfigurationError(
-            f"swap_space: {format_size(size)} is more than this machine's memory, "
-            f"{format_size(physical)}: lower --swap-space"
+            f"{option}: {format_size(size)} is more than {what}, {format_size(most)}: lower "
+            f"--{option.replace('_', '-')}"
         )
     return size
 
@@ -388,10 +399,12 @@ def _gpu_limit_bytes(
 ) -> int:
     """The cap: as asked, or what weights and activations leave of the engine's share.
 
-    Raises :class:`ConfigurationError` where they leave next to nothing.
+    Raises :class:`ConfigurationError` where they leave next to nothing, and for more than the GPU
+    has.
     """
     if config.kv_cache_memory is not None:
-        return parse_size(config.kv_cache_memory, "kv_cache_memory")
+        asked = parse_size(config.kv_cache_memory, "kv_cache_memory")
+        return _within(asked, gpu_bytes, "kv_cache_memory", "the GPU's memory")
     share = config.gpu_memory_utilization or GPU_SHARE
     weights = weight_bytes(model, _itemsize(config, model))
     left = int(share * gpu_bytes) - weights - activations
@@ -414,17 +427,30 @@ def _itemsize(config: EngineConfig, model: ModelConfig) -> int:
 def _kv_limit_bytes(
     config: EngineConfig, model: ModelConfig, num_slots: int, max_len: int, activations: int
 ) -> int:
-    """The cap: as asked, or a share of what is free beside weights and activations."""
+    """The cap: as asked, or a share of what is free beside weights and activations.
+
+    The pool grows as it is used: of a cap that is above what is free now the log warns. Raises
+    :class:`ConfigurationError` for one above all memory.
+    """
+    itemsize = 2 if config.dtype in ("bfloat16", "float16", "half") else 4
+    free, whose = _core.SystemLimits().available_memory()  # of the system, or of the control group
+    free -= weight_bytes(model, itemsize) + activations
     if config.kv_cache_memory is not None:
-        return parse_size(config.kv_cache_memory, "kv_cache_memory")
+        asked = parse_size(config.kv_cache_memory, "kv_cache_memory")
+        _within(asked, _physical_bytes(), "kv_cache_memory", "this machine's memory")
+        if asked > free:
+            logger.warning(
+                "kv_cache_memory: %s, but beside weights and activations %s are free (%s): "
+                "requests may find no memory; lower --kv-cache-memory",
+                format_size(asked),
+                format_size(max(0, free)),
+                whose,
+            )
+        return asked
     if config.gpu_memory_utilization is not None:
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return int(config.gpu_memory_utilization * physical)
+        return int(config.gpu_memory_utilization * _physical_bytes())
     # A cap that no set of sequences could reach would only force larger pages: the planner
     # keeps the mappings of a full pool under the system's limit. In float32, the widest type.
     token_bytes = model.num_layers * 2 * model.kv_heads * model.head_dim * 4
-    itemsize = 2 if config.dtype in ("bfloat16", "float16", "half") else 4
-    free, _ = _core.SystemLimits().available_memory()  # of the system, or of the control group
-    free -= weight_bytes(model, itemsize) + activations
     share = max(MIN_KV_BYTES, int(CPU_KV_SHARE * free))
     return min(share, num_slots * max_len * token_bytes)
