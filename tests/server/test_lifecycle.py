@@ -5,6 +5,8 @@ import json
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +141,20 @@ def test_a_body_that_goes_on_after_its_answer(
         time.sleep(0.7)  # and nothing cuts it off later
         raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert raw.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(("path", "status"), [(COMPLETIONS, 413), ("/nope", 404)])
+def test_a_client_that_sends_all_before_it_reads(start: Start, path: str, status: int) -> None:
+    """Also one that wants the connection closed, as urllib does: it is not reset."""
+    server = start()
+    sent = urllib.request.Request(
+        server.url + path, data=b"x" * 40_000_000, headers={"content-type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(sent, timeout=60)
+    with refused.value as answer:
+        assert answer.status == status
+        assert json.loads(answer.read())["error"]["code"] == status
 
 
 def test_a_client_that_never_reads_is_cut(start: Start) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import h11
 from starlette.types import Receive, Scope, Send
@@ -79,6 +79,20 @@ def refusal(told: ApiError) -> bytes:
     return b"".join(connection.send(event) or b"" for event in events)
 
 
+class _Lingering:
+    """A transport whose closing does not reset the connection of a client that still sends."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: GuardedProtocol) -> None:
+        self._transport = transport
+        self._protocol = protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        self._protocol.close_gently(self._transport)
+
+
 class GuardedProtocol(H11Protocol):
     """Cuts a connection whose write buffer stays full, which ends its request as a
     disconnect does, one on which a request's head never ends, and one on which a body goes on
@@ -91,6 +105,7 @@ class GuardedProtocol(H11Protocol):
     _stalled: asyncio.TimerHandle | None = None
     _head_due: asyncio.TimerHandle | None = None
     _rest_due: asyncio.TimerHandle | None = None
+    _drops_rest = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,7 +118,7 @@ class GuardedProtocol(H11Protocol):
         self.app = with_writer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _Lingering(transport, self)))
         self._watch_head()
 
     def handle_events(self) -> None:
@@ -121,6 +136,25 @@ class GuardedProtocol(H11Protocol):
         # Answered before its body was there (too large, say). Were the connection closed at
         # once, a client that still sends would see it reset, and not the answer: so the rest is
         # read, and dropped, for as long as a body may take.
+        self._watch_rest()
+
+    def close_gently(self, transport: asyncio.Transport) -> None:
+        """Close ``transport``; while a body arrives, only once it has ended or the client has seen
+        the answer and left."""
+        if self.conn.their_state is not h11.SEND_BODY or transport.is_closing():
+            transport.close()
+            return
+        self._drops_rest = True
+        if transport.can_write_eof():
+            transport.write_eof()
+        self._watch_rest()
+        self.flow.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._drops_rest:
+            super().data_received(data)
+
+    def _watch_rest(self) -> None:
         if self.conn.their_state is h11.SEND_BODY and self._rest_due is None:
             self._rest_due = self.loop.call_later(BODY_TIMEOUT_SECONDS, self.transport.abort)
 
