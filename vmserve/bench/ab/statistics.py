@@ -10,7 +10,11 @@ few values to cut off a tail of 0.5 %.
 The interval is the symmetric studentised bootstrap (Hall 1988; Efron & Tibshirani 1993, chapter
 12): resampled means are measured in their own standard errors. The plain percentile bootstrap is
 too narrow for ten rounds, because it cannot see beyond the range of what was measured; this one
-can, and errs on the wide side where there are few rounds or outliers.
+can, and errs on the wide side where there are few rounds or outliers. It takes rounds to be
+independent; where each resembles the one before (a machine that heats up, a slow drift of other
+work), it is widened by what the correlation of neighbours says (an autoregression of order 1), and
+still is a little too narrow: with a correlation of 0.6 the interval of 99 % held the truth in 95 %
+of simulated benchmarks of 12 to 40 rounds (80 to 87 % without), with 0.3 in 97 to 98 %.
 
 A verdict needs more than its 99 % interval to exclude 1: the p-values of one comparison's
 headline metrics are corrected together (Holm 1979), so that a comparison of equals yields any
@@ -127,13 +131,25 @@ def paired_effects(
     if varies.any():
         z = (log_ratios[varies] - mean[varies, None]) / spread[varies, None]
         weights = _resample_weights(num_pairs, num_resamples, seed)
-        width, p = _studentised(z, mean[varies] / spread[varies], weights, confidence)
-        half_width[varies] = width * spread[varies]
+        widened = _widening(z) * spread[varies]
+        width, p = _studentised(z, mean[varies] / widened, weights, confidence)
+        half_width[varies] = width * widened
         p_value[varies] = p
     return [
         Effect(_exp(m), _exp(m - w), _exp(m + w), p, num_pairs)
         for m, w, p in zip(mean.tolist(), half_width.tolist(), p_value.tolist(), strict=True)
     ]
+
+
+def _widening(z: NDArray[np.float64]) -> NDArray[np.float64]:
+    """By how much neighbouring rounds that resemble each other widen the error of a mean.
+
+    ``z``: rows of mean 0. The bias of the correlation of few rounds, -1/rounds, is taken off.
+    """
+    correlation = (z[:, 1:] * z[:, :-1]).sum(axis=1) / (z * z).sum(axis=1) + 1 / z.shape[1]
+    correlation = np.clip(correlation, 0.0, 0.9)
+    widening: NDArray[np.float64] = np.sqrt((1 + correlation) / (1 - correlation))
+    return widening
 
 
 def _exp(logarithm: float) -> float:
