@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections import Counter
 
 import pytest
 
 from tests.scheduler.fake_memory import CountingMemory
 from tests.scheduler.test_fcfs import make_request, run, shape
+from vmserve.scheduler.claims import Claim
 from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
-from vmserve.scheduler.sequence import Request
+from vmserve.scheduler.sequence import Request, Sequence
 
 
 def of(
@@ -26,12 +29,18 @@ class Fair:
 
     def __init__(self, seqs: int, *, pages: int = 4096, budget: int = 64, fair: bool = True):
         self.memory = CountingMemory(pages, num_slots=4 * seqs)
+        self.requests: list[Request] = []
         limits = SchedulerLimits(seqs, budget, 0.0)
         self.scheduler = FCFSScheduler(self.memory, limits, shares=TenantShares() if fair else None)
 
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.scheduler.add(request)
+            self.requests.append(request)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [seq for each in self.requests if not each.finished for seq in each.sequences]
 
     def step(self) -> list[tuple[str, int, int]]:
         return shape(run(self.scheduler, self.memory))
@@ -195,6 +204,54 @@ def test_a_step_that_is_planned_ahead_preempts_nobody() -> None:
     assert engine.scheduler.schedule(ahead=True) is None
     assert engine.num_claimed == 0
     assert "other" in [name for name, _, _ in engine.step()]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_tenants_send_victims_have_more_than_their_share(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = Fair(rng.randint(2, 12), pages=rng.choice([40, 80, 4096]), budget=rng.choice([16, 64]))
+    find = engine.scheduler._claims.find
+
+    def checked() -> Claim | None:
+        claim = find()
+        if claim is None:
+            return None
+        places = Counter(engine.running)
+        for granted in engine.scheduler._claims.granted:
+            places[granted.request.tenant] += 1
+        num_tenants = len({seq.request.tenant for seq in engine.unfinished})
+        claimant = claim.sequence.request.tenant
+        for [victim], reason in claim.victims:
+            tenant = victim.request.tenant
+            assert reason == "fairness"
+            assert places[tenant] * num_tenants > places.total()
+            places[tenant] -= 1
+            assert places[tenant] > places[claimant]
+        return claim
+
+    engine.scheduler._claims.find = checked  # type: ignore[method-assign]
+    num_sequences = 0
+    for index in range(rng.randint(3, 12)):
+        n = rng.choice([1, 1, 4, 20])
+        engine.add(
+            of(
+                rng.choice("abcd"),
+                f"r{index}",
+                rng.randint(1, 60),
+                max_tokens=rng.randint(1, 40),
+                n=n,
+            )
+        )
+        num_sequences += n
+        for _ in range(rng.randint(0, 20)):
+            if engine.unfinished:
+                engine.step()
+    for _ in range(20_000):
+        if not engine.unfinished:
+            break
+        engine.step()
+    assert not engine.unfinished
+    assert engine.num_claimed <= num_sequences
 
 
 # -- priorities

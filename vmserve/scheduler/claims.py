@@ -13,6 +13,7 @@ is then the first to be admitted, and some of the next step's tokens are kept fo
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
 from collections import Counter
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -46,18 +47,18 @@ class Claim(NamedTuple):
 class _Holding:
     """What runs, less the victims chosen so far: places by tenant, and blocks that can be had."""
 
-    def __init__(self, running: list[Sequence], num_blocks: int) -> None:
+    def __init__(self, running: list[Sequence], by_tenant: Counter[str], num_blocks: int) -> None:
         self.running = list(running)
-        self.places = num_places(running)
+        self.by_tenant = by_tenant.copy()
         self.blocks = num_blocks
-        self.by_tenant: Counter[str] = Counter()
-        for group in _groups(running):
-            self.by_tenant[group[0].request.tenant] += num_places(group)
+
+    @property
+    def places(self) -> int:
+        return self.by_tenant.total()
 
     def give_up(self, group: list[Sequence], num_blocks: int) -> None:
         places = num_places(group)
         self.running = [seq for seq in self.running if seq not in group]
-        self.places -= places
         self.by_tenant[group[0].request.tenant] -= places
         self.blocks += num_blocks
 
@@ -103,11 +104,12 @@ class Claims:
             return None
         if self._limits.separates_phases or not (self._has_rivals() or self._has_urgent()):
             return None
-        candidates = self._candidates()
+        by_tenant = self._places_by_tenant()
+        candidates = [seq for seq in self._candidates() if self._may_claim(seq, by_tenant)]
         if not candidates:
-            return None
-        holding = self._holding()
-        candidates.sort(key=lambda seq: (seq.rank, holding.by_tenant[_tenant(seq)]))
+            return None  # most steps of a busy engine
+        holding = self._holding(by_tenant)
+        candidates.sort(key=lambda seq: (seq.rank, by_tenant[_tenant(seq)]))
         for sequence in candidates:
             claim = self._claim(sequence, holding)
             if claim is not None:
@@ -171,18 +173,32 @@ class Claims:
                     break
         return list(firsts.values())
 
-    def _holding(self) -> _Holding:
+    def _may_claim(self, sequence: Sequence, by_tenant: Counter[str]) -> bool:
+        """Whether somebody runs, or is to come back, who might give way to the sequence."""
+        for queue in (self._queues.running, self._queues.swapped):
+            if queue and queue[-1].rank > sequence.rank:
+                return True
+        return self._shares is not None and max(by_tenant.values()) > by_tenant[_tenant(sequence)]
+
+    def _places_by_tenant(self) -> Counter[str]:
         """As if those whose claims are granted had begun."""
-        running = self._queues.running
-        owed = sum(self._demand.owed(seq) for seq in running)
+        by_tenant: Counter[str] = Counter()
+        gangs = set()
+        waiting = (seq for granted in self.granted for seq in self._group(granted))
+        for sequence in itertools.chain(self._queues.running, waiting):
+            request = sequence.request
+            if not request.is_gang:
+                by_tenant[request.tenant] += 1
+            elif request not in gangs:
+                gangs.add(request)
+                by_tenant[request.tenant] += request.num_branches
+        return by_tenant
+
+    def _holding(self, by_tenant: Counter[str]) -> _Holding:
+        owed = sum(self._demand.owed(seq) for seq in self._queues.running)
+        owed += sum(self._needs(self._group(seq)) for seq in self.granted)
         blocks = self._memory.available_pages() * self._demand.blocks_per_page - owed
-        holding = _Holding(running, blocks)
-        for sequence in self.granted:
-            group = self._group(sequence)
-            holding.by_tenant[_tenant(sequence)] += num_places(group)
-            holding.places += num_places(group)
-            holding.blocks -= self._needs(group)
-        return holding
+        return _Holding(self._queues.running, by_tenant, blocks)
 
     def _group(self, sequence: Sequence) -> list[Sequence]:
         if sequence.status is SequenceStatus.SWAPPED:
@@ -195,8 +211,7 @@ class Claims:
         group = self._group(sequence)
         places = num_places([*now.running, *group]) - num_places(now.running)
         needs = self._needs(group)
-        left = _Holding(now.running, now.blocks)
-        left.places, left.by_tenant = now.places, now.by_tenant.copy()
+        left = _Holding(now.running, now.by_tenant, now.blocks)
         victims: list[tuple[list[Sequence], ClaimReason]] = []
         while (
             left.places + places > self._limits.max_num_seqs
@@ -281,12 +296,3 @@ class Claims:
 
 def _tenant(sequence: Sequence) -> str:
     return sequence.request.tenant
-
-
-def _groups(sequences: list[Sequence]) -> list[list[Sequence]]:
-    """Each sequence by itself, but the beams of a request together."""
-    gangs: dict[object, list[Sequence]] = {}
-    for sequence in sequences:
-        key = sequence.request if sequence.request.is_gang else sequence
-        gangs.setdefault(key, []).append(sequence)
-    return list(gangs.values())
