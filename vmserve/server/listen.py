@@ -33,14 +33,16 @@ _MOST_CONNECTIONS: Final = 16_384
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit of open files to what it may be, and return it.
+    """Raise this process's limit of open files to what it may be, and return what it is.
 
     The soft limit is often 1,024 for the sake of ``select``, which nothing here uses.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
+        # Refused where the system's own maximum (fs.nr_open) was lowered since.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 @dataclass(frozen=True, slots=True)
