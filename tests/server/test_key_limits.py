@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.server.conftest import Running, error_of, until
 from tests.server.fake_engine import FakeAsyncLLM
 from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.server.auth import ApiKey, KeyLimits, read_key_file
+from vmserve.server.config import ServerConfig
 from vmserve.server.errors import ApiError
 from vmserve.server.key_limits import KeyLedger
 
@@ -316,3 +318,32 @@ def test_time_spent_waiting_for_a_place_counts(start: Start) -> None:
         first.read()
     assert len(engine.requests) == 1
     assert server.complete(prompt="x")["choices"][0]["text"] == "hello"
+
+
+@pytest.mark.parametrize("name", ["max_key_sequences", "max_key_requests", "key_tokens_per_minute"])
+def test_limits_below_one(name: str) -> None:
+    options: dict[str, Any] = {name: 0}
+    with pytest.raises(ConfigurationError, match=f"{name}: 0 is below the least, 1"):
+        ServerConfig(served_model_names=("m",), **options)
+
+
+def test_what_a_key_says_comes_before_the_options(start: Start) -> None:
+    server = start(**keyed(sequences=3), max_key_sequences=2)
+    assert post(server, "a", n=3).status_code == 200
+    assert "more than 'bob' may run at once, 2" in error_of(post(server, "b", n=3))["message"]
+
+
+def test_who_waits_for_a_place_is_told_when_the_server_ends(start: Start) -> None:
+    engine = FakeAsyncLLM()
+    server = start(engine, max_key_sequences=1, shutdown_timeout=0.1)
+    engine.pause = server.on_loop(asyncio.Event)
+    with ThreadPoolExecutor(1) as threads:
+        body = {"prompt": "x", "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as first:
+            waiting = threads.submit(server.post, "/v1/completions", {"prompt": "x"})
+            until(lambda: server.http.get("/load").json() == {"server_load": 2})
+            server.begin_stop()
+            first.read()
+            assert waiting.result(20).status_code == 503
+    server.join()
+    assert len(engine.requests) == 1
