@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +132,25 @@ def test_stored_responses(start: Start) -> None:
         assert client.responses.retrieve(kept.id).metadata == most
     error = running.error(PATH, {"input": "x", "previous_response_id": "resp_x"}, 404)
     assert error["param"] == "previous_response_id"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_is_not_kept_says_so(
+    start: Start, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", ENTRY + 2048)
+    running = server(start)
+    for text, kept in (("Hi", True), ("x" * 1000, False)):
+        body = {"input": [{"role": "user", "content": text}], "metadata": {"a": text[:500]}}
+        if stream:
+            lines = running.post(PATH, {**body, "stream": True}).text.splitlines()
+            [last] = [line for line in lines if '"type":"response.completed"' in line]
+            reply = json.loads(last.removeprefix("data: "))["response"]
+        else:
+            reply = running.ok(PATH, body)
+        assert reply["store"] == kept
+        status = 200 if kept else 404
+        assert running.http.get(f"{PATH}/{reply['id']}").status_code == status
 
 
 def test_what_one_key_stores_another_does_not_find(start: Start) -> None:

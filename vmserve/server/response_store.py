@@ -60,17 +60,18 @@ class ResponseStore:
         self._stored: dict[str, OrderedDict[str, StoredResponse]] = {}
         self._num_bytes: Counter[str] = Counter()
 
-    def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
-        """What is larger than the tenant's share is not kept."""
+    def put(self, tenant: str, response_id: str, stored: StoredResponse) -> bool:
+        """Whether it is kept: what is larger than the tenant's share is not."""
         self._expire()
         if stored.num_bytes > self._share:
-            return
+            return False
         own = self._stored.setdefault(tenant, OrderedDict())
         while own and self._num_bytes[tenant] + stored.num_bytes > self._share:
             self._remove(tenant, next(iter(own)))
         own[response_id] = stored
         self._until[tenant, response_id] = self._clock() + STORED_SECONDS
         self._num_bytes[tenant] += stored.num_bytes
+        return True
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         self._expire()

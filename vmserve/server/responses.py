@@ -123,7 +123,7 @@ class ResponsesService:
 
             if keep:
                 kept = await self._context.run_aside(request, written)
-                self._store.put(_owner(request), response_id, kept)
+                final["store"] = self._store.put(_owner(request), response_id, kept)
 
         if body.stream:
             outputs = await started.generation.stream()
