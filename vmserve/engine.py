@@ -497,13 +497,9 @@ class LLMEngine:
             self._preemption.prefilled(plan.num_tokens, seconds)
 
     def _count_attention(self, parts: tuple[AttentionTime, ...]) -> None:
-        """Beside what the profile, if there is one, says that it should have taken."""
-        profile = self._regimes.profile
+        """Count what attention took and, where regimes are chosen, what was predicted."""
         for regime, batch, seconds in parts:
-            predicted = 0.0
-            if profile is not None:
-                kernels = profile.kernels(regime)
-                predicted = kernels.batch_seconds(batch.num_past, batch.num_new, batch.num_tokens)
+            predicted = self._regimes.attended(regime, batch, seconds)
             self.counters.attended(regime.value, seconds, predicted)
 
     def _fail_batch(self, error: Exception, *plans: StepPlan) -> StepResult:

@@ -35,6 +35,8 @@ __all__ = [
 
 #: How far ahead of a sequence its pages are mapped while a step computes.
 LOOKAHEAD_TOKENS = 16
+#: Most slots that are kept mapped for newcomers.
+EAGER_SLOTS = 4
 
 
 def attention_backends(
@@ -97,6 +99,7 @@ def create_memory(
             swap_bytes=resolved.swap_bytes,
             driver=device,
             lookahead_tokens=LOOKAHEAD_TOKENS,
+            eager_slots=EAGER_SLOTS,
             ready_bytes=device.ready_bytes,
         ),
     )

@@ -10,8 +10,11 @@
 namespace vmserve {
 
 BlockPool::BlockPool(std::int64_t max_pages, std::int32_t blocks_per_page, std::int64_t limit,
-                     ZeroPolicy policy)
-    : blocks_per_page_(blocks_per_page), limit_(limit), policy_(policy) {
+                     ZeroPolicy policy, std::int64_t extent_pages)
+    : blocks_per_page_(blocks_per_page),
+      limit_(limit),
+      policy_(policy),
+      extent_pages_(extent_pages) {
   const std::int64_t most = std::numeric_limits<BlockId>::max() / blocks_per_page;
   if (max_pages <= 0 || max_pages > most) {
     throw MisuseError("max_pages is " + with_commas(max_pages) + ": it must lie between 1 and " +
@@ -19,6 +22,8 @@ BlockPool::BlockPool(std::int64_t max_pages, std::int32_t blocks_per_page, std::
   }
   committed_ = PageSet(max_pages);
   free_ = PageSet(max_pages);
+  whole_ = PageSet(max_pages / extent_pages + 1);
+  free_in_extent_ = LazyArray<std::int32_t>(max_pages / extent_pages + 1);
   pages_ = LazyArray<Page>(max_pages);
   blocks_ = LazyArray<Block>(max_pages * blocks_per_page);
   digests_ = LazyArray<Digest>(max_pages * blocks_per_page);
@@ -71,7 +76,11 @@ void BlockPool::unlink(List& list, PageId id) noexcept {
 void BlockPool::leave(PageId id) noexcept {
   Page& page = pages_[id];
   --counts_[static_cast<int>(page.state)];
-  if (page.state == PageState::kFree) free_.erase(id);
+  if (page.state == PageState::kFree) {
+    free_.erase(id);
+    const std::int64_t extent = id / extent_pages_;
+    if (free_in_extent_[extent]-- == extent_pages_) whole_.erase(extent);
+  }
   if (page.state == PageState::kIdle) {
     if (last_worthless_ == id) last_worthless_ = page.prev;
     page.worthless = false;
@@ -94,6 +103,8 @@ void BlockPool::enter(PageId id) noexcept {
   if (page.state == PageState::kFree) {
     free_.insert(id);
     page.owner = kNoSeq;
+    const std::int64_t extent = id / extent_pages_;
+    if (++free_in_extent_[extent] == extent_pages_) whole_.insert(extent);
   }
   if (page.state == PageState::kIdle && page.worthless) {
     link_behind(idle_, id, last_worthless_);
@@ -190,9 +201,12 @@ void BlockPool::uncommit(const PageRun& run) noexcept {
 
 // -- taking
 
-PageId BlockPool::take_page(PageId previous) noexcept {
+PageId BlockPool::take_page(PageId previous, bool grows) noexcept {
+  has_growing_runs_ = has_growing_runs_ || (grows && extent_pages_ > 1);
   const bool adjacent = previous != kNoPage && free_.contains(std::int64_t{previous} + 1);
-  const PageId page = adjacent ? previous + 1 : static_cast<PageId>(free_.lowest());
+  std::int64_t first = grows && !adjacent ? whole_.lowest() : -1;
+  first = first < 0 ? free_.lowest() : first * extent_pages_;
+  const PageId page = adjacent ? previous + 1 : static_cast<PageId>(first);
   hold(page);
   return page;
 }
@@ -416,6 +430,15 @@ void BlockPool::check() const {
   }
   if (idle != counts_[static_cast<int>(PageState::kIdle)]) {
     throw InvariantError("the idle list has " + std::to_string(idle) + " pages");
+  }
+  for (std::int64_t extent = 0; extent < whole_.capacity(); ++extent) {
+    std::int64_t free = 0;
+    for (std::int64_t i = 0; i < extent_pages_; ++i) {
+      free += free_.contains(extent * extent_pages_ + i) ? 1 : 0;
+    }
+    if (free != free_in_extent_[extent] || whole_.contains(extent) != (free == extent_pages_)) {
+      throw InvariantError("extent " + std::to_string(extent) + " counts its free pages wrongly");
+    }
   }
   if (published != num_digests()) {
     throw InvariantError(std::to_string(published) + " blocks are published under " +

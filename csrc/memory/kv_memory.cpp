@@ -50,6 +50,16 @@ void check_sizes(const MemoryConfig& config) {
           [&] { return std::string("reclaim_share must lie between 0 and 1"); });
 }
 
+// Where mappings are limited slots grow in extents: an eighth of a slot's share of the pool, which
+// may lie idle behind each, but no more pages than there is anything to gain by.
+std::int64_t extent_pages(const PageDriver& driver, const MemoryConfig& config) {
+  constexpr std::int64_t kMost = 32;
+  const std::int64_t share = config.limit_pages / config.num_slots / 8;
+  std::int64_t pages = 1;
+  while (2 * pages <= std::min(share, kMost)) pages *= 2;
+  return driver.mapping_room() == kUnlimitedMappings ? 1 : pages;
+}
+
 MemoryConfig validated(const PageDriver& driver, const MemoryConfig& config) {
   check_sizes(config);
   require(
@@ -80,7 +90,8 @@ KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& confi
     : config_(validated(*driver, config)),
       pid_(::getpid()),
       driver_(std::move(driver)),
-      pool_(config.max_pages, config.blocks_per_page, config.limit_pages, config.zero_policy),
+      pool_(config.max_pages, config.blocks_per_page, config.limit_pages, config.zero_policy,
+            extent_pages(*driver_, config)),
       seqs_(static_cast<std::size_t>(config.max_seqs)),
       slots_(static_cast<std::size_t>(config.num_slots)) {
   config_.seal_read_only =
@@ -433,7 +444,7 @@ std::int64_t KVMemory::run_mapper(std::int64_t max_commands) {
 
 void KVMemory::settle_mapper() {
   const auto lock = enter();
-  settle_locked();
+  settle_locked(/*counts=*/false);
 }
 
 // -- reading

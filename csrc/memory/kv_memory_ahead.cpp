@@ -1,6 +1,7 @@
 // What is done while steps compute: the mapper is told what to do, and its outcomes are entered in
 // the books. Pages and addresses in a command belong to nobody else until its outcome is in.
 #include <algorithm>
+#include <cmath>
 
 #include "vmserve/errors.h"
 #include "vmserve/kv_memory.h"
@@ -10,6 +11,10 @@ namespace {
 
 // Most pages that one command unmaps: a newcomer waits for one command, not for all.
 constexpr std::int64_t kReclaimBatch = 64;
+// What is remembered of a demand from one step, or one newcomer, to the next.
+constexpr double kRemembered = 0.998;
+// Most of the pool, as a part of it, that is kept free for steps like the last ones.
+constexpr std::int64_t kMostAhead = 8;
 
 }  // namespace
 
@@ -74,7 +79,7 @@ void KVMemory::absorb(Outcome outcome) {
     last_error_ = outcome.error;
     if (outcome.sticky && failure_.empty()) failure_ = outcome.error;
   }
-  totals_.hidden += outcome.num_calls;
+  (outcome.waited ? totals_.unhidden : totals_.hidden) += outcome.num_calls;
   pending_mappings_ -= outcome.command.num_mappings;
   switch (outcome.command.kind) {
     case Command::Kind::kMap:
@@ -93,11 +98,11 @@ void KVMemory::absorb(Outcome outcome) {
   }
 }
 
-void KVMemory::settle_locked() {
+void KVMemory::settle_locked(bool counts) {
   std::uint64_t settled = 0;
   do {
     settled = mapper_->last_id();
-    mapper_->wait(settled);
+    mapper_->wait(settled, counts);
     absorb();  // an epoch that is found complete has pages to seal
   } while (mapper_->last_id() != settled);
 }
@@ -109,7 +114,9 @@ void KVMemory::tend(const std::vector<Op>& grows) {
       if (seqs_[op.seq].has.view == View::kVirtual) look_ahead(op.seq, op.num_tokens);
     }
   }
+  note_demand();
   grow_ahead();
+  evict_ahead();
   reclaim_ahead();
   keep_eager_slots();
 }
@@ -139,7 +146,7 @@ void KVMemory::premap(SlotId slot_id, std::int64_t count, Tenant tenant) {
   PageId previous = slot.empty() ? kNoPage : slot.entries.back().page;
   std::vector<PageId> zeroed;
   for (std::int64_t i = 0; i < count; ++i) {
-    const PageId page = pool_.take_page(previous);  // held
+    const PageId page = pool_.take_page(previous, /*grows=*/true);  // held
     previous = page;
     command.pages.push_back(page);
     if (pool_.needs_zero(page, tenant)) zeroed.push_back(page);
@@ -167,6 +174,8 @@ void KVMemory::premap(SlotId slot_id, std::int64_t count, Tenant tenant) {
   }
   for (const PageId page : zeroed) command.runs.push_back({page, 1});
   slot.num_pending = count;
+  pages_now_ += count;
+  if (!slot.active()) slot.parked_at = ++parkings_;
   slot.last_command = slot.last_map = submit(std::move(command));
 }
 
@@ -197,42 +206,87 @@ void KVMemory::premapped(const Outcome& outcome) {
   add_repair(std::move(repair), outcome.unfinished.error);
 }
 
+// Whether a newcomer could have what the slot shows: nobody uses it, or would miss it.
+bool KVMemory::is_ready(const Slot& slot) const {
+  return !slot.empty() &&
+         std::all_of(slot.entries.begin(), slot.entries.end(), [&](const SlotEntry& entry) {
+           return entry.page != kNoPage && pool_.used(entry.page) == 0 &&
+                  pool_.cached(entry.page) == 0;
+         });
+}
+
+// So many slots, with so many pages, as are asked for; or, if that is left open, as newcomers of a
+// step took lately and one more. Where no slot is empty the one that was parked longest ago is
+// unmapped for it.
 void KVMemory::keep_eager_slots() {
-  if (config_.eager_slots == 0 || config_.eager_pages == 0) return;
-  std::int32_t ready = 0;
-  SlotId empty = kNoSlot;
+  const bool learns = config_.eager_pages == 0;
+  const std::int64_t most = space_->shape().slot_pages;
+  const std::int64_t pages = std::min(
+      most, learns ? static_cast<std::int64_t>(std::ceil(first_pages_)) : config_.eager_pages);
+  if (config_.eager_slots == 0 || pages == 0) return;
+  const auto recent = static_cast<std::int64_t>(std::ceil(step_newcomers_));
+  std::int64_t missing = learns ? std::min<std::int64_t>(config_.eager_slots, recent + 1)
+                                : std::int64_t{config_.eager_slots};
+  std::vector<SlotId> empty;
+  std::vector<SlotId> parked;
   for (SlotId id = 0; id < config_.num_slots; ++id) {
     const Slot& slot = slots_[id];
     if (slot.active() || slot.in_repair) continue;
     if (slot.empty()) {
-      if (empty == kNoSlot && slot.retire <= completed_) empty = id;
-      continue;
+      if (slot.retire <= completed_) empty.push_back(id);
+    } else if (slot.size() >= pages && is_ready(slot)) {
+      --missing;
+    } else if (learns && can_unmap(slot)) {
+      parked.push_back(id);
     }
-    const bool serves =
-        std::all_of(slot.entries.begin(), slot.entries.end(), [&](const SlotEntry& entry) {
-          return entry.page != kNoPage && pool_.used(entry.page) == 0 &&
-                 pool_.cached(entry.page) == 0;
-        });
-    ready += serves && slot.size() >= config_.eager_pages ? 1 : 0;
   }
-  const std::int64_t reserve =
+  if (missing <= 0) return;
+  std::sort(parked.begin(), parked.end(),
+            [&](SlotId a, SlotId b) { return slots_[a].parked_at < slots_[b].parked_at; });
+  const auto reserve =
       static_cast<std::int64_t>(config_.reclaim_share * static_cast<double>(pool_.limit()));
-  if (ready >= config_.eager_slots || empty == kNoSlot) return;
-  if (pool_.num_free() - config_.eager_pages < std::min(reserve, config_.eager_pages)) return;
-  const std::int64_t most = space_->shape().slot_pages;
-  const std::int64_t count = std::min(config_.eager_pages, most);
-  if (has_room_ahead(count)) premap(empty, count, 0);
+  for (; missing > 0; --missing) {
+    if (pool_.num_free() - pages < std::min(reserve, pages) || !has_room_ahead(pages)) return;
+    if (empty.empty()) {
+      if (parked.empty()) return;
+      const SlotId oldest = parked.front();
+      parked.erase(parked.begin());
+      reclaim(oldest, slots_[oldest].size());
+      empty.push_back(oldest);
+    }
+    premap(empty.front(), pages, newest_tenant_);
+    empty.erase(empty.begin());
+  }
 }
 
 // -- growing
 
+void KVMemory::note_demand() {
+  step_pages_ = std::max(static_cast<double>(pages_now_), step_pages_ * kRemembered);
+  step_newcomers_ = std::max(static_cast<double>(newcomers_now_), step_newcomers_ * kRemembered);
+  pages_now_ = newcomers_now_ = 0;
+}
+
+// Free pages that are to be at hand: two steps' worth of what one took lately, as the mapper may
+// not be done with one of them when the next one comes, and what slots for newcomers take.
+std::int64_t KVMemory::wanted_free() const {
+  const bool learns = config_.eager_slots > 0 && config_.eager_pages == 0;
+  const double recent = 2 * step_pages_ + (learns ? 2 * first_pages_ : 0);
+  return std::min(static_cast<std::int64_t>(recent), pool_.limit() / kMostAhead);
+}
+
 void KVMemory::grow_ahead() {
   const std::int64_t growable = pool_.limit() - pool_.num_committed();
-  const std::int64_t wanted = std::max(config_.ready_pages, (config_.grow_pages + 1) / 2);
-  if (is_growing_ || growable <= 0 || pool_.num_free() >= wanted) return;
+  const std::int64_t wanted =
+      std::max({wanted_free(), config_.ready_pages, (config_.grow_pages + 1) / 2});
+  if (is_growing_ || growable <= 0) return;
+  if (pool_.num_free() >= wanted && !pool_.lacks_extent()) return;
   Command command;
   command.kind = Command::Kind::kGrow;
-  command.runs = pool_.lowest_absent(std::min(growable, config_.grow_pages));
+  // Wherever it begins, one extent of it is whole.
+  const std::int64_t extents = pool_.lacks_extent() ? 2 * pool_.extent_pages() : 0;
+  const std::int64_t count = std::max({config_.grow_pages, wanted - pool_.num_free(), extents});
+  command.runs = pool_.lowest_absent(std::min(growable, count));
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
     for (const PageRun& run : command.runs) {
       const FrameRun in_group{space_->frame(group, run.first), run.count};
@@ -266,6 +320,25 @@ void KVMemory::grew(Outcome& outcome) {
   add_repair(std::move(repair), outcome.unfinished.error);
 }
 
+// The pool is as large as it may be: cached pages are given up before anybody waits for it, several
+// of a prefix together, so that they make one run. Those that no slot shows; where there are not
+// enough among the oldest, those of the slot that was parked longest ago once it is unmapped.
+void KVMemory::evict_ahead() {
+  if (pool_.num_committed() < pool_.limit()) return;
+  std::int64_t wanted = wanted_free() - pool_.num_free();
+  PageId page = pool_.oldest_idle();
+  for (std::int64_t looked = 0; wanted > 0 && page != kNoPage && looked < kReclaimBatch; ++looked) {
+    const PageId next = pool_.next_idle(page);
+    if (pool_.maps(page) == 0) {
+      totals_.evicted += pool_.drop_cached(page);
+      --wanted;
+    }
+    page = next;
+  }
+  const SlotId oldest = wanted > 0 ? oldest_parked() : kNoSlot;
+  if (oldest != kNoSlot) reclaim(oldest, std::max(wanted, pool_.extent_pages()));
+}
+
 // -- reclaiming
 
 // Parked slots let go of their oldest pages before anybody has to wait for it. What is cached stays
@@ -280,15 +353,19 @@ void KVMemory::reclaim_ahead() {
   if (mapping_room() < mapping_reserve_) wanted = kReclaimBatch;
   if (wanted <= 0) return;
   const SlotId oldest = oldest_parked();
-  if (oldest == kNoSlot) return;
-  const std::int64_t first = std::max<std::int64_t>(0, slots_[oldest].size() - wanted);
+  if (oldest != kNoSlot) reclaim(oldest, wanted);
+}
+
+// Its last `num_pages` pages.
+void KVMemory::reclaim(SlotId slot, std::int64_t num_pages) {
+  const std::int64_t first = std::max<std::int64_t>(0, slots_[slot].size() - num_pages);
   Command command;
   command.kind = Command::Kind::kUnmap;
-  command.slot = oldest;
-  command.unmap = entry_ranges(oldest, first, slots_[oldest].size() - first);
-  command.pages = reclaim_slot(oldest, first);
-  slots_[oldest].last_map = submit(std::move(command));
-  slots_[oldest].last_command = slots_[oldest].last_map;
+  command.slot = slot;
+  command.unmap = entry_ranges(slot, first, slots_[slot].size() - first);
+  command.pages = reclaim_slot(slot, first);
+  slots_[slot].last_map = submit(std::move(command));
+  slots_[slot].last_command = slots_[slot].last_map;
 }
 
 std::vector<PageId> KVMemory::reclaim_slot(SlotId id, std::int64_t first) {
@@ -307,7 +384,14 @@ std::vector<PageId> KVMemory::reclaim_slot(SlotId id, std::int64_t first) {
 
 void KVMemory::unmapped(Outcome& outcome) {
   if (outcome.done) {
-    for (const PageId page : outcome.command.pages) pool_.unhold(page);
+    const bool is_full = pool_.num_committed() >= pool_.limit();
+    for (const PageId page : outcome.command.pages) {
+      pool_.unhold(page);
+      // They come back as the newest idle ones, but were the oldest.
+      if (is_full && pool_.state(page) == PageState::kIdle && pool_.num_free() < wanted_free()) {
+        totals_.evicted += pool_.drop_cached(page);
+      }
+    }
     totals_.unmapped += static_cast<std::int64_t>(outcome.command.pages.size());
     totals_.unmap_calls += static_cast<std::int64_t>(outcome.command.unmap.size());
     return;

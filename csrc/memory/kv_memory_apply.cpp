@@ -86,12 +86,14 @@ bool KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
   if (plan.needed_pages > at_hand) until = mapper_->last_id();
   for (const Op& op : ops) {
     const Sequence& seq = seqs_[op.seq];
-    if (op.kind != OpKind::kGrow) {
+    if (op.kind != OpKind::kGrow && op.kind != OpKind::kAttach) {
       until = mapper_->last_id();
-    } else if (seq.has.view == View::kVirtual && pages_for(op.num_tokens) > num_pages(seq)) {
+    } else if (op.kind == OpKind::kAttach ||
+               (seq.has.view == View::kVirtual && pages_for(op.num_tokens) > num_pages(seq))) {
       const bool has_slot = seq.has.slot != kNoSlot;
-      // Sealing what lies behind may take its time: growth goes on behind it.
-      until = std::max(until, has_slot ? slots_[seq.has.slot].last_map : mapper_->last_id());
+      // Sealing what lies behind may take its time: growth goes on behind it, and a newcomer waits
+      // for that of the slot which it takes alone.
+      until = std::max(until, has_slot ? slots_[seq.has.slot].last_map : last_mapping_);
     }
   }
   if (until == 0) return false;

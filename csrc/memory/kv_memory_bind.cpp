@@ -177,6 +177,7 @@ void KVMemory::take_slot(Change& change, SeqId id, const std::vector<BoundPage>&
                            " slots are taken: raise --max-num-seqs");
   }
   Slot& slot = slots_[slot_id];
+  mapper_->wait(slot.last_command);
   const std::int64_t matched = num_shown(slot, bound);
   const auto most = std::min<std::int64_t>(slot.size(), static_cast<std::int64_t>(bound.size()));
   const bool conflicts = matched < most || (!bound.empty() && matched == 0 && !slot.empty());
@@ -220,7 +221,9 @@ std::int64_t KVMemory::pages_for_fresh(const Change& change) const {
 }
 
 void KVMemory::assign_fresh(Change& change) {
-  make_room(std::min(pages_for_fresh(change), pool_.num_available()));
+  const std::int64_t needed = pages_for_fresh(change);
+  pages_now_ += needed;
+  make_room(std::min(needed, pool_.num_available()));
   for (const Fresh& fresh : change.fresh) {
     Sequence& seq = seqs_[fresh.seq];
     const std::int32_t width = config_.blocks_per_page;
@@ -233,7 +236,7 @@ void KVMemory::assign_fresh(Change& change) {
                                : fresh_block(change, fresh.seq, before);
       continue;
     }
-    const PageId page = fresh_page(change, before, seq.tenant);
+    const PageId page = fresh_page(change, before, seq.tenant, /*grows=*/true);
     for (std::int32_t j = 0; j < width; ++j) {
       add_ref(change, pool_.first_block(page) + j);
       seq.has.blocks[at + j] = pool_.first_block(page) + j;
@@ -245,9 +248,9 @@ void KVMemory::assign_fresh(Change& change) {
 }
 
 // A free page, held; the one behind the page of `before` if it can be.
-PageId KVMemory::fresh_page(Change& change, BlockId before, Tenant tenant) {
+PageId KVMemory::fresh_page(Change& change, BlockId before, Tenant tenant, bool grows) {
   if (pool_.num_free() == 0) make_room(1);
-  const PageId page = pool_.take_page(before == kNoBlock ? kNoPage : pool_.page_of(before));
+  const PageId page = pool_.take_page(before == kNoBlock ? kNoPage : pool_.page_of(before), grows);
   change.held.push_back(page);
   prepare_page(change, page, tenant);
   return page;
@@ -255,7 +258,7 @@ PageId KVMemory::fresh_page(Change& change, BlockId before, Tenant tenant) {
 
 // The first block of a page whose others are set aside for the sequence.
 BlockId KVMemory::fresh_whole_page(Change& change, SeqId id, BlockId before) {
-  const PageId page = fresh_page(change, before, seqs_[id].tenant);
+  const PageId page = fresh_page(change, before, seqs_[id].tenant, /*grows=*/false);
   const BlockId block = pool_.first_block(page);
   add_ref(change, block);
   change.owners.emplace_back(page, pool_.owner(page));
@@ -276,7 +279,7 @@ BlockId KVMemory::fresh_block(Change& change, SeqId id, BlockId before) {
   }
   BlockId block = pool_.take_block(seqs_[id].tenant);
   if (block == kNoBlock) {
-    const PageId page = fresh_page(change, before, seqs_[id].tenant);
+    const PageId page = fresh_page(change, before, seqs_[id].tenant, /*grows=*/false);
     block = pool_.take_block_in(page);
     pool_.unhold(page);  // it splits: others may take its blocks at once
     change.held.pop_back();

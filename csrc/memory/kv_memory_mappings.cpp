@@ -101,7 +101,10 @@ std::uint64_t KVMemory::submit(Command command) {
   command.num_mappings = static_cast<std::int64_t>(2 * command.map.size() + command.unmap.size() +
                                                    2 * command.access.size());
   pending_mappings_ += command.num_mappings;
-  return mapper_->submit(std::move(command));
+  const bool maps = command.kind != Command::Kind::kSeal;
+  const std::uint64_t id = mapper_->submit(std::move(command));
+  if (maps) last_mapping_ = id;
+  return id;
 }
 
 }  // namespace vmserve

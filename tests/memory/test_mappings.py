@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,21 @@ def test_paged_sequences_need_no_mappings() -> None:
     assert memory.core.plan([grow(seq, 24)]).needed_mappings == 0
 
 
+def test_slots_that_grow_in_turns_have_few_runs() -> None:
+    memory = make_memory(
+        limit_pages=512, max_pages=512, max_len=256, grow_pages=64, seal_read_only=False
+    )
+    seqs = [memory.open() for _ in range(4)]
+    for length in range(4, 257, 4):
+        memory.do(*(grow(seq, length) for seq in seqs))
+    for seq in seqs:
+        pages = memory.pages(seq)
+        runs = 1 + sum(page != before + 1 for before, page in pairwise(pages))
+        assert (len(pages), runs) == (64, 4)  # extents of 16 pages: an eighth of 512 / 4
+    # The arena, and in the slots the runs and no gap but the last one's.
+    assert memory.stat("num_mappings") <= GROUPS * (2 + 4 * 4 + 4)
+
+
 # -- where it is full
 
 
@@ -168,7 +184,7 @@ def serve(llm: LLM, prompts: list[list[int]], num_tokens: int = 4) -> list[str |
 def test_an_engine_at_its_limit_of_mappings_serves_on(
     regime: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    few_mappings(monkeypatch, 600)
+    few_mappings(monkeypatch, 300)
     with LLM(
         kv_regime=regime,
         # Slots are the better choice as long as there are mappings for them.

@@ -11,6 +11,7 @@ import torch
 
 from tests.profiles import steady_profile
 from tests.scheduler.test_fcfs import make_request
+from vmserve.attention.base import RaggedBatch
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.memory.layout import plan_layout
@@ -301,3 +302,38 @@ def test_a_broken_profile_is_refused(change: Any, text: str) -> None:
     change(data)
     with pytest.raises(ConfigurationError, match=text):
         DeviceProfile.from_json(json.dumps(data))
+
+
+def test_the_error_of_attention_is_learnt_for_each_number_of_sequences() -> None:
+    costs = KernelCosts(call=1e-4, sequence=1e-5, read=1e-7, pair=1e-9)
+    auto = policy(virtual=costs, paged=costs)
+    request = make_request("r", 100, max_tokens=50)
+    before = auto.choose(request, Situation(num_virtual=7)).predicted
+    past = 300
+    for num_seqs, error in ((1, 1.2), (8, 3.0), (32, 2.0)):
+        batch = RaggedBatch.build([*range(num_seqs)], [past] * num_seqs, [1] * num_seqs)
+        truth = error * (1e-4 + num_seqs * (1e-5 + 1e-7 * (past + 1)))
+        predictions = [auto.attended(Regime.PAGED, batch, truth) for _ in range(200)]
+        assert predictions[1:] == pytest.approx([truth] * 199, rel=0.15)
+    prompt = RaggedBatch.build([0], [0], [100])
+    auto.attended(Regime.PAGED, prompt, 1.0)
+    assert auto.attended(Regime.VIRTUAL, prompt, 1.0) == pytest.approx(1.0)  # the same for both
+    after = auto.choose(request, Situation(num_virtual=7)).predicted
+    # Its decodes are those of a batch of eight, its prompt costs what one has cost.
+    pairs = 100 * 101 / 2 * 1e-9
+    decodes = before["virtual"] - pairs
+    assert after["virtual"] == pytest.approx(3.0 * decodes + 1.0 * pairs / (1.1e-4 + 5050e-9))
+
+
+def test_a_busy_machine_is_forgotten_when_it_is_idle_again() -> None:
+    costs = KernelCosts(call=0.0, sequence=0.0, read=1e-6, pair=0.0)
+    auto = policy(virtual=costs, paged=costs)
+    batch = RaggedBatch.build([0], [99], [1])
+    for seconds in [5e-4] * 100 + [1e-4] * 600:
+        last = auto.attended(Regime.VIRTUAL, batch, seconds)
+    assert last == pytest.approx(1e-4, rel=0.15)
+
+
+def test_forced_regimes_predict_no_attention() -> None:
+    batch = RaggedBatch.build([0], [99], [1])
+    assert RegimePolicy("paged").attended(Regime.PAGED, batch, 1.0) == 0.0

@@ -76,7 +76,8 @@ class MemoryOptions:
     mapper: Literal["off", "manual", "thread"] = "off"
     #: How far ahead of a growing sequence the mapper maps.
     lookahead_tokens: int = 0
-    #: So many unused slots are kept with so many tokens mapped.
+    #: So many unused slots are kept with so many tokens mapped; with 0 tokens as many, up to
+    #: that, and as much as newcomers took lately.
     eager_slots: int = 0
     eager_tokens: int = 0
     #: So much free memory is made at start, and ahead of need by the mapper; up to an eighth of

@@ -13,11 +13,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vmserve.memory.base import Regime
+from vmserve.scheduler.attention_ratio import AttentionRatio
 from vmserve.scheduler.demand import unit_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from vmserve.attention.base import RaggedBatch
     from vmserve.memory.layout import KVLayout
     from vmserve.scheduler.profile import DeviceProfile
     from vmserve.scheduler.sequence import Request
@@ -120,6 +122,8 @@ class CostModel:
 
     def __init__(self, profile: DeviceProfile, layout: KVLayout) -> None:
         self.profile = profile
+        #: What attention takes for each second of the profile's.
+        self.ratio = AttentionRatio()
         self._layout = layout
         self._token_bytes = layout.total_page_bytes / layout.page_tokens
 
@@ -133,14 +137,21 @@ class CostModel:
         unit = unit_tokens(self._layout, regime)
         tail = around.num_hit % unit  # of the prefix, copied and so there twice
         is_first = around.num_running(regime) == 0
+        num_running = around.num_virtual + around.num_paged + request.num_branches
         waste = (tail + request.num_branches * unit / 2) / self._layout.page_tokens
         return RegimeCosts(
             maps=self._maps(request, num_prompt, end, around) if virtual else 0.0,
             forks=self._forks(request, num_prompt, end, unit, virtual=virtual),
             prefix=self._copies(tail),
-            kernels=self._kernels(request, num_prompt, num_output, regime, around.num_hit),
+            kernels=self._kernels(
+                request, num_prompt, num_output, regime, around.num_hit, num_running
+            ),
             memory=waste * num_output * around.page_step_seconds,
-            batch=self.profile.kernels(regime).call * num_output if is_first else 0.0,
+            batch=(
+                self.ratio.of(num_running) * self.profile.kernels(regime).call * num_output
+                if is_first
+                else 0.0
+            ),
         )
 
     def _maps(self, request: Request, num_prompt: int, end: int, around: Situation) -> float:
@@ -181,15 +192,20 @@ class CostModel:
         return num_tokens * self._token_bytes / self.profile.copy_bytes_per_second
 
     def _kernels(
-        self, request: Request, num_prompt: int, num_output: int, regime: Regime, num_hit: int
+        self,
+        request: Request,
+        num_prompt: int,
+        num_output: int,
+        regime: Regime,
+        num_hit: int,
+        num_running: int,
     ) -> float:
         kernel = self.profile.kernels(regime)
         read = num_output * (num_prompt + (num_output + 1) / 2)
         pairs = (num_prompt - num_hit) * (num_prompt + num_hit + 1) / 2
-        return (
-            request.num_branches * (kernel.sequence * num_output + kernel.read * read)
-            + kernel.pair * pairs
-        )
+        decodes = request.num_branches * (kernel.sequence * num_output + kernel.read * read)
+        prompt = self.ratio.of(num_running, prompts=True) * kernel.pair * pairs
+        return self.ratio.of(num_running) * decodes + prompt
 
     # -- those that run -----------------------------------------------------------------
 
@@ -213,13 +229,14 @@ class CostModel:
         ``page_step_seconds``: as in :class:`Situation`.
         """
         kernels, others = self.profile.kernels(regime), self.profile.kernels(regime.other)
-        saved = kernels.call * num_steps
+        ratio = self.ratio.of(len(leaving))
+        saved = ratio * kernels.call * num_steps
         coarser = unit_tokens(self._layout, regime) - unit_tokens(self._layout, regime.other)
         waste = coarser / 2 / self._layout.page_tokens * page_step_seconds
         for length, left in leaving:
             read = left * (length + left / 2)
-            saved += left * (kernels.sequence - others.sequence + waste)
-            saved += read * (kernels.read - others.read)
+            saved += left * (ratio * (kernels.sequence - others.sequence) + waste)
+            saved += ratio * read * (kernels.read - others.read)
         if regime is Regime.VIRTUAL:
             return saved, 0.0  # the pages' blocks are the block table
         # At worst nothing lies in order and all of it is copied.
@@ -265,6 +282,18 @@ class RegimePolicy:
         return None if self._model is None else self._model.profile
 
     # -- what is observed ---------------------------------------------------------------
+
+    def attended(self, regime: Regime, batch: RaggedBatch, seconds: float) -> float:
+        """The batch's sequences of a regime spent so long in attention; returns what was predicted,
+        0 where nothing is."""
+        model = self._model
+        if model is None:
+            return 0.0
+        num_seqs = len(batch.num_new)
+        kernels = model.profile.kernels(regime)
+        predicted = kernels.batch_seconds(batch.num_past, batch.num_new, batch.num_tokens)
+        prompts = batch.num_tokens > num_seqs
+        return predicted * model.ratio.learn(num_seqs, predicted, seconds, prompts=prompts)
 
     def stepped(self, seconds: float) -> None:
         """A step took so long."""

@@ -38,7 +38,8 @@ class EngineCounters:
     prefix_cache_hits: int = 0
     #: Seconds that steps spent, by phase.
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    #: Seconds in attention by regime: as measured, and as the device profile has it.
+    #: Seconds in attention by regime: as measured, and as predicted from the device profile and
+    #: what was learnt of its error.
     attention_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REGIMES, 0.0))
     predicted_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REGIMES, 0.0))
     #: Steps by their tokens: as many as each of STEP_TOKENS, or more than all.

@@ -43,8 +43,9 @@ enum class PageState : std::uint8_t { kAbsent, kFree, kInUse, kSplit, kWaiting, 
 class BlockPool {
  public:
   // Pre: 0 < limit <= max_pages, max_pages x blocks_per_page < 2^31.
+  // Extents are `extent_pages` pages each: where a run of pages begins, see take_page().
   BlockPool(std::int64_t max_pages, std::int32_t blocks_per_page, std::int64_t limit,
-            ZeroPolicy policy);
+            ZeroPolicy policy, std::int64_t extent_pages = 1);
 
   std::int64_t max_pages() const { return committed_.capacity(); }
   std::int32_t blocks_per_page() const { return blocks_per_page_; }
@@ -100,8 +101,13 @@ class BlockPool {
   void uncommit(const PageRun& run) noexcept;
 
   // -- taking. Free -> held: the page after `previous` if it is free, so that the two map as one
-  // run, else the lowest. Pre: num_free() > 0.
-  PageId take_page(PageId previous) noexcept;
+  // run; else, for a run that is to grow, the first of the lowest extent that is wholly free; else
+  // the lowest. Nobody owns an extent: it only keeps runs that grow in turns apart while there is
+  // room. Pre: num_free() > 0.
+  PageId take_page(PageId previous, bool grows = false) noexcept;
+  // A run that is to grow has been asked for, and there is no extent for the next one.
+  bool lacks_extent() const { return has_growing_runs_ && whole_.size() == 0; }
+  std::int64_t extent_pages() const { return extent_pages_; }
   // A block of one of the tenant's split pages, with its first reference; kNoBlock if none is left.
   BlockId take_block(Tenant tenant) noexcept;
   // The same from this page. Pre: it has an unreferenced, unpublished block.
@@ -196,6 +202,10 @@ class BlockPool {
   Epoch completed_ = 0;
   PageSet committed_;
   PageSet free_;
+  std::int64_t extent_pages_;
+  PageSet whole_;  // extents of which every page is free
+  LazyArray<std::int32_t> free_in_extent_;
+  bool has_growing_runs_ = false;
   LazyArray<Page> pages_;
   LazyArray<Block> blocks_;
   LazyArray<Digest> digests_;

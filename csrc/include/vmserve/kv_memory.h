@@ -449,7 +449,7 @@ class KVMemory {
   void save(Change& change, SeqId id);
   std::int64_t pages_for_fresh(const Change& change) const;
   void assign_fresh(Change& change);
-  PageId fresh_page(Change& change, BlockId before, Tenant tenant);
+  PageId fresh_page(Change& change, BlockId before, Tenant tenant, bool grows);
   BlockId fresh_whole_page(Change& change, SeqId id, BlockId before);
   BlockId fresh_block(Change& change, SeqId id, BlockId before);
   void prepare_page(Change& change, PageId page, Tenant tenant);
@@ -505,7 +505,8 @@ class KVMemory {
   void end_oldest_copies();
   bool finish_copies_locked();
   void absorb(Outcome outcome);
-  void settle_locked();                     // waits for the mapper, then absorbs
+  // Waits for the mapper, then absorbs; `counts`: because somebody needs it.
+  void settle_locked(bool counts = true);
   void tend(const std::vector<Op>& grows);  // gives the mapper what the next steps will need
   void look_ahead(SeqId id, std::int64_t target);
   void premap(SlotId slot, std::int64_t count, Tenant tenant);
@@ -515,8 +516,13 @@ class KVMemory {
   void unseal(const Command& command, Unfinished unfinished);
   std::vector<PageId> reclaim_slot(SlotId slot, std::int64_t first);
   void keep_eager_slots();
+  void note_demand();
+  std::int64_t wanted_free() const;
   void grow_ahead();
+  void evict_ahead();
   void reclaim_ahead();
+  void reclaim(SlotId slot, std::int64_t num_pages);
+  bool is_ready(const Slot& slot) const;
   void seal_slots(const std::vector<SeqId>& seqs);
   void seal_now(const Command& command);
   bool is_sole(PageId page) const;
@@ -563,8 +569,17 @@ class KVMemory {
   std::int64_t mapping_reserve_ = 0;   // parked slots are unmapped while there is less room
   std::int64_t pending_mappings_ = 0;  // that the mapper's commands may make, at most
   bool is_growing_ = false;            // the mapper commits pages
-  bool copies_beside_;                 // the driver's copy stream
-  bool may_reopen_ = false;            // a page may be read-only that nobody shares any more
+  std::uint64_t last_mapping_ = 0;     // the mapper's newest command that is more than sealing
+  // Pages and newcomers of a step, and pages that a newcomer with nothing cached began with: those
+  // of the change that is being made, and the most of late, which is forgotten by and by.
+  std::int64_t pages_now_ = 0;
+  std::int64_t newcomers_now_ = 0;
+  double step_pages_ = 0;
+  double step_newcomers_ = 0;
+  double first_pages_ = 0;
+  Tenant newest_tenant_ = 0;
+  bool copies_beside_;       // the driver's copy stream
+  bool may_reopen_ = false;  // a page may be read-only that nobody shares any more
   Totals totals_;
 };
 

@@ -38,7 +38,9 @@ struct MemoryConfig {
 
   MapperMode mapper = MapperMode::kOff;
   std::int64_t lookahead_tokens = 0;  // mapped ahead of a virtual sequence; 0: nothing is
-  std::int32_t eager_slots = 0;       // unused slots kept with eager_pages pages mapped
+  // Unused slots kept with eager_pages pages mapped. If those are 0, what newcomers take is learnt:
+  // as many slots and pages as that, but no more slots.
+  std::int32_t eager_slots = 0;
   std::int64_t eager_pages = 0;
   double reclaim_share = 0.10;  // parked slots are unmapped while less of the pool is at hand
 

@@ -51,6 +51,7 @@ struct Outcome {
   Command command;
   bool done = false;
   bool sticky = false;
+  bool waited = false;  // somebody needed it, and executed it himself
   std::string error;
   // What could not be undone of a command that failed; of an unmap, what is left to do.
   Unfinished unfinished;
@@ -67,8 +68,8 @@ class Mapper {
   MapperMode mode() const { return mode_; }
   std::uint64_t submit(Command command);
   // Post: command `id` and those before it are executed, by whom ever. True if it had to be waited
-  // for.
-  bool wait(std::uint64_t id);
+  // for. `counts`: what is executed here counts as waited for.
+  bool wait(std::uint64_t id, bool counts = true);
   // Executes up to `max_commands` on this thread; how many there were.
   std::int64_t run(std::int64_t max_commands);
   std::uint64_t last_id() const { return last_id_; }
@@ -81,7 +82,7 @@ class Mapper {
 
  private:
   void loop();
-  bool run_one(std::uint64_t up_to);
+  bool run_one(std::uint64_t up_to, bool waited = false);
   Outcome execute(Command command);
 
   std::shared_ptr<PageDriver> driver_;
