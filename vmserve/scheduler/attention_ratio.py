@@ -6,6 +6,9 @@ __all__ = ["AttentionRatio"]
 
 #: What is remembered of the steps so far when another one is added: the last hundred count most.
 _REMEMBERED = 0.99
+#: Numbers of sequences by their size, which every step asks for: a table costs no call.
+_MOST = 4096
+_SIZES = tuple(num.bit_length() for num in range(_MOST + 1))
 
 
 class AttentionRatio:
@@ -24,20 +27,20 @@ class AttentionRatio:
 
     def learn(self, num_seqs: int, predicted: float, seconds: float, *, prompts: bool) -> float:
         """A step has taken so long; returns the ratio that was known of it before."""
-        key = (prompts, num_seqs.bit_length())
-        known = self._sums.get(key)
-        if known is None:
+        size = _SIZES[num_seqs] if num_seqs <= _MOST else _SIZES[_MOST]
+        key = (prompts, size)
+        if key not in self._sums:
             ratio = self.of(num_seqs, prompts=prompts)
             self._sums[key] = (seconds, predicted)
             return ratio
-        measured, expected = known
+        measured, expected = self._sums[key]
         self._sums[key] = (_REMEMBERED * measured + seconds, _REMEMBERED * expected + predicted)
         return measured / expected if expected else 1.0
 
     def of(self, num_seqs: int, *, prompts: bool = False) -> float:
         """Of steps with so many sequences, or else with the nearest number that was seen; 1 before
         any was."""
-        size = num_seqs.bit_length()
+        size = _SIZES[min(num_seqs, _MOST)]
         seen = [key for key in self._sums if key[0] == prompts and self._sums[key][1]]
         if not seen:
             return 1.0

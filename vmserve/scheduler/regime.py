@@ -289,8 +289,10 @@ class RegimePolicy:
         model = self._model
         if model is None:
             return 0.0
-        num_seqs = len(batch.num_new)
-        kernels = model.profile.kernels(regime)
+        # Once a step: as few calls as can be.
+        num_seqs = batch.num_new.shape[0]
+        profile = model.profile
+        kernels = profile.virtual if regime is Regime.VIRTUAL else profile.paged
         predicted = kernels.batch_seconds(batch.num_past, batch.num_new, batch.num_tokens)
         prompts = batch.num_tokens > num_seqs
         return predicted * model.ratio.learn(num_seqs, predicted, seconds, prompts=prompts)
