@@ -315,7 +315,7 @@ def test_figures_of_one_file_only_are_told(compare: Compare) -> None:
 @pytest.mark.parametrize(
     ("path", "num_figures"),
     [
-        ("step/results/2026-11-22-amd-epyc", {"step, step": 45}),
+        ("step/results/2026-11-22-amd-epyc-3", {"step, step": 45}),
         (
             "kernels/results/2026-11-21-amd-epyc-2",
             {"kernels, decode": 184, "kernels, blocks": 24, "kernels, prefill": 36},
