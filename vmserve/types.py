@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,8 +27,8 @@ __all__ = [
 FinishReason = Literal["stop", "length", "abort"]
 
 
-# Hundreds of thousands at a time, without cycles: the collector need not walk through them.
-class Logprob(msgspec.Struct, frozen=True, gc=False):
+@dataclass(frozen=True, slots=True)
+class Logprob:
     """Natural log-probability of one token under the model's own distribution.
 
     ``rank`` is 1 for the likeliest token. ``decoded_token`` is None when the

@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from vmserve.output.scores import PackedScores, PromptScores
+from vmserve.output.scores import Columns, PromptScores
 from vmserve.types import Logprob
 
 TOPS = [{5: (-0.5, 1), 7: (-1.25, 2)}, {9: (-math.inf, 30)}, {1: (-0.1, 1), 2: (-3.0, 3)}]
@@ -48,7 +48,7 @@ def test_it_is_a_sequence_of_mappings() -> None:
 
 def test_it_goes_through_a_socket() -> None:
     sent = msgspec.msgpack.encode(scores().pack())
-    packed = msgspec.msgpack.decode(sent, type=PackedScores)
+    packed = msgspec.msgpack.decode(sent, type=Columns)
     assert PromptScores.unpack(packed, text) == EXPECTED
     bare = PromptScores.unpack(packed, None)
     assert bare[3] == {1: Logprob(-0.1, 1), 2: Logprob(-3.0, 3)}

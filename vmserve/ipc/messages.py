@@ -21,7 +21,7 @@ from vmserve.errors import (
     UnsupportedError,
     VmserveError,
 )
-from vmserve.output.scores import PackedScores
+from vmserve.output.scores import Columns
 from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.structured.spec import StructuredOutputsParams
 from vmserve.types import FinishReason, LogprobsList, RequestMetrics
@@ -196,7 +196,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True, gc=False):
     choices: list[Choice]
     finished: bool
     metrics: RequestMetrics | None
-    prompt_logprobs: PackedScores | None
+    prompt_logprobs: Columns | None
     embedding: bytes | None = None
 
 

@@ -6,25 +6,15 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import overload
 
-import msgspec
-
 from vmserve.sampling.tokens import TopTokens
 from vmserve.types import Logprob
 
-__all__ = ["PackedScores", "PromptScores"]
+__all__ = ["Columns", "PromptScores"]
 
 Position = dict[int, Logprob] | None
-
-
-class PackedScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Columns as they go through a socket, in this machine's byte order: of each position how many
-    entries it has (int32), of each entry its id (int32), log-probability (float64), rank (int32).
-    """
-
-    counts: bytes
-    ids: bytes
-    logprobs: bytes
-    ranks: bytes
+#: In this machine's byte order: of each position how many entries it has (int32), of each entry
+#: its id (int32), log-probability (float64) and rank (int32).
+Columns = tuple[bytes, bytes, bytes, bytes]
 
 
 class PromptScores(Sequence[Position]):
@@ -43,24 +33,31 @@ class PromptScores(Sequence[Position]):
         self._ids, self._logprobs, self._ranks = array("i"), array("d"), array("i")
 
     @classmethod
-    def unpack(cls, packed: PackedScores, text: Callable[[int], str] | None) -> PromptScores:
+    def unpack(cls, columns: Columns, text: Callable[[int], str] | None) -> PromptScores:
+        """Of what :meth:`pack` gave."""
         scores = cls(text)
+        packed_counts, packed_ids, packed_logprobs, packed_ranks = columns
         scores._ends = array("q")
-        counts, end = array("i", packed.counts), 0
+        counts, end = array("i", packed_counts), 0
         for count in counts:
             end += count
             scores._ends.append(end)
-        scores._ids, scores._ranks = array("i", packed.ids), array("i", packed.ranks)
-        scores._logprobs = array("d", packed.logprobs)
+        scores._ids, scores._ranks = array("i", packed_ids), array("i", packed_ranks)
+        scores._logprobs = array("d", packed_logprobs)
         return scores
 
-    def pack(self) -> PackedScores:
+    def pack(self) -> Columns:
+        """For a socket between two processes of one machine."""
         counts, begin = array("i"), 0
         for end in self._ends:
             counts.append(end - begin)
             begin = end
-        columns = (counts, self._ids, self._logprobs, self._ranks)
-        return PackedScores(*(column.tobytes() for column in columns))
+        return (
+            counts.tobytes(),
+            self._ids.tobytes(),
+            self._logprobs.tobytes(),
+            self._ranks.tobytes(),
+        )
 
     def extend(self, tops: Iterable[TopTokens]) -> None:
         """Add the next positions."""
