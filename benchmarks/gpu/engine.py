@@ -214,8 +214,9 @@ def random_model(
         else:
             tensor.normal_(0.0, 0.02, generator=generator)
         tensors[name] = tensor
-    network = Decoder(config.network, assemble(config.network, tensors), max_model_len)
-    return LoadedModel(config, dtype, sum(t.nbytes for t in tensors.values()), network)
+    num_bytes = sum(t.nbytes for t in tensors.values())
+    weights = assemble(config.network, tensors, joined=device != "cpu")
+    return LoadedModel(config, dtype, num_bytes, Decoder(config.network, weights, max_model_len))
 
 
 def write_model(directory: Path, shape: str, dtype: str) -> None:

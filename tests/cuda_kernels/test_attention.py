@@ -112,6 +112,20 @@ def test_a_long_sequence_is_split_and_combined(
     ]
 
 
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("num_new", [16, 17, 31, 33])
+def test_items_of_one_and_of_two_blocks_of_rows_a_warp(
+    emulators: Emulators, variant: Variant, window: int | None, num_new: int
+) -> None:
+    """64 rows, a few more, nearly 128, and a second item."""
+    launcher = EmulatedLauncher(emulators, resident=Resident(1, 1))
+    case = make_case(variant, [90], [num_new], group=4)
+    call = CudaPagedBackend(launcher).bind(case.view, case.batch)
+    spec = LayerAttention(0, variant.head_dim**-0.5, window)
+    assert_right(attend(case, call, launcher, spec), expected(case, spec))
+
+
 def test_the_layers_of_a_step_share_a_plan_and_differ_in_windows(emulators: Emulators) -> None:
     launcher = EmulatedLauncher(emulators)
     case = make_case(BF16_PAGED, [300, 5], [1, 9], num_layers=3)

@@ -145,9 +145,9 @@ def test_plans_for_decodes_share_their_room_and_have_none_for_chunks(
     whole = backend.plan_capacity(case.view, **sizes)._plans.of(None, 8)
     plan = backend.plan_capacity(case.view, **sizes, max_new=1)
     decode = plan._plans.of(None, 8)
-    # Parts of one token each instead of 4 and 16.
+    # Parts of one token each instead of 4 and 32.
     limit = 4 * 264 // 2
-    assert whole.parts.numel() == limit * (4 + 16) * 8 * 64
+    assert whole.parts.numel() == limit * (4 + 32) * 8 * 64
     assert decode.buffer.counts.append == decode.blocks["vms_append"] == 0
     assert (
         CudaPagedBackend(launcher)

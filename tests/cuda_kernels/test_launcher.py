@@ -19,7 +19,7 @@ from vmserve.errors import ConfigurationError, DriverError
 
 DRIVER: Any = importlib.import_module("cuda.bindings.driver")
 VARIANT = Variant(torch.bfloat16, 128, True)
-SHARED = {"vms_decode": 102_912, "vms_append": 81_920}
+SHARED = {"vms_decode": 102_912, "vms_append": 65_536}
 
 
 class NotedDriver:

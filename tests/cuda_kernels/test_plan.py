@@ -27,7 +27,7 @@ from vmserve.attention.cuda.plan import (
     find_shared_prefixes,
     make_plan,
 )
-from vmserve.attention.cuda.variant import architecture, sizes_for
+from vmserve.attention.cuda.variant import HEAD_DIMS, append_rows, architecture, sizes_for
 from vmserve.errors import UnsupportedError
 
 H100 = Resident(264, 264)
@@ -125,16 +125,25 @@ def test_a_plan_covers_each_visible_pair_once(
     group=st.integers(1, 16),
     shared=st.booleans(),
     resident=st.sampled_from([Resident(1, 1), Resident(16, 8), H100]),
+    head_dim=st.sampled_from(HEAD_DIMS),
 )
 def test_the_room_for_parts_in_a_plan_of_a_fixed_size_is_enough(
-    new: list[int], past: int, kv_heads: int, group: int, shared: bool, resident: Resident
+    new: list[int],
+    past: int,
+    kv_heads: int,
+    group: int,
+    shared: bool,
+    resident: Resident,
+    head_dim: int,
 ) -> None:
     step = step_of([past] * len(new), new)
     prefixes = [SharedPrefix(tuple(range(len(new))), past // 16 * 16)] if shared else []
-    plan = make_plan(step, Heads(kv_heads, group), resident, None, prefixes)
+    heads = Heads(kv_heads, group, append_rows(head_dim))
+    plan = make_plan(step, heads, resident, None, prefixes)
     limits = (chunk_limit(resident.decode, kv_heads), chunk_limit(resident.append, kv_heads))
-    room = _Limits(len(new), sum(new), past + 90, shared)
-    assert plan.num_parts <= room.parts(group, limits)
+    room = _Limits(len(new), sum(new), max(new), past + 90, shared)
+    assert plan.num_parts <= room.parts(group, head_dim, limits)
+    assert room.may_append(group) or not len(plan.append)
     most = sum(new) * (2 if shared else 1)
     assert len(plan.decode) <= max(most, limits[0])
     assert len(plan.append) <= max(most, limits[1])

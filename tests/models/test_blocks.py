@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from vmserve.models.blocks import (
     ACTIVATIONS,
+    Apart,
     FusedProjection,
     LearnedPositions,
     Linear,
@@ -53,7 +54,7 @@ def test_queries_are_scaled_after_the_projection_has_rounded() -> None:
     x = normal(64, 48, dtype=torch.bfloat16)
     q, k, v = (Linear(normal(48 + i, 48, dtype=torch.bfloat16)[:48]) for i in range(3))
     scale = 12**-0.5
-    queries, keys, _ = SeparateProjections(q, k, v, 4, 4, 12, query_scale=scale)(x)
+    queries, keys, _ = SeparateProjections(Apart((q, k, v)), 4, 4, 12, query_scale=scale)(x)
     assert torch.equal(queries, (q(x) * scale).view(64, 4, 12))
     assert torch.equal(keys, k(x).view(64, 4, 12))
 

@@ -17,14 +17,17 @@ from torch.nn import functional as F
 __all__ = [
     "ACTIVATIONS",
     "Activation",
+    "Apart",
     "FusedProjection",
     "GatedMlp",
+    "Joined",
     "LayerNorm",
     "LearnedPositions",
     "Linear",
     "Mlp",
     "Norm",
     "PlainMlp",
+    "Products",
     "Projection",
     "RmsNorm",
     "SeparateProjections",
@@ -45,6 +48,30 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Several products of one input."""
+
+    linears: tuple[Linear, ...]
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(linear(x) for linear in self.linears)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The same in one product, which gives ``sizes`` columns of each: fewer and larger launches."""
+
+    linear: Linear
+    sizes: tuple[int, ...]
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.split_with_sizes(self.linear(x), self.sizes, dim=-1))
+
+
+Products = Apart | Joined
 
 
 # -- normalisation ------------------------------------------------------------------------
@@ -110,9 +137,7 @@ class SeparateProjections:
     ``query_scale``: OPT scales (and rounds) the queries here, not the scores in attention.
     """
 
-    q: Linear
-    k: Linear
-    v: Linear
+    qkv: Products
     q_heads: int
     kv_heads: int
     head_dim: int
@@ -122,9 +147,9 @@ class SeparateProjections:
 
     def __call__(self, x: torch.Tensor) -> Heads:
         tokens, dim = x.shape[0], self.head_dim
-        q = self.q(x).view(tokens, self.q_heads, dim)
-        k = self.k(x).view(tokens, self.kv_heads, dim)
-        v = self.v(x).view(tokens, self.kv_heads, dim)
+        q, k, v = self.qkv(x)
+        q = q.view(tokens, self.q_heads, dim)
+        k, v = k.view(tokens, self.kv_heads, dim), v.view(tokens, self.kv_heads, dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.query_scale is not None:
@@ -155,13 +180,13 @@ Projection = SeparateProjections | FusedProjection
 class GatedMlp:
     """SwiGLU (Shazeer 2020) and its relatives with another activation."""
 
-    gate: Linear
-    up: Linear
+    gate_up: Products
     down: Linear
     activation: Activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.activation(self.gate(x)).mul_(self.up(x)))
+        gate, up = self.gate_up(x)
+        return self.down(self.activation(gate).mul_(up))
 
 
 @dataclass(frozen=True, slots=True)

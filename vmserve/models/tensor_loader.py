@@ -87,5 +87,7 @@ def load_decoder(
         rename=lambda name: canonical_name(config, shapes, name),
         progress=progress,
     )
-    decoder = Decoder(config, assemble(config, tensors), max_len)
-    return decoder, sum(tensor.nbytes for tensor in tensors.values())
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    # On a CPU most of them are in their files, where they should stay.
+    weights = assemble(config, tensors, joined=device.type != "cpu")
+    return Decoder(config, weights, max_len), num_bytes

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vmserve.models.blocks import (
     ACTIVATIONS,
+    Apart,
     FusedProjection,
     GatedMlp,
+    Joined,
     LayerNorm,
     LearnedPositions,
     Linear,
     Mlp,
     Norm,
     PlainMlp,
+    Products,
     Projection,
     RmsNorm,
     SeparateProjections,
@@ -26,7 +29,7 @@ from vmserve.models.tensor_names import weight_name
 
 __all__ = ["DecoderWeights", "LayerWeights", "assemble"]
 
-_Tensors = Mapping[str, torch.Tensor]
+_Tensors = MutableMapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,12 @@ class DecoderWeights:
     head: torch.Tensor
 
 
-def assemble(config: DecoderConfig, tensors: _Tensors) -> DecoderWeights:
-    """Group the tensors of :func:`tensor_shapes` for the forward pass, without copying."""
+def assemble(config: DecoderConfig, tensors: _Tensors, *, joined: bool = False) -> DecoderWeights:
+    """Group the tensors of :func:`tensor_shapes` for the forward pass, without copying.
+
+    ``joined``: q, k and v, and gate and up, become one product each. Theirs are taken out of
+    ``tensors``, so that one projection at a time is in memory twice.
+    """
     names = config.names
     embedding = tensors[weight_name(names, names.embedding)]
     positions = None
@@ -65,7 +72,7 @@ def assemble(config: DecoderConfig, tensors: _Tensors) -> DecoderWeights:
         project_in=Linear(tensors[weight_name(names, names.project_in)]) if narrow else None,
         positions=positions,
         layers=tuple(
-            _layer(config, tensors, names.base + names.layer.format(layer))
+            _layer(config, tensors, names.base + names.layer.format(layer), joined)
             for layer in range(config.num_layers)
         ),
         final_norm=(
@@ -76,14 +83,14 @@ def assemble(config: DecoderConfig, tensors: _Tensors) -> DecoderWeights:
     )
 
 
-def _layer(config: DecoderConfig, tensors: _Tensors, prefix: str) -> LayerWeights:
+def _layer(config: DecoderConfig, tensors: _Tensors, prefix: str, joined: bool) -> LayerWeights:
     names = config.names
     return LayerWeights(
         attention_norm=_norm(config, tensors, prefix + names.attention_norm),
-        project=_projection(config, tensors, prefix),
+        project=_projection(config, tensors, prefix, joined),
         output=_linear(config, tensors, prefix + names.output),
         mlp_norm=_norm(config, tensors, prefix + names.mlp_norm),
-        mlp=_mlp(config, tensors, prefix),
+        mlp=_mlp(config, tensors, prefix, joined),
     )
 
 
@@ -92,27 +99,44 @@ def _linear(config: DecoderConfig, tensors: _Tensors, name: str) -> Linear:
     return Linear(weight.t() if config.names.transposed else weight, tensors.get(f"{name}.bias"))
 
 
+def _products(
+    config: DecoderConfig, tensors: _Tensors, names: Sequence[str], joined: bool
+) -> Products:
+    linears = [_linear(config, tensors, name) for name in names]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if not joined or config.names.transposed or len(biases) not in (0, len(linears)):
+        return Apart(tuple(linears))
+    for name in names:
+        del tensors[f"{name}.weight"]
+    weight = torch.cat([linear.weight for linear in linears])
+    sizes = tuple(linear.weight.shape[0] for linear in linears)
+    return Joined(Linear(weight, torch.cat(biases) if biases else None), sizes)
+
+
 def _norm(config: DecoderConfig, tensors: _Tensors, name: str) -> Norm:
     if config.norm.rms:
         return RmsNorm(tensors[f"{name}.weight"], config.norm.eps)
     return LayerNorm(tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias"), config.norm.eps)
 
 
-def _projection(config: DecoderConfig, tensors: _Tensors, prefix: str) -> Projection:
+def _projection(config: DecoderConfig, tensors: _Tensors, prefix: str, joined: bool) -> Projection:
     names = config.names
-    linears = [_linear(config, tensors, prefix + name) for name in names.qkv]
-    if len(linears) == 1:
-        return FusedProjection(linears[0], config.q_heads, config.head_dim)
-    q, k, v = linears
+    if len(names.qkv) == 1:
+        qkv = _linear(config, tensors, prefix + names.qkv[0])
+        return FusedProjection(qkv, config.q_heads, config.head_dim)
+    products = _products(config, tensors, [prefix + name for name in names.qkv], joined)
     norms = [RmsNorm(tensors[f"{prefix}{name}.weight"], config.norm.eps) for name in names.qk_norms]
     q_norm, k_norm = norms or (None, None)
     return SeparateProjections(
-        q, k, v, config.q_heads, config.kv_heads, config.head_dim, q_norm, k_norm,
+        products, config.q_heads, config.kv_heads, config.head_dim, q_norm, k_norm,
         config.query_scale,
     )  # fmt: skip
 
 
-def _mlp(config: DecoderConfig, tensors: _Tensors, prefix: str) -> Mlp:
-    *gate, up, down = (_linear(config, tensors, prefix + name) for name in config.names.mlp)
+def _mlp(config: DecoderConfig, tensors: _Tensors, prefix: str, joined: bool) -> Mlp:
+    *first, last = (prefix + name for name in config.names.mlp)
+    down = _linear(config, tensors, last)
     activation = ACTIVATIONS[config.activation]
-    return GatedMlp(gate[0], up, down, activation) if gate else PlainMlp(up, down, activation)
+    if len(first) == 1:
+        return PlainMlp(_linear(config, tensors, first[0]), down, activation)
+    return GatedMlp(_products(config, tensors, first, joined), down, activation)

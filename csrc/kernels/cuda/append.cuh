@@ -1,22 +1,28 @@
 // Many query rows: chunks of a prompt, and shared prefixes. Bound by arithmetic.
 //
-// An item has up to 64 rows (tokens x group), 16 for each of the four warps, which share the tiles
-// of K and V: while they work on one, the next is in flight.
+// An item has up to 128 rows (tokens x group), in blocks of 16: two for each of the four warps, or
+// one where it has 64 rows at most, or where heads are too long for the registers of two. The warps
+// share the tiles of K and V: while they work on one, the next is in flight. What a warp loads of a
+// tile serves both of its blocks, as shared memory is what limits the tensor cores.
 #pragma once
 
 #include "tile.cuh"
 
-constexpr int kAppendRows = 64;
 constexpr int kAppendWarps = 4;
 constexpr int kAppendStages = 2;
+constexpr int kBlockStride = 16 * kAppendWarps;  // each warp has every fourth block of rows
 
+// Blocks of rows that a warp has at most, and the rows of an item.
 template <int kHeadDim>
-constexpr int kAppendTokens = kHeadDim == 256 ? 32 : 64;
+constexpr int kAppendBlocks = kHeadDim == 256 ? 1 : 2;
+template <int kHeadDim>
+constexpr int kAppendRows = 16 * kAppendWarps * kAppendBlocks<kHeadDim>;
+constexpr int kAppendTokens = 32;
 
 template <int kHeadDim>
 struct AppendMemory {
-  static constexpr int kTileBytes = kAppendTokens<kHeadDim> * kHeadDim * 2;
-  static constexpr int kQueryBytes = kAppendRows * kHeadDim * 2;
+  static constexpr int kTileBytes = kAppendTokens * kHeadDim * 2;
+  static constexpr int kQueryBytes = kAppendRows<kHeadDim> * kHeadDim * 2;
   static constexpr int kBytes = kQueryBytes + kAppendStages * 2 * kTileBytes;
 
   char* const base;
@@ -46,56 +52,72 @@ VMS_DEVICE void store_rows(const ItemRows& rows, const RowSums<kHeadDim>& sums, 
   }
 }
 
-template <class T, int kHeadDim, bool kPaged>
+template <class T, int kHeadDim, bool kPaged, int kBlocks>
 VMS_DEVICE void append_item(const ItemRows& rows, const AppendMemory<kHeadDim>& memory) {
-  constexpr int kTokens = kAppendTokens<kHeadDim>;
+  constexpr int kTokens = kAppendTokens;
+  // Too many registers for the queries of two blocks of long heads.
+  constexpr bool kHeld = kHeadDim * kBlocks <= 128;
   const int lane = ptx::thread() & 31, first = (ptx::thread() >> 5) * 16;
   const WorkItem& item = rows.item;
-  const int count = (item.kv_end - item.kv_begin + kTokens - 1) / kTokens;
 
-  auto start = [&](int tile) {
-    if (tile < count) {
+  auto start = [&](int begin, int stage) {
+    if (begin < item.kv_end) {
       start_tiles<kHeadDim, kPaged, kTokens, 32 * kAppendWarps>(
-          rows.args.kv, item.row, rows.head_offset(), item.kv_begin + tile * kTokens, item.kv_end,
-          ptx::thread(), memory.k_tile(tile & 1), memory.v_tile(tile & 1));
+          rows.args.kv, item.row, rows.head_offset(), begin, item.kv_end, ptx::thread(),
+          memory.k_tile(stage), memory.v_tile(stage));
     }
     ptx::copy_commit();
   };
-  start(0);
-  load_queries<kHeadDim, kAppendRows, 32 * kAppendWarps>(rows, memory.queries());
-  int low[2], high[2], lowest, highest;
-  rows.visible(first + (lane >> 2), low[0], high[0]);
-  rows.visible(first + (lane >> 2) + 8, low[1], high[1]);
-  rows.span(first, lowest, highest);
+  start(item.kv_begin, 0);
+  load_queries<kHeadDim, 16 * kAppendWarps * kBlocks, 32 * kAppendWarps>(rows, memory.queries());
   ptx::sync_block();
-  QueryRows<kHeadDim> queries;
-  queries.take(memory.queries(), first, lane);
-  RowSums<kHeadDim> sums;
-  sums.clear();
+  Sight sight[kBlocks];
+  QueryRows<kHeadDim, kHeld> queries[kBlocks];
+  RowSums<kHeadDim> sums[kBlocks];
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    const int row = first + b * kBlockStride;
+    sight[b].take(rows, row);
+    queries[b].take(memory.queries(), row, lane);
+    sums[b].clear();
+  }
 
-  for (int tile = 0; tile < count; ++tile) {
+  int stage = 0;
+  for (int begin = item.kv_begin; begin < item.kv_end; begin += kTokens, stage ^= 1) {
     ptx::copy_wait<0>();
     ptx::sync_block();  // the tile is there, and every warp is done with the one before
-    start(tile + 1);
-    const int begin = item.kv_begin + tile * kTokens;
+    start(begin + kTokens, stage ^ 1);
     // Warps without rows, and tiles that none of the warp's rows sees.
-    const bool seen = begin <= highest &&
-                      (rows.args.window == 0 || begin + kTokens + rows.args.window > lowest + 1);
-    if (first < rows.num_rows && seen) {
-      attend_tile<T, kHeadDim, kTokens>(rows, queries, memory.k_tile(tile & 1),
-                                        memory.v_tile(tile & 1), begin, lowest, highest, low, high,
-                                        sums);
+    bool seen = false;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      seen |= first + b * kBlockStride < rows.num_rows && begin <= sight[b].highest &&
+              (rows.args.window == 0 || begin + kTokens + rows.args.window > sight[b].lowest + 1);
+    }
+    if (seen) {
+      attend_tile<T, kHeadDim, kTokens>(rows, queries, memory.k_tile(stage), memory.v_tile(stage),
+                                        begin, sight, sums);
     }
   }
-  store_rows<T>(rows, sums, first, rows.args.softcap > 0.0F ? 1.0F : rows.args.scale);
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    store_rows<T>(rows, sums[b], first + b * kBlockStride,
+                  rows.args.softcap > 0.0F ? 1.0F : rows.args.scale);
+  }
 }
 
 template <class T, int kHeadDim, bool kPaged>
 VMS_DEVICE void attend_append(const AttendArgs& args) {
   const AppendMemory<kHeadDim> memory{ptx::shared()};
-  const int num_work = ptx::load(args.num_items) * args.kv_heads;
-  for (int work = ptx::block(); work < num_work; work += ptx::num_blocks()) {
-    append_item<T, kHeadDim, kPaged>(ItemRows(args, work), memory);
+  // Their number is read again each time, as registers are scarce.
+  for (int work = ptx::block(); work < ptx::load(args.num_items) * args.kv_heads;
+       work += ptx::num_blocks()) {
+    const ItemRows rows(args, work);
+    if (kAppendBlocks<kHeadDim> > 1 && rows.num_rows > 16 * kAppendWarps) {
+      append_item<T, kHeadDim, kPaged, kAppendBlocks<kHeadDim>>(rows, memory);
+    } else {
+      append_item<T, kHeadDim, kPaged, 1>(rows, memory);
+    }
     ptx::sync_block();  // before queries and tiles are overwritten
   }
 }

@@ -40,7 +40,7 @@ struct DecodeMemory {
 // This warp's tiles of the item, every fourth. `ready`: has the block's queries in shared memory.
 template <class T, int kHeadDim, bool kPaged, int kStages>
 VMS_DEVICE void decode_tiles(const ItemRows& rows, const DecodeMemory<kHeadDim, kStages>& memory,
-                             RowSums<kHeadDim>& sums) {
+                             RowSums<kHeadDim> (&sums)[1]) {
   const int warp = ptx::thread() >> 5, lane = ptx::thread() & 31;
   const WorkItem& item = rows.item;
   const int tiles = (item.kv_end - item.kv_begin + kDecodeTokens - 1) / kDecodeTokens;
@@ -60,21 +60,20 @@ VMS_DEVICE void decode_tiles(const ItemRows& rows, const DecodeMemory<kHeadDim, 
   for (int stage = 0; stage < kStages; ++stage) start(stage, stage);
 
   load_queries<kHeadDim, kDecodeRows, 32 * kDecodeWarps>(rows, memory.queries());
-  int low[2], high[2];
-  rows.visible(lane >> 2, low[0], high[0]);
-  rows.visible((lane >> 2) + 8, low[1], high[1]);
+  Sight sight[1];
+  sight[0].take(rows, 0);
   ptx::sync_block();
-  QueryRows<kHeadDim> queries;
-  queries.take(memory.queries(), 0, lane);
-  sums.clear();
+  QueryRows<kHeadDim> queries[1];
+  queries[0].take(memory.queries(), 0, lane);
+  sums[0].clear();
 
   int stage = 0;
   for (int tile = 0; tile < count; ++tile) {
     ptx::copy_wait<kStages - 1>();
     ptx::sync_warp();
     attend_tile<T, kHeadDim, kDecodeTokens>(rows, queries, memory.k_tile(warp, stage),
-                                            memory.v_tile(warp, stage), first + tile * kStep,
-                                            item.min_position, item.max_position, low, high, sums);
+                                            memory.v_tile(warp, stage), first + tile * kStep, sight,
+                                            sums);
     ptx::sync_warp();  // every lane has read the stage
     start(tile + kStages, stage);
     stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -136,9 +135,9 @@ VMS_DEVICE void attend_decode(const AttendArgs& args) {
   const int num_work = ptx::load(args.num_items) * args.kv_heads;
   for (int work = ptx::block(); work < num_work; work += ptx::num_blocks()) {
     const ItemRows rows(args, work);
-    RowSums<kHeadDim> sums;
+    RowSums<kHeadDim> sums[1];
     decode_tiles<T, kHeadDim, kPaged, kStages>(rows, memory, sums);
-    share_sums(sums, args.softcap > 0.0F ? 1.0F : args.scale, memory);
+    share_sums(sums[0], args.softcap > 0.0F ? 1.0F : args.scale, memory);
     ptx::sync_block();
     merge_sums<T>(rows, memory);
     ptx::sync_block();  // before the rings are filled again

@@ -1,4 +1,4 @@
-// What a warp does with 16 query rows and a tile of keys and values in shared memory.
+// What a warp does with blocks of 16 query rows and a tile of keys and values in shared memory.
 //
 // Thread t of the warp holds, of every 16 x 8 block of scores or output, columns 2 (t % 4) and the
 // next of rows t / 4 (elements 0 and 1) and t / 4 + 8 (elements 2 and 3).
@@ -24,10 +24,9 @@ struct RowSums {
   }
 };
 
-// Query rows as fragments: in registers, or where heads are long in shared memory.
-template <int kHeadDim>
+// 16 query rows as fragments: in registers, or in shared memory where they would be too many.
+template <int kHeadDim, bool kHeld = kHeadDim <= 128>
 struct QueryRows {
-  static constexpr bool kHeld = kHeadDim <= 128;
   u32 held[kHeld ? kHeadDim / 16 : 1][4];
   const char* tile;
   int row, unit;
@@ -54,25 +53,33 @@ struct QueryRows {
   }
 };
 
-template <class T, int kHeadDim, int kTokens>
-VMS_DEVICE void score(const QueryRows<kHeadDim>& queries, const char* k_tile, int lane,
-                      float (&scores)[kTokens / 8][4]) {
+// Keys are loaded once for all blocks of rows.
+template <class T, int kHeadDim, int kTokens, int kBlocks, bool kHeld>
+VMS_DEVICE void score(const QueryRows<kHeadDim, kHeld> (&queries)[kBlocks], const char* k_tile,
+                      int lane, float (&scores)[kBlocks][kTokens / 8][4]) {
 #pragma unroll
-  for (int n = 0; n < kTokens / 8; ++n) {
+  for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scores[n][i] = 0.0F;
+    for (int n = 0; n < kTokens / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[b][n][i] = 0.0F;
+    }
   }
   const int row = ((lane >> 4) << 3) + (lane & 7), unit = (lane >> 3) & 1;
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
-    u32 q[4];
-    queries.fragment(k, q);
+    u32 q[kBlocks][4];
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) queries[b].fragment(k, q[b]);
 #pragma unroll
     for (int n = 0; n < kTokens / 16; ++n) {
       u32 keys[4];
       ptx::load_matrices(keys, k_tile + tile_offset<kHeadDim>(16 * n + row, 2 * k + unit));
-      ptx::multiply_add<T>(scores[2 * n], q, keys[0], keys[1]);
-      ptx::multiply_add<T>(scores[2 * n + 1], q, keys[2], keys[3]);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        ptx::multiply_add<T>(scores[b][2 * n], q[b], keys[0], keys[1]);
+        ptx::multiply_add<T>(scores[b][2 * n + 1], q[b], keys[2], keys[3]);
+      }
     }
   }
 }
@@ -147,23 +154,31 @@ VMS_DEVICE void soften(float (&scores)[kCount][4], float scale, RowSums<kHeadDim
   }
 }
 
-template <class T, int kHeadDim, int kTokens>
-VMS_DEVICE void weigh(const float (&weights)[kTokens / 8][4], const char* v_tile, int lane,
-                      RowSums<kHeadDim>& sums) {
+template <class T, int kHeadDim, int kTokens, int kBlocks>
+VMS_DEVICE void weigh(const float (&weights)[kBlocks][kTokens / 8][4], const char* v_tile, int lane,
+                      RowSums<kHeadDim> (&sums)[kBlocks]) {
   const int row = lane & 15, unit = lane >> 4;
 #pragma unroll
   for (int k = 0; k < kTokens / 16; ++k) {
-    const u32 w[4] = {ptx::pack<T>(weights[2 * k][0], weights[2 * k][1]),
-                      ptx::pack<T>(weights[2 * k][2], weights[2 * k][3]),
-                      ptx::pack<T>(weights[2 * k + 1][0], weights[2 * k + 1][1]),
-                      ptx::pack<T>(weights[2 * k + 1][2], weights[2 * k + 1][3])};
+    u32 w[kBlocks][4];
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&from)[4] = weights[b][2 * k + (i >> 1)];
+        w[b][i] = ptx::pack<T>(from[2 * (i & 1)], from[2 * (i & 1) + 1]);
+      }
+    }
 #pragma unroll
     for (int n = 0; n < kHeadDim / 16; ++n) {
       u32 values[4];
       ptx::load_matrices_transposed(values,
                                     v_tile + tile_offset<kHeadDim>(16 * k + row, 2 * n + unit));
-      ptx::multiply_add<T>(sums.out[2 * n], w, values[0], values[1]);
-      ptx::multiply_add<T>(sums.out[2 * n + 1], w, values[2], values[3]);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        ptx::multiply_add<T>(sums[b].out[2 * n], w[b], values[0], values[1]);
+        ptx::multiply_add<T>(sums[b].out[2 * n + 1], w[b], values[2], values[3]);
+      }
     }
   }
 }
@@ -235,28 +250,45 @@ VMS_DEVICE void load_queries(const ItemRows& rows, char* tile) {
   }
 }
 
-// One tile of keys and values for one warp's 16 rows, whose positions lie in [lowest, highest].
-template <class T, int kHeadDim, int kTokens>
-VMS_DEVICE void attend_tile(const ItemRows& rows, const QueryRows<kHeadDim>& queries,
-                            const char* k_tile, const char* v_tile, int begin, int lowest,
-                            int highest, const int (&low)[2], const int (&high)[2],
-                            RowSums<kHeadDim>& sums) {
+// Positions of a block of 16 rows, of which `first` is the first in the item.
+struct Sight {
+  int first, lowest, highest;
+
+  VMS_DEVICE void take(const ItemRows& rows, int first_row) {
+    first = first_row;
+    rows.span(first, lowest, highest);
+  }
+};
+
+// One tile of keys and values for one warp's blocks of rows.
+template <class T, int kHeadDim, int kTokens, int kBlocks, bool kHeld>
+VMS_DEVICE void attend_tile(const ItemRows& rows,
+                            const QueryRows<kHeadDim, kHeld> (&queries)[kBlocks],
+                            const char* k_tile, const char* v_tile, int begin,
+                            const Sight (&sight)[kBlocks], RowSums<kHeadDim> (&sums)[kBlocks]) {
   const AttendArgs& args = rows.args;
   const int lane = ptx::thread() & 31;
-  float scores[kTokens / 8][4];
+  float scores[kBlocks][kTokens / 8][4];
   score<T, kHeadDim, kTokens>(queries, k_tile, lane, scores);
-  float scale = args.scale;
-  if (args.softcap > 0.0F) {
-    cap(scores, scale, args.softcap);
-    scale = 1.0F;
-  }
   const int end = begin + kTokens;
-  // Only tiles at an edge are masked.
-  if (end > rows.item.kv_end || end > lowest + 1 ||
-      (args.window > 0 && begin + args.window <= highest)) {
-    mask(scores, begin + 2 * (lane & 3), low, high);
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    float scale = args.scale;
+    if (args.softcap > 0.0F) {
+      cap(scores[b], scale, args.softcap);
+      scale = 1.0F;
+    }
+    // Only tiles at an edge are masked, for which what a row sees is looked up again.
+    if (end > rows.item.kv_end || end > sight[b].lowest + 1 ||
+        (args.window > 0 && begin + args.window <= sight[b].highest)) {
+      const int row = sight[b].first + (lane >> 2);
+      int low[2], high[2];
+      rows.visible(row, low[0], high[0]);
+      rows.visible(row + 8, low[1], high[1]);
+      mask(scores[b], begin + 2 * (lane & 3), low, high);
+    }
+    soften(scores[b], scale, sums[b]);
   }
-  soften(scores, scale, sums);
   weigh<T, kHeadDim, kTokens>(scores, v_tile, lane, sums);
 }
 

@@ -21,7 +21,6 @@ from vmserve.attention.cuda.buffers import Counts, PlanBuffer
 from vmserve.attention.cuda.launcher import CudaLauncher, Launcher
 from vmserve.attention.cuda.params import AttendArgs, CombineArgs, WriteArgs
 from vmserve.attention.cuda.plan import (
-    APPEND_ROWS,
     DECODE_ROWS,
     Heads,
     Plan,
@@ -31,7 +30,7 @@ from vmserve.attention.cuda.plan import (
     find_shared_prefixes,
     make_plan,
 )
-from vmserve.attention.cuda.variant import Variant
+from vmserve.attention.cuda.variant import Variant, append_rows
 from vmserve.attention.cuda.view import DeviceView
 from vmserve.attention.rotary import Rotary
 from vmserve.dtypes import DType
@@ -250,7 +249,8 @@ class _Plans(ABC):
         step = Step(self.tables.rows(batch), batch.num_past, batch.num_new, batch.starts)
         kv_heads = self.view.kv_heads
         resident = self.launcher.resident(self.view.variant)
-        return make_plan(step, Heads(kv_heads, q_heads // kv_heads), resident, window, prefixes)
+        heads = Heads(kv_heads, q_heads // kv_heads, append_rows(self.view.head_dim))
+        return make_plan(step, heads, resident, window, prefixes)
 
     def _fill(self, buffer: PlanBuffer, batch: RaggedBatch, plan: Plan) -> None:
         rows = np.repeat(self.tables.rows(batch), batch.num_new)
@@ -328,13 +328,13 @@ class _Limits:
             table_width=-(-self.len // view.block_tokens) if copied else 0,
         )
 
-    def parts(self, group: int, limits: tuple[int, int]) -> int:
+    def parts(self, group: int, head_dim: int, limits: tuple[int, int]) -> int:
         """Tokens times parts: what is split makes no more items than the limit says."""
         # A tile of a decode has the tokens of one sequence, or of a prefix's members.
         of_tile = self.tokens if self.shared_prefixes else min(self.tokens, self.new)
         split = limits[0] * min(of_tile, max(1, DECODE_ROWS // group))
         if self.may_append(group):
-            split += limits[1] * min(of_tile, max(1, APPEND_ROWS // group))
+            split += limits[1] * min(of_tile, max(1, append_rows(head_dim) // group))
         return split + (2 * self.tokens if self.shared_prefixes else 0)
 
     def check(self, batch: RaggedBatch, prefixes: Sequence[SharedPrefix]) -> None:
@@ -375,7 +375,7 @@ class _FixedPlans(_Plans):
         )
         group = q_heads // view.kv_heads
         counts = limits.counts(view, tables, group, items)
-        num_parts = self._num_parts = limits.parts(group, items)
+        num_parts = self._num_parts = limits.parts(group, view.head_dim, items)
         combine = -(-limits.tokens * q_heads // _COMBINE_ROWS)
         blocks = (
             min(resident.decode, counts.decode * view.kv_heads),

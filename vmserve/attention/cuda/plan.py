@@ -34,7 +34,7 @@ __all__ = [
     "make_plan",
 ]
 
-#: Query rows of an item of each kernel (csrc/kernels/cuda).
+#: Query rows of an item of each kernel (csrc/kernels/cuda), of the append's at least.
 DECODE_ROWS, APPEND_ROWS = 16, 64
 #: Keys are cut at multiples of this: one turn of the decode kernel's four warps, or one tile.
 CHUNK_UNIT = 64
@@ -61,10 +61,11 @@ IntArray = NDArray[np.int64]
 
 
 class Heads(NamedTuple):
-    """``group``: query heads of one KV head."""
+    """``group``: query heads of one KV head. ``append_rows``: query rows of an append item."""
 
     kv_heads: int
     group: int
+    append_rows: int = APPEND_ROWS
 
 
 class Resident(NamedTuple):
@@ -173,12 +174,13 @@ def make_plan(
     shared = _shared_lengths(step, prefixes)
     few = step.num_new * heads.group <= DECODE_ROWS
     decode = [_sequence_tiles(step, np.flatnonzero(few), DECODE_ROWS, heads, window, shared)]
-    append = [_sequence_tiles(step, np.flatnonzero(~few), APPEND_ROWS, heads, window, shared)]
+    most = heads.append_rows
+    append = [_sequence_tiles(step, np.flatnonzero(~few), most, heads, window, shared)]
     lists: list[IntArray] = []
     for index, prefix in enumerate(prefixes):
         tokens, positions = _tokens_of(step, prefix.members)
         is_decode = len(tokens) * heads.group <= DECODE_ROWS
-        rows = DECODE_ROWS if is_decode else APPEND_ROWS
+        rows = DECODE_ROWS if is_decode else most
         first = sum(map(len, lists))
         tiles = _prefix_tiles(step, prefix, index, positions, first, rows // heads.group, window)
         (decode if is_decode else append).append(tiles)

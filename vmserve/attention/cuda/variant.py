@@ -7,11 +7,20 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["HEAD_DIMS", "KERNELS", "Kernel", "Sizes", "Variant", "architecture", "sizes_for"]
+__all__ = [
+    "HEAD_DIMS",
+    "KERNELS",
+    "Kernel",
+    "Sizes",
+    "Variant",
+    "append_rows",
+    "architecture",
+    "sizes_for",
+]
 
 HEAD_DIMS = (64, 128, 256)
 _TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-_WARPS, _DECODE_ROWS, _DECODE_TOKENS, _APPEND_ROWS = 4, 16, 16, 64
+_WARPS, _DECODE_ROWS, _DECODE_TOKENS, _APPEND_TOKENS = 4, 16, 16, 32
 #: What the device keeps of each block's shared memory for itself.
 _RESERVED_BYTES = 1024
 
@@ -90,8 +99,7 @@ def sizes_for(head_dim: int, block_bytes: int, multiprocessor_bytes: int) -> Siz
     """
     stage = _WARPS * 2 * _DECODE_TOKENS * head_dim * 2
     fixed = _DECODE_ROWS * head_dim * 2 + _WARPS * _DECODE_ROWS * 2 * 4
-    tokens = 32 if head_dim == 256 else 64
-    append = _APPEND_ROWS * head_dim * 2 + 2 * 2 * tokens * head_dim * 2
+    append = append_rows(head_dim) * head_dim * 2 + 2 * 2 * _APPEND_TOKENS * head_dim * 2
     for blocks in (2, 1):
         room = min(block_bytes, multiprocessor_bytes // blocks - _RESERVED_BYTES)
         stages = min(4, (room - fixed) // stage)
@@ -110,6 +118,11 @@ def sizes_for(head_dim: int, block_bytes: int, multiprocessor_bytes: int) -> Siz
         f"heads of {head_dim} need {fixed + 2 * stage} bytes of shared memory for a block; this "
         f"device has {block_bytes}"
     )
+
+
+def append_rows(head_dim: int) -> int:
+    """Query rows of an item of the append kernel: as many as a warp's registers have room for."""
+    return 64 if head_dim == 256 else 128
 
 
 def architecture(major: int, minor: int) -> str:
