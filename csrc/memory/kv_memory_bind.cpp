@@ -203,14 +203,34 @@ void KVMemory::prepare_page(Change& change, PageId page, Tenant tenant) {
   pool_.mark_written(page, tenant);
 }
 
-// How many pages the fresh memory takes at most; blocks that a sequence finds in a page of its own
-// are counted as if they needed another.
+// Blocks that the sequence can have behind `block` in a page of its own.
+std::int64_t KVMemory::num_own_behind(SeqId id, BlockId block) const {
+  const PageId page = pool_.page_of(block);
+  if (pool_.owner(page) != id || !pool_.is_at_rest(page)) return 0;
+  const BlockId end = pool_.first_block(page) + config_.blocks_per_page;
+  BlockId next = block + 1;
+  while (next < end && pool_.refs(next) == 0 && !pool_.is_published(next)) ++next;
+  return next - block - 1;
+}
+
+// How many pages the fresh memory takes. NOTE: no more than the plan said. Beyond that it would evict
+// what the mapper has in hand, which can be refused, for nothing.
 std::int64_t KVMemory::pages_for_fresh(const Change& change) const {
   std::int64_t pages = 0;
   std::unordered_map<Tenant, std::int64_t> blocks;
+  std::unordered_map<SeqId, std::int64_t> own;  // left in the page of the block before
   for (const Fresh& fresh : change.fresh) {
-    pages += fresh.kind != Fresh::Kind::kBlock ? 1 : 0;
-    blocks[seqs_[fresh.seq].tenant] += fresh.kind == Fresh::Kind::kBlock ? 1 : 0;
+    if (fresh.kind != Fresh::Kind::kBlock) {
+      ++pages;
+      own[fresh.seq] = config_.blocks_per_page - 1;
+      continue;
+    }
+    const Sequence& seq = seqs_[fresh.seq];
+    const BlockId before = fresh.index > 0 ? seq.has.blocks[fresh.index - 1] : kNoBlock;
+    std::int64_t& left = own[fresh.seq];
+    if (before != kNoBlock) left = num_own_behind(fresh.seq, before);
+    blocks[seq.tenant] += left > 0 ? 0 : 1;
+    left = std::max<std::int64_t>(0, left - 1);
   }
   for (const auto& [tenant, count] : blocks) {
     const std::int64_t width = config_.blocks_per_page;
@@ -268,14 +288,10 @@ BlockId KVMemory::fresh_whole_page(Change& change, SeqId id, BlockId before) {
 
 // The next block of the sequence's own page, or one of a split page.
 BlockId KVMemory::fresh_block(Change& change, SeqId id, BlockId before) {
-  if (before != kNoBlock && (before + 1) % config_.blocks_per_page != 0) {
-    const PageId page = pool_.page_of(before);
-    const bool is_own = pool_.owner(page) == id && pool_.is_at_rest(page);
-    if (is_own && pool_.refs(before + 1) == 0 && !pool_.is_published(before + 1)) {
-      if (config_.zero_policy == ZeroPolicy::kAlways) change.zero_blocks.push_back(before + 1);
-      add_ref(change, before + 1);
-      return before + 1;
-    }
+  if (before != kNoBlock && num_own_behind(id, before) > 0) {
+    if (config_.zero_policy == ZeroPolicy::kAlways) change.zero_blocks.push_back(before + 1);
+    add_ref(change, before + 1);
+    return before + 1;
   }
   BlockId block = pool_.take_block(seqs_[id].tenant);
   if (block == kNoBlock) {

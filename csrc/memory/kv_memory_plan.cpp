@@ -188,10 +188,13 @@ void KVMemory::demand_bind(Demand& demand, const Sequence& seq, const std::vecto
       if (page.kind == BoundPage::Kind::kCopy || is_contested) ++demand.pages;
     }
   }
-  // Idle pages leave the pool's reserve, also those that are only copied from.
+  // Idle pages leave the pool's reserve, also those that are only copied from. What is to be idle
+  // when an epoch or a command of the mapper ends, perhaps before apply(), is counted the same way.
   for (const BlockId block : blocks) {
-    if (block == kNoBlock || pool_.state(pool_.page_of(block)) != PageState::kIdle) continue;
-    if (demand.claimed.insert(pool_.page_of(block)).second) ++demand.pages;
+    if (block == kNoBlock || pool_.used(pool_.page_of(block)) > 0) continue;
+    if (!demand.claimed.insert(pool_.page_of(block)).second) continue;
+    ++demand.pages;
+    demand.coming += pool_.state(pool_.page_of(block)) == PageState::kIdle ? 0 : 1;
   }
 }
 
@@ -203,10 +206,7 @@ void KVMemory::demand_paged(Demand& demand, SeqId id, std::int64_t have, std::in
   std::int64_t own_left = 0;
   if (have > 0 && have == static_cast<std::int64_t>(seq.has.blocks.size())) {
     const BlockId last = seq.has.blocks.back();
-    if (last != kNoBlock && pool_.owner(pool_.page_of(last)) == id && !dense &&
-        pool_.is_at_rest(pool_.page_of(last))) {
-      own_left = width - 1 - last % width;
-    }
+    if (last != kNoBlock && !dense) own_left = num_own_behind(id, last);
   }
   for (std::int64_t index = have; index < want; ++index) {
     if (takes_whole_page(index, dense)) {
@@ -220,9 +220,7 @@ void KVMemory::demand_paged(Demand& demand, SeqId id, std::int64_t have, std::in
   }
 }
 
-std::vector<PageId> KVMemory::contested_pages(const std::vector<Op>& ops) const {
-  std::vector<PageId> seen;
-  std::vector<PageId> contested;
+void KVMemory::note_attached(Demand& demand, const std::vector<Op>& ops) const {
   for (const Op& op : ops) {
     if (op.kind != OpKind::kAttach || op.num_tokens == 0) continue;
     PageId last = kNoPage;
@@ -230,17 +228,17 @@ std::vector<PageId> KVMemory::contested_pages(const std::vector<Op>& ops) const 
       const PageId page = pool_.page_of(block);
       if (page == last) continue;
       last = page;
-      const bool again = std::find(seen.begin(), seen.end(), page) != seen.end();
-      (again ? contested : seen).push_back(page);
+      std::vector<PageId>& attached = demand.attached;
+      const bool again = std::find(attached.begin(), attached.end(), page) != attached.end();
+      (again ? demand.contested : attached).push_back(page);
     }
   }
-  return contested;
 }
 
 KVMemory::Demand KVMemory::demand(const std::vector<Op>& ops, bool dense) const {
   Demand demand;
   demand.dense = dense;
-  demand.contested = contested_pages(ops);
+  note_attached(demand, ops);
   for (const Op& op : ops) {
     if (op.kind == OpKind::kFork) demand.parents.push_back(op.other);
   }
@@ -272,7 +270,7 @@ void KVMemory::demand_op(Demand& demand, const Op& op) const {
       after.view = op.view;
       binds = op.view == View::kVirtual && seq.has.view == View::kPaged && seq.has.length > 0;
       if (binds) demand_bind(demand, seq, seq.has.blocks, seq.has.length, true);
-      if (binds && is_parent(demand, op.seq)) {
+      if (binds && (is_parent(demand, op.seq) || is_wanted(demand, seq))) {
         demand.pages += num_claims(seq, /*all=*/true);
       } else if (binds && demand.dense) {
         demand.pages += num_claims(seq, /*all=*/false);
@@ -304,8 +302,15 @@ bool KVMemory::is_parent(const Demand& demand, SeqId id) {
   return std::find(demand.parents.begin(), demand.parents.end(), id) != demand.parents.end();
 }
 
-// Pages that a paged sequence would have for itself in the virtual view, but for its forks in the
-// same plan (`all`), or for the packing that comes first: it may fill a page's gaps with other
+// Whether an attach of the plan finds blocks of the sequence's last page.
+bool KVMemory::is_wanted(const Demand& demand, const Sequence& seq) const {
+  const BlockId last = seq.has.blocks.empty() ? kNoBlock : seq.has.blocks.back();
+  return last != kNoBlock && std::find(demand.attached.begin(), demand.attached.end(),
+                                       pool_.page_of(last)) != demand.attached.end();
+}
+
+// Pages that a paged sequence would have for itself in the virtual view, but for forks of it, or
+// attaches of its blocks, in the same plan (`all`), or for the packing that comes first: it may fill a page's gaps with other
 // blocks.
 std::int64_t KVMemory::num_claims(const Sequence& seq, bool all) const {
   const auto bound = bind_pages(seq.has.blocks, seq.has.length, /*own=*/true, 0);
@@ -465,7 +470,7 @@ Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {
   plan.needed_pages = pages_missing(wanted, /*squeezed=*/false);
   std::int64_t available = pool_.num_available() + wanted.coming;
   dense = false;
-  if (plan.needed_pages > available && config_.blocks_per_page > 1) {
+  if (plan.needed_pages > std::max<std::int64_t>(0, available) && config_.blocks_per_page > 1) {
     wanted = demand(ops, /*dense=*/true);
     std::unordered_map<Tenant, std::int64_t> left;
     const bool squeezes = !attaches(ops);

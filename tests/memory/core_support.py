@@ -267,12 +267,11 @@ class Rig:
         view = as_view(op.paged)
         return (KINDS[op.kind], op.seq, op.num_tokens, op.first_token, op.other, view)
 
-    def step(self, ops: Sequence[Op], fault: Fault | None = None, *, mapped: int = 0) -> bool:
+    def step(self, ops: Sequence[Op], fault: Fault | None = None) -> bool:
         """Plans, applies, and writes what the epoch is to write. False: it did not fit, or the
-        driver refused; then nothing changed. `mapped`: commands that the mapper runs in between."""
+        driver refused; then nothing changed."""
         if not (plan := self.plan(ops)).fits:
             return False
-        self.core.run_mapper(mapped)
         before, lengths = self.model.seen, {s: m.length for s, m in self.model.seqs.items()}
         committed = self.core.stats().committed_pages
         read_late = [b for b, e in self.model.waiting.items() if e > self.model.completed]

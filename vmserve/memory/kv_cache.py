@@ -57,6 +57,9 @@ class KVCache:
     fork shares. ``tensors(unmapped="zero")`` can be read everywhere. After :meth:`close`,
     tensors that are still held may be dropped at any time; the memory goes with the last.
 
+    The cache belongs to its process: calls in a fork raise ``ValueError``, but its tensors there
+    show, and write to, the parent's memory. Start worker processes with the spawn method.
+
     Several threads may call one cache, each for slots of its own: calls wait for each other.
 
     ``driver``: "host", "cuda", or the path of a driver's shared library (drivers_ext/README.md).

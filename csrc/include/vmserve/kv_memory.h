@@ -315,7 +315,7 @@ class KVMemory {
 
   struct Demand {
     std::int64_t pages = 0;   // fresh ones, and idle ones that are claimed
-    std::int64_t coming = 0;  // of those, ones that the mapper has in hand for this very slot
+    std::int64_t coming = 0;  // of those, ones that are nobody else's, though not idle yet
     std::int64_t slots = 0;
     std::int64_t swap_blocks = 0;
     std::int64_t runs = 0;  // of pages that slots are to show, of one group, at most
@@ -326,7 +326,8 @@ class KVMemory {
     std::unordered_set<PageId> claimed;
     std::unordered_set<BlockId> swapped;
     std::vector<SeqId> parents;
-    std::vector<PageId> contested;
+    std::vector<PageId> attached;   // pages of which a kAttach of the plan finds blocks
+    std::vector<PageId> contested;  // of those, ones that another kAttach would like to have, too
   };
 
   // Positions [start, length) that an epoch writes of a sequence.
@@ -391,8 +392,8 @@ class KVMemory {
                    std::int64_t num_tokens, bool own) const;
   void demand_paged(Demand& demand, SeqId id, std::int64_t have, std::int64_t want) const;
   std::int64_t num_coming(const Sequence& seq, std::int64_t have, std::int64_t want) const;
-  // Pages that more than one kAttach of the plan would like to have for itself.
-  std::vector<PageId> contested_pages(const std::vector<Op>& ops) const;
+  void note_attached(Demand& demand, const std::vector<Op>& ops) const;
+  bool is_wanted(const Demand& demand, const Sequence& seq) const;
   // `own`: the sequence has these blocks already. `held`: how often a page may be held and still
   // be had as a whole.
   std::vector<BoundPage> bind_pages(const std::vector<BlockId>& blocks, std::int64_t num_tokens,
@@ -447,6 +448,7 @@ class KVMemory {
   std::vector<AccessRun> access_runs(const Change& change, bool writable) const;
   void add_ref(Change& change, BlockId block);
   void save(Change& change, SeqId id);
+  std::int64_t num_own_behind(SeqId seq, BlockId block) const;
   std::int64_t pages_for_fresh(const Change& change) const;
   void assign_fresh(Change& change);
   PageId fresh_page(Change& change, BlockId before, Tenant tenant, bool grows);
