@@ -213,8 +213,8 @@ std::int64_t KVMemory::num_own_behind(SeqId id, BlockId block) const {
   return next - block - 1;
 }
 
-// How many pages the fresh memory takes. NOTE: no more than the plan said. Beyond that it would evict
-// what the mapper has in hand, which can be refused, for nothing.
+// How many pages the fresh memory takes. NOTE: no more than the plan said. Beyond that it would
+// evict what the mapper has in hand, which can be refused, for nothing.
 std::int64_t KVMemory::pages_for_fresh(const Change& change) const {
   std::int64_t pages = 0;
   std::unordered_map<Tenant, std::int64_t> blocks;

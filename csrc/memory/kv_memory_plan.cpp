@@ -310,8 +310,8 @@ bool KVMemory::is_wanted(const Demand& demand, const Sequence& seq) const {
 }
 
 // Pages that a paged sequence would have for itself in the virtual view, but for forks of it, or
-// attaches of its blocks, in the same plan (`all`), or for the packing that comes first: it may fill a page's gaps with other
-// blocks.
+// attaches of its blocks, in the same plan (`all`), or for the packing that comes first: it may
+// fill a page's gaps with other blocks.
 std::int64_t KVMemory::num_claims(const Sequence& seq, bool all) const {
   const auto bound = bind_pages(seq.has.blocks, seq.has.length, /*own=*/true, 0);
   return std::count_if(bound.begin(), bound.end(), [&](const BoundPage& page) {
