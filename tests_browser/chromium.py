@@ -37,7 +37,7 @@ _ANSWER_SECONDS = 60
 
 
 def chromium() -> str:
-    """The program to run, found by scripts/browser or on the PATH."""
+    """The program to run, found by scripts/test-browser or on the PATH."""
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     found = os.environ.get("VMSERVE_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     assert found, "no Chromium: run scripts/test-browser, which finds or fetches one"

@@ -12,7 +12,7 @@ from vmserve.server.telemetry import Histogram
 Start = Callable[..., Running]
 LABELS = {"model_name": "fake", "engine": "0"}
 
-#: API.md and API-DETAILS.md; each is there before anything was served.
+#: Each is there before anything was served.
 FAMILIES = [
     "num_requests_running",
     "num_requests_waiting",
