@@ -308,6 +308,7 @@ def test_at_start_what_finds_memory_is_captured(planned: Iterator[list[PlannedCp
     engine = LLMEngine(config, runtime=runtime)
     assert engine._graphs is not None
     assert (engine._graphs.num_captured, runtime.num_begun) == (0, 1)
+    assert engine.memory.stats().waiting_pages == 0
     engine.close()
 
 

@@ -124,8 +124,10 @@ def _one_token(memory: MemoryManager, regime: Regime) -> Iterator[RaggedBatch]:
         assert isinstance(plan, MemoryPlan), "the pool is empty"
         epoch = memory.apply(plan)
         place = seq if regime is Regime.PAGED else int(memory.slots([seq])[0])
-        yield RaggedBatch.build([place], [0], [1])
-        memory.launched(epoch)
+        try:
+            yield RaggedBatch.build([place], [0], [1])
+        finally:
+            memory.launched(epoch)
     finally:
         memory.release(seq)
 
