@@ -1,6 +1,7 @@
 // What is done while steps compute: the mapper is told what to do, and its outcomes are entered in
 // the books. Pages and addresses in a command belong to nobody else until its outcome is in.
 #include <algorithm>
+#include <utility>
 #include <cmath>
 
 #include "vmserve/errors.h"
@@ -324,7 +325,15 @@ void KVMemory::grew(Outcome& outcome) {
 // of a prefix together, so that they make one run. Those that no slot shows; where there are not
 // enough among the oldest, those of the slot that was parked longest ago once it is unmapped.
 void KVMemory::evict_ahead() {
+  // They came back as the newest idle ones, but were the oldest. NOTE: not as they come back, since
+  // somebody may count on having found what is cached there.
+  const std::vector<PageId> reclaimed = std::exchange(reclaimed_, {});
   if (pool_.num_committed() < pool_.limit()) return;
+  for (const PageId page : reclaimed) {
+    if (pool_.num_free() >= wanted_free()) break;
+    const bool is_idle = pool_.state(page) == PageState::kIdle && pool_.maps(page) == 0;
+    if (is_idle) totals_.evicted += pool_.drop_cached(page);
+  }
   std::int64_t wanted = wanted_free() - pool_.num_free();
   PageId page = pool_.oldest_idle();
   for (std::int64_t looked = 0; wanted > 0 && page != kNoPage && looked < kReclaimBatch; ++looked) {
@@ -384,13 +393,9 @@ std::vector<PageId> KVMemory::reclaim_slot(SlotId id, std::int64_t first) {
 
 void KVMemory::unmapped(Outcome& outcome) {
   if (outcome.done) {
-    const bool is_full = pool_.num_committed() >= pool_.limit();
     for (const PageId page : outcome.command.pages) {
       pool_.unhold(page);
-      // They come back as the newest idle ones, but were the oldest.
-      if (is_full && pool_.state(page) == PageState::kIdle && pool_.num_free() < wanted_free()) {
-        totals_.evicted += pool_.drop_cached(page);
-      }
+      reclaimed_.push_back(page);
     }
     totals_.unmapped += static_cast<std::int64_t>(outcome.command.pages.size());
     totals_.unmap_calls += static_cast<std::int64_t>(outcome.command.unmap.size());

@@ -209,7 +209,8 @@ class Rig:
         plan = self.core.plan([self._as_tuple(op) for op in ops])
         self.quiet()
         after = self.core.stats()
-        if ops and not self.core.last_error():
+        attaches = any(op.kind is Kind.ATTACH for op in ops)
+        if ops and not attaches and not self.core.last_error():
             held = after.held_pages + after.quarantined_pages
             self.model.check_limit(after.committed_pages, held)
         self.model.check_plan(
