@@ -1,8 +1,8 @@
 // What is done while steps compute: the mapper is told what to do, and its outcomes are entered in
 // the books. Pages and addresses in a command belong to nobody else until its outcome is in.
 #include <algorithm>
-#include <utility>
 #include <cmath>
+#include <utility>
 
 #include "vmserve/errors.h"
 #include "vmserve/kv_memory.h"

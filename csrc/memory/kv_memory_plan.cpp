@@ -498,8 +498,8 @@ Plan KVMemory::assess(const std::vector<Op>& ops, bool& dense) const {
 Plan KVMemory::plan(const std::vector<Op>& ops) {
   const auto lock = enter();
   absorb();
-  // Only asking what there is leaves an earlier plan as good as it was, and what is attached has been
-  // found already.
+  // Only asking what there is leaves an earlier plan as good as it was, and what is attached has
+  // been found already.
   if (!ops.empty() && !attaches(ops)) shed();
   const std::vector<Op> wanted = merged(ops);
   validate(wanted);

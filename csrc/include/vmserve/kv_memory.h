@@ -570,7 +570,7 @@ class KVMemory {
   std::int64_t num_open_ = 0;
   std::int64_t mapping_reserve_ = 0;   // parked slots are unmapped while there is less room
   std::int64_t pending_mappings_ = 0;  // that the mapper's commands may make, at most
-  std::vector<PageId> reclaimed_;  // by the mapper, since the last step was begun
+  std::vector<PageId> reclaimed_;      // by the mapper, since the last step was begun
   bool is_growing_ = false;            // the mapper commits pages
   std::uint64_t last_mapping_ = 0;     // the mapper's newest command that is more than sealing
   // Pages and newcomers of a step, and pages that a newcomer with nothing cached began with: those
