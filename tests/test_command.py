@@ -25,7 +25,9 @@ runpy.run_module("vmserve", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("name", ["vmserve.cli", "typer", "vmserve.cli_plan", "vmserve.models"])
+@pytest.mark.parametrize(
+    "name", ["vmserve.cli.main", "typer", "vmserve.cli.plan", "vmserve.models"]
+)
 def test_an_interrupt_while_it_is_imported(name: str) -> None:
     code = INTERRUPTED.format(name=name)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vmserve.errors import InvalidRequestError
-from vmserve.infill import infill_prompt
+from vmserve.text.infill import infill_prompt
 
 
 def encode(text: str, add_special_tokens: bool) -> list[int]:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from vmserve.imports import import_quickly
 
 if TYPE_CHECKING:
-    from vmserve.async_llm import AsyncLLM
+    from vmserve.client.async_llm import AsyncLLM
+    from vmserve.client.llm import LLM
     from vmserve.config import EngineConfig
     from vmserve.errors import (
         ConfigurationError,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
         UnsupportedError,
         VmserveError,
     )
-    from vmserve.llm import LLM
     from vmserve.memory.kv_cache import KVCache
     from vmserve.memory.layout import KVLayout, plan_layout
     from vmserve.sampling.params import BeamSearchParams, SamplingParams
@@ -73,8 +73,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Names are imported when first used: `vmserve --help` and the planner must not pay for
 # torch and transformers.
 _HOMES = {
-    "LLM": "vmserve.llm",
-    "AsyncLLM": "vmserve.async_llm",
+    "LLM": "vmserve.client.llm",
+    "AsyncLLM": "vmserve.client.async_llm",
     "EngineConfig": "vmserve.config",
     "KVCache": "vmserve.memory.kv_cache",
     "KVLayout": "vmserve.memory.layout",

@@ -12,7 +12,7 @@ _INTERRUPT = signal.getsignal(signal.SIGINT)
 if _INTERRUPT is signal.default_int_handler:  # not where nohup ignores it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from vmserve import cli  # noqa: E402 - see above
+from vmserve.cli import main as cli  # noqa: E402 - see above
 
 __all__ = ["main"]
 

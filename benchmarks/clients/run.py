@@ -137,7 +137,7 @@ def paced_server(record: Path) -> Iterator[str]:
 
 def vmserve_figures(url: str, trace: Path, num: int, place: Path) -> dict[str, float]:
     told = place / "results.json"
-    program = [sys.executable, "-c", "from vmserve.cli import main; main()", "bench", "serve"]
+    program = [sys.executable, "-c", "from vmserve.cli.main import main; main()", "bench", "serve"]
     options = ["--base-url", url, "--trace", str(trace), "--requests", str(num), "--rounds", "1"]
     run([*program, *options, "--json", str(told)], place)
     [only] = json.loads(told.read_text())["rounds"]

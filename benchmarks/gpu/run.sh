@@ -82,7 +82,7 @@ case "$part" in
       -k "${SANITIZE:-tenant or (backends and bfloat16 and 8-None)}" \
       "$@" 2>&1 | tee "$results/sanitize/sanitize.log"
     ;;
-  vmm) limited "$python" -c 'from vmserve.cli import main; main()' bench alloc --driver cuda \
+  vmm) limited "$python" -c 'from vmserve.cli.main import main; main()' bench alloc --driver cuda \
     --json "$results/vmm/results.json" --markdown "$results/vmm/vmm.md" "$@" ;;
   kernels)
     # The budget is each of its parts'.

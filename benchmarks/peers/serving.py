@@ -57,7 +57,12 @@ def command(subject: Subject, environment: Environment, job: Json, port: int) ->
             "max_model_len": job["max_model_len"],
             "enable_prefix_caching": False,
         }
-        start = [str(environment.python), "-c", "from vmserve.cli import main; main()", "serve"]
+        start = [
+            str(environment.python),
+            "-c",
+            "from vmserve.cli.main import main; main()",
+            "serve",
+        ]
         start += ["--model", job["model"], "--served-model-name", MODEL_NAME, *where]
         return start + command_line_options(options | dict(subject.options))
     if subject.engine == "llama.cpp":

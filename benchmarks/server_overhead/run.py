@@ -212,7 +212,7 @@ def sender(engine: Any) -> SendAll:
 async def over_http(args: argparse.Namespace, *more: str) -> AsyncIterator[Way]:
     options = engine_options(args)
     command = [
-        *(sys.executable, "-c", "from vmserve.cli import main; main()", "serve"),
+        *(sys.executable, "-c", "from vmserve.cli.main import main; main()", "serve"),
         *("--max-num-seqs", str(options["max_num_seqs"]), "--kv-regime", options["kv_regime"]),
         *("--max-model-len", str(options["max_model_len"]), "--no-enable-prefix-caching"),
         *(() if args.model is None else ("--model", args.model)),

@@ -14,7 +14,7 @@ import threading
 import time
 
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.ipc.__main__ import _ready
 from vmserve.ipc.framing import receive_frame, send_frame
 from vmserve.ipc.messages import (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vmserve.bench.machine import cpu_model
 from vmserve.bench.report import fresh_directory
-from vmserve.cli import main
+from vmserve.cli.main import main
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

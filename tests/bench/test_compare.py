@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from vmserve.bench.ab.metrics import METRICS
 from vmserve.bench.compare_cases import SCHEMAS, read, read_cases
-from vmserve.cli_bench import app
+from vmserve.cli.bench import app
 from vmserve.errors import ConfigurationError
 
 MACHINE = {"cpu": "a", "num_usable_cores": 2, "packages": {"vmserve": "1"}}

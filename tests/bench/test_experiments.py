@@ -10,7 +10,7 @@ import typer.testing
 
 from vmserve.bench.papers.command import REAL_FIGURES, papers_command
 from vmserve.bench.papers.experiments import EXPERIMENTS, document
-from vmserve.cli import app
+from vmserve.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,7 +22,7 @@ from vmserve.bench.papers.reference import (
 )
 from vmserve.bench.papers.systems import Trace, measure, sustained_rate
 from vmserve.bench.workloads import RequestShape
-from vmserve.cli_bench import app
+from vmserve.cli.bench import app
 from vmserve.errors import ConfigurationError
 from vmserve.simulation.devices import opt_13b
 

@@ -24,7 +24,7 @@ from vmserve.bench.papers.served import (
     scaled,
 )
 from vmserve.bench.workloads import RequestShape, sharegpt
-from vmserve.cli_bench import app
+from vmserve.cli.bench import app
 from vmserve.errors import ConfigurationError
 
 

@@ -14,7 +14,7 @@ from tests.profiles import steady_profile
 from vmserve import LLM, SamplingParams, plan_layout
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.bench.profile import measured_profile
-from vmserve.cli_bench import app
+from vmserve.cli.bench import app
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime

@@ -25,7 +25,7 @@ from vmserve.bench.serve.events import Answer, EventReader
 from vmserve.bench.serve.results import ServedRound, notes
 from vmserve.bench.serve.server import api_url, look
 from vmserve.bench.workloads import RequestShape
-from vmserve.cli_bench import app
+from vmserve.cli.bench import app
 from vmserve.errors import ConfigurationError
 
 Reply = tuple[int, dict[str, str], str]

@@ -22,9 +22,9 @@ from vmserve.bench.sharing.prefix import Runner, translation_shapes
 from vmserve.bench.sharing.record import ForkOf, Step, count_memory, replay
 from vmserve.bench.sharing.reference import PAPER_PREFIX_SPEEDUP, PAPER_SAVED_PERCENT, SHOT_TOKENS
 from vmserve.bench.workloads import RequestShape
-from vmserve.cli_bench import app
+from vmserve.cli.bench import app
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.layout import HOST_GRANULARITY, plan_layout

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from vmserve.bench import startup
 from vmserve.bench.ab.client import RunFailedError
 from vmserve.bench.startup import PHASES, PROCESSES, Samples, document, memory_table, table
-from vmserve.cli_bench import app
+from vmserve.cli.bench import app
 
 # One process imports torch, which takes its time on a busy machine.
 pytestmark = pytest.mark.timeout(400)

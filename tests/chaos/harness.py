@@ -19,7 +19,7 @@ import psutil
 
 __all__ = ["Server", "Stream", "until"]
 
-COMMAND = [sys.executable, "-c", "from vmserve.cli import main; main()", "serve"]
+COMMAND = [sys.executable, "-c", "from vmserve.cli.main import main; main()", "serve"]
 OPTIONS = [
     *("--port", "0", "--kv-cache-memory", "64MiB", "--max-model-len", "1024"),
     *("--kv-regime", "virtual"),

@@ -18,7 +18,7 @@ Reference = Callable[[list[int], int], list[int]]
 
 def vmserve(*args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from vmserve.cli import main; main()", *args],
+        [sys.executable, "-c", "from vmserve.cli.main import main; main()", *args],
         input=stdin,
         capture_output=True,
         text=True,
@@ -248,7 +248,7 @@ def test_help_of_serve_spells_every_option_out() -> None:
 def test_a_full_disk_is_one_line(args: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", "from vmserve.cli import main; main()", *args],
+            [sys.executable, "-c", "from vmserve.cli.main import main; main()", *args],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from vmserve import LLM, AsyncLLM, RequestOutput, SamplingParams
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, DeadlineError
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)

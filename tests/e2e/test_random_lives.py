@@ -323,7 +323,7 @@ def test_a_random_life_on_a_device_that_runs_late(
     sim.configure(SimConfig(total_bytes=1 << 26))
     with monkeypatch.context() as patch:
         patch.setitem(BACKENDS, "cpu", SnapshotCpu)  # type: ignore[arg-type]
-        patch.setattr("vmserve.engine.open_runtime", lambda *_: DeferredRuntime(sim))
+        patch.setattr("vmserve.engine.engine.open_runtime", lambda *_: DeferredRuntime(sim))
         life = Life(seed, prompts(3, 96, 20), async_scheduling="on")
     runtime = make_late(life.engine, monkeypatch)
     try:

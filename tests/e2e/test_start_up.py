@@ -114,7 +114,7 @@ def wait_url(process: subprocess.Popen[str]) -> str:
 
 def test_the_processes_of_a_server_have_no_torch() -> None:
     environment = {name: v for name, v in os.environ.items() if name != "VMSERVE_API_KEY"}
-    command = [sys.executable, "-c", "from vmserve.cli import main; main()", "serve", "--port", "0",
+    command = [sys.executable, "-m", "vmserve", "serve", "--port", "0",
                "--kv-cache-memory", "64MiB", "--max-model-len", "256"]  # fmt: skip
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=environment, bufsize=1

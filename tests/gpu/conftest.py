@@ -19,7 +19,7 @@ from tests.conformance.conftest import bench
 from tests.conformance.subjects import GPU
 from vmserve import _core  # first: it sets how torch's threads wait
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.errors import DriverError
 from vmserve.models import resolve_model
 from vmserve.runner.runtime import TorchRuntime, open_runtime

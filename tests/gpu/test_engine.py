@@ -10,7 +10,7 @@ import pytest
 
 from tests.gpu.criterion import MARGINS, Logits, disagreement
 from vmserve import SamplingParams
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
 from vmserve.runner.runtime import TorchRuntime
 from vmserve.torch_dtypes import as_torch

@@ -11,7 +11,7 @@ from vmserve.ipc.assembly import RequestAssembly
 from vmserve.ipc.messages import Choice, Update
 from vmserve.ipc.open_request import MOST_AT_ONCE, OpenRequest
 from vmserve.models import resolve_model
-from vmserve.tokenizer import Tokenizer, load_tokenizer
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import FinishReason, RequestMetrics
 
 WORDS = [300, 301, 302, 303]

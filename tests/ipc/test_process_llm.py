@@ -24,8 +24,8 @@ from vmserve import (
     StructuredOutputsParams,
 )
 from vmserve.ipc.client import ProcessLLM, Supervision
-from vmserve.prompts import Prompt
 from vmserve.sampling import GenerationParams
+from vmserve.text.prompts import Prompt
 from vmserve.types import RequestOutput
 
 # Each engine is a process that imports torch, which takes its time on a busy machine.

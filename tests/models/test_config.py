@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tests.models.checkpoints import CONTEXT, VARIANTS
 from vmserve.attention.base import LayerAttention
-from vmserve.cli import app
+from vmserve.cli.main import app
 from vmserve.config import EngineConfig, resolve
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError

@@ -13,8 +13,8 @@ import pytest
 from huggingface_hub import constants
 
 from vmserve.errors import ConfigurationError
-from vmserve.hub import EMBEDDED_NAME, is_embedded
 from vmserve.models import ModelConfig, resolve_model
+from vmserve.models.hub import EMBEDDED_NAME, is_embedded
 
 NOBODY = 65534
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -33,7 +33,7 @@ from vmserve.attention.base import AttentionCall, RaggedBatch
 from vmserve.attention.cpu import ISA_VARIABLE, CpuBackend, tensor_tuple
 from vmserve.config import EngineConfig
 from vmserve.dtypes import DType
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import LoadedModel, ModelConfig, choose_native, load_model, resolve_model
 from vmserve.models.decoder import Decoder

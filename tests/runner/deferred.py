@@ -24,7 +24,7 @@ from tests.sim.simcuda import SimCuda
 from vmserve.attention.base import KVView, LayerAttention, PagedView, RaggedBatch
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.rotary import Rotary
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.memory.cuda import CudaMemory
 from vmserve.memory.device import MemoryDevice
 from vmserve.models import LoadedModel

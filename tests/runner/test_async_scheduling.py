@@ -23,7 +23,7 @@ from tests.sim.simcuda import SimConfig, SimCuda
 from vmserve import BeamSearchParams, SamplingParams
 from vmserve.attention import BACKENDS
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, OutOfMemoryError
 from vmserve.memory.base import Regime
 from vmserve.runner.torch_runtime import TorchCpuRuntime

@@ -17,7 +17,7 @@ import torch  # isort: skip
 from tests.sim.simcuda import GRANULE, SimConfig, SimCuda
 from vmserve import SamplingParams
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.errors import UnsupportedError
 from vmserve.memory import cuda as cuda_memory
 from vmserve.memory import device

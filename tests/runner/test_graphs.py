@@ -17,7 +17,7 @@ from vmserve import BeamSearchParams, SamplingParams
 from vmserve.attention import BACKENDS, PREFERRED
 from vmserve.attention.flash import FlashBackend
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
 from vmserve.runner import graphs
 from vmserve.runner.graphs import DecodeGraphs, widths

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vmserve.errors import EngineDeadError, InvalidRequestError
-from vmserve.prompts import Prompt
 from vmserve.sampling import SamplingParams
 from vmserve.telemetry.snapshot import (
     PAGE_MAPPED,
@@ -26,6 +25,7 @@ from vmserve.telemetry.snapshot import (
     PoolMap,
     RequestSnapshot,
 )
+from vmserve.text.prompts import Prompt
 from vmserve.types import (
     CompletionOutput,
     FinishReason,

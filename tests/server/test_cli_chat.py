@@ -12,7 +12,7 @@ import typer
 
 from tests.server.conftest import Running, until
 from tests.server.fake_engine import FakeAsyncLLM, FakeTokenizer
-from vmserve.cli_chat import LocalBackend, Message, RemoteBackend, chat_command, converse
+from vmserve.cli.chat import LocalBackend, Message, RemoteBackend, chat_command, converse
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
 
 Start = Callable[..., Running]

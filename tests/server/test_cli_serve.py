@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from tests.server.conftest import Running
 from tests.server.fake_engine import FakeTokenizer
-from vmserve import cli_serve
-from vmserve.cli_serve import ServeCommand, check_template, repeat_option, serve_command
+from vmserve.cli import serve as cli_serve
+from vmserve.cli.serve import ServeCommand, check_template, repeat_option, serve_command
 from vmserve.errors import ChatTemplateError, ConfigurationError
-from vmserve.hub import EMBEDDED_NAME, resolve_model
+from vmserve.models.hub import EMBEDDED_NAME, resolve_model
 from vmserve.server.config import ServerConfig
-from vmserve.tokenizer import Tokenizer, load_tokenizer
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 Parse = Callable[..., tuple[ServerConfig, dict[str, Any]]]
 app = typer.Typer()

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.server.conftest import Running
 from tests.server.fake_engine import FakeAsyncLLM
-from vmserve.cli_top import Monitor, Screen, top_command
+from vmserve.cli.top import Monitor, Screen, top_command
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.telemetry.snapshot import PAGE_USES
 

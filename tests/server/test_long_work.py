@@ -25,7 +25,7 @@ from vmserve.server import body as body_module
 from vmserve.server import workers as workers_module
 from vmserve.server.aside_process import MOST_CHARS_IN_THREAD
 from vmserve.server.body import MOST_BYTES_IN_THREAD
-from vmserve.tokenizer import Tokenizer, load_tokenizer
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 Start = Callable[..., Running]
 JSON = {"content-type": "application/json"}

@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 from tests.server.conftest import Running, until
-from vmserve.cli import main
+from vmserve.cli.main import main
 
 # A process imports torch, which takes its time on a busy machine.
 pytestmark = pytest.mark.timeout(400)
 
 Launch = Callable[..., "Process"]
-COMMAND = [sys.executable, "-c", "from vmserve.cli import main; main()", "serve"]
+COMMAND = [sys.executable, "-c", "from vmserve.cli.main import main; main()", "serve"]
 BASE = ["--kv-cache-memory", "64MiB", "--max-model-len", "1024"]
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.sim.simcuda import NOTHING, SimConfig, SimCuda
 from vmserve import KVCache, SamplingParams, plan_layout
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, OutOfMemoryError
 from vmserve.memory.base import Growth, MemoryPlan, Regime, Shortfall, SwapIn
 from vmserve.memory.cuda import CudaMemory

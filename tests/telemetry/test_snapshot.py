@@ -10,7 +10,7 @@ import pytest
 
 from vmserve import AsyncLLM, SamplingParams
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.telemetry.snapshot import MAX_REQUESTS, PAGE_USES, EngineSnapshot
 
 OPTIONS = {"dtype": "float32", "kv_cache_memory": "32MiB", "max_num_seqs": 2}

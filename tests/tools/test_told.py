@@ -14,7 +14,7 @@ from vmserve.models import resolve_model
 from vmserve.structured.compiler import GrammarCompiler
 from vmserve.structured.grammar import vetted
 from vmserve.structured.worker import Setup, make_tokenizer
-from vmserve.tokenizer import Tokenizer, load_tokenizer
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 from vmserve.tools.told import calls_as_text, knows_tools, optional_calls
 
 CHATML = (

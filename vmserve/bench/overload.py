@@ -22,7 +22,7 @@ from vmserve.bench.alloc.section import SectionResult, Table
 from vmserve.bench.papers.figures import COPIES_PER_BLOCK, SECONDS_PER_COPY
 from vmserve.bench.workloads import lognormal, prompts, sharegpt
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.sampling import SamplingParams
 from vmserve.simulation import SimulatedEngine, SimulationConfig, asked
 from vmserve.simulation.devices import OPT_13B_A100

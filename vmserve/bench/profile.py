@@ -13,9 +13,9 @@ import typer
 
 from vmserve.bench.alloc.section import Table
 from vmserve.bench.report import check_writable, make_console, print_table, progress, write_text
-from vmserve.cli_options import with_engine_options
+from vmserve.cli.options import with_engine_options
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError
 from vmserve.sampling import SamplingParams
 

@@ -32,7 +32,7 @@ def only_torch() -> dict[str, Any]:
 def offline(options: dict[str, Any]) -> dict[str, Any]:
     """An engine from nothing to its first token: what was reached when, by the clock and in
     seconds of the processor, and the memory at the end."""
-    import vmserve.engine as engine_module  # noqa: PLC0415 - it is what is timed
+    import vmserve.engine.engine as engine_module  # noqa: PLC0415 - it is what is timed
     from vmserve.config import EngineConfig  # noqa: PLC0415
     from vmserve.sampling import SamplingParams  # noqa: PLC0415
 
@@ -77,7 +77,7 @@ def main() -> None:
     ``serve OPTIONS PORT`` serves."""
     options = json.loads(sys.argv[2])
     if sys.argv[1] == "serve":
-        from vmserve.cli_serve import serve_command  # noqa: PLC0415 - it is what is timed
+        from vmserve.cli.serve import serve_command  # noqa: PLC0415 - it is what is timed
 
         serve_command(port=int(sys.argv[3]), served_model_name=["startup"], **options)
     else:

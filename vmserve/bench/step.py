@@ -30,7 +30,7 @@ from vmserve.bench.report import (
     write_text,
 )
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.sampling import SamplingParams

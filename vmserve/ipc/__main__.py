@@ -20,7 +20,7 @@ from pathlib import Path
 gc.disable()
 
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.errors import VmserveError
 from vmserve.ipc.framing import receive_frame, send_frame
 from vmserve.ipc.messages import (

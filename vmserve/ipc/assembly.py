@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vmserve.ipc.messages import Choice, Update
-from vmserve.output.scores import PromptScores
-from vmserve.output.stream import ChoiceStream, Delta
 from vmserve.sampling.params import GenerationParams
 from vmserve.sampling.tokens import SampledToken, TopTokens
-from vmserve.tokenizer import Tokenizer
+from vmserve.text.scores import PromptScores
+from vmserve.text.stream import ChoiceStream, Delta
+from vmserve.text.tokenizer import Tokenizer
 from vmserve.types import (
     CompletionOutput,
     FinishReason,

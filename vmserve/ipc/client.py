@@ -22,7 +22,6 @@ import msgspec
 
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
-from vmserve.hub import is_embedded, resolve_model
 from vmserve.ipc.assembly import RequestAssembly
 from vmserve.ipc.framing import FrameReader, frame
 from vmserve.ipc.messages import (
@@ -43,10 +42,11 @@ from vmserve.ipc.messages import (
 )
 from vmserve.ipc.open_request import OpenRequest
 from vmserve.ipc.process import RESTART_WINDOW_SECONDS, EngineProcess, RestartBudget
-from vmserve.prompts import PromptLike, encode_prompt
+from vmserve.models.hub import is_embedded, resolve_model
 from vmserve.sampling.params import GenerationParams, SamplingParams
 from vmserve.telemetry.snapshot import EngineSnapshot
-from vmserve.tokenizer import Tokenizer, load_tokenizer
+from vmserve.text.prompts import PromptLike, encode_prompt
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import PinnedPrefix, RequestOutput
 
 __all__ = ["ModelFacts", "ProcessLLM", "Supervision"]

@@ -21,9 +21,9 @@ from vmserve.errors import (
     UnsupportedError,
     VmserveError,
 )
-from vmserve.output.scores import Columns
 from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.structured.spec import StructuredOutputsParams
+from vmserve.text.scores import Columns
 from vmserve.types import FinishReason, LogprobsList, RequestMetrics
 
 __all__ = [
@@ -112,7 +112,8 @@ class Launch(_Message, frozen=True):
 
 class Add(_Message, frozen=True):
     """A request; ``params`` as :func:`params_to_wire` gives them. The rest is that of
-    :meth:`vmserve.engine.LLMEngine.add_request`; ``tell`` asks for a word of its acceptance."""
+    :meth:`~vmserve.engine.engine.LLMEngine.add_request`; ``tell``: whether to say when
+    it is accepted."""
 
     handle: int
     request_id: str

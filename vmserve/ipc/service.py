@@ -9,8 +9,8 @@ import threading
 from functools import partial
 from typing import Any
 
-from vmserve.engine import LLMEngine, StepResult
-from vmserve.engine_loop import Command, EngineLoop
+from vmserve.engine.engine import LLMEngine, StepResult
+from vmserve.engine.loop import Command, EngineLoop
 from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.ipc.framing import FrameTooLargeError, receive_frame, send_frame
 from vmserve.ipc.messages import (
@@ -32,7 +32,7 @@ from vmserve.ipc.messages import (
     positions,
 )
 from vmserve.ipc.questions import QUESTIONS
-from vmserve.output.scores import PromptScores
+from vmserve.text.scores import PromptScores
 from vmserve.types import CompletionOutput, RequestOutput
 
 __all__ = ["EXIT_ORPHANED", "EngineService"]

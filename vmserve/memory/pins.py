@@ -31,7 +31,7 @@ class PinnedPrefixes:
         return len(self._held)
 
     def hold(self, token_ids: list[int], salt: bytes, tenant: int) -> PinnedPrefix:
-        """Raises as :meth:`vmserve.engine.LLMEngine.hold_prefix` does."""
+        """Raises as :meth:`vmserve.engine.engine.LLMEngine.hold_prefix` does."""
         if not self._resolved.prefix_caching:
             raise InvalidRequestError(
                 "prefixes cannot be pinned without --enable-prefix-caching", "prompt"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vmserve.dtypes import DType
-from vmserve.hub import resolve_model
 from vmserve.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import DTYPES, asked_dtype
+from vmserve.models.hub import resolve_model
 from vmserve.models.loader import Progress
 from vmserve.models.native import NativeDecoder, choose_native, load_native
 

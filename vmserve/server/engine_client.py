@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from vmserve.prompts import Prompt
 from vmserve.sampling import GenerationParams
 from vmserve.telemetry.snapshot import EngineSnapshot
+from vmserve.text.prompts import Prompt
 from vmserve.types import RequestOutput
 
 __all__ = ["EngineClient", "TokenizerLike"]
 
 
 class TokenizerLike(Protocol):
-    """The part of :class:`vmserve.tokenizer.Tokenizer` that serving takes."""
+    """The part of :class:`vmserve.text.tokenizer.Tokenizer` that serving takes."""
 
     @property
     def vocab_size(self) -> int: ...

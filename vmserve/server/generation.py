@@ -13,7 +13,6 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from vmserve.errors import DeadlineError, EngineDeadError, InvalidRequestError, VmserveError
-from vmserve.prompts import Prompt
 from vmserve.sampling import GenerationParams
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
@@ -21,6 +20,7 @@ from vmserve.server.limits import MAX_LOGPROB_ENTRIES
 from vmserve.server.protocol import EmbeddingRequest, GenerationRequest
 from vmserve.server.scope import closing, gather
 from vmserve.server.tracing import RequestTrace
+from vmserve.text.prompts import Prompt
 from vmserve.types import CompletionOutput, LogprobsList, RequestOutput
 
 __all__ = ["ChoiceBuffer", "Generation", "Job", "Piece", "Terms"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vmserve.chat_template import check_messages
 from vmserve.errors import InvalidRequestError
 from vmserve.server.limits import SIZES
+from vmserve.text.chat_template import check_messages
 
 __all__ = ["check_tools", "content_text", "conversation"]
 

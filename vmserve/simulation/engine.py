@@ -1,8 +1,8 @@
 """The engine without a model: real scheduler, real memory core, a clock that is computed.
 
-:meth:`SimulatedEngine.step` follows ``vmserve.engine.LLMEngine.step`` line by line. What the model,
-the sampler and the output processor do there is one deterministic function of request and position
-here, and what they take is what the device profile says of the step's work.
+:meth:`SimulatedEngine.step` follows ``vmserve.engine.engine.LLMEngine.step`` line by line. What the
+model, the sampler and the output processor do there is one deterministic function of request and
+position here, and what they take is what the device profile says of the step's work.
 """
 
 from __future__ import annotations

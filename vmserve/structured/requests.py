@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vmserve.scheduler.sequence import Sequence as TokenSequence
     from vmserve.structured.compiler import Grammar, GrammarCompiler
     from vmserve.structured.spec import StructuredOutputsParams
-    from vmserve.tokenizer import Tokenizer
+    from vmserve.text.tokenizer import Tokenizer
 
 __all__ = ["StructuredRequests"]
 

@@ -94,7 +94,7 @@ class RequestSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """``stats``: as :meth:`vmserve.engine.LLMEngine.stats` has them, of the same moment.
+    """``stats``: as :meth:`vmserve.engine.engine.LLMEngine.stats` has them, of the same moment.
 
     ``requests``: those that run, then those that wait, in the order in which they are served.
     """

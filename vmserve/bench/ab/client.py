@@ -21,7 +21,7 @@ from vmserve.errors import VmserveError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vmserve.engine import LLMEngine
+    from vmserve.engine.engine import LLMEngine
     from vmserve.types import RequestOutput
 
 __all__ = ["Clock", "Load", "RunFailedError", "check_jobs", "reset", "serve"]

@@ -33,9 +33,9 @@ from vmserve.bench.ab.traffic import KINDS, get_kind
 from vmserve.bench.ab.variants import parse_variants
 from vmserve.bench.ab.watch import watch
 from vmserve.bench.report import make_console, make_directory, print_table
-from vmserve.cli_options import with_engine_options
+from vmserve.cli.options import with_engine_options
 from vmserve.errors import ConfigurationError
-from vmserve.hub import is_embedded
+from vmserve.models.hub import is_embedded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

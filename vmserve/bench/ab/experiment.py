@@ -11,7 +11,7 @@ from vmserve.bench.ab.client import Load, check_jobs, serve
 from vmserve.bench.ab.jobs import Prompts
 from vmserve.bench.ab.metrics import METRICS, Slo, headline_names, summarize
 from vmserve.bench.ab.statistics import compare_metrics
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -29,7 +29,7 @@ from vmserve.bench.report import (
     write_text,
 )
 from vmserve.errors import ConfigurationError
-from vmserve.hub import EMBEDDED_NAME
+from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.simulation.devices import OPT_13B_A100, described
 
 if TYPE_CHECKING:

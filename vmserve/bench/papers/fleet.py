@@ -14,7 +14,7 @@ from vmserve.bench.papers.served import (
     serve,
 )
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
+from vmserve.engine.engine import LLMEngine
 from vmserve.models import ModelConfig, resolve_model
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vmserve.bench.alloc.section import Report
-    from vmserve.engine import LLMEngine
+    from vmserve.engine.engine import LLMEngine
 
 __all__ = ["REAL_VIRTUAL"]
 

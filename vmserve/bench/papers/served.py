@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from vmserve.bench.papers.points import Points
     from vmserve.bench.workloads import RequestShape
-    from vmserve.engine import LLMEngine
+    from vmserve.engine.engine import LLMEngine
     from vmserve.sampling import GenerationParams
 
 __all__ = [

@@ -17,9 +17,9 @@ from vmserve.bench.alloc.section import SectionResult, Table
 from vmserve.bench.sharing.reference import PAPER_PREFIX_SPEEDUP, SHOT_TOKENS
 from vmserve.bench.workloads import RequestShape, prompts
 from vmserve.config import EngineConfig
-from vmserve.engine import LLMEngine
-from vmserve.hub import is_embedded
+from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
+from vmserve.models.hub import is_embedded
 from vmserve.sampling import SamplingParams
 
 if TYPE_CHECKING:

@@ -1,0 +1,114 @@
+"""Stop strings: the same result however the text is cut into pieces."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vmserve.text.stop import StopChecker
+
+
+def run(stops, pieces, include=False):
+    """Everything released, and the stop string found, for a text in pieces."""
+    checker = StopChecker(stops, include)
+    released = []
+    for piece in pieces:
+        text, stop = checker.push(piece)
+        released.append(text)
+        if stop is not None:
+            return released, stop
+    return [*released, checker.flush()], None
+
+
+def expected(stops, text, include):
+    """The definition: the earliest end; of equal ends the longest string."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            stop = max(found, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+def test_the_text_ends_before_the_stop_string():
+    assert run(["END"], ["one ", "two E", "N", "D three"]) == (["one ", "two ", "", ""], "END")
+    assert run(["END"], ["one ", "two E", "N", "D three"], include=True) == (
+        ["one ", "two ", "", "END"],
+        "END",
+    )
+
+
+def test_text_that_turns_out_harmless_is_released():
+    assert run(["END"], ["E", "N", "X", "E"]) == (["", "", "ENX", "", "E"], None)
+    assert run(["aab"], ["a", "a", "a", "a", "b"]) == (["", "", "a", "a", ""], "aab")
+    assert run(["abab", "bb"], ["a", "b", "a", "c"]) == (["", "", "", "abac", ""], None)
+
+
+def test_the_string_that_is_complete_first_wins():
+    assert run(["abcd", "bc"], ["abcd"]) == (["a"], "bc")
+    assert run(["abcd", "bc"], ["a", "b", "c", "d"]) == (["", "", "a"], "bc")
+
+
+def test_of_strings_that_are_complete_together_the_longest_wins():
+    assert run(["c", "abc", "bc"], ["xabc"]) == (["x"], "abc")
+
+
+def test_nothing_is_held_without_a_reason():
+    checker = StopChecker(["\n\n"])
+    assert checker.push("abc") == ("abc", None)
+    assert checker.num_held == 0
+    assert checker.push("d\n") == ("d", None)
+    assert checker.num_held == 1
+    assert checker.push("e") == ("\ne", None)
+
+
+def test_misuse():
+    with pytest.raises(ValueError, match="must not be empty"):
+        StopChecker(["a", ""])
+    checker = StopChecker(["a"])
+    assert checker.push("a") == ("", "a")
+    assert checker.stopped
+    with pytest.raises(ValueError, match="has ended"):
+        checker.push("b")
+
+
+def test_hard_strings_take_linear_time():
+    """A quadratic search would take hours for these."""
+    stop = "a" * 4095 + "b"
+    checker = StopChecker([stop] + ["a" * n + "c" for n in range(4000, 4015)])
+    assert checker.push("a" * 20_000) == ("a" * (20_000 - 4095), None)
+    assert checker.num_held == 4095
+    assert checker.push("b") == ("", stop)
+
+
+letters = st.text(alphabet="ab", min_size=1, max_size=5)
+
+
+@given(st.lists(letters, min_size=1, max_size=4), st.text(alphabet="abc", max_size=30), st.data())
+@settings(deadline=None)
+def test_any_cut_into_pieces_gives_the_same(stops, text, data):
+    include = data.draw(st.booleans())
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)) | {0, len(text)})
+    pieces = [text[a:b] for a, b in pairwise(cuts)]
+    released, stop = run(stops, pieces, include)
+    assert ("".join(released), stop) == expected(stops, text, include)
+
+
+@given(st.lists(letters, min_size=1, max_size=4), st.text(alphabet="abc", max_size=30))
+@settings(deadline=None)
+def test_what_is_held_back_is_exactly_what_a_stop_string_may_begin_with(stops, text):
+    checker = StopChecker(stops)
+    for place, char in enumerate(text, start=1):
+        _, stop = checker.push(char)
+        if stop is not None:
+            break
+        longest = max(
+            n
+            for n in range(place + 1)
+            if n == 0 or any(len(s) > n and s.startswith(text[place - n : place]) for s in stops)
+        )
+        assert checker.num_held == longest
+        assert longest < max(map(len, stops))

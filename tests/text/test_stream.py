@@ -1,0 +1,264 @@
+"""The output of one sequence: what is released with which token."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.text.kinds import byte_fallback, byte_level, metaspace
+from vmserve.sampling import SampledToken, SamplingParams
+from vmserve.text.stream import ChoiceStream
+from vmserve.types import Logprob
+
+
+def ids_of(tokenizer, *names):
+    return [tokenizer.hf.convert_tokens_to_ids(name) for name in names]
+
+
+def letters(text):
+    """One token per byte of ``text``."""
+    tokenizer = byte_level()
+    names = tokenizer.hf.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    return ids_of(tokenizer, *"".join(name for name, _ in names))
+
+
+def sampled(token_id, logprob=-0.5, others=()):
+    top = {token_id: (logprob, 1)} | {i: (-3.0, n) for n, i in enumerate(others, start=2)}
+    return SampledToken(token_id, logprob, top)
+
+
+def stream(tokenizer=None, **kwargs):
+    return ChoiceStream(tokenizer or byte_level(), SamplingParams(**kwargs))
+
+
+def deltas(choice, ids, **kwargs):
+    """(text, number of tokens) of what each token releases; the stop string."""
+    found, stop = [], None
+    for token_id in ids:
+        stop = choice.push(sampled(token_id), **kwargs)
+        delta = choice.take_delta()
+        found.append((delta.text, len(delta.token_ids)))
+        if stop is not None:
+            break
+    return found, stop
+
+
+def rest(choice):
+    choice.finish()
+    delta = choice.take_delta()
+    return delta.text, len(delta.token_ids)
+
+
+def test_tokens_come_with_their_text():
+    choice = stream()
+    assert deltas(choice, letters("abc")) == ([("a", 1), ("b", 1), ("c", 1)], None)
+    assert rest(choice) == ("", 0)
+    assert (choice.text, choice.token_ids) == ("abc", letters("abc"))
+    assert choice.cumulative_logprob == -1.5
+    assert choice.logprobs is None
+
+
+def test_tokens_of_one_character_go_together():
+    choice = stream()
+    assert deltas(choice, letters("é€x")) == (
+        [("", 0), ("é", 2), ("", 0), ("", 0), ("€", 3), ("x", 1)],
+        None,
+    )
+
+
+def test_a_character_that_stays_incomplete_is_flushed():
+    choice = stream(logprobs=0)
+    assert deltas(choice, letters("a€")[:-1]) == ([("a", 1), ("", 0), ("", 0)], None)
+    assert rest(choice) == ("\ufffd", 2)
+    assert choice.text == "a\ufffd"
+    assert [next(iter(top.values())).decoded_token for top in choice.logprobs] == [
+        "a",
+        "",
+        "\ufffd",
+    ]
+
+
+def test_tokens_without_text_wait_for_the_next_one():
+    tokenizer = byte_level()
+    end, a, b = ids_of(tokenizer, "<|end|>", "a", "b")
+    choice = stream()
+    assert deltas(choice, [end, a, end, end, b, end]) == (
+        [("", 0), ("a", 2), ("", 0), ("", 0), ("b", 3), ("", 0)],
+        None,
+    )
+    assert rest(choice) == ("", 1)
+    shown = stream(skip_special_tokens=False)
+    assert deltas(shown, [end, a]) == ([("<|end|>", 1), ("a", 1)], None)
+
+
+def test_a_stop_string_holds_whole_tokens_back():
+    choice = stream(stop=["bcd"])
+    assert deltas(choice, letters("abcxabcde")) == (
+        [("a", 1), ("", 0), ("", 0), ("bcx", 3), ("a", 1), ("", 0), ("", 0), ("", 3)],
+        "bcd",
+    )
+    assert choice.text == "abcxa"
+    assert choice.token_ids == letters("abcxabcd")
+    choice.finish()
+    assert choice.text == "abcxa"
+
+
+def test_a_token_waits_if_only_its_end_may_belong_to_a_stop_string():
+    tokenizer = byte_level()
+    the = tokenizer.encode("the", add_special_tokens=False)
+    assert len(the) == 1
+    choice = stream(stop="es")
+    assert deltas(choice, [*the, *letters("x")]) == ([("", 0), ("thex", 2)], None)
+    choice = stream(stop="es")
+    assert deltas(choice, [*the, *letters("s")]) == ([("", 0), ("th", 2)], "es")
+    choice = stream(stop="es", include_stop_str_in_output=True)
+    assert deltas(choice, [*the, *letters("s")]) == ([("", 0), ("thes", 2)], "es")
+
+
+def test_text_after_the_stop_string_in_the_same_token_is_cut():
+    tokenizer = byte_level()
+    the = tokenizer.encode("the", add_special_tokens=False)
+    for include, text in [(False, "a"), (True, "at")]:
+        choice = stream(stop="t", include_stop_str_in_output=include)
+        assert deltas(choice, [*letters("a"), *the])[1] == "t"
+        assert choice.text == text
+        assert choice.token_ids == [*letters("a"), *the]
+
+
+def test_a_stop_string_that_ends_inside_a_token_with_half_a_character():
+    """The token that completes the stop string may also begin a character."""
+    tokenizer = byte_fallback()
+    ids = ids_of(tokenizer, "a", "<0x0A>", "<0xE2>")
+    choice = stream(tokenizer, stop="\n")
+    assert deltas(choice, ids) == ([("a", 1), ("", 1)], "\n")
+
+
+def test_what_a_stop_string_held_is_released_at_the_end():
+    choice = stream(stop="bcd")
+    assert deltas(choice, letters("abc")) == ([("a", 1), ("", 0), ("", 0)], None)
+    assert rest(choice) == ("bc", 2)
+    assert rest(choice) == ("", 0)
+
+
+def test_tokens_that_must_not_stop():
+    choice = stream(stop="bc", min_tokens=3)
+    assert deltas(choice, letters("abc"), may_stop=False)[0] == [("a", 1), ("b", 1), ("c", 1)]
+    assert deltas(choice, letters("xbc")) == ([("x", 1), ("", 0), ("", 2)], "bc")
+    # What went out already is no part of a stop string.
+    choice = stream(stop="bc")
+    assert deltas(choice, letters("ab"), may_stop=False)[0] == [("a", 1), ("b", 1)]
+    assert deltas(choice, letters("cd")) == ([("c", 1), ("d", 1)], None)
+    choice = stream(stop="bc")
+    assert deltas(choice, letters("b")) == ([("", 0)], None)
+    assert deltas(choice, letters("x"), may_stop=False)[0] == [("bx", 2)]
+    assert deltas(choice, letters("c")) == ([("c", 1)], None)
+
+
+def test_a_stop_token_belongs_to_the_ids_only():
+    choice = stream(logprobs=0)
+    a, b = letters("ab")
+    choice.push(sampled(a))
+    choice.take_delta()
+    assert choice.push(sampled(b), hidden=True) is None
+    assert rest(choice) == ("", 1)
+    assert (choice.text, choice.token_ids) == ("a", [a, b])
+    # Its string is told all the same.
+    assert choice.logprobs[1] == {b: Logprob(-0.5, 1, "b")}
+
+
+def test_a_stop_token_is_shown_where_stops_are_included():
+    choice = stream(include_stop_str_in_output=True, stop="ab")
+    a, b = letters("ab")
+    choice.push(sampled(a))
+    assert choice.push(sampled(b), hidden=True) is None
+    choice.finish()
+    assert choice.text == "ab"
+
+
+def test_a_stop_token_after_half_a_character():
+    choice = stream(logprobs=0)
+    half, end = letters("é")[0], ids_of(byte_level(), "</s>")[0]
+    choice.push(sampled(half))
+    choice.push(sampled(end), hidden=True)
+    assert rest(choice) == ("\ufffd", 2)
+    strings = [next(iter(top.values())).decoded_token for top in choice.logprobs]
+    assert strings == ["\ufffd", "</s>"]
+
+
+def test_log_probabilities():
+    tokenizer = byte_level()
+    half, end = letters("é")[0], ids_of(tokenizer, "<|end|>")[0]
+    [the] = tokenizer.encode(" the", add_special_tokens=False)
+    choice = stream(logprobs=2)
+    choice.push(sampled(the, -0.25, others=[half, end]))
+    choice.push(sampled(end, -1.0))
+    choice.finish()
+    assert choice.logprobs == [
+        {
+            the: Logprob(-0.25, 1, " the"),
+            half: Logprob(-3.0, 2, "\ufffd"),
+            end: Logprob(-3.0, 3, "<|end|>"),
+        },
+        {end: Logprob(-1.0, 1, "<|end|>")},
+    ]
+    assert list(choice.logprobs[0]) == [the, half, end]
+
+
+@pytest.mark.parametrize("kind", [byte_level, metaspace, byte_fallback])
+def test_the_strings_of_tokens_join_to_the_text(kind):
+    tokenizer = kind()
+    text = "the quick, é€🙂 the"
+    choice = stream(tokenizer, logprobs=0)
+    for token_id in tokenizer.encode(text, add_special_tokens=False):
+        choice.push(sampled(token_id))
+    choice.finish()
+    strings = [next(iter(top.values())).decoded_token for top in choice.logprobs]
+    assert "".join(strings) == choice.text
+
+
+def test_without_detokenizing():
+    choice = stream(detokenize=False, logprobs=1, stop_token_ids=[7])
+    choice.push(sampled(5, others=[6]))
+    delta = choice.take_delta()
+    assert (delta.text, delta.token_ids) == ("", [5])
+    assert delta.logprobs == [{5: Logprob(-0.5, 1, None), 6: Logprob(-3.0, 2, None)}]
+    choice.push(sampled(7), hidden=True)
+    choice.finish()
+    assert choice.token_ids == [5, 7]
+    assert choice.whole().text == ""
+
+
+def test_nothing_follows_a_stop_string():
+    choice = stream(stop="a")
+    assert choice.push(sampled(letters("a")[0])) == "a"
+    with pytest.raises(ValueError, match="has ended"):
+        choice.push(sampled(letters("b")[0]))
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_deltas_join_to_the_whole(data):
+    """And tell with each text its tokens, no text twice, no empty news before the end."""
+    tokenizer = byte_level()
+    alphabet = st.sampled_from([*letters("ab€"), *ids_of(tokenizer, "<|end|>", "</s>")])
+    ids = data.draw(st.lists(alphabet, max_size=30))
+    stops = data.draw(st.lists(st.text(alphabet="ab€", min_size=1, max_size=4), max_size=2))
+    choice = stream(stop=stops, logprobs=0)
+    parts = []
+    stop = None
+    for token_id in ids:
+        stop = choice.push(sampled(token_id))
+        parts.append(choice.take_delta())
+        assert bool(parts[-1].text) == bool(parts[-1].token_ids) or stop is not None
+        if stop is not None:
+            break
+    choice.finish()
+    parts.append(choice.take_delta())
+    pushed = ids[: len(parts) - 1]
+    assert choice.token_ids == pushed == [i for part in parts for i in part.token_ids]
+    assert choice.text == "".join(part.text for part in parts)
+    assert len(choice.logprobs) == len(pushed)
+    whole = tokenizer.decode(pushed)
+    assert choice.text == (whole if stop is None else whole[: whole.index(stop)])
+    assert all(part.logprobs is not None for part in parts)

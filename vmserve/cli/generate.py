@@ -1,0 +1,271 @@
+"""``vmserve generate``: prompts from an option, a file or standard input; text or JSON out."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import vmserve  # its names load when used: `vmserve --help` must not wait for torch
+from vmserve.cli.options import with_engine_options
+from vmserve.errors import ConfigurationError, InvalidRequestError
+
+__all__ = ["generate_command"]
+
+_SAMPLING = "Sampling"
+_STRUCTURED = "Structured output"
+
+
+class OutputFormat(enum.StrEnum):
+    text = "text"
+    json = "json"
+    jsonl = "jsonl"
+
+
+def _sampling(help: str | None = None, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=_SAMPLING)
+
+
+def _structured(help: str) -> Any:
+    return typer.Option(help=help, rich_help_panel=_STRUCTURED)
+
+
+@with_engine_options
+def generate_command(
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="A prompt; repeatable. Else --file, else stdin."),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON Lines: each a string, or an object with prompt or prompt_token_ids and "
+            "any sampling field."
+        ),
+    ] = None,
+    output_format: Annotated[
+        OutputFormat, typer.Option("--format", help="text, one JSON document, or JSON Lines.")
+    ] = OutputFormat.text,
+    max_tokens: Annotated[int | None, _sampling("Most tokens to generate. Default: 16.")] = None,
+    temperature: Annotated[float | None, _sampling("0 is greedy.")] = None,
+    top_p: Annotated[float | None, _sampling("Keep the likeliest tokens of this mass.")] = None,
+    top_k: Annotated[int | None, _sampling("Keep the k likeliest; 0 or -1: all.")] = None,
+    min_p: Annotated[float | None, _sampling("Least share of the likeliest's mass.")] = None,
+    n: Annotated[int | None, _sampling("Outputs per prompt.", "-n", "--n")] = None,
+    beam_width: Annotated[int | None, _sampling("Beam search of this width.")] = None,
+    length_penalty: Annotated[
+        float | None, _sampling("Of beams: score = log-probability / length ** penalty.")
+    ] = None,
+    stop: Annotated[list[str] | None, _sampling("A stop string; repeatable.")] = None,
+    ignore_eos: Annotated[bool | None, _sampling("Go on past the end token.")] = None,
+    presence_penalty: Annotated[
+        float | None, _sampling("Off the logits of tokens that the answer has; -2 to 2.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, _sampling("The same for each time that it has them; -2 to 2.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, _sampling("Divides those of tokens of prompt and answer; over 0 to 2.")
+    ] = None,
+    logprobs: Annotated[int | None, _sampling("Log-probabilities of the k likeliest.")] = None,
+    structured_json: Annotated[
+        str | None, _structured("JSON schema that answers match: its text, or @FILE.")
+    ] = None,
+    regex: Annotated[str | None, _structured("Regex that answers match in full.")] = None,
+    choice: Annotated[list[str] | None, _structured("A possible answer; repeatable.")] = None,
+    grammar: Annotated[
+        str | None, _structured("Grammar of the answers, EBNF or Lark: its text, or @FILE.")
+    ] = None,
+    **engine_options: Any,
+) -> None:
+    """Generate text offline and print it.
+
+    The engine's --seed feeds the samples, so that a run can be repeated.
+    """
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "n": n,
+        "stop": stop,
+        "ignore_eos": ignore_eos,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "logprobs": logprobs,
+    }
+    fields: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+    structured = {
+        "json": _text_or_file(structured_json),
+        "regex": regex,
+        "choice": choice or None,
+        "grammar": _text_or_file(grammar),
+    }
+    if any(value is not None for value in structured.values()):
+        fields["structured_outputs"] = structured
+    if length_penalty is not None and beam_width is None:
+        raise ConfigurationError("--length-penalty is for beams: give --beam-width, too")
+    requests = _read_requests(prompt, file)
+    # What is wrong is told before minutes go into loading a model.
+    beam = None
+    if beam_width is not None:
+        beam = _beam_params(beam_width, length_penalty, fields)
+    for _, own, where in requests:
+        if beam is not None and own:
+            raise ConfigurationError(
+                f"{where}: --beam-width does not go with fields of its own: {', '.join(own)}"
+            )
+        _sampling_params(vmserve.SamplingParams, {**fields, **own}, where)
+    with vmserve.LLM(**engine_options) as llm:
+        if beam is not None:
+            results = llm.beam_search([p for p, _, _ in requests], beam)
+        else:
+            params = [
+                _sampling_params(llm.default_sampling_params, {**fields, **own}, where)
+                for _, own, where in requests
+            ]
+            results = llm.generate(
+                [p for p, _, _ in requests], params, use_tqdm=len(requests) > 1 and _is_watched()
+            )
+        _print(results, output_format)
+
+
+def _text_or_file(given: str | None) -> str | None:
+    if given is None or not given.startswith("@"):
+        return given
+    path = Path(given[1:])
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigurationError(f"{path}: {reason}") from None
+
+
+def _beam_params(width: int, length_penalty: float | None, fields: dict[str, Any]) -> Any:
+    known = {"max_tokens", "ignore_eos", "logprobs", "temperature", "structured_outputs"}
+    surplus = sorted(set(fields) - known)
+    if surplus:
+        raise ConfigurationError(
+            f"--beam-width does not go with {', '.join(surplus)}: beams are not sampled"
+        )
+    if length_penalty is not None:
+        fields = {**fields, "length_penalty": length_penalty}
+    return vmserve.BeamSearchParams(beam_width=width, **fields)
+
+
+def _sampling_params(make: Callable[..., Any], fields: dict[str, Any], where: str) -> Any:
+    """What ``make`` makes of them; ``where``: the line of --file that they come from, or ""."""
+    known = {field.name for field in dataclasses.fields(vmserve.SamplingParams)}
+    if unknown := sorted(set(fields) - known):
+        raise InvalidRequestError(f"{where}: there is no sampling field {', '.join(unknown)}")
+    try:
+        return make(**fields)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{where}: {error}" if where else str(error)) from None
+
+
+def _read_requests(
+    prompts: list[str] | None, file: Path | None
+) -> list[tuple[Any, dict[str, Any], str]]:
+    """Each prompt (in a form that ``LLM.generate`` takes) with its own sampling fields and the
+    line of the file that it comes from."""
+    if prompts and file is not None:
+        raise ConfigurationError("--prompt and --file exclude each other: give one of them")
+    if prompts:
+        return [(text, {}, "") for text in prompts]
+    if file is not None:
+        return _read_lines(file)
+    text = sys.stdin.read()
+    if not text:
+        raise ConfigurationError("no prompt: give --prompt, --file, or text on standard input")
+    return [(text, {}, "")]
+
+
+def _read_lines(file: Path) -> list[tuple[Any, dict[str, Any], str]]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigurationError(f"--file {file}: {reason}") from None
+    requests = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{file}:{number}"
+            requests.append((*_parse_line(line, where), where))
+    if not requests:
+        raise ConfigurationError(f"--file {file}: no prompt in it; write one JSON value per line")
+    return requests
+
+
+def _parse_line(line: str, where: str) -> tuple[Any, dict[str, Any]]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError(
+            f"{where}: not JSON: {error.msg} at column {error.colno}"
+        ) from None
+    if isinstance(value, dict):
+        keys = {"prompt", "prompt_token_ids"} & set(value)
+        if not keys:
+            raise InvalidRequestError(f"{where}: needs prompt or prompt_token_ids")
+        own = {name: item for name, item in value.items() if name not in keys}
+        if not isinstance(value.get("prompt", ""), str):
+            raise InvalidRequestError(
+                f"{where}: prompt is a string, not {type(value['prompt']).__name__}"
+            )
+        return {name: value[name] for name in keys}, own
+    if isinstance(value, str | list):
+        return value, {}
+    raise InvalidRequestError(f"{where}: a string, a list of ids or an object, not {value!r}")
+
+
+def _print(results: list[Any], output_format: OutputFormat) -> None:
+    if output_format is OutputFormat.text:
+        for result in results:
+            for choice in result.outputs:
+                print((result.prompt or "") + choice.text)
+        return
+    documents = [_document(result) for result in results]
+    if output_format is OutputFormat.jsonl:
+        for document in documents:
+            print(json.dumps(document, ensure_ascii=False))
+    else:
+        whole = documents[0] if len(documents) == 1 else documents
+        print(json.dumps(whole, ensure_ascii=False, indent=2))
+
+
+def _document(result: Any) -> dict[str, Any]:
+    outputs = []
+    for choice in result.outputs:
+        document = {
+            "index": choice.index,
+            "text": choice.text,
+            "token_ids": choice.token_ids,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "cumulative_logprob": choice.cumulative_logprob,
+        }
+        if choice.logprobs is not None:
+            document["logprobs"] = [
+                {str(token): dataclasses.asdict(item) for token, item in position.items()}
+                for position in choice.logprobs
+            ]
+        outputs.append(document)
+    return {
+        "prompt": result.prompt,
+        "prompt_token_ids": result.prompt_token_ids,
+        "outputs": outputs,
+        "metrics": dataclasses.asdict(result.metrics),
+    }
+
+
+def _is_watched() -> bool:
+    return sys.stderr.isatty()

@@ -1,0 +1,369 @@
+"""``vmserve top``: a running server's memory, queues and requests, live in the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Annotated, Any, Final
+
+import httpx
+import typer
+from rich.cells import cell_len
+from rich.console import (
+    Console,
+    ConsoleOptions,
+    Group,
+    JustifyMethod,
+    RenderableType,
+    RenderResult,
+)
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from vmserve.cli.options import server_url
+from vmserve.config import format_size
+from vmserve.errors import ConfigurationError, VmserveError
+
+__all__ = ["Monitor", "Screen", "top_command"]
+
+Data = dict[str, Any]
+
+#: What a document has that can be shown: servers of other versions may have less.
+_FIELDS: Final = frozenset({"stats", "pool", "requests", "latency", "num_failed"})
+#: How a use is drawn: its character and its colour.
+_LOOKS: Final = {
+    "virtual": ("█", "blue"),
+    "paged": ("█", "dark_orange"),
+    "both": ("█", "magenta"),
+    "cached": ("▓", "cyan"),
+    "parked": ("▒", "blue"),
+    "spare": ("░", "blue"),
+    "waiting": ("▒", "yellow"),
+    "held": ("▒", "red"),
+    "free": ("░", "white"),
+    "absent": ("·", "bright_black"),
+}
+_MAP_ROWS: Final = 8
+_NUMBERS: Final = ("prompt", "generated", "age", "TTFT", "ITL")
+#: Columns that give way in a narrow terminal, in this order, and the least they keep; then those
+#: that are left out.
+_CUT: Final = (("request", 20), ("why", 12), ("request", 12), ("why", 6), ("request", 8))
+_LEFT_OUT: Final = ("why", "slots", "state", "regime")
+#: Tokens per second are averaged over so many seconds.
+_RATE_SECONDS: Final = 3.0
+_LONGEST_WAIT: Final = 15.0
+
+
+class Monitor:
+    """Asks a server for its live figures.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for what is no URL.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = server_url(url)
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(headers=headers, timeout=10.0, trust_env=False)
+
+    def ask(self) -> Data:
+        """Raises :class:`~vmserve.errors.VmserveError`, ``ConnectionError`` while it is away."""
+        try:
+            reply = self._client.get(f"{self.url}/v1/kv/live")
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            raise ConnectionError(f"no answer from {self.url}: {reason}") from error
+        if reply.status_code == 200:
+            return _document(reply, self.url)
+        if reply.status_code == 401:
+            raise VmserveError(
+                f"{self.url} needs an API key that it knows: --api-key, or VMSERVE_API_KEY"
+            )
+        if reply.status_code == 404:
+            raise _not_vmserve(self.url)
+        raise ConnectionError(f"{self.url} answered {reply.status_code}: {_told(reply)}")
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _document(reply: httpx.Response, url: str) -> Data:
+    try:
+        data = reply.json()
+    except ValueError as error:
+        raise _not_vmserve(url) from error
+    if not isinstance(data, dict) or not data.keys() >= _FIELDS:
+        raise _not_vmserve(url)
+    return data
+
+
+def _not_vmserve(url: str) -> VmserveError:
+    return VmserveError(f"{url} has no live figures: is it a vmserve server of this version?")
+
+
+def _told(reply: httpx.Response) -> str:
+    try:
+        return _plain(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return _plain(reply.reason_phrase)
+
+
+class Screen:
+    """Figures as text. Remembers some, for rates."""
+
+    def __init__(self) -> None:
+        self._tokens: deque[tuple[float, float]] = deque()
+        self.data: Data | None = None
+        #: What went wrong last; empty while all is well.
+        self.note = ""
+
+    def take(self, data: Data, now: float) -> None:
+        self.data, self.note = data, ""
+        self._tokens.append((now, float(data["stats"].get("generation_tokens_total", 0))))
+        while len(self._tokens) > 2 and now - self._tokens[1][0] >= _RATE_SECONDS:
+            self._tokens.popleft()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None until there are two figures to tell it from."""
+        if len(self._tokens) < 2:
+            return None
+        (began, before), (ended, after) = self._tokens[0], self._tokens[-1]
+        return max(0.0, after - before) / (ended - began)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.note:
+            yield Text(self.note, style="bold red")
+        if self.data is not None:
+            rows = console.height if console.is_terminal else None
+            yield Group(*self._parts(self.data, options.max_width, rows))
+
+    def _parts(self, data: Data, width: int, height: int | None) -> Iterator[RenderableType]:
+        draining = ", shutting down" if data["draining"] else ""
+        title = f"{_plain(data['model'])}, vmserve {_plain(data['version'])}"
+        up = f", up {_seconds(data['uptime_seconds'])}{draining}"
+        yield Text.assemble((title, "bold"), up)
+        figures = _in_lines(self._figures(data), width)
+        yield from figures
+        yield Text()
+        pool_map = _pool_map(data["pool"], width)
+        yield pool_map
+        yield _legend(data["pool"])
+        yield Text()
+        above = len(figures) + str(pool_map).count("\n") + 10
+        room = None if height is None else max(1, height - above)
+        yield _requests(data, width, room)
+
+    def _figures(self, data: Data) -> Iterator[Text]:
+        stats, latency = data["stats"], data["latency"]
+        speed = self.tokens_per_second
+        asked = stats.get("prefix_cache_queries_total", 0)
+        hits = stats.get("prefix_cache_hits_total", 0)
+        running = stats.get("num_requests_running", 0)
+        waiting = stats.get("num_requests_waiting", 0)
+        ahead = stats.get("hidden_calls_total", 0)
+        awaited = stats.get("unhidden_calls_total", 0)
+        for name, value in (
+            ("tokens/s", "–" if speed is None else f"{speed:,.0f}"),
+            ("run/wait", f"{running}/{waiting}"),
+            ("KV in use", _memory(stats)),
+            ("TTFT p50/p99", _pair(latency["ttft_p50"], latency["ttft_p99"])),
+            ("ITL p50/p99", _pair(latency["itl_p50"], latency["itl_p99"])),
+            ("prefix hits", f"{hits / asked:.0%}" if asked else "–"),
+            ("map calls ahead/waited for", f"{ahead}/{awaited}"),
+        ):
+            yield Text.assemble((name, "bright_black"), " ", (value, "bold"))
+        for name, count, colour in (
+            ("rejected", data["num_rejected"], "yellow"),
+            ("failed", data["num_failed"], "red"),
+            ("preempted", stats.get("num_preemptions_total", 0), "yellow"),
+            ("swapped", stats.get("num_sequences_swapped", 0), "yellow"),
+            ("restarts", stats.get("engine_restarts_total", 0), "red"),
+        ):
+            style = f"bold {colour}" if count else "bright_black"
+            yield Text.assemble((name, "bright_black"), " ", (f"{count:,}", style))
+
+
+def _in_lines(figures: Iterator[Text], width: int) -> list[Text]:
+    """As many in a line as fit; none is broken."""
+    lines = [Text()]
+    for figure in figures:
+        if lines[-1].cell_len and lines[-1].cell_len + 3 + figure.cell_len > width:
+            lines.append(Text())
+        lines[-1].append("   " if lines[-1].cell_len else "").append_text(figure)
+    return lines
+
+
+def _memory(stats: Data) -> str:
+    """Of the KV cache, what requests hold, and the limit."""
+    share = stats.get("kv_cache_usage_perc", 0.0)
+    limit = stats.get("limit_pages", 0) * stats.get("page_bytes", 0)
+    return f"{share:.1%} of {format_size(limit)}" if limit else f"{share:.1%}"
+
+
+def _pool_map(pool: Data, width: int) -> Text:
+    """In at most eight lines; a character stands for what most of its cells are."""
+    cells: str = pool["cells"]
+    uses: list[str] = pool["uses"]
+    per_character = max(1, -(-len(cells) // (width * _MAP_ROWS)))
+    text = Text()
+    for number, first in enumerate(range(0, len(cells), per_character)):
+        if number and number % width == 0:
+            text.append("\n")
+        [(code, _)] = Counter(cells[first : first + per_character]).most_common(1)
+        character, colour = _LOOKS.get(uses[(ord(code) - 48) & 15], ("?", "red"))
+        text.append(character, colour)
+    return text
+
+
+def _legend(pool: Data) -> Text:
+    text = Text()
+    for use, count in pool["counts"].items():
+        if count:
+            character, colour = _LOOKS.get(use, ("?", "red"))
+            text.append(character, colour)
+            text.append(f" {use} {count:,}   ")
+    text.append(f"of {pool['num_pages']:,} pages, {pool['num_shared']:,} shared", "bright_black")
+    return text
+
+
+def _requests(data: Data, width: int, room: int | None) -> RenderableType:
+    rows = data["requests"][:room]
+    if not rows:
+        return Text(_others(data, 0) or "no requests", style="bright_black")
+    cells = [_row(row) for row in rows]
+    widths = _widths(cells, width)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    for name, column in widths.items():
+        justify: JustifyMethod = "right" if name in _NUMBERS else "left"
+        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", width=column)
+    for texts in cells:
+        if cell_len(texts["request"]) > widths["request"]:
+            # What tells ids apart comes after "chatcmpl-".
+            texts["request"] = texts["request"].partition("-")[2] or texts["request"]
+        colour = _LOOKS.get(texts["regime"], ("", "white"))[1]
+        table.add_row(*(Text(texts[name], colour if name == "regime" else "") for name in widths))
+    more = _others(data, len(rows))
+    return Group(table, Text(more, style="bright_black")) if more else table
+
+
+def _row(row: Data) -> dict[str, str]:
+    """A request's texts by column."""
+    costs = row["costs"]
+    told = [f"{name} {_seconds(costs[name])}" for name in ("virtual", "paged") if name in costs]
+    return {
+        "request": _plain(row["request_id"]),
+        "state": row["state"],
+        "regime": row["regime"],
+        "why": f"{row['reason']}{': ' if told else ''}{', '.join(told)}",
+        "prompt": f"{row['num_prompt_tokens']:,}",
+        "generated": f"{row['num_output_tokens']:,}/{row['max_tokens'] * row['num_branches']:,}",
+        "slots": " ".join(map(str, row["slots"][:4])) or "–",
+        "age": _seconds(row["age_seconds"]),
+        "TTFT": _seconds(row["ttft_seconds"]),
+        "ITL": _seconds(row["itl_seconds"]),
+    }
+
+
+def _widths(cells: list[dict[str, str]], width: int) -> dict[str, int]:
+    """What each column needs. In a narrow terminal ids and reasons are cut, then columns left out;
+    numbers are whole."""
+    widths = {
+        name: max(cell_len(name), *(cell_len(texts[name]) for texts in cells)) for name in cells[0]
+    }
+    excess = sum(widths.values()) + 2 * len(widths) - width
+    for name, least in _CUT:
+        cut = min(max(0, excess), max(0, widths[name] - least))
+        widths[name] -= cut
+        excess -= cut
+    for name in _LEFT_OUT:
+        if excess > 0:
+            excess -= widths.pop(name) + 2
+    return widths
+
+
+def _others(data: Data, num_shown: int) -> str:
+    others = data["num_others"]
+    more = data["num_requests"] - others - num_shown
+    told = [f"{more:,} more"] if more else []
+    return ", ".join([*told, *([f"{others:,} of other keys"] if others else [])])
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if value < 1e-3:
+        return f"{value * 1e6:.0f} µs"
+    if value < 1:
+        return f"{value * 1e3:.0f} ms" if value >= 0.1 else f"{value * 1e3:.1f} ms"
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.0f} min"
+
+
+def _pair(median: float | None, high: float | None) -> str:
+    return "–" if median is None else f"{_seconds(median)}/{_seconds(high)}"
+
+
+def _plain(text: object) -> str:
+    """What comes from a server must not steer the terminal."""
+    return "".join(c if c.isprintable() else "?" for c in str(text))
+
+
+def _watch(monitor: Monitor, console: Console, interval: float) -> None:
+    """Until interrupted. A server that is away is asked less and less often."""
+    screen = Screen()
+    screen.take(monitor.ask(), time.monotonic())
+    failures = 0
+    with Live(screen, console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            wait = interval if not failures else min(_LONGEST_WAIT, interval * 2**failures)
+            time.sleep(wait)
+            try:
+                screen.take(monitor.ask(), time.monotonic())
+                failures = 0
+            except ConnectionError as error:
+                failures = min(failures + 1, 6)
+                screen.note = f"{error} (trying again)"
+            live.refresh()
+
+
+def top_command(
+    url: Annotated[
+        str, typer.Argument(help="A running server.", metavar="URL")
+    ] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="The server's key, if it needs one.", envvar="VMSERVE_API_KEY"),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print it once and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --once: what the server says, as JSON.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(help="Seconds between two looks.", min=0.25, max=3600)
+    ] = 0.5,
+) -> None:
+    """Watch a running server: its memory, queues and requests."""
+    if as_json and not once:
+        raise ConfigurationError("--json prints one document: give --once with it")
+    monitor = Monitor(url, api_key)
+    console = Console()
+    try:
+        if as_json:
+            print(json.dumps(monitor.ask()))
+        elif once or not console.is_terminal:
+            screen = Screen()
+            screen.take(monitor.ask(), time.monotonic())
+            console.print(screen)
+        else:
+            _watch(monitor, console, interval)
+    except BrokenPipeError:  # of our own output, which nobody reads any more
+        raise
+    except ConnectionError as error:
+        raise VmserveError(str(error)) from error
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+    finally:
+        monitor.close()

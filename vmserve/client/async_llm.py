@@ -1,0 +1,338 @@
+"""The engine for many callers at once: a thread that steps, and asyncio streams on top.
+
+One long-lived thread owns the engine; callers hand it commands through a queue and
+wait on asyncio queues of their own. The thread sleeps on a condition when there is
+nothing to run, so an idle server costs no CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+from vmserve.config import EngineConfig, ResolvedConfig
+from vmserve.engine.engine import LLMEngine, PinnedPrefix, Progress, StepResult
+from vmserve.engine.loop import Command, EngineLoop
+from vmserve.errors import EngineDeadError, VmserveError
+from vmserve.models.config import ModelConfig
+from vmserve.sampling import GenerationParams, SamplingParams
+from vmserve.telemetry.snapshot import EngineSnapshot
+from vmserve.text.prompts import PromptLike, encode_prompt
+from vmserve.text.tokenizer import Tokenizer
+from vmserve.types import RequestOutput
+
+__all__ = ["AsyncLLM"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+#: How often a prefix is computed again that was evicted before it could be pinned.
+_PIN_ATTEMPTS = 3
+Item = RequestOutput | BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    """Where a request's outputs go: a queue that belongs to the caller's event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[Item]
+
+    def put(self, item: Item) -> None:
+        """From the engine's thread. A loop that is closed has no one left to tell."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+
+
+class AsyncLLM:
+    """Streams from one engine to any number of tasks, on any number of event loops.
+
+    Arguments and errors are those of :class:`vmserve.LLM`. Loading blocks.
+
+        async with AsyncLLM(kv_cache_memory="256MiB") as llm:
+            async for output in llm.generate("Once upon a time", stream=True):
+                for choice in output.outputs:
+                    print(choice.text, end="")
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        progress: Progress | None = None,
+        **engine_options: Any,
+    ) -> None:
+        config = EngineConfig.from_options({"model": model, **engine_options})
+        self._engine = LLMEngine(config, progress=progress)
+        self._listeners: dict[str, _Listener] = {}
+        self._mourners: list[_Listener] = []
+        self._loop = EngineLoop(self._engine, self._publish, self._read_stats)
+        self._stats: dict[str, float | int] = self._engine.stats()
+        self._thread = threading.Thread(target=self._run, name="vmserve-engine", daemon=True)
+        self._thread.start()
+
+    # -- what callers see -------------------------------------------------------------
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._engine.config
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        return self._engine.resolved
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._engine.model_config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """Sampling fields of the model's generation_config.json."""
+        return dict(self._engine.model_config.default_sampling)
+
+    @property
+    def errored(self) -> bool:
+        return self._loop.error is not None
+
+    def stats(self) -> dict[str, float | int]:
+        """The engine's metrics as of its last step."""
+        return self._stats
+
+    async def fetch_stats(self) -> dict[str, float | int]:
+        """The engine's metrics; those of the last step are never old in one process."""
+        return self._stats
+
+    async def until_dead(self) -> None:
+        """Return when the engine has died by itself."""
+        mourner = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        self._mourners.append(mourner)
+        if not self.errored:  # looked at once it is sure to be told
+            await mourner.queue.get()
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Memory, queues and requests as they are between two steps: for live views.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
+        """
+        return await self._ask(self._engine.snapshot)
+
+    async def generate(
+        self,
+        prompt: PromptLike,
+        params: GenerationParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        isolation: str = "",
+        timeout: float | None = None,
+        stream: bool = False,
+    ) -> AsyncIterator[RequestOutput]:
+        """The outputs of one request, until it has finished.
+
+        ``prompt`` and ``params`` are those of :meth:`vmserve.LLM.generate`, for one prompt;
+        :class:`vmserve.BeamSearchParams` are taken too. ``request_id``: what :meth:`abort` takes,
+        of one request at a time; None: one is made up.
+
+        ``stream=False``: one final output. ``stream=True``: outputs with ``delta`` set, whose
+        choices hold what is new; the first has no choices and says that the request was
+        accepted. Leaving the iterator early aborts the request and frees its pages. Cached
+        prefixes are shared between requests of equal ``cache_salt`` only. ``tenant``: whose share
+        it counts against, under ``fair_sharing``. ``isolation``: whose memory it uses, which is
+        scrubbed before another's request gets it. ``timeout``: seconds that it has, from now on.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError` before the first output,
+        :class:`~vmserve.errors.DeadlineError` when its time is over, and
+        :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
+        """
+        encoded = encode_prompt(prompt, self.tokenizer)
+        params = SamplingParams(**self.default_sampling) if params is None else params
+        request_id = uuid.uuid4().hex if request_id is None else request_id
+        self._engine.prepare(encoded.token_ids, params)
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+
+        def add() -> None:
+            try:
+                self._engine.add_request(
+                    request_id,
+                    encoded.token_ids,
+                    params,
+                    prompt=encoded.text,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    tenant=tenant,
+                    isolation=isolation,
+                    timeout=timeout,
+                    stream=stream,
+                )
+            except VmserveError as error:
+                listener.put(error)
+                return
+            self._listeners[request_id] = listener
+            if stream and (accepted := self._engine.accepted_output(request_id)) is not None:
+                listener.put(accepted)
+
+        self._loop.submit(Command(add, listener.put))
+        finished = False
+        try:
+            while not finished:
+                item = await listener.queue.get()
+                if isinstance(item, BaseException):
+                    finished = True
+                    raise item
+                finished = item.finished
+                yield item
+        finally:
+            if not finished:
+                self._loop.submit_quietly(Command(lambda: self._abort(request_id, listener)))
+
+    async def pin_prefix(
+        self, token_ids: list[int], *, cache_salt: str = "", isolation: str = ""
+    ) -> PinnedPrefix:
+        """Compute a prefix and keep it in memory: see :meth:`vmserve.LLM.pin_prefix`."""
+        once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        whole_blocks = len(token_ids) // self.resolved.block_tokens * self.resolved.block_tokens
+        for attempt in range(_PIN_ATTEMPTS):
+            request_id = f"pin-{uuid.uuid4().hex}"
+            async for _ in self.generate(
+                token_ids,
+                once,
+                request_id=request_id,
+                cache_salt=cache_salt,
+                isolation=isolation,
+            ):
+                pass
+            # Until then others may have evicted some of it.
+            pin = await self._ask(
+                lambda: self._engine.hold_prefix(
+                    token_ids, cache_salt=cache_salt, isolation=isolation
+                ),
+                lambda pin: self._engine.unpin_prefix(pin.handle),
+            )
+            if pin.num_tokens == whole_blocks or attempt == _PIN_ATTEMPTS - 1:
+                break
+            await self.unpin_prefix(pin.handle)
+        return pin
+
+    async def unpin_prefix(self, handle: int) -> None:
+        """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
+        await self._ask(lambda: self._engine.unpin_prefix(handle))
+
+    async def _ask(
+        self, question: Callable[[], T], undo: Callable[[T], None] = lambda value: None
+    ) -> T:
+        """Run ``question`` in the engine's thread; its answer, or what it raises.
+
+        ``undo`` is run there when the caller has gone before the answer came.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def tell(result: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:
+            def deliver() -> None:
+                if not answer.done():
+                    result()
+                elif otherwise is not None:
+                    self._loop.submit_quietly(Command(otherwise))
+
+            # A loop that is closed has no one left to tell.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(deliver)
+
+        def run() -> None:
+            try:
+                value = question()
+            except (VmserveError, ValueError) as error:
+                tell(partial(answer.set_exception, error))
+            else:
+                tell(partial(answer.set_result, value), partial(undo, value))
+
+        self._loop.submit(Command(run, lambda error: tell(partial(answer.set_exception, error))))
+        return await answer
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a last output with finish_reason "abort"."""
+        self._loop.submit(Command(lambda: self._abort(request_id, None)))
+
+    async def shutdown(self, timeout: float = 0.0) -> None:
+        """Let running requests finish for ``timeout`` seconds, abort the rest, stop the thread."""
+        deadline = time.monotonic() + timeout
+        while self._listeners and self._thread.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self._loop.stop()
+        await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
+
+    # -- the engine's thread ----------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+            self._abort_all()
+        except BaseException:  # the thread's boundary: nobody above it can be told
+            logger.exception("the engine stopped")
+            self._die()
+        finally:
+            self._engine.close()
+
+    def _read_stats(self) -> None:
+        if not self._engine.has_unfinished:  # else the step tells
+            self._stats = self._engine.stats()
+
+    def _publish(self, result: StepResult) -> None:
+        self._stats = self._engine.stats()
+        for output in result.outputs:
+            listener = self._listeners.get(output.request_id)
+            if output.finished:
+                self._listeners.pop(output.request_id, None)
+            if listener is not None:
+                listener.put(output)
+        for failure in result.failures:
+            listener = self._listeners.pop(failure.request_id, None)
+            if listener is not None:
+                listener.put(failure.error)
+
+    def _abort(self, request_id: str, only: _Listener | None) -> None:
+        """``only``: the caller that left; a later request may have taken the same id."""
+        listener = self._listeners.get(request_id)
+        if listener is None or (only is not None and listener is not only):
+            return
+        del self._listeners[request_id]
+        output = self._engine.abort(request_id)
+        if output is not None:
+            listener.put(output)
+
+    def _abort_all(self) -> None:
+        for request_id in list(self._listeners):
+            self._abort(request_id, None)
+
+    def _die(self) -> None:
+        dead = EngineDeadError("the engine has stopped; restart the server")
+        for listener in [*self._listeners.values(), *self._mourners]:
+            listener.put(dead)
+        self._listeners.clear()

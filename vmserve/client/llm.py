@@ -1,0 +1,318 @@
+"""The offline API: prompts in, finished outputs out, in the caller's thread."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from vmserve.config import EngineConfig
+from vmserve.engine.engine import LLMEngine, PinnedPrefix, Progress
+from vmserve.errors import EngineDeadError, InvalidRequestError
+from vmserve.progress import generation_progress
+from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
+from vmserve.sampling.params import Pooling
+from vmserve.text.prompts import Prompt, PromptLike, encode_prompt, split_prompts
+from vmserve.types import EmbeddingOutput, RequestOutput, shaped_embedding
+
+__all__ = ["LLM"]
+
+T = TypeVar("T")
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model and its engine, for use from a script.
+
+    ``model``: a directory in Hugging Face layout, a hub id, or None (or
+    ``vmserve-embedded``) for the embedded model. Further arguments are engine options
+    (:class:`vmserve.EngineConfig`); an unknown one is an error.
+
+        with LLM(kv_cache_memory="256MiB") as llm:
+            [result] = llm.generate("Once upon a time", SamplingParams(temperature=0))
+            print(result.outputs[0].text)
+
+    Raises :class:`~vmserve.errors.ConfigurationError` or
+    :class:`~vmserve.errors.OutOfMemoryError`. Threads take turns, a call at a time: use
+    :class:`vmserve.AsyncLLM` for several callers at once.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        progress: Progress | None = None,
+        **engine_options: Any,
+    ) -> None:
+        config = EngineConfig.from_options({"model": model, **engine_options})
+        self._engine: LLMEngine | None = LLMEngine(config, progress=progress)
+        self._ids = itertools.count()
+        #: Held by whoever steps the engine, or takes it apart.
+        self._turn = threading.RLock()
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The engine behind it (memory, scheduler, counters). Closed: an error."""
+        if self._engine is None:
+            raise EngineDeadError("this LLM is closed: make a new one")
+        return self._engine
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete the prompts; results come in the order of the prompts.
+
+        ``sampling_params`` and ``priority``: one for all, or one for each. Without
+        ``sampling_params`` the model's own defaults are used. ``use_tqdm`` shows progress.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError`: one bad prompt refuses the whole
+        call, and nothing is left queued.
+        """
+        encoded = [encode_prompt(p, self.engine.tokenizer) for p in split_prompts(prompts)]
+        return self._run(encoded, sampling_params, priority, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several, through the chat template.
+
+        ``add_generation_prompt`` None: yes, unless the final message is to be continued.
+        """
+        conversations = _conversations(messages)
+        encoded = []
+        for conversation in conversations:
+            text, token_ids = self.engine.tokenizer.apply_chat_template(
+                conversation,
+                tools=tools,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            encoded.append(Prompt(text, token_ids))
+        if sampling_params is None:
+            # A chat answer ends by itself: as in the HTTP API, the context is the limit.
+            sampling_params = self.default_sampling_params(max_tokens=None)
+        return self._run(encoded, sampling_params, priority, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """The ``params.beam_width`` best answers to each prompt, best first.
+
+        The same as those of ``transformers``: ranked by the sum of their tokens'
+        log-probabilities / length ** ``length_penalty``.
+        """
+        given: Any = params  # callers without a type checker pass anything
+        if not isinstance(given, BeamSearchParams):
+            raise InvalidRequestError(
+                f"beam_search takes BeamSearchParams, not {type(given).__name__}", "params"
+            )
+        encoded = [encode_prompt(p, self.engine.tokenizer) for p in split_prompts(prompts)]
+        return self._run(encoded, params, None, use_tqdm)
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling: Pooling = "auto",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        use_tqdm: bool = False,
+    ) -> list[EmbeddingOutput]:
+        """An embedding of each prompt: the model's final hidden states, pooled.
+
+        ``pooling``: the state of the "last" token, the "mean" of all, or what the model was
+        trained for (its ``1_Pooling/config.json``, else "last"). ``dimensions``: keep the first
+        ones only, as models trained for it allow. ``normalize``: to length 1.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError`.
+        """
+        encoded = [encode_prompt(p, self.engine.tokenizer) for p in split_prompts(prompts)]
+        params = SamplingParams(max_tokens=0, pooling=pooling, detokenize=False)
+        outputs = []
+        for result in self._run(encoded, params, None, use_tqdm):
+            assert result.embedding is not None
+            embedding = shaped_embedding(result.embedding, dimensions, normalize)
+            outputs.append(
+                EmbeddingOutput(result.prompt, result.prompt_token_ids, embedding, result.metrics)
+            )
+        return outputs
+
+    def pin_prefix(self, prompt: PromptLike, *, cache_salt: str = "") -> PinnedPrefix:
+        """Compute a prefix (a system prompt, say) and keep it in memory.
+
+        Requests whose prompts begin with it, of the same ``cache_salt``, find its whole blocks
+        in the prefix cache whatever else is evicted, until :meth:`unpin_prefix`.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError` for a prompt that cannot be served,
+        without prefix caching, and when too many are pinned.
+        """
+        encoded = encode_prompt(prompt, self.engine.tokenizer)
+        once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        with self._turn:
+            self._run([encoded], once, None, False, cache_salt=cache_salt)
+            return self.engine.hold_prefix(encoded.token_ids, cache_salt=cache_salt)
+
+    def unpin_prefix(self, handle: int) -> None:
+        """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
+        with self._turn:
+            self.engine.unpin_prefix(handle)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self.engine.tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens
+        )
+
+    def get_tokenizer(self) -> Any:
+        """The ``transformers`` tokenizer."""
+        return self.engine.tokenizer.hf
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """What the model's generation_config.json asks for, with ``changes`` applied."""
+        return SamplingParams(**{**self.engine.model_config.default_sampling, **changes})
+
+    def stats(self) -> dict[str, float | int]:
+        """The engine's metrics by name (``num_requests_running``, ``pages_mapped_total``, ...)."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Give all memory back. Closing twice is fine; any other call afterwards is an error."""
+        with self._turn:
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | BeamSearchParams | None,
+        priority: int | Sequence[int] | None,
+        show_progress: bool,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        with self._turn:
+            return self._run_in_turn(prompts, params, priority, show_progress, cache_salt)
+
+    def _run_in_turn(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | BeamSearchParams | None,
+        priority: int | Sequence[int] | None,
+        show_progress: bool,
+        cache_salt: str,
+    ) -> list[RequestOutput]:
+        engine = self.engine
+        each_params: Sequence[GenerationParams]
+        if isinstance(params, BeamSearchParams):
+            each_params = [params] * len(prompts)
+        else:
+            given = self.default_sampling_params() if params is None else params
+            each_params = _one_each(given, SamplingParams, len(prompts), "sampling_params")
+        each_priority = _one_each(
+            0 if priority is None else priority, int, len(prompts), "priority"
+        )
+        for prompt, one in zip(prompts, each_params, strict=True):
+            engine.prepare(prompt.token_ids, one)
+        for one in each_params:
+            if one.structured_outputs is not None:
+                engine.structured.check(one.structured_outputs)
+        request_ids = [str(next(self._ids)) for _ in prompts]
+        try:
+            for request_id, prompt, one, prio in zip(
+                request_ids, prompts, each_params, each_priority, strict=True
+            ):
+                engine.add_request(
+                    request_id,
+                    prompt.token_ids,
+                    one,
+                    prompt=prompt.text,
+                    priority=prio,
+                    cache_salt=cache_salt,
+                )
+            return self._finish_all(request_ids, show_progress)
+        finally:
+            # After an error or an interrupt nothing may stay queued.
+            for request_id in request_ids:
+                engine.abort(request_id)
+
+    def _finish_all(self, request_ids: list[str], show_progress: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        with generation_progress(len(request_ids), show_progress) as report:
+            while len(done) < len(request_ids):
+                result = self.engine.step()
+                for failure in result.failures:
+                    raise failure.error
+                for output in result.outputs:
+                    done[output.request_id] = output
+                    report(sum(len(choice.token_ids) for choice in output.outputs))
+        return [done[request_id] for request_id in request_ids]
+
+
+def _conversations(messages: Any) -> list[list[Any]]:
+    """One conversation or several, as a list of lists. What is in a message is checked later."""
+    if isinstance(messages, Mapping | str) or not isinstance(messages, Sequence | None):
+        raise InvalidRequestError(
+            f"messages: a list of messages, or of such lists, not {type(messages).__name__}",
+            "messages",
+        )
+    if not messages:
+        raise InvalidRequestError("messages is empty: give at least one message", "messages")
+    if isinstance(messages[0], Mapping):
+        return [list(messages)]
+    for conversation in messages:
+        if isinstance(conversation, str) or not isinstance(conversation, Sequence):
+            raise InvalidRequestError(
+                f"messages: a message is an object, not {type(conversation).__name__}", "messages"
+            )
+    return [list(conversation) for conversation in messages]
+
+
+def _one_each(value: T | Sequence[T], kind: type[T], count: int, name: str) -> list[T]:
+    if isinstance(value, kind):
+        return [value] * count
+    if not isinstance(value, Sequence) or not all(isinstance(item, kind) for item in value):
+        raise InvalidRequestError(
+            f"{name}: give one {kind.__name__} or a list of them, not {value!r}", name
+        )
+    if len(value) != count:
+        raise InvalidRequestError(
+            f"{name}: {len(value)} given for {count} prompts; give one, or one for each", name
+        )
+    return list(value)

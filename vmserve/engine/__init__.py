@@ -1,0 +1,1 @@
+"""Steps: what runs next, what it gives, and when it ends."""

@@ -1,0 +1,596 @@
+"""The engine: requests in, tokens out. ``step`` is the data path and reads like it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vmserve.config import EngineConfig, ResolvedConfig, resolve
+from vmserve.engine.deadlines import Deadlines, too_late
+from vmserve.engine.parts import (
+    attends_natively,
+    attention_backends,
+    cost_model,
+    create_memory,
+    linear_backend,
+    widest_window,
+)
+from vmserve.engine.processor import OutputProcessor
+from vmserve.engine.requests import RequestIntake, memory_tenant
+from vmserve.engine.step import EngineStep, Flight
+from vmserve.errors import DriverError, InvalidRequestError, OutOfMemoryError, VmserveError
+from vmserve.memory.base import Regime
+from vmserve.memory.pins import PinnedPrefixes
+from vmserve.models import choose_native, load_model, resolve_model
+from vmserve.models.config import ModelConfig
+from vmserve.runner.model_runner import AttentionTime, ModelRunner, RegimeKernels
+from vmserve.runner.runtime import DeviceRuntime, open_runtime
+from vmserve.sampling import GenerationParams
+from vmserve.scheduler.base import NoRoomError, StepPlan
+from vmserve.scheduler.fairness import TenantShares
+from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
+from vmserve.scheduler.preemption import PreemptionPolicy
+from vmserve.scheduler.profile import DeviceProfile
+from vmserve.scheduler.regime import RegimePolicy
+from vmserve.scheduler.sequence import Request
+from vmserve.structured.requests import StructuredRequests
+from vmserve.telemetry.counters import EngineCounters
+from vmserve.telemetry.phases import StepPhases
+from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
+from vmserve.telemetry.trace import StepTrace
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
+from vmserve.types import PinnedPrefix, RequestOutput
+
+if TYPE_CHECKING:
+    from vmserve.runner.graphs import DecodeGraphs
+
+__all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
+
+logger = logging.getLogger(__name__)
+
+#: Free pages that an idle engine keeps: the next short request then waits for no page fault.
+IDLE_BYTES = 16 << 20
+#: Logits of prompt tokens that a step computes at most (128 MiB in float32), whatever their number.
+SCORED_LOGITS = 1 << 25
+#: ``progress(phase, done, total)``: called while loading; units depend on the phase.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """A request that ended with an error instead of an output; the engine goes on."""
+
+    request_id: str
+    error: VmserveError
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    outputs: tuple[RequestOutput, ...] = ()
+    failures: tuple[RequestFailure, ...] = ()
+
+    def __add__(self, other: StepResult) -> StepResult:
+        """Who failed in the other one is told nothing else any more."""
+        failed = {failure.request_id for failure in other.failures}
+        outputs = tuple(each for each in self.outputs if each.request_id not in failed)
+        return StepResult(outputs + other.outputs, self.failures + other.failures)
+
+
+class LLMEngine:
+    """Continuous batching over a KV cache in two views of one pool of pages.
+
+    Single-threaded: whoever calls :meth:`step` owns it (:class:`vmserve.LLM` the caller's
+    thread, :class:`vmserve.AsyncLLM` a thread of its own). :meth:`prepare` alone may be
+    called from another thread: it only reads.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for options or model files that
+    cannot be used, and :class:`~vmserve.errors.OutOfMemoryError` when there is no room.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        runtime: DeviceRuntime | None = None,
+    ) -> None:
+        self.config = config
+        path = resolve_model(config.model)
+        self.model_config = ModelConfig.from_directory(path)
+        self.tokenizer: Tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))
+        self._runtime = runtime or open_runtime(config.device, config.kv_driver)
+        self.resolved: ResolvedConfig = resolve(config, self.model_config, self._runtime.gpu_bytes)
+        native_dtype = choose_native(
+            linear_backend(config, self._runtime),
+            config.quantization,
+            config.dtype,
+            self.model_config,
+            self._runtime.device_type,
+        )
+        if native_dtype is None:
+            torch_runtime = self._runtime = self._runtime.with_torch()
+            dtype = torch_runtime.dtype(config.dtype, self.model_config)
+        else:
+            dtype = native_dtype
+        backends = attention_backends(config, self.model_config, dtype, self._runtime.device_type)
+        native = native_dtype is not None and attends_natively(config, backends)
+        self._is_async = self.resolved.async_scheduling
+        if not native or self._is_async:
+            self._runtime = self._runtime.with_torch()
+        slack = max(backend.read_slack_tokens for backend in backends.values())
+        head_slack = max(backend.head_slack_tokens for backend in backends.values())
+        pages = self._runtime.memory(self.resolved.activation_bytes)
+        with self._runtime.active():
+            self._model = load_model(
+                path,
+                dtype,
+                self._runtime.device_name,
+                config=self.model_config,
+                max_model_len=self.resolved.max_model_len,
+                native=native,
+                quantization=config.quantization,
+                progress=progress,
+            )
+            self._runtime.synchronize()
+        self.memory = create_memory(self.resolved, self.model_config, dtype, slack, pages)
+        swaps = self.resolved.swap_bytes > 0
+        self._preemption = PreemptionPolicy(self.resolved.preemption if swaps else "recompute")
+        self._regimes = RegimePolicy(
+            self.resolved.kv_regime,
+            cost_model(
+                self.resolved,
+                self.model_config,
+                self.memory.layout,
+                backends,
+                dtype,
+                self._runtime,
+            ),
+        )
+        self.scheduler = FCFSScheduler(
+            self.memory,
+            SchedulerLimits(
+                self.resolved.max_num_seqs,
+                self.resolved.max_num_batched_tokens,
+                window=widest_window(self.model_config, head_slack),
+                max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
+                priority_max_wait=self.resolved.priority_max_wait,
+                separates_phases=self.resolved.scheduling_policy == "v0",
+                delay_factor=self.resolved.scheduler_delay_factor,
+            ),
+            self._regimes,
+            self._preemption,
+            TenantShares() if self.resolved.fair_sharing else None,
+        )
+        views = self._runtime.views(self.memory)
+        kernels = {regime: RegimeKernels(backends[regime], views[regime]) for regime in Regime}
+        self._graphs: DecodeGraphs | None = None
+        if self.resolved.captures_graphs:
+            with self._runtime.active():
+                self._graphs = self._runtime.graphs(
+                    self._model, kernels, self.resolved.max_num_seqs, self.resolved.max_model_len
+                )
+                if self._graphs is not None and self._runtime.captures_ahead:
+                    forced = self.resolved.kv_regime
+                    regimes = tuple(Regime) if forced == "auto" else (Regime(forced),)
+                    self._graphs.capture_ahead(self.memory, regimes)
+        self._runner = ModelRunner(self._model, kernels, self._runtime, self._graphs)
+        self._sampler = self._runtime.sampler(self.model_config.vocab_size, is_async=self._is_async)
+        #: Requests whose answers have to match a grammar.
+        self.structured = StructuredRequests(
+            self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
+        )
+        self.counters = EngineCounters()
+        self._output = OutputProcessor(
+            self.tokenizer, self.model_config.eos_token_ids, self.scheduler, self.counters
+        )
+        self._steps = EngineStep(
+            self.memory,
+            self.scheduler,
+            self._runner,
+            self._runtime,
+            self._sampler,
+            self.structured,
+            self._output,
+        )
+        #: The step that runs, whose tokens are not known yet: with async_scheduling only.
+        self._flight: Flight | None = None
+        #: Why the next step is not launched before the tokens of the last one are known.
+        self._waited_for = "idle"
+        self._last_ended = 0.0
+        trace_file = self.resolved.trace_file
+        self._trace = None if trace_file is None else StepTrace(Path(trace_file))
+        self._requests: dict[str, Request] = {}
+        self._intake = RequestIntake(self.resolved, self.model_config, self.tokenizer)
+        self._deadlines = Deadlines(self.resolved.request_timeout, self._requests)
+        self._pins = PinnedPrefixes(self.memory, self.resolved)
+
+    # -- requests ---------------------------------------------------------------------
+
+    def prepare(self, prompt_token_ids: list[int], params: GenerationParams) -> None:
+        """Check a request against the model without touching any state.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError`.
+        """
+        self._intake.check(prompt_token_ids, params)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: GenerationParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        isolation: str = "",
+        timeout: float | None = None,
+        stream: bool = False,
+    ) -> None:
+        """Queue a request; its outputs come from later steps.
+
+        ``tenant``: on whose account it runs, for ``fair_sharing``. ``isolation``: whose memory it
+        uses; pages are scrubbed before a request of another gets them. ``timeout``: seconds after
+        which it fails with :class:`~vmserve.errors.DeadlineError`, if ``request_timeout`` is not
+        less.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError`; nothing is queued then.
+        """
+        self.prepare(prompt_token_ids, params)
+        if request_id in self._requests:
+            raise InvalidRequestError(f"request_id {request_id!r} is already in use", "request_id")
+        request = self._intake.build(request_id, prompt_token_ids, params, prompt)
+        request.priority = priority
+        request.rank = priority if self.resolved.scheduling_policy == "priority" else 0
+        request.cache_salt = cache_salt.encode()
+        request.tenant = tenant
+        request.memory_tenant = memory_tenant(isolation)
+        self._deadlines.set(request, timeout)
+        request.stream = stream
+        self._requests[request_id] = request
+        self._output.open(request)
+        if params.structured_outputs is not None:
+            self.structured.add(request)
+        else:
+            self.scheduler.add(request)
+        self.counters.prompt_tokens += len(prompt_token_ids)
+
+    def accepted_output(self, request_id: str) -> RequestOutput | None:
+        """A delta without choices: tells a stream that its request is queued.
+
+        None while its grammar is being compiled, which may refuse it; a later step then has it.
+        """
+        request = self._requests[request_id]
+        return None if request.is_compiling else self._output.accepted(request)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now and free its pages. Unknown or finished ids are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        if request.is_compiling:
+            self.structured.drop(request)
+        else:
+            self.scheduler.abort(request)
+        return self._output.abort(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._requests)
+
+    @property
+    def profile(self) -> DeviceProfile | None:
+        """What regimes are chosen by; None where they are not chosen."""
+        return self._regimes.profile
+
+    # -- pinned prefixes --------------------------------------------------------------
+
+    def hold_prefix(
+        self, token_ids: list[int], *, cache_salt: str = "", isolation: str = ""
+    ) -> PinnedPrefix:
+        """Keep what the prefix cache has of these tokens, whatever else is evicted.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError` where it has nothing, or where too
+        little of the pool would be left for the longest sequence.
+        """
+        return self._pins.hold(token_ids, cache_salt.encode(), memory_tenant(isolation))
+
+    def unpin_prefix(self, handle: int) -> None:
+        """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
+        self._pins.release(handle)
+
+    def convert(self, request_id: str, regime: Regime) -> None:
+        """Keep the request in ``regime`` from the next step on that finds memory for it.
+
+        No byte is copied where its blocks fill whole pages in order. Unknown ids are ignored.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.scheduler.convert(request, regime)
+
+    # -- the step ---------------------------------------------------------------------
+
+    def step(self) -> StepResult:
+        """Compute once for every sequence that fits; returns what became known by it.
+
+        With ``async_scheduling``, of the step before: this one is computed meanwhile.
+        """
+        with self._runtime.active():
+            return self._step()
+
+    def _step(self) -> StepResult:
+        if self._deadlines and (late := self._expire(time.monotonic())):
+            return StepResult(failures=tuple(late))
+        if self.structured.num_compiling and (news := self._take_compiled()):
+            return news
+        previous, self._flight = self._flight, None
+        if previous is None:
+            following = self._launch()
+            return following if isinstance(following, StepResult) else self._end_alone(following)
+        previous.was_kept = True
+        ahead = self._launch_ahead(previous)
+        previous.phases.resume()
+        result = self._take_in(previous, ahead if isinstance(ahead, Flight) else None)
+        if isinstance(ahead, StepResult):
+            return result + ahead
+        if ahead is None:
+            return result
+        ahead.phases.resume()
+        return result + self._draw(ahead)
+
+    def _launch(self, previous: Flight | None = None) -> Flight | StepResult:
+        """Plan a step and give it to the device; a result where there is none.
+
+        ``previous``: the step that runs; then nobody is preempted, and nothing is waited for.
+        """
+        phases = StepPhases()
+        try:
+            plan = self.scheduler.schedule(ahead=previous is not None)
+        except NoRoomError as error:
+            self.abort(error.request_id)
+            return StepResult(failures=(RequestFailure(error.request_id, error),))
+        if plan is None:
+            if previous is None:
+                self._idle()
+                self.structured.wait()
+            return StepResult()
+        phases.end("schedule")
+        try:
+            epoch = self.memory.apply(plan.memory)
+        except (OutOfMemoryError, DriverError) as error:
+            return StepResult() if previous is not None else self._make_room_after(error, plan)
+        self.scheduler.applied(plan)
+        self._mark_scheduled(plan)
+        phases.end("memory")
+        try:
+            flight = self._steps.launch(plan, epoch, phases, previous)
+            if previous is None and _reads_prompts_mostly(plan):
+                self._runtime.synchronize()  # or only its launches would be timed
+        except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
+            self._steps.give_up(epoch)
+            return self._fail_batch(error, plan)
+        seconds = phases.end("model")
+        if previous is None:
+            self._learn(plan, seconds)
+        self._count_attention(flight.logits.attention)
+        return flight
+
+    def _launch_ahead(self, previous: Flight) -> Flight | StepResult | None:
+        """The step behind ``previous``, before its tokens are known; None where that cannot be."""
+        self._waited_for = previous.waits() or "room"
+        if self._waited_for != "room":
+            return None
+        with previous.expected(), self.memory.without_waiting():
+            flight = self._launch(previous)
+        if isinstance(flight, StepResult):
+            return flight if flight.failures else None
+        self.counters.steps_overlapped += 1
+        return flight
+
+    def _draw(self, flight: Flight) -> StepResult:
+        """Its tokens will be taken in by the next step."""
+        try:
+            self._steps.draw(flight)
+        except Exception as error:  # noqa: BLE001
+            self._steps.give_up(flight.epoch)
+            return self._fail_batch(error, flight.plan)
+        flight.phases.end("sample")
+        if not self._requests:  # all have ended meanwhile: there is no next step
+            return self._take_in(flight)
+        self._flight = flight
+        return StepResult()
+
+    def _end_alone(self, flight: Flight) -> StepResult:
+        """A step behind which none runs: taken in at once, unless the next is to run beside it."""
+        if self._is_async:
+            self.counters.synchronous(self._waited_for)
+            self._waited_for = "idle"
+        result = self._draw(flight)
+        if self._flight is None:
+            return result
+        if self._is_async:
+            waits = flight.waits()
+            if waits is None:
+                return result
+            self._waited_for = waits
+        self._flight = None
+        return self._take_in(flight)
+
+    def _take_in(self, flight: Flight, following: Flight | None = None) -> StepResult:
+        """``following``: the step that was launched behind it, which fails with it."""
+        try:
+            outputs = self._steps.take_in(flight)
+        except Exception as error:  # noqa: BLE001
+            self._steps.give_up((following or flight).epoch)
+            plans = [flight.plan] if following is None else [flight.plan, following.plan]
+            return self._fail_batch(error, *plans)
+        if self.resolved.prefix_caching:
+            self._steps.name_tokens(flight.plan)
+        self._retire(outputs)
+        flight.phases.end("output")
+        self._record(flight, outputs)
+        if self.structured.broken:
+            return self._without_broken(outputs)
+        return StepResult(outputs=tuple(outputs))
+
+    def _take_compiled(self) -> StepResult | None:
+        """Queue the requests whose grammars are compiled, and end those that are refused."""
+        ready, failed = self.structured.take_compiled()
+        outputs = []
+        for request in ready:
+            self.scheduler.add(request)
+            if request.stream:
+                outputs.append(self._output.accepted(request))
+        failures = []
+        for request, error in failed:
+            self.abort(request.request_id)
+            failures.append(RequestFailure(request.request_id, error))
+        return StepResult(tuple(outputs), tuple(failures)) if outputs or failures else None
+
+    def _without_broken(self, outputs: list[RequestOutput]) -> StepResult:
+        """End the requests whose grammars met a limit in this step."""
+        failures = []
+        told = {output.request_id for output in outputs}
+        for request_id, error in self.structured.take_broken():
+            if request_id not in self._requests and request_id not in told:
+                continue  # aborted since its token was drawn
+            self.abort(request_id)
+            failures.append(RequestFailure(request_id, error))
+        ended = {failure.request_id for failure in failures}
+        left = tuple(output for output in outputs if output.request_id not in ended)
+        return StepResult(left, tuple(failures))
+
+    def _expire(self, now: float) -> list[RequestFailure]:
+        """End those whose time is over."""
+        late = []
+        while (request := self._deadlines.pop_late(now)) is not None:
+            late.append(RequestFailure(request.request_id, too_late(request)))
+            self.abort(request.request_id)
+        return late
+
+    def _record(self, flight: Flight, outputs: list[RequestOutput]) -> None:
+        plan, phases = flight.plan, flight.phases
+        self.counters.step(plan.num_tokens, phases)
+        # Of steps that overlap, each has the time since the one before it ended.
+        began, ended = phases.spans[0].began, phases.spans[-1].ended
+        self._regimes.stepped(ended - max(began, self._last_ended))
+        self._last_ended = ended
+        if self._trace is None:
+            return
+        self._trace.step(plan, phases, self.scheduler, self.memory.stats(), ahead=flight.is_ahead)
+        for output in outputs:
+            if output.finished:
+                self._trace.request(output.request_id, output.metrics)
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        """Steps that mostly read prompts tell how fast tokens are computed again."""
+        if _reads_prompts_mostly(plan):
+            self._preemption.prefilled(plan.num_tokens, seconds)
+
+    def _count_attention(self, parts: tuple[AttentionTime, ...]) -> None:
+        """Count what attention took and, where regimes are chosen, what was predicted."""
+        for regime, batch, seconds in parts:
+            predicted = self._regimes.attended(regime, batch, seconds)
+            self.counters.attended(regime.value, seconds, predicted)
+
+    def _fail_batch(self, error: Exception, *plans: StepPlan) -> StepResult:
+        sequences = [sequence for plan in plans for sequence in plan.sequences]
+        logger.error("a step of %d sequences failed", len(sequences), exc_info=error)
+        # Of a step that was launched ahead, some may have ended.
+        request_ids = {seq.request.request_id for seq in sequences} & self._requests.keys()
+        for request_id in request_ids:
+            self.abort(request_id)
+        told = VmserveError("the step that computed this request failed; send it again")
+        return StepResult(failures=tuple(RequestFailure(rid, told) for rid in sorted(request_ids)))
+
+    def _retire(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.finished:
+                request = self._requests.pop(output.request_id)
+                # Beams have no sequences left, but come all at once.
+                lengths = [seq.num_output for seq in request.sequences]
+                lengths = lengths or [len(choice.token_ids) for choice in output.outputs]
+                self._regimes.finished(max(lengths, default=0), request.metrics.num_preemptions)
+        if not self._requests:
+            self._idle()
+
+    def _idle(self) -> None:
+        """Nothing runs: give the pool's pages back to the system."""
+        keep_pages = IDLE_BYTES // self.memory.layout.total_page_bytes
+        keep_pages = max(keep_pages, self.memory.ready_pages)
+        # Cached prefixes are worth their memory; parked slots without any are not.
+        try:
+            self.memory.wait()
+            self.memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
+        except (OutOfMemoryError, DriverError) as error:
+            logger.warning("the pool keeps its pages for now: %s", error)
+
+    def _make_room_after(self, error: VmserveError, plan: StepPlan) -> StepResult:
+        """The system refused memory that the plan counted on: the last arrival waits, or fails."""
+        if self.scheduler.make_room():
+            logger.warning("made room: %s", error)
+            return StepResult()
+        request = plan.sequences[0].request
+        self.abort(request.request_id)
+        return StepResult(failures=(RequestFailure(request.request_id, error),))
+
+    def _mark_scheduled(self, plan: StepPlan) -> None:
+        if plan.only_decodes:
+            return
+        now = time.monotonic()
+        for index in np.flatnonzero(plan.reads_prompt).tolist():
+            sequence = plan.sequences[index]
+            metrics = sequence.request.metrics
+            metrics.num_prefill_chunks += 1
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+                self._count_lookup(sequence.request)
+
+    def _count_lookup(self, request: Request) -> None:
+        if self.resolved.prefix_caching and not request.params.reads_whole_prompt:
+            self.counters.prefix_cache_queries += len(request.prompt_token_ids)
+            self.counters.prefix_cache_hits += request.metrics.num_cached_tokens
+
+    # -- life -------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float | int]:
+        """Metric names without prefix; memory figures included."""
+        memory = self.memory.stats()
+        return {
+            "num_requests_running": self.scheduler.num_running,
+            "num_requests_waiting": self.scheduler.num_waiting,
+            "kv_cache_usage_perc": memory.used_pages / memory.limit_pages,
+            **self.scheduler.counters(),
+            "num_sequences_swapped": memory.swapped_seqs,
+            "pinned_prefixes": len(self._pins),
+            **self.counters.as_dict(),
+            **memory.as_dict(),
+        }
+
+    def snapshot(self) -> EngineSnapshot:
+        """For live views; see :mod:`vmserve.telemetry.snapshot`."""
+        return take_snapshot(self.stats(), self.memory, self._requests.values())
+
+    def close(self) -> None:
+        """Abort what runs and give all memory back. Further calls are errors."""
+        for request_id in self.request_ids:
+            self.abort(request_id)
+        if self._trace is not None:
+            self._trace.close()
+        self.structured.close()
+        self._flight = None
+        self._runtime.synchronize()
+        self.memory.close()
+
+
+def _reads_prompts_mostly(plan: StepPlan) -> bool:
+    return plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan)

@@ -1,0 +1,130 @@
+"""From what a user asks for to a request that the scheduler knows: checked, seeded, numbered."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import replace
+
+from vmserve.config import ResolvedConfig
+from vmserve.decoding import BeamGroup, BeamSearch
+from vmserve.errors import InvalidRequestError
+from vmserve.models.config import ModelConfig
+from vmserve.models.decoder_config import DecoderConfig
+from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
+from vmserve.scheduler.sequence import Request, Sequence
+from vmserve.text.tokenizer import Tokenizer
+from vmserve.types import RequestMetrics
+
+__all__ = ["RequestIntake", "memory_tenant"]
+
+
+class RequestIntake:
+    """Knows the model and the options, and no queue. :meth:`check` may be called by any thread."""
+
+    def __init__(self, resolved: ResolvedConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
+        self._resolved = resolved
+        self._model = model
+        self._tokenizer = tokenizer
+        self._num_arrived = 0
+
+    def check(self, prompt_token_ids: list[int], params: GenerationParams) -> None:
+        """Raises :class:`~vmserve.errors.InvalidRequestError`; no state is touched."""
+        context = self._resolved.max_model_len
+        vocab = self._model.vocab_size
+        if not prompt_token_ids:
+            raise InvalidRequestError("The decoder prompt cannot be empty", "prompt")
+        lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
+        if lowest < 0 or highest >= vocab:
+            wrong = lowest if lowest < 0 else highest
+            raise InvalidRequestError(
+                f"Token id {wrong} is out of vocabulary: the model has ids 0 to {vocab - 1}",
+                "prompt",
+            )
+        room = 0 if params.max_tokens == 0 else 1
+        if len(prompt_token_ids) + room > context:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {context} tokens; the prompt of "
+                f"{len(prompt_token_ids)} tokens is longer than the model's context length "
+                f"less {room} for the answer: shorten it",
+                "prompt",
+            )
+        if params.as_sampling().pooling is not None and not isinstance(
+            self._model.network, DecoderConfig
+        ):
+            raise InvalidRequestError(
+                f"{self._model.architecture} gives no embeddings here: only the families of the "
+                "decoder do",
+                "pooling",
+            )
+        params.as_sampling().validate_for(vocab, self._resolved.max_logprobs)
+        most = self._resolved.max_num_seqs
+        if isinstance(params, BeamSearchParams) and params.beam_width > most:
+            raise InvalidRequestError(
+                f"beam_width must be at most {most} here, got {params.beam_width} "
+                "(less_than_equal): beams run together; raise --max-num-seqs",
+                "beam_width",
+            )
+
+    def build(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        asked: GenerationParams,
+        prompt: str | None,
+    ) -> Request:
+        """A checked request with its sequences, the next in order of arrival."""
+        beams = asked if isinstance(asked, BeamSearchParams) else None
+        params = asked.as_sampling()
+        if params.pooling == "auto":
+            params = replace(params, pooling=self._model.pooling)
+        left = self._resolved.max_model_len - len(prompt_token_ids)
+        max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
+        arrival = self._num_arrived
+        self._num_arrived += 1
+        stop_ids = frozenset(params.stop_token_ids)
+        request = Request(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            max_tokens=max_tokens,
+            seed=self._seed_for(params, arrival),
+            arrival=arrival,
+            metrics=RequestMetrics(arrival_time=time.monotonic()),
+            stop_ids=stop_ids | frozenset(self._model.eos_token_ids),
+            bad_words=self._tokenizer.encode_bad_words(params.bad_words or ()),
+            num_branches=params.num_sequences,
+        )
+        num_sequences = 1 if beams else request.num_branches
+        request.sequences = [
+            Sequence(request, index, list(prompt_token_ids), len(prompt_token_ids))
+            for index in range(num_sequences)
+        ]
+        if beams is not None:
+            search = BeamSearch(
+                beams.beam_width,
+                max_tokens,
+                length_penalty=beams.length_penalty,
+                early_stopping=beams.early_stopping,
+                min_tokens=beams.min_tokens,
+                # A grammar says itself where an answer may end.
+                eos_token_ids=()
+                if beams.ignore_eos and beams.structured_outputs is None
+                else self._model.eos_token_ids,
+            )
+            request.beams = BeamGroup(request, search, params.logprobs)
+        return request
+
+    def _seed_for(self, params: SamplingParams, arrival: int) -> int:
+        if params.seed is not None:
+            return params.seed % 2**63
+        # Requests without a seed differ from each other, and repeat from run to run.
+        return (self._resolved.seed * 0x9E3779B97F4A7C15 + arrival * 0xD1B54A32D192ED03 + 1) % 2**63
+
+
+def memory_tenant(isolation: str) -> int:
+    """The memory core's number for whoever must not see what others leave behind."""
+    if not isolation:
+        return 0
+    return int.from_bytes(hashlib.sha256(isolation.encode()).digest()[:8], "little", signed=True)

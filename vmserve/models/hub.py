@@ -1,0 +1,102 @@
+"""From what the user calls a model to the directory that has its files."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+from typing import Final
+
+from vmserve.errors import ConfigurationError
+
+__all__ = ["EMBEDDED_NAME", "is_embedded", "resolve_model"]
+
+#: What the embedded model is called by a server, and may be called by users.
+EMBEDDED_NAME: Final = "vmserve-embedded"
+# Not by importlib.resources, which imports more than it finds; the package is always in files.
+#: What is read of a model's directory, if it is there.
+_READ_FILES: Final = (
+    *("*.safetensors", "*.safetensors.index.json", "*.jinja", "tokenizer.model", "merges.txt"),
+    *("config.json", "generation_config.json", "*token*.json", "vocab.json"),
+)
+_EMBEDDED = Path(__file__).parents[1] / "assets" / "embedded"
+
+
+def is_embedded(model: str | None) -> bool:
+    """None and :data:`EMBEDDED_NAME` are the model inside the package.
+
+    A directory of that name is a model like any other.
+    """
+    return model is None or (model == EMBEDDED_NAME and not Path(model).exists())
+
+
+def resolve_model(model: str | None) -> Path:
+    """The directory of a model.
+
+    ``model``: None or ``vmserve-embedded`` for the model inside the package; an existing
+    directory; or a hub id such as ``Qwen/Qwen3-0.6B``, taken from the local Hugging Face cache,
+    else downloaded (``huggingface_hub`` shows the progress on standard error).
+
+    Raises :class:`~vmserve.errors.ConfigurationError` when there is no such model, it is not in
+    the cache and cannot be downloaded, or this process may not read its files.
+    """
+    if model is None or is_embedded(model):
+        return _EMBEDDED
+    directory = Path(model).expanduser()
+    _check_readable(directory)
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise ConfigurationError(
+            f"{model} is a file: --model needs the directory with config.json and *.safetensors"
+        )
+    if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
+        raise ConfigurationError(f"model directory {model} does not exist: check --model")
+    # Only now: the hub's client is slow to import.
+    from vmserve.models.hub_download import cached, downloaded  # noqa: PLC0415
+
+    directory = cached(model) or downloaded(model)
+    _check_readable(directory)
+    return directory
+
+
+def _check_readable(path: Path) -> None:
+    """Raises :class:`~vmserve.errors.ConfigurationError` for what belongs to somebody else.
+
+    Asked before anything is read: readers take a file that they may not open for a missing or
+    a damaged one.
+    """
+    _check_access(path, os.F_OK)
+    if path.is_dir():
+        _check_access(path, os.R_OK | os.X_OK)
+        for file in sorted({file for pattern in _READ_FILES for file in path.glob(pattern)}):
+            _check_access(file, os.R_OK)
+
+
+def _check_access(path: Path, access: int) -> None:
+    """Of the path, or what it links to, and of the directories on the way there."""
+    target = Path(os.path.realpath(path))
+    for directory in reversed(target.parents):
+        if directory.is_dir():
+            _check_one(directory, os.X_OK)
+    _check_one(target, access)
+
+
+def _check_one(path: Path, access: int) -> None:
+    # What is not there at all is told by whoever needs it.
+    if os.access(path, access, effective_ids=True) or not path.exists():
+        return
+    found = path.stat()
+    wanted = "a+rx" if path.is_dir() else "a+r"
+    raise ConfigurationError(
+        f"{path} cannot be read: it belongs to {_user(found.st_uid)} with mode "
+        f"{found.st_mode & 0o777:04o}, and this process runs as {_user(os.geteuid())}: "
+        f"chmod {wanted} it, or run as its owner"
+    )
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"

@@ -1,0 +1,324 @@
+"""Text to token ids and back.
+
+A thin layer over the tokenizer that ``transformers`` would load (never with remote code): what
+it returns is what transformers returns, except that special tokens which a chat message
+merely spells stay text. ``transformers`` itself is imported for chats, and for tokenizers that
+are more than their files (see :mod:`vmserve.text.tokenizer_files`).
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.text.detokenizer import IncrementalDetokenizer, TokenTable
+from vmserve.text.infill import infill_prompt
+from vmserve.text.tokenizer_files import FileTokenizer, read_tokenizer
+from vmserve.text.tokenizer_transformers import load_from_transformers
+
+if TYPE_CHECKING:
+    from vmserve.text.chat_template import RenderedChat
+
+__all__ = ["Tokenizer", "load_tokenizer"]
+
+#: Characters, or tokens, of a text from which on other threads run meanwhile: of the library's
+#: calls only those for batches release the interpreter's lock.
+_MOST_WITH_LOCK: Final = 1024
+#: Of a text that may be too long, so many characters for each token that may be are tried first.
+_CHARS_PER_TOKEN: Final = 8
+_CUT_TOKENS: Final = 64
+#: A chat template is stopped when it has written so many for each.
+_MOST_CHARS_PER_TOKEN: Final = 128
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a model directory in Hugging Face layout.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+    directory = Path(path)
+    hf = read_tokenizer(directory) or load_from_transformers(directory)
+    return Tokenizer(hf, eos_ids=_eos_ids(directory))
+
+
+def _eos_ids(directory: Path) -> list[int]:
+    """End-of-text ids named in generation_config.json, else in config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        if file.is_file():
+            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if found is not None:
+                return [found] if isinstance(found, int) else list(found)
+    return []
+
+
+class Tokenizer:
+    """``hf``: a transformers tokenizer backed by the ``tokenizers`` library, or one from files.
+
+    ``eos_ids``: ids that end a text besides the tokenizer's own. Safe to call from several
+    threads. Raises :class:`~vmserve.errors.ConfigurationError` for other tokenizers.
+    """
+
+    def __init__(self, hf: Any, eos_ids: Iterable[int] = ()) -> None:
+        backend = getattr(hf, "backend_tokenizer", None)
+        if backend is None or not hasattr(backend, "id_to_token"):
+            raise ConfigurationError(
+                f"{type(hf).__name__} is not backed by the tokenizers library: "
+                "convert the model's tokenizer to a tokenizer.json"
+            )
+        backend.no_truncation()
+        backend.no_padding()
+        self._hf = hf
+        self._backend = backend
+        special = {
+            token_id: str(token.content)
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self.special_ids = frozenset(special)
+        self._special_tokens = special
+        own_eos = [] if hf.eos_token_id is None else [hf.eos_token_id]
+        self.eos_ids = frozenset([*own_eos, *eos_ids])
+        self.bos_id: int | None = hf.bos_token_id
+        self.vocab_size: int = len(hf)
+        self.table = TokenTable(backend, self.special_ids)
+        self._markers = self.special_ids.difference(self._unknown_ids())
+        self._strings: dict[int, str] = {}
+
+    def _unknown_ids(self) -> list[int]:
+        """The id of unknown text, which is no marker although it may count as special.
+
+        Byte-level tokenizers know all text; many name their end token as the unknown one.
+        """
+        hf = self._hf
+        if self.table.is_byte_level or hf.unk_token_id is None:
+            return []
+        others = (hf.bos_token_id, hf.eos_token_id, hf.pad_token_id)
+        return [] if hf.unk_token_id in others else [hf.unk_token_id]
+
+    @cached_property
+    def hf(self) -> Any:
+        """The transformers tokenizer, for users: a copy, since its calls change its state."""
+        return deepcopy(self._complete)
+
+    @property
+    def _complete(self) -> Any:
+        return self._hf.complete if isinstance(self._hf, FileTokenizer) else self._hf
+
+    def prepare_chat(self) -> None:
+        """Do now what would make the first chat slow; nothing for a model without a template."""
+        if self._hf.chat_template:
+            _ = self._complete
+
+    def to_json(self) -> str:
+        """The tokenizer of the ``tokenizers`` library, as its own JSON."""
+        return str(self._backend.to_str())
+
+    # -- text to ids --------------------------------------------------------------------
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """As transformers does: special tokens spelled in ``text`` become special tokens.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError` for what is no text, and for a text
+        that begins with more than ``max_tokens`` tokens, without encoding the rest.
+        """
+        return list(self._encode(text, add_special_tokens, max_tokens).ids)
+
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None = None) -> Any:
+        given: Any = text  # callers without a type checker pass anything
+        if not isinstance(given, str):
+            raise InvalidRequestError(f"a text is a str, not {type(given).__name__}", "prompt")
+        if max_tokens is not None:
+            self._refuse_longer(text, max_tokens)
+        return self._encoding(text, add_special_tokens)
+
+    def _refuse_longer(self, text: str, max_tokens: int) -> None:
+        """Encode beginnings of ``text``, each four times as long as the one before."""
+        num_chars = _CHARS_PER_TOKEN * max_tokens
+        while num_chars < len(text):
+            num_tokens = len(self._encoding(text[:num_chars], add_special_tokens=False).ids)
+            # Where it is cut the beginning may have some tokens more than in the whole text.
+            if num_tokens > max_tokens + _CUT_TOKENS:
+                raise InvalidRequestError(
+                    f"This model's maximum context length is {max_tokens} tokens, but the first "
+                    f"{num_chars} of the prompt's {len(text)} characters have {num_tokens}. "
+                    "Shorten it, or set truncate_prompt_tokens",
+                    "prompt",
+                )
+            num_chars *= 4
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
+        try:
+            if len(text) > _MOST_WITH_LOCK:
+                batch = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+                return batch[0]
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:  # lone surrogates, which JSON can carry and UTF-8 cannot
+            raise InvalidRequestError(
+                "the prompt is not valid Unicode text: it has lone surrogates", "prompt"
+            ) from None
+
+    def encode_plain(self, text: str) -> list[int]:
+        """``text`` as from the middle of a longer one, with no special or added token in it."""
+        ids = self._plain_inside(text)
+        if self._markers.isdisjoint(ids):
+            return ids
+        # The model has the whole spelling as a piece: take it apart.
+        parts = [token_id for char in text for token_id in self._plain_inside(char)]
+        return [token_id for token_id in parts if token_id not in self._markers]
+
+    def _plain_inside(self, text: str) -> list[int]:
+        # After a line end no tokenizer adds the space that some put before a text.
+        line_end, both = self._plain("\n"), self._plain("\n" + text)
+        if both[: len(line_end)] == line_end:
+            return both[len(line_end) :]
+        return self._plain(text)
+
+    def _plain(self, text: str) -> list[int]:
+        backend = self._backend
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        words = [text]
+        if backend.pre_tokenizer is not None:
+            words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for word in words for token in backend.model.tokenize(word)]
+
+    def encode_infill(self, prefix: str, suffix: str, max_tokens: int | None = None) -> list[int]:
+        """A prompt for what stands between two texts: :func:`vmserve.text.infill.infill_prompt`.
+
+        ``max_tokens``: of each text, as in :meth:`encode`.
+        """
+
+        def encode(text: str, add_special_tokens: bool) -> list[int]:
+            return self.encode(text, add_special_tokens, max_tokens)
+
+        return infill_prompt(prefix, suffix, encode, self._backend.token_to_id)
+
+    def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of each word: at the start of a text, after a space, inside."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip(" ") or word
+            for ids in (
+                self.encode(bare, add_special_tokens=False),
+                self.encode(" " + bare, add_special_tokens=False),
+                self.encode_plain(bare),
+            ):
+                if ids:
+                    found[tuple(ids)] = None
+        return tuple(found)
+
+    # -- chats --------------------------------------------------------------------------
+
+    @property
+    def chat_template_text(self) -> str:
+        """The model's template (of several, all of them); empty where it has none."""
+        template = self._hf.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+        max_tokens: int | None = None,
+    ) -> tuple[str, list[int]]:
+        """The prompt of a conversation: its text and its ids.
+
+        The ids are those of encoding the whole text, except that the spelling of a special
+        token that a message brings is encoded as text. ``add_generation_prompt`` is True
+        unless the final message is continued; ``add_special_tokens`` adds what the
+        tokenizer puts around a text, but never a second BOS. A prompt that has more than
+        ``max_tokens`` is refused early: neither rendered nor encoded to its end.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError` for messages that the template
+        refuses, for a prompt that is too long and for a model without a template.
+        """
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "add_generation_prompt and continue_final_message exclude each other: "
+                "set only one of them",
+                "continue_final_message",
+            )
+        from vmserve.text.chat_template import render_chat  # noqa: PLC0415 - not all models chat
+
+        rendered = render_chat(
+            self._complete,
+            messages,
+            special_tokens=self._special_tokens.values(),
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_kwargs=chat_template_kwargs,
+            max_chars=None if max_tokens is None else _MOST_CHARS_PER_TOKEN * max_tokens,
+        )
+        ids = self._encode_chat(rendered, add_special_tokens, max_tokens)
+        if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
+            del ids[0]
+        return rendered.text, ids
+
+    def _encode_chat(
+        self, rendered: RenderedChat, add_special_tokens: bool, max_tokens: int | None
+    ) -> list[int]:
+        encoding = self._encode(rendered.text, add_special_tokens, max_tokens)
+        if not rendered.marks:
+            return list(encoding.ids)
+        ids: list[int] = []
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id in self._markers and _any_between(rendered.marks, start, end):
+                ids.extend(self.encode_plain(rendered.text[start:end]))
+            else:
+                ids.append(token_id)
+        return ids
+
+    # -- ids to text --------------------------------------------------------------------
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``; incomplete characters become U+FFFD, unknown ids nothing.
+
+        As transformers decodes, without cleaning up spaces. Only where a tokenizer with
+        byte tokens meets bytes that are no UTF-8 this differs: characters completed before
+        them are kept, so that text once streamed stays right.
+        """
+        known = [token_id for token_id in ids if 0 <= token_id < 2**32]
+        text: str
+        if len(known) > _MOST_WITH_LOCK:
+            [text] = self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        if "\ufffd" in text and self.table.has_byte_tokens:
+            detokenizer = IncrementalDetokenizer(self, skip_special_tokens)
+            return "".join(map(detokenizer.push, known)) + detokenizer.flush()
+        return text
+
+    def token_str(self, token_id: int) -> str:
+        """The vocabulary's own string of an id (``Ġthe``); empty for an id it does not have."""
+        return (self._backend.id_to_token(token_id) or "") if token_id >= 0 else ""
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one id by itself, special tokens spelled out."""
+        text = self._strings.get(token_id)
+        if text is None:
+            text = self._strings[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
+
+def _any_between(marks: Sequence[int], start: int, end: int) -> bool:
+    place = bisect_left(marks, start)
+    return place < len(marks) and marks[place] < end
