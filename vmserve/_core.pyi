@@ -430,7 +430,7 @@ def step_columns(
     each is besides one token behind a prompt; whether any sequence starts in this step.
     """
 
-def take_unnamed(
+def take_unpublished(
     sequences: list[Any], memory_ids: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Tokens that became known since the last call: whose they are, and which; ``[tokens]`` each.

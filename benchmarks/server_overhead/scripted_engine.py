@@ -25,7 +25,7 @@ from vmserve.ipc.messages import (
     Ping,
     Pong,
     Shutdown,
-    StepNews,
+    StepUpdate,
     Update,
     decode_to_engine,
     encode,
@@ -68,11 +68,11 @@ def _speak(sock: socket.socket, heard: queue.SimpleQueue[object], step_seconds: 
                 case Shutdown():
                     return
         if accepted:
-            send_frame(sock, encode(StepNews(len(left), 0, accepted, [], [])))
+            send_frame(sock, encode(StepUpdate(len(left), 0, accepted, [], [])))
         time.sleep(step_seconds)
         updates = [_update(handle, num) for handle, num in left.items()]
         left = {handle: num - 1 for handle, num in left.items() if num > 1}
-        send_frame(sock, encode(StepNews(len(left), 0, [], updates, [])))
+        send_frame(sock, encode(StepUpdate(len(left), 0, [], updates, [])))
 
 
 def _update(handle: int, num_left: int) -> Update:

@@ -118,7 +118,7 @@ py::tuple step_columns(const py::list& sequences, const std::optional<py::list>&
 // The tokens of sequences that the KV memory has not been told: sequence by sequence, in two
 // arrays int64 [tokens], whose they are and which. They count as told from here on.
 // `memory_ids[i]`: what sequence i was in memory; one that is not any more has ended.
-py::tuple take_unnamed(const py::list& sequences, const IntArray& memory_ids) {
+py::tuple take_unpublished(const py::list& sequences, const IntArray& memory_ids) {
   if (memory_ids.size() != static_cast<py::ssize_t>(sequences.size())) {
     throw py::value_error("there is not one id for each sequence");
   }
@@ -149,7 +149,7 @@ py::tuple take_unnamed(const py::list& sequences, const IntArray& memory_ids) {
 void bind_columns(py::module_& m) {
   m.def("step_columns", &step_columns, py::arg("sequences"), py::arg("num_new") = py::none(),
         py::arg("window") = 0, "What a step needs to know of its sequences.");
-  m.def("take_unnamed", &take_unnamed, py::arg("sequences"), py::arg("memory_ids"),
+  m.def("take_unpublished", &take_unpublished, py::arg("sequences"), py::arg("memory_ids"),
         "Tokens that became known since the last call.");
 }
 

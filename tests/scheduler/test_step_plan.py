@@ -106,10 +106,10 @@ def test_tokens_are_named_once_and_not_of_the_ended() -> None:
     first.num_named, second.num_named = 2, 5
     ids = np.array([7, 9, 1])
     ended.memory_id = None
-    owners, tokens = _core.take_unnamed([first, second, ended], ids)
+    owners, tokens = _core.take_unpublished([first, second, ended], ids)
     assert (owners.tolist(), tokens.tolist()) == ([7, 7], [2, 3])
     assert (first.num_named, second.num_named, ended.num_named) == (4, 5, 0)
     first.tokens.append(42)
-    assert _core.take_unnamed([first, second, ended], ids)[1].tolist() == [42]
+    assert _core.take_unpublished([first, second, ended], ids)[1].tolist() == [42]
     with pytest.raises(ValueError, match="one id for each"):
-        _core.take_unnamed([first], ids)
+        _core.take_unpublished([first], ids)

@@ -198,7 +198,7 @@ class SteppedEngine:
         watch(engine.memory, "slots", "apply")
         watch(engine._runner, "execute", "inputs")
         watch(engine.memory, "launched", "complete")
-        watch(engine._steps, "name_tokens", "complete")
+        watch(engine._steps, "publish_tokens", "complete")
         watch(self.model, "forward", "model")
         watch(engine._sampler, "sample", "sample")
         watch(engine._output, "process", "output")

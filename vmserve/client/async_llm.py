@@ -75,7 +75,7 @@ class AsyncLLM:
         config = EngineConfig.from_options({"model": model, **engine_options})
         self._engine = LLMEngine(config, progress=progress)
         self._listeners: dict[str, _Listener] = {}
-        self._mourners: list[_Listener] = []
+        self._death_waiters: list[_Listener] = []
         self._loop = EngineLoop(self._engine, self._publish, self._read_stats)
         self._stats: dict[str, float | int] = self._engine.stats()
         self._thread = threading.Thread(target=self._run, name="vmserve-engine", daemon=True)
@@ -118,10 +118,10 @@ class AsyncLLM:
 
     async def until_dead(self) -> None:
         """Return when the engine has died by itself."""
-        mourner = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        self._mourners.append(mourner)
+        waiter = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        self._death_waiters.append(waiter)
         if not self.errored:  # looked at once it is sure to be told
-            await mourner.queue.get()
+            await waiter.queue.get()
 
     async def snapshot(self) -> EngineSnapshot:
         """Memory, queues and requests as they are between two steps: for live views.
@@ -333,6 +333,6 @@ class AsyncLLM:
 
     def _die(self) -> None:
         dead = EngineDeadError("the engine has stopped; restart the server")
-        for listener in [*self._listeners.values(), *self._mourners]:
+        for listener in [*self._listeners.values(), *self._death_waiters]:
             listener.put(dead)
         self._listeners.clear()

@@ -23,7 +23,7 @@ from vmserve.engine.parts import (
 )
 from vmserve.engine.processor import OutputProcessor
 from vmserve.engine.requests import RequestIntake, memory_tenant
-from vmserve.engine.step import EngineStep, Flight
+from vmserve.engine.step import EngineStep, InFlightStep
 from vmserve.errors import DriverError, InvalidRequestError, OutOfMemoryError, VmserveError
 from vmserve.memory.base import Regime
 from vmserve.memory.pins import PinnedPrefixes
@@ -198,7 +198,7 @@ class LLMEngine:
             self._output,
         )
         #: The step that runs, whose tokens are not known yet: with async_scheduling only.
-        self._flight: Flight | None = None
+        self._flight: InFlightStep | None = None
         #: Why the next step is not launched before the tokens of the last one are known.
         self._waited_for = "idle"
         self._last_ended = 0.0
@@ -339,7 +339,7 @@ class LLMEngine:
         previous.was_kept = True
         ahead = self._launch_ahead(previous)
         previous.phases.resume()
-        result = self._take_in(previous, ahead if isinstance(ahead, Flight) else None)
+        result = self._collect(previous, ahead if isinstance(ahead, InFlightStep) else None)
         if isinstance(ahead, StepResult):
             return result + ahead
         if ahead is None:
@@ -347,7 +347,7 @@ class LLMEngine:
         ahead.phases.resume()
         return result + self._draw(ahead)
 
-    def _launch(self, previous: Flight | None = None) -> Flight | StepResult:
+    def _launch(self, previous: InFlightStep | None = None) -> InFlightStep | StepResult:
         """Plan a step and give it to the device; a result where there is none.
 
         ``previous``: the step that runs; then nobody is preempted, and nothing is waited for.
@@ -384,19 +384,19 @@ class LLMEngine:
         self._count_attention(flight.logits.attention)
         return flight
 
-    def _launch_ahead(self, previous: Flight) -> Flight | StepResult | None:
+    def _launch_ahead(self, previous: InFlightStep) -> InFlightStep | StepResult | None:
         """The step behind ``previous``, before its tokens are known; None where that cannot be."""
-        self._waited_for = previous.waits() or "room"
+        self._waited_for = previous.blocking_reason() or "room"
         if self._waited_for != "room":
             return None
-        with previous.expected(), self.memory.without_waiting():
+        with previous.with_placeholder_tokens(), self.memory.without_waiting():
             flight = self._launch(previous)
         if isinstance(flight, StepResult):
             return flight if flight.failures else None
         self.counters.steps_overlapped += 1
         return flight
 
-    def _draw(self, flight: Flight) -> StepResult:
+    def _draw(self, flight: InFlightStep) -> StepResult:
         """Its tokens will be taken in by the next step."""
         try:
             self._steps.draw(flight)
@@ -405,11 +405,11 @@ class LLMEngine:
             return self._fail_batch(error, flight.plan)
         flight.phases.end("sample")
         if not self._requests:  # all have ended meanwhile: there is no next step
-            return self._take_in(flight)
+            return self._collect(flight)
         self._flight = flight
         return StepResult()
 
-    def _end_alone(self, flight: Flight) -> StepResult:
+    def _end_alone(self, flight: InFlightStep) -> StepResult:
         """A step behind which none runs: taken in at once, unless the next is to run beside it."""
         if self._is_async:
             self.counters.synchronous(self._waited_for)
@@ -418,23 +418,23 @@ class LLMEngine:
         if self._flight is None:
             return result
         if self._is_async:
-            waits = flight.waits()
+            waits = flight.blocking_reason()
             if waits is None:
                 return result
             self._waited_for = waits
         self._flight = None
-        return self._take_in(flight)
+        return self._collect(flight)
 
-    def _take_in(self, flight: Flight, following: Flight | None = None) -> StepResult:
+    def _collect(self, flight: InFlightStep, following: InFlightStep | None = None) -> StepResult:
         """``following``: the step that was launched behind it, which fails with it."""
         try:
-            outputs = self._steps.take_in(flight)
+            outputs = self._steps.collect(flight)
         except Exception as error:  # noqa: BLE001
             self._steps.give_up((following or flight).epoch)
             plans = [flight.plan] if following is None else [flight.plan, following.plan]
             return self._fail_batch(error, *plans)
         if self.resolved.prefix_caching:
-            self._steps.name_tokens(flight.plan)
+            self._steps.publish_tokens(flight.plan)
         self._retire(outputs)
         flight.phases.end("output")
         self._record(flight, outputs)
@@ -477,7 +477,7 @@ class LLMEngine:
             self.abort(request.request_id)
         return late
 
-    def _record(self, flight: Flight, outputs: list[RequestOutput]) -> None:
+    def _record(self, flight: InFlightStep, outputs: list[RequestOutput]) -> None:
         plan, phases = flight.plan, flight.phases
         self.counters.step(plan.num_tokens, phases)
         # Of steps that overlap, each has the time since the one before it ended.

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from vmserve.telemetry.phases import StepPhases
     from vmserve.types import RequestOutput
 
-__all__ = ["EngineStep", "Flight"]
+__all__ = ["EngineStep", "InFlightStep"]
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
 @dataclass(eq=False, slots=True)
-class Flight:
+class InFlightStep:
     """A step that was launched and is not taken in."""
 
     plan: StepPlan
@@ -53,7 +53,7 @@ class Flight:
     drawing: Drawing | None = None
     samples: list[SampledToken] = field(default_factory=list)
 
-    def waits(self) -> str | None:
+    def blocking_reason(self) -> str | None:
         """Why the next step cannot be planned before this one is taken in; None if it can."""
         if self.logits.beams:
             return "beams"  # who goes on, and as whose fork
@@ -68,10 +68,10 @@ class Flight:
         return None
 
     @contextmanager
-    def expected(self) -> Iterator[None]:
-        """Within, its sequences have the tokens that it draws: -1 for the first row's, and on.
+    def with_placeholder_tokens(self) -> Iterator[None]:
+        """Append placeholder token ids (-1, -2, …) for tokens that are still being sampled.
 
-        Not those for which it is the last one: they are over whatever it is.
+        Sequences that end with this step whatever their token is get none.
         """
         expecting = []
         for row, sequence in enumerate(self.logits.samplers):
@@ -108,8 +108,8 @@ class EngineStep:
         self._output = output
 
     def launch(
-        self, plan: StepPlan, epoch: int, phases: StepPhases, previous: Flight | None
-    ) -> Flight:
+        self, plan: StepPlan, epoch: int, phases: StepPhases, previous: InFlightStep | None
+    ) -> InFlightStep:
         """``previous``: the step whose tokens this one may read before the host does."""
         drawn = None
         if previous is not None and previous.drawing is not None:
@@ -117,9 +117,9 @@ class EngineStep:
         logits = self._execute(plan, drawn)
         self._memory.launched(epoch)
         self._scheduler.computed(plan)
-        return Flight(plan, epoch, phases, logits, previous is not None)
+        return InFlightStep(plan, epoch, phases, logits, previous is not None)
 
-    def draw(self, flight: Flight) -> None:
+    def draw(self, flight: InFlightStep) -> None:
         """The tokens of all steps before are known."""
         if flight.is_ahead:
             # Who has ended by them computed one token too many: nothing is drawn for it.
@@ -134,7 +134,7 @@ class EngineStep:
         elif not logits.beams and not logits.prompt_rows:
             flight.logits = logits.without_logits()  # the next step's may take their memory
 
-    def take_in(self, flight: Flight) -> list[RequestOutput]:
+    def collect(self, flight: InFlightStep) -> list[RequestOutput]:
         """Wait for the tokens; what there is to tell."""
         samples = flight.samples
         if flight.drawing is not None:
@@ -148,9 +148,9 @@ class EngineStep:
         masks = self._structured.masks(logits.beams) if logits.beams else ()
         return self._output.process(logits, samples, self._sampler, masks)
 
-    def name_tokens(self, plan: StepPlan) -> None:
+    def publish_tokens(self, plan: StepPlan) -> None:
         """What became known names blocks for the prefix cache, once they are computed."""
-        owners, tokens = plan.take_unnamed()
+        owners, tokens = plan.take_unpublished()
         if len(owners):
             self._memory.append_tokens(owners, tokens)
 

@@ -34,7 +34,7 @@ from vmserve.ipc.messages import (
     Pong,
     Ready,
     Shutdown,
-    StepNews,
+    StepUpdate,
     ToEngine,
     decode_from_engine,
     encode,
@@ -487,7 +487,7 @@ class ProcessLLM:
     def _heard(self, message: FromEngine) -> None:
         self._num_silent = 0
         match message:
-            case StepNews():
+            case StepUpdate():
                 self._take_news(message)
             case Answer():
                 self._take_answer(message)
@@ -496,7 +496,7 @@ class ProcessLLM:
             case _:
                 logger.warning("the engine said %s in between", type(message).__name__)
 
-    def _take_news(self, news: StepNews) -> None:
+    def _take_news(self, news: StepUpdate) -> None:
         self._stats["num_requests_running"] = news.num_running
         self._stats["num_requests_waiting"] = news.num_waiting
         for handle in news.accepted:

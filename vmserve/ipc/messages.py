@@ -40,7 +40,7 @@ __all__ = [
     "Ready",
     "Refused",
     "Shutdown",
-    "StepNews",
+    "StepUpdate",
     "ToEngine",
     "Update",
     "WireError",
@@ -201,7 +201,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True, gc=False):
     embedding: bytes | None = None
 
 
-class StepNews(_Message, frozen=True):
+class StepUpdate(_Message, frozen=True):
     """One step's news of all requests: one message, however many there are."""
 
     num_running: int
@@ -222,7 +222,7 @@ class Pong(_Message, frozen=True):
 
 
 ToEngine = Launch | Add | Abort | Ask | Ping | Shutdown
-FromEngine = Progress | Ready | Refused | StepNews | Answer | Pong
+FromEngine = Progress | Ready | Refused | StepUpdate | Answer | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

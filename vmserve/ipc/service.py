@@ -23,7 +23,7 @@ from vmserve.ipc.messages import (
     Ping,
     Pong,
     Shutdown,
-    StepNews,
+    StepUpdate,
     Update,
     WireError,
     decode_to_engine,
@@ -182,7 +182,7 @@ class EngineService:
         counts = (self._engine.scheduler.num_running, self._engine.scheduler.num_waiting)
         if counts == self._told and not (self._last_updates or self._accepted or self._failures):
             return
-        news = StepNews(*counts, self._accepted, self._last_updates, self._failures)
+        news = StepUpdate(*counts, self._accepted, self._last_updates, self._failures)
         self._accepted, self._last_updates, self._failures = [], [], []
         self._told = counts
         try:
@@ -190,16 +190,16 @@ class EngineService:
         except FrameTooLargeError as error:
             self._send_less(news, error)
 
-    def _send_less(self, news: StepNews, error: FrameTooLargeError) -> None:
+    def _send_less(self, news: StepUpdate, error: FrameTooLargeError) -> None:
         """One by one: those whose answer is too large for a message fail, the others do not."""
         for update in news.updates:
-            alone = StepNews(news.num_running, news.num_waiting, [], [update], [])
+            alone = StepUpdate(news.num_running, news.num_waiting, [], [update], [])
             try:
                 self._send(alone)
             except FrameTooLargeError:
                 news.failures.append((update.handle, WireError.of(error)))
                 self._end(update.handle, tell=False)
-        self._send(StepNews(*self._told, news.accepted, [], news.failures))
+        self._send(StepUpdate(*self._told, news.accepted, [], news.failures))
 
     def _send(self, message: FromEngine) -> None:
         send_frame(self._sock, encode(message))

@@ -61,15 +61,15 @@ class Admission:
         self._shares = shares
 
     def admit(
-        self, plan: StepDraft, *, prompts: bool = True, is_short: bool = False
+        self, plan: StepDraft, *, prompts: bool = True, admission_paused: bool = False
     ) -> list[Sequence]:
         """Add newcomers to ``plan`` while budget, sequences and memory last; who they are.
 
-        Without ``prompts`` only those who were swapped out come back; with ``is_short`` nobody
+        Without ``prompts`` only those who were swapped out come back; with ``admission_paused`` nobody
         does, beside those that run.
         """
         if not (self._queues.waiting or self._queues.swapped) or (
-            is_short and self._queues.running
+            admission_paused and self._queues.running
         ):
             return []
         budget = StepBudget.within(self._limits)

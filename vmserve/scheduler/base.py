@@ -230,10 +230,10 @@ class StepPlan:
         )
         return tuple(ScheduledSequence(*entry) for entry in columns)
 
-    def take_unnamed(self) -> tuple[Ints, Ints]:
+    def take_unpublished(self) -> tuple[Ints, Ints]:
         """Tokens of its sequences that became known and that the KV memory has not been told,
         ``[tokens]`` each: whose they are, and which. They count as told from here on."""
-        return _core.take_unnamed(self.sequences, self.memory_ids)
+        return _core.take_unpublished(self.sequences, self.memory_ids)
 
     def in_order(self, order: Ints) -> StepPlan:
         """The same step; entry ``order[i]`` of each column is its ``i``-th."""

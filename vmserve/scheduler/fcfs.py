@@ -105,7 +105,7 @@ class FCFSScheduler:
             )
         #: The system refused memory that the limit promises: nobody is admitted beside those
         #: that run until one of them has ended, or the same refusal would come each step.
-        self._is_short = False
+        self._admission_paused = False
         #: A step was planned and not applied.
         self._is_pending = False
         #: Why newcomers wait that were admitted, the last time.
@@ -152,7 +152,7 @@ class FCFSScheduler:
     def finish(self, sequence: Sequence) -> None:
         self._queues.leave(sequence)
         if sequence.status is SequenceStatus.RUNNING:
-            self._is_short = False
+            self._admission_paused = False
         elif sequence.status is SequenceStatus.FOLLOWING:
             self._followers.remove(sequence)
         self._regimes.forget(sequence)
@@ -270,7 +270,7 @@ class FCFSScheduler:
 
     def _meet_claims(self) -> None:
         """Preempt the victims of claims; :class:`Admission` then serves the claimants first."""
-        if self._is_short:
+        if self._admission_paused:
             return
         while (claim := self._claims.find()) is not None:
             for group, reason in claim.victims:
@@ -285,7 +285,9 @@ class FCFSScheduler:
         self, draft: StepDraft, plan: StepPlan | None, *, prompts: bool = True
     ) -> StepPlan | None:
         """``plan`` is the draft's so far; None for no step."""
-        newcomers = self._admission.admit(draft, prompts=prompts, is_short=self._is_short)
+        newcomers = self._admission.admit(
+            draft, prompts=prompts, admission_paused=self._admission_paused
+        )
         if newcomers:
             plan = self._plan_with_newcomers(draft, newcomers)
         return plan if draft else None
@@ -296,8 +298,8 @@ class FCFSScheduler:
         Each time less is kept or less runs, so that this ends: with a step, or with an error for
         the request for which there is no memory even alone.
         """
-        if self._is_short:
-            self._is_short = False
+        if self._admission_paused:
+            self._admission_paused = False
             return True
         if self._donors:
             self._drop_donors()
@@ -341,8 +343,8 @@ class FCFSScheduler:
         if self._donors:
             self._drop_donors()
             return True
-        self._is_short = self._preempt_last()
-        return self._is_short
+        self._admission_paused = self._preempt_last()
+        return self._admission_paused
 
     # -- those that run -----------------------------------------------------------------
 
@@ -441,7 +443,7 @@ class FCFSScheduler:
         plan = self._plan_memory(draft)
         if not isinstance(plan, StepPlan):
             return None  # decodes go on, or make room
-        newcomers = self._admission.admit(draft, is_short=self._is_short)
+        newcomers = self._admission.admit(draft, admission_paused=self._admission_paused)
         with_newcomers = self._plan_with_newcomers(draft, newcomers) if newcomers else plan
         if not draft:
             return None

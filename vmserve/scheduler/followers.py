@@ -17,7 +17,7 @@ class Followers:
     def __init__(self) -> None:
         self._by_request: dict[Request, list[Sequence]] = {}
         #: Requests that have lost a sequence since the last look.
-        self._bereft: set[Request] = set()
+        self._lost_member: set[Request] = set()
         self._num = 0
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class Followers:
     def lost_one(self, request: Request) -> None:
         """A sequence of the request has ended: its followers may have to go by themselves."""
         if request in self._by_request:
-            self._bereft.add(request)
+            self._lost_member.add(request)
 
     def take_ready(self, running: Iterable[Sequence], donors: Iterable[Sequence]) -> list[Sequence]:
         """Those that can start now, in order; they follow no more.
@@ -47,8 +47,8 @@ class Followers:
         """
         if not self._by_request:
             return []
-        requests = {seq.request for seq in (*running, *donors)} | self._bereft
-        self._bereft.clear()
+        requests = {seq.request for seq in (*running, *donors)} | self._lost_member
+        self._lost_member.clear()
         donating = {seq.request for seq in donors}
         ready: list[Sequence] = []
         for request in requests & self._by_request.keys():

@@ -271,7 +271,7 @@ class SimulatedEngine:
         self._num_generated = 0
         ended = self._take_tokens(scheduled)
         if self.config.prefix_caching:
-            self.memory.append_tokens(*plan.take_unnamed())
+            self.memory.append_tokens(*plan.take_unpublished())
         self._record(scheduled, seconds)
         self._regimes.stepped(seconds)
         for request in ended:
