@@ -65,8 +65,8 @@ class Admission:
     ) -> list[Sequence]:
         """Add newcomers to ``plan`` while budget, sequences and memory last; who they are.
 
-        Without ``prompts`` only those who were swapped out come back; with ``admission_paused`` nobody
-        does, beside those that run.
+        Without ``prompts`` only those that were swapped out come back; with ``admission_paused``
+        nothing does, unless nothing runs.
         """
         if not (self._queues.waiting or self._queues.swapped) or (
             admission_paused and self._queues.running
