@@ -295,7 +295,7 @@ def test_blocks_writes_results_tables_and_plots(tmp_path: Path) -> None:
         for size in run["sizes"]:
             assert size["saved_percent"] == pytest.approx(size["analytic_percent"])
             assert size["distinct"] <= size["listed"]
-        assert run["virtual"]["page_tokens"] == 128
+        assert run["virtual"]["page_tokens"] == 64
     assert parallel["sizes"][1]["workload_percent"] == pytest.approx(7.0, abs=0.1)
     assert beam["sizes"][1]["workload_percent"] is None
     tables = (tmp_path / "tables.md").read_text()

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vmserve.errors import EngineDeadError, InvalidRequestError
-from vmserve.sampling import SamplingParams
+from vmserve.sampling import GenerationParams, SamplingParams
 from vmserve.telemetry.snapshot import (
     PAGE_MAPPED,
     PAGE_SHARED,
@@ -203,7 +203,7 @@ class FakeAsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: GenerationParams,
         *,
         request_id: str,
         priority: int = 0,
@@ -213,6 +213,7 @@ class FakeAsyncLLM:
         timeout: float | None = None,
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]:
+        params = params.as_sampling()  # of beams: as many choices, which are no beams
         params.validate_for(self.model_config.vocab_size, self.resolved.max_logprobs)
         if self.errored or self.stopped:
             raise EngineDeadError("the engine has stopped")
