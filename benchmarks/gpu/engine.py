@@ -39,8 +39,8 @@ from vmserve.errors import ConfigurationError, OutOfMemoryError
 from vmserve.memory.manager import MemoryManager
 from vmserve.models import LoadedModel, ModelConfig, resolve_model
 from vmserve.models.decoder import Decoder
+from vmserve.models.tensor_loader import assemble_on
 from vmserve.models.tensor_names import tensor_shapes
-from vmserve.models.weights import assemble
 from vmserve.runner.torch_runtime import TorchCpuRuntime
 from vmserve.torch_dtypes import as_torch
 
@@ -215,7 +215,7 @@ def random_model(
             tensor.normal_(0.0, 0.02, generator=generator)
         tensors[name] = tensor
     num_bytes = sum(t.nbytes for t in tensors.values())
-    weights = assemble(config.network, tensors, joined=device != "cpu")
+    weights = assemble_on(torch.device(device), config.network, tensors)
     return LoadedModel(config, dtype, num_bytes, Decoder(config.network, weights, max_model_len))
 
 

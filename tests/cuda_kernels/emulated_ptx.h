@@ -223,6 +223,9 @@ inline float log2(float x) {
 inline float reciprocal(float x) {
   return emu::flushed(1.0F / emu::flushed(x));
 }
+inline float inverse_root(float x) {
+  return 1.0F / std::sqrt(x);
+}
 // As fmaxf: the number where one of two is NaN.
 inline float larger(float x, float y) {
   return std::fmax(x, y);

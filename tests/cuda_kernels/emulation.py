@@ -216,15 +216,15 @@ class EmulatedLauncher:
     def launch(self, variant: Variant, kernel: str, blocks: int, args: ctypes.Structure) -> None:
         library = self.emulators.get(variant)
         library.allow(self._ranges.ctypes.data, len(self._ranges))
-        threads = next(k.threads for k in KERNELS if k.name == kernel)
-        shared = emulated_sizes(variant).shared_bytes(kernel)
+        [written] = [each for each in KERNELS if each.name == kernel]
+        shared = emulated_sizes(variant).shared_bytes(kernel) or written.shared_bytes
         self.launches.append(Launch(kernel, blocks))
         if kernel in ("vms_decode", "vms_append"):
             blocks = min(blocks, self.launch_blocks)
         error = library.run(
             kernel.encode(),
             blocks,
-            threads,
+            written.threads,
             shared,
             ctypes.addressof(args),
             ctypes.sizeof(args),

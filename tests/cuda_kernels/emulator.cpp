@@ -310,6 +310,8 @@ const Entry kEntries[] = {
      AppendMemory<VMS_HEAD_DIM>::kBytes},
     {"vms_combine", call<CombineArgs, vms_combine>, 32 * kCombineWarps, sizeof(CombineArgs), 0},
     {"vms_write", call<WriteArgs, vms_write>, kWriteThreads, sizeof(WriteArgs), 0},
+    {"vms_norm", call<NormArgs, vms_norm>, kNormThreads, sizeof(NormArgs),
+     kNormThreads / 32 * sizeof(float)},
     {"vms_copy", call<MoveArgs, vms_copy>, kMoveThreads, sizeof(MoveArgs), 0},
     {"vms_zero", call<MoveArgs, vms_zero>, kMoveThreads, sizeof(MoveArgs), 0},
 };

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vmserve.attention.cuda.backend import _Limits
-from vmserve.attention.cuda.params import AttendArgs, CombineArgs, KvLayer, MoveArgs, WriteArgs
+from vmserve.attention.cuda.params import (
+    AttendArgs,
+    CombineArgs,
+    KvLayer,
+    MoveArgs,
+    NormArgs,
+    WriteArgs,
+)
 from vmserve.attention.cuda.plan import (
     APPEND_ROWS,
     DECODE_ROWS,
@@ -242,9 +249,10 @@ def test_shared_prefixes_of_block_tables() -> None:
 
 def test_structures_are_as_large_as_the_kernels_say() -> None:
     sizes = [
-        ctypes.sizeof(kind) for kind in (KvLayer, AttendArgs, CombineArgs, WriteArgs, MoveArgs)
+        ctypes.sizeof(kind)
+        for kind in (KvLayer, AttendArgs, CombineArgs, WriteArgs, NormArgs, MoveArgs)
     ]
-    assert sizes == [64, 184, 56, 208, 24]
+    assert sizes == [64, 184, 56, 208, 48, 24]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
@@ -30,7 +31,9 @@ __all__ = [
     "Products",
     "Projection",
     "RmsNorm",
+    "RmsNormKernel",
     "SeparateProjections",
+    "add_and_norm",
     "gelu_new",
 ]
 
@@ -77,18 +80,31 @@ Products = Apart | Joined
 # -- normalisation ------------------------------------------------------------------------
 
 
+class RmsNormKernel(Protocol):
+    """:class:`vmserve.attention.cuda.norm.NormKernel`."""
+
+    def takes(self, x: torch.Tensor) -> bool: ...
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
     """RMSNorm (Zhang and Sennrich 2019) over the last dimension.
 
     In half precision the reference rounds twice: after the normalisation in float32, and
-    after the weight.
+    after the weight. ``kernel`` does the same in one launch.
     """
 
     weight: torch.Tensor
     eps: float
+    kernel: RmsNormKernel | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kernel is not None and self.kernel.takes(x):
+            return self.kernel(x, None, self.weight, self.eps)
         if x.dtype == torch.float32:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         normalised = F.rms_norm(x.to(torch.float32), self.weight.shape, None, self.eps)
@@ -108,6 +124,16 @@ class LayerNorm:
 
 
 Norm = RmsNorm | LayerNorm
+
+
+def add_and_norm(
+    norm: Norm | None, x: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x + residual`` in the memory of ``x``, and its norm; all ``[tokens, size]``."""
+    if isinstance(norm, RmsNorm) and norm.kernel is not None and norm.kernel.takes(x):
+        return x, norm.kernel(x, residual.contiguous(), norm.weight, norm.eps)
+    x = x.add_(residual)
+    return x, x if norm is None else norm(x)
 
 
 # -- positions ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from vmserve.attention.base import AttentionCall, LayerAttention
 from vmserve.attention.rotary import Rotary
+from vmserve.models.blocks import add_and_norm
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.hidden import HiddenRows
 from vmserve.models.rope import RopeConfig
@@ -47,13 +48,10 @@ class Decoder:
         """
         x = self._embed(token_ids, positions)
         rotary = None if self._rotary is None else self._rotary.at(positions, x.dtype)
-        layer_forward = self._norm_first if self._config.norm_first else self._norm_last
-        last = self._config.num_layers - 1
-        for layer, spec in zip(self._weights.layers, self._config.layers, strict=True):
-            # Nothing reads the other rows after the last layer's keys and values are written.
-            rows = logits_rows if spec.layer == last else None
-            x = layer_forward(layer, spec, x, rotary, attention, rows)
-        x = self._end(x)
+        layers = self._norm_first if self._config.norm_first else self._norm_last
+        x = layers(x, rotary, attention, logits_rows)
+        if self._weights.project_out is not None:
+            x = self._weights.project_out(x)
         if hidden is not None:
             num_logits = x.shape[0] - hidden.num_rows
             hidden.put(x[num_logits:].clone())
@@ -71,40 +69,58 @@ class Decoder:
 
     def _norm_first(
         self,
-        layer: LayerWeights,
-        spec: LayerAttention,
         x: torch.Tensor,
         rotary: Rotary | None,
         attention: AttentionCall,
-        rows: torch.Tensor | None,
+        logits_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        q, k, v = layer.project(layer.attention_norm(x))
-        attended = attention(spec, q, k, v, rotary).view(x.shape[0], self._attended_size)
-        if rows is not None:
-            attended, x = attended[rows], x[rows]
-        x = layer.output(attended).add_(x)
-        return layer.mlp(layer.mlp_norm(x)).add_(x)
+        """Each addition goes with the norm behind it, which is the next layer's or the last."""
+        layers = self._weights.layers
+        following = [layer.attention_norm for layer in layers[1:]]
+        normed = layers[0].attention_norm(x)
+        for layer, spec, norm in zip(
+            layers, self._config.layers, [*following, self._weights.final_norm], strict=True
+        ):
+            attended = self._attend(layer, spec, normed, rotary, attention)
+            attended, x = self._read(spec, attended, x, logits_rows)
+            x, normed = add_and_norm(layer.mlp_norm, layer.output(attended), x)
+            x, normed = add_and_norm(norm, layer.mlp(normed), x)
+        return normed
 
     def _norm_last(
+        self,
+        x: torch.Tensor,
+        rotary: Rotary | None,
+        attention: AttentionCall,
+        logits_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        for layer, spec in zip(self._weights.layers, self._config.layers, strict=True):
+            attended = self._attend(layer, spec, x, rotary, attention)
+            attended, x = self._read(spec, attended, x, logits_rows)
+            _, x = add_and_norm(layer.attention_norm, layer.output(attended), x)
+            _, x = add_and_norm(layer.mlp_norm, layer.mlp(x), x)
+        final_norm = self._weights.final_norm
+        return x if final_norm is None else final_norm(x)
+
+    def _attend(
         self,
         layer: LayerWeights,
         spec: LayerAttention,
         x: torch.Tensor,
         rotary: Rotary | None,
         attention: AttentionCall,
-        rows: torch.Tensor | None,
     ) -> torch.Tensor:
         q, k, v = layer.project(x)
-        attended = attention(spec, q, k, v, rotary).view(x.shape[0], self._attended_size)
-        if rows is not None:
-            attended, x = attended[rows], x[rows]
-        x = layer.attention_norm(layer.output(attended).add_(x))
-        return layer.mlp_norm(layer.mlp(x).add_(x))
+        return attention(spec, q, k, v, rotary).view(x.shape[0], self._attended_size)
 
-    def _end(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self._weights
-        if weights.final_norm is not None:
-            x = weights.final_norm(x)
-        if weights.project_out is not None:
-            x = weights.project_out(x)
-        return x
+    def _read(
+        self,
+        spec: LayerAttention,
+        attended: torch.Tensor,
+        x: torch.Tensor,
+        logits_rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Nothing reads other rows after the last layer's keys and values are written."""
+        if logits_rows is None or spec.layer != self._config.num_layers - 1:
+            return attended, x
+        return attended[logits_rows], x[logits_rows]

@@ -22,6 +22,7 @@ from vmserve.models.blocks import (
     Products,
     Projection,
     RmsNorm,
+    RmsNormKernel,
     SeparateProjections,
 )
 from vmserve.models.decoder_config import DecoderConfig, LearnedPositionsConfig
@@ -54,11 +55,18 @@ class DecoderWeights:
     head: torch.Tensor
 
 
-def assemble(config: DecoderConfig, tensors: _Tensors, *, joined: bool = False) -> DecoderWeights:
+def assemble(
+    config: DecoderConfig,
+    tensors: _Tensors,
+    *,
+    joined: bool = False,
+    norm_kernel: RmsNormKernel | None = None,
+) -> DecoderWeights:
     """Group the tensors of :func:`tensor_shapes` for the forward pass, without copying.
 
     ``joined``: q, k and v, and gate and up, become one product each. Theirs are taken out of
-    ``tensors``, so that one projection at a time is in memory twice.
+    ``tensors``, so that one projection at a time is in memory twice. ``norm_kernel``: of the norms
+    between layers.
     """
     names = config.names
     embedding = tensors[weight_name(names, names.embedding)]
@@ -72,24 +80,32 @@ def assemble(config: DecoderConfig, tensors: _Tensors, *, joined: bool = False) 
         project_in=Linear(tensors[weight_name(names, names.project_in)]) if narrow else None,
         positions=positions,
         layers=tuple(
-            _layer(config, tensors, names.base + names.layer.format(layer), joined)
+            _layer(config, tensors, names.base + names.layer.format(layer), joined, norm_kernel)
             for layer in range(config.num_layers)
         ),
         final_norm=(
-            _norm(config, tensors, names.base + names.final_norm) if config.final_norm else None
+            _norm(config, tensors, names.base + names.final_norm, norm_kernel)
+            if config.final_norm
+            else None
         ),
         project_out=Linear(tensors[weight_name(names, names.project_out)]) if narrow else None,
         head=embedding if config.tied_embeddings else tensors[f"{names.head}.weight"],
     )
 
 
-def _layer(config: DecoderConfig, tensors: _Tensors, prefix: str, joined: bool) -> LayerWeights:
+def _layer(
+    config: DecoderConfig,
+    tensors: _Tensors,
+    prefix: str,
+    joined: bool,
+    norm_kernel: RmsNormKernel | None,
+) -> LayerWeights:
     names = config.names
     return LayerWeights(
-        attention_norm=_norm(config, tensors, prefix + names.attention_norm),
+        attention_norm=_norm(config, tensors, prefix + names.attention_norm, norm_kernel),
         project=_projection(config, tensors, prefix, joined),
         output=_linear(config, tensors, prefix + names.output),
-        mlp_norm=_norm(config, tensors, prefix + names.mlp_norm),
+        mlp_norm=_norm(config, tensors, prefix + names.mlp_norm, norm_kernel),
         mlp=_mlp(config, tensors, prefix, joined),
     )
 
@@ -113,9 +129,11 @@ def _products(
     return Joined(Linear(weight, torch.cat(biases) if biases else None), sizes)
 
 
-def _norm(config: DecoderConfig, tensors: _Tensors, name: str) -> Norm:
+def _norm(
+    config: DecoderConfig, tensors: _Tensors, name: str, kernel: RmsNormKernel | None
+) -> Norm:
     if config.norm.rms:
-        return RmsNorm(tensors[f"{name}.weight"], config.norm.eps)
+        return RmsNorm(tensors[f"{name}.weight"], config.norm.eps, kernel)
     return LayerNorm(tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias"), config.norm.eps)
 
 

@@ -7,6 +7,7 @@
 #include "append.cuh"
 #include "combine.cuh"
 #include "decode.cuh"
+#include "norm.cuh"
 #include "write.cuh"
 
 VMS_KERNEL(32 * kDecodeWarps, VMS_DECODE_BLOCKS) vms_decode(const AttendArgs args) {
@@ -23,6 +24,10 @@ VMS_KERNEL(32 * kCombineWarps, 8) vms_combine(const CombineArgs args) {
 
 VMS_KERNEL(kWriteThreads, 8) vms_write(const WriteArgs args) {
   write_token<VMS_TYPE, VMS_HEAD_DIM, VMS_PAGED>(args);
+}
+
+VMS_KERNEL(kNormThreads, 4) vms_norm(const NormArgs args) {
+  norm_row<VMS_TYPE>(args);
 }
 
 VMS_KERNEL(kMoveThreads, 4) vms_copy(const MoveArgs args) {

@@ -76,6 +76,17 @@ struct WriteArgs {
 };
 static_assert(sizeof(WriteArgs) == 64 + 64 + 64 + 16, "as in params.py");
 
+// Rows of `size` elements, contiguous: x += residual, which may be null; then out = RMSNorm of x.
+struct NormArgs {
+  char* x;  // [rows, size], 16-byte aligned, as all here; written where there is a residual
+  const char* residual;  // the same, or null
+  const char* weight;    // [size]
+  char* out;             // as x
+  float eps;
+  int size, reserved, reserved_too;  // size: a multiple of 8
+};
+static_assert(sizeof(NormArgs) == 48, "as in params.py");
+
 // Copies, or fills with zeros: runs[i] = {destination, source, bytes, unused}; no two runs overlap.
 struct MoveArgs {
   const i64* runs;

@@ -170,6 +170,10 @@ VMS_PTX float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// At most 2 units in the last place off.
+VMS_PTX float inverse_root(float x) {
+  return rsqrtf(x);
+}
 VMS_PTX float larger(float x, float y) {
   return fmaxf(x, y);
 }

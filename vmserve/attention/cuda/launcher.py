@@ -132,7 +132,11 @@ class CudaLauncher:
                 )
                 name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
                 per_multiprocessor[kernel.name] = max(1, int(self._check(name, result)))
-            functions[kernel.name] = (function, kernel.threads, shared_bytes)
+            functions[kernel.name] = (
+                function,
+                kernel.threads,
+                shared_bytes or kernel.shared_bytes,
+            )
         count = properties.multi_processor_count
         resident = Resident(
             decode=count * per_multiprocessor["vms_decode"],

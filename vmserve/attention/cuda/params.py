@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-__all__ = ["AttendArgs", "CombineArgs", "KvLayer", "MoveArgs", "WriteArgs"]
+__all__ = ["AttendArgs", "CombineArgs", "KvLayer", "MoveArgs", "NormArgs", "WriteArgs"]
 
 _Fields = list[tuple[str, Any]]
 
@@ -58,6 +58,12 @@ class WriteArgs(ctypes.Structure):
             ints="q_heads kv_heads rotary_dim reserved",
         ),
     ]
+
+
+class NormArgs(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = _fields(
+        "x residual weight out", floats="eps", ints="size reserved reserved_too"
+    )
 
 
 class MoveArgs(ctypes.Structure):

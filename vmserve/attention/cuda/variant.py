@@ -59,10 +59,11 @@ class Variant:
 
 
 class Kernel(NamedTuple):
-    """Threads of a block, and whether it takes the dynamic shared memory of its name."""
+    """``shared_bytes``: of a block, where :class:`Sizes` says nothing of the kernel."""
 
     name: str
     threads: int
+    shared_bytes: int = 0
 
 
 KERNELS = (
@@ -70,6 +71,7 @@ KERNELS = (
     Kernel("vms_append", 32 * _WARPS),
     Kernel("vms_combine", 128),
     Kernel("vms_write", 128),
+    Kernel("vms_norm", 256, 32),
     Kernel("vms_copy", 256),
     Kernel("vms_zero", 256),
 )

@@ -1,0 +1,127 @@
+"""RMSNorm with its residual in one launch: the sum to the bit, the norm but for sums' order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.cuda_kernels.cases import VARIANTS
+from tests.cuda_kernels.emulation import EmulatedLauncher, Emulators, tensor_range
+from tests.models.conftest import checkpoint
+from tests.models.test_joined import attend
+from vmserve.attention.cuda.norm import NormKernel, norm_kernel
+from vmserve.attention.cuda.variant import Variant
+from vmserve.models.blocks import RmsNorm, add_and_norm
+from vmserve.models.config import ModelConfig
+from vmserve.models.decoder import Decoder
+from vmserve.models.tensor_loader import load_tensors
+from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
+from vmserve.models.weights import assemble
+
+__all__ = ["checkpoint"]
+
+pytestmark = pytest.mark.timeout(600)
+
+BY_TYPE = {variant.dtype: variant for variant in VARIANTS}
+
+
+def steps_apart(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """How many numbers of the type lie between."""
+
+    def order(x: torch.Tensor) -> torch.Tensor:
+        bits = x.contiguous().view(torch.int16).to(torch.int32)
+        return torch.where(bits < 0, -32768 - bits, bits)
+
+    return (order(ours) - order(theirs)).abs()
+
+
+@pytest.mark.parametrize("variant", BY_TYPE.values(), ids=lambda variant: variant.name)
+@pytest.mark.parametrize("size", [8, 576, 2048, 2056, 16384])
+@pytest.mark.parametrize("added", [True, False])
+def test_as_torch(emulators: Emulators, variant: Variant, size: int, added: bool) -> None:
+    generator = torch.Generator().manual_seed(size)
+    x, residual = (
+        (scale * torch.randn(3, size, generator=generator)).to(variant.dtype) for scale in (1, 30)
+    )
+    weight = (1 + torch.randn(size, generator=generator) / 4).to(variant.dtype)
+    plain = RmsNorm(weight, 1e-5)
+    want_sum, want = add_and_norm(plain, x.clone(), residual) if added else (x.clone(), plain(x))
+    launcher = EmulatedLauncher(emulators, order="random")
+    kernel = NormKernel(launcher, variant)
+    assert kernel.takes(x)
+    before = residual.clone()
+    got = torch.empty_like(x)
+    reads = [tensor_range(tensor, False) for tensor in (residual, weight)]
+    with launcher.allowing([*reads, tensor_range(x, added), tensor_range(got, True)]):
+        kernel(x, residual if added else None, weight, 1e-5, out=got)
+    assert torch.equal(x, want_sum)
+    assert torch.equal(residual, before)
+    apart = steps_apart(got, want)
+    assert apart.max() <= 2
+    assert (apart > 0).float().mean() < 0.01
+    assert [(launch.kernel, launch.blocks) for launch in launcher.launches] == [("vms_norm", 3)]
+
+
+def test_other_rows_are_torchs(emulators: Emulators) -> None:
+    kernel = NormKernel(EmulatedLauncher(emulators), VARIANTS[0])
+    rows = torch.ones(4, 64, dtype=torch.bfloat16)
+    assert kernel.takes(rows)
+    for other in (rows[:, :12], rows[:, :12].contiguous(), rows.view(2, 2, 64), rows.t()):
+        assert not kernel.takes(other)
+    assert not kernel.takes(torch.ones(1, 16392, dtype=torch.bfloat16))
+    assert kernel(rows[:0], None, rows[0], 1e-5).shape == (0, 64)
+
+
+def test_none_for_other_types() -> None:
+    assert norm_kernel(torch.device("cuda"), torch.float32, 64) is None
+
+
+_ATEN = torch.ops.aten
+_OF_NORMS = {_ATEN.add_.Tensor, _ATEN.to.dtype, _ATEN.rms_norm.default, _ATEN.mul_.Tensor}
+
+
+class Operations(TorchDispatchMode):
+    """Counts those of norms and residuals: on a GPU, a launch each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in _OF_NORMS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "saved"), [("llama-gqa-llama3", True), ("qwen3-full", True), ("gpt2", False)]
+)
+def test_a_decoder(
+    emulators: Emulators, name: str, saved: bool, checkpoint: Callable[[str], Path]
+) -> None:
+    network = ModelConfig.from_directory(checkpoint(name)).network
+    shapes = tensor_shapes(network)
+    found = []
+    for fused in (False, True):
+        tensors = load_tensors(
+            checkpoint(name), shapes, torch.bfloat16, torch.device("cpu"),
+            ignore=lambda tensor: is_ignorable(network, tensor),
+            rename=lambda tensor: canonical_name(network, shapes, tensor),
+        )  # fmt: skip
+        launcher = EmulatedLauncher(emulators)
+        kernel = NormKernel(launcher, BY_TYPE[torch.bfloat16]) if fused else None
+        weights = assemble(network, tensors, norm_kernel=kernel)
+        with torch.inference_mode(), Operations() as operations:
+            logits = Decoder(network, weights, 64).forward(
+                torch.arange(6), torch.arange(6), attend, torch.tensor([2, 5])
+            )
+        found.append((logits, operations.count + len(launcher.launches), len(launcher.launches)))
+    (plain, num_plain, _), (fused_logits, num_fused, num_launches) = found
+    torch.testing.assert_close(fused_logits, plain, rtol=0.05, atol=0.05)
+    assert num_launches == (2 * network.num_layers + 1 if saved else 0)
+    # Addition, widening, norm, rounding and weight become one; the first norm adds nothing.
+    assert num_plain - num_fused == (8 * network.num_layers + 3 if saved else 0)
