@@ -132,6 +132,14 @@ void bind_enums(py::module_& m) {
       .finalize();
 }
 
+py::dict as_dict(const MemoryStats& stats) {
+  py::dict values;
+#define VMSERVE_GAUGE(type, name, what) values[#name] = stats.name;
+#define VMSERVE_COUNTER(type, name, what) values[#name "_total"] = stats.name##_total;
+#include "vmserve/stats.def"
+  return values;
+}
+
 void bind_stats(py::module_& m) {
   py::class_<Plan>(m, "Plan")
       .def_readonly("needed_pages", &Plan::needed_pages)
@@ -145,77 +153,12 @@ void bind_stats(py::module_& m) {
       .def_readonly("version", &Plan::version)
       .def_property_readonly("fits", &Plan::fits);
   py::class_<MemoryStats> stats(m, "MemoryStats");
-#define VMSERVE_STAT(name) stats.def_readonly(#name, &MemoryStats::name)
-  VMSERVE_STAT(page_bytes);
-  VMSERVE_STAT(page_tokens);
-  VMSERVE_STAT(block_tokens);
-  VMSERVE_STAT(blocks_per_page);
-  VMSERVE_STAT(limit_pages);
-  VMSERVE_STAT(committed_pages);
-  VMSERVE_STAT(free_pages);
-  VMSERVE_STAT(used_pages);
-  VMSERVE_STAT(idle_pages);
-  VMSERVE_STAT(waiting_pages);
-  VMSERVE_STAT(held_pages);
-  VMSERVE_STAT(quarantined_pages);
-  VMSERVE_STAT(shared_pages);
-  VMSERVE_STAT(split_pages);
-  VMSERVE_STAT(used_blocks);
-  VMSERVE_STAT(shared_blocks);
-  VMSERVE_STAT(cached_blocks);
-  VMSERVE_STAT(num_slots);
-  VMSERVE_STAT(used_slots);
-  VMSERVE_STAT(parked_slots);
-  VMSERVE_STAT(parked_pages);
-  VMSERVE_STAT(spare_pages);
-  VMSERVE_STAT(num_seqs);
-  VMSERVE_STAT(virtual_seqs);
-  VMSERVE_STAT(paged_seqs);
-  VMSERVE_STAT(swapped_seqs);
-  VMSERVE_STAT(used_tokens);
-  VMSERVE_STAT(tail_waste_bytes);
-  VMSERVE_STAT(swap_blocks);
-  VMSERVE_STAT(swap_capacity_blocks);
-  VMSERVE_STAT(copying_blocks);
-  VMSERVE_STAT(memfd_allocated_bytes);
-  VMSERVE_STAT(num_mappings);
-  VMSERVE_STAT(free_mappings);
-  VMSERVE_STAT(pending_repairs);
-  VMSERVE_STAT(pages_mapped_total);
-  VMSERVE_STAT(pages_unmapped_total);
-  VMSERVE_STAT(pages_committed_total);
-  VMSERVE_STAT(pages_given_back_total);
-  VMSERVE_STAT(pages_zeroed_total);
-  VMSERVE_STAT(map_calls_total);
-  VMSERVE_STAT(unmap_calls_total);
-  VMSERVE_STAT(access_calls_total);
-  VMSERVE_STAT(arena_map_calls_total);
-  VMSERVE_STAT(unhidden_calls_total);
-  VMSERVE_STAT(hidden_calls_total);
-  VMSERVE_STAT(mapper_waits_total);
-  VMSERVE_STAT(adopted_pages_total);
-  VMSERVE_STAT(adopted_slots_total);
-  VMSERVE_STAT(forks_total);
-  VMSERVE_STAT(cow_blocks_total);
-  VMSERVE_STAT(copied_blocks_total);
-  VMSERVE_STAT(converted_to_virtual_total);
-  VMSERVE_STAT(converted_to_paged_total);
-  VMSERVE_STAT(converted_zero_copy_total);
-  VMSERVE_STAT(prefix_query_blocks_total);
-  VMSERVE_STAT(prefix_hit_blocks_total);
-  VMSERVE_STAT(evicted_blocks_total);
-  VMSERVE_STAT(published_blocks_total);
-  VMSERVE_STAT(compactions_total);
-  VMSERVE_STAT(compacted_blocks_total);
-  VMSERVE_STAT(swapped_out_blocks_total);
-  VMSERVE_STAT(swapped_in_blocks_total);
-  VMSERVE_STAT(swap_copy_runs_total);
-  VMSERVE_STAT(map_seconds_total);
-  VMSERVE_STAT(mapper_seconds_total);
-  VMSERVE_STAT(mapper_wait_seconds_total);
-#undef VMSERVE_STAT
-  stats.def_property_readonly("health",
-                              [](const MemoryStats& s) { return static_cast<Health>(s.health); });
+  stats.def_readonly("health", &MemoryStats::health);
+  stats.def("as_dict", &as_dict);
+#define VMSERVE_GAUGE(type, name, what) stats.def_readonly(#name, &MemoryStats::name, what);
+#define VMSERVE_COUNTER(type, name, what) \
+  stats.def_readonly(#name "_total", &MemoryStats::name##_total, what);
+#include "vmserve/stats.def"
 }
 
 // (pages, pages per cell, a code per cell, pages by code, int32 [slots, 3])

@@ -371,7 +371,7 @@ void KVMemory::publish(Sequence& seq) {
   for (; seq.has.num_published < full; ++seq.has.num_published) {
     const BlockId block = seq.has.blocks[seq.has.num_published];
     if (block == kNoBlock || pool_.is_published(block)) continue;
-    totals_.published += pool_.publish(block, seq.digests[seq.has.num_published]) ? 1 : 0;
+    totals_.published_blocks += pool_.publish(block, seq.digests[seq.has.num_published]) ? 1 : 0;
   }
 }
 

@@ -80,7 +80,7 @@ void KVMemory::absorb(Outcome outcome) {
     last_error_ = outcome.error;
     if (outcome.sticky && failure_.empty()) failure_ = outcome.error;
   }
-  (outcome.waited ? totals_.unhidden : totals_.hidden) += outcome.num_calls;
+  (outcome.waited ? totals_.unhidden_calls : totals_.hidden_calls) += outcome.num_calls;
   pending_mappings_ -= outcome.command.num_mappings;
   switch (outcome.command.kind) {
     case Command::Kind::kMap:
@@ -188,10 +188,10 @@ void KVMemory::premapped(const Outcome& outcome) {
   if (outcome.done) {
     for (const PageRun& run : command.runs) {
       pool_.mark_zero(run.first);
-      ++totals_.zeroed;
+      ++totals_.pages_zeroed;
     }
     for (const PageId page : command.pages) pool_.unhold(page);
-    totals_.mapped += count;
+    totals_.pages_mapped += count;
     totals_.map_calls += static_cast<std::int64_t>(command.map.size());
     return;
   }
@@ -306,7 +306,7 @@ void KVMemory::grew(Outcome& outcome) {
   if (outcome.done) {
     for (const PageRun& run : runs) {
       for (PageId page = run.first; page < run.first + run.count; ++page) pool_.unhold(page);
-      totals_.committed += run.count;
+      totals_.pages_committed += run.count;
     }
     totals_.arena_map_calls += static_cast<std::int64_t>(outcome.command.map.size());
     return;
@@ -332,14 +332,14 @@ void KVMemory::evict_ahead() {
   for (const PageId page : reclaimed) {
     if (pool_.num_free() >= wanted_free()) break;
     const bool is_idle = pool_.state(page) == PageState::kIdle && pool_.maps(page) == 0;
-    if (is_idle) totals_.evicted += pool_.drop_cached(page);
+    if (is_idle) totals_.evicted_blocks += pool_.drop_cached(page);
   }
   std::int64_t wanted = wanted_free() - pool_.num_free();
   PageId page = pool_.oldest_idle();
   for (std::int64_t looked = 0; wanted > 0 && page != kNoPage && looked < kReclaimBatch; ++looked) {
     const PageId next = pool_.next_idle(page);
     if (pool_.maps(page) == 0) {
-      totals_.evicted += pool_.drop_cached(page);
+      totals_.evicted_blocks += pool_.drop_cached(page);
       --wanted;
     }
     page = next;
@@ -397,7 +397,7 @@ void KVMemory::unmapped(Outcome& outcome) {
       pool_.unhold(page);
       reclaimed_.push_back(page);
     }
-    totals_.unmapped += static_cast<std::int64_t>(outcome.command.pages.size());
+    totals_.pages_unmapped += static_cast<std::int64_t>(outcome.command.pages.size());
     totals_.unmap_calls += static_cast<std::int64_t>(outcome.command.unmap.size());
     return;
   }
@@ -457,7 +457,7 @@ void KVMemory::seal_now(const Command& command) {
   try {
     tx.set_access(command.access, Access::kReadWrite);
     totals_.access_calls += static_cast<std::int64_t>(command.access.size());
-    totals_.unhidden += static_cast<std::int64_t>(command.access.size());
+    totals_.unhidden_calls += static_cast<std::int64_t>(command.access.size());
   } catch (const Error& error) {
     // A safeguard less, and nothing lost: the pages stay writable.
     last_error_ = error.what();
@@ -523,7 +523,7 @@ void KVMemory::reopen_pages() {
     slots_[slot].num_sealed = std::min(slots_[slot].num_sealed, index);
   }
   totals_.access_calls += static_cast<std::int64_t>(runs.size());
-  totals_.unhidden += static_cast<std::int64_t>(runs.size());
+  totals_.unhidden_calls += static_cast<std::int64_t>(runs.size());
 }
 
 void KVMemory::unseal(const Command& command, Unfinished unfinished) {

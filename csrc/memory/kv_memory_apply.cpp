@@ -70,7 +70,7 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
     throw;
   }
   commit(change);
-  totals_.map_seconds += change.num_maps > 0 ? seconds_since(start) : 0;
+  totals_.map_seconds += change.counts.map_calls > 0 ? seconds_since(start) : 0;
   tend(change.grows);
   reopen_pages();
   shed();
@@ -99,8 +99,8 @@ bool KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
   if (until == 0) return false;
   const auto start = Clock::now();
   if (mapper_->wait(until)) {
-    ++totals_.waits;
-    totals_.wait_seconds += seconds_since(start);
+    ++totals_.mapper_waits;
+    totals_.mapper_wait_seconds += seconds_since(start);
   }
   absorb();
   return true;
@@ -156,7 +156,6 @@ void KVMemory::leave_slot(Change& change, SeqId id) {
 void KVMemory::commit(Change& change) {
   ++begun_;
   ++version_;
-  totals_.zeroed += static_cast<std::int64_t>(change.zero_pages.size());
   for (const PageId page : change.held) pool_.unhold(page);
   for (const BlockId block : change.matched) pool_.drop_ref(block, 0);
   if (change.copy_mark) {
@@ -172,7 +171,7 @@ void KVMemory::commit(Change& change) {
     pool_.drop_ref(*block, begun_);
   }
   // What is converted was bound as if it were shared.
-  may_reopen_ = may_reopen_ || !change.drops.empty() || change.to_virtual > 0;
+  may_reopen_ = may_reopen_ || !change.drops.empty() || change.counts.converted_to_virtual > 0;
   for (const SwapId swap : change.swap_drops) swap_->drop(swap);
   for (const Change::SavedSlot& slot : change.slots) {
     if (!slots_[slot.slot].active()) park(slot.slot, begun_);
@@ -191,22 +190,14 @@ void KVMemory::commit(Change& change) {
     if (op.first_token > 0) trim_front(op.seq, op.first_token);
   }
   for (const SeqId id : change.touched) write_table(id, 0);
-  totals_.mapped += static_cast<std::int64_t>(change.maps.size());
-  totals_.map_calls += change.num_maps;
-  totals_.access_calls += change.num_access;
-  totals_.unhidden += change.num_maps + change.num_access;
-  totals_.adopted_pages += change.adopted_pages;
-  totals_.adopted_slots += change.adopted_slots;
-  totals_.cow += change.cow;
-  totals_.copied += change.copied_blocks;
-  totals_.forks += static_cast<std::int64_t>(change.forked.size());
-  totals_.to_virtual += change.to_virtual;
-  totals_.to_paged += change.to_paged;
-  totals_.zero_copy += change.zero_copy;
-  totals_.queries += change.query_blocks;
-  totals_.hits += change.hit_blocks;
-  totals_.swapped_out += static_cast<std::int64_t>(change.swap_out.size());
-  totals_.swapped_in += static_cast<std::int64_t>(change.swap_in.size());
+  MemoryCounters& counts = change.counts;
+  counts.pages_zeroed = static_cast<std::int64_t>(change.zero_pages.size());
+  counts.pages_mapped = static_cast<std::int64_t>(change.maps.size());
+  counts.unhidden_calls = counts.map_calls + counts.access_calls;
+  counts.forks = static_cast<std::int64_t>(change.forked.size());
+  counts.swapped_out_blocks = static_cast<std::int64_t>(change.swap_out.size());
+  counts.swapped_in_blocks = static_cast<std::int64_t>(change.swap_in.size());
+  totals_.add(counts);
 }
 
 // The child's prefix has the parent's name.

@@ -40,7 +40,7 @@ void KVMemory::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks
       bind_page(change, id, index, bound[i], num_tokens);
     }
   }
-  if (own && is_free) ++change.zero_copy;
+  if (own && is_free) ++change.counts.converted_zero_copy;
   if (pages_for(num_tokens) > static_cast<std::int64_t>(bound.size())) {
     grow_virtual(change, id, num_tokens);
   }
@@ -76,7 +76,7 @@ void KVMemory::bind_page(Change& change, SeqId id, std::int64_t index, const Bou
     const bool is_whole = (first + j + 1) * config_.block_tokens <= num_tokens;
     if (!is_whole && pool_.is_published(block)) {
       pool_.unpublish(block);
-      ++totals_.evicted;
+      ++totals_.evicted_blocks;
     }
     // What somebody of the same tenant left behind the tokens is not the newcomer's.
     const bool is_left = j >= bound.num_blocks && config_.zero_policy == ZeroPolicy::kAlways;
@@ -93,7 +93,7 @@ void KVMemory::bind_page(Change& change, SeqId id, std::int64_t index, const Bou
     make_writable(change, seq.has.slot, index);
   } else {
     make_read_only(change, seq.has.slot, index);
-    ++change.adopted_pages;
+    ++change.counts.adopted_pages;
   }
 }
 
@@ -190,7 +190,7 @@ void KVMemory::take_slot(Change& change, SeqId id, const std::vector<BoundPage>&
   saved(change, slot_id);
   slot.seq = id;
   seqs_[id].has.slot = slot_id;
-  change.adopted_slots += slot.empty() ? 0 : 1;
+  change.counts.adopted_slots += slot.empty() ? 0 : 1;
   for (std::size_t i = 0; i < bound.size() && bound[i].kind == BoundPage::Kind::kHole; ++i) {
     if (static_cast<std::int64_t>(i) >= slot.size()) slot.entries.push_back({kNoPage, false});
   }

@@ -88,42 +88,12 @@ MemoryStats KVMemory::stats() {
   s.num_mappings = driver.num_mappings;
   s.free_mappings = std::min(available_mappings(driver.max_mappings / 2), kMostMappings);
   s.pending_repairs = static_cast<std::int64_t>(repairs_.size());
-  const Health health = !failure_.empty()   ? Health::kFailed
-                        : !repairs_.empty() ? Health::kDegraded
-                                            : Health::kHealthy;
-  s.health = static_cast<std::int64_t>(health);
-  s.pages_mapped_total = totals_.mapped;
-  s.pages_unmapped_total = totals_.unmapped;
-  s.pages_committed_total = totals_.committed;
-  s.pages_given_back_total = totals_.given_back;
-  s.pages_zeroed_total = totals_.zeroed;
-  s.map_calls_total = totals_.map_calls;
-  s.unmap_calls_total = totals_.unmap_calls;
-  s.access_calls_total = totals_.access_calls;
-  s.arena_map_calls_total = totals_.arena_map_calls;
-  s.unhidden_calls_total = totals_.unhidden;
-  s.hidden_calls_total = totals_.hidden;
-  s.mapper_waits_total = totals_.waits;
-  s.adopted_pages_total = totals_.adopted_pages;
-  s.adopted_slots_total = totals_.adopted_slots;
-  s.forks_total = totals_.forks;
-  s.cow_blocks_total = totals_.cow;
-  s.copied_blocks_total = totals_.copied;
-  s.converted_to_virtual_total = totals_.to_virtual;
-  s.converted_to_paged_total = totals_.to_paged;
-  s.converted_zero_copy_total = totals_.zero_copy;
-  s.prefix_query_blocks_total = totals_.queries;
-  s.prefix_hit_blocks_total = totals_.hits;
-  s.evicted_blocks_total = totals_.evicted;
-  s.published_blocks_total = totals_.published;
-  s.compactions_total = totals_.compactions;
-  s.compacted_blocks_total = totals_.compacted;
-  s.swapped_out_blocks_total = totals_.swapped_out;
-  s.swapped_in_blocks_total = totals_.swapped_in;
-  s.swap_copy_runs_total = totals_.swap_runs;
-  s.map_seconds_total = totals_.map_seconds;
+  s.health = !failure_.empty()   ? Health::kFailed
+             : !repairs_.empty() ? Health::kDegraded
+                                 : Health::kHealthy;
+#define VMSERVE_COUNTER(type, name, what) s.name##_total = totals_.name;
+#include "vmserve/stats.def"
   s.mapper_seconds_total = mapper_->cpu_seconds();
-  s.mapper_wait_seconds_total = totals_.wait_seconds;
   return s;
 }
 

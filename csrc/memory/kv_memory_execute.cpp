@@ -138,10 +138,10 @@ void KVMemory::execute(Change& change) {
   const std::vector<CopyRun> out = swap_runs(change.swap_out, /*out=*/true);
   const std::vector<CopyRun> in = swap_runs(change.swap_in, /*out=*/false);
   const std::vector<CopyRun> copies = copy_runs(change);
-  change.num_maps = static_cast<std::int64_t>(maps.size());
-  change.num_access = static_cast<std::int64_t>(writable.size() + read_only.size());
-  change.copied_blocks = static_cast<std::int64_t>(change.copies.size());
-  if (zeros.empty() && maps.empty() && change.num_access == 0 && out.empty() && in.empty() &&
+  change.counts.map_calls = static_cast<std::int64_t>(maps.size());
+  change.counts.access_calls = static_cast<std::int64_t>(writable.size() + read_only.size());
+  change.counts.copied_blocks = static_cast<std::int64_t>(change.copies.size());
+  if (zeros.empty() && maps.empty() && change.counts.access_calls == 0 && out.empty() && in.empty() &&
       copies.empty()) {
     return;
   }
@@ -156,7 +156,7 @@ void KVMemory::execute(Change& change) {
   change.tx.map(maps);
   change.tx.set_access(writable, Access::kRead);
   change.tx.set_access(read_only, Access::kReadWrite);
-  totals_.swap_runs += static_cast<std::int64_t>(out.size() + in.size());
+  change.counts.swap_copy_runs = static_cast<std::int64_t>(out.size() + in.size());
 }
 
 }  // namespace vmserve

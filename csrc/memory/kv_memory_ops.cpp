@@ -70,7 +70,7 @@ void KVMemory::note_targets(Change& change, const std::vector<Op>& ops) {
 
 void KVMemory::stage_attach(Change& change, const Op& op) {
   Sequence& seq = seqs_[op.seq];
-  change.query_blocks +=
+  change.counts.prefix_query_blocks +=
       std::max<std::int64_t>(0, static_cast<std::int64_t>(seq.tokens.size()) - 1) /
       config_.block_tokens;
   if (op.num_tokens == 0) return;
@@ -81,7 +81,7 @@ void KVMemory::stage_attach(Change& change, const Op& op) {
   bind(change, op.seq, attached->blocks, op.num_tokens, /*own=*/false);
   seq.has.length = seq.has.sealed = op.num_tokens;
   seq.has.num_published = op.num_tokens / config_.block_tokens;
-  change.hit_blocks += seq.has.num_published;
+  change.counts.prefix_hit_blocks += seq.has.num_published;
 }
 
 void KVMemory::stage_fork(Change& change, const Op& op) {
@@ -131,7 +131,7 @@ void KVMemory::stage_convert(Change& change, const Op& op) {
     for (const BlockId block : before) {
       if (block != kNoBlock) change.drops.push_back(block);
     }
-    ++change.to_virtual;
+    ++change.counts.converted_to_virtual;
     return;
   }
   seq.has.view = View::kPaged;
@@ -153,8 +153,8 @@ void KVMemory::stage_convert(Change& change, const Op& op) {
       pool_.set_owner(tail, op.seq);
     }
   }
-  ++change.to_paged;
-  ++change.zero_copy;
+  ++change.counts.converted_to_paged;
+  ++change.counts.converted_zero_copy;
 }
 
 void KVMemory::stage_swap_out(Change& change, const Op& op,
@@ -285,7 +285,7 @@ bool KVMemory::claim_spare(Change& change, SeqId id, std::int64_t index) {
     if (!truncate(slot_id, index)) throw DriverError("unmap", EIO, last_error_);
     return false;
   }
-  totals_.evicted += pool_.drop_cached(page);
+  totals_.evicted_blocks += pool_.drop_cached(page);
   prepare_page(change, page, seq.tenant);
   for (std::int32_t j = 0; j < config_.blocks_per_page; ++j) {
     const BlockId block = pool_.first_block(page) + j;
@@ -293,7 +293,7 @@ bool KVMemory::claim_spare(Change& change, SeqId id, std::int64_t index) {
     seq.has.blocks[index * config_.blocks_per_page + j] = block;
   }
   make_writable(change, slot_id, index);
-  ++change.adopted_pages;
+  ++change.counts.adopted_pages;
   return true;
 }
 
@@ -319,7 +319,7 @@ void KVMemory::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
     change.copies.push_back({id, tail, grown.cow_block, written});
     change.drops.push_back(grown.cow_block);
     change.fresh.push_back({Fresh::Kind::kBlock, id, tail});
-    ++change.cow;
+    ++change.counts.cow_blocks;
   }
   if (want <= have && grown.cow_index < 0) return;
   change.grown.push_back(grown);

@@ -82,10 +82,10 @@ void KVMemory::create_pages(std::int64_t count) {
   for (const PageRun& run : runs) {
     pool_.commit_held(run);
     for (PageId page = run.first; page < run.first + run.count; ++page) pool_.unhold(page);
-    totals_.committed += run.count;
+    totals_.pages_committed += run.count;
   }
   totals_.arena_map_calls += static_cast<std::int64_t>(maps.size());
-  totals_.unhidden += static_cast<std::int64_t>(maps.size());
+  totals_.unhidden_calls += static_cast<std::int64_t>(maps.size());
 }
 
 // -- slots let go of pages
@@ -149,9 +149,9 @@ bool KVMemory::unmap_entries(SlotId id, std::int64_t first, std::int64_t count) 
   }
   forget_entries(id, first, count);
   ++version_;
-  totals_.unmapped += num_pages;
+  totals_.pages_unmapped += num_pages;
   totals_.unmap_calls += static_cast<std::int64_t>(ranges.size() - repair.steps.size());
-  totals_.unhidden += static_cast<std::int64_t>(ranges.size() - repair.steps.size());
+  totals_.unhidden_calls += static_cast<std::int64_t>(ranges.size() - repair.steps.size());
   if (repair.steps.empty()) return true;
   repair.slots = {id};
   add_repair(std::move(repair), error_text);
@@ -172,7 +172,7 @@ bool KVMemory::punch(SlotId slot, std::int64_t index) {
 // The idle page becomes free; with it up to `wanted` pages that a parked slot shows before it and
 // that would be next. False if the driver refused.
 bool KVMemory::evict(PageId page, std::int64_t wanted) {
-  totals_.evicted += pool_.drop_cached(page);
+  totals_.evicted_blocks += pool_.drop_cached(page);
   const std::int32_t index = pool_.index(page);
   for (SlotId id = 0; id < config_.num_slots && pool_.maps(page) > 0; ++id) {
     Slot& slot = slots_[id];
@@ -192,7 +192,7 @@ bool KVMemory::evict(PageId page, std::int64_t wanted) {
     while (is_tail && first > 0 && index - first + 1 < wanted) {
       const PageId next = slot.entries[first - 1].page;
       if (next == kNoPage || pool_.next_idle(last) != next || pool_.maps(next) != 1) break;
-      totals_.evicted += pool_.cached(next);
+      totals_.evicted_blocks += pool_.cached(next);
       last = next;
       --first;
     }
@@ -274,7 +274,7 @@ void KVMemory::give_back(const PageRun& run) {
     }
   }
   pool_.uncommit(run);
-  totals_.given_back += run.count;
+  totals_.pages_given_back += run.count;
   ++version_;
 }
 
@@ -311,7 +311,7 @@ void KVMemory::squeeze() {
 // Every block of the page that has no references can be handed out to its tenant.
 void KVMemory::loosen(PageId page) {
   if (pool_.owner(page) != kNoSeq) pool_.set_owner(page, kNoSeq);
-  totals_.evicted += pool_.drop_cached(page);
+  totals_.evicted_blocks += pool_.drop_cached(page);
 }
 
 // Moves blocks until as few of the (loose) pages as possible hold them; how many it emptied.
@@ -358,7 +358,7 @@ std::int64_t KVMemory::pack(std::vector<PageId> pages) {
   if (moves.empty()) return 0;
   move_blocks(moves);
   ++totals_.compactions;
-  totals_.compacted += static_cast<std::int64_t>(moves.size());
+  totals_.compacted_blocks += static_cast<std::int64_t>(moves.size());
   return emptied;
 }
 

@@ -44,6 +44,16 @@ def test_the_stub_names_what_the_module_has() -> None:
         assert public(sorted(declared)) == public(sorted(actual)) - {"name", "value"}, name
 
 
+def test_the_stub_lists_the_figures_as_the_core_does() -> None:
+    """In its order, which is that of metrics, and with its types."""
+    stub = ast.parse((Path(errors.__file__).parent / "_core.pyi").read_text())
+    stats = next(n for n in stub.body if isinstance(n, ast.ClassDef) and n.name == "MemoryStats")
+    figures = make_memory().core.stats().as_dict()
+    listed = [ast.unparse(n).split(": ") for n in stats.body if isinstance(n, ast.AnnAssign)]
+    actual = [[name, f"Final[{type(value).__name__}]"] for name, value in figures.items()]
+    assert [each for each in listed if each[0] != "health"] == actual
+
+
 def grow_against_others(core: _core.KVMemory, seq: int, num_tokens: int) -> int:
     """Plan and apply until no other thread came in between; the epoch."""
     for _ in range(10_000):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from vmserve._core import MemoryStats
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -150,104 +152,6 @@ class MemoryPlan:
     @property
     def growths(self) -> tuple[Growth, ...]:
         return tuple(Growth(*row) for row in self.rows.tolist())
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryStats:
-    """A snapshot. Pages are counted once, however many groups and aliases they have.
-
-    committed = free + used + idle + waiting + held.
-    """
-
-    page_bytes: int
-    """Bytes of one page over all groups."""
-    page_tokens: int
-    block_tokens: int
-    blocks_per_page: int
-    limit_pages: int
-    committed_pages: int
-    free_pages: int
-    """Committed and nobody's."""
-    used_pages: int
-    """With a block that a sequence references."""
-    idle_pages: int
-    """Evictable: cached blocks, or mapped in a slot beyond its sequence."""
-    waiting_pages: int
-    """Given up, but a running step, or a copy to host memory, may still read them."""
-    held_pages: int
-    """In the hands of the mapper or of a repair."""
-    quarantined_pages: int
-    """Held back after a refusal of the system that could not be undone yet; 0 when healthy."""
-    shared_pages: int
-    split_pages: int
-    """Of the used ones: those whose other blocks can be handed out one by one."""
-    used_blocks: int
-    shared_blocks: int
-    cached_blocks: int
-    num_slots: int
-    used_slots: int
-    parked_slots: int
-    """Without a sequence, but with pages mapped."""
-    parked_pages: int
-    spare_pages: int
-    """Mapped ahead of live sequences."""
-    num_seqs: int
-    virtual_seqs: int
-    paged_seqs: int
-    swapped_seqs: int
-    used_tokens: int
-    tail_waste_bytes: int
-    """Bytes in live sequences' pages (virtual) or blocks (paged) beyond their length."""
-    swap_blocks: int
-    swap_capacity_blocks: int
-    copying_blocks: int
-    """On their way to host memory now, beside the kernels."""
-    memfd_allocated_bytes: int
-    num_mappings: int
-    """Mappings (runs) that the driver holds now; bounded by vm.max_map_count on the host."""
-    free_mappings: int
-    """Mappings that slots can still get, where few are left also those of parked slots; 2**53 where
-    nothing limits them. The limit is shared with other caches of the process."""
-    pending_repairs: int
-    pages_mapped_total: int
-    pages_unmapped_total: int
-    pages_committed_total: int
-    pages_given_back_total: int
-    pages_zeroed_total: int
-    map_calls_total: int
-    unmap_calls_total: int
-    access_calls_total: int
-    arena_map_calls_total: int
-    unhidden_calls_total: int
-    """Driver calls that somebody waited for."""
-    hidden_calls_total: int
-    """Driver calls that the mapper made while steps computed."""
-    mapper_waits_total: int
-    adopted_pages_total: int
-    """Pages that a sequence found mapped in its slot: left there, or mapped ahead."""
-    adopted_slots_total: int
-    forks_total: int
-    cow_blocks_total: int
-    copied_blocks_total: int
-    converted_to_virtual_total: int
-    converted_to_paged_total: int
-    converted_zero_copy_total: int
-    prefix_query_blocks_total: int
-    prefix_hit_blocks_total: int
-    evicted_blocks_total: int
-    published_blocks_total: int
-    compactions_total: int
-    compacted_blocks_total: int
-    swapped_out_blocks_total: int
-    swapped_in_blocks_total: int
-    swap_copy_runs_total: int
-    map_seconds_total: float
-    mapper_seconds_total: float
-    """Processor time of the mapper's commands."""
-    mapper_wait_seconds_total: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 class SlotUse(NamedTuple):

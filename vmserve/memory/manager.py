@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -44,7 +43,6 @@ _ZERO_POLICIES = {
 }
 _VIEWS = {Regime.VIRTUAL: _core.View.VIRTUAL, Regime.PAGED: _core.View.PAGED}
 _REGIMES = {view: regime for regime, view in _VIEWS.items()}
-_STATS = attrgetter(*(field.name for field in fields(MemoryStats)))
 _MAPPERS = {
     "off": _core.MapperMode.OFF,
     "manual": _core.MapperMode.MANUAL,
@@ -407,7 +405,7 @@ class MemoryManager:
         return [self._core.shadow_buffer(group) for group in range(self.layout.num_groups)]
 
     def stats(self) -> MemoryStats:
-        return MemoryStats(*_STATS(self._core.stats()))
+        return self._core.stats()
 
     def slot_use(self) -> SlotUse:
         stats = self._core.stats()

@@ -293,9 +293,7 @@ class KVMemory {
     std::vector<Op> grows;
     std::vector<Forked> forked;
     std::vector<SeqId> touched;
-    std::int64_t num_maps = 0, num_access = 0, adopted_pages = 0, adopted_slots = 0, cow = 0,
-                 to_virtual = 0, to_paged = 0, zero_copy = 0, hit_blocks = 0, query_blocks = 0,
-                 copied_blocks = 0;
+    MemoryCounters counts;
   };
 
   // Driver calls that could not be undone: the pages concerned are held, and the slots unusable,
@@ -347,16 +345,6 @@ class KVMemory {
   struct Copying {
     Mark mark;
     std::vector<BlockId> blocks;
-  };
-
-  struct Totals {
-    std::int64_t mapped = 0, unmapped = 0, committed = 0, given_back = 0, zeroed = 0, map_calls = 0,
-                 unmap_calls = 0, access_calls = 0, arena_map_calls = 0, unhidden = 0, hidden = 0,
-                 waits = 0, adopted_pages = 0, adopted_slots = 0, forks = 0, cow = 0, copied = 0,
-                 to_virtual = 0, to_paged = 0, zero_copy = 0, queries = 0, hits = 0, evicted = 0,
-                 published = 0, compactions = 0, compacted = 0, swapped_out = 0, swapped_in = 0,
-                 swap_runs = 0;
-    double map_seconds = 0, wait_seconds = 0;
   };
 
   // -- kv_memory.cpp
@@ -583,7 +571,7 @@ class KVMemory {
   Tenant newest_tenant_ = 0;
   bool copies_beside_;       // the driver's copy stream
   bool may_reopen_ = false;  // a page may be read-only that nobody shares any more
-  Totals totals_;
+  MemoryCounters totals_;
 };
 
 }  // namespace vmserve

@@ -98,23 +98,20 @@ struct Plan {
   }
 };
 
+struct MemoryCounters {
+#define VMSERVE_COUNTER(type, name, what) type name = 0;
+#include "vmserve/stats.def"
+  void add(const MemoryCounters& other) {
+#define VMSERVE_COUNTER(type, name, what) name += other.name;
+#include "vmserve/stats.def"
+  }
+};
+
 struct MemoryStats {
-  std::int64_t page_bytes, page_tokens, block_tokens, blocks_per_page, limit_pages, committed_pages,
-      free_pages, used_pages, idle_pages, waiting_pages, held_pages, quarantined_pages,
-      shared_pages, split_pages, used_blocks, shared_blocks, cached_blocks, num_slots, used_slots,
-      parked_slots, parked_pages, spare_pages, num_seqs, virtual_seqs, paged_seqs, swapped_seqs,
-      used_tokens, tail_waste_bytes, swap_blocks, swap_capacity_blocks, copying_blocks,
-      memfd_allocated_bytes, num_mappings, free_mappings, pending_repairs, health;
-  // Counters since the start.
-  std::int64_t pages_mapped_total, pages_unmapped_total, pages_committed_total,
-      pages_given_back_total, pages_zeroed_total, map_calls_total, unmap_calls_total,
-      access_calls_total, arena_map_calls_total, unhidden_calls_total, hidden_calls_total,
-      mapper_waits_total, adopted_pages_total, adopted_slots_total, forks_total, cow_blocks_total,
-      copied_blocks_total, converted_to_virtual_total, converted_to_paged_total,
-      converted_zero_copy_total, prefix_query_blocks_total, prefix_hit_blocks_total,
-      evicted_blocks_total, published_blocks_total, compactions_total, compacted_blocks_total,
-      swapped_out_blocks_total, swapped_in_blocks_total, swap_copy_runs_total;
-  double map_seconds_total, mapper_seconds_total, mapper_wait_seconds_total;
+#define VMSERVE_GAUGE(type, name, what) type name = 0;
+#define VMSERVE_COUNTER(type, name, what) type name##_total = 0;
+#include "vmserve/stats.def"
+  Health health = Health::kHealthy;
 };
 
 // What a page is used for: the low four bits of a code in MemoryMap.
