@@ -141,8 +141,8 @@ void KVMemory::execute(Change& change) {
   change.counts.map_calls = static_cast<std::int64_t>(maps.size());
   change.counts.access_calls = static_cast<std::int64_t>(writable.size() + read_only.size());
   change.counts.copied_blocks = static_cast<std::int64_t>(change.copies.size());
-  if (zeros.empty() && maps.empty() && change.counts.access_calls == 0 && out.empty() && in.empty() &&
-      copies.empty()) {
+  if (zeros.empty() && maps.empty() && change.counts.access_calls == 0 && out.empty() &&
+      in.empty() && copies.empty()) {
     return;
   }
   const auto driving = mapper_->lock_driver();
