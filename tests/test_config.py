@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from vmserve import _core
-from vmserve.config import EngineConfig, format_size, parse_size, resolve
+from vmserve.config import EngineConfig, resolve
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import ModelConfig, resolve_model
 from vmserve.sampling.tokens import sampling_bytes
+from vmserve.sizes import format_size, parse_size
 
 MIB = 1 << 20
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vmserve import _core
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.memory.footprint import activation_bytes, weight_bytes
+from vmserve.models.footprint import activation_bytes, weight_bytes
 from vmserve.sampling.tokens import sampling_bytes
+from vmserve.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from vmserve.models.config import ModelConfig
 
-__all__ = ["EngineConfig", "KVRegime", "ResolvedConfig", "ZeroPolicy", "format_size", "parse_size"]
+__all__ = ["EngineConfig", "KVRegime", "ResolvedConfig", "ZeroPolicy"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +33,6 @@ Preemption = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority", "v0"]
 #: Whether a step is launched while the one before it runs; "auto": on a GPU.
 AsyncScheduling = Literal["auto", "on", "off"]
-
-_UNITS = {"": 1, "B": 1}
-for _power, _prefix in enumerate("KMGT", start=1):
-    _UNITS[_prefix] = _UNITS[f"{_prefix}IB"] = 1024**_power
-    _UNITS[f"{_prefix}B"] = 1000**_power
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 #: Share of the memory available at start that the KV cache may grow to on a CPU. Model
 #: weights and activations live beside it, and other processes have a right to the rest.
@@ -70,35 +64,6 @@ _RANGES = {
 PRIORITY_MAX_WAIT = 60.0
 #: Share of a GPU's memory that all of the engine may take: weights, activations and KV cache.
 GPU_SHARE = 0.9
-
-
-def parse_size(value: int | str, name: str = "size") -> int:
-    """Bytes of ``value``: an integer, or a number with KiB/MiB/GiB/TiB (or kB/MB/GB/TB, K/M/G/T).
-
-    Raises :class:`ConfigurationError` naming the option for anything else.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    else:
-        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-        unit = _UNITS.get(match.group(2).upper()) if match else None
-        if match is None or unit is None:
-            raise ConfigurationError(
-                f"{name}: {value!r} is not a size; write a number of bytes or e.g. 512MiB, 1.5GiB"
-            )
-        size = int(float(match.group(1)) * unit)
-    if size < 0:
-        raise ConfigurationError(f"{name}: {size} is negative; give a size of 0 or more bytes")
-    return size
-
-
-def format_size(num_bytes: float) -> str:
-    """``num_bytes`` in the largest binary unit that keeps the number at 1 or more."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from report import (
 )
 
 from vmserve.bench.machine import machine_info
-from vmserve.bench.workloads import lognormal, prompts
+from vmserve.workloads.shapes import lognormal, prompts
 
 HERE = Path(__file__).resolve().parent
 Json = dict[str, Any]

@@ -26,7 +26,7 @@ from subjects import Subject, command_line_options
 from vmserve.bench.ab.client import Load
 from vmserve.bench.ab.jobs import Job, Prompts
 from vmserve.bench.serve.client import ServedRun, Target, send_load
-from vmserve.bench.workloads import RequestShape
+from vmserve.workloads.shapes import RequestShape
 
 Json = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from model_shape import SPECIAL_IDS, LlamaShape
 
-from vmserve.bench.workloads import RequestShape, lognormal, prompt_token_ids
+from vmserve.workloads.shapes import RequestShape, lognormal, prompt_token_ids
 
 Json = dict[str, Any]
 

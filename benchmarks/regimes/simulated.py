@@ -24,10 +24,10 @@ import numpy as np
 from vmserve.bench.alloc.section import SectionResult, Table
 from vmserve.bench.machine import machine_info
 from vmserve.bench.report import dump, fresh_directory, make_console, markdown, print_table
-from vmserve.bench.workloads import RequestShape, lognormal, shared_prefix, sharegpt
 from vmserve.simulation import SimulatedEngine, SimulationConfig
 from vmserve.simulation.devices import OPT_13B_A100, described
 from vmserve.simulation.requests import Asked, asked
+from vmserve.workloads.shapes import RequestShape, lognormal, shared_prefix, sharegpt
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REGIMES = ("virtual", "paged", "auto")

@@ -17,13 +17,7 @@ from hypothesis import strategies as st
 
 from tests.attention.views import dense_view, paged_view
 from vmserve import _core
-from vmserve.attention.base import (
-    ContiguousView,
-    KVView,
-    LayerAttention,
-    PagedView,
-    RaggedBatch,
-)
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cpu import ISA_VARIABLE, CpuBackend, CpuCall, tensor_tuple
 from vmserve.attention.rotary import Rotary, rotate
 from vmserve.errors import ConfigurationError, UnsupportedError
@@ -31,6 +25,7 @@ from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.memory.tensors import arena_tensors, contiguous_view
+from vmserve.memory.views import ContiguousView, KVView, PagedView
 
 ISAS = _core.cpu_isas()
 #: Half a unit in the last place, relative: what rounding to the type can add.

@@ -15,13 +15,14 @@ import torch  # isort: skip
 
 from tests.attention.flash_op import EmulatedFlash, flash_op
 from vmserve.attention import BACKENDS, PREFERRED, create_backend
-from vmserve.attention.base import ContiguousView, LayerAttention, PlansAhead, RaggedBatch
+from vmserve.attention.base import LayerAttention, PlansAhead, RaggedBatch
 from vmserve.attention.flash import FlashAttn2, FlashAttn3, FlashBackend, SlotTensors, TorchFlash
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.rotary import Rotary
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
+from vmserve.memory.views import ContiguousView
 
 SLOTS, MAX_LEN, TOKENS, KV_HEADS, DIM = 5, 40, 48, 2, 16
 

@@ -14,20 +14,14 @@ import torch  # isort: skip
 
 from tests.attention.views import dense_view
 from vmserve.attention import create_backend
-from vmserve.attention.base import (
-    ContiguousView,
-    KVView,
-    LayerAttention,
-    PagedView,
-    PlansAhead,
-    RaggedBatch,
-)
+from vmserve.attention.base import LayerAttention, PlansAhead, RaggedBatch
 from vmserve.attention.flashinfer import FlashInferBackend
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.rotary import Rotary
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
+from vmserve.memory.views import ContiguousView, KVView, PagedView
 
 KV_HEADS, DIM, MAX_LEN = 2, 16, 96
 

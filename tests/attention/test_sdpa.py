@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from tests.attention.views import dense_view
 from vmserve.attention import PREFERRED, create_backend, sdpa
-from vmserve.attention.base import ContiguousView, LayerAttention, RaggedBatch
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.sdpa import SdpaBackend
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
+from vmserve.memory.views import ContiguousView
 
 HEAD_DIM = 16
 

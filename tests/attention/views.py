@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vmserve.attention.base import ContiguousView, PagedView
+from vmserve.memory.views import ContiguousView, PagedView
 
 
 def dense_view(

@@ -38,11 +38,11 @@ from vmserve.bench.ab.search import Bracket, RateSearch, search_rate
 from vmserve.bench.ab.statistics import Comparison, Effect
 from vmserve.bench.ab.traffic import KINDS
 from vmserve.bench.ab.variants import Variant, parse_variants
-from vmserve.bench.workloads import RequestShape
 from vmserve.cli.bench import app
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.workloads.shapes import RequestShape
 
 COMMON = {"max_model_len": 256, "kv_cache_memory": "64MiB", "max_num_seqs": 8}
 

@@ -13,9 +13,9 @@ import pytest
 from vmserve.bench.ab.jobs import Decoding, Job, Prompts, fit, generation_params, with_arrivals
 from vmserve.bench.ab.traces import at_rate, read_prompts, read_trace
 from vmserve.bench.ab.traffic import ARXIV, KINDS, MIX, get_kind, sessions
-from vmserve.bench.workloads import RequestShape
 from vmserve.errors import ConfigurationError
 from vmserve.sampling import BeamSearchParams, SamplingParams
+from vmserve.workloads.shapes import RequestShape
 
 MANY = 20_000
 

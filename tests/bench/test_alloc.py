@@ -19,7 +19,6 @@ from vmserve.bench.alloc.bandwidth import WAYS as BANDWIDTH_WAYS
 from vmserve.bench.alloc.batch import largest_batch
 from vmserve.bench.alloc.bookkeeping import PARTS as BOOKKEEPING_PARTS
 from vmserve.bench.alloc.bookkeeping import Decoder
-from vmserve.bench.alloc.buddy import Buddy, power_of_two
 from vmserve.bench.alloc.calls import OPERATIONS, CallRig
 from vmserve.bench.alloc.command import (
     Driver,
@@ -48,8 +47,9 @@ from vmserve.bench.alloc.section import (
     summarize,
 )
 from vmserve.bench.alloc.steps import Case, ModelStandIn, Stepper
-from vmserve.bench.workloads import RequestShape, sharegpt
 from vmserve.errors import ConfigurationError, DriverError
+from vmserve.simulation.buddy import Buddy, power_of_two
+from vmserve.workloads.shapes import RequestShape, sharegpt
 
 
 def shape(num_input_tokens: int, num_output_tokens: int, index: int = 0) -> RequestShape:

@@ -21,10 +21,10 @@ from vmserve.bench.papers.reference import (
     PAPER_REQUESTS_OVER_ORACLE,
 )
 from vmserve.bench.papers.systems import Trace, measure, sustained_rate
-from vmserve.bench.workloads import RequestShape
 from vmserve.cli.bench import app
 from vmserve.errors import ConfigurationError
 from vmserve.simulation.devices import opt_13b
+from vmserve.workloads.shapes import RequestShape
 
 SHORT = Trace("sharegpt", 60.0, 10.0)
 

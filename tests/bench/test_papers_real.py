@@ -23,9 +23,9 @@ from vmserve.bench.papers.served import (
     make_jobs,
     scaled,
 )
-from vmserve.bench.workloads import RequestShape, sharegpt
 from vmserve.cli.bench import app
 from vmserve.errors import ConfigurationError
+from vmserve.workloads.shapes import RequestShape, sharegpt
 
 
 def job(name: str, num_prompt: int, num_output: int, width: int = 1) -> Job:

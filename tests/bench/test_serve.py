@@ -24,9 +24,9 @@ from vmserve.bench.serve.client import ServedRun, Target, retry_after_s, send_lo
 from vmserve.bench.serve.events import Answer, EventReader
 from vmserve.bench.serve.results import ServedRound, notes
 from vmserve.bench.serve.server import api_url, look
-from vmserve.bench.workloads import RequestShape
 from vmserve.cli.bench import app
 from vmserve.errors import ConfigurationError
+from vmserve.workloads.shapes import RequestShape
 
 Reply = tuple[int, dict[str, str], str]
 

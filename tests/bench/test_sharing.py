@@ -21,7 +21,6 @@ from vmserve.bench.sharing.count import Tally, common_prefixes, parallel_from_le
 from vmserve.bench.sharing.prefix import Runner, translation_shapes
 from vmserve.bench.sharing.record import ForkOf, Step, count_memory, replay
 from vmserve.bench.sharing.reference import PAPER_PREFIX_SPEEDUP, PAPER_SAVED_PERCENT, SHOT_TOKENS
-from vmserve.bench.workloads import RequestShape
 from vmserve.cli.bench import app
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
@@ -29,6 +28,7 @@ from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
 from vmserve.memory.manager import MemoryManager
+from vmserve.workloads.shapes import RequestShape
 
 
 def shapes(*lengths: tuple[int, int]) -> list[RequestShape]:

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from vmserve.bench import workloads
-from vmserve.bench.distributions import (
+from vmserve.workloads import shapes as workloads
+from vmserve.workloads.distributions import (
     FloatArray,
     IntArray,
     LengthModel,
@@ -17,7 +17,7 @@ from vmserve.bench.distributions import (
     PiecewiseLogNormal,
     normal_cdf,
 )
-from vmserve.bench.workloads import RequestShape
+from vmserve.workloads.shapes import RequestShape
 
 LARGE = 1_000_000
 

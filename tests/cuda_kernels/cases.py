@@ -9,10 +9,11 @@ import torch
 
 from tests.attention.views import dense_view, paged_view
 from tests.cuda_kernels.emulation import EmulatedLauncher, Range, kv_ranges, tensor_range
-from vmserve.attention.base import ContiguousView, KVView, LayerAttention, RaggedBatch
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda import CudaCall
 from vmserve.attention.cuda.variant import Variant
 from vmserve.attention.rotary import Rotary, rotate
+from vmserve.memory.views import ContiguousView, KVView
 
 __all__ = [
     "UNIT",

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vmserve.attention.base import KVView, PagedView
 from vmserve.attention.cuda.compile import source_directory
 from vmserve.attention.cuda.plan import Resident
 from vmserve.attention.cuda.variant import KERNELS, Sizes, Variant, sizes_for
+from vmserve.memory.views import KVView, PagedView
 
 __all__ = ["EmulatedLauncher", "EmulationError", "Emulators", "kv_ranges", "tensor_range"]
 

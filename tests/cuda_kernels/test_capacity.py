@@ -17,10 +17,11 @@ from tests.cuda_kernels.cases import (
     make_case,
 )
 from tests.cuda_kernels.emulation import EmulatedLauncher, Emulators
-from vmserve.attention.base import LayerAttention, PagedView, RaggedBatch
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda import CudaPagedBackend, SharedPrefix
 from vmserve.attention.cuda.plan import Resident
 from vmserve.attention.cuda.variant import Variant
+from vmserve.memory.views import PagedView
 
 #: A compiler is waited for, which takes long where many want the processor.
 pytestmark = pytest.mark.timeout(600)

@@ -7,20 +7,13 @@ import math
 import pytest
 
 from vmserve.attention import BACKENDS, PREFERRED
-from vmserve.attention.base import (
-    AttentionBackend,
-    ContiguousView,
-    KVView,
-    LayerAttention,
-    PagedView,
-    PlansAhead,
-    RaggedBatch,
-)
+from vmserve.attention.base import AttentionBackend, LayerAttention, PlansAhead, RaggedBatch
 from vmserve.dtypes import DType
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.layout import plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.memory.tensors import contiguous_view, paged_view
+from vmserve.memory.views import ContiguousView, KVView, PagedView
 from vmserve.runner.runtime import TorchRuntime
 
 import torch  # isort: skip

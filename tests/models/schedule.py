@@ -7,7 +7,8 @@ import torch
 from tests.attention.views import dense_view
 from tests.models.checkpoints import VOCAB
 from vmserve.attention import create_backend
-from vmserve.attention.base import ContiguousView, RaggedBatch
+from vmserve.attention.base import RaggedBatch
+from vmserve.memory.views import ContiguousView
 from vmserve.models import LoadedModel
 from vmserve.torch_dtypes import as_torch
 

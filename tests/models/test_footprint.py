@@ -10,9 +10,9 @@ import torch
 
 from tests.models.checkpoints import FOREIGN, VARIANTS, save
 from vmserve.config import EngineConfig, resolve
-from vmserve.memory.footprint import activation_bytes, weight_bytes
 from vmserve.models import load_model
 from vmserve.models.config import ModelConfig
+from vmserve.models.footprint import activation_bytes, weight_bytes
 
 
 @pytest.mark.parametrize(

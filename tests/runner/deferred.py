@@ -21,12 +21,13 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.sim.simcuda import SimCuda
-from vmserve.attention.base import KVView, LayerAttention, PagedView, RaggedBatch
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.rotary import Rotary
 from vmserve.engine.engine import LLMEngine
 from vmserve.memory.cuda import CudaMemory
 from vmserve.memory.device import MemoryDevice
+from vmserve.memory.views import KVView, PagedView
 from vmserve.models import LoadedModel
 from vmserve.models.native import NativeDecoder
 from vmserve.runner.torch_runtime import TorchCpuRuntime

@@ -15,9 +15,10 @@ import vmserve  # noqa: F401  first: it sets how torch's threads wait
 import torch  # isort: skip
 from torch import Tensor
 
-from vmserve.attention.base import KVView, LayerAttention, RaggedBatch
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.rotary import Rotary
+from vmserve.memory.views import KVView
 
 __all__ = ["PlannedCpu"]
 

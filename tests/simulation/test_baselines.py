@@ -8,9 +8,9 @@ import random
 import pytest
 
 from tests.simulation.test_engine import SECONDS
-from vmserve.bench.workloads import sharegpt
 from vmserve.simulation import Asked, asked, replay
 from vmserve.simulation.baselines import Buddies, Knowledge, Reserving, reserved_tokens
+from vmserve.workloads.shapes import sharegpt
 
 
 def system(knowledge: Knowledge, tokens: int = 64, *, is_static: bool = False) -> Reserving:

@@ -6,11 +6,12 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vmserve.attention.base import AttentionBackend, ContiguousView, LayerAttention, PagedView
+from vmserve.attention.base import AttentionBackend, LayerAttention
 from vmserve.attention.cpu import CpuBackend
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
+from vmserve.memory.views import ContiguousView, PagedView
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vmserve import _core
+from vmserve.memory.views import KVView
 
 if TYPE_CHECKING:
     import torch
@@ -28,66 +28,10 @@ __all__ = [
     "AttentionBackend",
     "AttentionCall",
     "AttentionPlan",
-    "ContiguousView",
-    "HostView",
-    "KVView",
     "LayerAttention",
-    "PagedView",
     "PlansAhead",
     "RaggedBatch",
-    "TensorView",
-    "tensor_view",
 ]
-
-
-@dataclass(frozen=True)
-class ContiguousView:
-    """The virtual view: per layer, ordinary strided tensors over the slots.
-
-    ``keys[layer]`` and ``values[layer]``: ``[slots, max_len, kv_heads, head_dim]``.
-    Touching a position that is not mapped is a fault, not an exception.
-    """
-
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class PagedView:
-    """The paged view: per layer the arena, and block tables kept current by the KV memory.
-
-    ``keys[layer]`` and ``values[layer]``: ``[pages, page_tokens, kv_heads, head_dim]``.
-    ``block_tables``: int32 ``[max_seqs, max_blocks]``; position ``p`` of the sequence in row
-    ``r`` lies in block ``b = block_tables[r, p // block_tokens]``: token ``p % block_tokens``
-    of the ``b % blocks_per_page``-th part of page ``b // blocks_per_page``, where
-    ``blocks_per_page = page_tokens // block_tokens``. Only blocks that a table names may be
-    touched.
-    """
-
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
-    block_tables: torch.Tensor
-    block_tokens: int
-
-
-@dataclass(frozen=True, eq=False)
-class HostView:
-    """Either view for kernels in C++, which take addresses: no tensor is needed for it."""
-
-    core: _core.CpuKvView
-    #: Keeps the memory behind the addresses alive.
-    memory: object
-
-
-TensorView = ContiguousView | PagedView
-KVView = TensorView | HostView
-
-
-def tensor_view(view: KVView) -> TensorView:
-    """``view`` for kernels of torch. Raises ``TypeError`` for one without tensors."""
-    if isinstance(view, HostView):
-        raise TypeError("the kernels of torch read views of tensors")
-    return view
 
 
 @dataclass(frozen=True)

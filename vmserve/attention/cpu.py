@@ -10,18 +10,11 @@ import os
 from typing import TYPE_CHECKING
 
 from vmserve import _core
-from vmserve.attention.base import (
-    ContiguousView,
-    HostView,
-    KVView,
-    LayerAttention,
-    PagedView,
-    RaggedBatch,
-    TensorView,
-)
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.host_arrays import TensorTuple
+from vmserve.memory.views import ContiguousView, HostView, KVView, PagedView, TensorView
 from vmserve.threads import num_threads as threads
 
 if TYPE_CHECKING:

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vmserve.attention.base import ContiguousView, KVView, LayerAttention, RaggedBatch
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.rotary import Rotary, rotate
 from vmserve.attention.transfer import upload
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.memory.views import ContiguousView, KVView
 
 __all__ = [
     "FlashAttn2",

@@ -17,18 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vmserve.attention.base import (
-    ContiguousView,
-    KVView,
-    LayerAttention,
-    PagedView,
-    RaggedBatch,
-    tensor_view,
-)
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.rotary import Rotary, rotate
 from vmserve.attention.transfer import upload
 from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
+from vmserve.memory.views import ContiguousView, KVView, PagedView, tensor_view
 
 __all__ = ["BlockTensors", "FlashInferBackend"]
 

@@ -8,17 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from vmserve.attention.base import (
-    ContiguousView,
-    KVView,
-    LayerAttention,
-    PagedView,
-    RaggedBatch,
-    TensorView,
-    tensor_view,
-)
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.rotary import Rotary, rotate
 from vmserve.dtypes import DType
+from vmserve.memory.views import ContiguousView, KVView, PagedView, TensorView, tensor_view
 
 __all__ = ["ReferenceBackend"]
 

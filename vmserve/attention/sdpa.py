@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from vmserve.attention.base import ContiguousView, KVView, LayerAttention, RaggedBatch
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.rotary import Rotary, rotate
 from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
+from vmserve.memory.views import ContiguousView, KVView
 
 __all__ = ["SdpaBackend"]
 

@@ -2,7 +2,7 @@
 
 from vmserve.bench.abtimer import ManyResult, PairedResult, compare, compare_many
 from vmserve.bench.machine import machine_info
-from vmserve.bench.workloads import (
+from vmserve.workloads.shapes import (
     WORKLOADS,
     RequestShape,
     get_workload,

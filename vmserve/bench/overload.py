@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vmserve.bench.alloc.section import SectionResult, Table
 from vmserve.bench.papers.figures import COPIES_PER_BLOCK, SECONDS_PER_COPY
-from vmserve.bench.workloads import lognormal, prompts, sharegpt
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.sampling import SamplingParams
 from vmserve.simulation import SimulatedEngine, SimulationConfig, asked
 from vmserve.simulation.devices import OPT_13B_A100
+from vmserve.workloads.shapes import lognormal, prompts, sharegpt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vmserve.bench.alloc.section import Report
-    from vmserve.bench.workloads import RequestShape
+    from vmserve.workloads.shapes import RequestShape
 
 __all__ = ["LOADS", "Measured", "num_clients", "real", "run", "simulated"]
 

@@ -31,7 +31,7 @@ from vmserve.bench.process_memory import KINDS, child_processes, read_memory
 from vmserve.bench.report import dump, make_console, print_table, progress, write_text
 from vmserve.bench.serve.events import Answer, EventReader
 from vmserve.cli.options import with_engine_options
-from vmserve.config import format_size
+from vmserve.sizes import format_size
 
 __all__ = [
     "PHASES",

@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 
 from vmserve import _core
-from vmserve.config import parse_size
 from vmserve.errors import ConfigurationError
 from vmserve.memory.layout import CUDA_GRANULARITY, HOST_GRANULARITY
 from vmserve.memory.plan_report import (
@@ -22,6 +21,7 @@ from vmserve.memory.plan_report import (
     block_size_table,
     plan_report,
 )
+from vmserve.sizes import parse_size
 
 __all__ = ["plan_command"]
 

@@ -22,7 +22,6 @@ import typer
 from typer.core import TyperCommand
 
 from vmserve.cli.options import with_engine_options
-from vmserve.config import format_size
 from vmserve.errors import ChatTemplateError, ConfigurationError, InvalidRequestError
 from vmserve.imports import import_quickly
 from vmserve.ipc.client import ProcessLLM, Supervision
@@ -38,6 +37,7 @@ from vmserve.server.listen import (
     raise_descriptor_limit,
     url_of,
 )
+from vmserve.sizes import format_size
 from vmserve.tools.reasoning import REASONING_PARSERS
 from vmserve.tools.registry import PARSERS
 

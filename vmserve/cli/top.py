@@ -25,8 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vmserve.cli.options import server_url
-from vmserve.config import format_size
 from vmserve.errors import ConfigurationError, VmserveError
+from vmserve.sizes import format_size
 
 __all__ = ["Monitor", "Screen", "top_command"]
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from vmserve.config import EngineConfig, ResolvedConfig, resolve
 from vmserve.engine.deadlines import Deadlines, too_late
+from vmserve.engine.grammars import StructuredRequests
 from vmserve.engine.parts import (
     attends_natively,
     attention_backends,
@@ -21,12 +22,12 @@ from vmserve.engine.parts import (
     linear_backend,
     widest_window,
 )
+from vmserve.engine.pins import PinnedPrefixes
 from vmserve.engine.processor import OutputProcessor
 from vmserve.engine.requests import RequestIntake, memory_tenant
 from vmserve.engine.step import EngineStep, InFlightStep
 from vmserve.errors import DriverError, InvalidRequestError, OutOfMemoryError, VmserveError
 from vmserve.memory.base import Regime
-from vmserve.memory.pins import PinnedPrefixes
 from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.runner.model_runner import AttentionTime, ModelRunner, RegimeKernels
@@ -39,7 +40,6 @@ from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.profile import DeviceProfile
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request
-from vmserve.structured.requests import StructuredRequests
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.telemetry.phases import StepPhases
 from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot

@@ -9,20 +9,21 @@ from vmserve import _core
 from vmserve.attention import create_backend
 from vmserve.attention.base import AttentionBackend
 from vmserve.attention.cpu import CpuBackend
-from vmserve.config import EngineConfig, ResolvedConfig, format_size
+from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.dtypes import DType
+from vmserve.engine.pins import MAX_PINNED_PREFIXES
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.memory.device import MemoryDevice
 from vmserve.memory.layout import HOST_GRANULARITY, KVLayout, layers_for_granularity, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
-from vmserve.memory.pins import MAX_PINNED_PREFIXES
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.runner.calibration import measure_profile
 from vmserve.runner.runtime import DeviceRuntime, HeadShape
 from vmserve.scheduler.profile import DeviceProfile
 from vmserve.scheduler.regime import CostModel
+from vmserve.sizes import format_size
 
 __all__ = [
     "attends_natively",

@@ -21,13 +21,13 @@ from vmserve.scheduler.sequence import SequenceStatus
 if TYPE_CHECKING:
     import torch
 
+    from vmserve.engine.grammars import StructuredRequests
     from vmserve.engine.processor import OutputProcessor
     from vmserve.memory.manager import MemoryManager
     from vmserve.runner.model_runner import ModelRunner, StepLogits
     from vmserve.runner.runtime import DeviceRuntime
     from vmserve.sampling import Drawing, SampledToken, TokenSampler
     from vmserve.scheduler.base import Scheduler, StepPlan
-    from vmserve.structured.requests import StructuredRequests
     from vmserve.telemetry.phases import StepPhases
     from vmserve.types import RequestOutput
 

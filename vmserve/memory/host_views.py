@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vmserve import _core
-from vmserve.attention.base import HostView
 from vmserve.host_arrays import TensorTuple
 from vmserve.memory.base import Regime
+from vmserve.memory.views import HostView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final, Literal, Self, get_args
 
 import torch
 
-from vmserve.config import format_size
 from vmserve.errors import ConfigurationError, OutOfMemoryError
 from vmserve.memory.base import Fork, Growth, MemoryPlan, Shortfall
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.memory.tensors import arena_tensors, contiguous_view, safe_view
+from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -19,9 +19,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vmserve.config import format_size
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
+from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
     import torch

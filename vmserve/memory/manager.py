@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from vmserve import _core
-from vmserve.config import format_size
 from vmserve.errors import ConfigurationError, DriverError, OutOfMemoryError
 from vmserve.memory.base import (
     Attach,
@@ -25,6 +24,7 @@ from vmserve.memory.base import (
     SwapOut,
 )
 from vmserve.memory.device import MemoryDevice, memory_device
+from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.table import Table
 
-from vmserve.config import format_size
 from vmserve.memory.layout import (
     CUDA_GRANULARITY,
     HOST_GRANULARITY,
@@ -16,6 +15,7 @@ from vmserve.memory.layout import (
     candidates,
     plan_layout,
 )
+from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

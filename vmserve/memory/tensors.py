@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vmserve.attention.base import ContiguousView, PagedView
 from vmserve.memory.cuda import CudaMemory
+from vmserve.memory.views import ContiguousView, PagedView
 from vmserve.torch_dtypes import as_torch
 
 if TYPE_CHECKING:

@@ -11,15 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vmserve.attention.base import (
-    AttentionBackend,
-    AttentionCall,
-    KVView,
-    LayerAttention,
-    RaggedBatch,
-)
+from vmserve.attention.base import AttentionBackend, AttentionCall, LayerAttention, RaggedBatch
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
+from vmserve.memory.views import KVView
 from vmserve.models.hidden import HiddenRows
 from vmserve.runner.runtime import CaptureError
 from vmserve.scheduler.base import StepPlan

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from vmserve.attention.base import AttentionCall, KVView
+    from vmserve.attention.base import AttentionCall
     from vmserve.memory.manager import MemoryManager
+    from vmserve.memory.views import KVView
     from vmserve.models import LoadedModel, ModelConfig
     from vmserve.models.hidden import HiddenRows
     from vmserve.models.native import NativeDecoder

@@ -40,9 +40,10 @@ from vmserve.torch_dtypes import as_torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vmserve.attention.base import AttentionCall, KVView
+    from vmserve.attention.base import AttentionCall
     from vmserve.dtypes import DType
     from vmserve.memory.manager import MemoryManager
+    from vmserve.memory.views import KVView
     from vmserve.models import LoadedModel, ModelConfig
     from vmserve.runner.model_runner import RegimeKernels
     from vmserve.runner.runtime import Fetch, Graph, HeadShape, TorchRuntime

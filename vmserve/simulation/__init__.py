@@ -1,6 +1,6 @@
 """Replay traces in virtual time: the real scheduler and memory core, no model and no memory.
 
-    >>> from vmserve.bench.workloads import sharegpt
+    >>> from vmserve.workloads.shapes import sharegpt
     >>> from vmserve.simulation import SimulatedEngine, SimulationConfig, asked, replay
     >>> from vmserve.simulation.devices import OPT_13B_A100
     >>> config = SimulationConfig.of(OPT_13B_A100, regime="paged", prefix_caching=False)

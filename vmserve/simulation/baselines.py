@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from vmserve.bench.alloc.buddy import Buddy, power_of_two
 from vmserve.decoding import BeamSearch
 from vmserve.memory.base import Regime
 from vmserve.scheduler.profile import SequenceWork
+from vmserve.simulation.buddy import Buddy, power_of_two
 from vmserve.simulation.records import RequestRecord, Run, StepRecord
 from vmserve.simulation.requests import VOCAB_SIZE
 

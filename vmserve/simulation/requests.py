@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vmserve.bench.workloads import RequestShape, prompt_token_ids
 from vmserve.decoding import BeamGroup, BeamSearch
 from vmserve.decoding.group import BeamCandidates
 from vmserve.sampling.params import SamplingParams
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.types import RequestMetrics
+from vmserve.workloads.shapes import RequestShape, prompt_token_ids
 
 __all__ = ["VOCAB_SIZE", "Asked", "asked", "build_request", "null_candidates", "null_token"]
 

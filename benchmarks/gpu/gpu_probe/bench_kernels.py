@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vmserve.attention.base import ContiguousView, KVView, LayerAttention, PagedView, RaggedBatch
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda import CudaLauncher, CudaPagedBackend, Launcher
+from vmserve.memory.views import ContiguousView, KVView, PagedView
 
 from .attention_kernels import AtenFlash, SlotBatch, attend, relative_error
 from .common import GIB, Budget, one_line, summary

@@ -10,13 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vmserve.attention.base import (
-    ContiguousView,
-    KVView,
-    LayerAttention,
-    PagedView,
-    RaggedBatch,
-)
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda.buffers import Counts, PlanBuffer
 from vmserve.attention.cuda.launcher import CudaLauncher, Launcher
 from vmserve.attention.cuda.params import AttendArgs, CombineArgs, WriteArgs
@@ -35,6 +29,7 @@ from vmserve.attention.cuda.view import DeviceView
 from vmserve.attention.rotary import Rotary
 from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
+from vmserve.memory.views import ContiguousView, KVView, PagedView
 from vmserve.torch_dtypes import as_torch
 
 __all__ = ["CapacityPlan", "CudaCall", "CudaPagedBackend"]

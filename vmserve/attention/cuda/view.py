@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from vmserve.attention.base import KVView, PagedView, RaggedBatch, tensor_view
+from vmserve.attention.base import RaggedBatch
 from vmserve.attention.cuda.params import KvLayer
 from vmserve.attention.cuda.variant import Variant
 from vmserve.errors import UnsupportedError
+from vmserve.memory.views import KVView, PagedView, tensor_view
 
 __all__ = ["DeviceView"]
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from vmserve.bench.workloads import RequestShape, arrival_times, prompt_token_ids
 from vmserve.errors import ConfigurationError
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
+from vmserve.workloads.shapes import RequestShape, arrival_times, prompt_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 __all__ = ["GREEDY", "Decoding", "Job", "Prompts", "fit", "generation_params", "with_arrivals"]
 
-#: Keys of random streams beside those of :mod:`vmserve.bench.workloads`.
+#: Keys of random streams beside those of :mod:`vmserve.workloads.shapes`.
 _HASHED = 6
 
 

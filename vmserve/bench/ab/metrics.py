@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from vmserve.config import format_size
+from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmserve.bench.ab.jobs import Job
-from vmserve.bench.workloads import RequestShape
 from vmserve.errors import ConfigurationError
+from vmserve.workloads.shapes import RequestShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

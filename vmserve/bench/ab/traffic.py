@@ -1,6 +1,6 @@
 """Kinds of traffic: how long requests are, how they are decoded and what they share.
 
-Lengths come from published traces (:mod:`vmserve.bench.workloads`); what is our own assumption
+Lengths come from published traces (:mod:`vmserve.workloads.shapes`); what is our own assumption
 says so. Every kind is seeded: the same seed, the same requests.
 """
 
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from vmserve.bench import workloads
 from vmserve.bench.ab.jobs import GREEDY, Decoding, Job
-from vmserve.bench.distributions import LengthModel, PercentileTable
-from vmserve.bench.workloads import RequestShape
+from vmserve.workloads import shapes as workloads
+from vmserve.workloads.distributions import LengthModel, PercentileTable
+from vmserve.workloads.shapes import RequestShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = ["ARXIV", "KINDS", "MIX", "Kind", "get_kind", "sessions"]
 
-#: Streams of a seed beside those of :mod:`vmserve.bench.workloads`.
+#: Streams of a seed beside those of :mod:`vmserve.workloads.shapes`.
 _LONG, _WMT, _SESSIONS, _MIX = range(10, 14)
 
 #: arXiv summarization: inputs of mean 2,588, p50 2,730, p90 3,702 tokens, outputs of mean 291,

@@ -20,7 +20,7 @@ import numpy as np
 from vmserve import _core
 from vmserve.bench.alloc.reference import VATTENTION_GB_PER_S
 from vmserve.bench.alloc.section import Options, SectionResult, Table, make_driver, summarize
-from vmserve.config import format_size
+from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
     from vmserve.bench.alloc.section import DriverKind, Report

@@ -22,7 +22,7 @@ from vmserve.bench.alloc.section import (
     microseconds,
     summarize,
 )
-from vmserve.config import format_size
+from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from vmserve.bench.alloc.reference import (
     PAPER_EXISTING_USED_PERCENT,
 )
 from vmserve.bench.alloc.replay import PARTS as USAGE_PARTS
-from vmserve.config import format_size
+from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -28,13 +28,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from vmserve import _core
-from vmserve.bench.alloc.buddy import Buddy, power_of_two
 from vmserve.bench.alloc.pool import BLOCK_TOKENS, growths, open_pool
+from vmserve.simulation.buddy import Buddy, power_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vmserve.bench.workloads import RequestShape
+    from vmserve.workloads.shapes import RequestShape
 
 __all__ = [
     "CONTEXT_TOKENS",

@@ -31,12 +31,12 @@ from vmserve.bench.alloc.replay import (
     replay,
 )
 from vmserve.bench.alloc.section import Options, SectionResult, Table
-from vmserve.bench.workloads import alpaca, sharegpt
-from vmserve.config import format_size
+from vmserve.sizes import format_size
+from vmserve.workloads.shapes import alpaca, sharegpt
 
 if TYPE_CHECKING:
     from vmserve.bench.alloc.section import Report
-    from vmserve.bench.workloads import RequestShape
+    from vmserve.workloads.shapes import RequestShape
 
 __all__ = ["BASELINES", "CORES", "POOL_TOKENS", "run"]
 

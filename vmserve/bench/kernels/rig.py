@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vmserve.attention.base import (
-    ContiguousView,
-    KVView,
-    LayerAttention,
-    PagedView,
-    RaggedBatch,
-)
+from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.sdpa import SdpaBackend
+from vmserve.memory.views import ContiguousView, KVView, PagedView
 
 if TYPE_CHECKING:
     from collections.abc import Callable

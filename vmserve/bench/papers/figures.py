@@ -15,9 +15,9 @@ from vmserve.bench.papers.reference import (
     PAPER_REQUESTS_OVER_ORACLE,
 )
 from vmserve.bench.papers.systems import OURS, SYSTEMS, Trace, measure, sustained_rate
-from vmserve.bench.workloads import sharegpt
 from vmserve.simulation import SimulatedEngine, SimulationConfig, asked, replay
 from vmserve.simulation.devices import OPT_13B, opt_13b
+from vmserve.workloads.shapes import sharegpt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

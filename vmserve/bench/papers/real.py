@@ -35,7 +35,7 @@ from vmserve.bench.papers.served import (
 )
 from vmserve.bench.sharing.prefix import translation_shapes
 from vmserve.bench.sharing.reference import PAPER_PREFIX_SPEEDUP, SHOT_TOKENS
-from vmserve.bench.workloads import RequestShape, alpaca, sharegpt
+from vmserve.workloads.shapes import RequestShape, alpaca, sharegpt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

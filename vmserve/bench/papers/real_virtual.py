@@ -18,9 +18,9 @@ from vmserve.bench.kernels.sections import prefill as kernel_prefill
 from vmserve.bench.papers.fleet import Fleet
 from vmserve.bench.papers.points import Points, RealOptions, shuffled
 from vmserve.bench.papers.served import Job, System, make_jobs, record, scaled
-from vmserve.bench.workloads import azure_code
 from vmserve.models import ModelConfig, resolve_model
 from vmserve.sampling import SamplingParams
+from vmserve.workloads.shapes import azure_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,17 +17,17 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from vmserve.bench.workloads import prompts
 from vmserve.sampling import BeamSearchParams, SamplingParams
 from vmserve.simulation.baselines import Buddies, Knowledge, reserved_tokens
+from vmserve.workloads.shapes import prompts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from vmserve.bench.papers.points import Points
-    from vmserve.bench.workloads import RequestShape
     from vmserve.engine.engine import LLMEngine
     from vmserve.sampling import GenerationParams
+    from vmserve.workloads.shapes import RequestShape
 
 __all__ = [
     "BASELINES",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from vmserve.bench.workloads import get_workload
 from vmserve.simulation import SimulatedEngine, SimulationConfig, asked, replay
 from vmserve.simulation.baselines import Reserving
 from vmserve.simulation.devices import OPT_13B, OPT_13B_A100
+from vmserve.workloads.shapes import get_workload
 
 if TYPE_CHECKING:
     from vmserve.simulation import Run

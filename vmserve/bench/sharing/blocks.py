@@ -12,18 +12,18 @@ from vmserve.bench.alloc.section import SectionResult, Table
 from vmserve.bench.sharing.count import parallel_from_lengths, percent
 from vmserve.bench.sharing.record import Recorder, WatchedEngine, replay
 from vmserve.bench.sharing.reference import PAPER_BLOCK_TOKENS, PAPER_SAVED_PERCENT
-from vmserve.bench.workloads import get_workload, prompts
 from vmserve.config import EngineConfig
 from vmserve.memory.base import Regime
 from vmserve.sampling import BeamSearchParams, SamplingParams
+from vmserve.workloads.shapes import get_workload, prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vmserve.bench.alloc.section import Report
     from vmserve.bench.sharing.section import Options
-    from vmserve.bench.workloads import RequestShape
     from vmserve.sampling import GenerationParams
+    from vmserve.workloads.shapes import RequestShape
 
 __all__ = ["METHODS", "Method", "run", "run_engine"]
 

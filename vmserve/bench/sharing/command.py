@@ -22,8 +22,8 @@ from vmserve.bench.report import (
 )
 from vmserve.bench.sharing import SECTIONS, Options
 from vmserve.bench.sharing.section import MODES
-from vmserve.bench.workloads import get_workload
 from vmserve.errors import ConfigurationError
+from vmserve.workloads.shapes import get_workload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

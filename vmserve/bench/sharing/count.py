@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vmserve.bench.distributions import IntArray
+from vmserve.workloads.distributions import IntArray
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from vmserve.bench.workloads import RequestShape
+    from vmserve.workloads.shapes import RequestShape
 
 __all__ = ["Tally", "common_prefixes", "parallel_from_lengths", "percent"]
 

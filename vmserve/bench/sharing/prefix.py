@@ -15,12 +15,12 @@ import numpy as np
 from vmserve.bench.abtimer import PairedResult, compare
 from vmserve.bench.alloc.section import SectionResult, Table
 from vmserve.bench.sharing.reference import PAPER_PREFIX_SPEEDUP, SHOT_TOKENS
-from vmserve.bench.workloads import RequestShape, prompts
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
 from vmserve.models.hub import is_embedded
 from vmserve.sampling import SamplingParams
+from vmserve.workloads.shapes import RequestShape, prompts
 
 if TYPE_CHECKING:
     from vmserve.bench.alloc.section import Report

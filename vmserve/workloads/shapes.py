@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from vmserve.bench.distributions import (
+from vmserve.workloads.distributions import (
     FloatArray,
     IntArray,
     LengthModel,
@@ -95,7 +95,7 @@ ALPACA = LengthModel(
 )
 
 #: The Azure 2023 conversation trace by its p50, p90 and p99, interpolated
-#: (:class:`~vmserve.bench.distributions.PiecewiseLogNormal`; one log-normal per length does
+#: (:class:`~vmserve.workloads.distributions.PiecewiseLogNormal`; one log-normal per length does
 #: not meet all three). Lengths below the median and the independence of inputs and outputs
 #: are assumptions.
 AZURE_CONVERSATION = LengthModel(

@@ -1,0 +1,1 @@
+"""Request shapes with the lengths and arrivals of published traces."""
