@@ -22,9 +22,29 @@ __all__ = [
     "PinnedPrefix",
     "RequestMetrics",
     "RequestOutput",
+    "RequestTerms",
 ]
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTerms:
+    """How a request is served, apart from what it asks for.
+
+    Cached prefixes are shared between requests of equal ``cache_salt`` only. ``tenant``: whose
+    share it counts against, under ``fair_sharing``. ``isolation``: whose memory it uses, which is
+    scrubbed before another's request gets it. ``timeout``: seconds from its arrival after which
+    it fails with :class:`~vmserve.errors.DeadlineError`, if ``request_timeout`` is not less.
+    ``stream``: outputs tell what is new; otherwise there is one, at the end.
+    """
+
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+    isolation: str = ""
+    timeout: float | None = None
+    stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from vmserve import LLM, SamplingParams
+from vmserve.types import RequestTerms
 
 MAX_NUM_SEQS = 8
 
@@ -32,7 +33,7 @@ class Served:
         self.tokens: dict[str, list[list[int]]] = {}
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
-        self.engine.add_request(name, prompt, params, tenant=name)
+        self.engine.add_request(name, prompt, params, RequestTerms(tenant=name))
 
     def step(self) -> None:
         result = self.engine.step()
@@ -110,10 +111,10 @@ def test_an_urgent_request_beside_others_that_take_all_places(regime: str) -> No
         alone.steps_until("flood")
     with LLM(**options) as llm:
         served = Served(llm)
-        llm.engine.add_request("flood", *flood(), priority=7)
+        llm.engine.add_request("flood", *flood(), RequestTerms(priority=7))
         for _ in range(20):
             served.step()
-        llm.engine.add_request("urgent", *one_token(), priority=-1)
+        llm.engine.add_request("urgent", *one_token(), RequestTerms(priority=-1))
         assert served.steps_until("urgent") == 1
         served.steps_until("flood")
         stats = llm.stats()

@@ -11,6 +11,7 @@ import pytest
 from vmserve import LLM, AsyncLLM, RequestOutput, SamplingParams
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, DeadlineError
+from vmserve.types import RequestTerms
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4)
@@ -23,7 +24,7 @@ def engine() -> Iterator[LLMEngine]:
 
 
 def test_a_late_request_fails_and_the_others_go_on(engine: LLMEngine) -> None:
-    engine.add_request("late", [5, 6, 7], ENDLESS, timeout=1000.0)
+    engine.add_request("late", [5, 6, 7], ENDLESS, RequestTerms(timeout=1000.0))
     engine.add_request("other", [5, 6, 7], ENDLESS)
     engine.step()
     assert engine._deadlines._waiting[0][1] == "late"
@@ -41,7 +42,7 @@ def test_a_late_request_fails_and_the_others_go_on(engine: LLMEngine) -> None:
 
 
 def test_an_id_that_is_used_again_is_another_request(engine: LLMEngine) -> None:
-    engine.add_request("same", [5, 6, 7], SHORT, timeout=0.001)
+    engine.add_request("same", [5, 6, 7], SHORT, RequestTerms(timeout=0.001))
     engine.abort("same")
     time.sleep(0.002)
     engine.add_request("same", [5, 6, 7], SHORT)
@@ -50,9 +51,9 @@ def test_an_id_that_is_used_again_is_another_request(engine: LLMEngine) -> None:
 
 
 def test_deadlines_of_what_has_ended_are_forgotten(engine: LLMEngine) -> None:
-    engine.add_request("stays", [5, 6, 7], ENDLESS, timeout=1000.0)
+    engine.add_request("stays", [5, 6, 7], ENDLESS, RequestTerms(timeout=1000.0))
     for index in range(200):
-        engine.add_request(f"r{index}", [5, 6, 7], ENDLESS, timeout=1000.0)
+        engine.add_request(f"r{index}", [5, 6, 7], ENDLESS, RequestTerms(timeout=1000.0))
         engine.abort(f"r{index}")
     assert len(engine._deadlines) < 80
     assert "stays" in {request_id for _, request_id in engine._deadlines._waiting}
@@ -61,7 +62,7 @@ def test_deadlines_of_what_has_ended_are_forgotten(engine: LLMEngine) -> None:
 def test_a_waiting_request_is_late_too(engine: LLMEngine) -> None:
     for index in range(engine.resolved.max_num_seqs):
         engine.add_request(f"first-{index}", [5, 6, 7], ENDLESS)
-    engine.add_request("waits", [5, 6, 7], ENDLESS, timeout=0.01)
+    engine.add_request("waits", [5, 6, 7], ENDLESS, RequestTerms(timeout=0.01))
     engine.step()
     assert engine.scheduler.num_waiting == 1
     time.sleep(0.02)

@@ -23,6 +23,7 @@ from vmserve.attention import BACKENDS
 from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import Regime
 from vmserve.sampling import GenerationParams
+from vmserve.types import RequestTerms
 
 Prompts = Callable[[int, int, int], list[list[int]]]
 #: Bytes of a block of 16 tokens in one group (a layer's K and V in float32).
@@ -154,7 +155,7 @@ class Life:
         name = f"r{len(self.asked)}"
         self.asked[name] = asked
         self.engine.add_request(
-            name, prompt, asked.params, cache_salt=asked.salt, stream=asked.stream
+            name, prompt, asked.params, RequestTerms(cache_salt=asked.salt, stream=asked.stream)
         )
 
     def _params(self, room: int) -> GenerationParams:

@@ -33,6 +33,7 @@ from vmserve.types import (
     LogprobsList,
     RequestMetrics,
     RequestOutput,
+    RequestTerms,
 )
 
 BOS, EOS, FIRST_BYTE = 1, 2, 3
@@ -200,38 +201,23 @@ class FakeAsyncLLM:
         for abort in self.running.values():
             abort.set()
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: GenerationParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        isolation: str = "",
-        timeout: float | None = None,
-        stream: bool = False,
+    async def serve(
+        self, prompt: Prompt, params: GenerationParams, *, request_id: str, terms: RequestTerms
     ) -> AsyncIterator[RequestOutput]:
         params = params.as_sampling()  # of beams: as many choices, which are no beams
         params.validate_for(self.model_config.vocab_size, self.resolved.max_logprobs)
         if self.errored or self.stopped:
             raise EngineDeadError("the engine has stopped")
-        extra = {"request_id": request_id, "prompt": prompt.text, "priority": priority}
-        if cache_salt:
-            extra["cache_salt"] = cache_salt
-        if tenant:
-            extra["tenant"] = tenant
-        if isolation:
-            extra["isolation"] = isolation
-        if timeout is not None:
-            extra["timeout"] = timeout
+        extra = {"request_id": request_id, "prompt": prompt.text, "priority": terms.priority}
+        for name in ("cache_salt", "tenant", "isolation", "timeout"):
+            if getattr(terms, name):
+                extra[name] = getattr(terms, name)
         self.requests.append((prompt.token_ids, params, extra))
         run = _Run(self, prompt.token_ids, params, request_id, prompt.text)
         abort = self.running[request_id] = asyncio.Event()
         ended = False
         try:
-            if stream:
+            if terms.stream:
                 yield run.output([], delta=True)
             while not ended:
                 await self._pace(run, abort)
@@ -240,7 +226,7 @@ class FakeAsyncLLM:
                 if ended:
                     self.finished.append(request_id)
                     del self.running[request_id]
-                if stream and news:
+                if terms.stream and news:
                     yield run.output(news, delta=True, finished=ended)
                 elif ended:
                     yield run.output([choice.total() for choice in run.choices], finished=True)

@@ -15,6 +15,7 @@ import pytest
 
 from vmserve import LLM, BeamSearchParams, CompletionOutput, SamplingParams
 from vmserve.errors import InvalidRequestError
+from vmserve.types import RequestTerms
 
 PROMPT = "Once upon a time"
 OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16, "dtype": "float32"}
@@ -267,7 +268,7 @@ def test_a_grammar_that_nobody_checked_fails_its_request_alone(llm: LLM) -> None
     engine = llm.engine
     bad = SamplingParams(structured_outputs={"regex": "[z-"})  # type: ignore[arg-type]
     ids = llm.encode(PROMPT)
-    engine.add_request("bad", ids, bad, stream=True)
+    engine.add_request("bad", ids, bad, RequestTerms(stream=True))
     engine.add_request("plain", ids, SamplingParams(max_tokens=3, ignore_eos=True))
     assert engine.accepted_output("bad") is None
     assert engine.accepted_output("plain") is not None

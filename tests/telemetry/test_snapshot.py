@@ -12,6 +12,7 @@ from vmserve import AsyncLLM, SamplingParams
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.telemetry.snapshot import MAX_REQUESTS, PAGE_USES, EngineSnapshot
+from vmserve.types import RequestTerms
 
 OPTIONS = {"dtype": "float32", "kv_cache_memory": "32MiB", "max_num_seqs": 2}
 
@@ -31,7 +32,7 @@ def test_a_request_from_arrival_to_end(engine: LLMEngine) -> None:
     prompt = engine.tokenizer.encode("Once upon a time")
     assert engine.snapshot().requests == []
     for name in ("a", "b", "c"):
-        engine.add_request(name, prompt, greedy(4), priority=3, tenant="key-1")
+        engine.add_request(name, prompt, greedy(4), RequestTerms(priority=3, tenant="key-1"))
     rows = engine.snapshot().requests
     assert [(row.request_id, row.state, row.regime) for row in rows] == [
         ("a", "waiting", ""),

@@ -29,7 +29,7 @@ from vmserve.sampling import GenerationParams, SamplingParams
 from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.text.prompts import PromptLike, encode_prompt
 from vmserve.text.tokenizer import Tokenizer
-from vmserve.types import RequestOutput
+from vmserve.types import RequestOutput, RequestTerms
 
 __all__ = ["AsyncLLM"]
 
@@ -130,7 +130,7 @@ class AsyncLLM:
         """
         return await self._ask(self._engine.snapshot)
 
-    async def generate(
+    def generate(
         self,
         prompt: PromptLike,
         params: GenerationParams | None = None,
@@ -151,19 +151,35 @@ class AsyncLLM:
 
         ``stream=False``: one final output. ``stream=True``: outputs with ``delta`` set, whose
         choices hold what is new; the first has no choices and says that the request was
-        accepted. Leaving the iterator early aborts the request and frees its pages. Cached
-        prefixes are shared between requests of equal ``cache_salt`` only. ``tenant``: whose share
-        it counts against, under ``fair_sharing``. ``isolation``: whose memory it uses, which is
-        scrubbed before another's request gets it. ``timeout``: seconds that it has, from now on.
+        accepted. Leaving the iterator early aborts the request and frees its pages. The rest is
+        described at :class:`vmserve.types.RequestTerms`.
 
         Raises :class:`~vmserve.errors.InvalidRequestError` before the first output,
         :class:`~vmserve.errors.DeadlineError` when its time is over, and
         :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
         """
+        terms = RequestTerms(
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            isolation=isolation,
+            timeout=timeout,
+            stream=stream,
+        )
+        return self.serve(prompt, params, request_id=request_id, terms=terms)
+
+    async def serve(
+        self,
+        prompt: PromptLike,
+        params: GenerationParams | None,
+        *,
+        request_id: str | None,
+        terms: RequestTerms,
+    ) -> AsyncIterator[RequestOutput]:
+        """:meth:`generate` with its terms as one value."""
         encoded = encode_prompt(prompt, self.tokenizer)
         params = SamplingParams(**self.default_sampling) if params is None else params
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        self._engine.prepare(encoded.token_ids, params)
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
 
         def add() -> None:
@@ -172,19 +188,14 @@ class AsyncLLM:
                     request_id,
                     encoded.token_ids,
                     params,
+                    terms,
                     prompt=encoded.text,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    tenant=tenant,
-                    isolation=isolation,
-                    timeout=timeout,
-                    stream=stream,
                 )
             except VmserveError as error:
                 listener.put(error)
                 return
             self._listeners[request_id] = listener
-            if stream and (accepted := self._engine.accepted_output(request_id)) is not None:
+            if terms.stream and (accepted := self._engine.accepted_output(request_id)) is not None:
                 listener.put(accepted)
 
         self._loop.submit(Command(add, listener.put))

@@ -16,7 +16,7 @@ from vmserve.progress import generation_progress
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.sampling.params import Pooling
 from vmserve.text.prompts import Prompt, PromptLike, encode_prompt, split_prompts
-from vmserve.types import EmbeddingOutput, RequestOutput, shaped_embedding
+from vmserve.types import EmbeddingOutput, RequestOutput, RequestTerms, shaped_embedding
 
 __all__ = ["LLM"]
 
@@ -227,16 +227,17 @@ class LLM:
         show_progress: bool,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
+        each = _one_each(0 if priority is None else priority, int, len(prompts), "priority")
+        terms = [RequestTerms(priority=one, cache_salt=cache_salt) for one in each]
         with self._turn:
-            return self._run_in_turn(prompts, params, priority, show_progress, cache_salt)
+            return self._run_in_turn(prompts, params, terms, show_progress)
 
     def _run_in_turn(
         self,
         prompts: list[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | BeamSearchParams | None,
-        priority: int | Sequence[int] | None,
+        terms: list[RequestTerms],
         show_progress: bool,
-        cache_salt: str,
     ) -> list[RequestOutput]:
         engine = self.engine
         each_params: Sequence[GenerationParams]
@@ -245,9 +246,6 @@ class LLM:
         else:
             given = self.default_sampling_params() if params is None else params
             each_params = _one_each(given, SamplingParams, len(prompts), "sampling_params")
-        each_priority = _one_each(
-            0 if priority is None else priority, int, len(prompts), "priority"
-        )
         for prompt, one in zip(prompts, each_params, strict=True):
             engine.prepare(prompt.token_ids, one)
         for one in each_params:
@@ -255,17 +253,10 @@ class LLM:
                 engine.structured.check(one.structured_outputs)
         request_ids = [str(next(self._ids)) for _ in prompts]
         try:
-            for request_id, prompt, one, prio in zip(
-                request_ids, prompts, each_params, each_priority, strict=True
+            for request_id, prompt, one, on in zip(
+                request_ids, prompts, each_params, terms, strict=True
             ):
-                engine.add_request(
-                    request_id,
-                    prompt.token_ids,
-                    one,
-                    prompt=prompt.text,
-                    priority=prio,
-                    cache_salt=cache_salt,
-                )
+                engine.add_prepared(request_id, prompt.token_ids, one, on, prompt=prompt.text)
             return self._finish_all(request_ids, show_progress)
         finally:
             # After an error or an interrupt nothing may stay queued.

@@ -45,7 +45,7 @@ from vmserve.telemetry.phases import StepPhases
 from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
 from vmserve.telemetry.trace import StepTrace
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
-from vmserve.types import PinnedPrefix, RequestOutput
+from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
 
 if TYPE_CHECKING:
     from vmserve.runner.graphs import DecodeGraphs
@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 IDLE_BYTES = 16 << 20
 #: Logits of prompt tokens that a step computes at most (128 MiB in float32), whatever their number.
 SCORED_LOGITS = 1 << 25
+_USUAL_TERMS = RequestTerms()
 #: ``progress(phase, done, total)``: called while loading; units depend on the phase.
 Progress = Callable[[str, int, int], None]
 
@@ -223,35 +224,31 @@ class LLMEngine:
         request_id: str,
         prompt_token_ids: list[int],
         params: GenerationParams,
+        terms: RequestTerms = _USUAL_TERMS,
         *,
         prompt: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        isolation: str = "",
-        timeout: float | None = None,
-        stream: bool = False,
     ) -> None:
         """Queue a request; its outputs come from later steps.
-
-        ``tenant``: on whose account it runs, for ``fair_sharing``. ``isolation``: whose memory it
-        uses; pages are scrubbed before a request of another gets them. ``timeout``: seconds after
-        which it fails with :class:`~vmserve.errors.DeadlineError`, if ``request_timeout`` is not
-        less.
 
         Raises :class:`~vmserve.errors.InvalidRequestError`; nothing is queued then.
         """
         self.prepare(prompt_token_ids, params)
+        self.add_prepared(request_id, prompt_token_ids, params, terms, prompt=prompt)
+
+    def add_prepared(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: GenerationParams,
+        terms: RequestTerms,
+        *,
+        prompt: str | None,
+    ) -> None:
+        """:meth:`add_request` for what :meth:`prepare` has checked: refuses only an id in use."""
         if request_id in self._requests:
             raise InvalidRequestError(f"request_id {request_id!r} is already in use", "request_id")
-        request = self._intake.build(request_id, prompt_token_ids, params, prompt)
-        request.priority = priority
-        request.rank = priority if self.resolved.scheduling_policy == "priority" else 0
-        request.cache_salt = cache_salt.encode()
-        request.tenant = tenant
-        request.memory_tenant = memory_tenant(isolation)
-        self._deadlines.set(request, timeout)
-        request.stream = stream
+        request = self._intake.build(request_id, prompt_token_ids, params, prompt, terms)
+        self._deadlines.set(request, terms.timeout)
         self._requests[request_id] = request
         self._output.open(request)
         if params.structured_outputs is not None:

@@ -14,7 +14,7 @@ from vmserve.models.decoder_config import DecoderConfig
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.text.tokenizer import Tokenizer
-from vmserve.types import RequestMetrics
+from vmserve.types import RequestMetrics, RequestTerms
 
 __all__ = ["RequestIntake", "memory_tenant"]
 
@@ -72,6 +72,7 @@ class RequestIntake:
         prompt_token_ids: list[int],
         asked: GenerationParams,
         prompt: str | None,
+        terms: RequestTerms,
     ) -> Request:
         """A checked request with its sequences, the next in order of arrival."""
         beams = asked if isinstance(asked, BeamSearchParams) else None
@@ -92,6 +93,12 @@ class RequestIntake:
             seed=self._seed_for(params, arrival),
             arrival=arrival,
             metrics=RequestMetrics(arrival_time=time.monotonic()),
+            priority=terms.priority,
+            rank=terms.priority if self._resolved.scheduling_policy == "priority" else 0,
+            tenant=terms.tenant,
+            memory_tenant=memory_tenant(terms.isolation),
+            cache_salt=terms.cache_salt.encode(),
+            stream=terms.stream,
             stop_ids=stop_ids | frozenset(self._model.eos_token_ids),
             bad_words=self._tokenizer.encode_bad_words(params.bad_words or ()),
             num_branches=params.num_sequences,

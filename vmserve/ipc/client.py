@@ -47,7 +47,7 @@ from vmserve.sampling.params import GenerationParams, SamplingParams
 from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.text.prompts import PromptLike, encode_prompt
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
-from vmserve.types import PinnedPrefix, RequestOutput
+from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
 
 __all__ = ["ModelFacts", "ProcessLLM", "Supervision"]
 
@@ -244,7 +244,7 @@ class ProcessLLM:
         await self.start()
         await self._final.wait()
 
-    async def generate(
+    def generate(
         self,
         prompt: PromptLike,
         params: GenerationParams | None = None,
@@ -258,6 +258,25 @@ class ProcessLLM:
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """See :meth:`vmserve.AsyncLLM.generate`."""
+        terms = RequestTerms(
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            isolation=isolation,
+            timeout=timeout,
+            stream=stream,
+        )
+        return self.serve(prompt, params, request_id=request_id, terms=terms)
+
+    async def serve(
+        self,
+        prompt: PromptLike,
+        params: GenerationParams | None,
+        *,
+        request_id: str | None,
+        terms: RequestTerms,
+    ) -> AsyncIterator[RequestOutput]:
+        """:meth:`generate` with its terms as one value."""
         await self.start()
         encoded = encode_prompt(prompt, self.tokenizer)
         params = SamplingParams(**self.default_sampling) if params is None else params
@@ -271,22 +290,10 @@ class ProcessLLM:
             params,
             eos_token_ids=self.model_config.eos_token_ids,
             arrival_time=time.monotonic(),
-            stream=stream,
+            stream=terms.stream,
         )
-        request = OpenRequest(handle, assembly, stream=stream)
-        add = Add(
-            handle,
-            request_id,
-            encoded.token_ids,
-            params_to_wire(params),
-            priority,
-            cache_salt,
-            tenant,
-            isolation,
-            timeout,
-            stream,
-        )
-        self._send(add)
+        request = OpenRequest(handle, assembly, stream=terms.stream)
+        self._send(Add(handle, request_id, encoded.token_ids, params_to_wire(params), terms))
         self._requests[handle] = self._by_id[request_id] = request
         finished = False
         try:

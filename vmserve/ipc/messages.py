@@ -7,7 +7,8 @@ a step's message stays small. Engine and server are of one installation: there a
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -24,7 +25,7 @@ from vmserve.errors import (
 from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.structured.spec import StructuredOutputsParams
 from vmserve.text.scores import Columns
-from vmserve.types import FinishReason, LogprobsList, RequestMetrics
+from vmserve.types import FinishReason, LogprobsList, RequestMetrics, RequestTerms
 
 __all__ = [
     "Abort",
@@ -52,6 +53,7 @@ __all__ = [
     "positions",
 ]
 
+T = TypeVar("T")
 #: The tokens of one position: (id, log-probability, rank), the sampled or prompt token first.
 Position: TypeAlias = list[tuple[int, float, int]]
 
@@ -111,20 +113,14 @@ class Launch(_Message, frozen=True):
 
 
 class Add(_Message, frozen=True):
-    """A request; ``params`` as :func:`params_to_wire` gives them. The rest is that of
-    :meth:`~vmserve.engine.engine.LLMEngine.add_request`; ``tell``: whether to say when
-    it is accepted."""
+    """A request; ``params`` as :func:`params_to_wire` gives them. A stream is told when it is
+    accepted."""
 
     handle: int
     request_id: str
     prompt_token_ids: list[int]
     params: dict[str, Any]
-    priority: int
-    cache_salt: str
-    tenant: str
-    isolation: str
-    timeout: float | None
-    tell: bool
+    terms: RequestTerms
 
 
 class Abort(_Message, frozen=True):
@@ -270,11 +266,19 @@ def params_to_wire(params: GenerationParams) -> dict[str, Any]:
 
 
 def params_from_wire(data: dict[str, Any]) -> GenerationParams:
-    """Raises :class:`~vmserve.errors.InvalidRequestError` for what cannot be sampled with."""
+    """The parameters as they were: the server has checked them, and here that is not repeated."""
     [(kind, fields)] = data.items()
     if (wanted := fields.get("structured_outputs")) is not None:
-        fields["structured_outputs"] = StructuredOutputsParams(**wanted)
-    return _PARAMS[kind](**fields)
+        fields["structured_outputs"] = _unchecked(StructuredOutputsParams, wanted)
+    return _unchecked(_PARAMS[kind], fields)
+
+
+def _unchecked(kind: type[T], values: Mapping[str, Any]) -> T:
+    made = object.__new__(kind)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # all are dataclasses
+        value = values.get(field.name, field.default)
+        object.__setattr__(made, field.name, tuple(value) if isinstance(value, list) else value)
+    return made
 
 
 def positions(logprobs: LogprobsList) -> list[Position]:

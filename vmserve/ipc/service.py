@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -115,19 +116,14 @@ class EngineService:
                 message.request_id,
                 message.prompt_token_ids,
                 params_from_wire(message.params),
-                priority=message.priority,
-                cache_salt=message.cache_salt,
-                tenant=message.tenant,
-                isolation=message.isolation,
-                timeout=message.timeout,
-                stream=True,
+                replace(message.terms, stream=True),
             )
         except VmserveError as error:
             self._failures.append((message.handle, WireError.of(error)))
             return
         self._ids[message.handle] = message.request_id
         self._handles[message.request_id] = message.handle
-        if message.tell:
+        if message.terms.stream:
             self._waiting.add(message.handle)
             if self._engine.accepted_output(message.request_id) is not None:
                 self._accept(message.handle)

@@ -16,7 +16,7 @@ from vmserve.server.body import read_model
 from vmserve.server.choices import StreamedChoice, begun_with, with_echo
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import below_minimum, not_implemented
-from vmserve.server.generation import Generation, Job, Piece, Terms
+from vmserve.server.generation import Generation, Job, Piece, terms_of
 from vmserve.server.logprobs import LogprobShape, Position, chat_logprobs, prompt_logprobs
 from vmserve.server.messages import content_text, conversation
 from vmserve.server.params import (
@@ -165,7 +165,7 @@ class ChatService:
         body, model, chat, use, job = await context.run_aside(
             request, lambda: self._prepare(make_body())
         )
-        terms = Terms.of(request, body)
+        terms = terms_of(request, body)
         trace = trace_of(request)
         if trace is not None:
             trace.begin(body.model, model, reply_id, job.params)

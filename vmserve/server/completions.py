@@ -16,7 +16,7 @@ from vmserve.sampling import GenerationParams
 from vmserve.server.body import read_model
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import below_minimum
-from vmserve.server.generation import ChoiceBuffer, Generation, Job, Piece, Terms
+from vmserve.server.generation import ChoiceBuffer, Generation, Job, Piece, terms_of
 from vmserve.server.logprobs import LogprobShape, Position, completion_logprobs, prompt_logprobs
 from vmserve.server.params import (
     StreamOptions,
@@ -72,7 +72,7 @@ class CompletionService:
             request.state.exit_stack,
             reply.id,
             jobs,
-            Terms.of(request, body),
+            terms_of(request, body),
             trace,
         )
         if body.stream:

@@ -12,7 +12,7 @@ from vmserve.errors import InvalidRequestError
 from vmserve.sampling import SamplingParams
 from vmserve.server.body import read_model
 from vmserve.server.context import ServerContext
-from vmserve.server.generation import Generation, Job, Terms
+from vmserve.server.generation import Generation, Job, terms_of
 from vmserve.server.params import check_prompt, most_tokens, truncate
 from vmserve.server.prompts import encode_prompt, split_prompts
 from vmserve.server.protocol import EmbeddingRequest
@@ -43,7 +43,7 @@ class EmbeddingService:
             request.state.exit_stack,
             f"embd-{request.state.request_id}",
             jobs,
-            Terms.of(request, body),
+            terms_of(request, body),
         )
         results = await generation.run()
         size = sum(result.embedding.size for result in results if result.embedding is not None)

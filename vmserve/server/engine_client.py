@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from vmserve.sampling import GenerationParams
 from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.text.prompts import Prompt
-from vmserve.types import RequestOutput
+from vmserve.types import RequestOutput, RequestTerms
 
 __all__ = ["EngineClient", "TokenizerLike"]
 
@@ -94,18 +94,8 @@ class EngineClient(Protocol):
     @property
     def errored(self) -> bool: ...
 
-    def generate(
-        self,
-        prompt: Prompt,
-        params: GenerationParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        isolation: str = "",
-        timeout: float | None = None,
-        stream: bool = False,
+    def serve(
+        self, prompt: Prompt, params: GenerationParams, *, request_id: str, terms: RequestTerms
     ) -> AsyncIterator[RequestOutput]: ...
 
     def stats(self) -> dict[str, float | int]: ...

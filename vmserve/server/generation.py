@@ -21,9 +21,9 @@ from vmserve.server.protocol import EmbeddingRequest, GenerationRequest
 from vmserve.server.scope import closing, gather
 from vmserve.server.tracing import RequestTrace
 from vmserve.text.prompts import Prompt
-from vmserve.types import CompletionOutput, LogprobsList, RequestOutput
+from vmserve.types import CompletionOutput, LogprobsList, RequestOutput, RequestTerms
 
-__all__ = ["ChoiceBuffer", "Generation", "Job", "Piece", "Terms"]
+__all__ = ["ChoiceBuffer", "Generation", "Job", "Piece", "terms_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +35,17 @@ class Job:
     params: GenerationParams
 
 
-class Terms(NamedTuple):
-    """On what terms a request is served, beside what it asks for."""
-
-    priority: int = 0
-    cache_salt: str = ""
-    #: Whose share it counts against.
-    tenant: str = ""
-    #: Whose memory it uses.
-    isolation: str = ""
-    #: Seconds that it has.
-    timeout: float | None = None
-
-    @staticmethod
-    def of(request: Request, body: GenerationRequest | EmbeddingRequest) -> Terms:
-        """A tenant is whoever has the key; where there are no keys, whom the client names as its
-        user."""
-        caller: Caller = request.state.caller
-        return Terms(
-            body.priority or 0,
-            caller.cache_salt(body.cache_salt or ""),
-            caller.name or body.user or "",
-            caller.isolation,
-            body.request_timeout,
-        )
+def terms_of(request: Request, body: GenerationRequest | EmbeddingRequest) -> RequestTerms:
+    """A tenant is whoever has the key; where there are no keys, whom the client names as its
+    user."""
+    caller: Caller = request.state.caller
+    return RequestTerms(
+        priority=body.priority or 0,
+        cache_salt=caller.cache_salt(body.cache_salt or ""),
+        tenant=caller.name or body.user or "",
+        isolation=caller.isolation,
+        timeout=body.request_timeout,
+    )
 
 
 class Generation:
@@ -70,7 +57,7 @@ class Generation:
         stack: AsyncExitStack,
         request_id: str,
         jobs: list[Job],
-        terms: Terms,
+        terms: RequestTerms,
         trace: RequestTrace | None = None,
     ) -> None:
         self._context = context
@@ -155,20 +142,15 @@ class Generation:
             ) from None
         if seconds is not None:
             left = max(seconds - (time.monotonic() - began), 1e-3)
-            self._terms = self._terms._replace(timeout=left)
+            self._terms = replace(self._terms, timeout=left)
 
     def _open(self, index: int, *, stream: bool) -> AsyncIterator[RequestOutput]:
         job = self._jobs[index]
-        return self._context.engine.generate(
+        return self._context.engine.serve(
             Prompt(job.text, job.token_ids),
             job.params,
             request_id=f"{self._engine_id}-{index}",
-            priority=self._terms.priority,
-            cache_salt=self._terms.cache_salt,
-            tenant=self._terms.tenant,
-            isolation=self._terms.isolation,
-            timeout=self._terms.timeout,
-            stream=stream,
+            terms=replace(self._terms, stream=stream),
         )
 
     def _finished(self, index: int, output: RequestOutput, num_tokens: int) -> None:

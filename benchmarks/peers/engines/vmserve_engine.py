@@ -9,6 +9,7 @@ from vmserve import LLM, SamplingParams
 from vmserve.dtypes import DType
 from vmserve.models import choose_native
 from vmserve.models.config import ModelConfig
+from vmserve.types import RequestTerms
 
 Json = dict[str, Any]
 
@@ -47,7 +48,9 @@ class VmserveEngine:
             detokenize=False,
         )
         self._num_seen[str(number)] = 0
-        self._llm.engine.add_request(str(number), request["prompt_token_ids"], params, stream=True)
+        self._llm.engine.add_request(
+            str(number), request["prompt_token_ids"], params, RequestTerms(stream=True)
+        )
 
     def step(self) -> list[tuple[int, list[int]]]:
         result = self._llm.engine.step()

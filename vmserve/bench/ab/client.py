@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from vmserve.bench.ab.jobs import Job, Prompts, generation_params
 from vmserve.bench.ab.record import MemorySample, RequestSample, RunRecord, StepSample
 from vmserve.errors import VmserveError
+from vmserve.types import RequestTerms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -194,7 +195,7 @@ class _Run:
         request_id = str(job.shape.index)
         self._active[request_id] = _Active(job, due_s, prompt)
         self._engine.add_request(
-            request_id, prompt, generation_params(job, self._seed), stream=True
+            request_id, prompt, generation_params(job, self._seed), RequestTerms(stream=True)
         )
 
     def _step(self) -> None:
