@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import httpx
@@ -77,7 +77,11 @@ class Running:
         async def run() -> Any:
             return work()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
+        return self.on_loop_async(run)
+
+    def on_loop_async(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """The same for what is awaited there."""
+        return asyncio.run_coroutine_threadsafe(work(), self.loop).result(30)
 
     def post(self, path: str, body: Body, **kwargs: Any) -> httpx.Response:
         return self.http.post(path, json=body, **kwargs)

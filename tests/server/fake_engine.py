@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vmserve.errors import EngineDeadError, InvalidRequestError
+from vmserve.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from vmserve.sampling import GenerationParams, SamplingParams
 from vmserve.telemetry.snapshot import (
     PAGE_MAPPED,
@@ -144,6 +144,8 @@ class FakeAsyncLLM:
         self.num_cached = 0
         self.died: Future[None] = Future()
         self.num_snapshots = 0
+        self.num_resets = 0
+        self.kv_cache_memory: int | str = 0
 
     def stats(self) -> dict[str, float | int]:
         return {
@@ -195,6 +197,15 @@ class FakeAsyncLLM:
             if extra["request_id"] in self.running
         ]
         return EngineSnapshot(self.stats(), pool, rows, len(rows))
+
+    async def set_kv_cache_memory(self, size: int | str) -> int:
+        if size == "1KiB":
+            raise ConfigurationError("raise --kv-cache-memory to 2KiB")
+        self.kv_cache_memory = size
+        return 4096
+
+    async def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         self.stopped = True

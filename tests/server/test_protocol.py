@@ -22,6 +22,7 @@ NEEDED: dict[str, Any] = {
     "input": "Hi",
     "tokens": [1],
     "max_tokens": 1,
+    "kv_cache_memory": 1,
 }
 
 

@@ -14,6 +14,7 @@ from tests.server.conftest import Running, error_of
 from tests.server.fake_engine import FakeAsyncLLM, FakeTokenizer
 from vmserve import __version__
 from vmserve.errors import ConfigurationError
+from vmserve.server.admin import ADMIN_PATHS
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.live import LIVE_PAGE_PATHS
@@ -280,7 +281,7 @@ def test_openapi(shared: Running, keyed: Running) -> None:
         for operation in methods.values()
     ]
     assert len(operations) == len(set(operations))
-    assert REPLIES.keys() == document["paths"].keys()
+    assert REPLIES.keys() == document["paths"].keys() | ADMIN_PATHS
     [name] = document["paths"]["/v1/models/{model}"]["get"]["parameters"]
     assert name["schema"]["enum"] == ["fake"]
     assert "text/html" in shared.http.get("/docs").headers["content-type"]

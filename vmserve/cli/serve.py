@@ -142,6 +142,15 @@ def serve_command(
             rich_help_panel=_NETWORK,
         ),
     ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key of the routes that change how the server runs: the KV cache's memory, "
+            "clearing the prefix cache. Default: VMSERVE_ADMIN_API_KEY, or no such routes.",
+            rich_help_panel=_NETWORK,
+            show_default=False,
+        ),
+    ] = None,
     share_prefix_cache_across_keys: Annotated[
         bool,
         typer.Option(
@@ -403,7 +412,8 @@ def serve_command(
         host=host,
         port=port,
         uds=uds,
-        api_keys=_api_keys(api_key),
+        api_keys=_api_keys("api_key", api_key or []),
+        admin_api_key=_admin_key(admin_api_key),
         named_keys=() if api_key_file is None else read_key_file(api_key_file),
         share_prefix_cache_across_keys=share_prefix_cache_across_keys,
         ssl_certfile=ssl_certfile,
@@ -653,12 +663,17 @@ def _one_model(argument: str | None, option: str | None) -> str | None:
     return argument if argument is not None else option
 
 
-def _api_keys(given: list[str] | None) -> tuple[str, ...]:
-    variable = os.environ.get("VMSERVE_API_KEY")
+def _admin_key(given: str | None) -> str | None:
+    keys = _api_keys("admin_api_key", [] if given is None else [given])
+    return keys[0] if keys else None
+
+
+def _api_keys(option: str, given: list[str]) -> tuple[str, ...]:
+    variable = os.environ.get(f"VMSERVE_{option.upper()}")
     keys = tuple(given or ([variable] if variable else []))
     if not all(key.isprintable() and key == key.strip() for key in keys):
         raise ConfigurationError(
-            "api_key: no HTTP header carries a key with spaces around it or with characters that "
+            f"{option}: no HTTP header carries a key with spaces around it or with characters that "
             "cannot be printed: choose another"
         )
     return keys

@@ -244,6 +244,15 @@ class AsyncLLM:
         """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
         await self._ask(lambda: self._engine.unpin_prefix(handle))
 
+    async def set_kv_cache_memory(self, size: int | str) -> int:
+        """Change how far the KV cache may grow while requests run: see
+        :meth:`vmserve.engine.engine.LLMEngine.set_kv_cache_memory`."""
+        return await self._ask(lambda: self._engine.set_kv_cache_memory(size))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix: see :meth:`vmserve.LLM.reset_prefix_cache`."""
+        await self._ask(self._engine.reset_prefix_cache)
+
     async def _ask(
         self, question: Callable[[], T], undo: Callable[[T], None] = lambda value: None
     ) -> T:

@@ -181,6 +181,23 @@ class LLM:
         with self._turn:
             self.engine.unpin_prefix(handle)
 
+    def set_kv_cache_memory(self, size: int | str) -> int:
+        """Change how far the KV cache may grow, e.g. to "2GiB"; returns its bytes in whole pages.
+
+        Raises :class:`~vmserve.errors.ConfigurationError` for less than the longest sequence and
+        the pinned prefixes take, and for more than the device has.
+        """
+        with self._turn:
+            return self.engine.set_kv_cache_memory(size)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError` while prefixes are pinned.
+        """
+        with self._turn:
+            self.engine.reset_prefix_cache()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

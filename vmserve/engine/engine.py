@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vmserve.config import EngineConfig, ResolvedConfig, resolve
+from vmserve.config import EngineConfig, ResolvedConfig, format_size, parse_size, resolve
 from vmserve.engine.deadlines import Deadlines, too_late
 from vmserve.engine.grammars import StructuredRequests
 from vmserve.engine.parts import (
@@ -20,13 +20,20 @@ from vmserve.engine.parts import (
     cost_model,
     create_memory,
     linear_backend,
+    require_room,
     widest_window,
 )
 from vmserve.engine.pins import PinnedPrefixes
 from vmserve.engine.processor import OutputProcessor
 from vmserve.engine.requests import RequestIntake, memory_tenant
 from vmserve.engine.step import EngineStep, InFlightStep
-from vmserve.errors import DriverError, InvalidRequestError, OutOfMemoryError, VmserveError
+from vmserve.errors import (
+    ConfigurationError,
+    DriverError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    VmserveError,
+)
 from vmserve.memory.base import Regime
 from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
@@ -304,6 +311,48 @@ class LLMEngine:
     def unpin_prefix(self, handle: int) -> None:
         """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
         self._pins.release(handle)
+
+    # -- the pool -----------------------------------------------------------------------
+
+    def set_kv_cache_memory(self, size: int | str) -> int:
+        """Change how far the KV cache may grow; returns the bytes of the whole pages that it is.
+
+        Requests that run stay. Pages above a lower limit go back to the system when nothing uses
+        them: a request that then needs one more page waits, or is preempted.
+
+        Raises :class:`~vmserve.errors.ConfigurationError` for less than the longest sequence and
+        the pinned prefixes take, and for more than the address space that was reserved.
+        """
+        memory, page_bytes = self.memory, self.memory.layout.total_page_bytes
+        num_bytes, before = parse_size(size, "kv_cache_memory"), memory.limit_pages
+        if num_bytes // page_bytes > memory.max_pages:
+            raise ConfigurationError(
+                f"kv_cache_memory: {format_size(num_bytes)} is more than the "
+                f"{format_size(memory.max_pages * page_bytes)} that the device has: lower it"
+            )
+        slack = memory.options.read_slack_tokens
+        pinned = self._pins.num_pages
+        require_room(memory.layout, num_bytes, memory.max_len, slack, pinned)
+        try:
+            memory.set_limit(num_bytes)
+        except DriverError as error:
+            logger.warning("the pool keeps its pages for now: %s", error)
+        limit, former = (pages * page_bytes for pages in (memory.limit_pages, before))
+        logger.info("the KV cache may take %s, not %s", format_size(limit), format_size(former))
+        return limit
+
+    def reset_prefix_cache(self, *, unpin: bool = False) -> None:
+        """Forget every cached prefix. Requests that run keep their pages and share them no more.
+
+        ``unpin``: forget pinned prefixes too. Raises
+        :class:`~vmserve.errors.InvalidRequestError` where some are pinned otherwise.
+        """
+        if self._pins and not unpin:
+            raise InvalidRequestError(f"{len(self._pins)} prefixes are pinned: unpin them first")
+        self._pins.clear()
+        self.memory.clear_cache()
+        if not self._requests:
+            self._idle()
 
     def convert(self, request_id: str, regime: Regime) -> None:
         """Keep the request in ``regime`` from the next step on that finds memory for it.

@@ -31,6 +31,7 @@ __all__ = [
     "cost_model",
     "create_memory",
     "linear_backend",
+    "require_room",
     "widest_window",
 ]
 
@@ -74,17 +75,7 @@ def create_memory(
         ),
     )
     max_len = resolved.max_model_len
-    needed = layout.pages_for(max_len + read_slack_tokens)
-    available = layout.num_pages(limit_bytes)
-    if needed > available:
-        fitting = max(0, available * layout.page_tokens - read_slack_tokens)
-        raise ConfigurationError(
-            f"a sequence of {max_len} tokens needs {needed} pages of "
-            f"{format_size(layout.total_page_bytes)}, {available} fit in the KV cache of "
-            f"{format_size(limit_bytes)}: raise --kv-cache-memory to "
-            f"{format_size(needed * layout.total_page_bytes)}"
-            + (f" or lower --max-model-len to {fitting}" if fitting else "")
-        )
+    require_room(layout, limit_bytes, max_len, read_slack_tokens)
     return MemoryManager(
         layout,
         num_slots=resolved.max_num_seqs,
@@ -103,6 +94,30 @@ def create_memory(
             eager_slots=EAGER_SLOTS,
             ready_bytes=device.ready_bytes,
         ),
+    )
+
+
+def require_room(
+    layout: KVLayout,
+    limit_bytes: int,
+    max_len: int,
+    read_slack_tokens: int,
+    pinned_pages: int = 0,
+) -> None:
+    """Raises :class:`~vmserve.errors.ConfigurationError` where the longest sequence would not fit
+    beside what is pinned."""
+    needed = layout.pages_for(max_len + read_slack_tokens)
+    available = layout.num_pages(limit_bytes) - pinned_pages
+    if needed <= available:
+        return
+    fitting = max(0, available * layout.page_tokens - read_slack_tokens)
+    beside = f" beside {pinned_pages} pages of pinned prefixes" if pinned_pages else ""
+    raise ConfigurationError(
+        f"a sequence of {max_len} tokens needs {needed} pages of "
+        f"{format_size(layout.total_page_bytes)}, {max(0, available)} fit in the KV cache of "
+        f"{format_size(limit_bytes)}{beside}: raise --kv-cache-memory to "
+        f"{format_size((needed + pinned_pages) * layout.total_page_bytes)}"
+        + (f" or lower --max-model-len to {fitting}" if fitting else "")
     )
 
 

@@ -62,6 +62,21 @@ class PinnedPrefixes:
             raise ValueError(f"no prefix is pinned with the handle {handle}")
         self._memory.release(self._held.pop(handle))
 
+    def clear(self) -> None:
+        for handle in list(self._held):
+            self.release(handle)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that hold pinned blocks."""
+        return self._count_pages(*self._held.values())
+
+    def _count_pages(self, *memory_ids: int) -> int:
+        layout = self._memory.layout
+        blocks_per_page = layout.page_tokens // layout.block_tokens
+        blocks = (block for each in memory_ids for block in self._memory.blocks(each))
+        return len({int(block) // blocks_per_page for block in blocks})
+
     def _attach(self, memory_id: int, num_tokens: int) -> int:
         """Reference the cached blocks of a prefix; how many tokens they hold."""
         memory, resolved = self._memory, self._resolved
@@ -75,14 +90,8 @@ class PinnedPrefixes:
         plan = memory.plan([], [Attach(memory_id, hit)])
         assert isinstance(plan, MemoryPlan), "whole blocks are referenced, nothing is copied"
         memory.launched(memory.apply(plan))
-        blocks_per_page = memory.layout.page_tokens // memory.layout.block_tokens
-        pages = {
-            int(block) // blocks_per_page
-            for pinned in (memory_id, *self._held.values())
-            for block in memory.blocks(pinned)
-        }
         needed = memory.layout.pages_for(resolved.max_model_len)
-        left = memory.limit_pages - len(pages)
+        left = memory.limit_pages - self._count_pages(memory_id, *self._held.values())
         if left < needed:
             raise InvalidRequestError(
                 f"with {hit} tokens pinned {left} pages are left, and a sequence of "

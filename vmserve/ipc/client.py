@@ -185,6 +185,7 @@ class ProcessLLM:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._pins: dict[int, _Pin] = {}
         self._pin_handles = itertools.count()
+        self._resetting = asyncio.Lock()
         #: Pings since the engine last said anything.
         self._num_silent = 0
 
@@ -356,6 +357,26 @@ class ProcessLLM:
             raise ValueError(f"no prefix is pinned with the handle {handle}")
         await self.ask("unpin_prefix", handle=self._pins.pop(handle).engine_handle)
 
+    async def set_kv_cache_memory(self, size: int | str) -> int:
+        """See :meth:`vmserve.AsyncLLM.set_kv_cache_memory`. An engine that takes the place of this
+        one has the same."""
+        limit: int = await self.ask("set_kv_cache_memory", size=size)
+        self._options["kv_cache_memory"] = size
+        return limit
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; those that are pinned are computed again."""
+        async with self._resetting:
+            await self.ask("reset_prefix_cache", unpin=True)
+            await self._pin_again()
+
+    async def _pin_again(self) -> None:
+        for pin in self._pins.values():
+            try:
+                await self._hold(pin)
+            except VmserveError as error:  # it can be served without
+                logger.error("a pinned prefix could not be pinned again: %s", error)
+
     async def ask(self, question: str, **arguments: Any) -> Any:
         """One of :data:`vmserve.ipc.questions.QUESTIONS`; its answer, or what it raises."""
         await self.start()
@@ -472,11 +493,7 @@ class ProcessLLM:
         self._stats = {**ready.stats, **self._own_stats()}
         await self._connect()
         logger.info("the engine serves again")
-        for pin in self._pins.values():
-            try:
-                await self._hold(pin)
-            except VmserveError as error:  # it can be served without
-                logger.error("a pinned prefix could not be pinned again: %s", error)
+        await self._pin_again()
 
     # -- messages ---------------------------------------------------------------------
 

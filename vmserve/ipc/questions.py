@@ -25,6 +25,14 @@ def _unpin_prefix(engine: LLMEngine, handle: int) -> None:
     engine.unpin_prefix(handle)
 
 
+def _reset_prefix_cache(engine: LLMEngine, unpin: bool) -> None:
+    engine.reset_prefix_cache(unpin=unpin)
+
+
+def _set_kv_cache_memory(engine: LLMEngine, size: int | str) -> int:
+    return engine.set_kv_cache_memory(size)
+
+
 def _stats(engine: LLMEngine) -> dict[str, float | int]:
     return engine.stats()
 
@@ -35,6 +43,8 @@ def _snapshot(engine: LLMEngine) -> EngineSnapshot:
 
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
     "hold_prefix": _hold_prefix,
+    "reset_prefix_cache": _reset_prefix_cache,
+    "set_kv_cache_memory": _set_kv_cache_memory,
     "snapshot": _snapshot,
     "stats": _stats,
     "unpin_prefix": _unpin_prefix,

@@ -119,7 +119,8 @@ class MemoryManager:
         chosen = options.driver
         device = self.device = memory_device(chosen) if isinstance(chosen, str) else chosen
         max_bytes = max(limit_bytes, options.max_limit_bytes or device.total_bytes)
-        max_pages = max(self.limit_pages, layout.num_pages(max_bytes))
+        #: What the limit can be raised to: so much address space is reserved.
+        self.max_pages = max_pages = max(self.limit_pages, layout.num_pages(max_bytes))
         num_frames = layout.num_groups * max_pages
         driver = device.create_driver(layout.page_bytes, num_frames, limits)
         self._is_asynchronous = driver.capabilities.asynchronous
@@ -362,8 +363,10 @@ class MemoryManager:
     def set_limit(self, limit_bytes: int) -> None:
         """Change the cap. What can be had above it goes back at once, the rest when released."""
         limit_pages = _pages(self.layout, limit_bytes)
-        self._core.set_limit(limit_pages)
-        self.limit_pages = limit_pages
+        try:
+            self._core.set_limit(limit_pages)
+        finally:  # the limit holds even where giving back has failed
+            self.limit_pages = self._core.stats().limit_pages
 
     def clear_cache(self) -> None:
         """Forget every cached prefix (new weights)."""

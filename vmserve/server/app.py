@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vmserve import __version__
+from vmserve.server.admin import AdminService
 from vmserve.server.anthropic import MessagesService
 from vmserve.server.chat import ChatService
 from vmserve.server.completions import CompletionService
@@ -30,6 +31,7 @@ from vmserve.server.protocol import (
     CountMessageTokensRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    KVMemoryRequest,
     MessagesRequest,
     RequestModel,
     ResponsesRequest,
@@ -77,6 +79,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     app.add_middleware(
         Gate,
         keys=context.keys,
+        admin_keys=context.admin_keys,
         lifecycle=context.lifecycle,
         origins=origins,
         bodies=context.bodies,
@@ -133,6 +136,11 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
     get("/version", info.version)
     get("/load", info.load)
     get("/metrics", info.metrics)
+    if context.admin_keys is not None:
+        admin = AdminService(context)
+        post("/v1/kv/memory", admin.set_kv_memory, KVMemoryRequest)
+        post("/reset_prefix_cache", admin.reset_prefix_cache)
+        post("/flush_cache", admin.reset_prefix_cache)
     for path, handler in Pages(needs_key=bool(context.config.keys)).handlers():
         get(path, handler, in_schema=False)
 

@@ -56,6 +56,7 @@ class ServerConfig:
     ssl_keyfile: str | None = None
     api_keys: tuple[str, ...] = ()
     named_keys: tuple[ApiKey, ...] = ()
+    admin_api_key: str | None = None
     share_prefix_cache_across_keys: bool = False
     root_path: str = ""
     open_status_routes: bool = False
@@ -86,8 +87,9 @@ class ServerConfig:
             raise ConfigurationError(
                 "served_model_name: give at least one name, none of them empty"
             )
-        if not all(self.api_keys):
-            raise ConfigurationError("api_key: an empty key would protect nothing; give a text")
+        for name, keys in (("api_key", self.api_keys), ("admin_api_key", (self.admin_api_key,))):
+            if "" in keys:
+                raise ConfigurationError(f"{name}: an empty key would protect nothing; give a text")
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigurationError(

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from vmserve.server.admission import Admission, BodyBytes, Visit
 from vmserve.server.aside_process import AsideProcesses
-from vmserve.server.auth import KeyRing
+from vmserve.server.auth import ApiKey, KeyRing
 from vmserve.server.config import ServerConfig
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import ApiError
@@ -37,6 +37,10 @@ class ServerContext:
         self.config = config
         self.lifecycle = Lifecycle()
         self.keys = KeyRing(config.keys, share_prefix_cache=config.share_prefix_cache_across_keys)
+        #: Who may use admin routes; None: there are no such routes.
+        self.admin_keys = (
+            None if config.admin_api_key is None else KeyRing([ApiKey.of("", config.admin_api_key)])
+        )
         self.admission = Admission(
             config.max_queued_requests,
             config.max_queued_tokens,

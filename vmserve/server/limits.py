@@ -72,6 +72,7 @@ _INT32 = 2**31 - 1
 NUMBERS: Final[dict[str, Bounds]] = {
     **LIMITS,
     "dimensions": Bounds(1, _INT32, integer=True),
+    "kv_cache_memory": Bounds(1, INT64_MAX, integer=True),
     "max_output_tokens": Bounds(1, INT64_MAX, integer=True),
     "max_completion_tokens": Bounds(1, INT64_MAX, integer=True),
     "priority": Bounds(-_INT32, _INT32, integer=True),
@@ -90,6 +91,7 @@ SIZES: Final[dict[str, tuple[int, int]]] = {
     "cache_salt": (1, 1024),
     "chat_template_kwargs": (0, 64),
     "instructions": (0, MAX_BODY_BYTES),
+    "kv_cache_memory": (1, 32),
     "logit_bias": (0, MAX_LOGIT_BIAS_ENTRIES),
     "logprob_token_ids": (1, 1024),
     "messages": (1, 65_536),

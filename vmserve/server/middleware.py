@@ -16,6 +16,7 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vmserve.logs import request_id as log_request_id
+from vmserve.server.admin import ADMIN_PATHS
 from vmserve.server.admission import BodyBytes, Visit
 from vmserve.server.auth import Caller, KeyRing
 from vmserve.server.errors import ApiError, ClientDisconnectedError, error_response
@@ -121,6 +122,7 @@ class Gate:
         app: ASGIApp,
         *,
         keys: KeyRing,
+        admin_keys: KeyRing | None,
         lifecycle: Lifecycle,
         origins: OriginPolicy,
         bodies: BodyBytes,
@@ -129,6 +131,7 @@ class Gate:
         self._app = app
         self._origins = origins
         self._keys = keys
+        self._admin_keys = admin_keys or keys
         self._bodies = bodies
         self._lifecycle = lifecycle
         self._open_paths = _ALWAYS_OPEN | (_STATUS_PATHS if open_status_routes else frozenset())
@@ -154,11 +157,13 @@ class Gate:
             authorization = headers.get(b"authorization")
             if authorization is None and b"x-api-key" in headers:  # as Anthropic's clients send it
                 authorization = b"Bearer " + headers[b"x-api-key"]
-            caller = self._keys.caller(authorization)
+            is_admin = path in ADMIN_PATHS
+            caller = (self._admin_keys if is_admin else self._keys).caller(authorization)
             if caller is None:
                 raise ApiError(
                     401,
-                    "This server needs an API key: send it as 'Authorization: Bearer <key>'.",
+                    f"This {'route needs the admin' if is_admin else 'server needs an API'} key: "
+                    "send it as 'Authorization: Bearer <key>'.",
                     headers={"www-authenticate": "Bearer"},
                 )
             scope["state"]["caller"] = caller

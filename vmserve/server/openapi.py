@@ -17,6 +17,7 @@ from vmserve.server.protocol import (
     CountMessageTokensRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    KVMemoryRequest,
     MessagesRequest,
     RequestModel,
     ResponsesRequest,
@@ -91,8 +92,10 @@ def _describe(app: FastAPI, needs_key: bool, model_names: list[str]) -> dict[str
     document = get_openapi(
         title=app.title, version=app.version, routes=app.routes, servers=app.servers
     )
+    is_administered = "/v1/kv/memory" in document["paths"]
+    models: list[type[RequestModel]] = [*_MODELS, *([KVMemoryRequest] if is_administered else [])]
     _, definitions = models_json_schema(
-        [(model, "validation") for model in _MODELS], ref_template=_SCHEMAS + "{model}"
+        [(model, "validation") for model in models], ref_template=_SCHEMAS + "{model}"
     )
     components = document.setdefault("components", {})
     named = {"type": "string", "enum": model_names}

@@ -209,6 +209,11 @@ REPLIES: Final[dict[str, Reply]] = {
     ),
     "/v1/models/{model}": Reply("One of them", "server", _ref("Model")),
     "/v1/kv": Reply("The engine's figures", "server", _FIGURES),
+    "/v1/kv/memory": Reply(
+        "Change how far the KV cache may grow", "admin", _object(kv_cache_memory=_INT)
+    ),
+    "/reset_prefix_cache": Reply("Forget every cached prefix", "admin", None),
+    "/flush_cache": Reply("Forget every cached prefix", "admin", None),
     "/v1/kv/live": Reply(
         "The pool page by page, slots, queues and your requests",
         "server",

@@ -21,6 +21,7 @@ __all__ = [
     "DetokenizeRequest",
     "EmbeddingRequest",
     "GenerationRequest",
+    "KVMemoryRequest",
     "MessagesRequest",
     "RequestModel",
     "ResponsesRequest",
@@ -350,6 +351,14 @@ class TokenizeRequest(RequestModel):
     @property
     def template_variables(self) -> dict[str, Any] | None:
         return self.chat_template_kwargs
+
+
+class KVMemoryRequest(RequestModel):
+    """The body of ``POST /v1/kv/memory``: bytes, or a text such as ``4GiB``."""
+
+    kv_cache_memory: (
+        Annotated[int, bounded("kv_cache_memory")] | Annotated[str, sized("kv_cache_memory")]
+    )
 
 
 class DetokenizeRequest(RequestModel):

@@ -1,0 +1,184 @@
+"""The pool is changed while requests run: another limit, a prefix cache that is cleared."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from vmserve import LLM, AsyncLLM, ConfigurationError, InvalidRequestError, SamplingParams
+from vmserve.config import EngineConfig
+from vmserve.engine.engine import LLMEngine
+from vmserve.ipc.client import ProcessLLM
+
+PAGE = "64KiB"
+OPTIONS: dict[str, Any] = {
+    "kv_cache_memory": "32MiB",
+    "kv_page_size": PAGE,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+}
+PARAMS = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+PROMPTS = [[5 + index] * (100 + 7 * index) for index in range(6)]
+
+
+class Serving:
+    """An engine with all of ``PROMPTS``, stepped by hand."""
+
+    def __init__(self, **options: Any) -> None:
+        self.engine = LLMEngine(EngineConfig(**OPTIONS, **options))
+        self.tokens: dict[str, list[int]] = {}
+        for index, prompt in enumerate(PROMPTS):
+            self.engine.add_request(str(index), prompt, PARAMS)
+
+    def step(self) -> None:
+        result = self.engine.step()
+        assert not result.failures
+        for output in result.outputs:
+            self.tokens[output.request_id] = output.outputs[0].token_ids
+
+    def finish(self) -> dict[str, list[int]]:
+        while self.engine.has_unfinished:
+            self.step()
+        self.engine.memory.check()
+        self.engine.close()
+        return self.tokens
+
+    @property
+    def stats(self) -> dict[str, float | int]:
+        return self.engine.stats()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_regime": "virtual"},
+        {"kv_regime": "paged"},
+        {"kv_regime": "paged", "swap_space": "16MiB", "preemption": "swap"},
+        {"kv_regime": "virtual", "async_scheduling": "on", "kv_mapper": "off"},
+    ],
+    ids=["virtual", "paged", "swap", "async"],
+)
+def test_a_limit_that_falls_and_rises_under_running_requests(options: dict[str, Any]) -> None:
+    expected = Serving(**options).finish()
+    serving = Serving(**options)
+    engine, layout = serving.engine, serving.engine.memory.layout
+    for _ in range(20):
+        serving.step()
+    before = serving.stats
+    assert before["num_requests_running"] == len(PROMPTS)
+    assert before["num_preemptions_total"] == 0
+    with pytest.raises(ConfigurationError, match=r"raise --kv-cache-memory to \S+ MiB"):
+        engine.set_kv_cache_memory(layout.total_page_bytes)
+    assert engine.memory.limit_pages == before["limit_pages"]
+    least = layout.pages_for(512 + engine.memory.options.read_slack_tokens)
+    lowered = engine.set_kv_cache_memory(least * layout.total_page_bytes)
+    assert lowered == least * layout.total_page_bytes
+    assert serving.stats["limit_pages"] == least < before["used_pages"]
+    for _ in range(40):
+        serving.step()
+    under = serving.stats
+    assert under["num_preemptions_total"] > 0
+    assert under["num_requests_running"] < len(PROMPTS)
+    assert under["used_pages"] <= under["committed_pages"] <= least
+    engine.set_kv_cache_memory("32MiB")
+    assert serving.stats["limit_pages"] == before["limit_pages"]
+    while serving.stats["num_requests_waiting"]:
+        serving.step()
+    preempted = serving.stats["num_preemptions_total"]
+    assert serving.finish() == expected
+    assert preempted == under["num_preemptions_total"]
+
+
+def test_a_cache_that_is_cleared_under_running_requests() -> None:
+    expected = Serving().finish()
+    serving = Serving()
+    for _ in range(20):
+        serving.step()
+    for name, cached in (("shares", 96), ("alone", 0)):
+        hits = serving.stats["prefix_cache_hits_total"]
+        serving.engine.add_request(name, PROMPTS[0], PARAMS)
+        serving.step()
+        assert serving.stats["prefix_cache_hits_total"] - hits == cached
+        serving.engine.reset_prefix_cache()
+    tokens = serving.finish()
+    assert tokens.pop("shares") == tokens.pop("alone") == expected["0"]
+    assert tokens == expected
+
+
+def test_a_cleared_cache_has_no_hits_and_what_is_pinned_is_not_cleared() -> None:
+    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with LLM(**OPTIONS) as llm:
+
+        def hits() -> float:
+            before = llm.stats()["prefix_cache_hits_total"]
+            llm.generate([PROMPTS[0]], short)
+            return llm.stats()["prefix_cache_hits_total"] - before
+
+        assert (hits(), hits()) == (0, 96)
+        assert llm.stats()["cached_blocks"] > 0
+        llm.reset_prefix_cache()
+        stats = llm.stats()
+        assert stats["cached_blocks"] == 0
+        assert (hits(), hits()) == (0, 96)
+        pin = llm.pin_prefix(PROMPTS[0])
+        with pytest.raises(InvalidRequestError, match="1 prefixes are pinned: unpin them first"):
+            llm.reset_prefix_cache()
+        assert hits() == 96
+        llm.unpin_prefix(pin.handle)
+        llm.reset_prefix_cache()
+        assert hits() == 0
+
+
+def test_a_limit_below_what_pinned_prefixes_leave_or_above_the_device() -> None:
+    with LLM(**OPTIONS) as llm:
+        memory = llm.engine.memory
+        page = memory.layout.total_page_bytes
+        least = memory.layout.pages_for(512 + memory.options.read_slack_tokens)
+        assert llm.set_kv_cache_memory(least * page + page // 2) == least * page
+        llm.set_kv_cache_memory("32MiB")
+        llm.pin_prefix([7] * 256)
+        with pytest.raises(ConfigurationError, match=r"beside \d+ pages of pinned prefixes: raise"):
+            llm.set_kv_cache_memory(least * page)
+        pinned = llm.engine._pins.num_pages
+        assert llm.set_kv_cache_memory((least + pinned) * page) == (least + pinned) * page
+        with pytest.raises(ConfigurationError, match=r"is more than the .* that the device has"):
+            llm.set_kv_cache_memory(1 << 60)
+        with pytest.raises(ConfigurationError, match="kv_cache_memory"):
+            llm.set_kv_cache_memory("much")
+        [output] = llm.generate([[9] * 300], PARAMS)
+        assert len(output.outputs[0].token_ids) == PARAMS.max_tokens
+
+
+@pytest.mark.parametrize("kind", [AsyncLLM, ProcessLLM], ids=["one", "two"])
+def test_through_the_clients_while_requests_run(kind: Any) -> None:
+    async def one(llm: Any, prompt: list[int]) -> list[int]:
+        async for output in llm.generate(prompt, PARAMS):
+            tokens: list[int] = output.outputs[0].token_ids
+        return tokens
+
+    async def serve(llm: Any) -> None:
+        expected = await asyncio.gather(*(one(llm, prompt) for prompt in PROMPTS))
+        wide = await llm.fetch_stats()
+        page = int(wide["page_bytes"])
+        running = [asyncio.ensure_future(one(llm, prompt)) for prompt in PROMPTS]
+        while not any(task.done() for task in running):
+            with pytest.raises(ConfigurationError, match="raise --kv-cache-memory to"):
+                await llm.set_kv_cache_memory(page)
+            assert await llm.set_kv_cache_memory("3MiB") == 3 << 20
+            await llm.reset_prefix_cache()
+            assert (await llm.snapshot()).stats["limit_pages"] * page == 3 << 20
+            assert await llm.set_kv_cache_memory("32MiB") == wide["limit_pages"] * page
+        assert await asyncio.gather(*running) == expected
+        with pytest.raises(ConfigurationError, match="kv_cache_memory"):
+            await llm.set_kv_cache_memory("much")
+
+    async def run() -> None:
+        llm = kind(**OPTIONS)
+        try:
+            await serve(llm)
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(run())

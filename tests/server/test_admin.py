@@ -1,0 +1,120 @@
+"""Routes that change how the server runs: who may call them, and what comes of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Running, error_of
+from tests.server.fake_engine import FakeAsyncLLM
+from vmserve.errors import ConfigurationError
+from vmserve.ipc.client import ProcessLLM
+from vmserve.server.admin import ADMIN_PATHS
+from vmserve.server.config import ServerConfig
+
+Start = Callable[..., Running]
+ADMIN = {"authorization": "Bearer admin"}
+MEMORY = "/v1/kv/memory"
+
+
+@pytest.mark.parametrize("keys", [(), ("user",)], ids=["open", "keys"])
+def test_they_need_the_admin_key_which_opens_nothing_else(
+    start: Start, keys: tuple[str, ...]
+) -> None:
+    engine = FakeAsyncLLM()
+    server = start(engine, api_keys=keys, admin_api_key="admin")
+    for path in ADMIN_PATHS:
+        for headers in ({}, {"authorization": "Bearer user"}, {"x-api-key": "wrong"}):
+            response = server.http.post(path, headers=headers, json={"kv_cache_memory": "4GiB"})
+            assert response.status_code == 401
+            assert "admin key" in error_of(response)["message"]
+        assert server.http.get(path, headers=ADMIN).status_code == 405
+    assert (engine.num_resets, engine.kv_cache_memory) == (0, 0)
+    assert server.http.get("/version", headers=ADMIN).status_code == (401 if keys else 200)
+    for path in ("/reset_prefix_cache", "/flush_cache"):
+        response = server.http.post(path, headers={"x-api-key": "admin"})
+        assert (response.status_code, response.content) == (200, b"")
+    reply = server.post(MEMORY, {"kv_cache_memory": "4GiB"}, headers=ADMIN)
+    assert reply.json() == {"kv_cache_memory": 4096}
+    assert (engine.num_resets, engine.kv_cache_memory) == (2, "4GiB")
+
+
+def test_without_an_admin_key_there_are_none(start: Start) -> None:
+    server = start()
+    for path in ADMIN_PATHS:
+        assert server.http.post(path, headers=ADMIN).status_code == 404
+    assert not ADMIN_PATHS & server.http.get("/openapi.json").json()["paths"].keys()
+    with pytest.raises(ConfigurationError, match="admin_api_key: an empty key"):
+        ServerConfig(served_model_names=("m",), admin_api_key="")
+
+
+@pytest.mark.parametrize("size", [None, 0, -1, 1.5, True, "", "x" * 33, [1], 2**63])
+def test_sizes_that_are_none(start: Start, size: Any) -> None:
+    server = start(admin_api_key="admin")
+    response = server.post(MEMORY, {"kv_cache_memory": size}, headers=ADMIN)
+    assert response.status_code == 400
+    assert error_of(response)["param"].startswith("kv_cache_memory")
+
+
+def test_too_little_is_refused_with_the_remedy(start: Start) -> None:
+    server = start(admin_api_key="admin")
+    response = server.post(MEMORY, {"kv_cache_memory": "1KiB"}, headers=ADMIN)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["message"] == "raise --kv-cache-memory to 2KiB"
+    assert error["param"] == "kv_cache_memory"
+
+
+def test_a_real_engine_under_load() -> None:
+    """Memory falls and rises, the cache is cleared, pins come back: streams end as they would."""
+    engine = ProcessLLM(
+        kv_cache_memory="64MiB", max_model_len=512, max_num_seqs=8, kv_page_size="64KiB"
+    )
+    server = Running(engine, served_model_names=("m",), admin_api_key="admin")
+
+    def complete(prompt: str) -> Any:
+        return server.complete(prompt=prompt, max_tokens=200, temperature=0, ignore_eos=True)
+
+    def kv(name: str) -> float:
+        figure: float = server.http.get("/v1/kv").json()[name]
+        return figure
+
+    def change(path: str, **body: Any) -> Any:
+        response = server.post(path, body, headers=ADMIN)
+        assert response.status_code == 200, response.text
+        return response
+
+    try:
+        head = list(range(10, 74))
+        pin = server.on_loop_async(lambda: engine.pin_prefix(head))
+        assert pin.num_tokens == len(head)
+        expected = complete("Once upon a time")["choices"]
+        replies: list[Any] = []
+        clients = [
+            threading.Thread(target=lambda: replies.append(complete("Once upon a time")))
+            for _ in range(6)
+        ]
+        for client in clients:
+            client.start()
+        while any(client.is_alive() for client in clients):
+            assert change(MEMORY, kv_cache_memory="3MiB").json() == {"kv_cache_memory": 3 << 20}
+            assert kv("limit_pages") * kv("page_bytes") == 3 << 20
+            change("/reset_prefix_cache")
+            assert change(MEMORY, kv_cache_memory=64 << 20).json() == {"kv_cache_memory": 64 << 20}
+        for client in clients:
+            client.join()
+        assert [reply["choices"] for reply in replies] == [expected] * 6
+        assert kv("pinned_prefixes") == 1
+        refused = server.post(MEMORY, {"kv_cache_memory": 65536}, headers=ADMIN)
+        assert refused.status_code == 400
+        assert "raise --kv-cache-memory to" in error_of(refused)["message"]
+        text = server.http.get("/metrics").text
+        assert f'vmserve:limit_pages{{engine="0",model_name="m"}} {kv("limit_pages")}' in text
+        hits = kv("prefix_cache_hits_total")
+        server.complete(prompt=[*head, 5], max_tokens=1)
+        assert kv("prefix_cache_hits_total") - hits == len(head)
+    finally:
+        server.close()
