@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vmserve.config import EngineConfig, ResolvedConfig, format_size, parse_size, resolve
+from vmserve.config import EngineConfig, ResolvedConfig, resolve
 from vmserve.engine.deadlines import Deadlines, too_late
 from vmserve.engine.grammars import StructuredRequests
 from vmserve.engine.parts import (
@@ -47,6 +47,7 @@ from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.profile import DeviceProfile
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request
+from vmserve.sizes import format_size, parse_size
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.telemetry.phases import StepPhases
 from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
