@@ -6,18 +6,19 @@ import dataclasses
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from vmserve import _core
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.footprint import activation_bytes, weight_bytes
+from vmserve.options import Bounds, Option, check_options
 from vmserve.sampling.tokens import sampling_bytes
 from vmserve.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from vmserve.models.config import ModelConfig
 
-__all__ = ["EngineConfig", "KVRegime", "ResolvedConfig", "ZeroPolicy"]
+__all__ = ["EngineConfig", "KVRegime", "ResolvedConfig", "ZeroPolicy", "resolve"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,23 +48,16 @@ DEFAULT_NUM_SEQS = 64
 #: The same on a GPU, which reads its weights in a millisecond or a few and needs wide batches.
 GPU_BATCHED_TOKENS = 2048
 GPU_NUM_SEQS = 256
-#: The least and the greatest value of each integer. A context of 1 has room for a prompt or an
-#: answer; more than these sequences, tokens or pages no machine holds, and their bookkeeping is
-#: allocated at start.
-_RANGES = {
-    "max_model_len": (2, 2**40),
-    "max_num_seqs": (1, 2**20),
-    "max_num_batched_tokens": (1, 2**31 - 1),
-    "max_logprobs": (-1, 2**31 - 1),
-    "block_size": (1, 2**31 - 1),
-    "kv_layers_per_group": (1, 2**31 - 1),
-    "tensor_parallel_size": (1, 2**31 - 1),
-    "seed": (-(2**63), 2**63 - 1),
-}
 #: Seconds after which a request that waits goes before higher priorities.
 PRIORITY_MAX_WAIT = 60.0
 #: Share of a GPU's memory that all of the engine may take: weights, activations and KV cache.
 GPU_SHARE = 0.9
+
+_MODEL: Final = "Model and tokenizer"
+_DEVICE: Final = "Device"
+_KV: Final = "KV cache"
+_SCHEDULING: Final = "Scheduling"
+_INT32_MAX: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,48 +65,279 @@ class EngineConfig:
     """The options as the user gave them; ``None`` means "choose for me".
 
     Names and meanings are those of the command line (``--kv-regime`` is ``kv_regime``).
-    Sizes are bytes or strings such as ``"512MiB"``.
+    Sizes are bytes or strings such as ``"512MiB"``. The greatest numbers of sequences, tokens and
+    pages are more than any machine holds; their bookkeeping is allocated at start.
     """
 
-    model: str | None = None
-    tokenizer: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    seed: int = 0
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_logprobs: int = 20
-    kv_regime: KVRegime | None = None
-    kv_cache_memory: int | str | None = None
-    kv_page_size: int | str | None = None
-    kv_zero_pages: ZeroPolicy = "tenant"
-    kv_mapper: KVMapper = "auto"
-    kv_driver: str = "auto"
-    kv_layers_per_group: int | None = None
-    gpu_memory_utilization: float | None = None
-    block_size: int = 16
-    swap_space: int | str = 0
-    preemption: Preemption = "auto"
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    priority_max_wait: float | None = None
-    scheduler_delay_factor: float = 0.0
-    async_scheduling: AsyncScheduling = "auto"
-    fair_sharing: bool = False
-    request_timeout: float | None = None
-    regime_profile: str | None = None
-    enable_prefix_caching: bool | None = None
-    attention_backend: str = "auto"
-    linear_backend: LinearBackend = "auto"
-    quantization: Quantization = "none"
-    trace_file: str | None = None
-    tensor_parallel_size: int = 1
-    enforce_eager: bool = False
+    model: Annotated[
+        str | None,
+        Option(
+            "A directory in Hugging Face layout or a hub id.",
+            _MODEL,
+            default="vmserve-embedded, the model in the package",
+            metavar="PATH",
+        ),
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        Option("A directory or a hub id, where it is not the model's own.", _MODEL, metavar="PATH"),
+    ] = None
+    dtype: Annotated[
+        str,
+        Option(
+            "auto, float32 (float), bfloat16 or float16 (half).",
+            _MODEL,
+            default="auto, the model's own",
+            choices=("auto", "float32", "float", "bfloat16", "float16", "half"),
+        ),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        Option(
+            "Most tokens of a request, prompt and answer.",
+            _MODEL,
+            # A context of 1 has room for a prompt or an answer, not for both.
+            Bounds(2, 2**40),
+            default="the model's context",
+        ),
+    ] = None
+    max_logprobs: Annotated[
+        int,
+        Option(
+            "Most log-probabilities per token that a request may ask for; -1: the whole "
+            "vocabulary.",
+            _MODEL,
+            Bounds(-1, _INT32_MAX),
+        ),
+    ] = 20
+    seed: Annotated[
+        int,
+        Option("Feeds requests without a seed of their own.", _MODEL, Bounds(-(2**63), 2**63 - 1)),
+    ] = 0
+    device: Annotated[
+        str, Option("auto, cpu or cuda.", _DEVICE, choices=("auto", "cpu", "cuda"))
+    ] = "auto"
+    attention_backend: Annotated[str, Option("auto or a backend's name.", _DEVICE)] = "auto"
+    linear_backend: Annotated[
+        LinearBackend,
+        Option(
+            "native (C++, on a CPU) or torch.",
+            _DEVICE,
+            default="auto, native where it can run the model",
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Quantization,
+        Option(
+            "int8 keeps the linear layers' weights in half the memory of bfloat16 and changes the "
+            "logits a little; int8-dynamic rounds what they are multiplied by to 8 bits as well "
+            "(to 16 otherwise, and on a processor without AVX512_VNNI): longer prompts are faster, "
+            "and the logits change more. Native only.",
+            _DEVICE,
+        ),
+    ] = "none"
+    tensor_parallel_size: Annotated[
+        int,
+        Option(
+            "Devices per layer.",
+            _DEVICE,
+            Bounds(1, _INT32_MAX),
+            flags=("--tensor-parallel-size", "-tp"),
+        ),
+    ] = 1
+    enforce_eager: Annotated[
+        bool,
+        Option("Never capture graphs of a step.", _DEVICE, default="captured on a GPU"),
+    ] = False
+    kv_regime: Annotated[
+        KVRegime | None,
+        Option(
+            "How a request's KV cache is laid out and read.",
+            _KV,
+            default="auto, chosen per request; virtual on a GPU, where both in one batch cost more "
+            "launches",
+        ),
+    ] = None
+    kv_cache_memory: Annotated[
+        int | str | None,
+        Option(
+            "The most that the KV cache may grow to, e.g. 512MiB or 4GiB.",
+            _KV,
+            default=f"{CPU_KV_SHARE * 100:g} % of the memory that is free at start, on a GPU what "
+            "--gpu-memory-utilization leaves",
+            metavar="SIZE",
+        ),
+    ] = None
+    kv_page_size: Annotated[
+        int | str | None,
+        Option(
+            "Bytes of a page.",
+            _KV,
+            default="planned from the model and the device",
+            metavar="SIZE",
+        ),
+    ] = None
+    kv_zero_pages: Annotated[
+        ZeroPolicy,
+        Option(
+            "When pages are zeroed before they are used again.",
+            _KV,
+            default="tenant, for another one",
+        ),
+    ] = "tenant"
+    kv_mapper: Annotated[
+        KVMapper,
+        Option("Map pages ahead in a thread while steps compute.", _KV, default="auto, on"),
+    ] = "auto"
+    kv_driver: Annotated[
+        str,
+        Option(
+            "host, cuda, or the path of a page driver's shared library.",
+            _KV,
+            default="auto, the device's own",
+        ),
+    ] = "auto"
+    kv_layers_per_group: Annotated[
+        int | None,
+        Option(
+            "Layers whose keys and values lie side by side in a page: more of them make pages of "
+            "fewer tokens.",
+            _KV,
+            Bounds(1, _INT32_MAX),
+            default="planned for the device",
+        ),
+    ] = None
+    block_size: Annotated[int, Option("Tokens of a KV block.", _KV, Bounds(1, _INT32_MAX))] = 16
+    swap_space: Annotated[
+        int | str,
+        Option(
+            "Host memory for preempted requests, e.g. 1GiB.",
+            _KV,
+            default="0, none",
+            metavar="SIZE",
+        ),
+    ] = 0
+    enable_prefix_caching: Annotated[
+        bool | None,
+        Option(
+            "Keep the KV cache of finished requests for those with the same start.",
+            _KV,
+            default="on",
+            negatable=True,
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        Option(
+            "On a GPU the share of its memory for weights, activations and KV cache; on a CPU the "
+            "cap of the KV cache as a share of all memory.",
+            _KV,
+            Bounds(0, 1, open_low=True),
+            default=f"{GPU_SHARE} on a GPU",
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int | None,
+        Option(
+            "Most sequences that run at once.",
+            _SCHEDULING,
+            Bounds(1, 2**20),
+            default=f"{DEFAULT_NUM_SEQS}, on a GPU {GPU_NUM_SEQS}",
+        ),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Option(
+            "Most tokens computed in a step; longer prompts are cut into chunks.",
+            _SCHEDULING,
+            Bounds(1, _INT32_MAX),
+            default=f"{DEFAULT_BATCHED_TOKENS}, on a GPU {GPU_BATCHED_TOKENS}",
+        ),
+    ] = None
+    preemption: Annotated[
+        Preemption,
+        Option("What becomes of a request that makes room for another.", _SCHEDULING),
+    ] = "auto"
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        Option(
+            "Who runs first: first come, or lowest priority number, which also takes the places "
+            "of higher ones; v0 is the PagedAttention paper's, steps of prompts or of decodes, for "
+            "comparison.",
+            _SCHEDULING,
+        ),
+    ] = "fcfs"
+    async_scheduling: Annotated[
+        AsyncScheduling,
+        Option(
+            "Launches a step while the one before it runs.", _SCHEDULING, default="auto, on a GPU"
+        ),
+    ] = "auto"
+    priority_max_wait: Annotated[
+        float | None,
+        Option(
+            "With the policy priority: seconds after which a request that waits goes before all "
+            "priorities, a quarter of the sequences at most.",
+            _SCHEDULING,
+            Bounds(0, open_low=True),
+            default=f"{PRIORITY_MAX_WAIT:g}",
+            metavar="SECONDS",
+            unit="seconds",
+        ),
+    ] = None
+    scheduler_delay_factor: Annotated[
+        float,
+        Option(
+            "With the policy v0: prompts wait for so many times as long as the last ones took, "
+            "to be read together.",
+            _SCHEDULING,
+            Bounds(0, 100),
+            default="0",
+        ),
+    ] = 0.0
+    fair_sharing: Annotated[
+        bool,
+        Option(
+            "Tenants (API keys) share places and tokens equally: who has had the fewest is next, "
+            "and takes places from one with more.",
+            _SCHEDULING,
+            default="no",
+            negatable=True,
+        ),
+    ] = False
+    request_timeout: Annotated[
+        float | None,
+        Option(
+            "Seconds in which a request must end, waiting included; then it fails.",
+            _SCHEDULING,
+            Bounds(0, open_low=True),
+            default="none",
+            metavar="SECONDS",
+            unit="seconds",
+        ),
+    ] = None
+    regime_profile: Annotated[
+        str | None,
+        Option(
+            "What --kv-regime auto goes by, as `vmserve bench profile` wrote it.",
+            _KV,
+            default="measured at start",
+            metavar="PATH",
+        ),
+    ] = None
+    trace_file: Annotated[
+        str | None,
+        Option(
+            "Write what each step did to this file, which opens in Perfetto.",
+            _SCHEDULING,
+            default="none",
+            metavar="PATH",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        self._take_paths()
-        self._check_choices()
-        self._check_numbers()
+        check_options(self)
+        self._check_policy()
         self._check_supported()
 
     @classmethod
@@ -127,73 +352,11 @@ class EngineConfig:
             )
         return cls(**options)
 
-    def _take_paths(self) -> None:
-        """A ``Path`` is as good as its text: what is kept is text."""
-        for name in ("model", "tokenizer", "kv_driver", "regime_profile", "trace_file"):
-            value = getattr(self, name)
-            if isinstance(value, os.PathLike):
-                object.__setattr__(self, name, os.fspath(value))
-            elif value is not None and not isinstance(value, str):
-                raise ConfigurationError(f"{name}: {value!r} is not a text or a path")
-
-    def _check_choices(self) -> None:
-        choices = {
-            "kv_regime": (None, *get_args(KVRegime)),
-            "kv_zero_pages": get_args(ZeroPolicy),
-            "kv_mapper": get_args(KVMapper),
-            "preemption": get_args(Preemption),
-            "linear_backend": get_args(LinearBackend),
-            "quantization": get_args(Quantization),
-            "scheduling_policy": get_args(SchedulingPolicy),
-            "async_scheduling": get_args(AsyncScheduling),
-            "dtype": ("auto", "float32", "float", "bfloat16", "float16", "half"),
-            "device": ("auto", "cpu", "cuda"),
-        }
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                names = ", ".join(filter(None, allowed))
-                raise ConfigurationError(f"{name}: {value!r} is not one of {names}")
-
-    def _check_numbers(self) -> None:
-        for name, (minimum, maximum) in _RANGES.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ConfigurationError(f"{name}: {value!r} is not an integer")
-            if value < minimum:
-                raise ConfigurationError(f"{name}: {value} is below the least value, {minimum}")
-            if value > maximum:
-                raise ConfigurationError(f"{name}: {value} is above the greatest value, {maximum}")
-        for name in (
-            "gpu_memory_utilization",
-            "request_timeout",
-            "priority_max_wait",
-            "scheduler_delay_factor",
-        ):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, int | float):
-                raise ConfigurationError(f"{name}: {value!r} is not a number")
-        for name in ("enable_prefix_caching", "enforce_eager", "fair_sharing"):
-            if (value := getattr(self, name)) not in (None, True, False):
-                raise ConfigurationError(f"{name}: {value!r} is neither True nor False")
-        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigurationError(
-                f"gpu_memory_utilization: {self.gpu_memory_utilization} is not in (0, 1]"
-            )
-        for name in ("request_timeout", "priority_max_wait"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigurationError(f"{name}: {value} must be more than 0 seconds")
+    def _check_policy(self) -> None:
         if self.priority_max_wait is not None and self.scheduling_policy != "priority":
             raise ConfigurationError(
                 "priority_max_wait: only the policy priority lets requests pass others; give "
                 "--scheduling-policy priority too"
-            )
-        if not 0 <= self.scheduler_delay_factor <= 100:
-            raise ConfigurationError(
-                f"scheduler_delay_factor: {self.scheduler_delay_factor} is not in [0, 100]"
             )
         if self.scheduler_delay_factor and self.scheduling_policy != "v0":
             raise ConfigurationError(
@@ -207,9 +370,10 @@ class EngineConfig:
             )
 
     def _check_supported(self) -> None:
-        refusals = [
-            (self.tensor_parallel_size > 1, "tensor_parallel_size above 1", "use 1"),
-        ]
+        if self.tensor_parallel_size > 1:
+            raise UnsupportedError(
+                "tensor_parallel_size above 1 is not available in this version: use 1"
+            )
         if self.preemption == "swap" and parse_size(self.swap_space, "swap_space") == 0:
             raise ConfigurationError(
                 "preemption: swap needs host memory to swap to: give --swap-space, e.g. 4GiB"
@@ -219,9 +383,6 @@ class EngineConfig:
                 "linear_backend: native attends with our own kernels: use --attention-backend cpu, "
                 f"not {self.attention_backend}"
             )
-        for refused, what, remedy in refusals:
-            if refused:
-                raise UnsupportedError(f"{what} is not available in this version: {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)
