@@ -162,7 +162,8 @@ def declared_options(owner: type) -> Mapping[str, Declared]:
         for option in extras:
             if isinstance(option, Option):
                 kind, optional = _without_none(annotation)
-                found[field.name] = Declared(field.name, kind, optional, field.default, option)
+                default = None if field.default is dataclasses.MISSING else field.default
+                found[field.name] = Declared(field.name, kind, optional, default, option)
     return found
 
 

@@ -323,7 +323,7 @@ def test_time_spent_waiting_for_a_place_counts(start: Start) -> None:
 @pytest.mark.parametrize("name", ["max_key_sequences", "max_key_requests", "key_tokens_per_minute"])
 def test_limits_below_one(name: str) -> None:
     options: dict[str, Any] = {name: 0}
-    with pytest.raises(ConfigurationError, match=f"{name}: 0 is below the least, 1"):
+    with pytest.raises(ConfigurationError, match=f"{name}: 0 is below the least value, 1"):
         ServerConfig(served_model_names=("m",), **options)
 
 

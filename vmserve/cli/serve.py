@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from vmserve.cli.options import with_engine_options
+from vmserve.cli.options import ENGINE_OPTIONS, parameters_of, with_parameters
 from vmserve.errors import ChatTemplateError, ConfigurationError, InvalidRequestError
 from vmserve.imports import import_quickly
 from vmserve.ipc.client import ProcessLLM, Supervision
 from vmserve.logs import LOG_FORMATS, configure_logging
 from vmserve.models.hub import EMBEDDED_NAME, is_embedded
+from vmserve.options import Option, check_options, declared_options
 from vmserve.server.auth import KeyRing, read_key_file
-from vmserve.server.config import ServerConfig, is_loopback
-from vmserve.server.limits import WRITE_STALL_SECONDS
+from vmserve.server.config import API, LIMITS, NETWORK, PROCESSES, ServerConfig, is_loopback
 from vmserve.server.listen import (
     ConnectionLimits,
     bind,
@@ -38,22 +38,76 @@ from vmserve.server.listen import (
     url_of,
 )
 from vmserve.sizes import format_size
-from vmserve.tools.reasoning import REASONING_PARSERS
-from vmserve.tools.registry import PARSERS
 
 if TYPE_CHECKING:
     from vmserve.client.async_llm import AsyncLLM
     from vmserve.text.tokenizer import Tokenizer
 
-__all__ = ["ServeCommand", "check_template", "serve_command"]
+__all__ = ["SERVE_OPTIONS", "ServeCommand", "check_template", "serve_command"]
 
 logger = logging.getLogger(__name__)
 
 
-_API = "HTTP API"
-_NETWORK = "Network"
-_LIMITS = "Limits"
-_PROCESSES = "Processes"
+_GROUPS = (NETWORK, API, LIMITS, PROCESSES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Options of the command that neither the HTTP server nor the engine has.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+
+    pin_prefixes: Annotated[
+        tuple[Path, ...],
+        Option(
+            "File with a prefix whose KV cache is computed at start and kept: text, or (.json) "
+            "messages for the chat template; repeatable.",
+            API,
+            flags=("--pin-prefix",),
+        ),
+    ] = ()
+    enable_tokenizer_info_endpoint: Annotated[bool, Option("/tokenizer_info answers.", API)] = False
+    enable_server_load_tracking: Annotated[bool, Option("Accepted; /load always counts.", API)] = (
+        False
+    )
+    enable_prompt_tokens_details: Annotated[
+        bool, Option("Accepted; usage always has them.", API)
+    ] = False
+    enable_auto_tool_choice: Annotated[bool, Option("Accepted; it is always on.", API)] = False
+    in_process_engine: Annotated[
+        bool,
+        Option(
+            "Run the engine in the server's own process, to debug it; it is not supervised.",
+            PROCESSES,
+        ),
+    ] = False
+    engine_restarts: Annotated[
+        int,
+        Option(
+            "How often within an hour an engine that has died is started again. Requests that it "
+            "had fail.",
+            PROCESSES,
+        ),
+    ] = Supervision.restarts
+    engine_hang_timeout: Annotated[
+        float,
+        Option(
+            "Seconds without a word after which an engine hangs, and is killed: no step may take "
+            "longer.",
+            PROCESSES,
+        ),
+    ] = Supervision.hang_timeout
+    log_format: Annotated[
+        str, Option("text, or json: an object per line.", PROCESSES, choices=LOG_FORMATS)
+    ] = Supervision.log_format
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+_OWN = declared_options(ServeOptions)
+_SERVER = declared_options(ServerConfig)
 
 
 class ServeCommand(TyperCommand):
@@ -79,384 +133,70 @@ def repeat_option(args: list[str], name: str) -> list[str]:
     return [*spread, *rest]
 
 
-@with_engine_options
+#: The options of ``vmserve serve`` but those of the engine, group by group.
+SERVE_OPTIONS = sorted(
+    [*_SERVER.values(), *_OWN.values()], key=lambda option: _GROUPS.index(option.option.group)
+)
+
+
+@with_parameters(
+    [
+        *parameters_of(SERVE_OPTIONS, keep_defaults=True),
+        *parameters_of(ENGINE_OPTIONS.values()),
+    ]
+)
 def serve_command(
     model_argument: Annotated[
         str | None,
         typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False),
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on.", rich_help_panel=_NETWORK)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port to listen on; 0 picks a free one.", rich_help_panel=_NETWORK)
-    ] = 8000,
-    uds: Annotated[
-        str | None,
-        typer.Option(
-            help="Path of a Unix socket to listen on instead.",
-            rich_help_panel=_NETWORK,
-            metavar="PATH",
-        ),
-    ] = None,
-    root_path: Annotated[
-        str,
-        typer.Option(
-            help="Prefix under which every route answers too, e.g. /llm.", rich_help_panel=_NETWORK
-        ),
-    ] = "",
-    allowed_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-origin",
-            "--allowed-origins",
-            help="Origin (scheme://host[:port], or *) whose pages may call the server; repeatable. "
-            "Default: with keys all, without the server's own and those of loopback.",
-            rich_help_panel=_NETWORK,
-            show_default=False,
-        ),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Name (or *) under which a server without keys on loopback answers, beside "
-            "localhost and addresses; repeatable. Given, it holds for every server.",
-            rich_help_panel=_NETWORK,
-            show_default=False,
-        ),
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Key that requests must carry; repeatable. Also VMSERVE_API_KEY.",
-            rich_help_panel=_NETWORK,
-            show_default=False,
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with lines name:key or name:sha256:DIGEST; after the name may stand "
-            "sequences=N, requests=N, tokens-per-minute=N. Who has a key is a tenant: nothing of "
-            "the KV cache is shared between tenants.",
-            rich_help_panel=_NETWORK,
-        ),
-    ] = None,
-    admin_api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Key of the routes that change how the server runs: the KV cache's memory, "
-            "clearing the prefix cache. Default: VMSERVE_ADMIN_API_KEY, or no such routes.",
-            rich_help_panel=_NETWORK,
-            show_default=False,
-        ),
-    ] = None,
-    share_prefix_cache_across_keys: Annotated[
-        bool,
-        typer.Option(
-            "--share-prefix-cache-across-keys",
-            help="Let all keys share cached prefixes, which then tell of each other's prompts.",
-            rich_help_panel=_NETWORK,
-        ),
-    ] = False,
-    ssl_certfile: Annotated[
-        str | None,
-        typer.Option(
-            help="Certificate (PEM) to serve HTTPS with.", rich_help_panel=_NETWORK, metavar="PATH"
-        ),
-    ] = None,
-    ssl_keyfile: Annotated[
-        str | None,
-        typer.Option(
-            help="Private key (PEM) of the certificate.", rich_help_panel=_NETWORK, metavar="PATH"
-        ),
-    ] = None,
-    open_status_routes: Annotated[
-        bool,
-        typer.Option(
-            "--open-status-routes",
-            help="/ping, /ready and /version need no key, as /health.",
-            rich_help_panel=_NETWORK,
-        ),
-    ] = False,
-    shutdown_timeout: Annotated[
-        float,
-        typer.Option(
-            help="Seconds that running requests have after SIGTERM or SIGINT.",
-            rich_help_panel=_NETWORK,
-        ),
-    ] = 5.0,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Names that requests may give; replies lead with the first. Takes several, and "
-            "is repeatable. Default: the model as given.",
-            rich_help_panel=_API,
-            metavar="NAME...",
-        ),
-    ] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with a Jinja template to use instead of the model's.", rich_help_panel=_API
-        ),
-    ] = None,
-    pin_prefix: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="File with a prefix whose KV cache is computed at start and kept: text, or "
-            "(.json) messages for the chat template; repeatable.",
-            rich_help_panel=_API,
-        ),
-    ] = None,
-    return_tokens_as_token_ids: Annotated[
-        bool,
-        typer.Option(
-            "--return-tokens-as-token-ids",
-            help="Write tokens of log-probabilities as token_id:N.",
-            rich_help_panel=_API,
-        ),
-    ] = False,
-    enable_force_include_usage: Annotated[
-        bool,
-        typer.Option(
-            "--enable-force-include-usage",
-            help="Every stream reports usage, in each chunk and at its end.",
-            rich_help_panel=_API,
-        ),
-    ] = False,
-    enable_per_request_metrics: Annotated[
-        bool,
-        typer.Option(
-            "--enable-per-request-metrics",
-            help="Replies of one prompt and one choice carry their times.",
-            rich_help_panel=_API,
-        ),
-    ] = False,
-    enable_tokenizer_info_endpoint: Annotated[
-        bool,
-        typer.Option(
-            "--enable-tokenizer-info-endpoint",
-            help="/tokenizer_info answers.",
-            rich_help_panel=_API,
-        ),
-    ] = False,
-    vllm_metrics: Annotated[
-        bool,
-        typer.Option(
-            "--vllm-metrics/--no-vllm-metrics",
-            help="Expose metrics under vllm: as well as vmserve:.",
-            rich_help_panel=_API,
-        ),
-    ] = True,
-    enable_server_load_tracking: Annotated[
-        bool,
-        typer.Option(
-            "--enable-server-load-tracking",
-            help="Accepted; /load always counts.",
-            rich_help_panel=_API,
-        ),
-    ] = False,
-    enable_prompt_tokens_details: Annotated[
-        bool,
-        typer.Option(
-            "--enable-prompt-tokens-details",
-            help="Accepted; usage always has them.",
-            rich_help_panel=_API,
-        ),
-    ] = False,
-    enable_auto_tool_choice: Annotated[
-        bool,
-        typer.Option(
-            "--enable-auto-tool-choice",
-            help="Accepted; it is always on.",
-            rich_help_panel=_API,
-        ),
-    ] = False,
-    tool_call_parser: Annotated[
-        str | None,
-        typer.Option(
-            help=f"How the model writes calls of tools: {', '.join(sorted(PARSERS))}. Default: as "
-            "its chat template tells. Without effect where that shows no tools.",
-            rich_help_panel=_API,
-            metavar="NAME",
-        ),
-    ] = None,
-    reasoning_parser: Annotated[
-        str,
-        typer.Option(
-            help="How the model marks its thoughts, which answers then have as reasoning_content: "
-            f"{', '.join(REASONING_PARSERS)}. auto: as its chat template tells.",
-            rich_help_panel=_API,
-            metavar="NAME",
-        ),
-    ] = "auto",
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        typer.Option(
-            help="URL of an OpenTelemetry collector (OTLP over HTTP), which gets a span per "
-            "request; needs vmserve[otel].",
-            rich_help_panel=_PROCESSES,
-            metavar="URL",
-        ),
-    ] = None,
-    max_queued_requests: Annotated[
-        int,
-        typer.Option(
-            help="Requests that may wait before others get a 429.", rich_help_panel=_LIMITS
-        ),
-    ] = 1024,
-    max_queued_tokens: Annotated[
-        int,
-        typer.Option(
-            help="Tokens that waiting requests may ask for before others get a 429.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = 8_000_000,
-    max_key_sequences: Annotated[
-        int | None,
-        typer.Option(
-            help="Sequences (choices of all prompts) of one key that run at once; its further "
-            "requests wait. Default: no limit.",
-            rich_help_panel=_LIMITS,
-            show_default=False,
-        ),
-    ] = None,
-    max_key_requests: Annotated[
-        int | None,
-        typer.Option(
-            help="Prompts of one key that wait or run before others of it get a 429. Default: no "
-            "limit.",
-            rich_help_panel=_LIMITS,
-            show_default=False,
-        ),
-    ] = None,
-    key_tokens_per_minute: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of prompts and answers that one key may use in a minute before it gets a "
-            "429. Default: no limit.",
-            rich_help_panel=_LIMITS,
-            show_default=False,
-        ),
-    ] = None,
-    max_connections: Annotated[
-        int | None,
-        typer.Option(
-            help="Connections open at once; further ones wait until one ends. Default: as many as "
-            "the limit of open files leaves room for, 16384 at most.",
-            rich_help_panel=_LIMITS,
-            show_default=False,
-        ),
-    ] = None,
-    max_connections_per_address: Annotated[
-        int | None,
-        typer.Option(
-            help="Connections open at once from one address, but loopback; further ones get 429. "
-            "Default: a quarter of --max-connections.",
-            rich_help_panel=_LIMITS,
-            show_default=False,
-        ),
-    ] = None,
-    in_process_engine: Annotated[
-        bool,
-        typer.Option(
-            "--in-process-engine",
-            help="Run the engine in the server's own process, to debug it; it is not supervised.",
-            rich_help_panel=_PROCESSES,
-        ),
-    ] = False,
-    engine_restarts: Annotated[
-        int,
-        typer.Option(
-            help="How often within an hour an engine that has died is started again. Requests that "
-            "it had fail.",
-            rich_help_panel=_PROCESSES,
-        ),
-    ] = 0,
-    engine_hang_timeout: Annotated[
-        float,
-        typer.Option(
-            help="Seconds without a word after which an engine hangs, and is killed: no step may "
-            "take longer.",
-            rich_help_panel=_PROCESSES,
-        ),
-    ] = 300.0,
-    engine_death_linger: Annotated[
-        float,
-        typer.Option(
-            help="Seconds that a server without an engine answers 503 before it ends.",
-            rich_help_panel=_PROCESSES,
-        ),
-    ] = 10.0,
-    log_format: Annotated[
-        str, typer.Option(help="text, or json: an object per line.", rich_help_panel=_PROCESSES)
-    ] = "text",
-    write_timeout: Annotated[
-        float,
-        typer.Option(
-            help="Seconds after which a client that does not read is cut off.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = WRITE_STALL_SECONDS,
-    **engine_options: Any,
+    **options: Any,
 ) -> None:
     """Serve a model over HTTP, with the OpenAI API."""
-    if log_format not in LOG_FORMATS:
-        raise ConfigurationError(f"log_format: {log_format!r} is not one of text, json")
-    configure_logging(logging.INFO, log_format)
-    options = dict(engine_options)
+    own = ServeOptions(**{name: options.pop(name) for name in _OWN if name in options})
+    configure_logging(logging.INFO, own.log_format)
+    server = {name: options.pop(name) for name in _SERVER if name in options}
     options["model"] = _one_model(model_argument, options.get("model"))
-    config = ServerConfig(
-        served_model_names=tuple(served_model_name or [options["model"] or EMBEDDED_NAME]),
-        host=host,
-        port=port,
-        uds=uds,
-        api_keys=_api_keys("api_key", api_key or []),
-        admin_api_key=_admin_key(admin_api_key),
-        named_keys=() if api_key_file is None else read_key_file(api_key_file),
-        share_prefix_cache_across_keys=share_prefix_cache_across_keys,
-        ssl_certfile=ssl_certfile,
-        ssl_keyfile=ssl_keyfile,
-        root_path=root_path.rstrip("/"),
-        open_status_routes=open_status_routes,
-        allowed_origins=tuple(each.lower().rstrip("/") for each in allowed_origin or ()),
-        allowed_hosts=tuple(each.lower() for each in allowed_host or ()),
-        chat_template=_read_template(chat_template),
-        tool_call_parser=tool_call_parser,
-        reasoning_parser=reasoning_parser,
-        return_tokens_as_token_ids=return_tokens_as_token_ids,
-        force_include_usage=enable_force_include_usage,
-        per_request_metrics=enable_per_request_metrics,
-        vllm_metrics=vllm_metrics,
-        shutdown_timeout=shutdown_timeout,
-        engine_death_linger=engine_death_linger,
-        write_timeout=write_timeout,
-        otlp_traces_endpoint=otlp_traces_endpoint,
-        max_queued_requests=max_queued_requests,
-        max_queued_tokens=max_queued_tokens,
-        max_key_sequences=max_key_sequences,
-        max_key_requests=max_key_requests,
-        key_tokens_per_minute=key_tokens_per_minute,
-        max_connections=max_connections,
-        max_connections_per_address=max_connections_per_address,
-    )
+    config = _server_config(options["model"], server)
     supervision = Supervision(
-        restarts=engine_restarts, hang_timeout=engine_hang_timeout, log_format=log_format
+        restarts=own.engine_restarts,
+        hang_timeout=own.engine_hang_timeout,
+        log_format=own.log_format,
     )
     _run(
         config,
         options,
-        pin_prefix or [],
-        show_tokenizer=enable_tokenizer_info_endpoint,
-        supervision=None if in_process_engine else supervision,
+        own.pin_prefixes,
+        show_tokenizer=own.enable_tokenizer_info_endpoint,
+        supervision=None if own.in_process_engine else supervision,
+    )
+
+
+def _server_config(model: str | None, given: dict[str, Any]) -> ServerConfig:
+    """The options as the command line has them, with files read and texts normalised."""
+    key_file, template = given.pop("named_keys", None), given.pop("chat_template", None)
+    names = given.pop("served_model_names", ()) or (model or EMBEDDED_NAME,)
+    return ServerConfig(
+        **{
+            **given,
+            "served_model_names": tuple(names),
+            "api_keys": _api_keys("api_key", given.get("api_keys", [])),
+            "admin_api_key": _admin_key(given.get("admin_api_key")),
+            "named_keys": () if key_file is None else read_key_file(key_file),
+            "root_path": given["root_path"].rstrip("/"),
+            "allowed_origins": tuple(
+                each.lower().rstrip("/") for each in given.get("allowed_origins", ())
+            ),
+            "allowed_hosts": tuple(each.lower() for each in given.get("allowed_hosts", ())),
+            "chat_template": None if template is None else _read_text(template, "chat_template"),
+        }
     )
 
 
 def _run(
     config: ServerConfig,
     engine_options: dict[str, Any],
-    pinned: list[Path],
+    pinned: Iterable[Path],
     *,
     show_tokenizer: bool,
     supervision: Supervision | None,
@@ -677,10 +417,6 @@ def _api_keys(option: str, given: list[str]) -> tuple[str, ...]:
             "cannot be printed: choose another"
         )
     return keys
-
-
-def _read_template(path: Path | None) -> str | None:
-    return None if path is None else _read_text(path, "chat_template")
 
 
 def _read_text(path: Path, option: str) -> str:

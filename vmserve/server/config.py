@@ -6,13 +6,15 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 from vmserve.errors import ConfigurationError
+from vmserve.options import Bounds, Option, check_options
 from vmserve.server.auth import ApiKey, KeyLimits
 from vmserve.server.limits import WRITE_STALL_SECONDS
 from vmserve.tools.reasoning import REASONING_PARSERS
-from vmserve.tools.registry import check_parser
+from vmserve.tools.registry import PARSERS, check_parser
 
 __all__ = ["ServerConfig", "is_loopback"]
 
@@ -28,61 +30,255 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+#: Groups of the server's options.
+NETWORK: Final = "Network"
+API: Final = "HTTP API"
+LIMITS: Final = "Limits"
+PROCESSES: Final = "Processes"
+
+_SECONDS: Final = Bounds(0, 86_400)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What ``vmserve serve`` was asked for; names are those of the command line.
+    """Options of the HTTP server; names are those of the command line.
 
-    ``served_model_names`` are the names that requests may give; replies lead with the first.
-    ``max_queued_requests`` and ``max_queued_tokens`` bound what waits for the engine, before
-    requests are answered with 429; ``max_key_sequences``, ``max_key_requests`` and
-    ``key_tokens_per_minute`` bound each tenant. ``shutdown_timeout`` is in seconds, as is
-    ``engine_death_linger``, for which a server without an engine answers 503 before it ends.
-    ``write_timeout``: seconds that a client may leave a full buffer unread.
-    ``tokenizer_info``: what ``/tokenizer_info`` answers, if anything.
-    ``otlp_traces_endpoint``: the URL that spans are sent to, if any.
-    ``allowed_origins`` and ``allowed_hosts``, in lower case: empty for what
-    :class:`~vmserve.server.origins.OriginPolicy` derives. ``max_connections`` and
-    ``max_connections_per_address``: None for what
-    :class:`~vmserve.server.listen.ConnectionLimits` derives.
+    ``tokenizer_info``: what ``/tokenizer_info`` answers, if anything. ``allowed_origins`` and
+    ``allowed_hosts`` are in lower case; empty, they are what
+    :class:`~vmserve.server.origins.OriginPolicy` derives. Limits of connections that are None are
+    what :class:`~vmserve.server.listen.ConnectionLimits` derives.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
 
-    served_model_names: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    api_keys: tuple[str, ...] = ()
-    named_keys: tuple[ApiKey, ...] = ()
-    admin_api_key: str | None = None
-    share_prefix_cache_across_keys: bool = False
-    root_path: str = ""
-    open_status_routes: bool = False
-    allowed_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    chat_template: str | None = None
-    tool_call_parser: str | None = None
-    reasoning_parser: str = "auto"
-    return_tokens_as_token_ids: bool = False
-    force_include_usage: bool = False
-    per_request_metrics: bool = False
+    host: Annotated[str, Option("Address to listen on.", NETWORK)] = "127.0.0.1"
+    port: Annotated[
+        int,
+        Option("Port to listen on; 0 picks a free one.", NETWORK, Bounds(0, 65535), unit=""),
+    ] = 8000
+    uds: Annotated[
+        str | None,
+        Option("Path of a Unix socket to listen on instead.", NETWORK, metavar="PATH"),
+    ] = None
+    root_path: Annotated[
+        str, Option("Prefix under which every route answers too, e.g. /llm.", NETWORK)
+    ] = ""
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Option(
+            "Origin (scheme://host[:port], or *) whose pages may call the server; repeatable.",
+            NETWORK,
+            default="with keys all, without the server's own and those of loopback",
+            flags=("--allowed-origin", "--allowed-origins"),
+        ),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Option(
+            "Name (or *) under which a server without keys on loopback answers, beside localhost "
+            "and addresses; repeatable. Given, it holds for every server.",
+            NETWORK,
+            flags=("--allowed-host",),
+        ),
+    ] = ()
+    api_keys: Annotated[
+        tuple[str, ...],
+        Option(
+            "Key that requests must carry; repeatable. Also VMSERVE_API_KEY.",
+            NETWORK,
+            flags=("--api-key",),
+        ),
+    ] = ()
+    named_keys: Annotated[
+        tuple[ApiKey, ...],
+        Option(
+            "File with lines name:key or name:sha256:DIGEST; after the name may stand "
+            "sequences=N, requests=N, tokens-per-minute=N. Who has a key is a tenant: nothing of "
+            "the KV cache is shared between tenants.",
+            NETWORK,
+            flags=("--api-key-file",),
+            parse_as=Path,
+        ),
+    ] = ()
+    admin_api_key: Annotated[
+        str | None,
+        Option(
+            "Key of the routes that change how the server runs: the KV cache's memory, clearing "
+            "the prefix cache.",
+            NETWORK,
+            default="VMSERVE_ADMIN_API_KEY, or no such routes",
+        ),
+    ] = None
+    share_prefix_cache_across_keys: Annotated[
+        bool,
+        Option(
+            "Let all keys share cached prefixes, which then tell of each other's prompts.", NETWORK
+        ),
+    ] = False
+    ssl_certfile: Annotated[
+        str | None, Option("Certificate (PEM) to serve HTTPS with.", NETWORK, metavar="PATH")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, Option("Private key (PEM) of the certificate.", NETWORK, metavar="PATH")
+    ] = None
+    open_status_routes: Annotated[
+        bool, Option("/ping, /ready and /version need no key, as /health.", NETWORK)
+    ] = False
+    shutdown_timeout: Annotated[
+        float,
+        Option(
+            "Seconds that running requests have after SIGTERM or SIGINT.",
+            NETWORK,
+            _SECONDS,
+            unit="seconds",
+        ),
+    ] = 5.0
+    served_model_names: Annotated[
+        tuple[str, ...],
+        Option(
+            "Names that requests may give; replies lead with the first. Takes several, and is "
+            "repeatable.",
+            API,
+            default="the model as given",
+            flags=("--served-model-name",),
+            metavar="NAME...",
+        ),
+    ]
+    chat_template: Annotated[
+        str | None,
+        Option(
+            "File with a Jinja template to use instead of the model's.",
+            API,
+            parse_as=Path,
+        ),
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool, Option("Write tokens of log-probabilities as token_id:N.", API)
+    ] = False
+    force_include_usage: Annotated[
+        bool,
+        Option(
+            "Every stream reports usage, in each chunk and at its end.",
+            API,
+            flags=("--enable-force-include-usage",),
+        ),
+    ] = False
+    per_request_metrics: Annotated[
+        bool,
+        Option(
+            "Replies of one prompt and one choice carry their times.",
+            API,
+            flags=("--enable-per-request-metrics",),
+        ),
+    ] = False
     tokenizer_info: Mapping[str, Any] | None = None
-    vllm_metrics: bool = True
-    shutdown_timeout: float = 5.0
-    engine_death_linger: float = 10.0
-    write_timeout: float = WRITE_STALL_SECONDS
-    otlp_traces_endpoint: str | None = None
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 8_000_000
-    max_key_sequences: int | None = None
-    max_key_requests: int | None = None
-    key_tokens_per_minute: int | None = None
-    max_connections: int | None = None
-    max_connections_per_address: int | None = None
+    vllm_metrics: Annotated[
+        bool, Option("Expose metrics under vllm: as well as vmserve:.", API, negatable=True)
+    ] = True
+    tool_call_parser: Annotated[
+        str | None,
+        Option(
+            f"How the model writes calls of tools: {', '.join(sorted(PARSERS))}. Without effect "
+            "where its chat template shows no tools.",
+            API,
+            default="as its chat template tells",
+            metavar="NAME",
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str,
+        Option(
+            "How the model marks its thoughts, which answers then have as reasoning_content: "
+            f"{', '.join(REASONING_PARSERS)}. auto: as its chat template tells.",
+            API,
+            metavar="NAME",
+        ),
+    ] = "auto"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Option(
+            "URL of an OpenTelemetry collector (OTLP over HTTP), which gets a span per request; "
+            "needs vmserve[otel].",
+            PROCESSES,
+            metavar="URL",
+        ),
+    ] = None
+    max_queued_requests: Annotated[
+        int, Option("Requests that may wait before others get a 429.", LIMITS, Bounds(1))
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int,
+        Option(
+            "Tokens that waiting requests may ask for before others get a 429.", LIMITS, Bounds(1)
+        ),
+    ] = 8_000_000
+    max_key_sequences: Annotated[
+        int | None,
+        Option(
+            "Sequences (choices of all prompts) of one key that run at once; its further requests "
+            "wait.",
+            LIMITS,
+            Bounds(1),
+            default="no limit",
+        ),
+    ] = None
+    max_key_requests: Annotated[
+        int | None,
+        Option(
+            "Prompts of one key that wait or run before others of it get a 429.",
+            LIMITS,
+            Bounds(1),
+            default="no limit",
+        ),
+    ] = None
+    key_tokens_per_minute: Annotated[
+        int | None,
+        Option(
+            "Tokens of prompts and answers that one key may use in a minute before it gets a 429.",
+            LIMITS,
+            Bounds(1),
+            default="no limit",
+        ),
+    ] = None
+    max_connections: Annotated[
+        int | None,
+        Option(
+            "Connections open at once; further ones wait until one ends.",
+            LIMITS,
+            Bounds(1),
+            default="as many as the limit of open files leaves room for, 16384 at most",
+        ),
+    ] = None
+    max_connections_per_address: Annotated[
+        int | None,
+        Option(
+            "Connections open at once from one address, but loopback; further ones get 429.",
+            LIMITS,
+            Bounds(1),
+            default="a quarter of --max-connections",
+        ),
+    ] = None
+    engine_death_linger: Annotated[
+        float,
+        Option(
+            "Seconds that a server without an engine answers 503 before it ends.",
+            PROCESSES,
+            _SECONDS,
+            unit="seconds",
+        ),
+    ] = 10.0
+    write_timeout: Annotated[
+        float,
+        Option(
+            "Seconds after which a client that does not read is cut off.",
+            LIMITS,
+            _SECONDS,
+            unit="seconds",
+        ),
+    ] = WRITE_STALL_SECONDS
 
     def __post_init__(self) -> None:
+        check_options(self)
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigurationError(
                 "served_model_name: give at least one name, none of them empty"
@@ -108,33 +304,14 @@ class ServerConfig:
                 f"reasoning_parser: there is no {self.reasoning_parser!r}; there are "
                 f"{', '.join(REASONING_PARSERS)}"
             )
-        if not 0 <= self.port <= 65535:
-            raise ConfigurationError(f"port: {self.port} is not between 0 and 65535")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigurationError(
                 f"root_path: {self.root_path!r} must start with a slash and not end with one"
             )
-        for name in ("shutdown_timeout", "engine_death_linger", "write_timeout"):
-            if not 0 <= getattr(self, name) <= 86_400:
-                raise ConfigurationError(
-                    f"{name}: {getattr(self, name)} is not between 0 and 86400 seconds"
-                )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigurationError(
                 "ssl_certfile and ssl_keyfile go together: a certificate, and its private key"
             )
-        for name in (
-            "max_queued_requests",
-            "max_queued_tokens",
-            "max_key_sequences",
-            "max_key_requests",
-            "key_tokens_per_minute",
-            "max_connections",
-            "max_connections_per_address",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name}: {value} is below the least, 1")
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
