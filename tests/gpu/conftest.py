@@ -22,7 +22,8 @@ from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import DriverError
 from vmserve.models import resolve_model
-from vmserve.runner.runtime import TorchRuntime, open_runtime
+from vmserve.runner.cpu_runtime import open_runtime
+from vmserve.runner.runtime import TorchRuntime
 from vmserve.runner.torch_runtime import TorchCpuRuntime
 
 import torch  # isort: skip

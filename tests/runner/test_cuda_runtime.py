@@ -20,7 +20,7 @@ from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import UnsupportedError
 from vmserve.memory import cuda as cuda_memory
-from vmserve.memory import device
+from vmserve.memory import cuda_driver
 from vmserve.memory.cuda import CudaMemory
 from vmserve.runner import torch_runtime
 from vmserve.runner.torch_runtime import CudaRuntime, TorchCpuRuntime
@@ -153,12 +153,12 @@ def test_the_pool_follows_the_stream_that_torch_uses(
     sim.make_current()
     cuda.made.cuda_stream = sim.new_stream()
     monkeypatch.setattr(CudaMemory.__init__, "__kwdefaults__", {
-        "device": 0, "spare_bytes": device.SPARE_BYTES, "library": str(sim.path)
+        "device": 0, "spare_bytes": cuda_driver.SPARE_BYTES, "library": str(sim.path)
     })  # fmt: skip
     pages = made.memory(1 << 30)
     assert isinstance(pages, CudaMemory)
     assert (pages.stream, pages.spare_bytes) == (cuda.made.cuda_stream, 1 << 30)
-    assert made.memory(5).spare_bytes == device.SPARE_BYTES  # type: ignore[attr-defined]
+    assert made.memory(5).spare_bytes == cuda_driver.SPARE_BYTES  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match=r"stream 0x0, but the KV memory follows 0x"):
         made.check()
     with made.active():

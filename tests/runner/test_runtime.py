@@ -12,7 +12,7 @@ import torch  # isort: skip
 from tests.sim.simcuda import SimCuda
 from vmserve.errors import ConfigurationError
 from vmserve.memory.cuda import cuda_refusal
-from vmserve.runner.runtime import open_runtime
+from vmserve.runner.cpu_runtime import open_runtime
 from vmserve.runner.torch_runtime import TorchCpuRuntime
 
 
@@ -75,7 +75,7 @@ def test_a_gpu_that_is_too_old_is_refused_at_start(
     why = cuda_refusal(str(sim.path)) or ""
     assert why.startswith("Tesla T4 has compute capability 7.5, and the kernels need 8.0 or later")
     monkeypatch.setattr("vmserve.memory.cuda.cuda_refusal", lambda: why)
-    monkeypatch.setattr("vmserve.runner.runtime.driver_refusal", lambda: None)
+    monkeypatch.setattr("vmserve.runner.cpu_runtime.driver_refusal", lambda: None)
     assert open_runtime("auto").device_type == "cpu"
     assert "running on the CPU: Tesla T4 has" in caplog.text
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))

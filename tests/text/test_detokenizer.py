@@ -18,7 +18,7 @@ TEXTS = [
 
 
 def joined(tokenizer, ids, skip=True):
-    detokenizer = IncrementalDetokenizer(tokenizer, skip)
+    detokenizer = IncrementalDetokenizer(tokenizer.table, skip)
     return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 
 
@@ -54,7 +54,7 @@ def test_decoding_is_that_of_transformers(kind, data):
 @pytest.mark.parametrize("text", TEXTS)
 def test_no_piece_holds_half_a_character(kind, text):
     tokenizer = KINDS[kind]()
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = IncrementalDetokenizer(tokenizer.table)
     ids = tokenizer.encode(text, add_special_tokens=False)
     pieces = [detokenizer.push(token_id) for token_id in ids]
     assert detokenizer.flush() == ""
@@ -65,7 +65,7 @@ def test_no_piece_holds_half_a_character(kind, text):
 def test_a_character_of_several_tokens_comes_with_its_last_token():
     tokenizer = byte_level()
     ids = [tokenizer.hf.convert_tokens_to_ids(t) for t in ["ð", "Ł", "Ļ", "Ĥ", "a"]]
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = IncrementalDetokenizer(tokenizer.table)
     found = []
     for token_id in ids:
         piece = detokenizer.push(token_id)
@@ -93,7 +93,7 @@ def test_special_tokens_are_skipped_or_written_out():
 def test_only_the_first_leading_space_goes():
     tokenizer = metaspace()
     ids = tokenizer.encode("the quick fox", add_special_tokens=False)
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = IncrementalDetokenizer(tokenizer.table)
     pieces = list(map(detokenizer.push, ids))
     assert "".join(pieces) == "the quick fox"
     assert not pieces[0].startswith(" ")
@@ -110,7 +110,7 @@ def test_word_pieces_join():
 def test_byte_tokens_are_told_as_soon_as_a_character_is_complete():
     tokenizer = byte_fallback()
     names = ["<0x0A>", "<0xE2>", "<0x82>", "<0xAC>", "▁the", "<0xE2>", "<0x0A>", "a", "<0xE2>"]
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = IncrementalDetokenizer(tokenizer.table)
     pieces = [detokenizer.push(tokenizer.hf.convert_tokens_to_ids(name)) for name in names]
     assert pieces == ["\n", "", "", "€", " the", "", "\ufffd\n", "a", ""]
     assert detokenizer.pending

@@ -7,36 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vmserve.sampling.sampler import SampledToken
+from vmserve.sampling.tokens import BeamCandidates, BeamOutput, SampledToken
 from vmserve.scheduler.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from vmserve.decoding.beam import BeamSearch, BeamStep, Hypothesis
-    from vmserve.scheduler.base import Scheduler
-    from vmserve.scheduler.sequence import Request
+    from vmserve.scheduler.sequence import Branches, Request
 
-__all__ = ["BeamCandidates", "BeamGroup", "BeamOutput"]
+__all__ = ["BeamGroup"]
 
 #: Token id -> (log-probability, rank).
 _Top = dict[int, tuple[float, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class BeamCandidates:
-    """The likeliest next tokens of one beam, best first: both ``[candidates]``."""
-
-    token_ids: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class BeamOutput:
-    """One answer. ``eos_token_id``: the id that ended it, its last token (None: the limit did)."""
-
-    tokens: list[SampledToken]
-    eos_token_id: int | None
 
 
 @dataclass(slots=True)
@@ -77,7 +58,7 @@ class BeamGroup:
         num = self.num_candidates
         beam.candidates = BeamCandidates(candidates.token_ids[:num], candidates.logprobs[:num])
 
-    def advance(self, scheduler: Scheduler) -> bool:
+    def advance(self, branches: Branches) -> bool:
         """A step of the search, if every beam is ready for it; whether there was one."""
         rows = []
         for beam in self._beams:
@@ -90,7 +71,7 @@ class BeamGroup:
         )
         if self._num_logprobs is not None:
             self._keep_tops(step)
-        self._continue(step, scheduler)
+        self._continue(step, branches)
         return True
 
     def best(self) -> list[BeamOutput]:
@@ -101,12 +82,12 @@ class BeamGroup:
         """What the running beams have generated, best first."""
         return [beam.sequence.output_token_ids for beam in self._beams]
 
-    def _continue(self, step: BeamStep, scheduler: Scheduler) -> None:
+    def _continue(self, step: BeamStep, branches: Branches) -> None:
         """A beam's first continuation stays in its sequence, each other one is a fork of it."""
         going_on = {continuation.parent for continuation in step.running}
         for place, beam in enumerate(self._beams):
             if place not in going_on:
-                scheduler.finish(beam.sequence)
+                branches.finish(beam.sequence)
         parents = self._beams
         taken = {parents[place].sequence.index for place in going_on}
         free = iter(sorted(set(range(self._search.width)) - taken))
@@ -116,7 +97,7 @@ class BeamGroup:
             parent = parents[continuation.parent]
             sequence, tops = parent.sequence, parent.tops
             if continuation.parent in continued:
-                sequence = self._fork(parent.sequence, next(free), scheduler)
+                sequence = self._fork(parent.sequence, next(free), branches)
                 tops = list(parent.tops)
             continued.add(continuation.parent)
             self._beams.append(_Beam(sequence, tops))
@@ -129,7 +110,7 @@ class BeamGroup:
                 beam.tops.append(self._top(parent, continuation.token_id, continuation.logprob))
         self._request.sequences = [beam.sequence for beam in self._beams]
 
-    def _fork(self, parent: Sequence, index: int, scheduler: Scheduler) -> Sequence:
+    def _fork(self, parent: Sequence, index: int, branches: Branches) -> Sequence:
         child = Sequence(
             self._request,
             index,
@@ -138,7 +119,7 @@ class BeamGroup:
             status=SequenceStatus.FOLLOWING,
             guide=None if parent.guide is None else parent.guide.fork(),
         )
-        scheduler.fork(parent, child)
+        branches.fork(parent, child)
         return child
 
     def _keep_tops(self, step: BeamStep) -> None:

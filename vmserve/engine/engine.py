@@ -37,8 +37,10 @@ from vmserve.errors import (
 from vmserve.memory.base import Regime
 from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
-from vmserve.runner.model_runner import AttentionTime, ModelRunner, RegimeKernels
-from vmserve.runner.runtime import DeviceRuntime, open_runtime
+from vmserve.runner.cpu_runtime import open_runtime
+from vmserve.runner.kernels import RegimeKernels
+from vmserve.runner.model_runner import AttentionTime, ModelRunner
+from vmserve.runner.runtime import DeviceRuntime
 from vmserve.sampling import GenerationParams
 from vmserve.scheduler.base import NoRoomError, StepPlan
 from vmserve.scheduler.fairness import TenantShares
@@ -56,7 +58,7 @@ from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
 
 if TYPE_CHECKING:
-    from vmserve.runner.graphs import DecodeGraphs
+    from vmserve.runner.runtime import StepGraphs
 
 __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 
@@ -177,7 +179,7 @@ class LLMEngine:
         )
         views = self._runtime.views(self.memory)
         kernels = {regime: RegimeKernels(backends[regime], views[regime]) for regime in Regime}
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         if self.resolved.captures_graphs:
             with self._runtime.active():
                 self._graphs = self._runtime.graphs(

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vmserve.decoding.group import BeamCandidates, BeamOutput
 from vmserve.runner.model_runner import StepLogits
 from vmserve.sampling import SampledToken, SamplingRow, TokenSampler
+from vmserve.sampling.tokens import BeamCandidates, BeamOutput
 from vmserve.scheduler.base import Scheduler
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.structured.guide import Guide

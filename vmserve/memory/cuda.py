@@ -8,7 +8,7 @@ import torch
 
 from vmserve import _core
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.memory.device import CUDA_LIBRARY, SPARE_BYTES, driver_refusal
+from vmserve.memory.cuda_driver import CUDA_LIBRARY, SPARE_BYTES, driver_refusal
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,21 +7,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vmserve import _core
-from vmserve.errors import ConfigurationError, DriverError
+from vmserve.errors import ConfigurationError
 from vmserve.memory.layout import HOST_GRANULARITY
 
 __all__ = [
-    "CUDA_LIBRARY",
-    "SPARE_BYTES",
     "HostMemory",
     "MemoryDevice",
-    "driver_refusal",
     "memory_device",
 ]
-
-CUDA_LIBRARY = "libcuda.so.1"
-#: Device memory that growing leaves to torch and to libraries, where nobody says more.
-SPARE_BYTES = 256 << 20
 
 
 class MemoryDevice(Protocol):
@@ -132,12 +125,3 @@ def memory_device(name: str) -> MemoryDevice:
     from vmserve.memory.cuda import current_memory  # noqa: PLC0415
 
     return current_memory()
-
-
-def driver_refusal(library: str = CUDA_LIBRARY) -> str | None:
-    """Why the system's driver has no GPU; None if it has one. Asks without torch."""
-    try:
-        _core.cuda_granularity(0, library)
-    except DriverError as error:
-        return str(error)
-    return None

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vmserve.memory.manager import MemoryManager
     from vmserve.models import LoadedModel
     from vmserve.models.decoder import Decoder
-    from vmserve.runner.model_runner import RegimeKernels
+    from vmserve.runner.kernels import RegimeKernels
     from vmserve.runner.runtime import Graph, TorchRuntime
 
 __all__ = ["DecodeGraphs", "widths"]

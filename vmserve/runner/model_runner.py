@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vmserve.attention.base import AttentionBackend, AttentionCall, LayerAttention, RaggedBatch
-from vmserve.errors import ConfigurationError
+from vmserve.attention.base import AttentionCall, LayerAttention, RaggedBatch
 from vmserve.memory.base import Regime
-from vmserve.memory.views import KVView
 from vmserve.models.hidden import HiddenRows
 from vmserve.runner.runtime import CaptureError
 from vmserve.scheduler.base import StepPlan
@@ -26,26 +24,11 @@ if TYPE_CHECKING:
 
     from vmserve.attention.rotary import Rotary
     from vmserve.models import LoadedModel
-    from vmserve.runner.graphs import DecodeGraphs
-    from vmserve.runner.runtime import DeviceRuntime
+    from vmserve.runner.kernels import RegimeKernels
+    from vmserve.runner.runtime import DeviceRuntime, StepGraphs
     from vmserve.sampling.tokens import Logits
 
-__all__ = ["AttentionTime", "ModelRunner", "RegimeKernels", "StepLogits"]
-
-
-@dataclass(frozen=True)
-class RegimeKernels:
-    """The kernels of one regime and the view that they read; paired once, at start."""
-
-    backend: AttentionBackend
-    view: KVView
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.view, self.backend.views):
-            raise ConfigurationError(
-                f"the attention backend {self.backend.name} cannot read the "
-                f"{type(self.view).__name__}: choose another --attention-backend"
-            )
+__all__ = ["AttentionTime", "ModelRunner", "StepLogits"]
 
 
 class AttentionTime(NamedTuple):
@@ -147,7 +130,7 @@ class ModelRunner:
         model: LoadedModel,
         kernels: Mapping[Regime, RegimeKernels],
         runtime: DeviceRuntime,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self._model = model
         self._kernels = kernels
@@ -199,7 +182,7 @@ class ModelRunner:
         slots: NDArray[np.int32],
         num_paged: int,
         wanted: _Wanted,
-        graphs: DecodeGraphs,
+        graphs: StepGraphs,
         drawn: torch.Tensor | None,
     ) -> StepLogits:
         """A step that was captured, or is now; of both regimes, all of it but attention is."""

@@ -25,14 +25,15 @@ from vmserve.attention.base import LayerAttention
 from vmserve.attention.transfer import upload
 from vmserve.memory.base import Regime
 from vmserve.memory.cuda import CudaMemory
-from vmserve.memory.device import SPARE_BYTES, MemoryDevice
+from vmserve.memory.cuda_driver import SPARE_BYTES
+from vmserve.memory.device import MemoryDevice
 from vmserve.memory.tensors import contiguous_view, paged_view
 from vmserve.models.hidden import HiddenRows
 from vmserve.models.native import NativeDecoder
 from vmserve.models.torch_dtype import resolve_dtype
 from vmserve.runner.graphs import DecodeGraphs
+from vmserve.runner.host import HostDevice
 from vmserve.runner.ids import known
-from vmserve.runner.runtime import CpuRuntime
 from vmserve.sampling.device import DeviceSampler
 from vmserve.sampling.sampler import Sampler
 from vmserve.torch_dtypes import as_torch
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from vmserve.memory.manager import MemoryManager
     from vmserve.memory.views import KVView
     from vmserve.models import LoadedModel, ModelConfig
-    from vmserve.runner.model_runner import RegimeKernels
+    from vmserve.runner.kernels import RegimeKernels
     from vmserve.runner.runtime import Fetch, Graph, HeadShape, TorchRuntime
     from vmserve.sampling.tokens import Logits, TokenSampler
 
@@ -149,7 +150,7 @@ class _Fetched:
         return self._arrays
 
 
-class TorchCpuRuntime(_TorchWork, CpuRuntime):
+class TorchCpuRuntime(_TorchWork, HostDevice):
     """The processor, where torch computes some or all of a step.
 
     ``graphs``: record decoding steps as on a GPU, ``captures_ahead``: at start. It is slower than

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
 
 if TYPE_CHECKING:
-    from vmserve.sampling.device import DeviceSampler, Drawing
-    from vmserve.sampling.sampler import SampledToken, Sampler, SamplingRow
-    from vmserve.sampling.tokens import TokenSampler
+    from vmserve.sampling.device import DeviceSampler
+    from vmserve.sampling.sampler import Sampler
+    from vmserve.sampling.tokens import Drawing, SampledToken, SamplingRow, TokenSampler
 
 __all__ = [
     "BeamSearchParams",
@@ -29,6 +29,5 @@ def __getattr__(name: str) -> Any:
     # The device's sampler needs torch; whoever only builds parameters must not wait for it.
     if name not in __all__:
         raise AttributeError(f"module 'vmserve.sampling' has no attribute {name!r}")
-    modules = {"DeviceSampler": "device", "Drawing": "device", "TokenSampler": "tokens"}
-    module = modules.get(name, "sampler")
+    module = {"DeviceSampler": "device", "Sampler": "sampler"}.get(name, "tokens")
     return getattr(importlib.import_module(f"vmserve.sampling.{module}"), name)

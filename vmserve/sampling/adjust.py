@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from vmserve.sampling.sampler import SamplingRow
+    from vmserve.sampling.tokens import SamplingRow
 
 __all__ = ["adjust", "is_adjusted"]
 

@@ -21,15 +21,15 @@ from vmserve.sampling.adjust import is_adjusted
 from vmserve.sampling.draw import inverse_cdf_at, is_cut
 from vmserve.sampling.rng import uniforms
 from vmserve.sampling.rows import argmax
-from vmserve.sampling.sampler import Sampler, SamplingRow, check_logits
-from vmserve.sampling.tokens import PART_ELEMENTS, SampledToken, TopTokens
+from vmserve.sampling.sampler import Sampler, check_logits
+from vmserve.sampling.tokens import PART_ELEMENTS, SampledToken, SamplingRow, TopTokens
 from vmserve.sampling.torch_sampler import TorchSampler
 
 if TYPE_CHECKING:
     from vmserve.sampling.params import SamplingParams
-    from vmserve.sampling.tokens import Logits
+    from vmserve.sampling.tokens import Drawing, Logits
 
-__all__ = ["DeviceSampler", "Drawing"]
+__all__ = ["DeviceSampler"]
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -49,9 +49,7 @@ class Fetched(Protocol):
     def take(self) -> list[NDArray[Any]]: ...
 
 
-class Drawing:
-    """Tokens that are drawn on the device: kernels may read them before the host does."""
-
+class _Drawing:
     def __init__(self, sampler: DeviceSampler, token_ids: Tensor, fetched: Fetched) -> None:
         self._sampler = sampler
         #: int64 ``[rows]``, on the device.
@@ -151,7 +149,7 @@ class DeviceSampler:
             back = self._device.upload(np.argsort(order, kind="stable"))
             columns = [column[back] for column in columns]
         chosen, own, finite = columns
-        return Drawing(self, chosen, self._device.fetch((chosen, own, finite)))
+        return _Drawing(self, chosen, self._device.fetch((chosen, own, finite)))
 
     def _in_parts(
         self, spans: Sequence[tuple[int, int]], work: Callable[[int, int], _Result]

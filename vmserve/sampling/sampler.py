@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
@@ -11,47 +10,17 @@ from numpy.typing import NDArray
 
 from vmserve import _core
 from vmserve.host_arrays import TensorTuple, array_tuple
-from vmserve.sampling.params import GREEDY_TEMPERATURE, SamplingParams
+from vmserve.sampling.params import GREEDY_TEMPERATURE
 from vmserve.sampling.tokens import PART_ELEMENTS, SampledToken, TopTokens
 from vmserve.threads import num_threads
 
 if TYPE_CHECKING:
-    from vmserve.sampling.device import Drawing
-    from vmserve.sampling.tokens import Logits
+    from vmserve.sampling.tokens import Drawing, Logits, SamplingRow
 
 __all__ = ["SampledToken", "Sampler", "SamplingRow", "check_logits"]
 
 #: Of each row the token, its log-probability, what was asked besides; how many were repaired.
 _CoreRows: TypeAlias = tuple[list[int], list[float], list[TopTokens | None], int]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """One sequence that samples in this step.
-
-    ``seed`` is the request's (any 64-bit number), ``index`` the choice. ``tokens`` are its prompt,
-    of ``num_prompt`` tokens, and its answer so far; the list may grow while the row is kept.
-    ``stop_ids`` are the ids that ``min_tokens`` holds back; ``bad_words`` token sequences.
-    ``mask`` [vocab]: True for the tokens that a grammar lets follow, one of which is taken
-    whatever else is asked for. The lists are only read. The C++ core reads the attributes by name.
-    """
-
-    params: SamplingParams
-    seed: int
-    index: int
-    tokens: list[int]
-    num_prompt: int
-    stop_ids: frozenset[int]
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    mask: NDArray[np.bool_] | None = None
-
-    @property
-    def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
 
 
 class Sampler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -11,16 +12,19 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-    from vmserve.sampling.device import Drawing
-    from vmserve.sampling.sampler import SamplingRow
+    from vmserve.sampling.params import SamplingParams
 
     #: ``[rows, vocab]``, on the host or where torch computes.
     Logits: TypeAlias = NDArray[np.float32] | torch.Tensor
 
 __all__ = [
     "PART_ELEMENTS",
+    "BeamCandidates",
+    "BeamOutput",
+    "Drawing",
     "Logits",
     "SampledToken",
+    "SamplingRow",
     "TokenSampler",
     "TopTokens",
     "sampling_bytes",
@@ -41,6 +45,64 @@ class SampledToken(NamedTuple):
     token_id: int
     logprob: float
     top: TopTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One sequence that samples in this step.
+
+    ``seed`` is the request's (any 64-bit number), ``index`` the choice. ``tokens`` are its prompt,
+    of ``num_prompt`` tokens, and its answer so far; the list may grow while the row is kept.
+    ``stop_ids`` are the ids that ``min_tokens`` holds back; ``bad_words`` token sequences.
+    ``mask`` [vocab]: True for the tokens that a grammar lets follow, one of which is taken
+    whatever else is asked for. The lists are only read. The C++ core reads the attributes by name.
+    """
+
+    params: SamplingParams
+    seed: int
+    index: int
+    tokens: list[int]
+    num_prompt: int
+    stop_ids: frozenset[int]
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    mask: NDArray[np.bool_] | None = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamCandidates:
+    """The likeliest next tokens of one beam, best first: both ``[candidates]``."""
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOutput:
+    """One answer. ``eos_token_id``: the id that ended it, its last token (None: the limit did)."""
+
+    tokens: list[SampledToken]
+    eos_token_id: int | None
+
+
+class Drawing(Protocol):
+    """Tokens that are drawn on the device: kernels may read them before the host does."""
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """int64 ``[rows]``, on the device."""
+        ...
+
+    def take(self) -> list[SampledToken]:
+        """Wait for them."""
+        ...
 
 
 class TokenSampler(Protocol):

@@ -31,7 +31,7 @@ from vmserve.sampling.sampler import check_logits
 from vmserve.sampling.tokens import PART_ELEMENTS, SampledToken, TopTokens
 
 if TYPE_CHECKING:
-    from vmserve.sampling.sampler import SamplingRow
+    from vmserve.sampling.tokens import SamplingRow
 
 __all__ = ["TorchSampler"]
 

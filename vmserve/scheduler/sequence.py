@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from vmserve.memory.base import Attach, Fork, Regime, SwapIn
 
 if TYPE_CHECKING:
-    from vmserve.decoding.group import BeamGroup
     from vmserve.sampling.params import SamplingParams
-    from vmserve.sampling.sampler import SamplingRow
+    from vmserve.sampling.tokens import BeamCandidates, BeamOutput, SamplingRow
     from vmserve.structured.guide import Guide
     from vmserve.types import RequestMetrics
 
-__all__ = ["Request", "Sequence", "SequenceStatus"]
+__all__ = ["Branches", "Gang", "Request", "Sequence", "SequenceStatus"]
 
 
 #: Before every priority.
@@ -30,6 +29,32 @@ class SequenceStatus(enum.Enum):
     #: Preempted; its keys and values are in host memory.
     SWAPPED = "swapped"
     FINISHED = "finished"
+
+
+class Branches(Protocol):
+    """What a search does with its sequences; a :class:`~vmserve.scheduler.base.Scheduler`."""
+
+    def finish(self, sequence: Sequence) -> None: ...
+
+    def fork(self, parent: Sequence, child: Sequence) -> None: ...
+
+
+class Gang(Protocol):
+    """A beam search, as its request carries it (:class:`vmserve.decoding.group.BeamGroup`)."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def num_candidates(self) -> int: ...
+
+    def take(self, sequence: Sequence, candidates: BeamCandidates) -> None: ...
+
+    def advance(self, branches: Branches) -> bool: ...
+
+    def best(self) -> list[BeamOutput]: ...
+
+    def running(self) -> list[list[int]]: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -72,7 +97,7 @@ class Request:
     #: Sequences that run at once at most: choices, or beams.
     num_branches: int = 1
     #: The beam search, if it is one: its sequences are the beams that run.
-    beams: BeamGroup | None = None
+    beams: Gang | None = None
     #: It waits for its grammar to be compiled, and the scheduler does not know it yet.
     is_compiling: bool = False
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vmserve.decoding import BeamGroup, BeamSearch
-from vmserve.decoding.group import BeamCandidates
 from vmserve.sampling.params import SamplingParams
+from vmserve.sampling.tokens import BeamCandidates
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.types import RequestMetrics
 from vmserve.workloads.shapes import RequestShape, prompt_token_ids

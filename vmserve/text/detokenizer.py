@@ -11,10 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from vmserve.text.tokenizer import Tokenizer
+from typing import Any, Protocol
 
 __all__ = ["DetokenizerStrategy", "IncrementalDetokenizer", "TokenTable"]
 
@@ -105,10 +102,12 @@ class DetokenizerStrategy(Protocol):
 
 
 class IncrementalDetokenizer:
-    """The texts it returns join to ``tokenizer.decode(all ids, skip_special_tokens)``."""
+    """The texts it returns join to ``Tokenizer.decode(all ids, skip_special_tokens)``.
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        table = tokenizer.table
+    ``table``: the tokenizer's.
+    """
+
+    def __init__(self, table: TokenTable, skip_special_tokens: bool = True) -> None:
         skipped = table.special_ids if skip_special_tokens else frozenset()
         #: How it is done; for callers that cannot afford a call in between.
         self.strategy: DetokenizerStrategy = (

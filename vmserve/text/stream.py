@@ -53,7 +53,7 @@ class ChoiceStream:
         self._include_stop = params.include_stop_str_in_output
         self._detokenizer: DetokenizerStrategy | None = None
         if params.detokenize:
-            detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+            detokenizer = IncrementalDetokenizer(tokenizer.table, params.skip_special_tokens)
             self._detokenizer = detokenizer.strategy
         self._checker = StopChecker(params.stop, self._include_stop) if params.stop else None
         self._waiting: list[_Waiting] = []

@@ -303,7 +303,7 @@ class Tokenizer:
         else:
             text = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
         if "\ufffd" in text and self.table.has_byte_tokens:
-            detokenizer = IncrementalDetokenizer(self, skip_special_tokens)
+            detokenizer = IncrementalDetokenizer(self.table, skip_special_tokens)
             return "".join(map(detokenizer.push, known)) + detokenizer.flush()
         return text
 

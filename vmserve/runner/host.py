@@ -1,0 +1,57 @@
+"""The processor as a device: what is the same with and without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+from vmserve.memory.device import HostMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from vmserve.memory.device import MemoryDevice
+
+__all__ = ["HostDevice"]
+
+_NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+class HostDevice:
+    """Work is done when a call returns.
+
+    ``driver``: whose memory is the KV cache's, as for :class:`vmserve.memory.device.HostMemory`.
+    """
+
+    device_type = "cpu"
+    device_name = "cpu"
+
+    def __init__(self, *, driver: str = "host") -> None:
+        self._driver = driver
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        return None
+
+    def memory(self, spare_bytes: int | None = None) -> MemoryDevice:
+        return HostMemory(self._driver)
+
+    def active(self) -> AbstractContextManager[Any]:
+        return _NO_CONTEXT
+
+    def check(self) -> None:
+        """There is one order of work only."""
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def timer(self, work: Callable[[], object]) -> Callable[[], float]:
+        def seconds() -> float:
+            work()  # what ran before must not tell in its time
+            began = time.perf_counter()
+            work()
+            return time.perf_counter() - began
+
+        return seconds
