@@ -8,8 +8,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from vmserve import _core
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.memory.limits import available_memory
 from vmserve.models.footprint import activation_bytes, weight_bytes
 from vmserve.options import Bounds, Option, check_options
 from vmserve.sampling.tokens import sampling_bytes
@@ -559,7 +559,7 @@ def _kv_limit_bytes(
     :class:`ConfigurationError` for one above all memory.
     """
     itemsize = 2 if config.dtype in ("bfloat16", "float16", "half") else 4
-    free, whose = _core.SystemLimits().available_memory()  # of the system, or of the control group
+    free, whose = available_memory()  # of the system, or of the control group
     free -= weight_bytes(model, itemsize) + activations
     if config.kv_cache_memory is not None:
         asked = parse_size(config.kv_cache_memory, "kv_cache_memory")

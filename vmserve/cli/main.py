@@ -13,9 +13,9 @@ from typing import Any
 
 import typer
 
-from vmserve import __version__
 from vmserve.cli.group import Home, lazy_group
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
+from vmserve.version import __version__
 
 __all__ = ["app", "main"]
 

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from vmserve import _core
 from vmserve.errors import ConfigurationError
 from vmserve.memory.layout import CUDA_GRANULARITY, HOST_GRANULARITY
+from vmserve.memory.limits import max_map_count
 from vmserve.memory.plan_report import (
     PRESETS,
     ModelShape,
@@ -85,9 +85,7 @@ def plan_command(
                 max_len=max_model_len,
                 tensor_parallel=tensor_parallel_size,
                 block_tokens=block_size,
-                max_map_count=(
-                    _core.SystemLimits().max_map_count() if size < CUDA_GRANULARITY else None
-                ),
+                max_map_count=(max_map_count() if size < CUDA_GRANULARITY else None),
                 page_bytes=_optional_size(kv_page_size, "kv_page_size"),
             )
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from vmserve import _core
 from vmserve.attention import create_backend
 from vmserve.attention.base import AttentionBackend
 from vmserve.attention.cpu import CpuBackend
@@ -16,6 +15,7 @@ from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.memory.device import MemoryDevice
 from vmserve.memory.layout import HOST_GRANULARITY, KVLayout, layers_for_granularity, plan_layout
+from vmserve.memory.limits import max_map_count
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
@@ -70,9 +70,7 @@ def create_memory(
         block_tokens=resolved.block_tokens,
         max_len=resolved.max_model_len + read_slack_tokens,
         # The mappings of a GPU are not the system's.
-        max_map_count=(
-            _core.SystemLimits().max_map_count() if device.granularity == HOST_GRANULARITY else None
-        ),
+        max_map_count=(max_map_count() if device.granularity == HOST_GRANULARITY else None),
     )
     max_len = resolved.max_model_len
     require_room(layout, limit_bytes, max_len, read_slack_tokens)

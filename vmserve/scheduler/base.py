@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vmserve import _core
 from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import Convert, MemoryPlan, Regime
+from vmserve.memory.columns import step_columns, take_unpublished
 from vmserve.scheduler.sequence import Request, Sequence
 
 __all__ = [
@@ -71,7 +71,7 @@ class Columns:
     @staticmethod
     def of(sequences: list[Sequence], num_new: list[int] | None, window: int | None) -> Columns:
         """``num_new``: the shares; None for a token of each. ``window``: of the widest layer."""
-        return Columns(*_core.step_columns(sequences, num_new, window or 0))
+        return Columns(*step_columns(sequences, num_new, window or 0))
 
     @property
     def memory_id(self) -> Ints:
@@ -233,7 +233,7 @@ class StepPlan:
     def take_unpublished(self) -> tuple[Ints, Ints]:
         """Tokens of its sequences that became known and that the KV memory has not been told,
         ``[tokens]`` each: whose they are, and which. They count as told from here on."""
-        return _core.take_unpublished(self.sequences, self.memory_ids)
+        return take_unpublished(self.sequences, self.memory_ids)
 
     def in_order(self, order: Ints) -> StepPlan:
         """The same step; entry ``order[i]`` of each column is its ``i``-th."""

@@ -10,7 +10,6 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vmserve import __version__
 from vmserve.server.admin import AdminService
 from vmserve.server.anthropic import MessagesService
 from vmserve.server.chat import ChatService
@@ -41,6 +40,7 @@ from vmserve.server.responses import ResponsesService
 from vmserve.server.scope import route_path
 from vmserve.server.tokenization import TokenizationService
 from vmserve.server.tracing import Traced
+from vmserve.version import __version__
 
 __all__ = ["create_app"]
 

@@ -7,7 +7,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vmserve import __version__
 from vmserve.errors import InvalidRequestError
 from vmserve.server.body import read_json
 from vmserve.server.chat import ChatService
@@ -16,6 +15,7 @@ from vmserve.server.context import ServerContext
 from vmserve.server.errors import ApiError
 from vmserve.server.protocol import ChatCompletionRequest, CompletionRequest
 from vmserve.server.wire import JSON_TYPE, dump_json
+from vmserve.version import __version__
 
 __all__ = ["InfoService", "InvocationService"]
 

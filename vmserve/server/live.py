@@ -12,7 +12,6 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vmserve import __version__
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
@@ -25,6 +24,7 @@ from vmserve.telemetry.snapshot import (
     PoolMap,
     RequestSnapshot,
 )
+from vmserve.version import __version__
 
 __all__ = ["LIVE_PAGE_PATHS", "LiveView", "Pages"]
 

@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vmserve import __version__
 from vmserve.errors import ConfigurationError
 from vmserve.sampling import GenerationParams
 from vmserve.server.scope import route_path
 from vmserve.types import RequestMetrics, RequestOutput
+from vmserve.version import __version__
 
 __all__ = ["RequestTrace", "Traced", "Tracing", "check_tracing", "trace_of"]
 
