@@ -1,4 +1,4 @@
-"""Accepting connections: limits in all and by address, and a pause when the system has no room.
+"""Accept connections within limits, in total and by address; pause when the system has no room.
 
 asyncio's own loop tries again at once when ``accept`` fails, as often as the backlog is long, and
 logs each failure.
@@ -72,7 +72,7 @@ class Acceptor:
         self._listener.setblocking(False)
 
     def start(self) -> None:
-        """Accept, from the next turn of the event loop on."""
+        """Begin to accept with the next turn of the event loop."""
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Acceptor:
             tally.close()
 
     async def wait_closed(self) -> None:
-        """Nothing to wait for: uvicorn waits for the connections itself."""
+        """Return at once: uvicorn waits for the connections itself."""
 
     def _stop(self) -> None:
         self._loop.remove_reader(self._listener)
@@ -174,9 +174,11 @@ class Acceptor:
 
 
 def counted_address(peer: object) -> str:
-    """What connections are counted by: an IPv4 address, or an IPv6 network of 64 bits, of which
-    one subscriber has all addresses. "" for those not counted: loopback and Unix sockets, behind
-    which a reverse proxy may bring everybody."""
+    """Return what connections are counted by: an IPv4 address, or an IPv6 network of 64 bits.
+
+    A subscriber has all addresses of such a network. Loopback and Unix sockets give "" and are not
+    counted: a reverse proxy may bring all clients through them.
+    """
     if not isinstance(peer, tuple):
         return ""
     address = ipaddress.ip_address(peer[0].partition("%")[0])
@@ -190,7 +192,7 @@ def counted_address(peer: object) -> str:
 
 
 class Tally:
-    """Logs at most once a second what may happen thousands of times, with how often it did."""
+    """Log a frequent event at most once a second, with its count."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, what: str) -> None:
         self._loop = loop

@@ -1,4 +1,4 @@
-"""How much may wait for the engine, or be held of bodies, before requests are turned away (429)."""
+"""Limits on queued requests and on bytes of bodies; beyond them requests get 429."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Admission", "BodyBytes", "Ticket", "Visit"]
 
 @dataclass(eq=False, slots=True)
 class Visit:
-    """One HTTP request on its way: whose it is, and how large its body is so far."""
+    """A running HTTP request: its tenant and the size of its body so far."""
 
     #: Whoever has the key; where there are no keys, the client's address.
     tenant: str
@@ -23,7 +23,7 @@ class Visit:
 
 
 class BodyBytes:
-    """Counts bodies from their first byte to the end of their request.
+    """Count the bytes of bodies from their first byte to the end of their request.
 
     What is made of a body stays for as long, while the request waits for the engine too.
     """
@@ -33,7 +33,7 @@ class BodyBytes:
         self._in_all = 0
 
     def grow(self, visit: Visit, num_bytes: int) -> None:
-        """Raises :class:`ApiError` 429 for more than the tenant, or all together, may hold."""
+        """Add bytes; raises :class:`ApiError` 429 above the limit of the tenant or of all."""
         held = self._of[visit.tenant] + num_bytes
         if held > MAX_HELD_BYTES_OF_ONE or self._in_all + num_bytes > MAX_HELD_BYTES:
             raise ApiError(
@@ -57,14 +57,14 @@ class BodyBytes:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One HTTP request's share: ``num_requests`` prompts, ``num_tokens`` asked for in all."""
+    """The share of one HTTP request: ``num_requests`` prompts, ``num_tokens`` asked for in all."""
 
     num_requests: int
     num_tokens: int
 
 
 class Admission:
-    """Counts what was admitted and has not ended.
+    """Count admitted requests that have not ended.
 
     What waits is what was admitted less what the engine says is running; it is
     first-come first-served, so the youngest tickets are taken to be the waiting ones. The

@@ -106,7 +106,7 @@ class _Reply:
         }
 
     def _usage(self, result: RequestOutput | None) -> dict[str, Any]:
-        """Tokens that came from the cache are counted apart."""
+        """Count tokens that came from the cache apart."""
         num_cached = 0 if result is None else result.metrics.num_cached_tokens
         return {
             "input_tokens": len(self._started.job.token_ids) - num_cached,

@@ -23,7 +23,7 @@ _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "to
 
 
 def chat_body(body: CountMessageTokensRequest) -> ChatCompletionRequest:
-    """The chat that ``body`` asks for. Raises :class:`InvalidRequestError`."""
+    """Convert ``body`` to a chat request. Raises :class:`InvalidRequestError`."""
     messages = _system(body.system) + _messages(body.messages)
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
     if messages[-1]["role"] == "assistant":  # the answer goes on from there
@@ -83,7 +83,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 
 
 def _add_user(messages: list[dict[str, Any]], blocks: list[Any], name: str) -> None:
-    """Results of tools are messages of their own, before the text that comes with them."""
+    """Put results of tools in messages of their own, before the text that comes with them."""
     texts: list[Any] = []
     for block in blocks:
         if _kind(block) == "tool_result":
@@ -200,7 +200,7 @@ def stop_reason(reason: str | None, stopped_at: int | str | None) -> dict[str, A
 
 
 class MessageBlocks:
-    """The content of an answer: deltas of a chat's message in, blocks and their events out.
+    """Convert deltas of a chat's message to Anthropic's content blocks and their events.
 
     ``blocks`` are those that have begun; the last one grows until :meth:`finish`.
     """
@@ -210,7 +210,7 @@ class MessageBlocks:
         self._arguments = ""
 
     def take(self, delta: dict[str, Any]) -> Events:
-        """The events that a delta of a chat's message stands for."""
+        """Convert a delta of a chat's message to events."""
         events: Events = []
         if delta.get("reasoning_content"):
             events += self._grow("thinking", delta["reasoning_content"])

@@ -1,4 +1,4 @@
-"""The application: routes, and what every request passes before one."""
+"""The application: routes and middleware."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
-    """The application that serves ``engine``, which it neither starts nor stops.
+    """Make the application for ``engine``, which it neither starts nor stops.
 
     ``app.state.context`` is its :class:`ServerContext`.
     """

@@ -32,13 +32,13 @@ class _Tasks:
         return parse_json(body)
 
     def load(self, tokenizer: bytes) -> None:
-        """The tokenizer of later tasks, as the ``tokenizers`` library writes it."""
+        """Load the tokenizer of later tasks from JSON of the ``tokenizers`` library."""
         import tokenizers  # noqa: PLC0415 - bodies are parsed without it
 
         self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.decode())
 
     def tokenize(self, text: str, add_special_tokens: bool, with_strings: bool) -> Any:
-        """How many tokens, their ids and, if wanted, their strings as JSON."""
+        """Return the number of tokens, their ids and, if wanted, their strings as JSON."""
         encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         strings = json.dumps(encoded.tokens).encode() if with_strings else None
         return len(encoded.ids), json.dumps(encoded.ids).encode(), strings

@@ -1,4 +1,4 @@
-"""What holds the interpreter's lock for long, done by a process of its own.
+"""Run work that holds the interpreter's lock for long in another process.
 
 The parser of JSON holds it from a text's first byte to its last, the tokenizer while it hands over
 and frees what it made: megabytes of either would stop every other thread, the event loop's too.
@@ -39,7 +39,9 @@ class Tokens(NamedTuple):
 
 
 class AsideProcesses:
-    """As many processes as threads ask at a time. Safe to call from several threads.
+    """A pool with a process for each thread that asks at the same time.
+
+    Safe to call from several threads.
 
     ``tokenizer_json``: of the ``tokenizers`` library; called once for each process that encodes.
     Methods raise :class:`~vmserve.errors.VmserveError` if a process dies of its task.
@@ -51,11 +53,11 @@ class AsideProcesses:
         self._idle: list[_Process] = []
 
     def parse(self, body: bytes) -> Any:
-        """What ``parse_json`` gives of ``body``, which raises the same errors."""
+        """Parse ``body`` as ``parse_json`` does, with the same errors."""
         return self._run(lambda process: process.ask("parse", body))
 
     def tokenize(self, text: str, add_special_tokens: bool, with_strings: bool = False) -> Tokens:
-        """What ``Tokenizer.encode`` and ``Tokenizer.token_str`` give."""
+        """Encode as ``Tokenizer.encode`` and ``Tokenizer.token_str`` do."""
 
         def tokenize(process: _Process) -> Any:
             if not process.has_tokenizer:
@@ -98,7 +100,7 @@ class AsideProcesses:
             return [process.pid for process in self._idle]
 
     def close_idle(self) -> None:
-        """End those that nobody uses now."""
+        """End processes that are idle."""
         with self._lock:
             idle, self._idle = self._idle, []
         for process in idle:
@@ -123,7 +125,10 @@ class _Process:
         return self._popen.pid
 
     def ask(self, task: str, *arguments: Any) -> Any:
-        """Raises ``OSError`` if there is no answer, and :class:`InvalidRequestError`."""
+        """Send a task and return its result.
+
+        Raises ``OSError`` if there is no answer, and :class:`InvalidRequestError`.
+        """
         send_frame(self._sock, msgspec.msgpack.encode((task, arguments)))
         reply = receive_frame(self._sock)
         if reply is None:

@@ -1,4 +1,4 @@
-"""API keys: every route needs one, but for a short list of exceptions.
+"""API keys. Every route needs one, with few exceptions.
 
 A key belongs to somebody with a name, its *tenant*. Tenants do not see what others leave in the
 KV cache: each has prefixes of its own, and pages are scrubbed when they change hands.
@@ -23,15 +23,17 @@ _MAX_NAME_CHARS = 128
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What a tenant may have: sequences that run at once, requests that wait or run, and tokens
-    (of prompts and answers) a minute. None: no limit."""
+    """Limits of a tenant: running sequences, requests that wait or run, and tokens a minute.
+
+    Tokens are those of prompts and answers. None: no limit.
+    """
 
     sequences: int | None = None
     requests: int | None = None
     tokens_per_minute: int | None = None
 
     def or_else(self, default: KeyLimits) -> KeyLimits:
-        """With the limits of ``default`` where this has none."""
+        """Fill limits that are None from ``default``."""
         return KeyLimits(
             *(
                 getattr(default if getattr(self, each.name) is None else self, each.name)
@@ -58,26 +60,26 @@ _LIMITS = tuple(each.name for each in fields(KeyLimits))
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request: ``name`` is "" where no key is needed. ``secret``: what salts are
+    """The sender of a request: ``name`` is "" where no key is needed. ``secret``: what salts are
     derived from; empty where prefixes are shared."""
 
     name: str = ""
     secret: bytes = b""
 
     def cache_salt(self, given: str) -> str:
-        """The salt of a request that asks for ``given``: nobody else can have the same."""
+        """Return the salt for ``given``; no other tenant can have the same."""
         if not self.secret:
             return given
         return hmac.new(self.secret, given.encode(), hashlib.sha256).hexdigest()
 
     @property
     def isolation(self) -> str:
-        """Whose memory it uses; "" shares with all."""
+        """The tenant whose pages the request may use; "" shares with all."""
         return self.name if self.secret else ""
 
 
 class KeyRing:
-    """Compares keys in constant time; without any, everything is accepted."""
+    """Compare keys in constant time; accept every request if there are no keys."""
 
     def __init__(self, keys: Iterable[ApiKey], *, share_prefix_cache: bool = False) -> None:
         self._keys = tuple((key.name, bytes.fromhex(key.digest)) for key in keys)
@@ -93,11 +95,11 @@ class KeyRing:
 
     @property
     def callers(self) -> list[Caller]:
-        """Everybody who has a key, or the one that all are where nobody needs one."""
+        """All tenants; without keys, the one tenant that every request belongs to."""
         return list(self._callers.values()) or [Caller()]
 
     def caller(self, authorization: bytes | None) -> Caller | None:
-        """Whose key it is, or None if it is nobody's.
+        """Return the tenant of a key, or None for an unknown key.
 
         ``authorization``: the header's value, ``Bearer <key>``.
         """

@@ -1,4 +1,4 @@
-"""Reading a request's body: media type, size, time, JSON, and then its model."""
+"""Read and check a request's body: media type, size, time, JSON, model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_BYTES_IN_THREAD: Final = 128 * 1024
 
 
 async def read_model(request: Request, model: type[Model]) -> Model:
-    """The body as ``model``.
+    """Read the body as ``model``.
 
     Raises :class:`ApiError` (408, 413, 415), :class:`InvalidRequestError` and pydantic's
     ``ValidationError``.
@@ -37,12 +37,12 @@ async def read_model(request: Request, model: type[Model]) -> Model:
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """The body, which must be a JSON object. Errors: those of :func:`read_model`."""
+    """Read the body, which must be a JSON object. Errors: those of :func:`read_model`."""
     return await _understand(request, _object)
 
 
 async def _understand(request: Request, parse: Callable[[Any], T]) -> T:
-    """What ``parse`` makes of the body's JSON: of a large one aside, so that streams go on."""
+    """Parse the body's JSON; a large one in another process, so that streams go on."""
     context: ServerContext = request.app.state.context
     body = await _receive(request, context)
     if len(body) <= MOST_BYTES_ON_LOOP:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation as the model sees it. ``role`` is the answer's."""
+    """A conversation in the form in which the model reads it. ``role`` is the answer's."""
 
     text: str
     token_ids: list[int]
@@ -107,7 +107,7 @@ class StartedChat:
 
 
 class _PreparedChat(NamedTuple):
-    """What is made of a chat's body before it is admitted."""
+    """The result of preparing a chat's body, before admission."""
 
     body: ChatCompletionRequest
     model: str
@@ -173,7 +173,7 @@ class ChatService:
         return StartedChat(model, chat, use, job, generation)
 
     async def count(self, request: Request, make_body: Callable[[], ChatCompletionRequest]) -> int:
-        """How many tokens the prompt has. Errors: those of :meth:`start`."""
+        """Count the prompt's tokens. Errors: those of :meth:`start`."""
 
         def count() -> int:
             body = make_body()
@@ -384,7 +384,7 @@ class _Reply:
 
     @property
     def _tells_text_alone(self) -> bool:
-        """Whether a choice's chunks differ in their text alone, but for the first and last one."""
+        """Whether chunks of a choice differ only in their text, except for the first and last."""
         body = self._body
         return self._use.reader() is None and not (
             body.logprobs or body.return_token_ids or self._options.continuous
@@ -400,8 +400,8 @@ class _Reply:
     # -- parts ------------------------------------------------------------------------
 
     def _reason(self, reason: str | None) -> str | None:
-        """A call of the function that the request named is no choice of the model: OpenAI's
-        chats end with "stop" then."""
+        """Return the finish_reason: "stop", as OpenAI's, for a call of a function that the request
+        named."""
         return "stop" if reason == "tool_calls" and self._use.is_named else reason
 
     def _logprobs(self, part: CompletionOutput | Piece) -> dict[str, Any] | None:
@@ -418,7 +418,10 @@ class _Reply:
         return chat_logprobs(kept, self._shape, ends_unseen=ends_unseen)
 
     def _ends_with_stop_token(self, token_ids: list[int]) -> bool:
-        """Not so where a grammar has said that nothing can follow."""
+        """Return whether the last token is a stop token.
+
+        An answer may end without one if a grammar allows no more text.
+        """
         params = self._job.params.as_sampling()
         if params.structured_outputs is None or not token_ids:
             return True

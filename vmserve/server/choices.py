@@ -1,4 +1,4 @@
-"""A choice of a chat as it is streamed: tokens in, deltas of its message with their tokens out."""
+"""Convert the tokens of a streamed choice to deltas of its message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Said = list[tuple[dict[str, Any], Piece]]
 
 
 class StreamedChoice:
-    """What a stream remembers of one choice."""
+    """The state of one choice in a stream."""
 
     __slots__ = ("_buffer", "_held", "_reader", "num_pieces", "num_told", "template")
 
@@ -34,7 +34,7 @@ class StreamedChoice:
         return self._reader.reason(finish_reason) if self._reader is not None else finish_reason
 
     def add(self, output: CompletionOutput) -> Said:
-        """Empty while nothing can be said."""
+        """Add tokens and return the deltas that are complete; none, if nothing can be sent yet."""
         piece = self._buffer.add(output)
         if piece is None:
             return []

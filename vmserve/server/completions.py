@@ -137,7 +137,7 @@ def _is_text(prompt: Any) -> bool:
 
 
 def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
-    """What the engine computes for the prompt: the most of what echo and the client want."""
+    """Return how many prompt log-probabilities to compute: the most of all that ask for them."""
     wanted = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
     if body.echo and body.logprobs is not None:
         wanted.append(body.logprobs)
@@ -259,7 +259,7 @@ class _Reply:
             yield chunk
 
     def _num_echoed(self, stream: _ChoiceStream, scores: Sequence[Position | None]) -> int:
-        """Entries of log-probabilities of the prompt that the next chunk has."""
+        """Return how many of the prompt's log-probabilities the next chunk has."""
         if stream.started or not self._body.echo or self._body.logprobs is None:
             return 0
         return len(scores) * (self._body.logprobs + 1)
@@ -292,7 +292,7 @@ class _Reply:
 
     @property
     def _tells_text_alone(self) -> bool:
-        """Whether chunks differ in their text alone, but for a choice's first and last one."""
+        """Whether chunks differ only in their text, except for a choice's first and last."""
         body = self._body
         return body.logprobs is None and not (body.return_token_ids or self._options.continuous)
 
@@ -329,7 +329,7 @@ class _Reply:
     def _logprobs(
         self, echoed: Sequence[Position | str], positions: Sequence[Position], offset: int
     ) -> tuple[dict[str, Any], int]:
-        """The prompt's part has the likeliest k also where ids were asked for by name."""
+        """Return log-probabilities; the prompt's are the top k, even if token ids were named."""
         before, offset = completion_logprobs(echoed, self._echo_shape, offset)
         after, offset = completion_logprobs(positions, self._shape, offset)
         return {
@@ -348,7 +348,7 @@ def _dump(make: Callable[[], Any]) -> bytes:
 
 
 class _ChoiceStream:
-    """What a stream remembers of one choice."""
+    """The state of one choice in a stream."""
 
     __slots__ = ("buffer", "index", "job", "started", "template", "text_offset")
 

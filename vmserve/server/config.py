@@ -23,7 +23,7 @@ _HOST: Final = re.compile(r"\*|[^\sA-Z/:*\[\]]+")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
+    """Return whether ``host`` can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -321,7 +321,7 @@ class ServerConfig:
 
     @property
     def key_limits(self) -> KeyLimits:
-        """Of each tenant, where its key says nothing else."""
+        """Default limits of each tenant; those of a key override them."""
         return KeyLimits(self.max_key_sequences, self.max_key_requests, self.key_tokens_per_minute)
 
     @property

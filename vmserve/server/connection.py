@@ -40,21 +40,21 @@ class BodyWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether the client does not read, so that :meth:`drain` must be awaited first."""
+        """Whether the client is not reading; then await :meth:`drain` before writing."""
         return self._protocol.flow.write_paused
 
     async def drain(self) -> None:
         await self._protocol.flow.drain()
 
     def write(self, data: bytes) -> None:
-        """A piece that is not empty; nothing happens once the client has left."""
+        """Write a piece, which must not be empty; do nothing if the client has left."""
         protocol = self._protocol
         if not protocol.cycle.disconnected:
             protocol.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def body_writer(scope: Scope) -> BodyWriter | None:
-    """None where bodies are not chunked, or another server than ours runs the application."""
+    """Return a writer; None if the body is not chunked or another server runs the application."""
     if scope["http_version"] != "1.1":
         return None
     writer: BodyWriter | None = scope.get("extensions", {}).get(_EXTENSION)
@@ -62,7 +62,7 @@ def body_writer(scope: Scope) -> BodyWriter | None:
 
 
 def refusal(told: ApiError) -> bytes:
-    """The whole response to what is no request that could be routed; the connection ends."""
+    """Return the whole response to a request that cannot be routed; the connection ends."""
     body = dump_json(error_body(told))
     headers = {
         **told.headers,
@@ -80,7 +80,7 @@ def refusal(told: ApiError) -> bytes:
 
 
 class _Lingering:
-    """A transport whose closing does not reset the connection of a client that still sends."""
+    """A transport that closes without a reset while the client still sends."""
 
     def __init__(self, transport: asyncio.Transport, protocol: GuardedProtocol) -> None:
         self._transport = transport

@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the options, and the counts of what is going on."""
+"""The state that routes share: engine, options and counts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ServerContext:
         return self.config.vllm_metrics
 
     def served_name(self, name: str | None) -> str:
-        """The name that a reply leads with. Raises :class:`ApiError` 404 for one unknown."""
+        """Return the model name for a reply. Raises :class:`ApiError` 404 for one unknown."""
         if name is not None and name not in self.config.served_model_names:
             raise ApiError(404, f"The model `{name[:200]}` does not exist.", "model")
         return self.config.model_name
@@ -96,7 +96,7 @@ class ServerContext:
     async def run_aside(
         self, request: Request, work: Callable[[], T], size: int | None = None
     ) -> T:
-        """The result of ``work`` on another thread, in the turn of whoever sends ``request``.
+        """Run ``work`` on another thread, in the turn of the request's tenant.
 
         ``size``: bytes that decide between the short and the long lane; the body's by default.
         Raises what ``work`` raises, and :class:`ApiError` 429.

@@ -1,4 +1,4 @@
-"""What the server needs of an engine: the seam at which tests put a fake."""
+"""The interface between server and engine; tests replace the engine here."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _Resolved(Protocol):
 
 
 class EngineClient(Protocol):
-    """What :class:`vmserve.AsyncLLM` and :class:`vmserve.ipc.client.ProcessLLM` have in common.
+    """The common interface of :class:`vmserve.AsyncLLM` and :class:`vmserve.ipc.client.ProcessLLM`.
 
     ``stats`` is as of the engine's last word, ``fetch_stats`` of now.
     """

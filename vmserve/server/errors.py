@@ -1,4 +1,4 @@
-"""The one place that turns exceptions into ``{"error": {message, type, param, code}}``, or into
+"""Turn exceptions into ``{"error": {message, type, param, code}}``, or into
 Anthropic's ``{"type": "error", "error": {type, message}}`` for its routes."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than success. ``status`` is the HTTP status and the error's code."""
+    """An HTTP error. ``status`` is the HTTP status and the error's code."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class ClientDisconnectedError(Exception):
 
 
 def not_implemented(what: str, param: str, remedy: str) -> InvalidRequestError:
-    """The refusal of a field that the contract knows and this version does not serve."""
+    """Make the error for a field that is known and not served."""
     return InvalidRequestError(f"{what} is not implemented yet: {remedy}", param)
 
 
 def below_minimum(name: str, least: int, value: int) -> InvalidRequestError:
-    """As pydantic would say it, for a bound that depends on other fields."""
+    """Make an error with pydantic's wording, for a bound that depends on other fields."""
     return InvalidRequestError(
         f"{name} must be at least {least}: Input should be greater than or equal to {least} "
         f"(greater_than_equal), got {value}",
@@ -101,7 +101,7 @@ def below_minimum(name: str, least: int, value: int) -> InvalidRequestError:
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """What the client is told. What it may not know (a defect of ours) goes to the log."""
+    """Convert an exception to the client's error; log details of internal errors."""
     match error:
         case ApiError():
             return error
@@ -148,7 +148,7 @@ def has_anthropic_errors(path: str) -> bool:
 
 
 def error_response(error: BaseException, path: str = "") -> Response:
-    """In the shape of the API that ``path`` belongs to."""
+    """Make the response in the shape of the API of ``path``."""
     told = to_api_error(error)
     shape = anthropic_error_body if has_anthropic_errors(path) else error_body
     return Response(dump_json(shape(told)), told.status, headers=told.headers, media_type=JSON_TYPE)

@@ -154,7 +154,7 @@ def check_prompt(num_prompt: int, max_model_len: int, name: str = "prompt") -> N
 
 
 def truncate(token_ids: list[int], request: Truncated, max_model_len: int) -> list[int]:
-    """The tokens of the prompt that are kept: the last ones, or the first for side "right"."""
+    """Truncate a prompt: keep the last tokens, or the first ones with side "right"."""
     keep = request.truncate_prompt_tokens
     if keep is None:
         return token_ids
@@ -170,7 +170,7 @@ def truncate(token_ids: list[int], request: Truncated, max_model_len: int) -> li
 
 
 def most_tokens(request: Truncated, max_model_len: int) -> int | None:
-    """How many tokens a prompt may have before it is truncated; None for any number."""
+    """Return how many tokens a prompt may have before it is truncated; None: any number."""
     return max_model_len if request.truncate_prompt_tokens is None else None
 
 

@@ -16,7 +16,7 @@ Prompt = str | list[int]
 
 
 def split_prompts(value: Any, name: str = "prompt") -> list[Prompt]:
-    """The prompts in order, of the field ``name``.
+    """Return the prompts of the field ``name`` in order.
 
     Raises :class:`InvalidRequestError` for what is empty, has entries of other types, or
     token ids that are no integers. That ids are in the vocabulary is not checked here.
@@ -81,7 +81,7 @@ def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 def _are_ids(items: list[Any]) -> bool:
-    """Integers, and no booleans; of a million without a loop that other clients wait for."""
+    """Return whether all are integers and none is a boolean, without a loop in Python."""
     return set(map(type, items)) == {int}
 
 

@@ -26,7 +26,7 @@ class RecentLatencies:
         )
 
     def observe(self, times: RequestMetrics, num_tokens: int) -> None:
-        """A request ended after ``num_tokens`` in each choice."""
+        """Record a request that ended with ``num_tokens`` in each choice."""
         first, last = times.first_token_time, times.last_token_time
         ttft = None if first is None else first - times.arrival_time
         gap = None
@@ -36,7 +36,7 @@ class RecentLatencies:
         self._forget()  # nobody may ever look
 
     def summary(self) -> dict[str, float | None]:
-        """Medians, 95th and 99th percentiles in seconds; None where nothing was seen."""
+        """Return the 50th, 95th and 99th percentiles in seconds; None without requests."""
         self._forget()
         ttfts = [ttft for _, ttft, _ in self._seen if ttft is not None]
         gaps = [gap for _, _, gap in self._seen if gap is not None]

@@ -73,7 +73,7 @@ def _message(place: int, item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_call(messages: list[dict[str, Any]], place: int, item: dict[str, Any]) -> None:
-    """Calls that follow each other, or a text of the model, are one message."""
+    """Add a call to the message of the calls or the text before it."""
     function = {
         "name": _text(place, item, "name"),
         "arguments": _text(place, item, "arguments"),

@@ -1,4 +1,4 @@
-"""The output of a response: deltas of a message in, items and their events out."""
+"""Convert deltas of a chat's message to output items of the responses API and their events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class OutputItems:
         self._is_open = False
 
     def take(self, delta: dict[str, Any]) -> Events:
-        """Names and fields of the events that a delta of a chat's message stands for."""
+        """Convert a delta of a chat's message to events, as (name, fields)."""
         events: Events = []
         if delta.get("reasoning_content"):
             events += self._think(delta["reasoning_content"])
@@ -110,7 +110,7 @@ class OutputItems:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """As it is now: it grows."""
+    """Copy an item, which will grow."""
     return (
         {**item, "content": [dict(part) for part in item["content"]]}
         if "content" in item

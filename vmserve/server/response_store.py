@@ -61,7 +61,7 @@ class ResponseStore:
         self._num_bytes: Counter[str] = Counter()
 
     def put(self, tenant: str, response_id: str, stored: StoredResponse) -> bool:
-        """Whether it is kept: what is larger than the tenant's share is not."""
+        """Store a response; return False if it is larger than the tenant's share."""
         self._expire()
         if stored.num_bytes > self._share:
             return False
@@ -79,7 +79,7 @@ class ResponseStore:
         return None if own is None else own.get(response_id)
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Whether there was one."""
+        """Delete a response; return whether it was there."""
         if self.get(tenant, response_id) is None:
             return False
         self._remove(tenant, response_id)

@@ -97,7 +97,7 @@ class ResponsesService:
         return stored
 
     def _earlier(self, request: Request, body: ResponsesRequest) -> StoredResponse | None:
-        """What has been said before ``input``."""
+        """Return the messages before ``input``."""
         _refuse_unserved(body)
         if body.previous_response_id is None:
             return None

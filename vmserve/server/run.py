@@ -1,4 +1,4 @@
-"""Serving: the application on a socket, and the drain at the end."""
+"""Serve the application on a socket, and drain it at the end."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ _KEEP_ALIVE_SECONDS: Final = 75
 
 
 class _Server(uvicorn.Server):
-    """Accepts within limits, leaves signals to whoever runs it, and sleeps until it is told to
-    end."""
+    """A uvicorn server that accepts within limits and leaves signals to its caller."""
 
     def __init__(self, config: uvicorn.Config, limits: ConnectionLimits) -> None:
         super().__init__(config)
@@ -157,7 +156,7 @@ async def _serve(
 async def _until_over(
     engine: EngineClient, linger: float, stop: asyncio.Event, running: asyncio.Task[None]
 ) -> None:
-    """Until ``stop``, the end of ``running``, or ``linger`` seconds after the engine's end."""
+    """Wait for ``stop``, the end of ``running``, or ``linger`` seconds after the engine's end."""
     stopping = asyncio.create_task(stop.wait())
     dying = asyncio.create_task(engine.until_dead())
     try:
@@ -177,7 +176,7 @@ async def _until_over(
 
 @contextlib.contextmanager
 def stop_on_signals(stop: asyncio.Event) -> Generator[None, None, None]:
-    """SIGTERM or SIGINT sets ``stop``; a second one ends the process at once."""
+    """Set ``stop`` on SIGTERM or SIGINT; end the process at once on a second one."""
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""What belongs to one HTTP request from its arrival until its last byte has left."""
+"""Helpers for the lifetime of one HTTP request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def route_path(scope: Scope) -> str:
-    """The path without the root path, which requests may give or leave out."""
+    """Return the path without the root path, which requests may leave out."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     if root and (path == root or path.startswith(root + "/")):
@@ -37,7 +37,7 @@ async def closing(iterator: AsyncIterator[T]) -> AsyncIterator[AsyncIterator[T]]
 
 
 async def gather(works: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. The first error, or a cancellation, ends the others first."""
+    """Await all results in order. An error or a cancellation cancels the others first."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))
@@ -46,7 +46,7 @@ async def gather(works: list[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled as soon as the client has left.
+    """Await ``work``; cancel it as soon as the client leaves.
 
     The request's body must have been read. Raises :class:`ClientDisconnectedError`.
     """

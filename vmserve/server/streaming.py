@@ -1,4 +1,4 @@
-"""Server-sent events: how a stream's chunks reach the client, and how they end."""
+"""Send a stream's chunks as server-sent events."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def json_reply(
     results: Sequence[RequestOutput],
     make: Callable[[], Any],
 ) -> Response:
-    """What ``make`` makes of ``results``, as JSON: of many log-probabilities aside and in parts,
+    """Reply with ``make(results)`` as JSON: of many log-probabilities aside and in parts,
     while the client reads."""
     if num_entries(results) <= MOST_LOGPROBS_ON_LOOP:
         return Response(b"".join(dump_parts(make())), media_type=JSON_TYPE)
@@ -137,7 +137,7 @@ async def json_reply(
 
 
 def _next_batch(parts: Iterator[bytes]) -> bytes:
-    """The next parts, of so many bytes together; nothing at the end."""
+    """Return the next parts, up to so many bytes; nothing at the end."""
     batch = bytearray()
     for part in parts:
         batch += part

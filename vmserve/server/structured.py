@@ -1,4 +1,4 @@
-"""What a request's answer has to match, under the names that clients have for it."""
+"""Read the constraints on an answer, under the names that clients use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HARMLESS: Final = ("disable_any_whitespace", "disable_fallback")
 
 
 def structured_outputs(request: ConstrainedRequest) -> StructuredOutputsParams | None:
-    """None where it may be any text. Raises :class:`InvalidRequestError`."""
+    """Return the constraint, or None for any text. Raises :class:`InvalidRequestError`."""
     for name, remedy in _UNSERVED.items():
         if _is_given(getattr(request, name)):
             raise InvalidRequestError(f"{name} is not served: {remedy}", name)
@@ -77,7 +77,7 @@ def _of_foreign(name: str, value: Any) -> StructuredOutputsParams | None:
 
 
 def _named(name: str, **wanted: Any) -> StructuredOutputsParams:
-    """Errors have the name that the client gave."""
+    """Make the parameters; errors name the client's field."""
     try:
         return StructuredOutputsParams(**wanted, param=name)
     except InvalidRequestError as error:
@@ -85,7 +85,7 @@ def _named(name: str, **wanted: Any) -> StructuredOutputsParams:
 
 
 def schema_of_format(wanted: Any, param: str) -> StructuredOutputsParams | None:
-    """Of OpenAI's ``response_format``. Raises :class:`InvalidRequestError`."""
+    """Read OpenAI's ``response_format``. Raises :class:`InvalidRequestError`."""
     if wanted is None:
         return None
     kind = wanted.get("type") if isinstance(wanted, dict) else None

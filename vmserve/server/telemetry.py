@@ -106,7 +106,7 @@ class Histogram:
 
 
 class MetricsSource(Protocol):
-    """What :meth:`Telemetry.render` reads besides its own counts."""
+    """The figures that :meth:`Telemetry.render` reads besides its own counts."""
 
     def engine_stats(self) -> Mapping[str, float | int]: ...
 
@@ -140,7 +140,7 @@ class Telemetry:
         self.recent = RecentLatencies()
 
     def observe(self, params: GenerationParams, output: RequestOutput, num_tokens: int) -> None:
-        """A request that finished with ``output``, after ``num_tokens`` in all its choices."""
+        """Record a request that finished with ``output``, after ``num_tokens`` in all choices."""
         reasons = [choice.finish_reason for choice in output.outputs if choice.finish_reason]
         self._finished[reasons[-1] if reasons else "stop"] += 1
         self._add("request_prompt_tokens", len(output.prompt_token_ids))

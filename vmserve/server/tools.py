@@ -45,7 +45,7 @@ class ToolUse:
     short_ids: bool = False
 
     def reader(self) -> AnswerReader | None:
-        """A new one for each choice."""
+        """Make a reader; each choice needs its own."""
         if self.make_parser is None:
             return None
         return AnswerReader(self.make_parser(), self.parallel, self.short_ids)
@@ -115,7 +115,7 @@ def _named(tools: list[Tool], choice: Any) -> Tool:
 
 
 class AnswerReader:
-    """The text of one choice in; what a message's deltas say comes out."""
+    """Convert the text of one choice to deltas of a message."""
 
     def __init__(self, parser: ToolParser, parallel: bool, short_ids: bool) -> None:
         self._parser = parser
@@ -165,7 +165,7 @@ def _is_first(delta: dict[str, Any]) -> bool:
 
 
 def _joined(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Content that follows content is one delta, and so is reasoning."""
+    """Join adjacent deltas of content, and of reasoning."""
     joined: list[dict[str, Any]] = []
     for delta in deltas:
         [name] = delta

@@ -61,7 +61,7 @@ def check_tracing(endpoint: str | None) -> None:
 
 
 class RequestTrace:
-    """What a request's span will say, as far as it is known."""
+    """The data for a request's span, as far as it is known."""
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
@@ -77,12 +77,12 @@ class RequestTrace:
     def begin(
         self, request_model: str | None, model: str, reply_id: str, params: GenerationParams
     ) -> None:
-        """The request was understood."""
+        """Record the parsed request."""
         self.request_model, self.response_model = request_model, model
         self.response_id, self.params = reply_id, params
 
     def finished(self, output: RequestOutput, num_tokens: int) -> None:
-        """One of its prompts, after ``num_tokens`` in all its choices."""
+        """Record the end of one prompt, after ``num_tokens`` in all choices."""
         self.outputs.append((output, num_tokens))
         self.reasons += [one.finish_reason for one in output.outputs if one.finish_reason]
 
@@ -158,7 +158,7 @@ class RequestTrace:
 
 
 def trace_of(request: Request) -> RequestTrace | None:
-    """None where requests are not traced."""
+    """Return the request's trace; None if requests are not traced."""
     trace: RequestTrace | None = getattr(request.state, "trace", None)
     return trace
 

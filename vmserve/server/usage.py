@@ -22,7 +22,7 @@ class Usage:
 
     @classmethod
     def of(cls, results: Sequence[RequestOutput]) -> Usage:
-        """The usage of finished requests."""
+        """Sum the usage of finished requests."""
         return cls(
             sum(len(result.prompt_token_ids) for result in results),
             sum(len(choice.token_ids) for result in results for choice in result.outputs),

@@ -1,4 +1,4 @@
-"""JSON as it goes over the wire: strict on the way in, compact on the way out."""
+"""JSON on the wire: read strictly, write compactly."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def dump_json(value: Any) -> bytes:
-    """Raises ``ValueError`` for NaN and infinities, which JSON cannot say."""
+    """Write ``value`` as JSON. Raises ``ValueError`` for NaN and infinities."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode()
 
 
 def dump_parts(value: Any) -> Iterator[bytes]:
-    """What :func:`dump_json` gives of ``value``, in parts.
+    """Write ``value`` as :func:`dump_json` does, in parts.
 
     An iterator within is written as an array: its items are asked for, and are a part, one by one.
     """
@@ -59,7 +59,7 @@ def _holds_iterator(value: Any) -> bool:
 
 
 class TextTemplate:
-    """JSON of which one string changes: the rest is written once.
+    """A JSON document with one string that changes; the rest is written once.
 
     ``value`` has :data:`TextTemplate.TEXT` in that string's place.
     """
@@ -73,12 +73,12 @@ class TextTemplate:
         self._before, self._after = dump_json(value).split(f'"{self.TEXT}"'.encode())
 
     def fill(self, text: str) -> bytes:
-        """What :func:`dump_json` gives of the value with ``text`` in its place."""
+        """Write the document with ``text`` in its place."""
         return self._before + encode_basestring(text).encode() + self._after
 
 
 def parse_json(body: bytes) -> Any:
-    """The value of ``body``.
+    """Parse ``body``.
 
     Raises :class:`~vmserve.errors.InvalidRequestError` for what is not UTF-8 JSON, and for
     what parsers disagree on: NaN, infinities (also 1e999), repeated keys, lone surrogates,

@@ -1,4 +1,4 @@
-"""Threads for work that grows with a request: parsing, rendering, encoding, writing answers.
+"""Threads for work that grows with a request: parsing, rendering, encoding, writing.
 
 Short and long work have a lane each, so that a short request never waits for a long one. Within a
 lane the tenants take turns, and none of them may take the last free thread: whatever one key
@@ -41,7 +41,7 @@ class Lane:
         self._waiting: dict[str, deque[_Work]] = {}
 
     async def run(self, tenant: str, call: Callable[[], T]) -> T:
-        """The result of ``call`` on a thread. Work whose caller is cancelled is not begun.
+        """Run ``call`` on a thread. Work whose caller is cancelled is not begun.
 
         Raises :class:`ApiError` 429 while too much work of ``tenant`` waits.
         """
@@ -123,10 +123,10 @@ class Workers:
 
     @property
     def num_waiting(self) -> int:
-        """Pieces of work that no thread has begun."""
+        """Tasks that no thread has begun."""
         return self._short.num_waiting + self._long.num_waiting
 
     def close(self) -> None:
-        """Join the threads; what waits is dropped."""
+        """Join the threads; drop tasks that wait."""
         self._short.close()
         self._long.close()
