@@ -31,7 +31,7 @@ from vmserve import SamplingParams  # first: it sets how torch's threads wait
 
 import torch  # isort: skip
 import vmserve.engine.engine  # isort: skip
-from vmserve.bench.machine import machine_info
+from vmserve.bench.lab.machine import machine_info
 from vmserve.config import EngineConfig
 from vmserve.dtypes import DType
 from vmserve.engine.engine import LLMEngine

@@ -32,7 +32,7 @@ from report import (
     summarize_check,
 )
 
-from vmserve.bench.machine import machine_info
+from vmserve.bench.lab.machine import machine_info
 from vmserve.workloads.shapes import lognormal, prompts
 
 HERE = Path(__file__).resolve().parent

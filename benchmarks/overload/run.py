@@ -12,16 +12,10 @@ import argparse
 import datetime
 from pathlib import Path
 
-from vmserve.bench.machine import cpu_model, machine_info
+from vmserve.bench.lab.machine import cpu_model, machine_info
+from vmserve.bench.lab.report import dump, fresh_directory, make_console, progress
+from vmserve.bench.lab.table import markdown, print_table
 from vmserve.bench.overload import run
-from vmserve.bench.report import (
-    dump,
-    fresh_directory,
-    make_console,
-    markdown,
-    print_table,
-    progress,
-)
 from vmserve.simulation.devices import OPT_13B_A100, described
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -46,7 +46,7 @@ from traffic import (
 )
 from traffic import describe as describe_workloads
 
-from vmserve.bench.machine import machine_info
+from vmserve.bench.lab.machine import machine_info
 
 Json = dict[str, Any]
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from subjects import Subject
 
+from vmserve.bench.lab.statistics import percentile
+
 Json = dict[str, Any]
 
 #: An interval needs as many repeats; with few of them it is little more than their range.
@@ -91,19 +93,19 @@ def latencies(served: Json) -> dict[str, float]:
     """
     pairs = list(zip(served["due_s"], served["times_s"], strict=True))
     first = [times[0] - due for due, times in pairs]
-    gaps = np.concatenate([np.diff(times) for _, times in pairs])
+    gaps = np.concatenate([np.diff(times) for _, times in pairs]).tolist()
     last_due = max(served["due_s"])
     found = {
-        "served_ttft_p50_s": float(np.percentile(first, 50)),
-        "served_ttft_p99_s": float(np.percentile(first, 99)),
+        "served_ttft_p50_s": percentile(first, 50),
+        "served_ttft_p99_s": percentile(first, 99),
         # Of an engine that keeps up, a few; one that does not has a queue by then.
         "served_unfinished": float(sum(times[-1] > last_due for _, times in pairs)),
     }
     per_token = [(times[-1] - times[0]) / (len(times) - 1) for _, times in pairs if len(times) > 1]
     if per_token:
-        found["served_tpot_p50_s"] = float(np.percentile(per_token, 50))
-        found["served_itl_p50_s"] = float(np.percentile(gaps, 50))
-        found["served_itl_p99_s"] = float(np.percentile(gaps, 99))
+        found["served_tpot_p50_s"] = percentile(per_token, 50)
+        found["served_itl_p50_s"] = percentile(gaps, 50)
+        found["served_itl_p99_s"] = percentile(gaps, 99)
     return found
 
 

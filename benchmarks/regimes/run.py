@@ -22,21 +22,14 @@ from vmserve.bench.ab.results import (
     busy_warning,
     describe_variants,
     document,
-    median,
     workload_table,
     write,
 )
 from vmserve.bench.ab.variants import Variant
-from vmserve.bench.ab.watch import watch
-from vmserve.bench.alloc.section import Table
-from vmserve.bench.machine import cpu_model
-from vmserve.bench.report import (
-    dump,
-    fresh_directory,
-    make_console,
-    make_directory,
-    print_table,
-)
+from vmserve.bench.lab.machine import cpu_model
+from vmserve.bench.lab.report import dump, fresh_directory, make_console, make_directory, watch
+from vmserve.bench.lab.statistics import median
+from vmserve.bench.lab.table import Table, print_table
 from vmserve.errors import VmserveError
 
 RESULTS = Path(__file__).resolve().parent / "results"

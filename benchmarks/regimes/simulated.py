@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from vmserve.bench.alloc.section import SectionResult, Table
-from vmserve.bench.machine import machine_info
-from vmserve.bench.report import dump, fresh_directory, make_console, markdown, print_table
+from vmserve.bench.lab.machine import machine_info
+from vmserve.bench.lab.report import dump, fresh_directory, make_console
+from vmserve.bench.lab.table import SectionResult, Table, markdown, print_table
 from vmserve.simulation import SimulatedEngine, SimulationConfig
 from vmserve.simulation.devices import OPT_13B_A100, described
 from vmserve.simulation.requests import Asked, asked

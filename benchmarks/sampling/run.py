@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vmserve.bench.machine import cpu_model
-from vmserve.bench.report import fresh_directory
+from vmserve.bench.lab.machine import cpu_model
+from vmserve.bench.lab.report import fresh_directory
 from vmserve.sampling import Sampler, SamplingParams, SamplingRow
 
 import torch  # isort: skip  after vmserve, which sets how torch's threads wait

@@ -34,7 +34,7 @@ import psutil
 from client import cpu_seconds, stream_all
 
 from vmserve import AsyncLLM, SamplingParams
-from vmserve.bench.ab.statistics import paired_effects
+from vmserve.bench.lab.statistics import paired_effects
 from vmserve.ipc.client import ProcessLLM
 
 WAYS = ("in-process", "process", "http, one process", "http")

@@ -35,9 +35,9 @@ from vmserve.bench.ab.record import MemorySample, RequestSample, RunRecord, Step
 from vmserve.bench.ab.regret import regret
 from vmserve.bench.ab.results import SCHEMA, SCHEMA_VERSION, judgement
 from vmserve.bench.ab.search import Bracket, RateSearch, search_rate
-from vmserve.bench.ab.statistics import Comparison, Effect
 from vmserve.bench.ab.traffic import KINDS
 from vmserve.bench.ab.variants import Variant, parse_variants
+from vmserve.bench.lab.statistics import Comparison, Effect
 from vmserve.cli.bench import app
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine

@@ -8,13 +8,14 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vmserve import _core
-from vmserve.bench.alloc import SECTIONS, Options, reference
+from vmserve.bench.alloc import SUITE, reference
 from vmserve.bench.alloc.bandwidth import WAYS as BANDWIDTH_WAYS
 from vmserve.bench.alloc.batch import largest_batch
 from vmserve.bench.alloc.bookkeeping import PARTS as BOOKKEEPING_PARTS
@@ -24,9 +25,6 @@ from vmserve.bench.alloc.command import (
     Driver,
     alloc_command,
     chosen_sections,
-    document,
-    dump,
-    markdown,
 )
 from vmserve.bench.alloc.prefill import Prefiller
 from vmserve.bench.alloc.replay import (
@@ -38,15 +36,11 @@ from vmserve.bench.alloc.replay import (
     replay,
     reservation,
 )
-from vmserve.bench.alloc.section import (
-    SectionResult,
-    Summary,
-    Table,
-    make_driver,
-    microseconds,
-    summarize,
-)
+from vmserve.bench.alloc.section import make_driver
 from vmserve.bench.alloc.steps import Case, ModelStandIn, Stepper
+from vmserve.bench.lab.report import dump, fresh_directory, kept_arguments
+from vmserve.bench.lab.statistics import Summary, summarize
+from vmserve.bench.lab.table import SectionResult, Table, markdown, microseconds
 from vmserve.errors import ConfigurationError, DriverError
 from vmserve.simulation.buddy import Buddy, power_of_two
 from vmserve.workloads.shapes import RequestShape, sharegpt
@@ -455,7 +449,7 @@ def test_plots_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_sections_run_in_their_order_and_names_are_checked() -> None:
-    assert chosen_sections(None, "host") == list(SECTIONS)
+    assert chosen_sections(None, "host") == list(SUITE.sections)
     assert chosen_sections("waste, calls", "host") == ["calls", "waste"]
     assert chosen_sections(None, "cuda") == ["calls", "bandwidth"]
     with pytest.raises(ConfigurationError, match=r"'nothing'.*choose from calls, steps"):
@@ -483,25 +477,37 @@ def test_json_has_a_line_per_list_of_numbers() -> None:
     assert ' "trace": [ 1.5, 2e-07, -3 ],\n' in text
 
 
-def test_results_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks" / "alloc"))
-    spec = importlib.util.find_spec("run")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+def test_results_are_never_overwritten(tmp_path: Path) -> None:
     date, cpu = datetime.date(2026, 1, 2), "Some (R) CPU @ 2 GHz"
     names = []
     for _ in range(3):
-        path = script.fresh_directory(tmp_path, date, cpu)
+        path = fresh_directory(tmp_path, date, cpu)
         path.mkdir()
         names.append(path.name)
     assert names == [f"2026-01-02-some-r-cpu-2-ghz{end}" for end in ("", "-2", "-3")]
 
 
+def test_a_kept_run_writes_beside_its_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", "--seed", "3"])
+    script = str(tmp_path / "run.py")
+    head, files = ["vmserve", "bench", "alloc"], kept_arguments("alloc", script, plots=True)
+    assert files[:3] == head
+    assert files[-2:] == ["--seed", "3"]
+    directory = Path(files[-3])
+    assert files[3:-2] == [
+        "--json", str(directory / "results.json"), "--markdown", str(directory / "tables.md"),
+        "--plots", str(directory),
+    ]  # fmt: skip
+    assert directory.parent == tmp_path / "results"
+    output = kept_arguments("alloc", script, output=True)
+    assert output == [*head, "--output", str(directory), "--seed", "3"]
+
+
 def test_markdown_names_machine_and_date() -> None:
     result = SectionResult({"x": 1}, (Table("t", ("a",), (("1",),)),))
-    described = document({"calls": result}, Options(quick=True))
+    described = SUITE.document({"calls": result}, quick=True)
     assert described["sections"] == {"calls": {"x": 1}}
     text = markdown({"calls": result}, described)
     assert text.startswith(described["date"])

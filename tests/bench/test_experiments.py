@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer.testing
 
-from vmserve.bench.papers.command import REAL_FIGURES, papers_command
+from vmserve.bench.papers.command import REAL, papers_command
 from vmserve.bench.papers.experiments import EXPERIMENTS, document
 from vmserve.cli.main import app
 
@@ -40,7 +40,7 @@ def test_every_figure_and_table_is_accounted_for() -> None:
 
 def test_every_figure_of_the_real_engine_has_its_row() -> None:
     told = [each.real for each in EXPERIMENTS if each.real is not None]
-    assert sorted(told) == sorted(REAL_FIGURES)
+    assert sorted(told) == sorted(REAL.sections)
     for each in EXPERIMENTS:
         if each.real is not None:
             prefix = "v" if each.paper == "vAttention" else ""

@@ -14,10 +14,10 @@ import torch
 
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cpu import CpuBackend
-from vmserve.bench.kernels import SECTIONS, Options
-from vmserve.bench.kernels.command import chosen_sections, kernels_command
+from vmserve.bench.kernels.command import kernels_command
 from vmserve.bench.kernels.rig import SHAPES, Rig, Shape
-from vmserve.bench.kernels.sections import BLOCK_SIZES
+from vmserve.bench.kernels.sections import BLOCK_SIZES, SUITE, Options
+from vmserve.bench.lab.suite import chosen
 from vmserve.errors import ConfigurationError
 
 
@@ -73,7 +73,7 @@ def test_quick_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (written["benchmark"], written["quick"]) == ("kernels", True)
     assert written["num_threads"] >= 1
     sections = written["sections"]
-    assert list(sections) == list(SECTIONS) == ["decode", "blocks", "prefill"]
+    assert list(sections) == list(SUITE.sections) == ["decode", "blocks", "prefill"]
     decode = sections["decode"]["points"]
     assert {(p["shape"], p["dtype"], p["num_seqs"]) for p in decode} == {
         (shape.name, dtype, batch)
@@ -102,7 +102,7 @@ def test_quick_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_sections_are_checked() -> None:
-    assert chosen_sections(None) == list(SECTIONS)
-    assert chosen_sections("prefill, decode") == ["decode", "prefill"]
+    assert chosen("section", None, list(SUITE.sections)) == list(SUITE.sections)
+    assert chosen("section", "prefill, decode", list(SUITE.sections)) == ["decode", "prefill"]
     with pytest.raises(ConfigurationError, match=r"'nothing': choose from decode, blocks"):
-        chosen_sections("nothing,decode")
+        chosen("section", "nothing,decode", list(SUITE.sections))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vmserve.bench.machine import git_revision, machine_info
+from vmserve.bench.lab.machine import git_revision, machine_info
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,9 +10,8 @@ import typer
 
 from vmserve.bench import overload
 from vmserve.bench.overload import Measured, num_clients, simulated
-from vmserve.bench.papers import FIGURES, Options
 from vmserve.bench.papers.command import papers_command
-from vmserve.bench.papers.figures import swap_seconds
+from vmserve.bench.papers.figures import FIGURES, Options, swap_seconds
 from vmserve.bench.papers.reference import (
     PAPER_BATCHES,
     PAPER_RATE_OVER_MAX,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vmserve.bench.papers.command import REAL_FIGURES
+from vmserve.bench.papers.command import REAL
 from vmserve.bench.papers.fleet import Fleet
 from vmserve.bench.papers.points import METRICS, Points, shuffled
 from vmserve.bench.papers.real import chat_shapes
@@ -158,7 +158,7 @@ def test_every_figure_runs_and_its_file_is_compared(tmp_path: Path) -> None:
         True,
         "vmserve-embedded",
     )
-    assert list(data["figures"]) == list(REAL_FIGURES)
+    assert list(data["figures"]) == list(REAL.sections)
     tables = (tmp_path / "tables.md").read_text()
     for name, found in data["figures"].items():
         assert f"## {name}\n" in tables
@@ -167,7 +167,7 @@ def test_every_figure_runs_and_its_file_is_compared(tmp_path: Path) -> None:
             assert metrics.keys() <= METRICS.keys()
     compared = CliRunner().invoke(app, ["compare", str(path), str(path)])
     assert compared.exit_code == 0, compared.output
-    assert compared.output.count("papers, ") == len(REAL_FIGURES)
+    assert compared.output.count("papers, ") == len(REAL.sections)
 
 
 def test_options_that_do_not_belong_together() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-from vmserve.bench.sharing import SECTIONS, prefix
+from vmserve.bench.sharing import SUITE, prefix
 from vmserve.bench.sharing.blocks import MAX_NUM_SEQS, run_engine
 from vmserve.bench.sharing.command import numbers, sharing_command
 from vmserve.bench.sharing.count import Tally, common_prefixes, parallel_from_lengths
@@ -236,7 +236,7 @@ def test_the_cache_changes_no_token_and_is_empty_at_each_start(
 
 def test_it_is_a_command() -> None:
     assert "sharing" in typer.main.get_command(app).list_commands(None)  # type: ignore[attr-defined]
-    assert list(SECTIONS) == ["blocks", "prefix"]
+    assert list(SUITE.sections) == ["blocks", "prefix"]
 
 
 def test_numbers_of_an_option() -> None:

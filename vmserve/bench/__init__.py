@@ -1,7 +1,7 @@
 """Measuring: workloads with published shapes, a paired A/B timer, machine facts."""
 
-from vmserve.bench.abtimer import ManyResult, PairedResult, compare, compare_many
-from vmserve.bench.machine import machine_info
+from vmserve.bench.lab.machine import machine_info
+from vmserve.bench.lab.rounds import ManyResult, PairedResult, compare, compare_many
 from vmserve.workloads.shapes import (
     WORKLOADS,
     RequestShape,

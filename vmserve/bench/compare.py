@@ -15,11 +15,11 @@ from typing import Annotated, Any
 import typer
 
 from vmserve.bench.ab.metrics import METRICS, Metric, headline_names
-from vmserve.bench.ab.results import format_effect, judgement, median
-from vmserve.bench.ab.statistics import MIN_PAIRS, Comparison, compare_metrics
-from vmserve.bench.alloc.section import Table
+from vmserve.bench.ab.results import format_effect, judgement
 from vmserve.bench.compare_cases import Case, read, read_cases
-from vmserve.bench.report import check_writable, dump, make_console, print_table, write_text
+from vmserve.bench.lab.report import check_writable, dump, make_console, write_text
+from vmserve.bench.lab.statistics import MIN_PAIRS, Comparison, compare_metrics, median
+from vmserve.bench.lab.table import Table, print_table
 from vmserve.errors import ConfigurationError
 
 __all__ = ["compare_cases", "compare_command", "regressions"]

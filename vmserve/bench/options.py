@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from vmserve.bench.report import check_writable
+from vmserve.bench.lab.report import check_writable
 
 __all__ = [
     "Burstiness",

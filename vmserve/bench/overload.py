@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from vmserve.bench.alloc.section import SectionResult, Table
+from vmserve.bench.lab.table import SectionResult, Table
 from vmserve.bench.papers.figures import COPIES_PER_BLOCK, SECONDS_PER_COPY
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
@@ -30,7 +30,7 @@ from vmserve.workloads.shapes import lognormal, prompts, sharegpt
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
     from vmserve.workloads.shapes import RequestShape
 
 __all__ = ["LOADS", "Measured", "num_clients", "real", "run", "simulated"]

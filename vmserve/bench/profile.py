@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vmserve.bench.alloc.section import Table
-from vmserve.bench.report import check_writable, make_console, print_table, progress, write_text
+from vmserve.bench.lab.report import check_writable, make_console, progress, write_text
+from vmserve.bench.lab.table import Table, print_table
 from vmserve.cli.options import with_engine_options
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine

@@ -25,10 +25,10 @@ import typer
 from vmserve.bench import options as opt
 from vmserve.bench.ab.client import RunFailedError
 from vmserve.bench.ab.metrics import Metric
-from vmserve.bench.alloc.section import Table
-from vmserve.bench.machine import machine_info
-from vmserve.bench.process_memory import KINDS, child_processes, read_memory
-from vmserve.bench.report import dump, make_console, print_table, progress, write_text
+from vmserve.bench.lab.machine import machine_info
+from vmserve.bench.lab.measure import KINDS, child_processes, read_memory
+from vmserve.bench.lab.report import dump, make_console, progress, write_text
+from vmserve.bench.lab.table import Table, print_table
 from vmserve.bench.serve.events import Answer, EventReader
 from vmserve.cli.options import with_engine_options
 from vmserve.sizes import format_size

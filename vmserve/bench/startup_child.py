@@ -23,7 +23,7 @@ def only_torch() -> dict[str, Any]:
     """What an interpreter takes that has imported torch and done nothing with it."""
     import torch  # noqa: PLC0415 - it is what is measured
 
-    from vmserve.bench.process_memory import read_memory  # noqa: PLC0415
+    from vmserve.bench.lab.measure import read_memory  # noqa: PLC0415
 
     torch.zeros(1)
     return {"memory": read_memory()}
@@ -61,7 +61,7 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
         for failure in engine.step().failures:
             raise failure.error
     reach("first_token")
-    from vmserve.bench.process_memory import read_memory  # noqa: PLC0415 - after what is timed
+    from vmserve.bench.lab.measure import read_memory  # noqa: PLC0415 - after what is timed
 
     memory, stats = read_memory(), engine.memory.stats()
     sizes = {

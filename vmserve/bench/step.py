@@ -19,16 +19,10 @@ import numpy as np
 import typer
 
 from vmserve.bench import options as opt
-from vmserve.bench.alloc.section import SectionResult, Table, microseconds, summarize
-from vmserve.bench.machine import machine_info
-from vmserve.bench.report import (
-    dump,
-    make_console,
-    markdown,
-    print_table,
-    progress,
-    write_text,
-)
+from vmserve.bench.lab.machine import machine_info
+from vmserve.bench.lab.report import dump, make_console, progress, write_text
+from vmserve.bench.lab.statistics import summarize
+from vmserve.bench.lab.table import SectionResult, Table, markdown, microseconds, print_table
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError
@@ -41,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vmserve.attention.base import AttentionCall
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
     from vmserve.models.native import NativeDecoder
 
 __all__ = [

@@ -31,8 +31,8 @@ from vmserve.bench.ab.search import search_rate
 from vmserve.bench.ab.traces import HASH_BLOCK_TOKENS
 from vmserve.bench.ab.traffic import KINDS, get_kind
 from vmserve.bench.ab.variants import parse_variants
-from vmserve.bench.ab.watch import watch
-from vmserve.bench.report import make_console, make_directory, print_table
+from vmserve.bench.lab.report import make_console, make_directory, watch
+from vmserve.bench.lab.table import print_table
 from vmserve.cli.options import with_engine_options
 from vmserve.errors import ConfigurationError
 from vmserve.models.hub import is_embedded

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vmserve.bench.ab.client import Load, check_jobs, serve
 from vmserve.bench.ab.jobs import Prompts
 from vmserve.bench.ab.metrics import METRICS, Slo, headline_names, summarize
-from vmserve.bench.ab.statistics import compare_metrics
+from vmserve.bench.lab.statistics import compare_metrics
 from vmserve.engine.engine import LLMEngine
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from vmserve.bench.ab.jobs import Job
     from vmserve.bench.ab.record import RunRecord
-    from vmserve.bench.ab.statistics import Comparison
     from vmserve.bench.ab.variants import Variant
+    from vmserve.bench.lab.statistics import Comparison
 
 __all__ = [
     "Engines",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import statistics
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from vmserve.bench.ab.metrics import METRICS
 from vmserve.bench.ab.record import MEMORY_STATES
-from vmserve.bench.ab.statistics import NO_DIFFERENCE
 from vmserve.bench.ab.style import STYLE
 from vmserve.bench.ab.svg import Axis, Series, forest, lines, stacked
+from vmserve.bench.lab.statistics import NO_DIFFERENCE, median
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -280,7 +279,10 @@ def _metric_table(names: Sequence[str], workload: Json) -> str:
         head += [name, f"/ {first}", "verdict"]
     rows = []
     for metric in METRICS.values():
-        values = {name: _median(workload["rounds"], name, metric.name) for name in names}
+        values = {
+            name: median([one["metrics"][name][metric.name] for one in workload["rounds"]])
+            for name in names
+        }
         if all(value is None for value in values.values()):
             continue
         row = [escape(metric.title), metric.format(values[first])]
@@ -288,12 +290,6 @@ def _metric_table(names: Sequence[str], workload: Json) -> str:
             row += [metric.format(values[name]), *_effect_cells(found[name].get(metric.name))]
         rows.append(row)
     return f"<details open><summary>All metrics</summary>{_table(head, rows)}</details>"
-
-
-def _median(rounds: Sequence[Json], name: str, metric: str) -> float | None:
-    values = [one["metrics"][name][metric] for one in rounds]
-    there = [value for value in values if value is not None]
-    return statistics.median(there) if there else None
 
 
 def _effect_cells(comparison: Json | None) -> list[str]:
@@ -318,7 +314,7 @@ def _search(search: Json) -> str:
     rows = []
     for name, rates in search["max_rate_per_s"].items():
         there = [rate for rate in rates if rate is not None]
-        middle = f"{statistics.median(there):.3g}" if there else "-"
+        middle = f"{median(there):.3g}" if there else "-"
         cells = ["", ""]
         if (comparison := search["comparisons"].get(name)) is not None:
             high = "∞" if comparison["high"] is None else f"{comparison['high']:.3f}"

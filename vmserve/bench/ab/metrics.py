@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from vmserve.bench.lab.statistics import percentile
 from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _statistic(name: str, values: Sequence[float]) -> float | None:
         return None
     if name == "mean":
         return math.fsum(values) / len(values)
-    return float(np.percentile(values, float(name.removeprefix("p"))))
+    return percentile(values, float(name.removeprefix("p")))
 
 
 def _memory(record: RunRecord) -> dict[str, float | None]:

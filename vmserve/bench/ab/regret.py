@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from vmserve.bench.ab.statistics import paired_effects
+from vmserve.bench.lab.statistics import paired_effects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

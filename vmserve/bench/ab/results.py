@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import statistics
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from vmserve.bench.ab.html import render
 from vmserve.bench.ab.metrics import METRICS, Metric
 from vmserve.bench.ab.search import MAX_RATE
-from vmserve.bench.ab.statistics import (
+from vmserve.bench.lab.machine import machine_info
+from vmserve.bench.lab.report import dump, write_text
+from vmserve.bench.lab.statistics import (
     CONFIDENCE,
     MIN_PAIRS,
     NO_DIFFERENCE,
     Comparison,
     Effect,
+    median,
 )
-from vmserve.bench.alloc.section import Table
-from vmserve.bench.machine import machine_info
-from vmserve.bench.report import dump, write_text
+from vmserve.bench.lab.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,7 +38,6 @@ __all__ = [
     "document",
     "format_effect",
     "judgement",
-    "median",
     "search_table",
     "workload_table",
     "write",
@@ -179,12 +178,6 @@ def _search_dict(result: SearchResult) -> dict[str, Any]:
             for probe in result.probes
         ],
     }
-
-
-def median(values: Sequence[float | None]) -> float | None:
-    """Of the rounds that have one; None where none has."""
-    there = [value for value in values if value is not None]
-    return statistics.median(there) if there else None
 
 
 def format_effect(effect: Effect) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vmserve.bench.ab.client import Load
 from vmserve.bench.ab.experiment import orders, run_once
 from vmserve.bench.ab.metrics import summarize
-from vmserve.bench.ab.statistics import Comparison, compare_metrics
+from vmserve.bench.lab.statistics import Comparison, compare_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -19,11 +19,14 @@ import numpy as np
 
 from vmserve import _core
 from vmserve.bench.alloc.reference import VATTENTION_GB_PER_S
-from vmserve.bench.alloc.section import Options, SectionResult, Table, make_driver, summarize
+from vmserve.bench.alloc.section import Options, make_driver
+from vmserve.bench.lab.statistics import summarize
+from vmserve.bench.lab.table import SectionResult, Table
 from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
-    from vmserve.bench.alloc.section import DriverKind, Report
+    from vmserve.bench.alloc.section import DriverKind
+    from vmserve.bench.lab.report import Report
 
 __all__ = ["WAYS", "BandwidthRig", "run"]
 

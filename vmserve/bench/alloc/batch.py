@@ -21,7 +21,8 @@ import numpy as np
 from vmserve.bench.alloc.pool import growths
 from vmserve.bench.alloc.reference import OPT_13B_TOKEN_BYTES, VATTENTION_MAX_BATCH
 from vmserve.bench.alloc.replay import CorePool, Live, Regime, replay
-from vmserve.bench.alloc.section import Options, SectionResult, Table
+from vmserve.bench.alloc.section import Options
+from vmserve.bench.lab.table import SectionResult, Table
 from vmserve.memory.plan_report import PRESETS, block_size_table
 from vmserve.sizes import format_size
 from vmserve.workloads.shapes import sharegpt
@@ -29,7 +30,7 @@ from vmserve.workloads.shapes import sharegpt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
     from vmserve.workloads.shapes import RequestShape
 
 __all__ = ["POOL_TOKENS", "VARIANTS", "largest_batch", "run"]

@@ -17,10 +17,12 @@ import numpy as np
 
 from vmserve import _core
 from vmserve.bench.alloc.pool import grow, growths, open_pool, open_sequences
-from vmserve.bench.alloc.section import Options, SectionResult, Table, microseconds, summarize
+from vmserve.bench.alloc.section import Options
+from vmserve.bench.lab.statistics import summarize
+from vmserve.bench.lab.table import SectionResult, Table, microseconds
 
 if TYPE_CHECKING:
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
 
 __all__ = ["GOAL_PLAN_APPLY_NS", "PARTS", "REGIMES", "Decoder", "run"]
 

@@ -14,20 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vmserve import _core
-from vmserve.bench.alloc.section import (
-    Options,
-    SectionResult,
-    Table,
-    make_driver,
-    microseconds,
-    summarize,
-)
+from vmserve.bench.alloc.section import Options, make_driver
+from vmserve.bench.lab.statistics import summarize
+from vmserve.bench.lab.table import SectionResult, Table, microseconds
 from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vmserve.bench.alloc.section import DriverKind, Report
+    from vmserve.bench.alloc.section import DriverKind
+    from vmserve.bench.lab.report import Report
 
 __all__ = ["OPERATIONS", "CallRig", "page_sizes", "run"]
 

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import enum
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from vmserve.bench import options as opt
-from vmserve.bench.alloc import SECTIONS, Options
+from vmserve.bench.alloc import SUITE, Options
 from vmserve.bench.alloc.section import CUDA_SECTIONS, make_driver
-from vmserve.bench.machine import machine_info
-from vmserve.bench.report import (
-    dump,
-    make_console,
-    make_directory,
-    markdown,
-    print_table,
-    progress,
-    require_matplotlib,
-    write_text,
-)
+from vmserve.bench.lab.report import make_console
+from vmserve.bench.lab.suite import chosen
 from vmserve.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from vmserve.bench.alloc.section import SectionResult
-
-__all__ = ["alloc_command", "chosen_sections", "document", "dump", "markdown", "run_sections"]
+__all__ = ["alloc_command", "chosen_sections"]
 
 
 class Driver(enum.StrEnum):
@@ -40,7 +25,9 @@ class Driver(enum.StrEnum):
 def alloc_command(
     section: Annotated[
         str | None,
-        typer.Option(help=f"Some of {','.join(SECTIONS)}, with commas between. Default: all."),
+        typer.Option(
+            help=f"Some of {','.join(SUITE.sections)}, with commas between. Default: all."
+        ),
     ] = None,
     driver: Annotated[
         Driver,
@@ -54,29 +41,16 @@ def alloc_command(
 ) -> None:
     """Measure what allocating KV memory costs, and how little of it is wasted. No model needed."""
     names = chosen_sections(section, driver.value)
-    if plots is not None:
-        require_matplotlib("--plots")
-        make_directory(plots)
+    SUITE.prepare("--plots", plots)
     options = Options(quick=quick, seed=seed, driver=driver.value)
     if driver is Driver.cuda:
         make_driver("cuda", 2 << 20, 1)  # refuses here, before anything is measured
     console = make_console()
-    results = {}
-    for name in names:
-        results.update(run_sections([name], options))
-        for table in results[name].tables:
-            print_table(console, table)
-    described = document(results, options)
-    if json_path is not None:
-        write_text(json_path, dump(described))
-    if markdown_path is not None:
-        write_text(markdown_path, markdown(results, described))
-    if plots is not None:
-        # Optional: plots are drawn with the `bench` extra.
-        from vmserve.bench.alloc.plots import draw  # noqa: PLC0415
-
-        for path in draw(described["sections"], plots):
-            console.print(f"drawn: {path}")
+    results = SUITE.run(names, options, console)
+    described = SUITE.document(results, quick=quick, seed=seed, driver=options.driver)
+    SUITE.keep(
+        results, described, console, json_path=json_path, markdown_path=markdown_path, plots=plots
+    )
 
 
 def chosen_sections(section: str | None, driver: str) -> list[str]:
@@ -84,44 +58,14 @@ def chosen_sections(section: str | None, driver: str) -> list[str]:
 
     Raises ConfigurationError for a name that is none, and for one that the driver cannot have.
     """
-    possible = list(SECTIONS) if driver == "host" else list(CUDA_SECTIONS)
+    possible = list(SUITE.sections) if driver == "host" else list(CUDA_SECTIONS)
     if section is None:
         return possible
-    wanted = {name.strip() for name in section.split(",")}
-    unknown = sorted(wanted - set(SECTIONS))
-    if unknown:
-        raise ConfigurationError(
-            f"no section is named {', '.join(map(repr, unknown))}: choose from "
-            f"{', '.join(SECTIONS)}"
-        )
-    impossible = sorted(wanted - set(possible))
+    names = chosen("section", section, list(SUITE.sections))
+    impossible = sorted(set(names) - set(possible))
     if impossible:
         raise ConfigurationError(
             f"{', '.join(impossible)} cannot be measured with --driver {driver}: choose from "
             f"{', '.join(possible)}"
         )
-    return [name for name in possible if name in wanted]
-
-
-def run_sections(names: Sequence[str], options: Options) -> dict[str, SectionResult]:
-    """Each section's result, with a bar on standard error for whoever watches."""
-    results = {}
-    for name in names:
-        with progress(name) as report:
-            results[name] = SECTIONS[name](options, report)
-    return results
-
-
-def document(results: Mapping[str, SectionResult], options: Options) -> dict[str, Any]:
-    """What is written as JSON."""
-    return {
-        "schema": "vmserve-bench-alloc",
-        "schema_version": 1,
-        "benchmark": "alloc",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "quick": options.quick,
-        "seed": options.seed,
-        "driver": options.driver,
-        "machine": machine_info(("vmserve", "numpy")),
-        "sections": {name: dict(result.data) for name, result in results.items()},
-    }
+    return names

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -16,6 +15,7 @@ from vmserve.bench.alloc.reference import (
     PAPER_EXISTING_USED_PERCENT,
 )
 from vmserve.bench.alloc.replay import PARTS as USAGE_PARTS
+from vmserve.bench.lab.plots import save
 from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
@@ -31,16 +31,7 @@ _USAGE_COLORS = ("#1b7837", "#a6dba0", "#d73027", "#fdae61", "#dddddd")
 
 def draw(sections: Mapping[str, Any], directory: Path) -> list[Path]:
     """Draws ``<section>.png`` for each section there is; the files' paths."""
-    paths = []
-    with mpl.rc_context({"font.size": 9, "svg.hashsalt": "vmserve"}):
-        for name, plot in _PLOTS.items():
-            if name not in sections:
-                continue
-            figure = plot(sections[name])
-            path = directory / f"{name}.png"
-            figure.savefig(path, dpi=110, metadata={"Software": None})
-            paths.append(path)
-    return paths
+    return save({name: (name, plot) for name, plot in _PLOTS.items()}, sections, directory)
 
 
 def _figure(width: float, height: float, rows: int, columns: int) -> tuple[Figure, list[Axes]]:

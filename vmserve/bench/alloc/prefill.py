@@ -21,12 +21,14 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal
 
 from vmserve import _core
-from vmserve.bench.abtimer import compare_many
 from vmserve.bench.alloc.pool import grow, growths, open_pool, open_sequences
-from vmserve.bench.alloc.section import Options, SectionResult, Table, microseconds, summarize
+from vmserve.bench.alloc.section import Options
+from vmserve.bench.lab.rounds import compare_many
+from vmserve.bench.lab.statistics import summarize
+from vmserve.bench.lab.table import SectionResult, Table, microseconds
 
 if TYPE_CHECKING:
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
 
 __all__ = ["WAYS", "Prefiller", "run"]
 

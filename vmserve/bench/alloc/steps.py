@@ -28,16 +28,18 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from vmserve import _core
-from vmserve.bench.abtimer import bootstrap_median_interval, compare_many
 from vmserve.bench.alloc.pool import grow, growths, open_pool, open_sequences
 from vmserve.bench.alloc.reference import VATTENTION_SPIKE_MS
-from vmserve.bench.alloc.section import Options, SectionResult, Table, microseconds, summarize
+from vmserve.bench.alloc.section import Options
+from vmserve.bench.lab.rounds import compare_many
+from vmserve.bench.lab.statistics import bootstrap_median_interval, summarize
+from vmserve.bench.lab.table import SectionResult, Table, microseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vmserve.bench.abtimer import PairedResult
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
+    from vmserve.bench.lab.rounds import PairedResult
 
 __all__ = ["CASES", "WAYS", "Case", "ModelStandIn", "Stepper", "run"]
 

@@ -30,12 +30,13 @@ from vmserve.bench.alloc.replay import (
     ReservingPool,
     replay,
 )
-from vmserve.bench.alloc.section import Options, SectionResult, Table
+from vmserve.bench.alloc.section import Options
+from vmserve.bench.lab.table import SectionResult, Table
 from vmserve.sizes import format_size
 from vmserve.workloads.shapes import alpaca, sharegpt
 
 if TYPE_CHECKING:
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
     from vmserve.workloads.shapes import RequestShape
 
 __all__ = ["BASELINES", "CORES", "POOL_TOKENS", "run"]

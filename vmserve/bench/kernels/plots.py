@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+
+from vmserve.bench.lab.plots import save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,15 +22,7 @@ _COLORS = {"read": "#888888", "contiguous": "#1b7837", "paged": "#2166ac", "sdpa
 
 def draw(sections: Mapping[str, Any], directory: Path) -> list[Path]:
     """Draws ``<section>.png`` for each section there is; the files' paths."""
-    paths = []
-    with mpl.rc_context({"font.size": 9, "svg.hashsalt": "vmserve"}):
-        for name, plot in _PLOTS.items():
-            if name not in sections:
-                continue
-            path = directory / f"{name}.png"
-            plot(sections[name]).savefig(path, dpi=110, metadata={"Software": None})
-            paths.append(path)
-    return paths
+    return save({name: (name, plot) for name, plot in _PLOTS.items()}, sections, directory)
 
 
 def _figure(points: list[dict[str, Any]]) -> tuple[Figure, dict[tuple[str, str], Axes]]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vmserve.bench.abtimer import compare_many
-from vmserve.bench.alloc.section import SectionResult, Table
 from vmserve.bench.kernels.rig import DTYPES, SHAPES, Rig
+from vmserve.bench.lab.rounds import compare_many
+from vmserve.bench.lab.suite import Suite
+from vmserve.bench.lab.table import SectionResult, Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from vmserve.bench.abtimer import ManyResult, PairedResult
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
+    from vmserve.bench.lab.rounds import ManyResult, PairedResult
 
-__all__ = ["SECTIONS", "Options", "blocks", "decode", "prefill"]
+__all__ = ["SUITE", "Options", "blocks", "decode", "prefill"]
 
 BLOCK_TOKENS = 16
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -142,8 +142,11 @@ def prefill(options: Options, report: Report) -> SectionResult:
     return SectionResult({"block_tokens": BLOCK_TOKENS, "points": rows}, (table,))
 
 
-SECTIONS: Mapping[str, Callable[[Options, Report], SectionResult]] = MappingProxyType(
-    {"decode": decode, "blocks": blocks, "prefill": prefill}
+SUITE = Suite[Options](
+    name="kernels",
+    sections={"decode": decode, "blocks": blocks, "prefill": prefill},
+    packages=("vmserve", "numpy", "torch"),
+    plots="vmserve.bench.kernels.plots",
 )
 
 

@@ -3,49 +3,44 @@
 from __future__ import annotations
 
 import enum
-from datetime import UTC, datetime
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from vmserve.bench import options as opt
 from vmserve.bench.ab.results import busy_warning
-from vmserve.bench.machine import machine_info
-from vmserve.bench.papers import FIGURES, Options
+from vmserve.bench.lab.report import make_console
+from vmserve.bench.lab.suite import Suite
 from vmserve.bench.papers.experiments import EXPERIMENTS
+from vmserve.bench.papers.figures import FIGURES, Options
 from vmserve.bench.papers.points import RealOptions
 from vmserve.bench.papers.real import REAL_PAGED
 from vmserve.bench.papers.real_virtual import REAL_VIRTUAL
-from vmserve.bench.report import (
-    dump,
-    make_console,
-    make_directory,
-    markdown,
-    print_table,
-    progress,
-    require_matplotlib,
-    write_text,
-)
 from vmserve.errors import ConfigurationError
 from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.simulation.devices import OPT_13B_A100, described
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
 
-    from rich.console import Console
+__all__ = ["REAL", "SIMULATED", "EngineKind", "chosen", "papers_command"]
 
-    from vmserve.bench.alloc.section import Report, SectionResult
-
-__all__ = ["REAL_FIGURES", "EngineKind", "chosen", "document", "papers_command", "real_document"]
-
-_Options = TypeVar("_Options")
-
-#: By name, in the order in which they run; vAttention's have a v.
-REAL_FIGURES: Mapping[str, Callable[[RealOptions, Report], SectionResult]] = MappingProxyType(
-    {**REAL_PAGED, **REAL_VIRTUAL}
+#: Figures run in this order; vAttention's have a v.
+REAL = Suite[RealOptions](
+    name="papers",
+    benchmark="papers, real",
+    sections={**REAL_PAGED, **REAL_VIRTUAL},
+    packages=("vmserve", "numpy", "torch"),
+    key="figures",
+)
+SIMULATED = Suite[Options](
+    name="papers-simulated",
+    benchmark="papers, simulated",
+    sections=FIGURES,
+    packages=("vmserve", "numpy"),
+    plots="vmserve.bench.papers.plots",
+    key="figures",
 )
 _QUICK_MINUTES = 0.1
 
@@ -59,8 +54,8 @@ def papers_command(
     figure: Annotated[
         str | None,
         typer.Option(
-            help=f"Some, with commas between: {','.join(FIGURES)} simulated; "
-            f"{','.join(REAL_FIGURES)} on the real engine (v: vAttention's). Default: all of the "
+            help=f"Some, with commas between: {','.join(SIMULATED.sections)} simulated; "
+            f"{','.join(REAL.sections)} on the real engine (v: vAttention's). Default: all of the "
             "engine's."
         ),
     ] = None,
@@ -107,54 +102,30 @@ def papers_command(
         return
     if everything and figure is not None:
         raise ConfigurationError("--all and --figure exclude each other: give one")
-    if output is not None:
-        if engine is EngineKind.simulated:  # of the real engine there are no plots
-            require_matplotlib("--output")
-        make_directory(output)
+    # Of the real engine there are no plots.
+    simulated = engine is EngineKind.simulated
+    (SIMULATED if simulated else REAL).prepare("--output", output, plots=simulated)
     console = make_console()
-    if engine is EngineKind.real:
+    if not simulated:
         if minutes is not None:
             raise ConfigurationError("--minutes is of simulated traces: leave it out, or --engine")
-        options = RealOptions(quick=quick, seed=seed, model=model)
         if busy := busy_warning():
             console.print(busy)
-        results = _run(REAL_FIGURES, chosen(figure, REAL_FIGURES), options, console)
-        data = real_document(results, options)
-    else:
-        if model is not None:
-            raise ConfigurationError("--model is of the real engine: add --engine real")
-        if quick and minutes is not None:
-            raise ConfigurationError("--quick and --minutes exclude each other: give one")
-        simulated = Options(minutes=minutes or (_QUICK_MINUTES if quick else 10.0), seed=seed)
-        console.print(f"Simulated: {OPT_13B_A100.name}; no GPU was used.")
-        results = _run(FIGURES, chosen(figure, FIGURES), simulated, console)
-        data = document(results, simulated)
-    if json_path is not None:
-        write_text(json_path, dump(data))
-    if output is not None:
-        write_text(output / "results.json", dump(data))
-        write_text(output / "tables.md", markdown(results, data))
-        if engine is EngineKind.simulated:
-            # Optional: plots are drawn with the `bench` extra.
-            from vmserve.bench.papers.plots import draw  # noqa: PLC0415
-
-            for path in draw(data["figures"], output):
-                console.print(f"drawn: {path}")
-
-
-def _run(
-    figures: Mapping[str, Callable[[_Options, Report], SectionResult]],
-    names: Sequence[str],
-    options: _Options,
-    console: Console,
-) -> dict[str, SectionResult]:
-    results = {}
-    for name in names:
-        with progress(f"figure {name}") as report:
-            results[name] = figures[name](options, report)
-        for table in results[name].tables:
-            print_table(console, table)
-    return results
+        names = chosen(figure, REAL.sections)
+        results = REAL.run(names, RealOptions(quick=quick, seed=seed, model=model), console)
+        data = REAL.document(results, seed=seed, quick=quick, model=model or EMBEDDED_NAME)
+        REAL.keep(results, data, console, json_path=json_path, output=output)
+        return
+    if model is not None:
+        raise ConfigurationError("--model is of the real engine: add --engine real")
+    if quick and minutes is not None:
+        raise ConfigurationError("--quick and --minutes exclude each other: give one")
+    options = Options(minutes=minutes or (_QUICK_MINUTES if quick else 10.0), seed=seed)
+    console.print(f"Simulated: {OPT_13B_A100.name}; no GPU was used.")
+    results = SIMULATED.run(chosen(figure, SIMULATED.sections), options, console)
+    device = described(OPT_13B_A100)
+    data = SIMULATED.document(results, seed=seed, minutes=options.minutes, latency_model=device)
+    SIMULATED.keep(results, data, console, json_path=json_path, output=output)
 
 
 def _all_experiments() -> Table:
@@ -166,36 +137,6 @@ def _all_experiments() -> Table:
     return table
 
 
-def document(results: Mapping[str, SectionResult], options: Options) -> dict[str, Any]:
-    """What is written as JSON of a simulation."""
-    return {
-        "schema": "vmserve-bench-papers-simulated",
-        "schema_version": 1,
-        "benchmark": "papers, simulated",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "seed": options.seed,
-        "minutes": options.minutes,
-        "latency_model": described(OPT_13B_A100),
-        "machine": machine_info(("vmserve", "numpy")),
-        "figures": {name: dict(result.data) for name, result in results.items()},
-    }
-
-
-def real_document(results: Mapping[str, SectionResult], options: RealOptions) -> dict[str, Any]:
-    """What is written as JSON of the real engine."""
-    return {
-        "schema": "vmserve-bench-papers",
-        "schema_version": 1,
-        "benchmark": "papers, real",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "seed": options.seed,
-        "quick": options.quick,
-        "model": options.model or EMBEDDED_NAME,
-        "machine": machine_info(("vmserve", "numpy", "torch")),
-        "figures": {name: dict(result.data) for name, result in results.items()},
-    }
-
-
 def chosen(text: str | None, figures: Mapping[str, object]) -> list[str]:
     """Those of ``--figure``, in their order; all without. Raises ConfigurationError for others."""
     if text is None:
@@ -203,7 +144,7 @@ def chosen(text: str | None, figures: Mapping[str, object]) -> list[str]:
     wanted = {name.strip() for name in text.split(",")}
     unknown = sorted(wanted - set(figures))
     if unknown:
-        kinds = {"real": REAL_FIGURES, "simulated": FIGURES}
+        kinds = {"real": REAL.sections, "simulated": SIMULATED.sections}
         other = [kind for kind, has in kinds.items() if unknown[0] in has]
         raise ConfigurationError(
             f"--figure: {unknown[0]!r} is not here: choose from {', '.join(figures)}"

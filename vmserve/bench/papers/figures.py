@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vmserve.bench.alloc.section import SectionResult, Table
+from vmserve.bench.lab.table import SectionResult, Table
 from vmserve.bench.papers.reference import (
     PAPER_BATCHES,
     PAPER_BEAM_GAIN,
@@ -22,7 +22,7 @@ from vmserve.workloads.shapes import sharegpt
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
     from vmserve.simulation.devices import Device
 
 __all__ = ["FIGURES", "LATENCY_BOUND", "Options", "swap_seconds"]

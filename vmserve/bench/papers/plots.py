@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from vmserve.bench.lab.plots import save
 from vmserve.bench.papers.figures import LATENCY_BOUND
 
 if TYPE_CHECKING:
@@ -22,15 +22,9 @@ _TITLE = "simulated: OPT-13B on an A100 40GB"
 
 def draw(figures: Mapping[str, Any], directory: Path) -> list[Path]:
     """Draws ``figure-<number>.png`` for each figure there is; the files' paths."""
-    paths = []
-    with mpl.rc_context({"font.size": 9, "svg.hashsalt": "vmserve"}):
-        for name, plot in _PLOTS.items():
-            if name not in figures:
-                continue
-            path = directory / f"figure-{name}.png"
-            plot(figures[name]).savefig(path, dpi=110, metadata={"Software": None})
-            paths.append(path)
-    return paths
+    return save(
+        {f"figure-{name}": (name, plot) for name, plot in _PLOTS.items()}, figures, directory
+    )
 
 
 def _axes(columns: int) -> tuple[Figure, list[Axes]]:

@@ -12,7 +12,7 @@ from vmserve.bench.ab.metrics import Metric
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
 
 __all__ = ["METRICS", "Points", "RealOptions", "shuffled"]
 

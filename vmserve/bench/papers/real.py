@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vmserve.bench import sharing
-from vmserve.bench.alloc.section import SectionResult, Table
 from vmserve.bench.kernels.sections import Options as KernelOptions
 from vmserve.bench.kernels.sections import blocks as kernel_blocks
+from vmserve.bench.lab.table import SectionResult, Table
 from vmserve.bench.papers.fleet import Fleet
 from vmserve.bench.papers.points import Points, RealOptions, shuffled
 from vmserve.bench.papers.reference import (
@@ -40,7 +40,7 @@ from vmserve.workloads.shapes import RequestShape, alpaca, sharegpt
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
 
 __all__ = ["REAL_PAGED"]
 
@@ -285,7 +285,7 @@ def figure_15(options: RealOptions, report: Report) -> SectionResult:
         seed=options.seed,
         blocks_model=options.model,
     )
-    return sharing.SECTIONS["blocks"](wanted, report)
+    return sharing.SUITE.sections["blocks"](wanted, report)
 
 
 def figure_16(options: RealOptions, report: Report) -> SectionResult:

@@ -11,10 +11,11 @@ import itertools
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vmserve.bench.alloc.section import SectionResult, Table, summarize
 from vmserve.bench.kernels.sections import Options as KernelOptions
 from vmserve.bench.kernels.sections import blocks as kernel_blocks
 from vmserve.bench.kernels.sections import prefill as kernel_prefill
+from vmserve.bench.lab.statistics import summarize
+from vmserve.bench.lab.table import SectionResult, Table
 from vmserve.bench.papers.fleet import Fleet
 from vmserve.bench.papers.points import Points, RealOptions, shuffled
 from vmserve.bench.papers.served import Job, System, make_jobs, record, scaled
@@ -25,7 +26,7 @@ from vmserve.workloads.shapes import azure_code
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
     from vmserve.engine.engine import LLMEngine
 
 __all__ = ["REAL_VIRTUAL"]

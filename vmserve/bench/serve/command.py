@@ -17,8 +17,8 @@ from vmserve.bench.ab.jobs import Prompts
 from vmserve.bench.ab.plan import LoadOptions, make_workload, objectives, sources
 from vmserve.bench.ab.traces import HASH_BLOCK_TOKENS
 from vmserve.bench.ab.traffic import KINDS, get_kind
-from vmserve.bench.ab.watch import watch
-from vmserve.bench.report import check_writable, dump, make_console, print_table, write_text
+from vmserve.bench.lab.report import check_writable, dump, make_console, watch, write_text
+from vmserve.bench.lab.table import print_table
 from vmserve.bench.serve.client import ServedRun, Target, send_load
 from vmserve.bench.serve.results import ServedRound, document, table
 from vmserve.bench.serve.server import ServerInfo, api_url, look
@@ -26,7 +26,7 @@ from vmserve.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from vmserve.bench.ab.experiment import Workload
-    from vmserve.bench.ab.watch import RunProgress
+    from vmserve.bench.lab.report import RunProgress
 
 __all__ = ["HELP", "serve_load_command"]
 

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from vmserve.bench.ab.metrics import METRICS, Slo, summarize
-from vmserve.bench.ab.results import median
-from vmserve.bench.alloc.section import Table
-from vmserve.bench.machine import machine_info
+from vmserve.bench.lab.machine import machine_info
+from vmserve.bench.lab.statistics import median
+from vmserve.bench.lab.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

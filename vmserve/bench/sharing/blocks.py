@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from vmserve.bench.alloc.section import SectionResult, Table
+from vmserve.bench.lab.table import SectionResult, Table
 from vmserve.bench.sharing.count import parallel_from_lengths, percent
 from vmserve.bench.sharing.record import Recorder, WatchedEngine, replay
 from vmserve.bench.sharing.reference import PAPER_BLOCK_TOKENS, PAPER_SAVED_PERCENT
@@ -20,7 +20,7 @@ from vmserve.workloads.shapes import get_workload, prompts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
     from vmserve.bench.sharing.section import Options
     from vmserve.sampling import GenerationParams
     from vmserve.workloads.shapes import RequestShape

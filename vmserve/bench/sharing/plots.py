@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
+from vmserve.bench.lab.plots import save
 from vmserve.bench.sharing.reference import PAPER_BLOCK_TOKENS, PAPER_PREFIX_SPEEDUP
 
 if TYPE_CHECKING:
@@ -23,19 +23,12 @@ _MEASURED, _ANALYTIC, _VIRTUAL = "#1b7837", "#a6dba0", "#2166ac"
 
 def draw(sections: Mapping[str, Any], directory: Path) -> list[Path]:
     """Draws the plots of each section there is; the files' paths."""
-    figures: dict[str, Figure] = {}
-    if "blocks" in sections:
-        figures["saved-by-width"] = _by_width(sections["blocks"]["runs"])
-        figures["saved-by-block-size"] = _by_block_size(sections["blocks"]["runs"])
-    if "prefix" in sections:
-        figures["prefix"] = _prefix(sections["prefix"]["cases"])
-    paths = []
-    with mpl.rc_context({"font.size": 9}):
-        for name, figure in figures.items():
-            path = directory / f"{name}.png"
-            figure.savefig(path, dpi=110, metadata={"Software": None})
-            paths.append(path)
-    return paths
+    plots = {
+        "saved-by-width": ("blocks", lambda blocks: _by_width(blocks["runs"])),
+        "saved-by-block-size": ("blocks", lambda blocks: _by_block_size(blocks["runs"])),
+        "prefix": ("prefix", lambda prefix: _prefix(prefix["cases"])),
+    }
+    return save(plots, sections, directory)
 
 
 def _panels(runs: list[dict[str, Any]]) -> tuple[Figure, dict[tuple[str, str], Axes]]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vmserve.bench.abtimer import PairedResult, compare
-from vmserve.bench.alloc.section import SectionResult, Table
+from vmserve.bench.lab.rounds import PairedResult, compare
+from vmserve.bench.lab.table import SectionResult, Table
 from vmserve.bench.sharing.reference import PAPER_PREFIX_SPEEDUP, SHOT_TOKENS
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
@@ -23,7 +23,7 @@ from vmserve.sampling import SamplingParams
 from vmserve.workloads.shapes import RequestShape, prompts
 
 if TYPE_CHECKING:
-    from vmserve.bench.alloc.section import Report
+    from vmserve.bench.lab.report import Report
     from vmserve.bench.sharing.section import Mode, Options
 
 __all__ = ["Runner", "run", "translation_shapes"]

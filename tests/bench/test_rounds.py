@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from vmserve.bench.abtimer import (
-    PairedResult,
-    bootstrap_median_interval,
-    compare,
-    compare_many,
-)
+from vmserve.bench.lab.rounds import PairedResult, compare, compare_many
+from vmserve.bench.lab.statistics import bootstrap_median_interval
 
 if TYPE_CHECKING:
     from collections.abc import Callable

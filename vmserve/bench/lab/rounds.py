@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from vmserve.bench.lab.statistics import bootstrap_median_interval
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -24,7 +26,6 @@ __all__ = [
     "ManyResult",
     "PairedResult",
     "Verdict",
-    "bootstrap_median_interval",
     "compare",
     "compare_many",
 ]
@@ -34,9 +35,6 @@ Verdict = Literal["A faster", "B faster", "no difference shown"]
 #: With fewer pairs not even the smallest and largest ratio enclose the true median with
 #: 95 % confidence (1 - 2 / 2^n), so no verdict is given.
 MIN_PAIRS_FOR_VERDICT = 6
-
-_NUM_RESAMPLES = 10_000
-_RESAMPLE_CHUNK = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,22 +225,6 @@ def _paired(
         ratio_low=low,
         ratio_high=high,
     )
-
-
-def bootstrap_median_interval(
-    values: NDArray[np.float64], rng: np.random.Generator, num_resamples: int = _NUM_RESAMPLES
-) -> tuple[float, float]:
-    """A 95 % percentile-bootstrap interval for the median of ``values``."""
-    if values.size < 1:
-        raise ValueError("an interval needs at least 1 value")
-    chunk = max(1, _RESAMPLE_CHUNK // values.size)
-    medians = np.empty(num_resamples)
-    for start in range(0, num_resamples, chunk):
-        count = min(chunk, num_resamples - start)
-        picks = rng.integers(0, values.size, size=(count, values.size))
-        medians[start : start + count] = np.median(values[picks], axis=1)
-    low, high = np.quantile(medians, (0.025, 0.975))
-    return float(low), float(high)
 
 
 def _duration(seconds: float) -> str:

@@ -24,13 +24,14 @@ verdict in at most 1 % of benchmarks, however many metrics it has.
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -39,10 +40,15 @@ __all__ = [
     "MIN_PAIRS",
     "Comparison",
     "Effect",
+    "Summary",
     "Verdict",
+    "bootstrap_median_interval",
     "compare_metrics",
     "holm",
+    "median",
     "paired_effects",
+    "percentile",
+    "summarize",
 ]
 
 #: Of the intervals, and 1 - CONFIDENCE is the rate of false verdicts per comparison.
@@ -58,7 +64,60 @@ NO_DIFFERENCE: Verdict = "no difference shown"
 _BLOCK = 8_000_000
 #: Spread of the logarithms below which rounds count as equal: they differ by rounding only.
 _NO_SPREAD = 1e-12
+#: Picks of one chunk of the resampled medians, to bound memory.
+_RESAMPLE_CHUNK = 2_000_000
 _LARGEST_LOGARITHM = 700.0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Order statistics of samples; percentiles are linear between two samples."""
+
+    num_samples: int
+    median: float
+    p95: float
+    p99: float
+    max: float
+
+    def to_dict(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear between two values. Raises ValueError without any, or outside 0 to 100."""
+    if not len(values):
+        raise ValueError("a percentile needs at least 1 value")
+    return float(np.percentile(np.asarray(values, dtype=np.float64), percent))
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Median of the values that are there; None where none is."""
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
+
+
+def summarize(samples: Sequence[float]) -> Summary:
+    """Raises ValueError without samples."""
+    if not len(samples):
+        raise ValueError("a summary needs at least 1 sample")
+    median, p95, p99, most = np.percentile(np.asarray(samples, dtype=np.float64), (50, 95, 99, 100))
+    return Summary(len(samples), float(median), float(p95), float(p99), float(most))
+
+
+def bootstrap_median_interval(
+    values: NDArray[np.float64], rng: np.random.Generator, num_resamples: int = NUM_RESAMPLES
+) -> tuple[float, float]:
+    """A 95 % percentile-bootstrap interval for the median of ``values``."""
+    if values.size < 1:
+        raise ValueError("an interval needs at least 1 value")
+    chunk = max(1, _RESAMPLE_CHUNK // values.size)
+    medians = np.empty(num_resamples)
+    for start in range(0, num_resamples, chunk):
+        count = min(chunk, num_resamples - start)
+        picks = rng.integers(0, values.size, size=(count, values.size))
+        medians[start : start + count] = np.median(values[picks], axis=1)
+    low, high = np.quantile(medians, (0.025, 0.975))
+    return float(low), float(high)
 
 
 @dataclass(frozen=True, slots=True)

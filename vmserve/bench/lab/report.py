@@ -1,7 +1,8 @@
-"""What the benchmark commands share: consoles, tables, bars, JSON and Markdown."""
+"""What the benchmark commands share: consoles, progress bars and results files."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import json
 import os
@@ -9,30 +10,41 @@ import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
+from vmserve.bench.lab.machine import cpu_model
 from vmserve.errors import ConfigurationError, VmserveError
 
 if TYPE_CHECKING:
-    import datetime
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from vmserve.bench.alloc.section import Report, SectionResult, Table
+    from rich.progress import TaskID
+
+#: Told the share of a section that is done, 0 to 1.
+Report: TypeAlias = "Callable[[float], None]"
 
 __all__ = [
+    "Report",
+    "RunProgress",
     "check_writable",
     "dump",
     "fresh_directory",
+    "kept_arguments",
     "make_console",
     "make_directory",
-    "markdown",
-    "print_table",
     "progress",
     "require_matplotlib",
+    "watch",
     "write_text",
 ]
 
@@ -51,18 +63,6 @@ def dump(described: Mapping[str, Any]) -> str:
     return re.sub(r"\[[\d\s.,eE+-]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
-def markdown(results: Mapping[str, SectionResult], described: Mapping[str, Any]) -> str:
-    """The tables, with the machine and the date above them."""
-    machine = described["machine"]
-    revision = machine["git_revision"] or "unknown"
-    where = f"{machine['cpu']}, {machine['num_usable_cores']} cores, revision {revision[:12]}"
-    lines = [f"{described['date']}, {where}{', --quick' if described.get('quick') else ''}."]
-    for name, result in results.items():
-        lines.append(f"\n## {name}\n")
-        lines += [table.to_markdown() for table in result.tables]
-    return "\n".join(lines)
-
-
 @contextmanager
 def progress(name: str) -> Iterator[Report]:
     """A bar on standard error for whoever watches."""
@@ -75,16 +75,40 @@ def progress(name: str) -> Iterator[Report]:
         yield lambda done: bar.update(task, completed=done)
 
 
-def print_table(console: Console, table: Table) -> None:
-    rich = RichTable()
-    for index, column in enumerate(table.columns):
-        rich.add_column(column, justify="left" if index == 0 else "right")
-    for row in table.rows:
-        rich.add_row(*row)
-    console.print(f"\n{table.title}", style="bold")
-    console.print(rich)
-    if table.note:
-        console.print(table.note)
+class RunProgress:
+    """One line: how many runs are done of all, what runs now, how many of its requests ended."""
+
+    def __init__(self, bar: Progress, num_runs: int) -> None:
+        self._bar = bar
+        self._num_runs = num_runs
+        self._num_started = 0
+        self._task: TaskID = bar.add_task("", total=None)
+
+    def starting(self, what: str, num_requests: int) -> None:
+        self._num_started += 1
+        self._bar.reset(
+            self._task,
+            total=num_requests,
+            description=f"run {self._num_started} of {self._num_runs}: {what}",
+        )
+
+    def finished(self) -> None:
+        self._bar.advance(self._task)
+
+
+@contextmanager
+def watch(num_runs: int) -> Iterator[RunProgress]:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        yield RunProgress(bar, num_runs)
 
 
 def require_matplotlib(option: str) -> None:
@@ -104,6 +128,24 @@ def fresh_directory(parent: Path, date: datetime.date, cpu: str) -> Path:
         count += 1
         path = parent / f"{stem}-{count}"
     return path
+
+
+def kept_arguments(
+    command: str, script: str, *, plots: bool = False, output: bool = False
+) -> list[str]:
+    """This process's arguments for ``vmserve bench``, whose files go to a fresh directory.
+
+    ``results/<date>-<cpu>`` beside ``script`` gets JSON, Markdown and, with ``plots``, pictures;
+    with ``output`` the command has one option for all of them.
+    """
+    today = datetime.datetime.now(datetime.UTC).date()
+    directory = fresh_directory(Path(script).resolve().parent / "results", today, cpu_model())
+    files = ["--json", str(directory / "results.json"), "--markdown", str(directory / "tables.md")]
+    if output:
+        files = ["--output", str(directory)]
+    if plots:
+        files += ["--plots", str(directory)]
+    return ["vmserve", "bench", command, *files, *sys.argv[1:]]
 
 
 def make_directory(path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vmserve.bench.ab.statistics import (
+from vmserve.bench.lab.statistics import (
     MIN_PAIRS,
     Comparison,
     compare_metrics,

@@ -1,0 +1,1 @@
+"""What every benchmark stands on: rounds, statistics, measuring, tables, files, pages."""

@@ -1,0 +1,116 @@
+"""A benchmark made of sections: choose them, run them, print and keep what they measured."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from vmserve.bench.lab.machine import machine_info
+from vmserve.bench.lab.report import (
+    Report,
+    dump,
+    make_directory,
+    progress,
+    require_matplotlib,
+    write_text,
+)
+from vmserve.bench.lab.table import SectionResult, markdown, print_table
+from vmserve.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+__all__ = ["Suite", "chosen"]
+
+Options = TypeVar("Options")
+
+
+def chosen(option: str, text: str | None, known: Sequence[str]) -> list[str]:
+    """The names between commas, in the order of ``known``; all of them without a text.
+
+    Raises ConfigurationError for a name that is not known.
+    """
+    if text is None:
+        return list(known)
+    wanted = {name.strip() for name in text.split(",")}
+    unknown = sorted(wanted - set(known))
+    if unknown:
+        raise ConfigurationError(
+            f"no {option} is named {', '.join(map(repr, unknown))}: choose from {', '.join(known)}"
+        )
+    return [name for name in known if name in wanted]
+
+
+@dataclass(frozen=True)
+class Suite(Generic[Options]):
+    """``name`` and ``benchmark`` go into the results file, whose sections stand under ``key``.
+
+    ``packages``: whose versions are noted. ``plots``: the module whose ``draw`` makes pictures.
+    """
+
+    name: str
+    sections: Mapping[str, Callable[[Options, Report], SectionResult]]
+    packages: tuple[str, ...]
+    plots: str | None = None
+    benchmark: str = ""
+    key: str = "sections"
+
+    def prepare(self, option: str, directory: Path | None, *, plots: bool = True) -> None:
+        """Make the directory that ``option`` names. Raises ConfigurationError before measuring."""
+        if directory is not None:
+            if plots:
+                require_matplotlib(option)
+            make_directory(directory)
+
+    def run(
+        self, names: Sequence[str], options: Options, console: Console
+    ) -> dict[str, SectionResult]:
+        """Each section's result, printed as soon as it is there."""
+        results = {}
+        for name in names:
+            with progress(name if self.key == "sections" else f"figure {name}") as report:
+                results[name] = self.sections[name](options, report)
+            for table in results[name].tables:
+                print_table(console, table)
+        return results
+
+    def document(self, results: Mapping[str, SectionResult], **told: Any) -> dict[str, Any]:
+        """What is written as JSON; ``told`` stands between the date and the machine."""
+        return {
+            "schema": f"vmserve-bench-{self.name}",
+            "schema_version": 1,
+            "benchmark": self.benchmark or self.name,
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            **told,
+            "machine": machine_info(self.packages),
+            self.key: {name: dict(result.data) for name, result in results.items()},
+        }
+
+    def keep(
+        self,
+        results: Mapping[str, SectionResult],
+        described: Mapping[str, Any],
+        console: Console,
+        *,
+        json_path: Path | None = None,
+        markdown_path: Path | None = None,
+        plots: Path | None = None,
+        output: Path | None = None,
+    ) -> None:
+        """Write the files that were asked for; ``output`` gets JSON, tables and plots."""
+        files = [(json_path, dump(described)), (markdown_path, markdown(results, described))]
+        if output is not None:
+            files += [(output / "results.json", files[0][1]), (output / "tables.md", files[1][1])]
+        for path, text in files:
+            if path is not None:
+                write_text(path, text)
+        directory = plots or output
+        if directory is not None and self.plots is not None:
+            # Optional: plots are drawn with the `bench` extra.
+            for path in importlib.import_module(self.plots).draw(described[self.key], directory):
+                console.print(f"drawn: {path}")

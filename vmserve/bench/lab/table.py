@@ -1,0 +1,80 @@
+"""Tables for people: printed, and as Markdown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table as RichTable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import Console
+
+__all__ = ["SectionResult", "Table", "markdown", "microseconds", "print_table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table ready to be read: every row has a cell for every column."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"{self.title}: {len(self.columns)} columns, a row of {len(row)}")
+
+    def to_markdown(self) -> str:
+        lines = [f"**{self.title}**", "", _markdown_row(self.columns)]
+        lines.append("|---" + "|---:" * (len(self.columns) - 1) + "|")
+        lines += [_markdown_row(row) for row in self.rows]
+        if self.note:
+            lines += ["", self.note]
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class SectionResult:
+    """``data`` is plain JSON: what the tables and the plots are made of."""
+
+    data: Mapping[str, Any]
+    tables: tuple[Table, ...] = field(default=())
+
+
+def markdown(results: Mapping[str, SectionResult], described: Mapping[str, Any]) -> str:
+    """The tables, with the machine and the date above them."""
+    machine = described["machine"]
+    revision = machine["git_revision"] or "unknown"
+    where = f"{machine['cpu']}, {machine['num_usable_cores']} cores, revision {revision[:12]}"
+    lines = [f"{described['date']}, {where}{', --quick' if described.get('quick') else ''}."]
+    for name, result in results.items():
+        lines.append(f"\n## {name}\n")
+        lines += [table.to_markdown() for table in result.tables]
+    return "\n".join(lines)
+
+
+def print_table(console: Console, table: Table) -> None:
+    rich = RichTable()
+    for index, column in enumerate(table.columns):
+        rich.add_column(column, justify="left" if index == 0 else "right")
+    for row in table.rows:
+        rich.add_row(*row)
+    console.print(f"\n{table.title}", style="bold")
+    console.print(rich)
+    if table.note:
+        console.print(table.note)
+
+
+def microseconds(nanoseconds: float) -> str:
+    """Three significant digits, in microseconds."""
+    value = nanoseconds / 1e3
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
