@@ -1,33 +1,16 @@
-// Sequences, epochs and the public face. Plans are made in kv_memory_plan.cpp and carried out in
-// kv_memory_apply.cpp; kv_memory_room.cpp finds pages, kv_memory_ahead.cpp keeps the mapper busy.
+// Sequences, epochs and the public face: plans are made and carried out.
 #include "vmserve/kv_memory.h"
 
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 
-#include "vmserve/errors.h"
+#include "vmserve/memory/require.h"
 #include "vmserve/text.h"
 
 namespace vmserve {
 namespace {
-
-// Of the mappings that there may be, the part that is kept for those who need them at once.
-constexpr std::int64_t kReserveShare = 8;
-
-std::int64_t round_up_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
-
-// `text` is a function: nobody builds a message that nobody reads.
-template <typename Text>
-void require(bool holds, Text text) {
-  if (!holds) throw MisuseError(text());
-}
-
-std::int64_t row_pages(const MemoryConfig& config) {
-  return round_up_div(config.max_len + config.read_slack, config.page_tokens());
-}
 
 void check_sizes(const MemoryConfig& config) {
   require(config.num_groups > 0 && config.num_slots > 0 && config.max_seqs > 0 &&
@@ -60,7 +43,7 @@ std::int64_t extent_pages(const PageDriver& driver, const MemoryConfig& config) 
   return driver.mapping_room() == kUnlimitedMappings ? 1 : pages;
 }
 
-MemoryConfig validated(const PageDriver& driver, const MemoryConfig& config) {
+MemoryConfig validated(const PageDriver& driver, MemoryConfig config) {
   check_sizes(config);
   require(
       static_cast<std::size_t>(config.page_tokens() * config.token_bytes) == driver.frame_bytes(),
@@ -81,53 +64,49 @@ MemoryConfig validated(const PageDriver& driver, const MemoryConfig& config) {
   require(driver.capabilities().host_memory || config.swap_blocks == 0, [&] {
     return std::string("this driver has no host memory to swap to: leave the swap space at 0");
   });
+  config.seal_read_only =
+      config.seal_read_only && config.access_under_readers && driver.capabilities().read_only;
   return config;
+}
+
+Ledger make_ledger(const PageDriver& driver, const MemoryConfig& config) {
+  const MemoryConfig valid = validated(driver, config);
+  return Ledger(valid, extent_pages(driver, valid), driver.capabilities().read_only);
+}
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 }  // namespace
 
 KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& config)
-    : config_(validated(*driver, config)),
-      pid_(::getpid()),
-      driver_(std::move(driver)),
-      pool_(config.max_pages, config.blocks_per_page, config.limit_pages, config.zero_policy,
-            extent_pages(*driver_, config)),
-      seqs_(static_cast<std::size_t>(config.max_seqs)),
-      slots_(static_cast<std::size_t>(config.num_slots)) {
-  config_.seal_read_only =
-      config_.seal_read_only && config_.access_under_readers && driver_->capabilities().read_only;
-  copies_beside_ = driver_->capabilities().copy_stream;
-  const std::int64_t pages_per_slot = row_pages(config_);
-  space_ = std::make_shared<AddressSpace>(
-      driver_, AddressSpace::Shape{config_.num_groups, config_.num_slots, pages_per_slot,
-                                   config_.max_pages});
-  blocks_per_row_ = pages_per_slot * config_.blocks_per_page;
-  tables_ = LazyArray<BlockId>(config_.max_seqs * blocks_per_row_);
-  row_sizes_.resize(static_cast<std::size_t>(config_.max_seqs));
-  const std::size_t block_bytes = static_cast<std::size_t>(config_.block_tokens) *
-                                  static_cast<std::size_t>(config_.token_bytes);
-  swap_ =
-      std::make_unique<SwapSpace>(driver_, config_.num_groups, block_bytes, config_.swap_blocks);
-  mapper_ = std::make_unique<Mapper>(driver_, config_.mapper);
-  const std::int64_t most = driver_->stats().max_mappings;
-  if (driver_->mapping_room() != kUnlimitedMappings) mapping_reserve_ = most / kReserveShare;
+    : pid_(::getpid()),
+      ledger_(make_ledger(*driver, config)),
+      work_(std::move(driver), ledger_),
+      room_(ledger_, work_),
+      ops_(ledger_, work_, room_),
+      planner_(ledger_, work_),
+      ahead_(ledger_, work_) {
   if (config_.null_page) {
-    commit_pages(1);
+    room_.commit_pages(1);
     pool_.hold(0);  // for ever
   }
   const std::int64_t ready = std::min(config_.ready_pages, pool_.limit()) - pool_.num_free();
   if (ready <= 0) return;
   try {
-    create_pages(std::min(ready, pool_.limit() - pool_.num_committed()));
+    room_.create_pages(std::min(ready, pool_.limit() - pool_.num_committed()));
   } catch (const OutOfMemoryError& error) {
-    last_error_ = error.what();  // the device has less now than the limit promises
+    work_.last_error = error.what();  // the device has less now than the limit promises
   }
 }
 
 KVMemory::~KVMemory() {
   // In a fork the mapper's thread does not exist: joining it, or taking down what it was waiting
   // on, would wait for ever.
-  if (::getpid() != pid_) static_cast<void>(mapper_.release());
+  if (::getpid() != pid_) static_cast<void>(work_.mapper.release());
 }
 
 std::unique_lock<std::mutex> KVMemory::enter() const {
@@ -138,45 +117,8 @@ std::unique_lock<std::mutex> KVMemory::enter() const {
            ": start worker processes with the spawn method";
   });
   std::unique_lock<std::mutex> lock(mutex_);
-  require(space_ != nullptr, [&] { return std::string("this KV memory is closed"); });
+  require(work_.space != nullptr, [&] { return std::string("this KV memory is closed"); });
   return lock;
-}
-
-void KVMemory::require_alive() const {
-  if (failure_.empty()) return;
-  throw DriverError("kv memory", EIO, "the KV memory has failed and serves no more: " + failure_, 0,
-                    /*sticky=*/true);
-}
-
-void KVMemory::fail_if_sticky(const Error& error) {
-  const auto* refusal = dynamic_cast<const DriverError*>(&error);
-  if (refusal != nullptr && refusal->sticky && failure_.empty()) failure_ = error.what();
-}
-
-const KVMemory::Sequence& KVMemory::open_seq(SeqId seq) const {
-  require(seq >= 0 && seq < config_.max_seqs, [&] {
-    return "sequence " + std::to_string(seq) + " is outside 0 .. " +
-           std::to_string(config_.max_seqs - 1);
-  });
-  require(seqs_[seq].open, [&] { return "sequence " + std::to_string(seq) + " is not open"; });
-  return seqs_[seq];
-}
-
-KVMemory::Sequence& KVMemory::open_seq(SeqId seq) {
-  return const_cast<Sequence&>(std::as_const(*this).open_seq(seq));
-}
-
-std::int64_t KVMemory::pages_for(std::int64_t num_tokens) const {
-  if (num_tokens == 0) return 0;
-  return round_up_div(num_tokens + config_.read_slack, config_.page_tokens());
-}
-
-std::int64_t KVMemory::blocks_for(std::int64_t num_tokens) const {
-  return round_up_div(num_tokens, config_.block_tokens);
-}
-
-std::int64_t KVMemory::num_pages(const Sequence& seq) const {
-  return static_cast<std::int64_t>(seq.has.blocks.size()) / config_.blocks_per_page;
 }
 
 // -- sequences
@@ -184,8 +126,8 @@ std::int64_t KVMemory::num_pages(const Sequence& seq) const {
 std::optional<SeqId> KVMemory::open(Tenant tenant, View view, const std::string& salt,
                                     const std::vector<std::int32_t>& tokens) {
   const auto lock = enter();
-  require_alive();
-  if (num_open_ == config_.max_seqs) return std::nullopt;
+  work_.require_alive();
+  if (ledger_.num_open == config_.max_seqs) return std::nullopt;
   SeqId id = 0;
   while (seqs_[id].open) ++id;
   Sequence fresh;
@@ -196,183 +138,254 @@ std::optional<SeqId> KVMemory::open(Tenant tenant, View view, const std::string&
   fresh.tokens = tokens;
   fresh.nameless = tokens.empty();
   fresh.root = prefix_root(tenant, weights_epoch_, salt);
-  extend_digests(fresh);
+  ledger_.extend_digests(fresh);
   seqs_[id] = std::move(fresh);
-  ++num_open_;
+  ++ledger_.num_open;
   return id;
-}
-
-void KVMemory::extend_digests(Sequence& seq) {
-  if (!config_.prefix_caching || seq.nameless) return;
-  const std::int32_t width = config_.block_tokens;
-  const std::size_t full = seq.tokens.size() / static_cast<std::size_t>(width);
-  while (seq.digests.size() < full) {
-    const Digest& parent = seq.digests.empty() ? seq.root : seq.digests.back();
-    seq.digests.push_back(
-        prefix_next(parent, seq.tokens.data() + seq.digests.size() * width, width));
-  }
 }
 
 void KVMemory::append_tokens(const std::vector<SeqId>& seqs,
                              const std::vector<std::int32_t>& tokens) {
   const auto lock = enter();
   require(seqs.size() == tokens.size(), [&] { return std::string("one token for each sequence"); });
-  for (const SeqId seq : seqs) open_seq(seq);
+  for (const SeqId seq : seqs) ledger_.open_seq(seq);
   for (std::size_t i = 0; i < seqs.size(); ++i) {
     Sequence& seq = seqs_[seqs[i]];
     if (seq.nameless) continue;
     seq.tokens.push_back(tokens[i]);
-    extend_digests(seq);
+    ledger_.extend_digests(seq);
   }
-}
-
-std::int64_t KVMemory::num_matched(const Sequence& seq) const {
-  if (seq.tokens.empty()) return 0;
-  // One token at least is computed: its logits are what the caller wants.
-  const auto most = (static_cast<std::int64_t>(seq.tokens.size()) - 1) / config_.block_tokens;
-  const std::int64_t end = std::min(most, static_cast<std::int64_t>(seq.digests.size()));
-  std::int64_t matched = 0;
-  while (matched < end && pool_.find(seq.digests[matched]) != kNoBlock) ++matched;
-  return matched;
 }
 
 std::int64_t KVMemory::match(SeqId id) const {
   const auto lock = enter();
-  return num_matched(open_seq(id)) * config_.block_tokens;
-}
-
-void KVMemory::park(SlotId id, Epoch retire) {
-  Slot& slot = slots_[id];
-  slot.seq = kNoSeq;
-  slot.retire = std::max(slot.retire, retire);
-  slot.parked_at = ++parkings_;
+  return ledger_.num_matched(ledger_.open_seq(id)) * config_.block_tokens;
 }
 
 void KVMemory::release(SeqId id) {
   const auto lock = enter();
-  Sequence& seq = open_seq(id);
-  if (!config_.deferred_reclamation && seq.has.slot != kNoSlot) settle_locked();
+  Sequence& seq = ledger_.open_seq(id);
+  if (!config_.deferred_reclamation && seq.has.slot != kNoSlot) ahead_.settle();
   // Tail first: it is the tail of a prefix that is evicted first.
   for (auto block = seq.has.blocks.rbegin(); block != seq.has.blocks.rend(); ++block) {
     if (*block == kNoBlock) continue;
     const PageId page = pool_.page_of(*block);
-    may_reopen_ = may_reopen_ || pool_.refs(*block) > 1;
-    pool_.drop_ref(*block, begun_);
+    ledger_.may_reopen = ledger_.may_reopen || pool_.refs(*block) > 1;
+    pool_.drop_ref(*block, ledger_.begun);
     if (pool_.owner(page) == id) pool_.set_owner(page, kNoSeq);
   }
   for (const SwapId swap : seq.has.swap) {
-    if (swap != kNoSwap) swap_->drop(swap);
+    if (swap != kNoSwap) work_.swap->drop(swap);
   }
   const SlotId slot = seq.has.slot;
   const std::uint32_t generation = seq.generation;
   seq = Sequence{};
   seq.generation = generation;
-  --num_open_;
-  ++version_;
-  write_table(id, 0);
+  --ledger_.num_open;
+  ++ledger_.version;
+  ledger_.write_table(id, 0);
   if (slot != kNoSlot) {
-    park(slot, begun_);
-    const bool is_over = slots_[slot].retire <= completed_ && !slots_[slot].in_repair;
-    if (!config_.deferred_reclamation && is_over) truncate(slot, 0);
+    ledger_.park(slot, ledger_.begun);
+    const bool is_over = slots_[slot].retire <= ledger_.completed && !slots_[slot].in_repair;
+    if (!config_.deferred_reclamation && is_over) work_.truncate(slot, 0);
   }
-  reopen_pages();
-  shed();
+  ahead_.reopen_pages();
+  room_.shed();
 }
 
-void KVMemory::write_table(SeqId id, std::size_t from) {
-  const std::vector<BlockId>& blocks = seqs_[id].has.blocks;
-  BlockId* row = &tables_[id * blocks_per_row_];
-  for (std::size_t i = from; i < blocks.size(); ++i) row[i] = std::max(blocks[i], BlockId{0});
-  for (std::size_t i = blocks.size(); i < row_sizes_[id]; ++i) row[i] = 0;
-  row_sizes_[id] = blocks.size();
+// -- plans
+
+Plan KVMemory::plan(const std::vector<Op>& ops) {
+  const auto lock = enter();
+  ahead_.absorb();
+  // Only asking what there is leaves an earlier plan as good as it was, and what is attached has
+  // been found already.
+  if (!ops.empty() && !Planner::attaches(ops)) room_.shed();
+  const std::vector<Op> wanted = planner_.merged(ops);
+  planner_.validate(wanted);
+  bool dense = false;
+  Plan plan = planner_.assess(wanted, dense);
+  if (!plan.fits() && (work_.works_ahead() || !work_.repairs.empty())) {
+    // Pages that the mapper or a repair has in hand are nobody's yet.
+    ahead_.settle();
+    if (work_.failure.empty()) work_.retry_repairs();
+    plan = planner_.assess(wanted, dense);
+  }
+  return plan;
+}
+
+Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
+  const auto lock = enter();
+  work_.require_alive();
+  if (version != ledger_.version) {
+    throw MisuseError("the plan is stale: something was changed or released since; plan again");
+  }
+  const auto start = Clock::now();
+  const std::vector<Op> wanted = planner_.merged(ops);
+  planner_.validate(wanted);
+  work_.retry_repairs();
+  Change change(ledger_, *work_.driver);
+  Plan plan = planner_.assess(wanted, change.dense);
+  if (wait_for_mapper(wanted, plan)) plan = planner_.assess(wanted, change.dense);
+  if (plan.needed_mappings > work_.mapping_room()) {
+    ahead_.settle();  // what the mapper has made is counted, what it may make is not
+    plan = planner_.assess(wanted, change.dense);
+  }
+  if (!plan.fits()) {
+    throw OutOfMemoryError("the plan needs " + with_commas(plan.needed_pages) + " pages, " +
+                           with_commas(plan.available_pages) + " can be had, and lacks " +
+                           with_commas(plan.missing_slots) + " slots and " +
+                           with_commas(plan.missing_swap_blocks) + " swap blocks; it needs " +
+                           with_commas(plan.needed_mappings) + " memory mappings, " +
+                           with_commas(plan.available_mappings) + " can be had");
+  }
+  try {
+    room_.make_mapping_room(plan.needed_mappings);
+    // Packing forgets what split pages have cached, which an attach relies on.
+    if (change.dense && !Planner::attaches(wanted)) room_.squeeze();
+    ops_.hold_matches(change, wanted);
+    ops_.note_targets(change, wanted);
+    std::unordered_map<BlockId, SwapId> copied;
+    for (const Op& op : wanted) {
+      if (op.kind == OpKind::kSwapOut) {
+        ops_.stage_swap_out(change, op, copied);
+      } else {
+        ops_.stage(change, op);
+      }
+    }
+    ops_.assign_fresh(change);
+    work_.execute(change);
+  } catch (const Error& error) {
+    ops_.rollback(change);
+    work_.fail_if_sticky(error);
+    throw;
+  } catch (...) {
+    ops_.rollback(change);
+    throw;
+  }
+  commit(change);
+  ledger_.totals.map_seconds += change.counts.map_calls > 0 ? seconds_since(start) : 0;
+  ahead_.tend(change.grows);
+  ahead_.reopen_pages();
+  room_.shed();
+  return ledger_.begun;
+}
+
+// What the ops touch must not be in the mapper's hands. In the steady state nothing is.
+// True if its outcomes were entered, which may change what a plan needs.
+bool KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
+  if (!work_.works_ahead()) return false;
+  std::uint64_t until = 0;
+  const std::int64_t at_hand = pool_.num_free();
+  if (plan.needed_pages > at_hand) until = work_.mapper->last_id();
+  for (const Op& op : ops) {
+    const Sequence& seq = seqs_[op.seq];
+    if (op.kind != OpKind::kGrow && op.kind != OpKind::kAttach) {
+      until = work_.mapper->last_id();
+    } else if (op.kind == OpKind::kAttach ||
+               (seq.has.view == View::kVirtual &&
+                ledger_.pages_for(op.num_tokens) > ledger_.num_pages(seq))) {
+      const bool has_slot = seq.has.slot != kNoSlot;
+      // Sealing what lies behind may take its time: growth goes on behind it, and a newcomer waits
+      // for that of the slot which it takes alone.
+      until = std::max(until, has_slot ? slots_[seq.has.slot].last_map : work_.last_mapping);
+    }
+  }
+  if (until == 0) return false;
+  const auto start = Clock::now();
+  if (work_.mapper->wait(until)) {
+    ++ledger_.totals.mapper_waits;
+    ledger_.totals.mapper_wait_seconds += seconds_since(start);
+  }
+  ahead_.absorb();
+  return true;
+}
+
+void KVMemory::commit(Change& change) {
+  ++ledger_.begun;
+  ++ledger_.version;
+  for (const PageId page : change.held) pool_.unhold(page);
+  for (const BlockId block : change.matched) pool_.drop_ref(block, 0);
+  ahead_.begin_copies(change);
+  for (auto block = change.drops.rbegin(); block != change.drops.rend(); ++block) {
+    pool_.drop_ref(*block, ledger_.begun);
+  }
+  // What is converted was bound as if it were shared.
+  ledger_.may_reopen =
+      ledger_.may_reopen || !change.drops.empty() || change.counts.converted_to_virtual > 0;
+  for (const SwapId swap : change.swap_drops) work_.swap->drop(swap);
+  for (const Change::SavedSlot& slot : change.slots) {
+    if (!slots_[slot.slot].active()) ledger_.park(slot.slot, ledger_.begun);
+  }
+  Record record{ledger_.begun, {}};
+  record.written.reserve(change.grows.size());
+  for (const Op& op : change.grows) {
+    Sequence& seq = seqs_[op.seq];
+    const std::int64_t before = seq.has.length;
+    seq.has.length = std::max(before, op.num_tokens);
+    record.written.push_back({op.seq, seq.generation, before, seq.has.length});
+  }
+  ledger_.records.push_back(std::move(record));
+  for (const Forked& fork : change.forked) ledger_.inherit(fork);
+  for (const Op& op : change.grows) {
+    if (op.first_token > 0) ledger_.trim_front(op.seq, op.first_token);
+  }
+  for (const SeqId id : change.touched) ledger_.write_table(id, 0);
+  MemoryCounters& counts = change.counts;
+  counts.pages_zeroed = static_cast<std::int64_t>(change.zero_pages.size());
+  counts.pages_mapped = static_cast<std::int64_t>(change.maps.size());
+  counts.unhidden_calls = counts.map_calls + counts.access_calls;
+  counts.forks = static_cast<std::int64_t>(change.forked.size());
+  counts.swapped_out_blocks = static_cast<std::int64_t>(change.swap_out.size());
+  counts.swapped_in_blocks = static_cast<std::int64_t>(change.swap_in.size());
+  ledger_.totals.add(counts);
 }
 
 // -- epochs
 
 Epoch KVMemory::begun_epoch() const {
   const auto lock = enter();
-  return begun_;
+  return ledger_.begun;
 }
 
 Epoch KVMemory::completed_epoch() const {
   const auto lock = enter();
-  return completed_;
+  return ledger_.completed;
 }
 
 void KVMemory::complete(Epoch epoch) {
   const auto lock = enter();
-  require(epoch <= begun_, [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
-  complete_locked(epoch, /*sealed=*/true);
-  absorb();
+  require(epoch <= ledger_.begun,
+          [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
+  ahead_.complete(epoch, /*sealed=*/true);
+  ahead_.absorb();
 }
 
 void KVMemory::abandon_epoch(Epoch epoch) {
   const auto lock = enter();
-  require(epoch <= begun_, [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
-  complete_locked(epoch, /*sealed=*/false);
+  require(epoch <= ledger_.begun,
+          [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
+  ahead_.complete(epoch, /*sealed=*/false);
 }
 
 bool KVMemory::is_copying() {
   const auto lock = enter();
-  absorb();
-  return !copying_.empty();
+  ahead_.absorb();
+  return !ahead_.copying().empty();
 }
 
 bool KVMemory::finish_copies() {
   const auto lock = enter();
-  return finish_copies_locked();
+  return ahead_.finish_copies();
 }
 
 void KVMemory::launched(Epoch epoch) {
   const auto lock = enter();
-  require(epoch <= begun_, [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
-  require_alive();
-  const auto driving = mapper_->lock_driver();
-  marks_.emplace_back(epoch, driver_->mark());
-}
-
-void KVMemory::complete_locked(Epoch epoch, bool sealed) {
-  if (epoch <= completed_) return;
-  completed_ = epoch;
-  pool_.complete(epoch);
-  std::vector<SeqId> grown;
-  while (!records_.empty() && records_.front().epoch <= epoch) {
-    const Record record = std::move(records_.front());
-    records_.pop_front();
-    for (const Written& written : record.written) {
-      Sequence& seq = seqs_[written.seq];
-      if (!seq.open || seq.generation != written.generation) continue;
-      if (!sealed) {
-        // What was to be written is worthless, and so is what is computed from it.
-        if (written.start < written.length) {
-          seq.has.seal_limit = std::min(seq.has.seal_limit, written.start);
-        }
-        continue;
-      }
-      seal(written.seq, written.length);
-      grown.push_back(written.seq);
-    }
-  }
-  if (config_.seal_read_only && failure_.empty()) seal_slots(grown);
-  reopen_pages();
-}
-
-void KVMemory::seal(SeqId id, std::int64_t length) {
-  Sequence& seq = seqs_[id];
-  length = std::min(length, seq.has.seal_limit);
-  if (seq.has.swapped || length <= seq.has.sealed) return;
-  seq.has.sealed = length;
-  publish(seq);
-}
-
-void KVMemory::publish(Sequence& seq) {
-  const std::int64_t full = std::min(seq.has.sealed / config_.block_tokens,
-                                     static_cast<std::int64_t>(seq.digests.size()));
-  for (; seq.has.num_published < full; ++seq.has.num_published) {
-    const BlockId block = seq.has.blocks[seq.has.num_published];
-    if (block == kNoBlock || pool_.is_published(block)) continue;
-    totals_.published_blocks += pool_.publish(block, seq.digests[seq.has.num_published]) ? 1 : 0;
-  }
+  require(epoch <= ledger_.begun,
+          [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
+  work_.require_alive();
+  const auto driving = work_.lock();
+  ahead_.mark(epoch);
 }
 
 void KVMemory::clear_cache() {
@@ -384,9 +397,9 @@ void KVMemory::clear_cache() {
     seq.digests.clear();
     seq.nameless = true;
   }
-  ++version_;
-  may_reopen_ = true;
-  reopen_pages();
+  ++ledger_.version;
+  ledger_.may_reopen = true;
+  ahead_.reopen_pages();
 }
 
 // -- the pool
@@ -394,18 +407,18 @@ void KVMemory::clear_cache() {
 std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle_too) {
   const auto lock = enter();
   require(keep_pages >= 0, [&] { return std::string("keep_pages must not be negative"); });
-  require_alive();
-  settle_locked();
-  finish_copies_locked();
-  retry_repairs();
-  if (drop_idle_too) drop_idle(keep_pages);
-  if (swap_->num_used() == 0) {
-    const auto driving = mapper_->lock_driver();
-    driver_->fence();
-    swap_->release_memory();
+  work_.require_alive();
+  ahead_.settle();
+  ahead_.finish_copies();
+  work_.retry_repairs();
+  if (drop_idle_too) room_.drop_idle(keep_pages);
+  if (work_.swap->num_used() == 0) {
+    const auto driving = work_.lock();
+    work_.driver->fence();
+    work_.swap->release_memory();
   }
   const std::int64_t idle = drop_idle_too ? pool_.count(PageState::kIdle) : 0;
-  return give_back(
+  return room_.give_back(
       std::min(pool_.num_free(), std::max<std::int64_t>(0, pool_.num_free() + idle - keep_pages)));
 }
 
@@ -415,43 +428,70 @@ void KVMemory::set_limit(std::int64_t limit_pages) {
     return "the limit of " + with_commas(limit_pages) + " pages must lie between 1 and " +
            with_commas(config_.max_pages);
   });
-  require_alive();
-  settle_locked();
-  finish_copies_locked();
-  retry_repairs();
+  work_.require_alive();
+  ahead_.settle();
+  ahead_.finish_copies();
+  work_.retry_repairs();
   pool_.set_limit(limit_pages);
-  ++version_;
-  give_back_excess();
+  ++ledger_.version;
+  room_.give_back_excess();
 }
 
 std::int64_t KVMemory::compact() {
   const auto lock = enter();
-  require_alive();
-  settle_locked();
-  retry_repairs();
+  work_.require_alive();
+  ahead_.settle();
+  work_.retry_repairs();
   std::int64_t emptied = 0;
-  for (auto& [tenant, pages] : loose_pages()) emptied += pack(std::move(pages));
-  shed();
+  for (auto& [tenant, pages] : ledger_.loose_pages()) emptied += room_.pack(std::move(pages));
+  room_.shed();
   return emptied;
 }
 
 std::int64_t KVMemory::run_mapper(std::int64_t max_commands) {
   const auto lock = enter();
-  const std::int64_t count = mapper_->run(max_commands);
-  absorb();
+  const std::int64_t count = work_.mapper->run(max_commands);
+  ahead_.absorb();
   return count;
 }
 
 void KVMemory::settle_mapper() {
   const auto lock = enter();
-  settle_locked(/*counts=*/false);
+  ahead_.settle(/*counts=*/false);
+}
+
+void KVMemory::enable_shadow() {
+  const auto lock = enter();
+  if (work_.space->has_shadow()) return;
+  work_.require_alive();
+  ahead_.settle();
+  work_.retry_repairs();
+  work_.space->reserve_shadow();
+  std::vector<MapRun> runs;
+  for (SlotId slot = 0; slot < config_.num_slots; ++slot) {
+    for (std::int64_t i = 0; i < slots_[slot].size(); ++i) {
+      const PageId page = slots_[slot].entries[i].page;
+      for (std::int32_t group = 0; page != kNoPage && group < config_.num_groups; ++group) {
+        runs.push_back({work_.space->shadow(group, slot, i),
+                        {work_.space->frame(group, page), 1},
+                        Access::kRead});
+      }
+    }
+  }
+  const auto driving = work_.lock();
+  try {
+    work_.driver->map(runs);
+  } catch (...) {
+    work_.space->free_shadow();
+    throw;
+  }
 }
 
 // -- reading
 
 std::vector<BlockId> KVMemory::blocks(SeqId seq) const {
   const auto lock = enter();
-  return open_seq(seq).has.blocks;
+  return ledger_.open_seq(seq).has.blocks;
 }
 
 std::vector<PageId> KVMemory::slot_pages(SlotId slot) const {
@@ -467,27 +507,27 @@ std::vector<PageId> KVMemory::slot_pages(SlotId slot) const {
 
 std::int64_t KVMemory::length(SeqId seq) const {
   const auto lock = enter();
-  return open_seq(seq).has.length;
+  return ledger_.open_seq(seq).has.length;
 }
 
 std::int64_t KVMemory::sealed(SeqId seq) const {
   const auto lock = enter();
-  return open_seq(seq).has.sealed;
+  return ledger_.open_seq(seq).has.sealed;
 }
 
 View KVMemory::view(SeqId seq) const {
   const auto lock = enter();
-  return open_seq(seq).has.view;
+  return ledger_.open_seq(seq).has.view;
 }
 
 bool KVMemory::swapped(SeqId seq) const {
   const auto lock = enter();
-  return open_seq(seq).has.swapped;
+  return ledger_.open_seq(seq).has.swapped;
 }
 
 std::optional<SlotId> KVMemory::slot(SeqId seq) const {
   const auto lock = enter();
-  const SlotId slot = open_seq(seq).has.slot;
+  const SlotId slot = ledger_.open_seq(seq).has.slot;
   return slot == kNoSlot ? std::nullopt : std::optional<SlotId>(slot);
 }
 
@@ -495,7 +535,7 @@ std::vector<SlotId> KVMemory::slots(const std::vector<SeqId>& seqs) const {
   const auto lock = enter();
   std::vector<SlotId> slots;
   slots.reserve(seqs.size());
-  for (const SeqId seq : seqs) slots.push_back(open_seq(seq).has.slot);
+  for (const SeqId seq : seqs) slots.push_back(ledger_.open_seq(seq).has.slot);
   return slots;
 }
 
@@ -508,7 +548,7 @@ std::int32_t KVMemory::block_refs(BlockId block) const {
 
 std::string KVMemory::last_error() const {
   const auto lock = enter();
-  return last_error_;
+  return work_.last_error;
 }
 
 void KVMemory::require_usable() const {
@@ -518,19 +558,19 @@ void KVMemory::require_usable() const {
 void KVMemory::close() {
   if (::getpid() != pid_) return;  // it is the parent's to close
   const std::lock_guard<std::mutex> lock(mutex_);
-  mapper_.reset();
-  swap_.reset();
-  space_.reset();
+  work_.mapper.reset();
+  work_.swap.reset();
+  work_.space.reset();
 }
 
 bool KVMemory::closed() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return space_ == nullptr;
+  return work_.space == nullptr;
 }
 
 std::shared_ptr<AddressSpace> KVMemory::address_space() const {
   const auto lock = enter();
-  return space_;
+  return work_.space;
 }
 
 }  // namespace vmserve

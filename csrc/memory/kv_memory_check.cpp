@@ -19,32 +19,167 @@ std::string page_text(PageId page) {
   return "page " + std::to_string(page);
 }
 
-}  // namespace
-
-std::int64_t KVMemory::num_quarantined() const {
-  std::vector<PageId> held;
-  for (const Repair& repair : repairs_) {
-    held.insert(held.end(), repair.held.begin(), repair.held.end());
-    for (const PageRun& run : repair.created) {
-      for (PageId page = run.first; page < run.first + run.count; ++page) held.push_back(page);
+// Every reference is a sequence's, and every sequence has what its length needs.
+void check_references(const Ledger& ledger, const std::deque<Copying>& copyings) {
+  std::unordered_map<BlockId, std::int32_t> counted;
+  for (SeqId id = 0; id < ledger.config.max_seqs; ++id) {
+    const Sequence& seq = ledger.seqs[id];
+    const std::string name = "sequence " + std::to_string(id);
+    if (!seq.open || seq.has.swapped) {
+      law(seq.has.blocks.empty() && seq.has.slot == kNoSlot, name + " has blocks and is away");
+      continue;
+    }
+    const auto there = static_cast<std::int64_t>(seq.has.blocks.size());
+    const bool is_virtual = seq.has.view == View::kVirtual;
+    const std::int64_t least =
+        is_virtual ? ledger.pages_for(seq.has.length) * ledger.config.blocks_per_page
+                   : ledger.blocks_for(seq.has.length);
+    law(there >= least, name + " has " + std::to_string(there) + " blocks for " +
+                            std::to_string(seq.has.length) + " tokens");
+    law(seq.has.sealed <= seq.has.length, name + " is sealed beyond its length");
+    law(is_virtual ? there == 0 || seq.has.slot != kNoSlot : seq.has.slot == kNoSlot,
+        name + " has a slot and should not, or the reverse");
+    for (std::int64_t i = 0; i < there; ++i) {
+      const BlockId block = seq.has.blocks[i];
+      law(block != kNoBlock || i < seq.has.num_trimmed, name + " has a hole");
+      const BlockId shown = ledger.tables[id * ledger.blocks_per_row + i];
+      law(shown == std::max(block, BlockId{0}), name + " has another block table than blocks");
+      if (block == kNoBlock) continue;
+      ++counted[block];
+      law(ledger.pool.tenant(ledger.pool.page_of(block)) == seq.tenant,
+          page_text(ledger.pool.page_of(block)) + " holds two tenants' blocks");
     }
   }
-  std::sort(held.begin(), held.end());
-  held.erase(std::unique(held.begin(), held.end()), held.end());
-  return std::count_if(held.begin(), held.end(),
-                       [&](PageId page) { return pool_.used(page) == 0; });
+  std::int64_t distinct = 0;
+  for (const auto& [block, count] : counted) {
+    law(ledger.pool.refs(block) == count,
+        "block " + std::to_string(block) + " has " + std::to_string(ledger.pool.refs(block)) +
+            " references recorded and " + std::to_string(count) + " counted");
+    ++distinct;
+  }
+  std::unordered_map<BlockId, std::int32_t> copied;
+  std::int64_t num_copies = 0;
+  for (const Copying& copying : copyings) {
+    for (const BlockId block : copying.blocks) ++copied[block];
+    num_copies += static_cast<std::int64_t>(copying.blocks.size());
+  }
+  for (const auto& [block, count] : copied) {
+    law(ledger.pool.copies(block) == count,
+        "block " + std::to_string(block) + " has " + std::to_string(ledger.pool.copies(block)) +
+            " copies recorded and " + std::to_string(count) + " run");
+  }
+  law(num_copies == ledger.pool.num_copies(), std::to_string(ledger.pool.num_copies()) +
+                                                  " copies are recorded, " +
+                                                  std::to_string(num_copies) + " run");
+  law(distinct == ledger.pool.num_used_blocks(), std::to_string(ledger.pool.num_used_blocks()) +
+                                                     " blocks are used, " +
+                                                     std::to_string(distinct) + " are referenced");
 }
+
+void check_slots(const Ledger& ledger, DriverWork& work) {
+  std::unordered_map<PageId, std::int32_t> shown;
+  for (SlotId id = 0; id < ledger.config.num_slots; ++id) {
+    const Slot& slot = ledger.slots[id];
+    const std::string name = "slot " + std::to_string(id);
+    law(slot.size() <= work.space->shape().slot_pages,
+        name + " shows more pages than it has room for");
+    law(slot.num_pending == 0, name + " is still being mapped");
+    law(slot.num_sealed <= slot.size(), name + " seals more than it shows");
+    for (std::int64_t i = 0; i < slot.size(); ++i) {
+      const SlotEntry& entry = slot.entries[i];
+      if (entry.page != kNoPage) ++shown[entry.page];
+      law(i >= slot.num_sealed || entry.page == kNoPage || entry.read_only ||
+              !work.driver->capabilities().read_only,
+          name + " counts a writable page among the sealed ones");
+    }
+    if (!slot.active()) continue;
+    const Sequence& seq = ledger.seqs[slot.seq];
+    law(seq.open && seq.has.slot == id && seq.has.view == View::kVirtual,
+        name + " is not its sequence's");
+    law(ledger.num_pages(seq) <= slot.size(), name + " shows less than its sequence has");
+    for (std::int64_t i = 0; i < ledger.num_pages(seq); ++i) {
+      const SlotEntry& entry = slot.entries[i];
+      const std::int32_t width = ledger.config.blocks_per_page;
+      for (std::int32_t j = 0; j < width; ++j) {
+        const BlockId block = seq.has.blocks[i * width + j];
+        law(block == kNoBlock || block == ledger.pool.first_block(entry.page) + j,
+            name + " shows other pages than its sequence has");
+        law(block == kNoBlock || ledger.pool.refs(block) < 2 || entry.read_only ||
+                (i + 1) * ledger.config.page_tokens() > seq.has.sealed ||
+                !ledger.config.seal_read_only || !work.last_error.empty(),
+            page_text(entry.page) + " is sealed and shared but writable in a slot");
+      }
+      law(!entry.read_only || (i + 1) * ledger.config.page_tokens() <= seq.has.length,
+          name + " is read-only where its sequence writes");
+      law(!entry.read_only || entry.page == kNoPage || ledger.config.seal_read_only ||
+              ledger.may_reopen || !ledger.is_sole(entry.page),
+          page_text(entry.page) + " is one sequence's alone, but read-only in its slot");
+    }
+  }
+  for (std::int64_t id = ledger.pool.next_committed(0); id >= 0;
+       id = ledger.pool.next_committed(id + 1)) {
+    const auto page = static_cast<PageId>(id);
+    const auto it = shown.find(page);
+    law(ledger.pool.maps(page) == (it == shown.end() ? 0 : it->second),
+        page_text(page) + " counts its slots wrongly");
+  }
+}
+
+void check_mappings(const Ledger& ledger, DriverWork& work) {
+  const auto driving = work.lock();
+  const auto expect = [&](Address addr, std::int32_t group, PageId page, bool is_read_only,
+                          const char* where) {
+    const Mapping found = work.driver->query(addr);
+    // A driver that cannot trap writes reports what was asked for all the same.
+    const Access access = is_read_only ? Access::kRead : Access::kReadWrite;
+    law(found.frame == work.space->frame(group, page) && found.access == access,
+        page_text(page) + " of group " + std::to_string(group) + " is not mapped as recorded in " +
+            where);
+  };
+  std::int64_t num_mapped = 0;
+  for (std::int32_t group = 0; group < ledger.config.num_groups; ++group) {
+    for (std::int64_t id = ledger.pool.next_committed(0); id >= 0;
+         id = ledger.pool.next_committed(id + 1)) {
+      const auto page = static_cast<PageId>(id);
+      if (work.repairs.empty())
+        expect(work.space->arena(group, page), group, page, false, "the arena");
+      ++num_mapped;
+    }
+    for (SlotId id = 0; id < ledger.config.num_slots; ++id) {
+      const Slot& slot = ledger.slots[id];
+      for (std::int64_t i = 0; i < slot.size(); ++i) {
+        const SlotEntry& entry = slot.entries[i];
+        if (entry.page == kNoPage) continue;
+        if (!slot.in_repair) {
+          expect(work.space->slot(group, id, i), group, entry.page, entry.read_only, "its slot");
+        }
+        ++num_mapped;
+        if (!work.space->has_shadow()) continue;
+        if (!slot.in_repair) {
+          expect(work.space->shadow(group, id, i), group, entry.page, true, "the shadow");
+        }
+        ++num_mapped;
+      }
+    }
+  }
+  const std::int64_t mapped = work.driver->stats().mapped_frames;
+  law(!work.repairs.empty() || mapped == num_mapped,
+      std::to_string(mapped) + " frames are mapped, " + std::to_string(num_mapped) +
+          " are recorded");
+}
+
+}  // namespace
 
 MemoryStats KVMemory::stats() {
   const auto lock = enter();
-  absorb();
+  ahead_.absorb();
   MemoryStats s{};
   DriverStats driver;
   {
-    const auto driving = mapper_->lock_driver();
-    driver = driver_->stats();
+    const auto driving = work_.lock();
+    driver = work_.driver->stats();
   }
-  s.page_bytes = config_.num_groups * static_cast<std::int64_t>(space_->page_bytes());
+  s.page_bytes = config_.num_groups * static_cast<std::int64_t>(work_.space->page_bytes());
   s.page_tokens = config_.page_tokens();
   s.block_tokens = config_.block_tokens;
   s.blocks_per_page = config_.blocks_per_page;
@@ -56,15 +191,15 @@ MemoryStats KVMemory::stats() {
   s.idle_pages = pool_.count(PageState::kIdle);
   s.waiting_pages = pool_.count(PageState::kWaiting);
   s.held_pages = pool_.count(PageState::kHeld);
-  s.quarantined_pages = num_quarantined();
+  s.quarantined_pages = work_.num_quarantined();
   s.shared_pages = pool_.num_shared_pages();
   s.used_blocks = pool_.num_used_blocks();
   s.shared_blocks = pool_.num_shared_blocks();
   s.cached_blocks = pool_.num_cached_blocks();
   s.num_slots = config_.num_slots;
-  s.num_seqs = num_open_;
+  s.num_seqs = ledger_.num_open;
   for (const Slot& slot : slots_) {
-    const std::int64_t own = slot.active() ? num_pages(seqs_[slot.seq]) : 0;
+    const std::int64_t own = slot.active() ? ledger_.num_pages(seqs_[slot.seq]) : 0;
     s.used_slots += slot.active() ? 1 : 0;
     s.parked_slots += !slot.active() && !slot.empty() ? 1 : 0;
     s.parked_pages += slot.active() ? 0 : slot.size();
@@ -81,172 +216,29 @@ MemoryStats KVMemory::stats() {
     s.tail_waste_bytes +=
         there * block_bytes - seq.has.length * config_.token_bytes * config_.num_groups;
   }
-  s.swap_blocks = swap_->num_used();
-  s.swap_capacity_blocks = swap_->capacity();
+  s.swap_blocks = work_.swap->num_used();
+  s.swap_capacity_blocks = work_.swap->capacity();
   s.copying_blocks = pool_.num_copies();
   s.memfd_allocated_bytes = driver.allocated_bytes;
   s.num_mappings = driver.num_mappings;
-  s.free_mappings = std::min(available_mappings(driver.max_mappings / 2), kMostMappings);
-  s.pending_repairs = static_cast<std::int64_t>(repairs_.size());
-  s.health = !failure_.empty()   ? Health::kFailed
-             : !repairs_.empty() ? Health::kDegraded
-                                 : Health::kHealthy;
-#define VMSERVE_COUNTER(type, name, what) s.name##_total = totals_.name;
+  s.free_mappings = std::min(work_.available_mappings(driver.max_mappings / 2), kMostMappings);
+  s.pending_repairs = static_cast<std::int64_t>(work_.repairs.size());
+  s.health = !work_.failure.empty()   ? Health::kFailed
+             : !work_.repairs.empty() ? Health::kDegraded
+                                      : Health::kHealthy;
+#define VMSERVE_COUNTER(type, name, what) s.name##_total = ledger_.totals.name;
 #include "vmserve/stats.def"
-  s.mapper_seconds_total = mapper_->cpu_seconds();
+  s.mapper_seconds_total = work_.mapper->cpu_seconds();
   return s;
 }
 
 void KVMemory::check() {
   const auto lock = enter();
-  settle_locked();
+  ahead_.settle();
   pool_.check();
-  check_references();
-  check_slots();
-  check_mappings();
-}
-
-// Every reference is a sequence's, and every sequence has what its length needs.
-void KVMemory::check_references() const {
-  std::unordered_map<BlockId, std::int32_t> counted;
-  for (SeqId id = 0; id < config_.max_seqs; ++id) {
-    const Sequence& seq = seqs_[id];
-    const std::string name = "sequence " + std::to_string(id);
-    if (!seq.open || seq.has.swapped) {
-      law(seq.has.blocks.empty() && seq.has.slot == kNoSlot, name + " has blocks and is away");
-      continue;
-    }
-    const auto there = static_cast<std::int64_t>(seq.has.blocks.size());
-    const bool is_virtual = seq.has.view == View::kVirtual;
-    const std::int64_t least = is_virtual ? pages_for(seq.has.length) * config_.blocks_per_page
-                                          : blocks_for(seq.has.length);
-    law(there >= least, name + " has " + std::to_string(there) + " blocks for " +
-                            std::to_string(seq.has.length) + " tokens");
-    law(seq.has.sealed <= seq.has.length, name + " is sealed beyond its length");
-    law(is_virtual ? there == 0 || seq.has.slot != kNoSlot : seq.has.slot == kNoSlot,
-        name + " has a slot and should not, or the reverse");
-    for (std::int64_t i = 0; i < there; ++i) {
-      const BlockId block = seq.has.blocks[i];
-      law(block != kNoBlock || i < seq.has.num_trimmed, name + " has a hole");
-      const BlockId shown = tables_[id * blocks_per_row_ + i];
-      law(shown == std::max(block, BlockId{0}), name + " has another block table than blocks");
-      if (block == kNoBlock) continue;
-      ++counted[block];
-      law(pool_.tenant(pool_.page_of(block)) == seq.tenant,
-          page_text(pool_.page_of(block)) + " holds two tenants' blocks");
-    }
-  }
-  std::int64_t distinct = 0;
-  for (const auto& [block, count] : counted) {
-    law(pool_.refs(block) == count,
-        "block " + std::to_string(block) + " has " + std::to_string(pool_.refs(block)) +
-            " references recorded and " + std::to_string(count) + " counted");
-    ++distinct;
-  }
-  std::unordered_map<BlockId, std::int32_t> copied;
-  std::int64_t num_copies = 0;
-  for (const Copying& copying : copying_) {
-    for (const BlockId block : copying.blocks) ++copied[block];
-    num_copies += static_cast<std::int64_t>(copying.blocks.size());
-  }
-  for (const auto& [block, count] : copied) {
-    law(pool_.copies(block) == count, "block " + std::to_string(block) + " has " +
-                                          std::to_string(pool_.copies(block)) +
-                                          " copies recorded and " + std::to_string(count) + " run");
-  }
-  law(num_copies == pool_.num_copies(), std::to_string(pool_.num_copies()) +
-                                            " copies are recorded, " + std::to_string(num_copies) +
-                                            " run");
-  law(distinct == pool_.num_used_blocks(), std::to_string(pool_.num_used_blocks()) +
-                                               " blocks are used, " + std::to_string(distinct) +
-                                               " are referenced");
-}
-
-void KVMemory::check_slots() const {
-  std::unordered_map<PageId, std::int32_t> shown;
-  for (SlotId id = 0; id < config_.num_slots; ++id) {
-    const Slot& slot = slots_[id];
-    const std::string name = "slot " + std::to_string(id);
-    law(slot.size() <= space_->shape().slot_pages, name + " shows more pages than it has room for");
-    law(slot.num_pending == 0, name + " is still being mapped");
-    law(slot.num_sealed <= slot.size(), name + " seals more than it shows");
-    for (std::int64_t i = 0; i < slot.size(); ++i) {
-      const SlotEntry& entry = slot.entries[i];
-      if (entry.page != kNoPage) ++shown[entry.page];
-      law(i >= slot.num_sealed || entry.page == kNoPage || entry.read_only ||
-              !driver_->capabilities().read_only,
-          name + " counts a writable page among the sealed ones");
-    }
-    if (!slot.active()) continue;
-    const Sequence& seq = seqs_[slot.seq];
-    law(seq.open && seq.has.slot == id && seq.has.view == View::kVirtual,
-        name + " is not its sequence's");
-    law(num_pages(seq) <= slot.size(), name + " shows less than its sequence has");
-    for (std::int64_t i = 0; i < num_pages(seq); ++i) {
-      const SlotEntry& entry = slot.entries[i];
-      const std::int32_t width = config_.blocks_per_page;
-      for (std::int32_t j = 0; j < width; ++j) {
-        const BlockId block = seq.has.blocks[i * width + j];
-        law(block == kNoBlock || block == pool_.first_block(entry.page) + j,
-            name + " shows other pages than its sequence has");
-        law(block == kNoBlock || pool_.refs(block) < 2 || entry.read_only ||
-                (i + 1) * config_.page_tokens() > seq.has.sealed || !config_.seal_read_only ||
-                !last_error_.empty(),
-            page_text(entry.page) + " is sealed and shared but writable in a slot");
-      }
-      law(!entry.read_only || (i + 1) * config_.page_tokens() <= seq.has.length,
-          name + " is read-only where its sequence writes");
-      law(!entry.read_only || entry.page == kNoPage || config_.seal_read_only || may_reopen_ ||
-              !is_sole(entry.page),
-          page_text(entry.page) + " is one sequence's alone, but read-only in its slot");
-    }
-  }
-  for (std::int64_t id = pool_.next_committed(0); id >= 0; id = pool_.next_committed(id + 1)) {
-    const auto page = static_cast<PageId>(id);
-    const auto it = shown.find(page);
-    law(pool_.maps(page) == (it == shown.end() ? 0 : it->second),
-        page_text(page) + " counts its slots wrongly");
-  }
-}
-
-void KVMemory::check_mappings() const {
-  const auto driving = mapper_->lock_driver();
-  const auto expect = [&](Address addr, std::int32_t group, PageId page, bool is_read_only,
-                          const char* where) {
-    const Mapping found = driver_->query(addr);
-    // A driver that cannot trap writes reports what was asked for all the same.
-    const Access access = is_read_only ? Access::kRead : Access::kReadWrite;
-    law(found.frame == space_->frame(group, page) && found.access == access,
-        page_text(page) + " of group " + std::to_string(group) + " is not mapped as recorded in " +
-            where);
-  };
-  std::int64_t num_mapped = 0;
-  for (std::int32_t group = 0; group < config_.num_groups; ++group) {
-    for (std::int64_t id = pool_.next_committed(0); id >= 0; id = pool_.next_committed(id + 1)) {
-      const auto page = static_cast<PageId>(id);
-      if (repairs_.empty()) expect(space_->arena(group, page), group, page, false, "the arena");
-      ++num_mapped;
-    }
-    for (SlotId id = 0; id < config_.num_slots; ++id) {
-      const Slot& slot = slots_[id];
-      for (std::int64_t i = 0; i < slot.size(); ++i) {
-        const SlotEntry& entry = slot.entries[i];
-        if (entry.page == kNoPage) continue;
-        if (!slot.in_repair) {
-          expect(space_->slot(group, id, i), group, entry.page, entry.read_only, "its slot");
-        }
-        ++num_mapped;
-        if (!space_->has_shadow()) continue;
-        if (!slot.in_repair) {
-          expect(space_->shadow(group, id, i), group, entry.page, true, "the shadow");
-        }
-        ++num_mapped;
-      }
-    }
-  }
-  const std::int64_t mapped = driver_->stats().mapped_frames;
-  law(!repairs_.empty() || mapped == num_mapped, std::to_string(mapped) + " frames are mapped, " +
-                                                     std::to_string(num_mapped) + " are recorded");
+  check_references(ledger_, ahead_.copying());
+  check_slots(ledger_, work_);
+  check_mappings(ledger_, work_);
 }
 
 }  // namespace vmserve

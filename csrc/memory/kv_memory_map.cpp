@@ -42,12 +42,37 @@ std::uint8_t code_of(const BlockPool& pool, PageId page, std::uint8_t uses) {
   return code(use, pool.shared(page) > 0, pool.maps(page) > 0);
 }
 
+// A cell of several pages has the code that most of them have; of equals, the lowest.
+void draw_cells(MemoryMap& map, const BlockPool& pool, const std::vector<std::uint8_t>& uses,
+                std::int64_t max_cells) {
+  const auto num_pages_shown = static_cast<std::int64_t>(uses.size());
+  map.num_pages = num_pages_shown;
+  map.pages_per_cell = std::max<std::int64_t>(1, (num_pages_shown + max_cells - 1) / max_cells);
+  map.counts.assign(kNumPageCodes, 0);
+  map.cells.reserve(static_cast<std::size_t>(num_pages_shown / map.pages_per_cell + 1));
+  std::array<std::int64_t, kNumPageCodes> counts{};
+  for (std::int64_t page = 0; page < num_pages_shown; ++page) {
+    const std::uint8_t seen = code_of(pool, static_cast<PageId>(page), uses[page]);
+    map.counts[seen] += 1;
+    if (map.pages_per_cell == 1) {
+      map.cells.push_back(seen);
+      continue;
+    }
+    counts[seen] += 1;
+    if ((page + 1) % map.pages_per_cell == 0 || page + 1 == num_pages_shown) {
+      const auto most = std::max_element(counts.begin(), counts.end());
+      map.cells.push_back(static_cast<std::uint8_t>(most - counts.begin()));
+      counts.fill(0);
+    }
+  }
+}
+
 }  // namespace
 
 MemoryMap KVMemory::memory_map(std::int64_t max_cells) {
   if (max_cells < 1) throw MisuseError("a map has at least one cell");
   const auto lock = enter();
-  absorb();
+  ahead_.absorb();
   // What lies above the limit, after it was lowered, is shown until it has gone.
   std::int64_t num_pages_shown = pool_.limit();
   for (std::int64_t page = pool_.next_committed(num_pages_shown); page >= 0;
@@ -58,7 +83,7 @@ MemoryMap KVMemory::memory_map(std::int64_t max_cells) {
   MemoryMap map;
   map.slots.reserve(slots_.size());
   for (const Slot& slot : slots_) {
-    const std::int64_t own = slot.active() ? num_pages(seqs_[slot.seq]) : 0;
+    const std::int64_t own = slot.active() ? ledger_.num_pages(seqs_[slot.seq]) : 0;
     map.slots.push_back({slot.seq, static_cast<std::int32_t>(slot.size()),
                          static_cast<std::int32_t>(std::min(own, slot.size()))});
     for (std::int64_t i = own; slot.active() && i < slot.size(); ++i) {
@@ -72,33 +97,8 @@ MemoryMap KVMemory::memory_map(std::int64_t max_cells) {
       if (block != kNoBlock) uses[pool_.page_of(block)] |= use;
     }
   }
-  draw_cells(map, uses, max_cells);
+  draw_cells(map, pool_, uses, max_cells);
   return map;
-}
-
-// A cell of several pages has the code that most of them have; of equals, the lowest.
-void KVMemory::draw_cells(MemoryMap& map, const std::vector<std::uint8_t>& uses,
-                          std::int64_t max_cells) const {
-  const auto num_pages_shown = static_cast<std::int64_t>(uses.size());
-  map.num_pages = num_pages_shown;
-  map.pages_per_cell = std::max<std::int64_t>(1, (num_pages_shown + max_cells - 1) / max_cells);
-  map.counts.assign(kNumPageCodes, 0);
-  map.cells.reserve(static_cast<std::size_t>(num_pages_shown / map.pages_per_cell + 1));
-  std::array<std::int64_t, kNumPageCodes> counts{};
-  for (std::int64_t page = 0; page < num_pages_shown; ++page) {
-    const std::uint8_t seen = code_of(pool_, static_cast<PageId>(page), uses[page]);
-    map.counts[seen] += 1;
-    if (map.pages_per_cell == 1) {
-      map.cells.push_back(seen);
-      continue;
-    }
-    counts[seen] += 1;
-    if ((page + 1) % map.pages_per_cell == 0 || page + 1 == num_pages_shown) {
-      const auto most = std::max_element(counts.begin(), counts.end());
-      map.cells.push_back(static_cast<std::uint8_t>(most - counts.begin()));
-      counts.fill(0);
-    }
-  }
 }
 
 }  // namespace vmserve

@@ -1,11 +1,12 @@
 // What is done while steps compute: the mapper is told what to do, and its outcomes are entered in
 // the books. Pages and addresses in a command belong to nobody else until its outcome is in.
+#include "vmserve/memory/ahead.h"
+
 #include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "vmserve/errors.h"
-#include "vmserve/kv_memory.h"
 
 namespace vmserve {
 namespace {
@@ -19,69 +20,96 @@ constexpr std::int64_t kMostAhead = 8;
 
 }  // namespace
 
-void KVMemory::absorb() {
-  if (!marks_.empty()) absorb_marks();
-  if (!copying_.empty()) absorb_copies();
-  for (Outcome& outcome : mapper_->take_outcomes()) absorb(std::move(outcome));
+void Ahead::complete(Epoch epoch, bool sealed) {
+  if (epoch <= ledger_.completed) return;
+  ledger_.completed = epoch;
+  pool_.complete(epoch);
+  std::vector<SeqId> grown;
+  while (!ledger_.records.empty() && ledger_.records.front().epoch <= epoch) {
+    const Record record = std::move(ledger_.records.front());
+    ledger_.records.pop_front();
+    for (const Written& written : record.written) {
+      Sequence& seq = seqs_[written.seq];
+      if (!seq.open || seq.generation != written.generation) continue;
+      if (!sealed) {
+        // What was to be written is worthless, and so is what is computed from it.
+        if (written.start < written.length) {
+          seq.has.seal_limit = std::min(seq.has.seal_limit, written.start);
+        }
+        continue;
+      }
+      ledger_.seal(written.seq, written.length);
+      grown.push_back(written.seq);
+    }
+  }
+  if (config_.seal_read_only && work_.failure.empty()) seal_slots(grown);
+  reopen_pages();
 }
 
-void KVMemory::absorb_marks() {
+void Ahead::absorb() {
+  if (!marks_.empty()) absorb_marks();
+  if (!copying_.empty()) absorb_copies();
+  for (Outcome& outcome : work_.mapper->take_outcomes()) absorb(std::move(outcome));
+}
+
+void Ahead::absorb_marks() {
   while (!marks_.empty()) {
     bool reached = false;
     try {
-      const auto driving = mapper_->lock_driver();
-      reached = driver_->reached(marks_.front().second);
+      const auto driving = work_.lock();
+      reached = work_.driver->reached(marks_.front().second);
     } catch (const Error& error) {
-      fail_if_sticky(error);
+      work_.fail_if_sticky(error);
       break;
     }
     if (!reached) break;
     const Epoch epoch = marks_.front().first;
     marks_.pop_front();
-    complete_locked(epoch, /*sealed=*/true);
+    complete(epoch, /*sealed=*/true);
   }
 }
 
-void KVMemory::absorb_copies() {
+void Ahead::absorb_copies() {
   try {
     while (!copying_.empty()) {
       {
-        const auto driving = mapper_->lock_driver();
-        if (!driver_->copy_reached(copying_.front().mark)) return;
+        const auto driving = work_.lock();
+        if (!work_.driver->copy_reached(copying_.front().mark)) return;
       }
       end_oldest_copies();
     }
   } catch (const Error& error) {
-    fail_if_sticky(error);
+    work_.fail_if_sticky(error);
   }
 }
 
-void KVMemory::end_oldest_copies() {
+void Ahead::end_oldest_copies() {
   for (const BlockId block : copying_.front().blocks) pool_.end_copy(block);
   copying_.pop_front();
 }
 
-bool KVMemory::finish_copies_locked() {
+bool Ahead::finish_copies() {
   if (copying_.empty()) return false;
   try {
-    const auto driving = mapper_->lock_driver();
-    driver_->fence();
+    const auto driving = work_.lock();
+    work_.driver->fence();
   } catch (const Error& error) {
-    last_error_ = error.what();
-    fail_if_sticky(error);
+    work_.last_error = error.what();
+    work_.fail_if_sticky(error);
     return false;
   }
   while (!copying_.empty()) end_oldest_copies();
   return true;
 }
 
-void KVMemory::absorb(Outcome outcome) {
+void Ahead::absorb(Outcome outcome) {
   if (!outcome.done) {
-    last_error_ = outcome.error;
-    if (outcome.sticky && failure_.empty()) failure_ = outcome.error;
+    work_.last_error = outcome.error;
+    if (outcome.sticky && work_.failure.empty()) work_.failure = outcome.error;
   }
-  (outcome.waited ? totals_.unhidden_calls : totals_.hidden_calls) += outcome.num_calls;
-  pending_mappings_ -= outcome.command.num_mappings;
+  (outcome.waited ? ledger_.totals.unhidden_calls : ledger_.totals.hidden_calls) +=
+      outcome.num_calls;
+  work_.pending_mappings -= outcome.command.num_mappings;
   switch (outcome.command.kind) {
     case Command::Kind::kMap:
       premapped(outcome);
@@ -93,23 +121,23 @@ void KVMemory::absorb(Outcome outcome) {
       grew(outcome);
       break;
     case Command::Kind::kSeal:
-      totals_.access_calls += outcome.num_calls;
+      ledger_.totals.access_calls += outcome.num_calls;
       if (!outcome.done) unseal(outcome.command, std::move(outcome.unfinished));
       break;
   }
 }
 
-void KVMemory::settle_locked(bool counts) {
+void Ahead::settle(bool counts) {
   std::uint64_t settled = 0;
   do {
-    settled = mapper_->last_id();
-    mapper_->wait(settled, counts);
+    settled = work_.mapper->last_id();
+    work_.mapper->wait(settled, counts);
     absorb();  // an epoch that is found complete has pages to seal
-  } while (mapper_->last_id() != settled);
+  } while (work_.mapper->last_id() != settled);
 }
 
-void KVMemory::tend(const std::vector<Op>& grows) {
-  if (!works_ahead() || !failure_.empty()) return;
+void Ahead::tend(const std::vector<Op>& grows) {
+  if (!work_.works_ahead() || !work_.failure.empty()) return;
   if (config_.lookahead_tokens > 0) {
     for (const Op& op : grows) {
       if (seqs_[op.seq].has.view == View::kVirtual) look_ahead(op.seq, op.num_tokens);
@@ -122,9 +150,7 @@ void KVMemory::tend(const std::vector<Op>& grows) {
   keep_eager_slots();
 }
 
-// -- mapping
-
-void KVMemory::look_ahead(SeqId id, std::int64_t target) {
+void Ahead::look_ahead(SeqId id, std::int64_t target) {
   const Sequence& seq = seqs_[id];
   if (seq.has.slot == kNoSlot) return;
   const Slot& slot = slots_[seq.has.slot];
@@ -133,12 +159,12 @@ void KVMemory::look_ahead(SeqId id, std::int64_t target) {
   const std::int64_t unread = static_cast<std::int64_t>(seq.tokens.size()) - seq.has.length;
   const std::int64_t ahead =
       std::max(config_.lookahead_tokens, std::min(target - seq.has.sealed, unread));
-  const std::int64_t want = pages_for(std::min(seq.has.length + ahead, config_.max_len));
+  const std::int64_t want = ledger_.pages_for(std::min(seq.has.length + ahead, config_.max_len));
   const std::int64_t count = std::min(want - slot.size(), pool_.num_free());
-  if (count > 0 && has_room_ahead(count)) premap(seq.has.slot, count, seq.tenant);
+  if (count > 0 && work_.has_room_ahead(count)) premap(seq.has.slot, count, seq.tenant);
 }
 
-void KVMemory::premap(SlotId slot_id, std::int64_t count, Tenant tenant) {
+void Ahead::premap(SlotId slot_id, std::int64_t count, Tenant tenant) {
   Slot& slot = slots_[slot_id];
   Command command;
   command.kind = Command::Kind::kMap;
@@ -154,10 +180,10 @@ void KVMemory::premap(SlotId slot_id, std::int64_t count, Tenant tenant) {
     pool_.add_map(page, static_cast<std::int32_t>(slot.size()));
     slot.entries.push_back({page, false});
   }
-  const std::size_t bytes = space_->page_bytes();
+  const std::size_t bytes = work_.space->page_bytes();
   const auto add = [&](Address start, std::int32_t group, Access access, bool prefault) {
     for (std::int64_t i = 0; i < count; ++i) {
-      const FrameId frame = space_->frame(group, command.pages[i]);
+      const FrameId frame = work_.space->frame(group, command.pages[i]);
       if (i > 0 && command.pages[i] == command.pages[i - 1] + 1) {
         ++command.map.back().frames.count;
         continue;
@@ -167,20 +193,21 @@ void KVMemory::premap(SlotId slot_id, std::int64_t count, Tenant tenant) {
     }
   };
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
-    for (const PageId page : zeroed) command.zero.push_back({space_->arena(group, page), bytes});
-    add(space_->slot(group, slot_id, command.first_index), group, Access::kReadWrite, true);
-    if (space_->has_shadow()) {
-      add(space_->shadow(group, slot_id, command.first_index), group, Access::kRead, false);
+    for (const PageId page : zeroed)
+      command.zero.push_back({work_.space->arena(group, page), bytes});
+    add(work_.space->slot(group, slot_id, command.first_index), group, Access::kReadWrite, true);
+    if (work_.space->has_shadow()) {
+      add(work_.space->shadow(group, slot_id, command.first_index), group, Access::kRead, false);
     }
   }
   for (const PageId page : zeroed) command.runs.push_back({page, 1});
   slot.num_pending = count;
-  pages_now_ += count;
-  if (!slot.active()) slot.parked_at = ++parkings_;
-  slot.last_command = slot.last_map = submit(std::move(command));
+  ledger_.recent.pages_now += count;
+  if (!slot.active()) slot.parked_at = ++ledger_.parkings;
+  slot.last_command = slot.last_map = work_.submit(std::move(command));
 }
 
-void KVMemory::premapped(const Outcome& outcome) {
+void Ahead::premapped(const Outcome& outcome) {
   const Command& command = outcome.command;
   Slot& slot = slots_[command.slot];
   const auto count = static_cast<std::int64_t>(command.pages.size());
@@ -188,14 +215,14 @@ void KVMemory::premapped(const Outcome& outcome) {
   if (outcome.done) {
     for (const PageRun& run : command.runs) {
       pool_.mark_zero(run.first);
-      ++totals_.pages_zeroed;
+      ++ledger_.totals.pages_zeroed;
     }
     for (const PageId page : command.pages) pool_.unhold(page);
-    totals_.pages_mapped += count;
-    totals_.map_calls += static_cast<std::int64_t>(command.map.size());
+    ledger_.totals.pages_mapped += count;
+    ledger_.totals.map_calls += static_cast<std::int64_t>(command.map.size());
     return;
   }
-  forget_entries(command.slot, command.first_index, count);
+  ledger_.forget_entries(command.slot, command.first_index, count);
   if (outcome.unfinished.steps.empty()) {
     for (const PageId page : command.pages) pool_.unhold(page);
     return;
@@ -204,11 +231,11 @@ void KVMemory::premapped(const Outcome& outcome) {
   repair.steps = outcome.unfinished.steps;
   repair.held = command.pages;
   repair.slots = {command.slot};
-  add_repair(std::move(repair), outcome.unfinished.error);
+  work_.add_repair(std::move(repair), outcome.unfinished.error);
 }
 
 // Whether a newcomer could have what the slot shows: nobody uses it, or would miss it.
-bool KVMemory::is_ready(const Slot& slot) const {
+bool Ahead::is_ready(const Slot& slot) const {
   return !slot.empty() &&
          std::all_of(slot.entries.begin(), slot.entries.end(), [&](const SlotEntry& entry) {
            return entry.page != kNoPage && pool_.used(entry.page) == 0 &&
@@ -219,13 +246,14 @@ bool KVMemory::is_ready(const Slot& slot) const {
 // So many slots, with so many pages, as are asked for; or, if that is left open, as newcomers of a
 // step took lately and one more. Where no slot is empty the one that was parked longest ago is
 // unmapped for it.
-void KVMemory::keep_eager_slots() {
+void Ahead::keep_eager_slots() {
   const bool learns = config_.eager_pages == 0;
-  const std::int64_t most = space_->shape().slot_pages;
-  const std::int64_t pages = std::min(
-      most, learns ? static_cast<std::int64_t>(std::ceil(first_pages_)) : config_.eager_pages);
+  const std::int64_t most = work_.space->shape().slot_pages;
+  const std::int64_t pages =
+      std::min(most, learns ? static_cast<std::int64_t>(std::ceil(ledger_.recent.first_pages))
+                            : config_.eager_pages);
   if (config_.eager_slots == 0 || pages == 0) return;
-  const auto recent = static_cast<std::int64_t>(std::ceil(step_newcomers_));
+  const auto recent = static_cast<std::int64_t>(std::ceil(ledger_.recent.step_newcomers));
   std::int64_t missing = learns ? std::min<std::int64_t>(config_.eager_slots, recent + 1)
                                 : std::int64_t{config_.eager_slots};
   std::vector<SlotId> empty;
@@ -234,10 +262,10 @@ void KVMemory::keep_eager_slots() {
     const Slot& slot = slots_[id];
     if (slot.active() || slot.in_repair) continue;
     if (slot.empty()) {
-      if (slot.retire <= completed_) empty.push_back(id);
+      if (slot.retire <= ledger_.completed) empty.push_back(id);
     } else if (slot.size() >= pages && is_ready(slot)) {
       --missing;
-    } else if (learns && can_unmap(slot)) {
+    } else if (learns && ledger_.can_unmap(slot)) {
       parked.push_back(id);
     }
   }
@@ -247,7 +275,7 @@ void KVMemory::keep_eager_slots() {
   const auto reserve =
       static_cast<std::int64_t>(config_.reclaim_share * static_cast<double>(pool_.limit()));
   for (; missing > 0; --missing) {
-    if (pool_.num_free() - pages < std::min(reserve, pages) || !has_room_ahead(pages)) return;
+    if (pool_.num_free() - pages < std::min(reserve, pages) || !work_.has_room_ahead(pages)) return;
     if (empty.empty()) {
       if (parked.empty()) return;
       const SlotId oldest = parked.front();
@@ -255,28 +283,29 @@ void KVMemory::keep_eager_slots() {
       reclaim(oldest, slots_[oldest].size());
       empty.push_back(oldest);
     }
-    premap(empty.front(), pages, newest_tenant_);
+    premap(empty.front(), pages, ledger_.recent.newest_tenant);
     empty.erase(empty.begin());
   }
 }
 
-// -- growing
-
-void KVMemory::note_demand() {
-  step_pages_ = std::max(static_cast<double>(pages_now_), step_pages_ * kRemembered);
-  step_newcomers_ = std::max(static_cast<double>(newcomers_now_), step_newcomers_ * kRemembered);
-  pages_now_ = newcomers_now_ = 0;
+void Ahead::note_demand() {
+  ledger_.recent.step_pages = std::max(static_cast<double>(ledger_.recent.pages_now),
+                                       ledger_.recent.step_pages * kRemembered);
+  ledger_.recent.step_newcomers = std::max(static_cast<double>(ledger_.recent.newcomers_now),
+                                           ledger_.recent.step_newcomers * kRemembered);
+  ledger_.recent.pages_now = ledger_.recent.newcomers_now = 0;
 }
 
 // Free pages that are to be at hand: two steps' worth of what one took lately, as the mapper may
 // not be done with one of them when the next one comes, and what slots for newcomers take.
-std::int64_t KVMemory::wanted_free() const {
+std::int64_t Ahead::wanted_free() const {
   const bool learns = config_.eager_slots > 0 && config_.eager_pages == 0;
-  const double recent = 2 * step_pages_ + (learns ? 2 * first_pages_ : 0);
+  const double recent =
+      2 * ledger_.recent.step_pages + (learns ? 2 * ledger_.recent.first_pages : 0);
   return std::min(static_cast<std::int64_t>(recent), pool_.limit() / kMostAhead);
 }
 
-void KVMemory::grow_ahead() {
+void Ahead::grow_ahead() {
   const std::int64_t growable = pool_.limit() - pool_.num_committed();
   const std::int64_t wanted =
       std::max({wanted_free(), config_.ready_pages, (config_.grow_pages + 1) / 2});
@@ -290,25 +319,25 @@ void KVMemory::grow_ahead() {
   command.runs = pool_.lowest_absent(std::min(growable, count));
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
     for (const PageRun& run : command.runs) {
-      const FrameRun in_group{space_->frame(group, run.first), run.count};
+      const FrameRun in_group{work_.space->frame(group, run.first), run.count};
       command.create.push_back(in_group);
-      command.map.push_back({space_->arena(group, run.first), in_group, Access::kReadWrite});
+      command.map.push_back({work_.space->arena(group, run.first), in_group, Access::kReadWrite});
     }
   }
   for (const PageRun& run : command.runs) pool_.commit_held(run);
   is_growing_ = true;
-  submit(std::move(command));
+  work_.submit(std::move(command));
 }
 
-void KVMemory::grew(Outcome& outcome) {
+void Ahead::grew(Outcome& outcome) {
   is_growing_ = false;
   const std::vector<PageRun>& runs = outcome.command.runs;
   if (outcome.done) {
     for (const PageRun& run : runs) {
       for (PageId page = run.first; page < run.first + run.count; ++page) pool_.unhold(page);
-      totals_.pages_committed += run.count;
+      ledger_.totals.pages_committed += run.count;
     }
-    totals_.arena_map_calls += static_cast<std::int64_t>(outcome.command.map.size());
+    ledger_.totals.arena_map_calls += static_cast<std::int64_t>(outcome.command.map.size());
     return;
   }
   if (outcome.unfinished.steps.empty()) {
@@ -318,13 +347,13 @@ void KVMemory::grew(Outcome& outcome) {
   Repair repair;
   repair.steps = std::move(outcome.unfinished.steps);
   repair.created = runs;
-  add_repair(std::move(repair), outcome.unfinished.error);
+  work_.add_repair(std::move(repair), outcome.unfinished.error);
 }
 
 // The pool is as large as it may be: cached pages are given up before anybody waits for it, several
 // of a prefix together, so that they make one run. Those that no slot shows; where there are not
 // enough among the oldest, those of the slot that was parked longest ago once it is unmapped.
-void KVMemory::evict_ahead() {
+void Ahead::evict_ahead() {
   // They came back as the newest idle ones, but were the oldest. NOTE: not as they come back, since
   // somebody may count on having found what is cached there.
   const std::vector<PageId> reclaimed = std::exchange(reclaimed_, {});
@@ -332,52 +361,50 @@ void KVMemory::evict_ahead() {
   for (const PageId page : reclaimed) {
     if (pool_.num_free() >= wanted_free()) break;
     const bool is_idle = pool_.state(page) == PageState::kIdle && pool_.maps(page) == 0;
-    if (is_idle) totals_.evicted_blocks += pool_.drop_cached(page);
+    if (is_idle) ledger_.totals.evicted_blocks += pool_.drop_cached(page);
   }
   std::int64_t wanted = wanted_free() - pool_.num_free();
   PageId page = pool_.oldest_idle();
   for (std::int64_t looked = 0; wanted > 0 && page != kNoPage && looked < kReclaimBatch; ++looked) {
     const PageId next = pool_.next_idle(page);
     if (pool_.maps(page) == 0) {
-      totals_.evicted_blocks += pool_.drop_cached(page);
+      ledger_.totals.evicted_blocks += pool_.drop_cached(page);
       --wanted;
     }
     page = next;
   }
-  const SlotId oldest = wanted > 0 ? oldest_parked() : kNoSlot;
+  const SlotId oldest = wanted > 0 ? ledger_.oldest_parked() : kNoSlot;
   if (oldest != kNoSlot) reclaim(oldest, std::max(wanted, pool_.extent_pages()));
 }
 
-// -- reclaiming
-
 // Parked slots let go of their oldest pages before anybody has to wait for it. What is cached stays
 // so, in the arena.
-void KVMemory::reclaim_ahead() {
+void Ahead::reclaim_ahead() {
   const auto threshold =
       static_cast<std::int64_t>(config_.reclaim_share * static_cast<double>(pool_.limit()));
   const std::int64_t unmapped = pool_.count(PageState::kIdle) - pool_.num_idle_mapped();
   const std::int64_t at_hand = pool_.num_free() + unmapped + pool_.limit() - pool_.num_committed();
   std::int64_t wanted = std::min(threshold - at_hand, kReclaimBatch);
   if (pool_.num_idle_mapped() == 0) wanted = 0;
-  if (mapping_room() < mapping_reserve_) wanted = kReclaimBatch;
+  if (work_.mapping_room() < work_.mapping_reserve) wanted = kReclaimBatch;
   if (wanted <= 0) return;
-  const SlotId oldest = oldest_parked();
+  const SlotId oldest = ledger_.oldest_parked();
   if (oldest != kNoSlot) reclaim(oldest, wanted);
 }
 
 // Its last `num_pages` pages.
-void KVMemory::reclaim(SlotId slot, std::int64_t num_pages) {
+void Ahead::reclaim(SlotId slot, std::int64_t num_pages) {
   const std::int64_t first = std::max<std::int64_t>(0, slots_[slot].size() - num_pages);
   Command command;
   command.kind = Command::Kind::kUnmap;
   command.slot = slot;
-  command.unmap = entry_ranges(slot, first, slots_[slot].size() - first);
+  command.unmap = work_.entry_ranges(slot, first, slots_[slot].size() - first);
   command.pages = reclaim_slot(slot, first);
-  slots_[slot].last_map = submit(std::move(command));
+  slots_[slot].last_map = work_.submit(std::move(command));
   slots_[slot].last_command = slots_[slot].last_map;
 }
 
-std::vector<PageId> KVMemory::reclaim_slot(SlotId id, std::int64_t first) {
+std::vector<PageId> Ahead::reclaim_slot(SlotId id, std::int64_t first) {
   std::vector<PageId> pages;
   const Slot& slot = slots_[id];
   // Tail first, the order in which they would be evicted.
@@ -386,36 +413,34 @@ std::vector<PageId> KVMemory::reclaim_slot(SlotId id, std::int64_t first) {
     pool_.hold(slot.entries[i].page);
     pages.push_back(slot.entries[i].page);
   }
-  forget_entries(id, first, slot.size() - first);
-  ++version_;
+  ledger_.forget_entries(id, first, slot.size() - first);
+  ++ledger_.version;
   return pages;
 }
 
-void KVMemory::unmapped(Outcome& outcome) {
+void Ahead::unmapped(Outcome& outcome) {
   if (outcome.done) {
     for (const PageId page : outcome.command.pages) {
       pool_.unhold(page);
       reclaimed_.push_back(page);
     }
-    totals_.pages_unmapped += static_cast<std::int64_t>(outcome.command.pages.size());
-    totals_.unmap_calls += static_cast<std::int64_t>(outcome.command.unmap.size());
+    ledger_.totals.pages_unmapped += static_cast<std::int64_t>(outcome.command.pages.size());
+    ledger_.totals.unmap_calls += static_cast<std::int64_t>(outcome.command.unmap.size());
     return;
   }
   Repair repair;
   repair.steps = std::move(outcome.unfinished.steps);
   repair.held = outcome.command.pages;
   repair.slots = {outcome.command.slot};
-  add_repair(std::move(repair), outcome.error);
+  work_.add_repair(std::move(repair), outcome.error);
 }
-
-// -- sealing
 
 // Pages whose every position is written for good become read-only in the slot: a stray write is a
 // trap there, and not somebody's wrong answer.
-void KVMemory::seal_slots(const std::vector<SeqId>& seqs) {
+void Ahead::seal_slots(const std::vector<SeqId>& seqs) {
   Command command;
   command.kind = Command::Kind::kSeal;
-  const std::size_t bytes = space_->page_bytes();
+  const std::size_t bytes = work_.space->page_bytes();
   for (const SeqId id : seqs) {
     const Sequence& seq = seqs_[id];
     if (seq.has.view != View::kVirtual || seq.has.slot == kNoSlot) continue;
@@ -437,96 +462,87 @@ void KVMemory::seal_slots(const std::vector<SeqId>& seqs) {
       }
       const std::int64_t count = slot.num_sealed - first;
       for (std::int32_t group = 0; count > 0 && group < config_.num_groups; ++group) {
-        command.access.push_back({space_->slot(group, seq.has.slot, first),
+        command.access.push_back({work_.space->slot(group, seq.has.slot, first),
                                   static_cast<std::size_t>(count) * bytes, Access::kRead});
       }
       while (slot.num_sealed < stop && !is_writable(slot.num_sealed)) ++slot.num_sealed;
     }
   }
   if (command.sealed.empty()) return;
-  if (!works_ahead()) return seal_now(command);
+  if (!work_.works_ahead()) return seal_now(command);
   std::vector<SlotId> touched;
   for (const auto& entry : command.sealed) touched.push_back(entry.first);
-  const std::uint64_t id = submit(std::move(command));
+  const std::uint64_t id = work_.submit(std::move(command));
   for (const SlotId slot : touched) slots_[slot].last_command = id;
 }
 
-void KVMemory::seal_now(const Command& command) {
-  Transaction tx(*driver_);
-  const auto driving = mapper_->lock_driver();
+void Ahead::seal_now(const Command& command) {
+  Transaction tx(*work_.driver);
+  const auto driving = work_.lock();
   try {
     tx.set_access(command.access, Access::kReadWrite);
-    totals_.access_calls += static_cast<std::int64_t>(command.access.size());
-    totals_.unhidden_calls += static_cast<std::int64_t>(command.access.size());
+    ledger_.totals.access_calls += static_cast<std::int64_t>(command.access.size());
+    ledger_.totals.unhidden_calls += static_cast<std::int64_t>(command.access.size());
   } catch (const Error& error) {
     // A safeguard less, and nothing lost: the pages stay writable.
-    last_error_ = error.what();
-    fail_if_sticky(error);
+    work_.last_error = error.what();
+    work_.fail_if_sticky(error);
     unseal(command, tx.rollback());
   }
-}
-
-// Whether a write to the page concerns nobody but the sequence that has it.
-bool KVMemory::is_sole(PageId page) const {
-  if (pool_.shared(page) > 0) return false;
-  for (std::int32_t j = 0; j < config_.blocks_per_page; ++j) {
-    if (pool_.is_published(pool_.first_block(page) + j)) return false;
-  }
-  return true;
 }
 
 // Without sealing, sequences may write again what they wrote: pages that were read-only for being
 // shared are writable when they are one sequence's alone. Refused, they are tried again with the
 // next change.
-void KVMemory::reopen_pages() {
-  if (!may_reopen_ || config_.seal_read_only || !failure_.empty()) return;
-  if (!config_.access_under_readers && completed_ != begun_) return;
-  may_reopen_ = false;
+void Ahead::reopen_pages() {
+  if (!ledger_.may_reopen || config_.seal_read_only || !work_.failure.empty()) return;
+  if (!config_.access_under_readers && ledger_.completed != ledger_.begun) return;
+  ledger_.may_reopen = false;
   std::vector<std::pair<SlotId, std::int64_t>> reopened;
   std::vector<AccessRun> runs;
   for (SlotId id = 0; id < config_.num_slots; ++id) {
     const Slot& slot = slots_[id];
-    const std::int64_t size = slot.active() ? num_pages(seqs_[slot.seq]) : 0;
+    const std::int64_t size = slot.active() ? ledger_.num_pages(seqs_[slot.seq]) : 0;
     if (slot.in_repair) {  // may still make it read-only
-      may_reopen_ = true;
+      ledger_.may_reopen = true;
       continue;
     }
     for (std::int64_t i = 0; i < size; ++i) {
       const std::int64_t first = i;
       const auto is_needless = [&](const SlotEntry& entry) {
-        return entry.page != kNoPage && entry.read_only && is_sole(entry.page);
+        return entry.page != kNoPage && entry.read_only && ledger_.is_sole(entry.page);
       };
       for (; i < size && is_needless(slot.entries[i]); ++i) reopened.emplace_back(id, i);
-      const auto bytes = static_cast<std::size_t>(i - first) * space_->page_bytes();
+      const auto bytes = static_cast<std::size_t>(i - first) * work_.space->page_bytes();
       for (std::int32_t group = 0; bytes > 0 && group < config_.num_groups; ++group) {
-        runs.push_back({space_->slot(group, id, first), bytes, Access::kReadWrite});
+        runs.push_back({work_.space->slot(group, id, first), bytes, Access::kReadWrite});
       }
     }
   }
   if (reopened.empty()) return;
-  Transaction tx(*driver_);
-  const auto driving = mapper_->lock_driver();
+  Transaction tx(*work_.driver);
+  const auto driving = work_.lock();
   try {
     tx.set_access(runs, Access::kRead);
   } catch (const Error& error) {
-    may_reopen_ = true;
-    last_error_ = error.what();
-    fail_if_sticky(error);
+    ledger_.may_reopen = true;
+    work_.last_error = error.what();
+    work_.fail_if_sticky(error);
     Unfinished unfinished = tx.rollback();
     if (unfinished.steps.empty()) return;
     Repair repair{std::move(unfinished.steps), {}, {}, {}};
     for (const auto& entry : reopened) repair.slots.push_back(entry.first);
-    return add_repair(std::move(repair), unfinished.error);
+    return work_.add_repair(std::move(repair), unfinished.error);
   }
   for (const auto& [slot, index] : reopened) {
     slots_[slot].entries[index].read_only = false;
     slots_[slot].num_sealed = std::min(slots_[slot].num_sealed, index);
   }
-  totals_.access_calls += static_cast<std::int64_t>(runs.size());
-  totals_.unhidden_calls += static_cast<std::int64_t>(runs.size());
+  ledger_.totals.access_calls += static_cast<std::int64_t>(runs.size());
+  ledger_.totals.unhidden_calls += static_cast<std::int64_t>(runs.size());
 }
 
-void KVMemory::unseal(const Command& command, Unfinished unfinished) {
+void Ahead::unseal(const Command& command, Unfinished unfinished) {
   Repair repair;
   for (std::size_t i = 0; i < command.sealed.size(); ++i) {
     const auto& [slot, index] = command.sealed[i];
@@ -538,33 +554,18 @@ void KVMemory::unseal(const Command& command, Unfinished unfinished) {
   }
   if (unfinished.steps.empty()) return;
   repair.steps = std::move(unfinished.steps);
-  add_repair(std::move(repair), unfinished.error);
+  work_.add_repair(std::move(repair), unfinished.error);
 }
 
-void KVMemory::enable_shadow() {
-  const auto lock = enter();
-  if (space_->has_shadow()) return;
-  require_alive();
-  settle_locked();
-  retry_repairs();
-  space_->reserve_shadow();
-  std::vector<MapRun> runs;
-  for (SlotId slot = 0; slot < config_.num_slots; ++slot) {
-    for (std::int64_t i = 0; i < slots_[slot].size(); ++i) {
-      const PageId page = slots_[slot].entries[i].page;
-      for (std::int32_t group = 0; page != kNoPage && group < config_.num_groups; ++group) {
-        runs.push_back(
-            {space_->shadow(group, slot, i), {space_->frame(group, page), 1}, Access::kRead});
-      }
-    }
+void Ahead::begin_copies(const Change& change) {
+  if (!change.copy_mark) return;
+  Copying copying{*change.copy_mark, {}};
+  copying.blocks.reserve(change.swap_out.size());
+  for (const SwapCopy& copy : change.swap_out) {
+    copying.blocks.push_back(copy.block);
+    pool_.begin_copy(copy.block);
   }
-  const auto driving = mapper_->lock_driver();
-  try {
-    driver_->map(runs);
-  } catch (...) {
-    space_->free_shadow();
-    throw;
-  }
+  copying_.push_back(std::move(copying));
 }
 
 }  // namespace vmserve

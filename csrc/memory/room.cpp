@@ -1,16 +1,31 @@
 // Finding pages: commit more, evict what is idle, pack what is split; and giving them back. Each is
 // a mutation of its own that stands even if what it was done for fails: no sequence notices.
+#include "vmserve/memory/room.h"
+
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
+#include <unordered_map>
 
 #include "vmserve/errors.h"
-#include "vmserve/kv_memory.h"
 #include "vmserve/text.h"
 
 namespace vmserve {
 
-void KVMemory::make_room(std::int64_t num_pages) {
+// Parked slots are unmapped, the oldest first, until so many mappings can be made.
+void Room::make_mapping_room(std::int64_t needed) {
+  while (work_.mapping_room() < needed) {
+    const SlotId oldest = ledger_.oldest_parked();
+    if (oldest == kNoSlot) {
+      throw OutOfMemoryError("needs " + with_commas(needed) + " memory mappings, " +
+                             with_commas(std::max<std::int64_t>(0, work_.mapping_room())) +
+                             " can be had (of vm.max_map_count)" +
+                             (work_.last_error.empty() ? "" : ": " + work_.last_error));
+    }
+    work_.truncate(oldest, 0);  // refused, it is in a repair and not asked again
+  }
+}
+
+void Room::make_room(std::int64_t num_pages) {
   const std::int64_t deficit = num_pages - pool_.num_free();
   const std::int64_t growable = std::max<std::int64_t>(0, pool_.limit() - pool_.num_committed());
   if (deficit > 0 && growable > 0) {
@@ -34,11 +49,11 @@ void KVMemory::make_room(std::int64_t num_pages) {
   if (pool_.num_free() >= num_pages) return;
   throw OutOfMemoryError("needs " + with_commas(num_pages) + " pages, " +
                          with_commas(pool_.num_free()) + " can be had" +
-                         (last_error_.empty() ? "" : " (" + last_error_ + ")"));
+                         (work_.last_error.empty() ? "" : " (" + work_.last_error + ")"));
 }
 
 // `count` pages more, or as many more as come in one chunk.
-void KVMemory::commit_pages(std::int64_t count) {
+void Room::commit_pages(std::int64_t count) {
   const std::int64_t growable = pool_.limit() - pool_.num_committed();
   const std::int64_t chunk = std::min(growable, std::max(count, config_.grow_pages));
   try {
@@ -49,21 +64,21 @@ void KVMemory::commit_pages(std::int64_t count) {
   }
 }
 
-void KVMemory::create_pages(std::int64_t count) {
+void Room::create_pages(std::int64_t count) {
   const std::vector<PageRun> runs = pool_.lowest_absent(count);
   std::vector<FrameRun> frames;
   std::vector<MapRun> maps;
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
     for (const PageRun& run : runs) {
-      const FrameRun in_group{space_->frame(group, run.first), run.count};
+      const FrameRun in_group{work_.space->frame(group, run.first), run.count};
       frames.push_back(in_group);
-      maps.push_back({space_->arena(group, run.first), in_group, Access::kReadWrite});
+      maps.push_back({work_.space->arena(group, run.first), in_group, Access::kReadWrite});
     }
   }
-  Transaction tx(*driver_);
+  Transaction tx(*work_.driver);
   Unfinished unfinished;
   {
-    const auto driving = mapper_->lock_driver();
+    const auto driving = work_.lock();
     try {
       tx.create(frames);
       tx.map(maps);
@@ -74,7 +89,7 @@ void KVMemory::create_pages(std::int64_t count) {
         repair.steps = std::move(unfinished.steps);
         repair.created = runs;
         for (const PageRun& run : runs) pool_.commit_held(run);
-        add_repair(std::move(repair), unfinished.error);
+        work_.add_repair(std::move(repair), unfinished.error);
       }
       throw;
     }
@@ -82,107 +97,26 @@ void KVMemory::create_pages(std::int64_t count) {
   for (const PageRun& run : runs) {
     pool_.commit_held(run);
     for (PageId page = run.first; page < run.first + run.count; ++page) pool_.unhold(page);
-    totals_.pages_committed += run.count;
+    ledger_.totals.pages_committed += run.count;
   }
-  totals_.arena_map_calls += static_cast<std::int64_t>(maps.size());
-  totals_.unhidden_calls += static_cast<std::int64_t>(maps.size());
-}
-
-// -- slots let go of pages
-
-std::vector<AddressRun> KVMemory::entry_ranges(SlotId slot, std::int64_t first,
-                                               std::int64_t count) const {
-  std::vector<AddressRun> ranges;
-  const std::vector<SlotEntry>& entries = slots_[slot].entries;
-  for (std::int64_t i = first; i < first + count; ++i) {
-    if (entries[i].page == kNoPage) continue;
-    const std::int64_t start = i;
-    while (i + 1 < first + count && entries[i + 1].page != kNoPage) ++i;
-    const std::size_t bytes = static_cast<std::size_t>(i + 1 - start) * space_->page_bytes();
-    for (std::int32_t group = 0; group < config_.num_groups; ++group) {
-      ranges.push_back({space_->slot(group, slot, start), bytes});
-      if (space_->has_shadow()) ranges.push_back({space_->shadow(group, slot, start), bytes});
-    }
-  }
-  return ranges;
-}
-
-// The books' side of unmapping entries: the tail is cut off, a hole stays inside.
-void KVMemory::forget_entries(SlotId id, std::int64_t first, std::int64_t count) {
-  Slot& slot = slots_[id];
-  const bool is_tail = first + count == slot.size();
-  slot.num_sealed = std::min(slot.num_sealed, first);
-  for (std::int64_t i = first + count - 1; i >= first; --i) {
-    const PageId page = slot.entries[i].page;
-    slot.entries[i] = {kNoPage, false};
-    if (page != kNoPage) pool_.drop_map(page);
-  }
-  if (is_tail) slot.entries.resize(static_cast<std::size_t>(first));
-}
-
-bool KVMemory::unmap_entries(SlotId id, std::int64_t first, std::int64_t count) {
-  if (count <= 0) return true;
-  Slot& slot = slots_[id];
-  const std::vector<AddressRun> ranges = entry_ranges(id, first, count);
-  Repair repair;
-  std::string error_text;
-  if (!ranges.empty()) {
-    mapper_->wait(slot.last_command);  // it may be changing the access of these very pages
-    const auto driving = mapper_->lock_driver();
-    try {
-      driver_->unmap(ranges);
-    } catch (const Error& error) {
-      fail_if_sticky(error);
-      repair.steps.assign(ranges.begin() + static_cast<std::ptrdiff_t>(error.completed),
-                          ranges.end());
-      error_text = error.what();
-    }
-  }
-  std::int64_t num_pages = 0;
-  for (std::int64_t i = first; i < first + count; ++i) {
-    const PageId page = slot.entries[i].page;
-    if (page == kNoPage) continue;
-    ++num_pages;
-    if (repair.steps.empty()) continue;
-    pool_.hold(page);
-    repair.held.push_back(page);
-  }
-  forget_entries(id, first, count);
-  ++version_;
-  totals_.pages_unmapped += num_pages;
-  totals_.unmap_calls += static_cast<std::int64_t>(ranges.size() - repair.steps.size());
-  totals_.unhidden_calls += static_cast<std::int64_t>(ranges.size() - repair.steps.size());
-  if (repair.steps.empty()) return true;
-  repair.slots = {id};
-  add_repair(std::move(repair), error_text);
-  return false;
-}
-
-bool KVMemory::truncate(SlotId slot, std::int64_t index) {
-  return unmap_entries(slot, index, slots_[slot].size() - index);
-}
-
-// A hole, also at the end: what lies behind may come back, or be the sequence's own to grow into.
-bool KVMemory::punch(SlotId slot, std::int64_t index) {
-  const bool done = unmap_entries(slot, index, 1);
-  if (slots_[slot].size() == index) slots_[slot].entries.push_back({kNoPage, false});
-  return done;
+  ledger_.totals.arena_map_calls += static_cast<std::int64_t>(maps.size());
+  ledger_.totals.unhidden_calls += static_cast<std::int64_t>(maps.size());
 }
 
 // The idle page becomes free; with it up to `wanted` pages that a parked slot shows before it and
 // that would be next. False if the driver refused.
-bool KVMemory::evict(PageId page, std::int64_t wanted) {
-  totals_.evicted_blocks += pool_.drop_cached(page);
+bool Room::evict(PageId page, std::int64_t wanted) {
+  ledger_.totals.evicted_blocks += pool_.drop_cached(page);
   const std::int32_t index = pool_.index(page);
   for (SlotId id = 0; id < config_.num_slots && pool_.maps(page) > 0; ++id) {
     Slot& slot = slots_[id];
     if (index >= slot.size() || slot.entries[index].page != page) continue;
     if (slot.in_repair || slot.num_pending > 0) return false;
-    const bool is_past = slot.active() && index < num_pages(seqs_[slot.seq]);
+    const bool is_past = slot.active() && index < ledger_.num_pages(seqs_[slot.seq]);
     // An epoch that runs may still read the other pages of a slot that was parked in it.
-    const bool is_read = !slot.active() && slot.retire > completed_;
+    const bool is_read = !slot.active() && slot.retire > ledger_.completed;
     if (is_past || is_read) {
-      if (!punch(id, index)) return false;
+      if (!work_.punch(id, index)) return false;
       continue;
     }
     // One call for the run of this slot's pages that would be evicted next anyway.
@@ -192,18 +126,18 @@ bool KVMemory::evict(PageId page, std::int64_t wanted) {
     while (is_tail && first > 0 && index - first + 1 < wanted) {
       const PageId next = slot.entries[first - 1].page;
       if (next == kNoPage || pool_.next_idle(last) != next || pool_.maps(next) != 1) break;
-      totals_.evicted_blocks += pool_.cached(next);
+      ledger_.totals.evicted_blocks += pool_.cached(next);
       last = next;
       --first;
     }
     for (std::int64_t i = first; i < index; ++i) pool_.drop_cached(slot.entries[i].page);
-    if (!truncate(id, first)) return false;
+    if (!work_.truncate(id, first)) return false;
   }
   return true;
 }
 
 // Idle pages are evicted, oldest first, until free and idle ones are no more than `keep`.
-std::int64_t KVMemory::drop_idle(std::int64_t keep) {
+std::int64_t Room::drop_idle(std::int64_t keep) {
   const std::int64_t at_hand = pool_.num_free() + pool_.count(PageState::kIdle);
   std::int64_t wanted = std::min(at_hand - keep, pool_.count(PageState::kIdle));
   std::int64_t dropped = 0;
@@ -220,14 +154,14 @@ std::int64_t KVMemory::drop_idle(std::int64_t keep) {
 
 // Pages from the inside of the pool cut its arena in two: where the system has no mappings for that
 // they stay, and so does what lies below them.
-std::int64_t KVMemory::give_back(std::int64_t count) {
+std::int64_t Room::give_back(std::int64_t count) {
   std::int64_t num_pages = 0;
   if (count <= 0) return num_pages;
   try {
-    const auto driving = mapper_->lock_driver();
-    driver_->fence();  // copies may still read or write what is about to go
+    const auto driving = work_.lock();
+    work_.driver->fence();  // copies may still read or write what is about to go
   } catch (const Error& error) {
-    fail_if_sticky(error);
+    work_.fail_if_sticky(error);
     throw;
   }
   for (const PageRun& run : pool_.highest_free(count)) {
@@ -235,7 +169,7 @@ std::int64_t KVMemory::give_back(std::int64_t count) {
       give_back(run);
     } catch (const DriverError& error) {
       if (error.code != ENOMEM || error.sticky) throw;
-      last_error_ = error.what();
+      work_.last_error = error.what();
       break;
     }
     num_pages += run.count;
@@ -243,23 +177,23 @@ std::int64_t KVMemory::give_back(std::int64_t count) {
   return num_pages;
 }
 
-void KVMemory::give_back(const PageRun& run) {
+void Room::give_back(const PageRun& run) {
   std::vector<FrameRun> frames;
   std::vector<MapRun> maps;
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
-    const FrameRun in_group{space_->frame(group, run.first), run.count};
+    const FrameRun in_group{work_.space->frame(group, run.first), run.count};
     frames.push_back(in_group);
-    maps.push_back({space_->arena(group, run.first), in_group, Access::kReadWrite});
+    maps.push_back({work_.space->arena(group, run.first), in_group, Access::kReadWrite});
   }
-  Transaction tx(*driver_);
+  Transaction tx(*work_.driver);
   {
-    const auto driving = mapper_->lock_driver();
+    const auto driving = work_.lock();
     try {
       tx.unmap(maps);
       tx.destroy(frames);
     } catch (const Error& error) {
       Unfinished unfinished = tx.rollback();
-      fail_if_sticky(error);
+      work_.fail_if_sticky(error);
       // Frames that were made again are empty.
       if (!unfinished.steps.empty()) {
         Repair repair;
@@ -268,18 +202,18 @@ void KVMemory::give_back(const PageRun& run) {
           pool_.hold(page);
           repair.held.push_back(page);
         }
-        add_repair(std::move(repair), unfinished.error);
+        work_.add_repair(std::move(repair), unfinished.error);
       }
       throw;
     }
   }
   pool_.uncommit(run);
-  totals_.pages_given_back += run.count;
-  ++version_;
+  ledger_.totals.pages_given_back += run.count;
+  ++ledger_.version;
 }
 
 // What is free or idle above a lowered limit.
-void KVMemory::give_back_excess() {
+void Room::give_back_excess() {
   const std::int64_t excess = pool_.num_committed() - pool_.limit();
   if (excess <= 0) return;
   if (excess > pool_.num_free()) {
@@ -290,32 +224,30 @@ void KVMemory::give_back_excess() {
 
 // The same where pages may have become free or idle. Nobody asked for it: what the driver refuses
 // stays until the next time. NOTE: plans that were made before are stale afterwards.
-void KVMemory::shed() {
-  if (!failure_.empty()) return;
+void Room::shed() {
+  if (!work_.failure.empty()) return;
   try {
     give_back_excess();
   } catch (const Error& error) {
-    last_error_ = error.what();
+    work_.last_error = error.what();
   }
 }
 
-// -- split pages are packed
-
-void KVMemory::squeeze() {
-  for (auto& [tenant, pages] : loose_pages()) {
+void Room::squeeze() {
+  for (auto& [tenant, pages] : ledger_.loose_pages()) {
     for (const PageId page : pages) loosen(page);
     pack(pages);
   }
 }
 
 // Every block of the page that has no references can be handed out to its tenant.
-void KVMemory::loosen(PageId page) {
+void Room::loosen(PageId page) {
   if (pool_.owner(page) != kNoSeq) pool_.set_owner(page, kNoSeq);
-  totals_.evicted_blocks += pool_.drop_cached(page);
+  ledger_.totals.evicted_blocks += pool_.drop_cached(page);
 }
 
 // Moves blocks until as few of the (loose) pages as possible hold them; how many it emptied.
-std::int64_t KVMemory::pack(std::vector<PageId> pages) {
+std::int64_t Room::pack(std::vector<PageId> pages) {
   std::int64_t used = 0;
   for (const PageId page : pages) used += pool_.used(page);
   const std::int64_t capacity = config_.blocks_per_page;
@@ -357,24 +289,24 @@ std::int64_t KVMemory::pack(std::vector<PageId> pages) {
   }
   if (moves.empty()) return 0;
   move_blocks(moves);
-  ++totals_.compactions;
-  totals_.compacted_blocks += static_cast<std::int64_t>(moves.size());
+  ++ledger_.totals.compactions;
+  ledger_.totals.compacted_blocks += static_cast<std::int64_t>(moves.size());
   return emptied;
 }
 
-void KVMemory::move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves) {
+void Room::move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves) {
   const auto bytes = static_cast<std::size_t>(config_.block_tokens * config_.token_bytes);
   std::vector<CopyRun> copies;
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
     for (const auto& [from, to] : moves) {
-      copies.push_back({space_->arena(group) + static_cast<std::size_t>(to) * bytes,
-                        space_->arena(group) + static_cast<std::size_t>(from) * bytes, bytes});
+      copies.push_back({work_.space->arena(group) + static_cast<std::size_t>(to) * bytes,
+                        work_.space->arena(group) + static_cast<std::size_t>(from) * bytes, bytes});
     }
   }
   {
-    const auto driving = mapper_->lock_driver();
-    driver_->copy(copies);
-    driver_->fence();
+    const auto driving = work_.lock();
+    work_.driver->copy(copies);
+    work_.driver->fence();
   }
   const std::unordered_map<BlockId, BlockId> places(moves.begin(), moves.end());
   for (SeqId id = 0; id < config_.max_seqs; ++id) {
@@ -385,52 +317,16 @@ void KVMemory::move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves
       const auto place = places.find(block);
       if (place == places.end()) continue;
       pool_.add_ref(place->second);
-      pool_.drop_ref(block, begun_);
+      pool_.drop_ref(block, ledger_.begun);
       block = place->second;
       is_touched = true;
     }
-    if (is_touched) write_table(id, 0);
+    if (is_touched) ledger_.write_table(id, 0);
   }
   for (const auto& [from, to] : moves) {
     if (pool_.is_published(from)) pool_.move_published(from, to);
   }
-  ++version_;
-}
-
-// -- what could not be undone
-
-void KVMemory::add_repair(Repair repair, const std::string& error) {
-  last_error_ = error;
-  for (const SlotId slot : repair.slots) slots_[slot].in_repair = true;
-  repairs_.push_back(std::move(repair));
-}
-
-bool KVMemory::retry(Repair& repair) {
-  Unfinished unfinished;
-  {
-    const auto driving = mapper_->lock_driver();
-    unfinished = run_steps(*driver_, repair.steps);
-  }
-  repair.steps = std::move(unfinished.steps);
-  if (!repair.steps.empty()) {
-    last_error_ = unfinished.error;
-    return false;
-  }
-  for (const PageId page : repair.held) pool_.unhold(page);
-  for (const PageRun& run : repair.created) pool_.uncommit(run);
-  for (const SlotId slot : repair.slots) slots_[slot].in_repair = false;
-  return true;
-}
-
-void KVMemory::retry_repairs() {
-  if (repairs_.empty()) return;
-  const auto repaired = std::remove_if(repairs_.begin(), repairs_.end(),
-                                       [&](Repair& repair) { return retry(repair); });
-  repairs_.erase(repaired, repairs_.end());
-  // A slot can be part of several repairs.
-  for (const Repair& repair : repairs_) {
-    for (const SlotId slot : repair.slots) slots_[slot].in_repair = true;
-  }
+  ++ledger_.version;
 }
 
 }  // namespace vmserve

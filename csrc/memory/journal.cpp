@@ -1,0 +1,55 @@
+#include "vmserve/memory/journal.h"
+
+#include <algorithm>
+
+namespace vmserve {
+
+void Change::prepare_page(PageId page, Tenant tenant) {
+  if (pool_.needs_zero(page, tenant)) zero_pages.push_back(page);
+  pool_.mark_written(page, tenant);
+}
+
+void Change::add_ref(BlockId block) {
+  refs.push_back(block);
+  pool_.add_ref(block);
+}
+
+void Change::save(SeqId id) {
+  holdings.emplace_back(id, seqs_[id].has);
+  touched.push_back(id);
+}
+
+Change::SavedSlot& Change::saved(SlotId id) {
+  for (Change::SavedSlot& slot : slots) {
+    if (slot.slot == id) return slot;
+  }
+  slots.push_back({id, slots_[id].seq, slots_[id].size(), slots_[id].retire, {}, {}});
+  return slots.back();
+}
+
+void Change::make_writable(SlotId slot, std::int64_t index) {
+  SlotEntry& entry = slots_[slot].entries[index];
+  if (!entry.read_only) return;
+  saved(slot).made_writable.push_back(index);
+  entry.read_only = false;
+  slots_[slot].num_sealed = std::min(slots_[slot].num_sealed, index);
+}
+
+void Change::make_read_only(SlotId slot, std::int64_t index) {
+  SlotEntry& entry = slots_[slot].entries[index];
+  if (entry.read_only || !ledger_.traps_writes) return;
+  saved(slot).made_read_only.push_back(index);
+  entry.read_only = true;
+}
+
+// What it shows stays mapped: epochs that run may read it, and if the change fails it is still the
+// sequence's.
+void Change::leave_slot(SeqId id) {
+  const SlotId slot = std::exchange(seqs_[id].has.slot, kNoSlot);
+  if (slot == kNoSlot) return;
+  saved(slot);
+  slots_[slot].seq = kNoSeq;
+  slots_[slot].retire = ledger_.begun + 1;
+}
+
+}  // namespace vmserve

@@ -1,0 +1,303 @@
+#include "vmserve/memory/ledger.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "vmserve/memory/require.h"
+
+namespace vmserve {
+
+Ledger::Ledger(const MemoryConfig& options, std::int64_t extent_pages, bool read_only)
+    : config(options),
+      traps_writes(read_only),
+      pool(config.max_pages, config.blocks_per_page, config.limit_pages, config.zero_policy,
+           extent_pages),
+      seqs(static_cast<std::size_t>(config.max_seqs)),
+      slots(static_cast<std::size_t>(config.num_slots)),
+      pages_per_slot(round_up_div(config.max_len + config.read_slack, config.page_tokens())),
+      blocks_per_row(pages_per_slot * config.blocks_per_page),
+      tables(config.max_seqs * blocks_per_row),
+      row_sizes(static_cast<std::size_t>(config.max_seqs)) {}
+
+const Sequence& Ledger::open_seq(SeqId seq) const {
+  require(seq >= 0 && seq < config.max_seqs, [&] {
+    return "sequence " + std::to_string(seq) + " is outside 0 .. " +
+           std::to_string(config.max_seqs - 1);
+  });
+  require(seqs[seq].open, [&] { return "sequence " + std::to_string(seq) + " is not open"; });
+  return seqs[seq];
+}
+
+Sequence& Ledger::open_seq(SeqId seq) {
+  return const_cast<Sequence&>(std::as_const(*this).open_seq(seq));
+}
+
+std::int64_t Ledger::pages_for(std::int64_t num_tokens) const {
+  if (num_tokens == 0) return 0;
+  return round_up_div(num_tokens + config.read_slack, config.page_tokens());
+}
+
+std::int64_t Ledger::blocks_for(std::int64_t num_tokens) const {
+  return round_up_div(num_tokens, config.block_tokens);
+}
+
+std::int64_t Ledger::num_pages(const Sequence& seq) const {
+  return static_cast<std::int64_t>(seq.has.blocks.size()) / config.blocks_per_page;
+}
+
+void Ledger::extend_digests(Sequence& seq) {
+  if (!config.prefix_caching || seq.nameless) return;
+  const std::int32_t width = config.block_tokens;
+  const std::size_t full = seq.tokens.size() / static_cast<std::size_t>(width);
+  while (seq.digests.size() < full) {
+    const Digest& parent = seq.digests.empty() ? seq.root : seq.digests.back();
+    seq.digests.push_back(
+        prefix_next(parent, seq.tokens.data() + seq.digests.size() * width, width));
+  }
+}
+
+std::int64_t Ledger::num_matched(const Sequence& seq) const {
+  if (seq.tokens.empty()) return 0;
+  // One token at least is computed: its logits are what the caller wants.
+  const auto most = (static_cast<std::int64_t>(seq.tokens.size()) - 1) / config.block_tokens;
+  const std::int64_t end = std::min(most, static_cast<std::int64_t>(seq.digests.size()));
+  std::int64_t matched = 0;
+  while (matched < end && pool.find(seq.digests[matched]) != kNoBlock) ++matched;
+  return matched;
+}
+
+void Ledger::park(SlotId id, Epoch retire) {
+  Slot& slot = slots[id];
+  slot.seq = kNoSeq;
+  slot.retire = std::max(slot.retire, retire);
+  slot.parked_at = ++parkings;
+}
+
+void Ledger::write_table(SeqId id, std::size_t from) {
+  const std::vector<BlockId>& blocks = seqs[id].has.blocks;
+  BlockId* row = &tables[id * blocks_per_row];
+  for (std::size_t i = from; i < blocks.size(); ++i) row[i] = std::max(blocks[i], BlockId{0});
+  for (std::size_t i = blocks.size(); i < row_sizes[id]; ++i) row[i] = 0;
+  row_sizes[id] = blocks.size();
+}
+
+void Ledger::seal(SeqId id, std::int64_t length) {
+  Sequence& seq = seqs[id];
+  length = std::min(length, seq.has.seal_limit);
+  if (seq.has.swapped || length <= seq.has.sealed) return;
+  seq.has.sealed = length;
+  publish(seq);
+}
+
+void Ledger::publish(Sequence& seq) {
+  const std::int64_t full =
+      std::min(seq.has.sealed / config.block_tokens, static_cast<std::int64_t>(seq.digests.size()));
+  for (; seq.has.num_published < full; ++seq.has.num_published) {
+    const BlockId block = seq.has.blocks[seq.has.num_published];
+    if (block == kNoBlock || pool.is_published(block)) continue;
+    totals.published_blocks += pool.publish(block, seq.digests[seq.has.num_published]) ? 1 : 0;
+  }
+}
+
+std::vector<BlockId> Ledger::matched_blocks(const Sequence& seq, std::int64_t num_tokens) const {
+  std::vector<BlockId> blocks;
+  for (std::int64_t i = 0; i < num_tokens / config.block_tokens; ++i) {
+    blocks.push_back(pool.find(seq.digests[i]));
+  }
+  return blocks;
+}
+
+bool Ledger::takes_whole_page(std::int64_t block_index, bool dense) const {
+  // Short sequences share split pages; a longer one takes whole pages where they start, so that
+  // its blocks fill them in order and the virtual view costs no copy.
+  return !dense && config.blocks_per_page > 1 && block_index >= config.blocks_per_page &&
+         block_index % config.blocks_per_page == 0;
+}
+
+// Whether the prefix cache would lose something with the page's blocks from `count` on.
+bool Ledger::offers_more(PageId page, std::int32_t count) const {
+  for (std::int32_t j = count; j < config.blocks_per_page; ++j) {
+    if (pool.is_published(pool.first_block(page) + j)) return true;
+  }
+  return false;
+}
+
+// Whether an epoch that runs may read what clearing the page's other blocks, which is done at once,
+// would take from it. (Writing them would not: the kernels that do come after it.)
+bool Ledger::is_clearing_late(PageId page) const {
+  return config.zero_policy == ZeroPolicy::kAlways && pool.retire(page) > completed;
+}
+
+std::vector<BoundPage> Ledger::bind_pages(const std::vector<BlockId>& blocks,
+                                          std::int64_t num_tokens, bool own,
+                                          std::int32_t held) const {
+  const std::int32_t width = config.blocks_per_page;
+  const std::int64_t total = blocks_for(num_tokens);
+  std::vector<BoundPage> bound;
+  for (std::int64_t first = 0; first < total; first += width) {
+    const auto count = static_cast<std::int32_t>(std::min<std::int64_t>(width, total - first));
+    std::int32_t present = 0;
+    bool in_order = true;
+    const PageId page = blocks[first] == kNoBlock ? kNoPage : pool.page_of(blocks[first]);
+    for (std::int32_t j = 0; j < count; ++j) {
+      present += blocks[first + j] != kNoBlock ? 1 : 0;
+      in_order = in_order && page != kNoPage && blocks[first + j] == pool.first_block(page) + j;
+    }
+    using Kind = BoundPage::Kind;
+    const bool is_full = (first + width) * config.block_tokens <= num_tokens;
+    // All given up; what is still to be written behind it needs memory all the same.
+    if (present == 0 && is_full) {
+      bound.push_back({Kind::kHole, kNoPage, 0});
+    } else if (in_order && is_full) {
+      bound.push_back({Kind::kShare, page, count});
+    } else if (in_order && pool.total_refs(page) == (own ? count : 0) &&
+               !offers_more(page, count) && pool.held(page) <= held && !is_clearing_late(page) &&
+               pool.copying(page) == 0) {
+      bound.push_back({Kind::kClaim, page, count});
+    } else {
+      bound.push_back({Kind::kCopy, kNoPage, count});
+    }
+  }
+  return bound;
+}
+
+// Pages that squeeze() may take apart: of paged sequences, with blocks that are free, cached or set
+// aside for one of them. While an epoch runs that may write them there are none, and none of which
+// a block is copied.
+std::unordered_map<Tenant, std::vector<PageId>> Ledger::loose_pages() const {
+  std::unordered_map<Tenant, std::vector<PageId>> pages;
+  if (completed != begun) return pages;
+  for (std::int64_t id = pool.next_committed(0); id >= 0; id = pool.next_committed(id + 1)) {
+    const auto page = static_cast<PageId>(id);
+    const std::int32_t used = pool.used(page);
+    const bool is_loose = used > 0 && used < config.blocks_per_page && pool.maps(page) == 0 &&
+                          pool.held(page) == 0 && pool.copying(page) == 0;
+    if (is_loose) pages[pool.tenant(page)].push_back(page);
+  }
+  return pages;
+}
+
+std::int64_t Ledger::num_usable_slots() const {
+  return std::count_if(slots.begin(), slots.end(), [&](const Slot& slot) {
+    return !slot.active() && !slot.in_repair && slot.retire <= completed;
+  });
+}
+
+// Pages in use whose gaps are nobody's to fill, and not to be packed, while an epoch or a copy
+// runs; and those of which a block is copied, which is not written to meanwhile.
+std::int64_t Ledger::num_restless_pages() const {
+  if (completed == begun && pool.num_copies() == 0) return 0;
+  std::int64_t restless = 0;
+  for (std::int64_t id = pool.next_committed(0); id >= 0; id = pool.next_committed(id + 1)) {
+    const auto page = static_cast<PageId>(id);
+    const bool has_gaps = pool.used(page) > 0 && pool.used(page) < config.blocks_per_page;
+    const bool is_loose = has_gaps && pool.maps(page) == 0 && pool.held(page) == 0;
+    const bool is_copied = pool.used(page) > 0 && pool.copying(page) > 0;
+    restless += is_loose || is_copied ? 1 : 0;
+  }
+  return restless;
+}
+
+// Blocks that the sequence can have behind `block` in a page of its own.
+std::int64_t Ledger::num_own_behind(SeqId id, BlockId block) const {
+  const PageId page = pool.page_of(block);
+  if (pool.owner(page) != id || !pool.is_at_rest(page)) return 0;
+  const BlockId end = pool.first_block(page) + config.blocks_per_page;
+  BlockId next = block + 1;
+  while (next < end && pool.refs(next) == 0 && !pool.is_published(next)) ++next;
+  return next - block - 1;
+}
+
+// The child's prefix has the parent's name.
+void Ledger::inherit(const Forked& fork) {
+  const Sequence& parent = seqs[fork.parent];
+  Sequence& child = seqs[fork.child];
+  const auto known = std::min(parent.tokens.size(), static_cast<std::size_t>(fork.num_tokens));
+  child.nameless = parent.nameless || known < static_cast<std::size_t>(fork.num_tokens);
+  child.root = parent.root;
+  child.tokens.assign(parent.tokens.begin(),
+                      parent.tokens.begin() + static_cast<std::ptrdiff_t>(known));
+  // What epochs that run still write of it is sealed, or worthless, with them.
+  for (Record& record : records) {
+    if (record.epoch == begun) break;
+    const auto of_parent =
+        std::find_if(record.written.begin(), record.written.end(), [&](const Written& written) {
+          return written.seq == fork.parent && written.generation == parent.generation;
+        });
+    if (of_parent == record.written.end()) continue;
+    record.written.push_back({fork.child, child.generation,
+                              std::min(of_parent->start, fork.num_tokens),
+                              std::min(of_parent->length, fork.num_tokens)});
+  }
+  const auto full = std::min(parent.digests.size(), known / config.block_tokens);
+  child.digests.assign(parent.digests.begin(),
+                       parent.digests.begin() + static_cast<std::ptrdiff_t>(full));
+}
+
+// Pages (virtual) or blocks (paged) that lie wholly before the token are given up.
+void Ledger::trim_front(SeqId id, std::int64_t first_token) {
+  Sequence& seq = seqs[id];
+  const std::int64_t unit =
+      seq.has.view == View::kVirtual ? config.page_tokens() : config.block_tokens;
+  const std::int64_t stop = std::min(first_token / unit * unit / config.block_tokens,
+                                     static_cast<std::int64_t>(seq.has.blocks.size()));
+  if (stop <= seq.has.num_trimmed) return;
+  for (std::int64_t i = seq.has.num_trimmed; i < stop; ++i) {
+    BlockId& block = seq.has.blocks[i];
+    if (block == kNoBlock) continue;
+    const PageId page = pool.page_of(block);
+    may_reopen = may_reopen || pool.refs(block) > 1;
+    pool.drop_ref(block, begun);
+    if (pool.owner(page) == id && pool.used(page) == 0) pool.set_owner(page, kNoSeq);
+    block = kNoBlock;
+  }
+  seq.has.num_trimmed = stop;
+  write_table(id, 0);
+}
+
+bool Ledger::can_unmap(const Slot& slot) const {
+  return !slot.active() && !slot.empty() && !slot.in_repair && slot.num_pending == 0 &&
+         slot.retire <= completed;
+}
+
+// Pages shown by slots that nobody has and an epoch still reads.
+std::int64_t Ledger::num_retiring_pages() const {
+  std::int64_t pages = 0;
+  for (const Slot& slot : slots) {
+    pages += !slot.active() && slot.retire > completed ? slot.size() : 0;
+  }
+  return pages;
+}
+
+SlotId Ledger::oldest_parked() const {
+  SlotId oldest = kNoSlot;
+  for (SlotId id = 0; id < config.num_slots; ++id) {
+    if (!can_unmap(slots[id])) continue;
+    if (oldest == kNoSlot || slots[id].parked_at < slots[oldest].parked_at) oldest = id;
+  }
+  return oldest;
+}
+
+// The books' side of unmapping entries: the tail is cut off, a hole stays inside.
+void Ledger::forget_entries(SlotId id, std::int64_t first, std::int64_t count) {
+  Slot& slot = slots[id];
+  const bool is_tail = first + count == slot.size();
+  slot.num_sealed = std::min(slot.num_sealed, first);
+  for (std::int64_t i = first + count - 1; i >= first; --i) {
+    const PageId page = slot.entries[i].page;
+    slot.entries[i] = {kNoPage, false};
+    if (page != kNoPage) pool.drop_map(page);
+  }
+  if (is_tail) slot.entries.resize(static_cast<std::size_t>(first));
+}
+
+// Whether a write to the page concerns nobody but the sequence that has it.
+bool Ledger::is_sole(PageId page) const {
+  if (pool.shared(page) > 0) return false;
+  for (std::int32_t j = 0; j < config.blocks_per_page; ++j) {
+    if (pool.is_published(pool.first_block(page) + j)) return false;
+  }
+  return true;
+}
+
+}  // namespace vmserve

@@ -1,0 +1,662 @@
+#include "vmserve/memory/ops.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include "vmserve/errors.h"
+#include "vmserve/text.h"
+
+namespace vmserve {
+namespace {
+
+// What is remembered of what a newcomer took when the next one comes.
+constexpr double kRememberedOfNewcomers = 0.98;
+
+}  // namespace
+
+void Ops::stage(Change& change, const Op& op) {
+  switch (op.kind) {
+    case OpKind::kAttach:
+      return stage_attach(change, op);
+    case OpKind::kFork:
+      return stage_fork(change, op);
+    case OpKind::kConvert:
+      return stage_convert(change, op);
+    case OpKind::kSwapIn:
+      return stage_swap_in(change, op);
+    case OpKind::kGrow:
+      return stage_grow(change, op);
+    case OpKind::kSwapOut:
+      return;
+  }
+}
+
+// What is attached must not be evicted, or claimed by another op, while memory is sought.
+void Ops::hold_matches(Change& change, const std::vector<Op>& ops) {
+  for (const Op& op : ops) {
+    if (op.kind != OpKind::kAttach || op.num_tokens == 0) continue;
+    change.attached.push_back({op.seq, ledger_.matched_blocks(seqs_[op.seq], op.num_tokens)});
+    PageId last = kNoPage;
+    for (const BlockId block : change.attached.back().blocks) {
+      // A page in use is not evicted, and the plan counts on its other blocks: only this one is
+      // kept.
+      if (pool_.used(pool_.page_of(block)) > 0) {
+        change.add_ref(block);
+        change.matched.push_back(block);
+        continue;
+      }
+      if (pool_.page_of(block) == last) continue;
+      last = pool_.page_of(block);
+      change.held.push_back(last);
+      pool_.hold(last);
+    }
+  }
+}
+
+void Ops::note_targets(Change& change, const std::vector<Op>& ops) {
+  for (const Op& op : ops) {
+    if (op.kind == OpKind::kConvert) change.targets.emplace(op.seq, 0);
+  }
+  if (change.targets.empty()) return;
+  for (const Op& op : ops) {
+    const auto converted = change.targets.find(op.seq);
+    if (op.kind == OpKind::kGrow && converted != change.targets.end()) {
+      converted->second = op.num_tokens;
+    }
+  }
+}
+
+void Ops::stage_attach(Change& change, const Op& op) {
+  Sequence& seq = seqs_[op.seq];
+  change.counts.prefix_query_blocks +=
+      std::max<std::int64_t>(0, static_cast<std::int64_t>(seq.tokens.size()) - 1) /
+      config_.block_tokens;
+  if (op.num_tokens == 0) return;
+  change.save(op.seq);
+  const auto attached =
+      std::find_if(change.attached.begin(), change.attached.end(),
+                   [&](const Attached& candidate) { return candidate.seq == op.seq; });
+  bind(change, op.seq, attached->blocks, op.num_tokens, /*own=*/false);
+  seq.has.length = seq.has.sealed = op.num_tokens;
+  seq.has.num_published = op.num_tokens / config_.block_tokens;
+  change.counts.prefix_hit_blocks += seq.has.num_published;
+}
+
+void Ops::stage_fork(Change& change, const Op& op) {
+  const Sequence& parent = seqs_[op.other];
+  Sequence& child = seqs_[op.seq];
+  change.save(op.seq);
+  std::vector<BlockId> blocks(parent.has.blocks.begin(),
+                              parent.has.blocks.begin() + ledger_.blocks_for(op.num_tokens));
+  child.has.num_trimmed = std::min(parent.has.num_trimmed, ledger_.blocks_for(op.num_tokens));
+  if (op.num_tokens > 0) bind(change, op.seq, blocks, op.num_tokens, /*own=*/false);
+  child.has.length = op.num_tokens;
+  child.has.sealed = std::min(parent.has.sealed, op.num_tokens);
+  // What is worthless of the parent may lie behind the fork.
+  if (parent.has.seal_limit < op.num_tokens) child.has.seal_limit = parent.has.seal_limit;
+  child.has.num_published =
+      std::min(parent.has.num_published, op.num_tokens / config_.block_tokens);
+  seal_shared(change, parent, op);
+  change.forked.push_back({op.seq, op.other, op.num_tokens});
+}
+
+// What a fork shares is read-only for the parent, too: a write that was not copied first is a trap.
+// Positions that an epoch is still to write stay writable until they are sealed.
+void Ops::seal_shared(Change& change, const Sequence& parent, const Op& op) {
+  if (!config_.access_under_readers || parent.has.slot == kNoSlot) return;
+  work_.require_whole(parent.has.slot);
+  Slot& slot = slots_[parent.has.slot];
+  // A paged child shares blocks of the last page: it is sealed as a whole, or not yet. A virtual
+  // child has a copy of a partial one.
+  const std::int64_t width = config_.page_tokens();
+  const std::int64_t slack = seqs_[op.seq].has.view == View::kPaged ? width - 1 : 0;
+  const std::int64_t stop = std::min(parent.has.sealed / width, (op.num_tokens + slack) / width);
+  for (std::int64_t i = slot.num_sealed; i < stop; ++i) {
+    if (slot.entries[i].page != kNoPage) change.make_read_only(parent.has.slot, i);
+  }
+  slot.num_sealed = std::max(slot.num_sealed, stop);
+}
+
+void Ops::stage_convert(Change& change, const Op& op) {
+  Sequence& seq = seqs_[op.seq];
+  if (seq.has.view == op.view) return;
+  change.save(op.seq);
+  if (op.view == View::kVirtual) {
+    const std::vector<BlockId> before = seq.has.blocks;
+    seq.has.view = View::kVirtual;
+    seq.has.blocks.clear();
+    if (seq.has.length > 0) bind(change, op.seq, before, seq.has.length, /*own=*/true);
+    for (const BlockId block : before) {
+      if (block != kNoBlock) change.drops.push_back(block);
+    }
+    ++change.counts.converted_to_virtual;
+    return;
+  }
+  seq.has.view = View::kPaged;
+  // What it grows into in the same plan it has already.
+  const auto growth = change.targets.find(op.seq);
+  const std::int64_t target = growth == change.targets.end() ? 0 : growth->second;
+  const auto keep =
+      std::min(static_cast<std::size_t>(ledger_.blocks_for(std::max(seq.has.length, target))),
+               seq.has.blocks.size());
+  while (seq.has.blocks.size() > keep) {
+    if (seq.has.blocks.back() != kNoBlock) change.drops.push_back(seq.has.blocks.back());
+    seq.has.blocks.pop_back();
+  }
+  change.leave_slot(op.seq);
+  if (keep > 0 && seq.has.blocks.back() != kNoBlock) {
+    // The rest of the tail page stays this sequence's to fill.
+    const PageId tail = pool_.page_of(seq.has.blocks.back());
+    if (pool_.owner(tail) == kNoSeq && keep % config_.blocks_per_page != 0) {
+      change.owners.emplace_back(tail, kNoSeq);
+      pool_.set_owner(tail, op.seq);
+    }
+  }
+  ++change.counts.converted_to_paged;
+  ++change.counts.converted_zero_copy;
+}
+
+void Ops::stage_swap_out(Change& change, const Op& op,
+                         std::unordered_map<BlockId, SwapId>& copied) {
+  Sequence& seq = seqs_[op.seq];
+  change.save(op.seq);
+  const std::int64_t total = ledger_.blocks_for(seq.has.length);
+  {
+    const auto driving = work_.lock();
+    work_.swap->reserve(std::min(total, work_.swap->num_free()));
+  }
+  for (std::int64_t i = 0; i < static_cast<std::int64_t>(seq.has.blocks.size()); ++i) {
+    const BlockId block = seq.has.blocks[i];
+    if (block == kNoBlock) {
+      if (i < total) seq.has.swap.push_back(kNoSwap);
+      continue;
+    }
+    change.drops.push_back(block);
+    if (i >= total) continue;
+    const auto [at, is_new] = copied.emplace(block, kNoSwap);
+    if (is_new) {
+      at->second = work_.swap->take();
+      change.swap_out.push_back({op.seq, i, block, at->second});
+    } else {
+      work_.swap->share(at->second);
+    }
+    change.swap_taken.push_back(at->second);
+    seq.has.swap.push_back(at->second);
+  }
+  change.leave_slot(op.seq);
+  seq.has.blocks.clear();
+  seq.has.swapped = true;
+}
+
+void Ops::stage_swap_in(Change& change, const Op& op) {
+  Sequence& seq = seqs_[op.seq];
+  change.save(op.seq);
+  const std::vector<SwapId> swap = std::move(seq.has.swap);
+  seq.has.swap.clear();
+  seq.has.swapped = false;
+  const auto total = static_cast<std::int64_t>(swap.size());
+  std::int64_t holes = 0;
+  while (holes < total && swap[holes] == kNoSwap) ++holes;
+  if (seq.has.view == View::kVirtual) {
+    // Pages that lie wholly in the past stay given up.
+    const std::int64_t hole_pages = holes / config_.blocks_per_page;
+    if (total > 0) {
+      const std::vector<BoundPage> past(static_cast<std::size_t>(hole_pages),
+                                        {BoundPage::Kind::kHole, kNoPage, 0});
+      take_slot(change, op.seq, past, ledger_.pages_for(seq.has.length));
+      seq.has.blocks.assign(static_cast<std::size_t>(hole_pages * config_.blocks_per_page),
+                            kNoBlock);
+      grow_virtual(change, op.seq, seq.has.length);
+    }
+  } else {
+    seq.has.blocks.assign(static_cast<std::size_t>(holes), kNoBlock);
+    const std::int64_t length = seq.has.length;
+    seq.has.length = 0;  // nothing there to copy on write
+    grow_paged(change, op.seq, length);
+    seq.has.length = length;
+  }
+  for (std::int64_t i = 0; i < total; ++i) {
+    if (swap[i] == kNoSwap) continue;
+    change.swap_drops.push_back(swap[i]);
+    change.swap_in.push_back({op.seq, i, kNoBlock, swap[i]});
+  }
+}
+
+void Ops::stage_grow(Change& change, const Op& op) {
+  Sequence& seq = seqs_[op.seq];
+  change.grows.push_back(op);
+  if (op.num_tokens == 0 && seq.has.view == View::kVirtual && seq.has.slot == kNoSlot) {
+    change.save(op.seq);
+    take_slot(change, op.seq, {}, 0);
+  }
+  if (op.num_tokens <= seq.has.length) return;
+  if (seq.has.view == View::kVirtual) {
+    grow_virtual(change, op.seq, op.num_tokens);
+  } else {
+    grow_paged(change, op.seq, op.num_tokens);
+  }
+}
+
+void Ops::grow_virtual(Change& change, SeqId id, std::int64_t num_tokens) {
+  Sequence& seq = seqs_[id];
+  const std::int64_t have = ledger_.num_pages(seq);
+  const std::int64_t want = ledger_.pages_for(num_tokens);
+  if (want <= have) return;
+  if (seq.has.slot == kNoSlot) {
+    change.save(id);
+    take_slot(change, id, {}, want);
+    ++ledger_.recent.newcomers_now;
+    ledger_.recent.newest_tenant = seq.tenant;
+    ledger_.recent.first_pages =
+        std::max(static_cast<double>(want), ledger_.recent.first_pages * kRememberedOfNewcomers);
+  } else {
+    work_.require_whole(seq.has.slot);
+    change.grown.push_back({id, seq.has.blocks.size(), -1, kNoBlock});
+    change.touched.push_back(id);
+  }
+  change.saved(seq.has.slot);
+  Slot& slot = slots_[seq.has.slot];
+  seq.has.blocks.resize(static_cast<std::size_t>(want * config_.blocks_per_page), kNoBlock);
+  for (std::int64_t index = have; index < want; ++index) {
+    if (claim_spare(change, id, index)) continue;
+    slot.entries.push_back({kNoPage, false});
+    change.fresh.push_back({Fresh::Kind::kSlotPage, id, index});
+  }
+}
+
+// The slot's page at `index`, which its last sequence or the mapper left there, becomes the
+// sequence's. False if there is none, or it is somebody's; then the slot ends before it.
+bool Ops::claim_spare(Change& change, SeqId id, std::int64_t index) {
+  Sequence& seq = seqs_[id];
+  const SlotId slot_id = seq.has.slot;
+  Slot& slot = slots_[slot_id];
+  if (index >= slot.size()) return false;
+  const PageId page = slot.entries[index].page;
+  if (page == kNoPage || pool_.state(page) != PageState::kIdle) {
+    Change::SavedSlot& before = change.saved(slot_id);
+    before.size = std::min(before.size, index);
+    if (!work_.truncate(slot_id, index)) throw DriverError("unmap", EIO, work_.last_error);
+    return false;
+  }
+  ledger_.totals.evicted_blocks += pool_.drop_cached(page);
+  change.prepare_page(page, seq.tenant);
+  for (std::int32_t j = 0; j < config_.blocks_per_page; ++j) {
+    const BlockId block = pool_.first_block(page) + j;
+    change.add_ref(block);
+    seq.has.blocks[index * config_.blocks_per_page + j] = block;
+  }
+  change.make_writable(slot_id, index);
+  ++change.counts.adopted_pages;
+  return true;
+}
+
+// Copy on write: others read this block, or may find it, and its rest is about to be written. Of
+// those that all go on from it in one step the last one stays. A copy to host memory reads it too.
+bool Ops::needs_copy(const Change& change, BlockId block) const {
+  const auto left = change.left.find(block);
+  const std::int32_t gone = left == change.left.end() ? 0 : left->second;
+  return pool_.refs(block) - gone > 1 || pool_.is_published(block) || pool_.copies(block) > 0;
+}
+
+void Ops::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
+  Sequence& seq = seqs_[id];
+  const auto have = static_cast<std::int64_t>(seq.has.blocks.size());
+  const std::int64_t want = ledger_.blocks_for(num_tokens);
+  Change::Grown grown{id, seq.has.blocks.size(), -1, kNoBlock};
+  const std::int64_t tail = seq.has.length / config_.block_tokens;
+  const std::int64_t written = seq.has.length % config_.block_tokens;
+  if (written > 0 && seq.has.blocks[tail] != kNoBlock && needs_copy(change, seq.has.blocks[tail])) {
+    grown.cow_index = tail;
+    grown.cow_block = seq.has.blocks[tail];
+    ++change.left[grown.cow_block];
+    change.copies.push_back({id, tail, grown.cow_block, written});
+    change.drops.push_back(grown.cow_block);
+    change.fresh.push_back({Fresh::Kind::kBlock, id, tail});
+    ++change.counts.cow_blocks;
+  }
+  if (want <= have && grown.cow_index < 0) return;
+  change.grown.push_back(grown);
+  change.touched.push_back(id);
+  if (grown.cow_index >= 0) seq.has.blocks[tail] = kNoBlock;
+  seq.has.blocks.resize(static_cast<std::size_t>(std::max(have, want)), kNoBlock);
+  for (std::int64_t index = have; index < want; ++index) {
+    const auto kind = ledger_.takes_whole_page(index, change.dense) ? Fresh::Kind::kWholePage
+                                                                    : Fresh::Kind::kBlock;
+    change.fresh.push_back({kind, id, index});
+  }
+}
+
+void Ops::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks,
+               std::int64_t num_tokens, bool own) {
+  Sequence& seq = seqs_[id];
+  if (seq.has.view == View::kPaged) {
+    for (const BlockId block : blocks) {
+      if (block != kNoBlock) change.add_ref(block);
+    }
+    seq.has.blocks = blocks;
+    return;
+  }
+  const std::int32_t width = config_.blocks_per_page;
+  const std::vector<BoundPage> bound = ledger_.bind_pages(blocks, num_tokens, own, own ? 0 : 1);
+  // Whole pages from here on: one that is needed in part has all its blocks again.
+  seq.has.num_trimmed = seq.has.num_trimmed / width * width;
+  take_slot(change, id, bound, ledger_.pages_for(num_tokens));
+  Slot& slot = slots_[seq.has.slot];
+  seq.has.blocks.assign(bound.size() * static_cast<std::size_t>(width), kNoBlock);
+  bool is_free = true;
+  for (std::size_t i = 0; i < bound.size(); ++i) {
+    const auto index = static_cast<std::int64_t>(i);
+    const bool is_mapped = index < slot.size();
+    if (bound[i].kind == BoundPage::Kind::kHole) {
+      if (!is_mapped) slot.entries.push_back({kNoPage, false});
+    } else if (bound[i].kind == BoundPage::Kind::kCopy) {
+      bind_copy(change, id, index, blocks, num_tokens);
+      is_free = false;
+    } else {
+      bind_page(change, id, index, bound[i], num_tokens);
+    }
+  }
+  if (own && is_free) ++change.counts.converted_zero_copy;
+  if (ledger_.pages_for(num_tokens) > static_cast<std::int64_t>(bound.size())) {
+    grow_virtual(change, id, num_tokens);
+  }
+}
+
+// The page at `index` is a new one, with copies of the blocks.
+void Ops::bind_copy(Change& change, SeqId id, std::int64_t index,
+                    const std::vector<BlockId>& blocks, std::int64_t num_tokens) {
+  Slot& slot = slots_[seqs_[id].has.slot];
+  if (index >= slot.size() || !claim_spare(change, id, index)) {
+    slot.entries.push_back({kNoPage, false});
+    change.fresh.push_back({Fresh::Kind::kSlotPage, id, index});
+  }
+  const std::int64_t first = index * config_.blocks_per_page;
+  const std::int64_t stop =
+      std::min(first + config_.blocks_per_page, ledger_.blocks_for(num_tokens));
+  for (std::int64_t at = first; at < stop; ++at) {
+    if (blocks[at] == kNoBlock) continue;
+    const std::int64_t left = num_tokens - at * config_.block_tokens;
+    change.copies.push_back(
+        {id, at, blocks[at], std::min<std::int64_t>(left, config_.block_tokens)});
+  }
+}
+
+// The page at `index` is one that exists: shared, or the sequence's alone.
+void Ops::bind_page(Change& change, SeqId id, std::int64_t index, const BoundPage& bound,
+                    std::int64_t num_tokens) {
+  Sequence& seq = seqs_[id];
+  Slot& slot = slots_[seq.has.slot];
+  const std::int64_t first = index * config_.blocks_per_page;
+  for (std::int32_t j = 0; j < config_.blocks_per_page; ++j) {
+    const BlockId block = pool_.first_block(bound.page) + j;
+    // What lies behind the tokens will be written.
+    const bool is_whole = (first + j + 1) * config_.block_tokens <= num_tokens;
+    if (!is_whole && pool_.is_published(block)) {
+      pool_.unpublish(block);
+      ++ledger_.totals.evicted_blocks;
+    }
+    // What somebody of the same tenant left behind the tokens is not the newcomer's.
+    const bool is_left = j >= bound.num_blocks && config_.zero_policy == ZeroPolicy::kAlways;
+    if (is_left) change.zero_blocks.push_back(block);
+    change.add_ref(block);
+    seq.has.blocks[first + j] = block;
+  }
+  const bool shares = bound.kind == BoundPage::Kind::kShare;
+  if (index >= slot.size()) {
+    slot.entries.push_back({bound.page, shares});
+    pool_.add_map(bound.page, static_cast<std::int32_t>(index));
+    change.maps.push_back({seq.has.slot, index, shares});
+  } else if (!shares) {
+    change.make_writable(seq.has.slot, index);
+  } else {
+    change.make_read_only(seq.has.slot, index);
+    ++change.counts.adopted_pages;
+  }
+}
+
+bool Ops::shows_foreign(PageId page, Tenant tenant) const {
+  return page != kNoPage && config_.zero_policy != ZeroPolicy::kNever &&
+         pool_.tenant(page) != tenant && !pool_.known_zero(page);
+}
+
+// How many of the bound pages the slot shows in their places, from the first on.
+std::int64_t Ops::num_shown(const Slot& slot, const std::vector<BoundPage>& bound) const {
+  const auto most = std::min<std::int64_t>(slot.size(), static_cast<std::int64_t>(bound.size()));
+  std::int64_t shown = 0;
+  while (shown < most && bound[shown].page != kNoPage &&
+         slot.entries[shown].page == bound[shown].page) {
+    ++shown;
+  }
+  return shown;
+}
+
+// Whether somebody would miss what the slot shows from `first` on: cached blocks, pages in use, or
+// another tenant's (which would have to be unmapped).
+bool Ops::is_missed(const Slot& slot, std::int64_t first, Tenant tenant) const {
+  return std::any_of(slot.entries.begin() + first, slot.entries.end(), [&](const SlotEntry& entry) {
+    const PageId page = entry.page;
+    return page == kNoPage || pool_.used(page) > 0 || pool_.cached(page) > 0 ||
+           shows_foreign(page, tenant);
+  });
+}
+
+// How well a parked slot serves a sequence that starts with `bound` and needs `want` pages: a rank,
+// and a score within it. Best first: one that shows the bound pages already; one whose pages nobody
+// would miss; if memory is short, the one that was parked longest ago, in place; an empty one; any.
+std::pair<std::int64_t, std::int64_t> Ops::rank_slot(const Slot& slot, Tenant tenant,
+                                                     const std::vector<BoundPage>& bound,
+                                                     std::int64_t want, bool pressed) const {
+  const std::int64_t oldest = -static_cast<std::int64_t>(slot.parked_at);
+  if (slot.empty()) return {1, 0};
+  const std::int64_t shown = num_shown(slot, bound);
+  const bool missed = is_missed(slot, shown, tenant);
+  const bool fits = shown == static_cast<std::int64_t>(bound.size()) || slot.size() == shown;
+  if (shown > 0 && fits && (!missed || pressed)) return {4, shown};
+  if (!bound.empty()) return {0, oldest};
+  // The least that is enough, else the most.
+  constexpr std::int64_t kEnough = std::int64_t{1} << 40;
+  if (!missed) return {3, slot.size() >= want ? kEnough - slot.size() : slot.size()};
+  // All of it would be evicted anyway, tail first.
+  return {pressed && want >= slot.size() ? 2 : 0, oldest};
+}
+
+SlotId Ops::choose_slot(const Change& change, Tenant tenant, const std::vector<BoundPage>& bound,
+                        std::int64_t want, bool pressed) const {
+  SlotId best = kNoSlot;
+  std::pair<std::int64_t, std::int64_t> best_rank;
+  for (SlotId id = 0; id < config_.num_slots; ++id) {
+    const Slot& slot = slots_[id];
+    if (slot.active() || slot.in_repair || slot.retire > ledger_.completed) continue;
+    // One that a sequence leaves in this very change is still its own if the change fails.
+    if (std::any_of(change.slots.begin(), change.slots.end(),
+                    [&](const Change::SavedSlot& before) { return before.slot == id; })) {
+      continue;
+    }
+    const auto rank = rank_slot(slot, tenant, bound, want, pressed);
+    if (best == kNoSlot || rank > best_rank) {
+      best = id;
+      best_rank = rank;
+    }
+  }
+  return best;
+}
+
+void Ops::take_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound,
+                    std::int64_t want) {
+  want = std::max(want, ledger_.pages_for(std::min(
+                            config_.max_len, static_cast<std::int64_t>(seqs_[id].tokens.size()))));
+  const std::int64_t at_hand = pool_.num_free() + pool_.limit() - pool_.num_committed();
+  const bool pressed = at_hand < want - static_cast<std::int64_t>(bound.size());
+  const SlotId slot_id = choose_slot(change, seqs_[id].tenant, bound, want, pressed);
+  if (slot_id == kNoSlot) {
+    throw OutOfMemoryError("all " + std::to_string(config_.num_slots) +
+                           " slots are taken: raise --max-num-seqs");
+  }
+  Slot& slot = slots_[slot_id];
+  work_.mapper->wait(slot.last_command);
+  const std::int64_t matched = num_shown(slot, bound);
+  const auto most = std::min<std::int64_t>(slot.size(), static_cast<std::int64_t>(bound.size()));
+  const bool conflicts = matched < most || (!bound.empty() && matched == 0 && !slot.empty());
+  std::int64_t keep = conflicts ? matched : slot.size();
+  // Nobody's addresses show what another tenant left, not even beyond the length.
+  for (std::int64_t i = matched; i < keep; ++i) {
+    if (shows_foreign(slot.entries[i].page, seqs_[id].tenant)) keep = i;
+  }
+  if (!work_.truncate(slot_id, keep)) throw DriverError("unmap", EIO, work_.last_error);
+  change.saved(slot_id);
+  slot.seq = id;
+  seqs_[id].has.slot = slot_id;
+  change.counts.adopted_slots += slot.empty() ? 0 : 1;
+  for (std::size_t i = 0; i < bound.size() && bound[i].kind == BoundPage::Kind::kHole; ++i) {
+    if (static_cast<std::int64_t>(i) >= slot.size()) slot.entries.push_back({kNoPage, false});
+  }
+}
+
+// How many pages the fresh memory takes. NOTE: no more than the plan said. Beyond that it would
+// evict what the mapper has in hand, which can be refused, for nothing.
+std::int64_t Ops::pages_for_fresh(const Change& change) const {
+  std::int64_t pages = 0;
+  std::unordered_map<Tenant, std::int64_t> blocks;
+  std::unordered_map<SeqId, std::int64_t> own;  // left in the page of the block before
+  for (const Fresh& fresh : change.fresh) {
+    if (fresh.kind != Fresh::Kind::kBlock) {
+      ++pages;
+      own[fresh.seq] = config_.blocks_per_page - 1;
+      continue;
+    }
+    const Sequence& seq = seqs_[fresh.seq];
+    const BlockId before = fresh.index > 0 ? seq.has.blocks[fresh.index - 1] : kNoBlock;
+    std::int64_t& left = own[fresh.seq];
+    if (before != kNoBlock) left = ledger_.num_own_behind(fresh.seq, before);
+    blocks[seq.tenant] += left > 0 ? 0 : 1;
+    left = std::max<std::int64_t>(0, left - 1);
+  }
+  for (const auto& [tenant, count] : blocks) {
+    const std::int64_t width = config_.blocks_per_page;
+    const std::int64_t missing = std::max<std::int64_t>(0, count - pool_.num_split_blocks(tenant));
+    pages += (missing + width - 1) / width;
+  }
+  return pages;
+}
+
+void Ops::assign_fresh(Change& change) {
+  const std::int64_t needed = pages_for_fresh(change);
+  ledger_.recent.pages_now += needed;
+  room_.make_room(std::min(needed, pool_.num_available()));
+  for (const Fresh& fresh : change.fresh) {
+    Sequence& seq = seqs_[fresh.seq];
+    const std::int32_t width = config_.blocks_per_page;
+    const bool is_slot_page = fresh.kind == Fresh::Kind::kSlotPage;
+    const std::int64_t at = is_slot_page ? fresh.index * width : fresh.index;
+    const BlockId before = at > 0 ? seq.has.blocks[at - 1] : kNoBlock;
+    if (!is_slot_page) {
+      seq.has.blocks[at] = fresh.kind == Fresh::Kind::kWholePage
+                               ? fresh_whole_page(change, fresh.seq, before)
+                               : fresh_block(change, fresh.seq, before);
+      continue;
+    }
+    const PageId page = fresh_page(change, before, seq.tenant, /*grows=*/true);
+    for (std::int32_t j = 0; j < width; ++j) {
+      change.add_ref(pool_.first_block(page) + j);
+      seq.has.blocks[at + j] = pool_.first_block(page) + j;
+    }
+    slots_[seq.has.slot].entries[fresh.index].page = page;
+    pool_.add_map(page, static_cast<std::int32_t>(fresh.index));
+    change.maps.push_back({seq.has.slot, fresh.index, false});
+  }
+}
+
+// A free page, held; the one behind the page of `before` if it can be.
+PageId Ops::fresh_page(Change& change, BlockId before, Tenant tenant, bool grows) {
+  if (pool_.num_free() == 0) room_.make_room(1);
+  const PageId page = pool_.take_page(before == kNoBlock ? kNoPage : pool_.page_of(before), grows);
+  change.held.push_back(page);
+  change.prepare_page(page, tenant);
+  return page;
+}
+
+// The first block of a page whose others are set aside for the sequence.
+BlockId Ops::fresh_whole_page(Change& change, SeqId id, BlockId before) {
+  const PageId page = fresh_page(change, before, seqs_[id].tenant, /*grows=*/false);
+  const BlockId block = pool_.first_block(page);
+  change.add_ref(block);
+  change.owners.emplace_back(page, pool_.owner(page));
+  pool_.set_owner(page, id);
+  return block;
+}
+
+// The next block of the sequence's own page, or one of a split page.
+BlockId Ops::fresh_block(Change& change, SeqId id, BlockId before) {
+  if (before != kNoBlock && ledger_.num_own_behind(id, before) > 0) {
+    if (config_.zero_policy == ZeroPolicy::kAlways) change.zero_blocks.push_back(before + 1);
+    change.add_ref(before + 1);
+    return before + 1;
+  }
+  BlockId block = pool_.take_block(seqs_[id].tenant);
+  if (block == kNoBlock) {
+    const PageId page = fresh_page(change, before, seqs_[id].tenant, /*grows=*/false);
+    block = pool_.take_block_in(page);
+    pool_.unhold(page);  // it splits: others may take its blocks at once
+    change.held.pop_back();
+  } else if (config_.zero_policy == ZeroPolicy::kAlways) {
+    change.zero_blocks.push_back(block);
+  }
+  change.refs.push_back(block);
+  return block;
+}
+
+void Ops::rollback(Change& change) {
+  Unfinished unfinished;
+  {
+    const auto driving = work_.lock();
+    unfinished = change.tx.rollback();
+  }
+  Repair repair;
+  repair.steps = std::move(unfinished.steps);
+  const bool is_clean = repair.steps.empty();
+  // Entries that this change appended, or made writable, are as before.
+  for (auto saved = change.slots.rbegin(); saved != change.slots.rend(); ++saved) {
+    Slot& slot = slots_[saved->slot];
+    for (const std::int64_t index : saved->made_writable) {
+      if (index < saved->size) slot.entries[index].read_only = true;
+    }
+    for (const std::int64_t index : saved->made_read_only) {
+      slot.entries[index].read_only = false;
+      slot.num_sealed = std::min(slot.num_sealed, index);
+    }
+    slot.num_sealed = std::min(slot.num_sealed, saved->size);
+    while (slot.size() > saved->size) {
+      const PageId page = slot.entries.back().page;
+      slot.entries.pop_back();
+      if (page == kNoPage) continue;
+      if (!is_clean) {
+        pool_.hold(page);
+        repair.held.push_back(page);
+      }
+      pool_.drop_map(page);
+    }
+    slot.seq = saved->seq;
+    slot.retire = saved->retire;
+    if (!is_clean) repair.slots.push_back(saved->slot);
+  }
+  for (const auto& [page, owner] : change.owners) pool_.set_owner(page, owner);
+  for (auto block = change.refs.rbegin(); block != change.refs.rend(); ++block) {
+    pool_.drop_ref(*block, 0);
+  }
+  for (const PageId page : change.held) pool_.unhold(page);
+  // What was queued before the failure may have cleared them, or copied to them: nobody's data, so
+  // that whoever comes next has them cleared.
+  for (const PageId page : change.zero_pages) pool_.mark_written(page, kNobody);
+  for (auto grown = change.grown.rbegin(); grown != change.grown.rend(); ++grown) {
+    std::vector<BlockId>& blocks = seqs_[grown->seq].has.blocks;
+    blocks.resize(grown->num_blocks);
+    if (grown->cow_index >= 0) blocks[grown->cow_index] = grown->cow_block;
+  }
+  for (auto holding = change.holdings.rbegin(); holding != change.holdings.rend(); ++holding) {
+    seqs_[holding->first].has = std::move(holding->second);
+  }
+  for (const SwapId swap : change.swap_taken) work_.swap->drop(swap);
+  if (!is_clean) work_.add_repair(std::move(repair), unfinished.error);
+}
+
+}  // namespace vmserve
