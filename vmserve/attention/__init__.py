@@ -20,7 +20,7 @@ __all__ = ["BACKENDS", "PREFERRED", "check_backend", "create_backend"]
 
 
 def _imported(module: str, name: str) -> Callable[[], AttentionBackend]:
-    """Makes a backend whose module is imported then: only our own kernels need no torch."""
+    """Make a backend and import its module only then: only our own kernels need no torch."""
 
     def create() -> AttentionBackend:
         backend: AttentionBackend = getattr(importlib.import_module(module), name)()

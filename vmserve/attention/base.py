@@ -1,4 +1,4 @@
-"""What a model knows of attention: one call per layer.
+"""The interface between models and attention: one call per layer.
 
 The KV cache is written and read behind :class:`AttentionCall`; a model passes the
 queries, keys and values of a *ragged* batch (all sequences' new tokens, one after
@@ -55,7 +55,7 @@ class RaggedBatch:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one token of each."""
+        """Whether each sequence has one new token."""
         return self.num_tokens == len(self.places)
 
     # What only some kernels ask for is made when it is asked for.
@@ -94,7 +94,7 @@ class RaggedBatch:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What one layer asks of attention.
+    """One layer's parameters of attention.
 
     ``window``: how many positions a query sees, itself included (None: all of them).
     ``softcap``: scores become ``softcap * tanh(score / softcap)`` (None: as they are).
@@ -107,7 +107,7 @@ class LayerAttention:
 
 
 class AttentionCall(Protocol):
-    """Bound to one step's batch and view; called once per layer by the model."""
+    """Attention for one step's batch and view; the model calls it once per layer."""
 
     def __call__(
         self,
@@ -143,7 +143,7 @@ class AttentionBackend(Protocol):
         ...
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
-        """Why the kernels cannot serve such heads; None if they can."""
+        """Return why the kernels cannot serve such heads; None if they can."""
         ...
 
     def bind(self, view: KVView, batch: RaggedBatch) -> AttentionCall:
@@ -152,7 +152,7 @@ class AttentionBackend(Protocol):
 
 
 class AttentionPlan(Protocol):
-    """A step over buffers of a fixed size, which stay where they are while steps come and go."""
+    """A step over buffers of a fixed size and address, for CUDA graphs."""
 
     def update(self, batch: RaggedBatch) -> None:
         """Make it ``batch``'s; asynchronous, on the current stream. Raises ``ValueError`` for a
@@ -175,7 +175,7 @@ class AttentionPlan(Protocol):
 
 @runtime_checkable
 class PlansAhead(Protocol):
-    """A backend whose steps CUDA graphs can capture."""
+    """A backend with steps that CUDA graphs can capture."""
 
     #: Whether a captured step is frozen to ``max_len``, by which the kernels split the keys; else
     #: one plan serves every length equally well.

@@ -32,7 +32,7 @@ CPU_DTYPES = frozenset((DType.FLOAT32, DType.BFLOAT16))
 
 
 def head_refusal(head_dim: int, dtype: DType) -> str | None:
-    """Why the kernels cannot serve such heads; None if they can."""
+    """Return why the kernels cannot serve such heads; None if they can."""
     if dtype not in CPU_DTYPES:
         return f"its kernels have no {dtype}"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:

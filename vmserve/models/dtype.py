@@ -1,4 +1,4 @@
-"""Which type a model computes in."""
+"""Choose the type that a model computes in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The families that the decoder knows: from their configurations to its description."""
+"""The decoder's families: convert their configurations to its description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields of config.json that the decoder's families have, read without ``transformers``.
+"""Read config.json of the decoder's families without ``transformers``.
 
 Importing the configurations of ``transformers`` takes longer than everything else that happens
 before a model's first token, and what a usual config.json says can be read without them. A reading
@@ -68,7 +68,7 @@ class Schema:
 
 
 def read_fields(schema: Schema, raw: Mapping[str, Any]) -> Fields | None:
-    """The fields of a config.json; None if it is better read by ``transformers``."""
+    """Read the fields of a config.json; None if ``transformers`` has to read it."""
     if not raw.keys().isdisjoint(_ELSEWHERE | schema.aliases):
         return None
     if "layer_types" in raw and "layer_types" not in schema.fields:

@@ -1,4 +1,4 @@
-"""How much memory a model takes beside its KV cache: bounds, from its configuration alone."""
+"""Bounds on a model's memory without its KV cache, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOGIT_COPIES = 4
 
 
 def weight_bytes(model: ModelConfig, itemsize: int) -> int:
-    """Bytes of all weights at ``itemsize`` bytes each, tied ones once."""
+    """Return the bytes of all weights at ``itemsize`` bytes each, tied ones once."""
     return itemsize * model.num_weights
 
 

@@ -1,4 +1,4 @@
-"""Final hidden states, which some rows of a batch are computed for instead of logits."""
+"""Final hidden states, for rows that want them instead of logits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HiddenRows:
         self._values = values
 
     def take(self) -> NDArray[np.float32]:
-        """On the host; of a GPU this waits for them."""
+        """Return the states on the host; with a GPU, wait for them."""
         values = self._values
         assert values is not None, "the model has run"
         if isinstance(values, np.ndarray):

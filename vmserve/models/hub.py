@@ -1,4 +1,4 @@
-"""From what the user calls a model to the directory that has its files."""
+"""Find the directory of a model that the user names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_embedded(model: str | None) -> bool:
 
 
 def resolve_model(model: str | None) -> Path:
-    """The directory of a model.
+    """Return the directory of a model.
 
     ``model``: None or ``vmserve-embedded`` for the model inside the package; an existing
     directory; or a hub id such as ``Qwen/Qwen3-0.6B``, taken from the local Hugging Face cache,
@@ -74,7 +74,7 @@ def _check_readable(path: Path) -> None:
 
 
 def _check_access(path: Path, access: int) -> None:
-    """Of the path, or what it links to, and of the directories on the way there."""
+    """Check access to the path, to what it links to, and to the directories on the way."""
     target = Path(os.path.realpath(path))
     for directory in reversed(target.parents):
         if directory.is_dir():

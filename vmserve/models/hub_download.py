@@ -34,7 +34,7 @@ _TRANSPORT_ERRORS = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
 
 
 def cached(repo_id: str) -> Path | None:
-    """Its directory in the cache; None if it is not there as a whole."""
+    """Return the model's directory in the cache; None if it is not complete."""
     try:
         snapshot = _snapshot(repo_id, local_files_only=True)
     except LocalEntryNotFoundError:
@@ -49,7 +49,7 @@ def cached(repo_id: str) -> Path | None:
 
 
 def downloaded(repo_id: str) -> Path:
-    """Raises :class:`~vmserve.errors.ConfigurationError` with the reason if it cannot be had."""
+    """Download the model. Raises :class:`~vmserve.errors.ConfigurationError` with the reason."""
     logger.info("%s is not in the local Hugging Face cache: downloading", repo_id)
     try:
         snapshot = _snapshot(repo_id, local_files_only=False)

@@ -1,4 +1,4 @@
-"""The weights of a model directory: which files hold them, and where in these they lie."""
+"""Find the weights of a model directory: their files and places."""
 
 from __future__ import annotations
 
@@ -107,6 +107,6 @@ def _check_names(
 
 
 def listed(names: list[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Format the first few names and the number of the others."""
     more = len(names) - _NAMED_IN_ERRORS
     return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {more} more" if more > 0 else "")

@@ -52,7 +52,7 @@ class _Parts(Protocol):
 
 
 def refusal(config: object, dtype: DType) -> str | None:
-    """Why there is no native decoder for such a model with such a KV cache; None if there is."""
+    """Return why there is no native decoder for such a model and KV cache; None if there is."""
     if not isinstance(config, DecoderConfig):
         return "it runs the architectures of vmserve.models.families only"
     if (reason := head_refusal(config.head_dim, dtype)) is not None:
@@ -117,7 +117,7 @@ class NativeDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the packed weights and the embedding."""
+        """Bytes of the packed weights and the embedding."""
         return self._core.weight_bytes + self._embedding.nbytes
 
     @property

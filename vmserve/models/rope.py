@@ -148,7 +148,7 @@ def _yarn(rope: RopeConfig, periods: _Numbers) -> tuple[_Numbers, float]:
             scaling = _sharpness(factor, 1)
 
     def dimension(turns: float) -> float:
-        """Where a vector makes so many turns within the original context."""
+        """Return the dimension whose vector makes so many turns within the original context."""
         theta = parameters["rope_theta"]
         return rope.head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 

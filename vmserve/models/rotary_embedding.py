@@ -1,4 +1,4 @@
-"""Rotary embedding where torch computes."""
+"""Rotary embedding for torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RotaryEmbedding:
         self._frequencies = torch.from_numpy(frequencies).to(device)
 
     def at(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
-        """The rotations for ``positions`` ``[tokens]``, rounded to ``dtype``."""
+        """Return the rotations for ``positions`` ``[tokens]``, rounded to ``dtype``."""
         angles = torch.outer(positions.to(torch.float32), self._frequencies)
         cos, sin = angles.cos(), angles.sin()
         if self._scaling != 1.0:

@@ -29,7 +29,7 @@ _MADV_POPULATE_READ = 22
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in its file, in bytes from the file's start."""
+    """A tensor's place in its file, in bytes from the file's start."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class SafetensorsFile:
         }
 
     def view(self, stored: StoredTensor) -> NDArray[Any]:
-        """The tensor, without a copy, over the file's own pages; of bfloat16 the bits (uint16)."""
+        """Return the tensor over the file's pages, without a copy; bfloat16 as bits (uint16)."""
         if stored.num_elements == 0:
             return np.empty(stored.shape, dtype=_ELEMENTS[stored.dtype])
         flat = np.frombuffer(

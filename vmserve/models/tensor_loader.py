@@ -1,4 +1,4 @@
-"""Reads the weights of a model directory for torch; nothing is ever in memory twice."""
+"""Read the weights of a model directory for torch, each in memory once."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def load_decoder(
     max_len: int,
     progress: Progress | None,
 ) -> tuple[Decoder, int]:
-    """The decoder and the bytes of its weights; raises as :func:`load_tensors` does."""
+    """Load the decoder; return it and the bytes of its weights. Raises as :func:`load_tensors`."""
     shapes = tensor_shapes(config)
     tensors = load_tensors(
         directory,

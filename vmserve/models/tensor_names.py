@@ -1,4 +1,4 @@
-"""The parameters of a decoder as checkpoints name them, and their shapes."""
+"""Names and shapes of a decoder's parameters in checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Shape = tuple[int, ...]
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, _Shape]:
-    """Name and shape of every tensor that a checkpoint of this model must have."""
+    """Return the name and shape of each tensor that a checkpoint of this model must have."""
     names, hidden, width = config.names, config.hidden_size, config.embedding_size
     shapes: dict[str, _Shape] = {}
     shapes[weight_name(names, names.embedding)] = (config.vocab_size, width)

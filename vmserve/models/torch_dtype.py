@@ -1,4 +1,4 @@
-"""Which type a model computes in where torch computes it."""
+"""Choose the type that a model computes in with torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that torch computes."""
+"""Load models that torch computes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ __all__ = ["causal_architecture", "parse"]
 
 
 def causal_architecture(model_type: str) -> str | None:
-    """The causal language model of transformers' own for a ``model_type``, if it has one."""
+    """Return transformers' class of causal language models for a ``model_type``, or None."""
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     return None if name is None else str(name)
 
@@ -38,6 +38,6 @@ def parse(model_type: str, raw: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _reason(error: BaseException) -> str:
-    """One line of at most 300 characters."""
+    """Format a reason in one line of at most 300 characters."""
     text = str(error.args[0]) if error.args else type(error).__name__
     return textwrap.shorten(text, 300)

@@ -1,4 +1,4 @@
-"""The parameters of a decoder as the forward pass of torch uses them."""
+"""A decoder's parameters for torch's forward pass."""
 
 from __future__ import annotations
 

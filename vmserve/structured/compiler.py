@@ -1,4 +1,4 @@
-"""Compiled grammars: vetted in another process, compiled in this one, kept for the next request."""
+"""Compile grammars: vet them in another process, compile them here, cache them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _MOST_OF_ONE_TENANT = _NUM_WORKERS - 1
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Grammar:
-    """Compiled. ``cost_bytes``: about what its parser takes, and each of its guides."""
+    """A compiled grammar. ``cost_bytes``: about the memory of its parser, and of each guide."""
 
     matcher: LLMatcher
     end_ids: frozenset[int]
     cost_bytes: int
 
     def start(self, stop_ids: Iterable[int] = ()) -> Guide:
-        """The guide of an answer without tokens. ``stop_ids`` end it besides EOS."""
+        """Make the guide of an empty answer. ``stop_ids`` end it besides EOS."""
         return Guide(self.matcher.deep_copy(), self.end_ids.union(stop_ids))
 
 
@@ -123,11 +123,11 @@ class GrammarCompiler:
                 del self._entries[constraint]
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """Waits for it. Raises :class:`~vmserve.errors.InvalidRequestError`."""
+        """Compile and wait. Raises :class:`~vmserve.errors.InvalidRequestError`."""
         return self.submit(params).result()
 
     def masks(self, guides: list[Guide]) -> Mask:
-        """What may follow each: ``[guides, vocab_size]``."""
+        """Compute the allowed tokens of each guide: ``[guides, vocab_size]``."""
         tokenizer = self._tokenizer
         masks = fill_masks(guides, tokenizer.vocab_size, tokenizer.eos_token, self._executor)
         return masks[:, : self._vocab_size]
@@ -140,11 +140,11 @@ class GrammarCompiler:
 
     @property
     def pids(self) -> list[int]:
-        """Of the vetting processes that run."""
+        """Process ids of the vetting processes."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     def close(self) -> None:
-        """End threads and processes; what was not compiled yet is refused."""
+        """End threads and processes; refuse constraints that were not compiled yet."""
         with self._lock:
             self._is_closed = True
         for process in self._processes:
@@ -159,7 +159,7 @@ class GrammarCompiler:
     # -- in a thread of its own ---------------------------------------------------------
 
     def _compile_next(self) -> None:
-        """Holds the lock."""
+        """Compile the next constraint; the caller holds the lock."""
         if self._turns and not self._is_closed:
             self._threads.submit(self._take_turn)
 
@@ -207,7 +207,7 @@ class GrammarCompiler:
         return Grammar(matcher, frozenset(end_ids), verdict.cost_bytes)
 
     def _evict(self) -> None:
-        """Forget what was not asked for longest; requests that have it keep it."""
+        """Drop the least recently used grammars; requests that use them keep them."""
         total = 0
         for place, (constraint, entry) in enumerate(reversed(list(self._entries.items()))):
             total += len(constraint.text)

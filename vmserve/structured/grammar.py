@@ -1,4 +1,4 @@
-"""From what a request states to the grammar that llguidance compiles.
+"""Convert a request's constraint to the grammar that llguidance compiles.
 
 Runs in the vetting process only: converting a hostile grammar may take any time.
 """
@@ -26,11 +26,11 @@ _MAX_TOLD = 400
 
 
 class BadGrammarError(Exception):
-    """It cannot be compiled; the text says why, for whoever wrote it."""
+    """The grammar cannot be compiled; the text tells its author why."""
 
 
 def to_grammar(constraint: Constraint) -> str:
-    """The grammar in llguidance's own form. Raises :class:`BadGrammarError`."""
+    """Convert to llguidance's own form. Raises :class:`BadGrammarError`."""
     kind, text = constraint
     try:
         if kind == "json":
@@ -52,7 +52,7 @@ def _choice_rule(choices: list[str]) -> str:
 
 
 def vetted(constraint: Constraint, tokenizer: LLTokenizer) -> str:
-    """The grammar, after it was compiled and its first mask computed.
+    """Return the grammar after compiling it and computing its first mask.
 
     Raises :class:`BadGrammarError`.
     """

@@ -1,4 +1,4 @@
-"""Where an answer is in its grammar, and what tokens may follow."""
+"""Track an answer's place in its grammar and the tokens that may follow."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class Guide:
 
     @property
     def is_complete(self) -> bool:
-        """The answer matches, and nothing may follow."""
+        """Whether the answer matches and no token may follow."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property
     def is_accepting(self) -> bool:
-        """The answer matches as it is."""
+        """Whether the answer matches as it is."""
         return not self._matcher.is_error() and bool(self._matcher.is_accepting())
 
     @property
     def error(self) -> str | None:
-        """Why no mask can be computed any more, if so."""
+        """The reason why no mask can be computed any more, or None."""
         return self._matcher.get_error()[:200] if self._matcher.is_error() else None
 
     def accept(self, token_id: int) -> None:
-        """Take a token that the mask allowed. One that ends the answer is not part of it."""
+        """Take a token that the mask allowed. A token that ends the answer is not part of it."""
         if token_id not in self.end_ids:
             self._matcher.consume_token(token_id)
 
@@ -58,7 +58,7 @@ class Guide:
 
 
 def fill_masks(guides: Sequence[Guide], vocab_size: int, eos_id: int, executor: LLExecutor) -> Mask:
-    """What tokens may follow: ``[guides, vocab_size]``, computed side by side.
+    """Compute the tokens that may follow, in parallel: ``[guides, vocab_size]``.
 
     ``eos_id``: the id that llguidance allows where an answer may end. A guide that fails has
     no token left; its ``error`` says why.

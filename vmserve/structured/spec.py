@@ -1,4 +1,4 @@
-"""What an answer has to match, as a request states it: plain data, checked when it is built."""
+"""The constraint on an answer as plain data, checked when it is built."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, value: object) -> StructuredOutputsParams:
-        """From itself or from a mapping, whose unknown keys are errors."""
+        """Make from a mapping, whose unknown keys are errors, or return one that is given."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):

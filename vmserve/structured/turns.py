@@ -1,4 +1,4 @@
-"""Who compiles next: tenants take turns, so that nobody's flood of grammars makes others wait."""
+"""Choose the next grammar to compile. Tenants take turns: a flood delays no other tenant."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class TenantTurns:
         return bool(self._waiting)
 
     def add(self, tenant: str, constraint: Constraint) -> None:
-        """``tenant`` waits for it, too; twice is the same as once."""
+        """Let ``tenant`` wait for a constraint; a second call changes nothing."""
         self._waiting.setdefault(tenant, {})[constraint] = None
 
     def remove(self, tenant: str, constraint: Constraint) -> None:
-        """``tenant`` does not wait for it any more, if it did."""
+        """Let ``tenant`` wait no longer."""
         queue = self._waiting.get(tenant, {})
         queue.pop(constraint, None)
         if not queue:
@@ -57,7 +57,7 @@ class TenantTurns:
         return tenant, constraint
 
     def done(self, tenant: str) -> None:
-        """A place of ``tenant`` is free again."""
+        """Free a place of ``tenant``."""
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]

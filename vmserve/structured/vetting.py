@@ -24,7 +24,7 @@ _START_SECONDS = 60.0
 
 
 class VettingError(Exception):
-    """The constraint was refused. ``final``: it would be again, whatever the machine's load."""
+    """The constraint was refused. ``final``: a retry would be refused too, whatever the load."""
 
     def __init__(self, message: str, *, final: bool) -> None:
         super().__init__(message)
@@ -45,11 +45,11 @@ class VettingProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """The process id; None without a process."""
         return None if self._process is None else self._process.pid
 
     def vet(self, constraint: Constraint) -> Verdict:
-        """The grammar and its cost. Raises :class:`VettingError`."""
+        """Return the grammar and its cost. Raises :class:`VettingError`."""
         process = self._running()
         verdict = self._ask(process, msgspec.msgpack.encode(tuple(constraint)), self._seconds)
         if verdict is None:
@@ -64,7 +64,7 @@ class VettingProcess:
         return verdict
 
     def interrupt(self) -> None:
-        """From any thread: a question that is waiting is refused, and so are further ones."""
+        """Refuse the question that is waiting, and all later ones. Safe from any thread."""
         self._is_closed = True
         process = self._process
         if process is not None:
@@ -103,7 +103,7 @@ class VettingProcess:
 
     @staticmethod
     def _ask(process: subprocess.Popen[bytes], data: bytes, seconds: float) -> Verdict | None:
-        """None if it died or was late."""
+        """Ask the process; None if it died or was late."""
         assert process.stdin is not None
         assert process.stdout is not None
         try:

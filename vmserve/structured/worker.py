@@ -54,7 +54,7 @@ def write_frame(out: BinaryIO, data: bytes) -> None:
 
 
 def read_frame(source: BinaryIO) -> bytes | None:
-    """None at the end of the input."""
+    """Read a frame; None at the end of the input."""
     head = source.read(4)
     if len(head) < 4:
         return None
@@ -66,7 +66,7 @@ def read_frame(source: BinaryIO) -> bytes | None:
 
 
 def make_tokenizer(setup: Setup) -> LLTokenizer:
-    """Raises ``ValueError`` for a tokenizer that llguidance does not know."""
+    """Make llguidance's tokenizer. Raises ``ValueError`` for one that it does not know."""
     return LLTokenizer(setup.tokenizer, n_vocab=setup.vocab_size, eos_token=setup.eos_ids or None)
 
 
@@ -97,7 +97,7 @@ def _serve(source: BinaryIO, out: BinaryIO) -> None:
 
 
 def _memory(column: int) -> int:
-    """Bytes: of address space (0), resident (1)."""
+    """Return the process's memory in bytes: address space (0) or resident (1)."""
     return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
 
 

@@ -48,7 +48,7 @@ class EngineCounters:
     _first_tokens_of_steps: int = 0
 
     def step(self, num_tokens: int, phases: StepPhases) -> None:
-        """A step has ended."""
+        """Count a step that has ended."""
         self.steps += 1
         self.tokens_computed += num_tokens
         num_first = self.first_tokens - self._first_tokens_of_steps
@@ -58,11 +58,11 @@ class EngineCounters:
             self.phase_seconds[span.phase] += span.ended - span.began
 
     def synchronous(self, reason: str) -> None:
-        """A step was launched behind one whose tokens were known; ``reason``: one of WAITS."""
+        """Count a step that waited for the last one's tokens; ``reason``: one of WAITS."""
         self.steps_synchronous[reason] += 1
 
     def attended(self, regime: str, seconds: float, predicted: float) -> None:
-        """A step's sequences of a regime spent so long in attention."""
+        """Add the measured and predicted attention seconds of a step's sequences in one regime."""
         self.attention_seconds[regime] += seconds
         self.predicted_seconds[regime] += predicted
 

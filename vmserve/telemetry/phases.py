@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Measure the phases of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PhaseSpan(NamedTuple):
 
 
 class StepPhases:
-    """Made as a step begins; each phase ends where the next one begins (or resumes)."""
+    """The phases of one step. Each phase ends where the next one begins or resumes."""
 
     __slots__ = ("_last", "spans")
 
@@ -29,11 +29,11 @@ class StepPhases:
         self._last = time.perf_counter()
 
     def resume(self) -> None:
-        """What was done since the last phase ended is another step's."""
+        """Begin the next phase now: the time since the last one belongs to another step."""
         self._last = time.perf_counter()
 
     def end(self, phase: str) -> float:
-        """The phase ends here; how many seconds it took."""
+        """End the phase; return its seconds."""
         now = time.perf_counter()
         span = PhaseSpan(phase, self._last, now)
         self.spans.append(span)

@@ -1,4 +1,4 @@
-"""What the live views show: the engine's memory, queues and requests at one moment.
+"""The engine's memory, queues and requests at one moment, for the live views.
 
 Plain data, so that it can cross a process boundary as it is.
 """

@@ -1,4 +1,4 @@
-"""What each step did, as a file that opens in Perfetto (https://ui.perfetto.dev).
+"""Write what each step did to a file for Perfetto (https://ui.perfetto.dev).
 
 The format is Chrome's trace event format, its array form: an array that is cut off (the process
 was killed) opens as well.
@@ -106,7 +106,7 @@ class StepTrace:
                 self._event("i", label, now, tid=_STEPS, s="t", args={"count": count})
 
     def request(self, request_id: str, metrics: RequestMetrics) -> None:
-        """A request that has ended, from its arrival on."""
+        """Write a request that has ended."""
         if metrics.finished_time is None:
             return
         args = {
@@ -138,7 +138,7 @@ class StepTrace:
     # -- events -------------------------------------------------------------------------
 
     def _since(self, values: dict[str, Any], names: tuple[str, ...]) -> dict[str, float]:
-        """How far counters have moved since the step before."""
+        """Return how much counters have grown since the last step."""
         moved = {name: values[name] - self._last.get(name, 0) for name in names}
         self._last |= {name: values[name] for name in names}
         return moved

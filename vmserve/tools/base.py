@@ -1,4 +1,4 @@
-"""What a parser is given and what it gives."""
+"""The interface of parsers for tool calls."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text of the answer that is no call."""
+    """Text of the answer outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """A call of the function ``name``. What follows it belongs to it, until the next one."""
+    """The begin of a call of ``name``. Later arguments belong to it, until the next call."""
 
     name: str
 
@@ -43,7 +43,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model thinks before it answers."""
+    """Thoughts of the model before its answer."""
 
     text: str
 
@@ -52,17 +52,17 @@ Event = Content | CallBegins | CallArguments | Reasoning
 
 
 class ToolParser(Protocol):
-    """Takes the text of one answer in pieces; what comes out does not depend on where it was cut.
+    """Parse the text of one answer in pieces. The result does not depend on the cuts.
 
     Text that may become a call is held back. What turns out to be none is content.
     """
 
     def feed(self, text: str) -> list[Event]:
-        """More of the text."""
+        """Parse more text."""
         ...
 
     def finish(self) -> list[Event]:
-        """The text has ended: what was held back. Nothing may be fed after it."""
+        """End the text; return what was held back. Do not feed after it."""
         ...
 
 
@@ -90,7 +90,7 @@ def parsed_call(value: Any, names: frozenset[str], keys: Iterable[str]) -> list[
 
 
 def overlap(text: str, marker: str) -> int:
-    """How many characters at the end of ``text`` may begin ``marker``."""
+    """Return how many characters at the end of ``text`` may be the begin of ``marker``."""
     return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)
 
 
@@ -127,7 +127,7 @@ class JsonEnd:
 
 
 class ContentBuffer:
-    """White space beside a call is no content: it is held until what follows is known."""
+    """Drop white space next to calls: hold it until the text behind it is known."""
 
     def __init__(self) -> None:
         self._space = ""

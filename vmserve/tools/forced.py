@@ -1,4 +1,4 @@
-"""Calls that a grammar enforces: the answer is nothing else, and so is parsed as it comes."""
+"""Calls that a grammar enforces. The answer is nothing else, so it is parsed as it comes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def call_rules(
 
 
 def _quoted(text: str) -> str:
-    """As a string of a grammar."""
+    """Quote a string for a grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -98,7 +98,7 @@ class ForcedCallParser:
         return []
 
     def _head(self) -> list[Event] | None:
-        """Everything up to the arguments of the next call."""
+        """Parse up to the arguments of the next call."""
         place = self._held.find(_NAME)
         if place < 0:
             return None

@@ -47,7 +47,7 @@ class HermesParser:
         return events + self._out.finish()
 
     def _outside(self) -> list[Event] | None:
-        """Up to the next marker; None when more text is needed."""
+        """Parse up to the next marker; return None if more text is needed."""
         place = self._held.find(BEGIN)
         if place >= 0:
             text, self._held = self._held[:place], self._held[place:]

@@ -1,4 +1,4 @@
-"""Calls that are JSON by themselves: Llama 3's objects and Mistral's list behind a marker."""
+"""Calls written as JSON: Llama 3's objects and Mistral's list behind a marker."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LlamaParser:
         return self._out.call(call)
 
     def _find_begin(self) -> int | None:
-        """Where an object begins; None: that is to come; -1: there is none."""
+        """Return where an object begins; None if it may still come; -1 if there is none."""
         text = self._held.lstrip()
         if self._is_first:
             if self._MARKER.startswith(text):
@@ -154,7 +154,7 @@ class MistralParser:
         return [event for call in calls for event in self._out.call(call)]
 
     def _start(self) -> int | None:
-        """Where the JSON begins; None: that is to come; -1: there is none."""
+        """Return where the JSON begins; None if it may still come; -1 if there is none."""
         after = len(self._MARKER)
         for place in range(after, len(self._held)):
             char = self._held[place]

@@ -14,7 +14,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 class PythonicParser:
-    """The list is the beginning of the answer; where there is none all is content."""
+    """Parse a list of calls at the beginning of the answer; without one, all text is content."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
@@ -88,7 +88,7 @@ def _calls(text: str, names: frozenset[str]) -> list[list[Event]] | None:
 
 
 def _call(node: ast.expr, names: frozenset[str]) -> list[Event]:
-    """Raises ``ValueError`` for what is no call of a tool with literal arguments by name."""
+    """Parse one call. Raises ``ValueError`` unless it calls a tool with literals as keywords."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError
     name = ast.unparse(node.func)

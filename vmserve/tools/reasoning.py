@@ -1,4 +1,4 @@
-"""Split what a model thinks, ``<think>...</think>`` before its answer, from the answer."""
+"""Split a model's thoughts, ``<think>...</think>``, from the answer behind them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _END: Final = "</think>"
 
 
 def template_thinks(template: str) -> bool:
-    """Whether a chat template knows thoughts, by their end marker."""
+    """Return whether a chat template has the end marker of thoughts."""
     return _END in template
 
 
 def begins_in_thought(prompt: str) -> bool:
-    """Whether the template has opened a thought that the model is to go on with."""
+    """Return whether the prompt ends inside a thought, which the model continues."""
     return prompt.rstrip().endswith(_BEGIN)
 
 

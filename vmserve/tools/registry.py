@@ -1,4 +1,4 @@
-"""Parsers by name, and by what a chat template tells of the model's convention."""
+"""Choose parsers by name or by the model's chat template."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def check_parser(name: str | None) -> None:
 
 
 def parser_for_template(template: str) -> str:
-    """The parser's name. A template that tells nothing: what most models do."""
+    """Return the parser's name; for a template without hints, the most common one."""
     return next((name for sign, name in _SIGNS if sign in template), "hermes")

@@ -1,4 +1,4 @@
-"""Tools for chat templates that show none: the conversation tells of them, in Hermes' tags."""
+"""Describe tools in the conversation, in Hermes' tags, for chat templates without tools."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOOLS: Final = re.compile(r"\{[%{](?:(?![%}]\}).)*?\btools\b", re.DOTALL)
 
 
 def knows_tools(template: str) -> bool:
-    """Whether a chat template can show tools: it is given them under one name only."""
+    """Return whether a chat template reads the variable ``tools``."""
     return _TOOLS.search(template) is not None
 
 

@@ -140,7 +140,7 @@ class CudaPagedBackend:
 
 
 class _Tables:
-    """Block tables as the kernels read them: those of the view, or the batch's rows of them."""
+    """Block tables for the kernels: the view's, or a copy of the batch's rows."""
 
     def __init__(self, view: DeviceView, address: int, width: int, copied: bool) -> None:
         self.view, self.address, self.width, self.copied = view, address, width, copied
@@ -158,11 +158,11 @@ class _Tables:
         return _Tables(view, tables.data_ptr(), int(tables.stride(0)), False)
 
     def rows(self, batch: RaggedBatch) -> NDArray[np.int64]:
-        """Of each sequence: its row of the table that the kernels read, or its slot."""
+        """Return each sequence's row of the table, or its slot."""
         return np.arange(batch.num_sequences) if self.copied else batch.places
 
     def copy(self, batch: RaggedBatch) -> NDArray[np.int32] | None:
-        """The rows that the batch needs, as wide as its longest sequence."""
+        """Copy the batch's rows, as wide as its longest sequence."""
         paged = self.view.view
         if not self.copied or not isinstance(paged, PagedView):
             return None
@@ -177,7 +177,7 @@ class _Tables:
 
 
 class _Workspace:
-    """What plans of a fixed size work in, one at a time: kept by the first that needs as much."""
+    """Working memory that plans of a fixed size share, one at a time."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
@@ -191,7 +191,7 @@ class _Workspace:
 
 
 class _PlanInUse:
-    """One plan on the device, with the room for its parts and how the kernels are launched."""
+    """One plan on the device, with memory for its parts and the launch parameters."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _PlanInUse:
 
 
 class _Plans(ABC):
-    """Plans by window. Subclasses say when they are made, and of what size."""
+    """Plans by window. Subclasses decide when they are made and how large they are."""
 
     def __init__(self, launcher: Launcher, view: DeviceView, tables: _Tables) -> None:
         self.launcher = launcher
@@ -229,7 +229,7 @@ class _Plans(ABC):
     def check_tokens(self, num_tokens: int) -> None: ...
 
     def rotated(self, q: torch.Tensor) -> torch.Tensor:
-        """Where rotated queries go: one buffer for all layers."""
+        """The buffer for rotated queries, which all layers share."""
         if self._rotated is None or self._rotated.shape != q.shape:
             self._rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         return self._rotated
@@ -253,7 +253,7 @@ class _Plans(ABC):
 
 
 class _EagerPlans(_Plans):
-    """Of one batch: made when first asked for, as large as they are."""
+    """Plans for one batch, made at first use."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class _EagerPlans(_Plans):
 
 
 class _Limits:
-    """What a plan of a fixed size has room for."""
+    """The capacity of a plan of a fixed size."""
 
     def __init__(
         self, max_seqs: int, max_tokens: int, max_new: int, max_len: int, shared_prefixes: bool
@@ -348,7 +348,7 @@ class _Limits:
 
 
 class _FixedPlans(_Plans):
-    """Of any batch within limits: made once, filled again and again."""
+    """Plans for any batch within limits, made once and refilled."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A plan on the device: all that the kernels read of it, in one buffer, moved in one copy."""
+"""A plan on the device: all arrays of the kernels in one buffer, copied at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIGN = 32 // _INT_BYTES  # an item's size
 
 @dataclass(frozen=True)
 class Counts:
-    """How many of each a buffer has room for."""
+    """The capacity of a buffer, by array."""
 
     tokens: int
     decode: int

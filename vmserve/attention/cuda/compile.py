@@ -71,7 +71,7 @@ def source_text(directory: Path | None = None) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be compiled, and by what."""
+    """The inputs of one compilation."""
 
     variant: Variant
     sizes: Sizes
@@ -93,7 +93,7 @@ class Request:
 
 
 def compiler_version() -> str:
-    """Of NVRTC, for example ``nvrtc 13.0``. Raises :class:`CompileError` where there is none."""
+    """Return NVRTC's version, as ``nvrtc 13.0``; raises :class:`CompileError` without one."""
     nvrtc = _imported("cuda.bindings.nvrtc")
     try:
         status, major, minor = nvrtc.nvrtcVersion()
@@ -105,7 +105,7 @@ def compiler_version() -> str:
 
 
 def compile_cubin(variant: Variant, sizes: Sizes, architecture: str) -> tuple[bytes, str]:
-    """The cubin and the assembler's log (registers, spills). Takes seconds; needs no GPU.
+    """Compile; return the cubin and the assembler's log. Takes seconds; needs no GPU.
 
     Raises :class:`CompileError` with the compiler's log.
     """
@@ -166,7 +166,7 @@ class CubinCache:
         self._directory = directory or default_cache_directory()
 
     def get(self, variant: Variant, sizes: Sizes, architecture: str) -> bytes:
-        """The cubin, compiled if it is not there. Raises :class:`CompileError`."""
+        """Return the cubin, compiled at first use. Raises :class:`CompileError`."""
         request = Request(variant, sizes, architecture, compiler_version())
         path = self._directory / f"{variant.name}-{architecture}-{request.digest()}.cubin"
         private = self._is_private()
@@ -178,7 +178,7 @@ class CubinCache:
         return cubin
 
     def _is_private(self) -> bool:
-        """Code from a directory that others may write is not run."""
+        """Return whether only this user may write to the directory; else its code is not run."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self._directory.stat()
@@ -199,7 +199,7 @@ def _read_checked(path: Path) -> bytes | None:
 
 
 def _write_checked(path: Path, cubin: bytes) -> None:
-    """All or nothing; that it could not be kept is no error."""
+    """Write the file atomically; ignore errors."""
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     except OSError:
@@ -226,7 +226,7 @@ class KernelResources:
 
 
 def resources_of(log: str) -> dict[str, KernelResources]:
-    """What the assembler's log says of each kernel, by name."""
+    """Read each kernel's resources from the assembler's log."""
     found: dict[str, KernelResources] = {}
     for entry in re.split(r"Compiling entry function '", log)[1:]:
         name = entry.split("'", 1)[0]

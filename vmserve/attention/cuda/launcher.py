@@ -1,4 +1,4 @@
-"""How the backend reaches the device: kernels are launched through a :class:`Launcher`."""
+"""Launch kernels on the device through a :class:`Launcher`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Launcher(Protocol):
     def device(self) -> torch.device: ...
 
     def resident(self, variant: Variant) -> Resident:
-        """Blocks of the attention kernels that run at once on the whole device."""
+        """Return how many blocks of the attention kernels run at once on the whole device."""
         ...
 
     def launch(self, variant: Variant, kernel: str, blocks: int, args: ctypes.Structure) -> None:
@@ -63,7 +63,7 @@ class CudaLauncher:
         return self._device
 
     def refusal(self, head_dim: int) -> str | None:
-        """Why the device cannot run the kernels for such heads; None if it can."""
+        """Return why the device cannot run the kernels for such heads; None if it can."""
         properties = torch.cuda.get_device_properties(self._device)
         if properties.major < 8:
             return (
@@ -145,7 +145,7 @@ class CudaLauncher:
         return _Loaded(functions, resident)
 
     def _enter_context(self) -> None:
-        """Makes torch's context, the primary one, this thread's: modules are loaded into it."""
+        """Make torch's primary context current in this thread: modules are loaded into it."""
         result = self._driver.cuDevicePrimaryCtxRetain(self._device.index)
         context = self._check("cuDevicePrimaryCtxRetain", result)
         self._check("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(context))
@@ -168,7 +168,7 @@ class CudaLauncher:
         return sizes_for(head_dim, block, multiprocessor)
 
     def _check(self, call: str, result: tuple[Any, ...]) -> Any:
-        """The call's value; raises :class:`~vmserve.errors.DriverError` with its status."""
+        """Return the call's value; raises :class:`~vmserve.errors.DriverError` with its status."""
         if int(result[0]) != 0:
             raise DriverError(f"{call}: {getattr(result[0], 'name', result[0])}")
         return result[1] if len(result) > 1 else None

@@ -1,4 +1,4 @@
-"""Copies and zeroing of runs of device memory, many in a launch: blocks that fork, or are freed."""
+"""Copy and zero runs of device memory, many in a launch, for blocks that fork or are freed."""
 
 from __future__ import annotations
 

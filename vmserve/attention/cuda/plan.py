@@ -1,4 +1,4 @@
-"""Which block of the device does what: work items over a ragged batch. Pure numpy.
+"""Plan a ragged batch as work items for the device's blocks. Pure numpy.
 
 The query rows of a sequence (its new tokens times the query heads of one KV head) are cut into
 *tiles* of one kernel, the keys that a tile sees into *chunks* so that the items fill the device.
@@ -130,7 +130,7 @@ _NO_TILES = _Tiles(*(np.zeros(0, np.int64) for _ in _Tiles._fields))
 
 
 def chunk_limit(resident: int, kv_heads: int) -> int:
-    """Items of one kernel (per KV head) beyond which nothing is split."""
+    """Return the number of items of a kernel, per KV head, above which nothing is split."""
     return max(1, MAX_WAVES * resident // kv_heads)
 
 
@@ -213,7 +213,7 @@ def _shared_lengths(step: Step, prefixes: Sequence[SharedPrefix]) -> IntArray:
 
 
 def _first_visible(position: IntArray | int, window: int | None) -> IntArray:
-    """The first key of a tile that starts at ``position``, down to a multiple of 16."""
+    """Return the first visible key of a tile at ``position``, rounded down to a multiple of 16."""
     if window is None:
         return np.zeros_like(position)
     first: IntArray = np.maximum(0, np.asarray(position) + 1 - window) // 16 * 16
@@ -250,7 +250,7 @@ def _sequence_tiles(
 
 
 def _tokens_of(step: Step, members: Sequence[int]) -> tuple[IntArray, IntArray]:
-    """The tokens of the ragged batch that belong to sequences, and their positions."""
+    """Return the tokens of the given sequences, and their positions."""
     chosen = np.array(members, np.int64)
     new = step.num_new[chosen]
     within = np.arange(int(new.sum())) - np.repeat(np.cumsum(new) - new, new)
@@ -291,7 +291,7 @@ def _prefix_tiles(
 
 
 def _chunks(tiles: _Tiles, kv_heads: int, resident: int) -> tuple[IntArray, IntArray]:
-    """Of each tile: the number of its chunks, and their size."""
+    """Return each tile's number of chunks and their size."""
     lengths = tiles.end - tiles.begin
     if not len(lengths):
         return lengths, lengths
@@ -352,7 +352,7 @@ def _parts_of_tokens(
     chunks: Sequence[tuple[IntArray, IntArray]],
     parts_before: IntArray,
 ) -> IntArray:
-    """How many items each token is in: those of its prefix and its own."""
+    """Count each token's items: those of its prefix and its own."""
     token_parts = np.zeros(num_tokens, np.int64)
     for tiles, (counts, _) in zip(kernels, chunks, strict=True):
         own = tiles.sequence >= 0

@@ -1,4 +1,4 @@
-"""What a model of ``transformers`` asks of attention, seen in a run without weights or numbers.
+"""Find out what a model of ``transformers`` asks of attention, by a run without weights.
 
 The model is built on torch's "meta" device, where tensors have shapes only, and runs once with
 an attention function that notes how it is called. So nothing is concluded from the fields of a
@@ -54,7 +54,7 @@ _UNDERSTOOD = frozenset(
 
 @dataclass(frozen=True)
 class MaskRule:
-    """In place of a mask: the function that would fill it, and the window it was made for."""
+    """A mask as its function and window, instead of its values."""
 
     visible: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     window: int | None
@@ -72,7 +72,7 @@ class _Call:
 
 @dataclass
 class _Notes:
-    """Handed to the model as a keyword argument, as a step's attention is when it serves."""
+    """The record of attention calls, passed to the model as a keyword argument."""
 
     calls: list[_Call] = field(default_factory=list)
 
@@ -129,7 +129,7 @@ class ForeignConfig:
 
 
 def reason(error: BaseException) -> str:
-    """Class and message in one line of at most 300 characters."""
+    """Format an error's class and message in one line of at most 300 characters."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 300)
 
 
@@ -153,7 +153,7 @@ def _check_rope(text: PreTrainedConfig) -> None:
 
 
 def _run(hf: PreTrainedConfig, vocab_size: int) -> tuple[_Notes, int, int]:
-    """The attention calls, the number of weights, and the bytes of activations at their peak."""
+    """Run; return the attention calls, the number of weights and the peak bytes of activations."""
     AttentionInterface.register(_INSPECT, _note)
     AttentionMaskInterface.register(_INSPECT, _mask_rule)
     notes, peak = _Notes(), PeakBytes()

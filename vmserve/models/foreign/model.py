@@ -25,14 +25,14 @@ _SERVE = "vmserve"
 
 @dataclass(frozen=True, slots=True)
 class _StepAttention:
-    """Goes through the model as a keyword argument, down to each layer's attention."""
+    """A step's attention, passed through the model as a keyword argument."""
 
     call: AttentionCall
     layers: tuple[LayerAttention, ...]
 
 
 class ForeignModel:
-    """All new tokens of a step are one row to the model; only attention knows whose they are."""
+    """A model that sees all new tokens of a step as one row; only attention knows the sequences."""
 
     def __init__(self, config: ForeignConfig, model: PreTrainedModel) -> None:
         self._layers = config.layers
@@ -108,7 +108,7 @@ def load_foreign(
 
 
 def _check_complete(info: dict[str, Any]) -> None:
-    """``transformers`` fills what is missing with random numbers and only warns."""
+    """Refuse missing weights: ``transformers`` only warns and fills in random numbers."""
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigurationError(

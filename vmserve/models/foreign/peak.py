@@ -1,4 +1,4 @@
-"""How many bytes the tensors made by a piece of code take at most at the same time."""
+"""Measure the peak bytes of the tensors that a piece of code makes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PeakBytes"]
 
 
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts storages, not tensors: views and operations in place take nothing.
+    """Count storages, not tensors: views and operations in place take no memory.
 
     On the meta device too, where no memory is taken and no profiler sees any.
     """

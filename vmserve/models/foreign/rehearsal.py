@@ -1,4 +1,4 @@
-"""Two short sequences in chunks through our attention, against the model with its own."""
+"""Compare our attention with the model's own on two short sequences in chunks."""
 
 from __future__ import annotations
 
