@@ -13,13 +13,30 @@ from typing import Annotated, Any
 import typer
 
 import vmserve  # its names load when used: `vmserve --help` must not wait for torch
-from vmserve.cli.options import with_engine_options
+from vmserve.cli.options import ENGINE_OPTIONS, parameters_of, with_parameters
 from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.sampling.params import SAMPLING_OPTIONS
 
 __all__ = ["generate_command"]
 
-_SAMPLING = "Sampling"
 _STRUCTURED = "Structured output"
+#: Sampling fields that have an option, in the order of the help.
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "beam_width",
+    "length_penalty",
+    "stop",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprobs",
+)
 
 
 class OutputFormat(enum.StrEnum):
@@ -28,15 +45,16 @@ class OutputFormat(enum.StrEnum):
     jsonl = "jsonl"
 
 
-def _sampling(help: str | None = None, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=_SAMPLING)
-
-
 def _structured(help: str) -> Any:
     return typer.Option(help=help, rich_help_panel=_STRUCTURED)
 
 
-@with_engine_options
+@with_parameters(
+    [
+        *parameters_of(SAMPLING_OPTIONS[name] for name in _SAMPLING),
+        *parameters_of(ENGINE_OPTIONS.values()),
+    ]
+)
 def generate_command(
     prompt: Annotated[
         list[str] | None,
@@ -52,28 +70,6 @@ def generate_command(
     output_format: Annotated[
         OutputFormat, typer.Option("--format", help="text, one JSON document, or JSON Lines.")
     ] = OutputFormat.text,
-    max_tokens: Annotated[int | None, _sampling("Most tokens to generate. Default: 16.")] = None,
-    temperature: Annotated[float | None, _sampling("0 is greedy.")] = None,
-    top_p: Annotated[float | None, _sampling("Keep the likeliest tokens of this mass.")] = None,
-    top_k: Annotated[int | None, _sampling("Keep the k likeliest; 0 or -1: all.")] = None,
-    min_p: Annotated[float | None, _sampling("Least share of the likeliest's mass.")] = None,
-    n: Annotated[int | None, _sampling("Outputs per prompt.", "-n", "--n")] = None,
-    beam_width: Annotated[int | None, _sampling("Beam search of this width.")] = None,
-    length_penalty: Annotated[
-        float | None, _sampling("Of beams: score = log-probability / length ** penalty.")
-    ] = None,
-    stop: Annotated[list[str] | None, _sampling("A stop string; repeatable.")] = None,
-    ignore_eos: Annotated[bool | None, _sampling("Go on past the end token.")] = None,
-    presence_penalty: Annotated[
-        float | None, _sampling("Off the logits of tokens that the answer has; -2 to 2.")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, _sampling("The same for each time that it has them; -2 to 2.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, _sampling("Divides those of tokens of prompt and answer; over 0 to 2.")
-    ] = None,
-    logprobs: Annotated[int | None, _sampling("Log-probabilities of the k likeliest.")] = None,
     structured_json: Annotated[
         str | None, _structured("JSON schema that answers match: its text, or @FILE.")
     ] = None,
@@ -82,27 +78,14 @@ def generate_command(
     grammar: Annotated[
         str | None, _structured("Grammar of the answers, EBNF or Lark: its text, or @FILE.")
     ] = None,
-    **engine_options: Any,
+    **options: Any,
 ) -> None:
     """Generate text offline and print it.
 
     The engine's --seed feeds the samples, so that a run can be repeated.
     """
-    given = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "n": n,
-        "stop": stop,
-        "ignore_eos": ignore_eos,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "repetition_penalty": repetition_penalty,
-        "logprobs": logprobs,
-    }
-    fields: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+    fields = {name: options.pop(name) for name in _SAMPLING if name in options}
+    beam_width, length_penalty = fields.pop("beam_width", None), fields.pop("length_penalty", None)
     structured = {
         "json": _text_or_file(structured_json),
         "regex": regex,
@@ -124,7 +107,7 @@ def generate_command(
                 f"{where}: --beam-width does not go with fields of its own: {', '.join(own)}"
             )
         _sampling_params(vmserve.SamplingParams, {**fields, **own}, where)
-    with vmserve.LLM(**engine_options) as llm:
+    with vmserve.LLM(**options) as llm:
         if beam is not None:
             results = llm.beam_search([p for p, _, _ in requests], beam)
         else:

@@ -1,22 +1,31 @@
 """What a caller can ask of generation, checked when it is built.
 
-Every bound is in one table (``LIMITS``) and every message names the field, the bound and
-the kind of constraint (``less_than_equal`` and the like), so that the HTTP server can pass
-it on as it is.
+Each field is declared once, with its range, default and help: the command line, the ranges of
+HTTP requests (``LIMITS``) and docs/options.md are derived. Every message names the field, the bound
+and the kind of constraint (``less_than_equal`` and the like), so that the HTTP server can pass it
+on as it is.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 from vmserve.errors import InvalidRequestError
+from vmserve.options import Bounds, Declared, Option, declared_options
 from vmserve.structured.spec import StructuredOutputsParams
 
-__all__ = ["LIMITS", "BeamSearchParams", "Bounds", "GenerationParams", "SamplingParams"]
+__all__ = [
+    "LIMITS",
+    "SAMPLING_OPTIONS",
+    "BeamSearchParams",
+    "GenerationParams",
+    "SamplingParams",
+]
 
 INT64_MAX = 2**63 - 1
 MAX_CHOICES = 128
@@ -32,57 +41,36 @@ GREEDY_TEMPERATURE = 1e-5
 NAMED_IDS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The range of a number: ``low`` <= x <= ``high``, or ``low`` < x with ``open_low``."""
-
-    low: float
-    high: float
-    open_low: bool = False
-    integer: bool = False
-
-
-LIMITS: Mapping[str, Bounds] = {
-    "n": Bounds(1, MAX_CHOICES, integer=True),
-    "best_of": Bounds(1, MAX_CHOICES, integer=True),
-    "temperature": Bounds(0.0, 2.0),
-    "top_p": Bounds(0.0, 1.0, open_low=True),
-    "top_k": Bounds(-1, INT64_MAX, integer=True),
-    "min_p": Bounds(0.0, 1.0),
-    "presence_penalty": Bounds(-2.0, 2.0),
-    "frequency_penalty": Bounds(-2.0, 2.0),
-    "repetition_penalty": Bounds(0.0, 2.0, open_low=True),
-    "seed": Bounds(-(2**63), INT64_MAX, integer=True),
-    "max_tokens": Bounds(0, INT64_MAX, integer=True),
-    "min_tokens": Bounds(0, INT64_MAX, integer=True),
-    "logprobs": Bounds(-1, INT64_MAX, integer=True),
-    "prompt_logprobs": Bounds(-1, INT64_MAX, integer=True),
-    "beam_width": Bounds(1, MAX_CHOICES, integer=True),
-    "length_penalty": Bounds(-100.0, 100.0),
-}
-
 #: "auto": as the model's authors say, else "last".
 Pooling = Literal["auto", "last", "mean"]
 POOLINGS: Final[tuple[Pooling, ...]] = get_args(Pooling)
 
-_OPTIONAL = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs")
-_NUMBERS = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-)
-_FLAGS = (
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "detokenize",
-)
+
+def _option(
+    help: str,
+    low: float | None = None,
+    high: float = INT64_MAX,
+    *,
+    open_low: bool = False,
+    default: str = "",
+    flags: tuple[str, ...] = (),
+    negatable: bool = False,
+) -> Option:
+    """A field's declaration; the command line says no default, as models have their own."""
+    bounds = None if low is None else Bounds(low, high, open_low)
+    return Option(help, "Sampling", bounds, default=default, flags=flags, negatable=negatable)
+
+
+_Temperature = Annotated[float, _option("0 is greedy.", 0.0, 2.0)]
+_IgnoreEos = Annotated[bool, _option("Go on past the end token.", negatable=True)]
+_MaxTokens = Annotated[int | None, _option("Most tokens to generate.", 0, default="16")]
+_MinTokens = Annotated[int, _option("Tokens before which no end token is drawn.", 0)]
+_Logprobs = Annotated[int | None, _option("Log-probabilities of the k likeliest.", -1)]
+_SkipSpecialTokens = Annotated[bool, _option("Leave special tokens out of the text.")]
+_Detokenize = Annotated[bool, _option("Make text of the tokens.")]
+_StructuredOutputs = Annotated[
+    StructuredOutputsParams | None, _option("What the answer has to match.")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,32 +90,58 @@ class SamplingParams:
     Raises :class:`~vmserve.errors.InvalidRequestError` for a value out of its range.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: Sequence[int] | None = None
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-    structured_outputs: StructuredOutputsParams | None = None
-    pooling: Pooling | None = None
+    n: Annotated[int, _option("Outputs per prompt.", 1, MAX_CHOICES, flags=("-n", "--n"))] = 1
+    best_of: Annotated[
+        int | None,
+        _option("Outputs that are drawn, of which the n likeliest stay.", 1, MAX_CHOICES),
+    ] = None
+    temperature: _Temperature = 1.0
+    top_p: Annotated[
+        float, _option("Keep the likeliest tokens of this mass.", 0.0, 1.0, open_low=True)
+    ] = 1.0
+    top_k: Annotated[int, _option("Keep the k likeliest; 0 or -1: all.", -1)] = 0
+    min_p: Annotated[float, _option("Least share of the likeliest's mass.", 0.0, 1.0)] = 0.0
+    presence_penalty: Annotated[
+        float, _option("Off the logits of tokens that the answer has; -2 to 2.", -2.0, 2.0)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, _option("The same for each time that it has them; -2 to 2.", -2.0, 2.0)
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        _option(
+            "Divides those of tokens of prompt and answer; over 0 to 2.", 0.0, 2.0, open_low=True
+        ),
+    ] = 1.0
+    seed: Annotated[int | None, _option("Makes the draws repeatable.", -(2**63))] = None
+    stop: Annotated[Sequence[str], _option("A stop string; repeatable.")] = ()
+    stop_token_ids: Annotated[Sequence[int], _option("Tokens that end the answer.")] = ()
+    include_stop_str_in_output: Annotated[bool, _option("Keep the stop string in the text.")] = (
+        False
+    )
+    ignore_eos: _IgnoreEos = False
+    max_tokens: _MaxTokens = 16
+    min_tokens: _MinTokens = 0
+    logprobs: _Logprobs = None
+    prompt_logprobs: Annotated[
+        int | None, _option("The same for each token of the prompt.", -1)
+    ] = None
+    logprob_token_ids: Annotated[
+        Sequence[int] | None, _option("Tokens whose log-probabilities are given as well.")
+    ] = None
+    logit_bias: Annotated[
+        Mapping[int, float] | None, _option("Added to the logits of tokens, by id; -100 to 100.")
+    ] = None
+    allowed_token_ids: Annotated[
+        Sequence[int] | None, _option("Tokens that may be drawn, and no others.")
+    ] = None
+    bad_words: Annotated[Sequence[str], _option("Words that are not drawn.")] = ()
+    skip_special_tokens: _SkipSpecialTokens = True
+    detokenize: _Detokenize = True
+    structured_outputs: _StructuredOutputs = None
+    pooling: Annotated[
+        Pooling | None, _option("Give an embedding of the prompt instead of an answer.")
+    ] = None
 
     @property
     def reads_whole_prompt(self) -> bool:
@@ -143,14 +157,7 @@ class SamplingParams:
         return self
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            self._set(name, check_number(name, getattr(self, name)))
-        for name in _OPTIONAL:
-            if getattr(self, name) is not None:
-                self._set(name, check_number(name, getattr(self, name)))
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be true or false", name)
+        _check_numbers_and_flags(self, SamplingParams)
         self._normalise_lists()
         if self.structured_outputs is not None:
             wanted = StructuredOutputsParams.of(self.structured_outputs)
@@ -260,27 +267,27 @@ class BeamSearchParams:
     ``structured_outputs``: what every answer has to match.
     """
 
-    beam_width: int
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    logprobs: int | None = None
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-    structured_outputs: StructuredOutputsParams | None = None
+    beam_width: Annotated[int, _option("Beam search of this width.", 1, MAX_CHOICES)]
+    max_tokens: _MaxTokens = 16
+    min_tokens: _MinTokens = 0
+    length_penalty: Annotated[
+        float, _option("Of beams: score = log-probability / length ** penalty.", -100.0, 100.0)
+    ] = 1.0
+    early_stopping: Annotated[
+        bool | Literal["never"], _option("When a search ends: see BeamSearchParams.")
+    ] = False
+    ignore_eos: _IgnoreEos = False
+    temperature: _Temperature = 0.0
+    logprobs: _Logprobs = None
+    skip_special_tokens: _SkipSpecialTokens = True
+    detokenize: _Detokenize = True
+    structured_outputs: _StructuredOutputs = None
 
     def __post_init__(self) -> None:
         if self.structured_outputs is not None:
             wanted = StructuredOutputsParams.of(self.structured_outputs)
             object.__setattr__(self, "structured_outputs", wanted)
-        for name in ("beam_width", "min_tokens", "length_penalty", "temperature"):
-            object.__setattr__(self, name, check_number(name, getattr(self, name)))
-        for name in ("max_tokens", "logprobs"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, check_number(name, getattr(self, name)))
+        _check_numbers_and_flags(self, BeamSearchParams)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InvalidRequestError(
                 "max_tokens must be at least 1, got 0 (greater_than_equal)", "max_tokens"
@@ -290,9 +297,6 @@ class BeamSearchParams:
             raise InvalidRequestError(
                 'early_stopping must be true, false or "never"', "early_stopping"
             )
-        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be true or false", name)
 
     @property
     def n(self) -> int:
@@ -317,6 +321,41 @@ class BeamSearchParams:
             structured_outputs=self.structured_outputs,
             temperature=0.0,
         )
+
+
+#: The fields of both, by name.
+SAMPLING_OPTIONS: Final[Mapping[str, Declared]] = {
+    **declared_options(BeamSearchParams),
+    **declared_options(SamplingParams),
+}
+#: The ranges of numbers.
+LIMITS: Final[Mapping[str, Bounds]] = {
+    name: dataclasses.replace(declared.option.bounds, integer=declared.type is int)
+    for name, declared in SAMPLING_OPTIONS.items()
+    if declared.option.bounds is not None
+}
+#: Of each class the numbers, with whether they may be None, and the flags.
+_CHECKED: Final = {
+    owner: (
+        [(name, field.optional) for name, field in fields.items() if name in LIMITS],
+        [name for name, field in fields.items() if field.type is bool],
+    )
+    for owner, fields in (
+        (owner, declared_options(owner)) for owner in (SamplingParams, BeamSearchParams)
+    )
+}
+
+
+def _check_numbers_and_flags(
+    params: GenerationParams, owner: type[SamplingParams] | type[BeamSearchParams]
+) -> None:
+    numbers, flags = _CHECKED[owner]
+    for name, optional in numbers:
+        if (value := getattr(params, name)) is not None or not optional:
+            object.__setattr__(params, name, check_number(name, value))
+    for name in flags:
+        if not isinstance(getattr(params, name), bool):
+            raise InvalidRequestError(f"{name} must be true or false", name)
 
 
 def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:

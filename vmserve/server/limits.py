@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from pydantic import Field
 
+from vmserve.options import Bounds
 from vmserve.sampling.params import (
     INT64_MAX,
     LIMITS,
@@ -18,7 +19,6 @@ from vmserve.sampling.params import (
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
-    Bounds,
 )
 
 __all__ = [
