@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from vmserve.errors import InvalidRequestError
+from vmserve.options import declared_options
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import not_implemented
@@ -26,34 +27,13 @@ __all__ = [
 Truncated = GenerationRequest | EmbeddingRequest
 #: What the request leaves open is taken from generation_config.json, else from here.
 _OPENAI_DEFAULTS: Final[dict[str, Any]] = {"temperature": 1.0, "top_p": 1.0}
-_BEAM_FIELDS: Final = (
-    "early_stopping",
-    "ignore_eos",
-    "length_penalty",
-    "min_tokens",
-    "skip_special_tokens",
-)
+#: Fields that requests and parameters have alike, but those with rules of their own.
 _FIELDS: Final = (
-    "allowed_token_ids",
-    "bad_words",
-    "frequency_penalty",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "logprob_token_ids",
-    "min_p",
-    "min_tokens",
-    "n",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "skip_special_tokens",
-    "stop",
-    "stop_token_ids",
-    "temperature",
-    "top_k",
-    "top_p",
-)
+    GenerationRequest.model_fields.keys() & declared_options(SamplingParams).keys()
+) - {"max_tokens", "prompt_logprobs", "structured_outputs"}
+_BEAM_FIELDS: Final = (
+    GenerationRequest.model_fields.keys() & declared_options(BeamSearchParams).keys()
+) - {"max_tokens", "structured_outputs", "temperature"}
 
 
 def sampling_params(
