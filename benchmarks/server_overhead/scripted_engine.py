@@ -20,16 +20,15 @@ from vmserve.ipc.framing import receive_frame, send_frame
 from vmserve.ipc.messages import (
     Abort,
     Add,
-    Choice,
     Launch,
     Ping,
     Pong,
     Shutdown,
     StepUpdate,
-    Update,
     decode_to_engine,
     encode,
 )
+from vmserve.text.update import ChoiceUpdate, RequestUpdate
 from vmserve.types import RequestMetrics
 
 
@@ -70,18 +69,18 @@ def _speak(sock: socket.socket, heard: queue.SimpleQueue[object], step_seconds: 
         if accepted:
             send_frame(sock, encode(StepUpdate(len(left), 0, accepted, [], [])))
         time.sleep(step_seconds)
-        updates = [_update(handle, num) for handle, num in left.items()]
+        updates = [(handle, _update(num)) for handle, num in left.items()]
         left = {handle: num - 1 for handle, num in left.items() if num > 1}
         send_frame(sock, encode(StepUpdate(len(left), 0, [], updates, [])))
 
 
-def _update(handle: int, num_left: int) -> Update:
+def _update(num_left: int) -> RequestUpdate:
     """A token that is a word, of which the last one ends the answer."""
     is_last = num_left == 1
     now = time.monotonic()
     metrics = RequestMetrics(now, now, now, now, now) if is_last else None
-    choice = Choice(0, [300 + num_left % 50], -1.5, None, "length" if is_last else None, None)
-    return Update(handle, [choice], is_last, metrics, None)
+    choice = ChoiceUpdate(0, [300 + num_left % 50], -1.5, None, "length" if is_last else None, None)
+    return RequestUpdate("", [choice], is_last, metrics)
 
 
 if __name__ == "__main__":

@@ -104,8 +104,9 @@ def test_through_preemption(prompts: Prompts, states: States) -> None:
         preempted = engine.stats()["num_preemptions_total"]
     assert preempted > 0
     for index, prompt in enumerate(given):
-        state = found[f"e{index}"].embedding
-        assert state is not None
+        packed = found[f"e{index}"].embedding
+        assert packed is not None
+        state = np.frombuffer(packed, np.float32)
         assert found[f"e{index}"].outputs[0].token_ids == []
         np.testing.assert_allclose(state, states(prompt).mean(axis=0), rtol=1e-3, atol=1e-3)
 

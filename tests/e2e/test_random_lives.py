@@ -23,6 +23,7 @@ from vmserve.attention import BACKENDS
 from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import Regime
 from vmserve.sampling import GenerationParams
+from vmserve.text.assembly import RequestAssembly
 from vmserve.types import RequestTerms
 
 Prompts = Callable[[int, int, int], list[list[int]]]
@@ -43,6 +44,7 @@ class Asked:
     params: GenerationParams
     salt: str = ""
     stream: bool = False
+    assembly: RequestAssembly | None = None
     parts: list[RequestOutput] = field(default_factory=list)
 
 
@@ -154,6 +156,15 @@ class Life:
             asked.stream = False
         name = f"r{len(self.asked)}"
         self.asked[name] = asked
+        asked.assembly = RequestAssembly(
+            self.engine.tokenizer,
+            name,
+            None,
+            prompt,
+            asked.params,
+            arrival_time=0.0,
+            stream=asked.stream,
+        )
         self.engine.add_request(
             name, prompt, asked.params, RequestTerms(cache_salt=asked.salt, stream=asked.stream)
         )
@@ -193,11 +204,15 @@ class Life:
 
     def _step(self) -> None:
         result = self.engine.step()
-        for output in result.outputs:
-            name = output.request_id
+        for update in result.outputs:
+            name = update.request_id
             assert name not in self.done, f"{name} finished twice"
             assert name not in self.aborted
             assert name not in self.failed
+            assembly = self.asked[name].assembly
+            assert assembly is not None
+            if (output := assembly.take((update,), 0.0)) is None:
+                continue
             self.asked[name].parts.append(output)
             if output.finished:
                 self.done[name] = output

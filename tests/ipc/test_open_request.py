@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from vmserve import EngineDeadError, SamplingParams
-from vmserve.ipc.assembly import RequestAssembly
-from vmserve.ipc.messages import Choice, Update
 from vmserve.ipc.open_request import MOST_AT_ONCE, OpenRequest
 from vmserve.models import resolve_model
+from vmserve.text.assembly import RequestAssembly
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
+from vmserve.text.update import ChoiceUpdate, RequestUpdate
 from vmserve.types import FinishReason, RequestMetrics
 
 WORDS = [300, 301, 302, 303]
@@ -29,16 +29,15 @@ def request(tokenizer: Tokenizer, *, stream: bool = True, n: int = 1) -> OpenReq
         None,
         [5],
         SamplingParams(n=n, max_tokens=1000),
-        eos_token_ids=[2],
         arrival_time=0.0,
         stream=stream,
     )
     return OpenRequest(1, assembly, stream=stream)
 
 
-def update(token_id: int, end: FinishReason | None = None, index: int = 0) -> Update:
-    choice = Choice(index, [token_id], -1.0, None, end, None)
-    return Update(1, [choice], end is not None, RequestMetrics(0.0) if end else None, None)
+def update(token_id: int, end: FinishReason | None = None, index: int = 0) -> RequestUpdate:
+    choice = ChoiceUpdate(index, [token_id], -1.0, None, end, None)
+    return RequestUpdate("", [choice], end is not None, RequestMetrics(0.0) if end else None)
 
 
 def test_a_prompt_reader_gets_every_token(tokenizer: Tokenizer) -> None:

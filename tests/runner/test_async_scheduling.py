@@ -27,7 +27,7 @@ from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, OutOfMemoryError
 from vmserve.memory.base import Regime
 from vmserve.runner.torch_runtime import TorchCpuRuntime
-from vmserve.types import RequestOutput
+from vmserve.text.update import RequestUpdate
 
 PROMPTS = [
     "Once upon a time there was a little fox",
@@ -73,7 +73,7 @@ class Life:
     """What becomes of requests that arrive one by one, and of the engine."""
 
     engine: LLMEngine
-    done: dict[str, list[tuple[list[int], str, Any]]] = field(default_factory=dict)
+    done: dict[str, list[tuple[list[int], Any]]] = field(default_factory=dict)
 
     def live(
         self,
@@ -99,11 +99,11 @@ class Life:
             assert step < 2000
         return self
 
-    def _take(self, output: RequestOutput) -> None:
+    def _take(self, output: RequestUpdate) -> None:
         if output.finished:
             assert output.request_id not in self.done
             self.done[output.request_id] = [
-                (choice.token_ids, choice.text, choice.stop_reason) for choice in output.outputs
+                (choice.token_ids, choice.stop_reason) for choice in output.outputs
             ]
 
     def end(self) -> dict[str, float | int]:
@@ -114,7 +114,7 @@ class Life:
         stats = engine.stats()
         assert engine._flight is None
         assert stats["num_seqs"] == stats["used_pages"] == stats["waiting_pages"] == 0
-        told = sum(len(tokens) for choices in self.done.values() for tokens, _, _ in choices)
+        told = sum(len(tokens) for choices in self.done.values() for tokens, _ in choices)
         assert stats["generation_tokens_total"] == told
         waited = sum(n for name, n in stats.items() if name.startswith("steps_synchronous_"))
         assert stats["steps_overlapped_total"] + waited == stats["engine_steps_total"]
@@ -290,7 +290,8 @@ def test_a_grammar_is_followed(deferred: Any) -> None:
 
     late = Life(deferred()).live(guided, every=2)
     for index in (0, 3):
-        [(_, text, _)] = late.done[str(index)]
+        [(token_ids, _)] = late.done[str(index)]
+        text = late.engine.tokenizer.decode(token_ids)
         assert re.fullmatch(r"[a-z]{3}-[0-9]{2}", text)
     plain = Life(make_plain()).live(guided, every=2)
     plain.engine.close()

@@ -27,8 +27,10 @@ from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.models.config import ModelConfig
 from vmserve.sampling import GenerationParams, SamplingParams
 from vmserve.telemetry.snapshot import EngineSnapshot
+from vmserve.text.assembly import RequestAssembly
 from vmserve.text.prompts import PromptLike, encode_prompt
 from vmserve.text.tokenizer import Tokenizer
+from vmserve.text.update import RequestUpdate
 from vmserve.types import RequestOutput, RequestTerms
 
 __all__ = ["AsyncLLM"]
@@ -43,10 +45,24 @@ Item = RequestOutput | BaseException
 
 @dataclass(frozen=True, slots=True)
 class _Listener:
-    """Where a request's outputs go: a queue that belongs to the caller's event loop."""
+    """Where a request's outputs go: a queue that belongs to the caller's event loop.
+
+    ``assembly``: what makes outputs of updates; None for those that wait for the engine's end.
+    """
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Item]
+    assembly: RequestAssembly | None = None
+
+    def update(self, update: RequestUpdate) -> None:
+        assert self.assembly is not None
+        output = self.assembly.take((update,), time.monotonic())
+        if output is not None:
+            self.put(output)
+
+    def accept(self) -> None:
+        assert self.assembly is not None
+        self.put(self.assembly.accepted())
 
     def put(self, item: Item) -> None:
         """From the engine's thread. A loop that is closed has no one left to tell."""
@@ -180,7 +196,16 @@ class AsyncLLM:
         encoded = encode_prompt(prompt, self.tokenizer)
         params = SamplingParams(**self.default_sampling) if params is None else params
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        assembly = RequestAssembly(
+            self.tokenizer,
+            request_id,
+            encoded.text,
+            encoded.token_ids,
+            params,
+            arrival_time=time.monotonic(),
+            stream=terms.stream,
+        )
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue(), assembly)
 
         def add() -> None:
             try:
@@ -195,8 +220,8 @@ class AsyncLLM:
                 listener.put(error)
                 return
             self._listeners[request_id] = listener
-            if terms.stream and (accepted := self._engine.accepted_output(request_id)) is not None:
-                listener.put(accepted)
+            if terms.stream and self._engine.accepted_output(request_id) is not None:
+                listener.accept()
 
         self._loop.submit(Command(add, listener.put))
         finished = False
@@ -327,11 +352,16 @@ class AsyncLLM:
     def _publish(self, result: StepResult) -> None:
         self._stats = self._engine.stats()
         for output in result.outputs:
-            listener = self._listeners.get(output.request_id)
+            request_id = output.request_id
+            listener = self._listeners.get(request_id)
             if output.finished:
-                self._listeners.pop(output.request_id, None)
-            if listener is not None:
-                listener.put(output)
+                self._listeners.pop(request_id, None)
+            if listener is None:
+                continue
+            if output.outputs or output.finished:
+                listener.update(output)
+            else:  # its grammar took a while to compile
+                listener.accept()
         for failure in result.failures:
             listener = self._listeners.pop(failure.request_id, None)
             if listener is not None:
@@ -345,7 +375,7 @@ class AsyncLLM:
         del self._listeners[request_id]
         output = self._engine.abort(request_id)
         if output is not None:
-            listener.put(output)
+            listener.update(output)
 
     def _abort_all(self) -> None:
         for request_id in list(self._listeners):

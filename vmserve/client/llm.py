@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from vmserve.errors import EngineDeadError, InvalidRequestError
 from vmserve.progress import generation_progress
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.sampling.params import Pooling
+from vmserve.text.assembly import RequestAssembly
 from vmserve.text.prompts import Prompt, PromptLike, encode_prompt, split_prompts
 from vmserve.types import EmbeddingOutput, RequestOutput, RequestTerms, shaped_embedding
 
@@ -269,28 +271,43 @@ class LLM:
             if one.structured_outputs is not None:
                 engine.structured.check(one.structured_outputs)
         request_ids = [str(next(self._ids)) for _ in prompts]
+        assemblies: dict[str, RequestAssembly] = {}
         try:
             for request_id, prompt, one, on in zip(
                 request_ids, prompts, each_params, terms, strict=True
             ):
                 engine.add_prepared(request_id, prompt.token_ids, one, on, prompt=prompt.text)
-            return self._finish_all(request_ids, show_progress)
+                assemblies[request_id] = RequestAssembly(
+                    engine.tokenizer,
+                    request_id,
+                    prompt.text,
+                    prompt.token_ids,
+                    one,
+                    arrival_time=time.monotonic(),
+                    stream=on.stream,
+                )
+            return self._finish_all(assemblies, show_progress)
         finally:
             # After an error or an interrupt nothing may stay queued.
             for request_id in request_ids:
                 engine.abort(request_id)
 
-    def _finish_all(self, request_ids: list[str], show_progress: bool) -> list[RequestOutput]:
+    def _finish_all(
+        self, assemblies: dict[str, RequestAssembly], show_progress: bool
+    ) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
-        with generation_progress(len(request_ids), show_progress) as report:
-            while len(done) < len(request_ids):
+        with generation_progress(len(assemblies), show_progress) as report:
+            while len(done) < len(assemblies):
                 result = self.engine.step()
                 for failure in result.failures:
                     raise failure.error
-                for output in result.outputs:
-                    done[output.request_id] = output
-                    report(sum(len(choice.token_ids) for choice in output.outputs))
-        return [done[request_id] for request_id in request_ids]
+                for update in result.outputs:
+                    request_id = update.request_id
+                    output = assemblies[request_id].take((update,), time.monotonic())
+                    if output is not None:
+                        done[request_id] = output
+                        report(sum(len(choice.token_ids) for choice in output.outputs))
+        return [done[request_id] for request_id in assemblies]
 
 
 def _conversations(messages: Any) -> list[list[Any]]:

@@ -55,7 +55,8 @@ from vmserve.telemetry.phases import StepPhases
 from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
 from vmserve.telemetry.trace import StepTrace
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
-from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
+from vmserve.text.update import RequestUpdate
+from vmserve.types import PinnedPrefix, RequestTerms
 
 if TYPE_CHECKING:
     from vmserve.runner.runtime import StepGraphs
@@ -83,7 +84,7 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    outputs: tuple[RequestOutput, ...] = ()
+    outputs: tuple[RequestUpdate, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
 
     def __add__(self, other: StepResult) -> StepResult:
@@ -267,7 +268,7 @@ class LLMEngine:
             self.scheduler.add(request)
         self.counters.prompt_tokens += len(prompt_token_ids)
 
-    def accepted_output(self, request_id: str) -> RequestOutput | None:
+    def accepted_output(self, request_id: str) -> RequestUpdate | None:
         """A delta without choices: tells a stream that its request is queued.
 
         None while its grammar is being compiled, which may refuse it; a later step then has it.
@@ -275,7 +276,7 @@ class LLMEngine:
         request = self._requests[request_id]
         return None if request.is_compiling else self._output.accepted(request)
 
-    def abort(self, request_id: str) -> RequestOutput | None:
+    def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request now and free its pages. Unknown or finished ids are ignored."""
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -505,7 +506,7 @@ class LLMEngine:
             failures.append(RequestFailure(request.request_id, error))
         return StepResult(tuple(outputs), tuple(failures)) if outputs or failures else None
 
-    def _without_broken(self, outputs: list[RequestOutput]) -> StepResult:
+    def _without_broken(self, outputs: list[RequestUpdate]) -> StepResult:
         """End the requests whose grammars met a limit in this step."""
         failures = []
         told = {output.request_id for output in outputs}
@@ -526,7 +527,7 @@ class LLMEngine:
             self.abort(request.request_id)
         return late
 
-    def _record(self, flight: InFlightStep, outputs: list[RequestOutput]) -> None:
+    def _record(self, flight: InFlightStep, outputs: list[RequestUpdate]) -> None:
         plan, phases = flight.plan, flight.phases
         self.counters.step(plan.num_tokens, phases)
         # Of steps that overlap, each has the time since the one before it ended.
@@ -537,7 +538,7 @@ class LLMEngine:
             return
         self._trace.step(plan, phases, self.scheduler, self.memory.stats(), ahead=flight.is_ahead)
         for output in outputs:
-            if output.finished:
+            if output.finished and output.metrics is not None:
                 self._trace.request(output.request_id, output.metrics)
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
@@ -561,7 +562,7 @@ class LLMEngine:
         told = VmserveError("the step that computed this request failed; send it again")
         return StepResult(failures=tuple(RequestFailure(rid, told) for rid in sorted(request_ids)))
 
-    def _retire(self, outputs: list[RequestOutput]) -> None:
+    def _retire(self, outputs: list[RequestUpdate]) -> None:
         for output in outputs:
             if output.finished:
                 request = self._requests.pop(output.request_id)

@@ -1,4 +1,4 @@
-"""From sampled tokens to what users see: text, stops, deltas, final outputs."""
+"""From sampled tokens to what callers are told: which tokens are new, what has ended and why."""
 
 from __future__ import annotations
 
@@ -11,27 +11,55 @@ from numpy.typing import NDArray
 
 from vmserve.runner.model_runner import StepLogits
 from vmserve.sampling import SampledToken, SamplingRow, TokenSampler
-from vmserve.sampling.tokens import BeamCandidates, BeamOutput
+from vmserve.sampling.tokens import BeamCandidates, BeamOutput, TopTokens
 from vmserve.scheduler.base import Scheduler
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.structured.guide import Guide
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.text.scores import PromptScores
-from vmserve.text.stream import ChoiceStream, Delta
+from vmserve.text.stop import StopWatcher
 from vmserve.text.tokenizer import Tokenizer
-from vmserve.types import CompletionOutput, FinishReason, RequestOutput
+from vmserve.text.update import ChoiceUpdate, RequestUpdate
+from vmserve.types import FinishReason
 
 __all__ = ["OutputProcessor", "sampling_row"]
 
 
 @dataclass(eq=False, slots=True)
 class _Choice:
-    """Text and end of one answer."""
+    """One answer: what its caller has not been told, and its end."""
 
     index: int
-    stream: ChoiceStream
+    #: None where log-probabilities are not asked for.
+    tops: list[TopTokens] | None
+    #: None where there are no stop strings.
+    watcher: StopWatcher | None = None
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    hides_last: bool = False
+
+    def add(self, token: SampledToken) -> None:
+        self.token_ids.append(token.token_id)
+        self.cumulative_logprob += token.logprob
+        if self.tops is not None and token.top is not None:
+            self.tops.append(token.top)
+
+    def take(self) -> ChoiceUpdate:
+        """What is new, which is then told."""
+        token_ids, tops = self.token_ids, self.tops
+        self.token_ids = []
+        self.tops = None if tops is None else []
+        return ChoiceUpdate(
+            self.index,
+            token_ids,
+            self.cumulative_logprob,
+            tops,
+            self.finish_reason,
+            self.stop_reason,
+            self.hides_last,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +73,8 @@ class _Open:
     num_running: int
     #: Choices with news that a stream has not been told.
     news: list[_Choice] = field(default_factory=list)
+    #: Whether the caller has its first tokens.
+    is_told: bool = False
     #: The sum of the hidden states that an embedding is made of, so far.
     pooled: NDArray[np.float64] | None = None
 
@@ -86,14 +116,16 @@ class OutputProcessor:
         """Expect tokens of this request."""
         choices = []
         if request.beams is None:  # else the answers are known when the search is over
-            choices = [
-                _Choice(sequence.index, ChoiceStream(self._tokenizer, request.params))
-                for sequence in request.sequences
-            ]
+            choices = [self._choice(request, sequence.index) for sequence in request.sequences]
         scored: PromptScores | None = None
         if request.params.prompt_logprobs is not None:
-            scored = PromptScores(self._tokenizer.token_text if request.params.detokenize else None)
+            scored = PromptScores(None)
         self._open[request.request_id] = _Open(request, choices, scored, len(choices))
+
+    def _choice(self, request: Request, index: int) -> _Choice:
+        params = request.params
+        watcher = StopWatcher(self._tokenizer, params) if params.stop else None
+        return _Choice(index, None if params.logprobs is None else [], watcher)
 
     def process(
         self,
@@ -101,8 +133,8 @@ class OutputProcessor:
         samples: list[SampledToken],
         sampler: TokenSampler,
         beam_masks: Several[NDArray[np.bool_] | None] = (),
-    ) -> list[RequestOutput]:
-        """Take in one step; returns an output for each request with something to tell.
+    ) -> list[RequestUpdate]:
+        """Take in one step; returns an update for each request with something to tell.
 
         ``beam_masks``: of each beam what its grammar lets follow.
         """
@@ -119,11 +151,11 @@ class OutputProcessor:
         outputs = [self._output(entry, now) for entry in touched.values()]
         return [output for output in outputs if output is not None]
 
-    def accepted(self, request: Request) -> RequestOutput:
+    def accepted(self, request: Request) -> RequestUpdate:
         """A delta without choices, to tell a stream that its request is queued."""
-        return self._build(self._open[request.request_id], [], finished=False, delta=True)
+        return self._update(self._open[request.request_id], [], finished=False)
 
-    def abort(self, request: Request) -> RequestOutput:
+    def abort(self, request: Request) -> RequestUpdate:
         """The last output of a request that is cut off: what there is, reason "abort"."""
         entry = self._open.pop(request.request_id)
         if request.beams is not None:
@@ -164,7 +196,8 @@ class OutputProcessor:
     def _push(
         self, choice: _Choice, sequence: Sequence, sample: SampledToken
     ) -> tuple[FinishReason | None, int | str | None]:
-        """Add the token to the text; says whether and why the choice ends with it."""
+        """Add the token; says whether and why the choice ends with it."""
+        choice.add(sample)
         request = sequence.request
         params, token_id = request.params, sample.token_id
         num_output = len(sequence.tokens) - sequence.num_prompt
@@ -172,12 +205,11 @@ class OutputProcessor:
         if may_stop:
             is_asked = token_id in params.stop_token_ids
             if is_asked or (token_id in self._eos_token_ids and not params.ignore_eos):
-                choice.stream.push(sample, hidden=True)
+                choice.hides_last = True
                 # An id that was asked for is the reason, also when it is the end token.
                 return "stop", token_id if is_asked else None
-        matched = choice.stream.push(sample, may_stop=may_stop)
-        if matched is not None:
-            return "stop", matched
+        if choice.watcher is not None and (found := choice.watcher.push(token_id, may_stop)):
+            return "stop", found
         return ("length" if num_output >= request.max_tokens else None), None
 
     @staticmethod
@@ -189,15 +221,15 @@ class OutputProcessor:
         The grammar says where an end token may come, so that one always ends the answer; where
         nothing may follow no end token is needed.
         """
+        choice.add(sample)
         request, token_id = sequence.request, sample.token_id
         may_stop = sequence.num_output > request.params.min_tokens
         if token_id in guide.end_ids:
-            choice.stream.push(sample, hidden=True)
+            choice.hides_last = True
             return "stop", token_id if token_id in request.params.stop_token_ids else None
         guide.accept(token_id)
-        matched = choice.stream.push(sample, may_stop=may_stop)
-        if matched is not None:
-            return "stop", matched
+        if choice.watcher is not None and (found := choice.watcher.push(token_id, may_stop)):
+            return "stop", found
         if guide.is_complete:
             return "stop", None
         if sequence.num_output >= request.max_tokens:
@@ -207,7 +239,6 @@ class OutputProcessor:
     def _end(
         self, entry: _Open, choice: _Choice, reason: FinishReason, stop: int | str | None
     ) -> None:
-        choice.stream.finish()
         entry.num_running -= 1
         choice.finish_reason = reason
         choice.stop_reason = stop
@@ -243,15 +274,16 @@ class OutputProcessor:
                 entry = self._open[request_id]
                 entry.choices = [self._answer(entry, i, o) for i, o in enumerate(group.best())]
                 self._counters.generation_tokens += sum(
-                    len(choice.stream.token_ids) for choice in entry.choices
+                    len(choice.token_ids) for choice in entry.choices
                 )
                 complete[request_id] = entry
         return complete
 
     def _answer(self, entry: _Open, index: int, output: BeamOutput) -> _Choice:
-        choice = _Choice(index, ChoiceStream(self._tokenizer, entry.request.params))
+        choice = self._choice(entry.request, index)
         for token in output.tokens:
-            choice.stream.push(token, hidden=token.token_id == output.eos_token_id)
+            choice.add(token)
+        choice.hides_last = output.eos_token_id is not None
         self._end(entry, choice, "length" if output.eos_token_id is None else "stop", None)
         return choice
 
@@ -259,9 +291,7 @@ class OutputProcessor:
         """The beams as they are; their log-probabilities are not told."""
         assert entry.request.beams is not None
         for index, token_ids in enumerate(entry.request.beams.running()):
-            choice = _Choice(index, ChoiceStream(self._tokenizer, entry.request.params))
-            for token_id in token_ids:
-                choice.stream.push(SampledToken(token_id, 0.0))
+            choice = _Choice(index, None, token_ids=list(token_ids))
             entry.choices.append(choice)
 
     # -- prompts ----------------------------------------------------------------------
@@ -291,79 +321,41 @@ class OutputProcessor:
             entry.pooled = added if entry.pooled is None else entry.pooled + added
             rows.sequence.num_prompt_scored += rows.num_rows
 
-    # -- outputs ----------------------------------------------------------------------
+    # -- updates ----------------------------------------------------------------------
 
-    def _output(self, entry: _Open, now: float) -> RequestOutput | None:
+    def _output(self, entry: _Open, now: float) -> RequestUpdate | None:
         if entry.num_running <= 0:  # of beams none is counted
             del self._open[entry.request.request_id]
             entry.request.metrics.finished_time = now
             self._counters.requests_finished += 1
             return self._final(entry)
-        if not entry.request.stream:
+        if not (entry.request.stream and entry.news):
             return None
-        outputs = self._deltas(entry)
-        return self._build(entry, outputs, finished=False, delta=True) if outputs else None
+        return self._update(entry, entry.news, finished=False)
 
-    def _final(self, entry: _Open) -> RequestOutput:
-        if entry.request.stream:
-            return self._build(entry, self._deltas(entry), finished=True, delta=True)
-        return self._build(entry, self._best(entry), finished=True, delta=False)
-
-    def _deltas(self, entry: _Open) -> list[CompletionOutput]:
-        news, entry.news = entry.news, []
-        outputs = []
-        for choice in news:
-            delta = choice.stream.take_delta()
-            if delta.token_ids or choice.finish_reason is not None:
-                outputs.append(_completion(choice, delta))
-        return outputs
+    def _final(self, entry: _Open) -> RequestUpdate:
+        news = entry.news if entry.request.stream else entry.choices
+        return self._update(entry, news, finished=True)
 
     @staticmethod
-    def _best(entry: _Open) -> list[CompletionOutput]:
-        """All choices in order; of ``best_of``, the n of highest log-probability, best first."""
-        outputs = [_completion(choice, choice.stream.whole()) for choice in entry.choices]
-        n = entry.request.params.n
-        if n < len(outputs):
-            outputs.sort(key=lambda output: -output.cumulative_logprob)
-            outputs = outputs[:n]
-            for index, output in enumerate(outputs):
-                output.index = index
-        return outputs
-
-    @staticmethod
-    def _build(
-        entry: _Open, outputs: list[CompletionOutput], *, finished: bool, delta: bool
-    ) -> RequestOutput:
-        request = entry.request
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=outputs,
-            finished=finished,
-            metrics=request.metrics,
-            prompt_logprobs=entry.prompt_logprobs,
-            embedding=_embedding(entry) if finished else None,
-            delta=delta,
+    def _update(entry: _Open, news: list[_Choice], *, finished: bool) -> RequestUpdate:
+        request, entry.news = entry.request, []
+        scores = None if entry.is_told else entry.prompt_logprobs
+        told = bool(news) or finished
+        entry.is_told = entry.is_told or told
+        return RequestUpdate(
+            request.request_id,
+            [choice.take() for choice in news],
+            finished,
+            request.metrics,
+            scores.pack() if scores is not None and told else None,
+            _embedding(entry).tobytes() if finished and entry.pooled is not None else None,
         )
 
 
-def _embedding(entry: _Open) -> NDArray[np.float32] | None:
-    if entry.pooled is None:
-        return None
+def _embedding(entry: _Open) -> NDArray[np.float32]:
+    assert entry.pooled is not None
     of_all = entry.request.params.pooling == "mean"
     num_states = len(entry.request.prompt_token_ids) if of_all else 1
     embedding: NDArray[np.float32] = (entry.pooled / num_states).astype(np.float32)
     return embedding
-
-
-def _completion(choice: _Choice, part: Delta) -> CompletionOutput:
-    return CompletionOutput(
-        index=choice.index,
-        text=part.text,
-        token_ids=part.token_ids,
-        cumulative_logprob=choice.stream.cumulative_logprob,
-        logprobs=part.logprobs,
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-    )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vmserve.sampling import Drawing, SampledToken, TokenSampler
     from vmserve.scheduler.base import Scheduler, StepPlan
     from vmserve.telemetry.phases import StepPhases
-    from vmserve.types import RequestOutput
+    from vmserve.text.update import RequestUpdate
 
 __all__ = ["EngineStep", "InFlightStep"]
 
@@ -134,7 +134,7 @@ class EngineStep:
         elif not logits.beams and not logits.prompt_rows:
             flight.logits = logits.without_logits()  # the next step's may take their memory
 
-    def collect(self, flight: InFlightStep) -> list[RequestOutput]:
+    def collect(self, flight: InFlightStep) -> list[RequestUpdate]:
         """Wait for the tokens; what there is to tell."""
         samples = flight.samples
         if flight.drawing is not None:

@@ -22,7 +22,6 @@ import msgspec
 
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
-from vmserve.ipc.assembly import RequestAssembly
 from vmserve.ipc.framing import FrameReader, frame
 from vmserve.ipc.messages import (
     Abort,
@@ -45,6 +44,7 @@ from vmserve.ipc.process import RESTART_WINDOW_SECONDS, EngineProcess, RestartBu
 from vmserve.models.hub import is_embedded, resolve_model
 from vmserve.sampling.params import GenerationParams, SamplingParams
 from vmserve.telemetry.snapshot import EngineSnapshot
+from vmserve.text.assembly import RequestAssembly
 from vmserve.text.prompts import PromptLike, encode_prompt
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
@@ -289,7 +289,6 @@ class ProcessLLM:
             encoded.text,
             encoded.token_ids,
             params,
-            eos_token_ids=self.model_config.eos_token_ids,
             arrival_time=time.monotonic(),
             stream=terms.stream,
         )
@@ -528,12 +527,12 @@ class ProcessLLM:
             if request is not None:
                 request.accept()
         now = time.monotonic()
-        for update in news.updates:
-            request = self._requests.get(update.handle)
+        for handle, update in news.updates:
+            request = self._requests.get(handle)
             if request is not None:  # else whoever asked has gone
                 request.update(update, now)
                 if update.finished:
-                    self._forget(update.handle)
+                    self._forget(handle)
         for handle, failure in news.failures:
             request = self._forget(handle)
             if request is not None:

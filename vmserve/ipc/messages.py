@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,15 +24,14 @@ from vmserve.errors import (
 )
 from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.structured.spec import StructuredOutputsParams
-from vmserve.text.scores import Columns
-from vmserve.types import FinishReason, LogprobsList, RequestMetrics, RequestTerms
+from vmserve.text.update import RequestUpdate
+from vmserve.types import RequestTerms
 
 __all__ = [
     "Abort",
     "Add",
     "Answer",
     "Ask",
-    "Choice",
     "FromEngine",
     "Launch",
     "Ping",
@@ -43,19 +42,15 @@ __all__ = [
     "Shutdown",
     "StepUpdate",
     "ToEngine",
-    "Update",
     "WireError",
     "decode_from_engine",
     "decode_to_engine",
     "encode",
     "params_from_wire",
     "params_to_wire",
-    "positions",
 ]
 
 T = TypeVar("T")
-#: The tokens of one position: (id, log-probability, rank), the sampled or prompt token first.
-Position: TypeAlias = list[tuple[int, float, int]]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -173,37 +168,13 @@ class Refused(_Message, frozen=True):
     error: WireError
 
 
-# Thousands a second of these, without cycles: the collector need not know of them.
-class Choice(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What is new of one choice."""
-
-    index: int
-    token_ids: list[int]
-    cumulative_logprob: float
-    logprobs: list[Position] | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-
-
-class Update(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What is new of one request; ``metrics`` with its first tokens and at its end, the prompt's
-    log-probabilities with its first tokens, its embedding (float32) at its end."""
-
-    handle: int
-    choices: list[Choice]
-    finished: bool
-    metrics: RequestMetrics | None
-    prompt_logprobs: Columns | None
-    embedding: bytes | None = None
-
-
 class StepUpdate(_Message, frozen=True):
-    """One step's news of all requests: one message, however many there are."""
+    """One step's news of all requests, by their handles: one message, however many they are."""
 
     num_running: int
     num_waiting: int
     accepted: list[int]
-    updates: list[Update]
+    updates: list[tuple[int, RequestUpdate]]
     failures: list[tuple[int, WireError]]
 
 
@@ -250,19 +221,13 @@ _PARAMS: dict[str, type[SamplingParams] | type[BeamSearchParams]] = {
 
 
 def params_to_wire(params: GenerationParams) -> dict[str, Any]:
-    """What the engine has to know. The text is made by the server; only where there are stop
-    strings does the engine look at it too, so that it computes no token beyond one."""
-    is_beams = isinstance(params, BeamSearchParams)
-    stripped = (
-        params if params.as_sampling().stop else dataclasses.replace(params, detokenize=False)
-    )
-    kind = "beams" if is_beams else "sampling"
+    """Their kind, and the fields that are not as usual."""
     fields: dict[str, Any] = {}
-    for field in dataclasses.fields(stripped):
-        value = getattr(stripped, field.name)
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
         if value != field.default:
             fields[field.name] = msgspec.to_builtins(value)
-    return {kind: fields}
+    return {"beams" if isinstance(params, BeamSearchParams) else "sampling": fields}
 
 
 def params_from_wire(data: dict[str, Any]) -> GenerationParams:
@@ -279,11 +244,3 @@ def _unchecked(kind: type[T], values: Mapping[str, Any]) -> T:
         value = values.get(field.name, field.default)
         object.__setattr__(made, field.name, tuple(value) if isinstance(value, list) else value)
     return made
-
-
-def positions(logprobs: LogprobsList) -> list[Position]:
-    """Log-probabilities without their text, which the server knows by itself."""
-    return [
-        [(token_id, entry.logprob, entry.rank) for token_id, entry in position.items()]
-        for position in logprobs
-    ]

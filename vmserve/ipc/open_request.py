@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from vmserve.ipc.assembly import RequestAssembly
-from vmserve.ipc.messages import Update
+from vmserve.text.assembly import RequestAssembly
+from vmserve.text.update import RequestUpdate
 from vmserve.types import RequestOutput
 
 __all__ = ["MOST_AT_ONCE", "OpenRequest"]
@@ -30,7 +30,7 @@ class OpenRequest:
         self.assembly = assembly
         self._is_stream = stream
         self._outputs: list[RequestOutput] = []
-        self._updates: list[Update] = []
+        self._updates: list[RequestUpdate] = []
         self._heard_at = 0.0
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -39,7 +39,7 @@ class OpenRequest:
         self._outputs.append(self.assembly.accepted())
         self._wake()
 
-    def update(self, update: Update, now: float) -> None:
+    def update(self, update: RequestUpdate, now: float) -> None:
         if self._is_stream:
             self._updates.append(update)
             self._heard_at = now

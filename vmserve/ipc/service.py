@@ -19,22 +19,18 @@ from vmserve.ipc.messages import (
     Add,
     Answer,
     Ask,
-    Choice,
     FromEngine,
     Ping,
     Pong,
     Shutdown,
     StepUpdate,
-    Update,
     WireError,
     decode_to_engine,
     encode,
     params_from_wire,
-    positions,
 )
 from vmserve.ipc.questions import QUESTIONS
-from vmserve.text.scores import PromptScores
-from vmserve.types import CompletionOutput, RequestOutput
+from vmserve.text.update import RequestUpdate
 
 __all__ = ["EXIT_ORPHANED", "EngineService"]
 
@@ -63,7 +59,7 @@ class EngineService:
         self._waiting: set[int] = set()
         self._accepted: list[int] = []
         self._failures: list[tuple[int, WireError]] = []
-        self._last_updates: list[Update] = []
+        self._last_updates: list[tuple[int, RequestUpdate]] = []
         self._told = (0, 0)
         self._reader = threading.Thread(target=self._read, name="vmserve-ipc", daemon=True)
 
@@ -139,7 +135,7 @@ class EngineService:
             return  # it has ended already
         output = self._engine.abort(request_id)
         if output is not None and tell:
-            self._last_updates.append(self._update(handle, output))
+            self._last_updates.append((handle, self._on_wire(handle, output)))
         self._forget(request_id)
 
     def _answer(self, message: Ask) -> None:
@@ -164,7 +160,7 @@ class EngineService:
             if not (output.outputs or output.finished):
                 self._accept(handle)  # its grammar took a while to compile
                 continue
-            self._last_updates.append(self._update(handle, output))
+            self._last_updates.append((handle, self._on_wire(handle, output)))
             if output.finished:
                 self._forget(output.request_id)
         for failure in result.failures:
@@ -188,42 +184,28 @@ class EngineService:
 
     def _send_less(self, news: StepUpdate, error: FrameTooLargeError) -> None:
         """One by one: those whose answer is too large for a message fail, the others do not."""
-        for update in news.updates:
-            alone = StepUpdate(news.num_running, news.num_waiting, [], [update], [])
+        for handle, update in news.updates:
+            alone = StepUpdate(news.num_running, news.num_waiting, [], [(handle, update)], [])
             try:
                 self._send(alone)
             except FrameTooLargeError:
-                news.failures.append((update.handle, WireError.of(error)))
-                self._end(update.handle, tell=False)
+                news.failures.append((handle, WireError.of(error)))
+                self._end(handle, tell=False)
         self._send(StepUpdate(*self._told, news.accepted, [], news.failures))
 
     def _send(self, message: FromEngine) -> None:
         send_frame(self._sock, encode(message))
 
-    def _update(self, handle: int, output: RequestOutput) -> Update:
-        first = bool(output.outputs) and handle not in self._started
-        if first:
+    def _on_wire(self, handle: int, update: RequestUpdate) -> RequestUpdate:
+        """The update as the server gets it."""
+        is_first = bool(update.outputs) and handle not in self._started
+        if is_first:
             self._started.add(handle)
-        ends_unheard = output.finished and handle not in self._started
-        # Once: with the first tokens, whose step has scored the last of the prompt.
-        prompt = output.prompt_logprobs if first or ends_unheard else None
-        assert isinstance(prompt, PromptScores | None)
-        return Update(
-            handle,
-            [_choice(choice) for choice in output.outputs],
-            output.finished,
-            output.metrics if first or output.finished else None,
-            None if prompt is None else prompt.pack(),
-            None if output.embedding is None else output.embedding.tobytes(),
+        return RequestUpdate(
+            "",
+            update.outputs,
+            update.finished,
+            update.metrics if is_first or update.finished else None,
+            update.prompt_logprobs,
+            update.embedding,
         )
-
-
-def _choice(choice: CompletionOutput) -> Choice:
-    return Choice(
-        choice.index,
-        choice.token_ids,
-        choice.cumulative_logprob,
-        None if choice.logprobs is None else positions(choice.logprobs),
-        choice.finish_reason,
-        choice.stop_reason,
-    )

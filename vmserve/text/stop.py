@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["StopChecker"]
+from vmserve.text.detokenizer import IncrementalDetokenizer
+
+if TYPE_CHECKING:
+    from vmserve.sampling.params import SamplingParams
+    from vmserve.text.tokenizer import Tokenizer
+
+__all__ = ["StopChecker", "StopWatcher"]
 
 
 class StopChecker:
@@ -74,6 +81,28 @@ class StopChecker:
             self._matched[i] = length
             if length == len(stop):
                 return stop  # the strings are sorted by length
+        return None
+
+
+class StopWatcher:
+    """Finds the stop string that ends a sequence of tokens; keeps no text.
+
+    The rules are those of :class:`~vmserve.text.stream.ChoiceStream`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._piece = IncrementalDetokenizer(tokenizer, params.skip_special_tokens).push
+        self._checker = StopChecker(params.stop)
+
+    def push(self, token_id: int, may_stop: bool) -> str | None:
+        """The stop string that the token completes.
+
+        Text of a token that must not stop (``may_stop``) is no part of any stop string.
+        """
+        piece = self._piece(token_id)
+        if may_stop:
+            return self._checker.push(piece)[1]
+        self._checker.flush()
         return None
 
 

@@ -29,7 +29,6 @@ class VmserveEngine:
         self.facts = {
             "computes_in": _computed_in(native, config.dtype, engine.model_config, row_type)
         }
-        self._num_seen: dict[str, int] = {}
         self._next_number = 0
 
     def prepare(self, requests: list[Json]) -> None:
@@ -47,7 +46,6 @@ class VmserveEngine:
             ignore_eos=True,
             detokenize=False,
         )
-        self._num_seen[str(number)] = 0
         self._llm.engine.add_request(
             str(number), request["prompt_token_ids"], params, RequestTerms(stream=True)
         )
@@ -60,11 +58,7 @@ class VmserveEngine:
         for output in result.outputs:
             if not output.outputs:  # queued, nothing else
                 continue
-            tokens = output.outputs[0].token_ids
-            if not output.delta:  # all of the answer's tokens so far
-                tokens = tokens[self._num_seen[output.request_id] :]
-            self._num_seen[output.request_id] += len(tokens)
-            found.append((int(output.request_id), list(tokens)))
+            found.append((int(output.request_id), output.outputs[0].token_ids))
         return found
 
     def close(self) -> None:

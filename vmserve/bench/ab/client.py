@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vmserve.engine.engine import LLMEngine
-    from vmserve.types import RequestOutput
+    from vmserve.text.update import RequestUpdate
 
 __all__ = ["Clock", "Load", "RunFailedError", "check_jobs", "reset", "serve"]
 
@@ -217,7 +217,7 @@ class _Run:
         if ended - self.memory[-1].at_s >= _SAMPLE_EVERY_S:
             self._sample_memory(ended)
 
-    def _take(self, output: RequestOutput, now: float) -> int:
+    def _take(self, output: RequestUpdate, now: float) -> int:
         """What a step told of a request; how many sequences ended by it."""
         active = self._active[output.request_id]
         active.token_times_s.append(now)
@@ -227,9 +227,10 @@ class _Run:
             self._finish(active, output)
         return sum(choice.finish_reason is not None for choice in output.outputs)
 
-    def _finish(self, active: _Active, output: RequestOutput) -> None:
+    def _finish(self, active: _Active, output: RequestUpdate) -> None:
         job = active.job
         del self._active[output.request_id]
+        assert output.metrics is not None
         is_streamed = job.decoding.kind != "beam"
         times = active.token_times_s
         if not is_streamed and output.metrics.first_token_time is not None:

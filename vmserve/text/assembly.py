@@ -1,22 +1,22 @@
-"""One request on the server's side: token ids come in, outputs with text go out.
+"""One request at its caller: token ids come in, outputs with text go out.
 
 The engine says when and why a choice ends, also by a stop string: it computes nothing beyond
-one. The text is cut here, by the same rules.
+one. The text is made and cut here, for all callers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vmserve.ipc.messages import Choice, Update
 from vmserve.sampling.params import GenerationParams
-from vmserve.sampling.tokens import SampledToken, TopTokens
+from vmserve.sampling.tokens import SampledToken
 from vmserve.text.scores import PromptScores
 from vmserve.text.stream import ChoiceStream, Delta
 from vmserve.text.tokenizer import Tokenizer
+from vmserve.text.update import ChoiceUpdate, RequestUpdate
 from vmserve.types import (
     CompletionOutput,
     FinishReason,
@@ -63,7 +63,6 @@ class RequestAssembly:
         prompt_token_ids: list[int],
         params: GenerationParams,
         *,
-        eos_token_ids: Collection[int],
         arrival_time: float,
         stream: bool,
     ) -> None:
@@ -73,7 +72,6 @@ class RequestAssembly:
         self._prompt_token_ids = prompt_token_ids
         self._params = params.as_sampling()
         self._num_wanted = params.n
-        self._end_ids = frozenset([*eos_token_ids, *self._params.stop_token_ids])
         self._stream = stream
         self._answers: dict[int, _Answer] = {}
         self._prompt_logprobs: PromptScores | None = None
@@ -85,28 +83,28 @@ class RequestAssembly:
         """A delta without choices, to tell a stream that its request is queued."""
         return self._build([], delta=True)
 
-    def take(self, updates: Sequence[Update], now: float) -> RequestOutput | None:
+    def take(self, updates: Sequence[RequestUpdate], now: float) -> RequestOutput | None:
         """What there is to tell after ``updates``, the last of which came at ``now`` (monotonic
         seconds)."""
         touched: dict[int, _Answer] = {}
         for update in updates:
             if update.metrics is not None:
                 self.metrics = update.metrics
-            elif update.choices:
+            elif update.outputs:
                 self.metrics.last_token_time = now
             if update.prompt_logprobs is not None:
                 text = self._tokenizer.token_text if self._params.detokenize else None
                 self._prompt_logprobs = PromptScores.unpack(update.prompt_logprobs, text)
             if update.embedding is not None:
                 self._embedding = np.frombuffer(update.embedding, dtype=np.float32)
-            for choice in update.choices:
+            for choice in update.outputs:
                 touched[choice.index] = self._take(choice)
             self.finished = update.finished
         if self.finished:
             self.metrics.finished_time = self.metrics.finished_time or now
         return self._tell(touched.values())
 
-    def _take(self, choice: Choice) -> _Answer:
+    def _take(self, choice: ChoiceUpdate) -> _Answer:
         answer = self._answers.get(choice.index)
         if answer is None:
             stream = ChoiceStream(self._tokenizer, self._params)
@@ -118,24 +116,17 @@ class RequestAssembly:
             answer.finish_reason, answer.stop_reason = choice.finish_reason, choice.stop_reason
         return answer
 
-    def _push(self, answer: _Answer, choice: Choice) -> None:
+    def _push(self, answer: _Answer, choice: ChoiceUpdate) -> None:
         """Add the tokens to the text."""
-        last = len(choice.token_ids) - 1
-        # A token that ended it is not in the text; one that completed a stop string, or what a
-        # grammar asks for, is.
-        by_id = choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str)
+        hidden = len(choice.token_ids) - 1 if choice.hides_last else -1
         least = self._params.min_tokens
         for place, token_id in enumerate(choice.token_ids):
             answer.num_tokens += 1
-            top: TopTokens | None = None
-            logprob = 0.0
-            if choice.logprobs is not None:
-                top = {i: (value, rank) for i, value, rank in choice.logprobs[place]}
-                logprob = top[token_id][0]
+            top = None if choice.logprobs is None else choice.logprobs[place]
             answer.stream.push(
-                SampledToken(token_id, logprob, top),
+                SampledToken(token_id, 0.0, top),
                 may_stop=answer.num_tokens > least,
-                hidden=by_id and place == last and token_id in self._end_ids,
+                hidden=place == hidden,
             )
 
     # -- outputs ----------------------------------------------------------------------
