@@ -124,7 +124,7 @@ class OutputProcessor:
 
     def _choice(self, request: Request, index: int) -> _Choice:
         params = request.params
-        watcher = StopWatcher(self._tokenizer, params) if params.stop else None
+        watcher = StopWatcher(self._tokenizer.table, params) if params.stop else None
         return _Choice(index, None if params.logprobs is None else [], watcher)
 
     def process(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vmserve.text.detokenizer import IncrementalDetokenizer
+from vmserve.text.detokenizer import IncrementalDetokenizer, TokenTable
 
 if TYPE_CHECKING:
     from vmserve.sampling.params import SamplingParams
-    from vmserve.text.tokenizer import Tokenizer
 
 __all__ = ["StopChecker", "StopWatcher"]
 
@@ -90,8 +89,8 @@ class StopWatcher:
     The rules are those of :class:`~vmserve.text.stream.ChoiceStream`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._piece = IncrementalDetokenizer(tokenizer, params.skip_special_tokens).push
+    def __init__(self, table: TokenTable, params: SamplingParams) -> None:
+        self._piece = IncrementalDetokenizer(table, params.skip_special_tokens).push
         self._checker = StopChecker(params.stop)
 
     def push(self, token_id: int, may_stop: bool) -> str | None:
