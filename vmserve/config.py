@@ -189,6 +189,25 @@ class EngineConfig:
         KVMapper,
         Option("Map pages ahead in a thread while steps compute.", _KV, default="auto, on"),
     ] = "auto"
+    kv_eager_slots: Annotated[
+        int,
+        Option(
+            "Most slots that are kept mapped for new requests of the virtual view; 0 for none. "
+            "Needs the mapper.",
+            _KV,
+            Bounds(0, 2**20, integer=True),
+        ),
+    ] = 4
+    kv_eager_tokens: Annotated[
+        int | None,
+        Option(
+            "Tokens for which such a slot has pages. Given, as many slots as --kv-eager-slots says "
+            "are kept.",
+            _KV,
+            Bounds(1, 2**40, integer=True),
+            default="learnt from what new requests took, as are the slots",
+        ),
+    ] = None
     kv_driver: Annotated[
         str,
         Option(
@@ -398,6 +417,8 @@ class ResolvedConfig:
     kv_page_bytes: int | None
     kv_zero_pages: ZeroPolicy
     kv_mapper: Literal["off", "thread"]
+    kv_eager_slots: int
+    kv_eager_tokens: int | None
     kv_layers_per_group: int | None
     prefix_caching: bool
     block_tokens: int
@@ -468,6 +489,8 @@ def resolve(
         kv_zero_pages=config.kv_zero_pages,
         kv_layers_per_group=config.kv_layers_per_group,
         kv_mapper="off" if config.kv_mapper == "off" else "thread",
+        kv_eager_slots=config.kv_eager_slots,
+        kv_eager_tokens=config.kv_eager_tokens,
         prefix_caching=config.enable_prefix_caching is not False,
         block_tokens=config.block_size,
         swap_bytes=_swap_bytes(config, model),

@@ -182,3 +182,36 @@ def test_through_the_clients_while_requests_run(kind: Any) -> None:
             await llm.shutdown()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("slots", [0, 1, 3])
+def test_as_many_slots_are_mapped_ahead_as_are_asked_for(slots: int) -> None:
+    """A newcomer finds its prompt's pages mapped, and another slot is made ready for the next."""
+    config = EngineConfig(
+        **OPTIONS,
+        kv_regime="virtual",
+        enable_prefix_caching=False,
+        kv_eager_slots=slots,
+        kv_eager_tokens=256,
+    )
+    engine = LLMEngine(config)
+    pages = engine.memory.layout.pages_for(256)
+
+    def settled() -> dict[str, float | int]:
+        engine.step()
+        engine.memory._core.settle_mapper()
+        return engine.stats()
+
+    engine.add_request("first", PROMPTS[0], PARAMS)
+    for _ in range(slots + 1):  # a slot at a time, as memory comes
+        stats = settled()
+    assert (stats["parked_slots"], stats["parked_pages"]) == (slots, slots * pages)
+    engine.add_request("second", [9] * 200, PARAMS)
+    after = settled()
+    adopted = after["adopted_pages_total"] - stats["adopted_pages_total"]
+    assert adopted >= (engine.memory.layout.pages_for(200) if slots else 0)
+    assert after["adopted_slots_total"] - stats["adopted_slots_total"] == (1 if slots else 0)
+    for _ in range(slots + 1):
+        after = settled()
+    assert after["parked_slots"] == slots
+    engine.close()

@@ -37,8 +37,6 @@ __all__ = [
 
 #: How far ahead of a sequence its pages are mapped while a step computes.
 LOOKAHEAD_TOKENS = 16
-#: Most slots that are kept mapped for newcomers.
-EAGER_SLOTS = 4
 
 
 def attention_backends(
@@ -89,7 +87,8 @@ def create_memory(
             swap_bytes=resolved.swap_bytes,
             driver=device,
             lookahead_tokens=LOOKAHEAD_TOKENS,
-            eager_slots=EAGER_SLOTS,
+            eager_slots=resolved.kv_eager_slots,
+            eager_tokens=resolved.kv_eager_tokens or 0,
             ready_bytes=device.ready_bytes,
         ),
     )
