@@ -15,6 +15,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
@@ -68,12 +69,26 @@ class Environment:
 def ensure(engine: str, cache_dir: Path, say: Say) -> Environment:
     """The engine's environment, made now if it is not there. Raises NotInstalledError."""
     name = ENVIRONMENTS[engine]
+    if engine == "transformers" and is_installed_here(name):
+        return Environment(Path(sys.executable), {}, {})
     if engine == "llama.cpp":
         python = ensure_packages(name, cache_dir, say, ("--no-binary", "llama-cpp-python"))
         library = build_llama_cpp(LIBRARY, cache_dir, python, say)
         variables = {"LLAMA_CPP_LIB_PATH": str(library), "LD_LIBRARY_PATH": str(library)}
         return Environment(python, variables, {})
     return Environment(ensure_packages(name, cache_dir, say), {}, {})
+
+
+def is_installed_here(name: str) -> bool:
+    """Whether this interpreter has what ``requirements/<name>.txt`` pins, version by version."""
+    for line in (REQUIREMENTS / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+        package, _, version = line.partition("==")
+        try:
+            if metadata.version(package).partition("+")[0] != version:
+                return False
+        except metadata.PackageNotFoundError:
+            return False
+    return True
 
 
 def ensure_server(engine: str, found: Environment, cache_dir: Path, say: Say) -> Environment:

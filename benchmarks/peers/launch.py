@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from environments import Environment
-from process import MemorySamples, watch
 from subjects import Subject, is_continuous
+
+from vmserve.bench.lab.measure import MemorySamples, watch
 
 Json = dict[str, Any]
 
-WORKER = Path(__file__).resolve().parent / "worker.py"
+HERE = Path(__file__).resolve().parent
 MODULES = {
     "vmserve": "vmserve_engine",
     "transformers": "transformers_engine",
@@ -75,23 +76,37 @@ def run_engine(
     environment = {**inherited(), **added}
     if subject.engine == "vllm":
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    module = CONTINUOUS if is_continuous(subject) else MODULES[subject.engine]
+    job = {**job, "module": module, "spawned_monotonic": time.monotonic()}
+    samples = MemorySamples()
+    result = {"workloads": {}} | run_script("worker.py", python, job, environment, limit_s, samples)
+    add_memory(result, samples)
+    return result
+
+
+def run_script(
+    script: str,
+    python: Path,
+    job: Json,
+    environment: Mapping[str, str],
+    limit_s: float,
+    samples: MemorySamples,
+) -> Json:
+    """What ``script`` writes about a job, with ``error`` where it did not end well."""
     with tempfile.TemporaryDirectory(prefix="peers-benchmark-") as directory:
         job_path, result_path = Path(directory, "job.json"), Path(directory, "result.json")
         error_path = Path(directory, "output.txt")
-        samples = MemorySamples()
-        module = CONTINUOUS if is_continuous(subject) else MODULES[subject.engine]
-        job = {**job, "module": module, "spawned_monotonic": time.monotonic()}
         job_path.write_text(json.dumps(job), encoding="utf-8")
         with error_path.open("w") as output:
             process = subprocess.Popen(
-                [str(python), str(WORKER), str(job_path), str(result_path)],
-                env=environment,
+                [str(python), str(HERE / script), str(job_path), str(result_path)],
+                env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
             )
             finished = watch(process, samples, limit_s)
-        result: Json = {"workloads": {}}
+        result: Json = {}
         if result_path.exists():
             result = json.loads(result_path.read_text(encoding="utf-8"))
         if not finished:
@@ -99,13 +114,15 @@ def run_engine(
         elif process.returncode != 0:
             tail = error_path.read_text(errors="replace")[-ERROR_TAIL_CHARS:].strip()
             result["error"] = f"exit code {process.returncode}: {tail}"
-    add_memory(result, samples)
     return result
 
 
 def add_memory(result: Json, samples: MemorySamples) -> None:
-    """The largest proportional size seen while a workload ran, or read at its end."""
+    """The largest proportional size seen while a workload ran, or read at its end; the last one
+    before it.
+    """
     for measured in result["workloads"].values():
         start = measured.pop("start_monotonic")
         inside = samples.peak(start, start + measured["elapsed_s"])
+        measured["loaded_pss_bytes"] = samples.last_before(start)
         measured["peak_pss_bytes"] = max(inside, measured.pop("end_pss_bytes"))

@@ -13,8 +13,7 @@ from model_shape import SHAPES, LlamaShape
 from subjects import Subject
 
 HERE = Path(__file__).resolve().parent
-OFFLINE = HERE.parent / "offline"
-#: By the name that ``--models`` takes: the shape, as benchmarks/offline names it.
+#: By the name that ``--models`` takes: the shape.
 MODELS = {"8m": "8m", "125m": "125m-long", "1b": "1b"}
 
 
@@ -33,7 +32,7 @@ def ensure_model(name: str, seed: int, cache_dir: Path, log: Path) -> Model:
     """
     shape = SHAPES[MODELS[name]]
     directory = cache_dir / "models"
-    script = str(OFFLINE / "checkpoint.py")
+    script = str(HERE / "checkpoint.py")
     run([sys.executable, script, str(directory), MODELS[name], str(seed)], log)
     return Model(name, shape, directory / f"{shape.name}-seed{seed}")
 

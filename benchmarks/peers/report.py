@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ def markdown(results: Json) -> str:
         lines += measured_table(values)
         lines += kept_up(values)
         lines += memory_table(values)
+        lines += offline_table(results.get("offline", {}).get(model, {}))
         lines += comparison_tables(results["comparisons"].get(model, []))
         lines += checks(results["checks"].get(model, {}))
     lines += problems(results)
@@ -113,6 +115,34 @@ def memory_table(values: Mapping[str, Any]) -> list[str]:
     if not present(values, MEMORY):
         return []
     return ["", *measured_table(values, MEMORY, "peak PSS, MiB, while")]
+
+
+def offline_table(found: Mapping[str, Any]) -> list[str]:
+    """The offline workload by itself: how steady, on how many cores, in how much memory."""
+    if not found.get("rows"):
+        return []
+
+    def mebibytes(size: int | None) -> str:
+        return "n/a" if size is None else f"{size / 2**20:.0f}"
+
+    lines = [
+        "",
+        (
+            "| offline | output tokens/s | range | busy cores | load, s "
+            "| PSS loaded, MiB | PSS peak, MiB | RSS peak, MiB |"
+        ),
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        rates = row["tokens_per_s"]
+        memory = (row[f"{each}_bytes"] for each in ("loaded_pss", "peak_pss", "peak_rss"))
+        lines.append(
+            f"| {row['subject']} | {statistics.median(rates):.1f} "
+            f"| {min(rates):.1f} to {max(rates):.1f} | {row['median_busy_cores']:.2f} "
+            f"| {row['median_load_s']:.1f} | {' | '.join(map(mebibytes, memory))} |"
+        )
+    used = ", ".join(f"{use:.0%} in one of {n}" for n, use in found["static_batch_use"].items())
+    return [*lines, "", f"Decode rows of a static batch that yield a requested token: {used}."]
 
 
 def comparison_tables(comparisons: Sequence[Json]) -> list[str]:

@@ -21,19 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-# Behind this directory: both have a run.py.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "offline"))
-
 from environments import Environment, NotInstalledError, ensure, ensure_server
-from launch import run_engine, variables
+from launch import inherited, run_engine, run_script, variables
 from model_shape import PAD_ID, describe
 from models import MODELS, Model, ensure_files, ensure_model
-from process import run_worker
 from report import markdown, one_line
 from serving import SERVERS, own_environment, run_server
 from subjects import DEFAULT_PEERS, WEIGHTS, Subject, is_continuous, subjects_of
-from summary import collect, compare, medians
+from summary import collect, compare, medians, offline_rows, static_batch_use
 from traffic import (
     FULL,
     RATES,
@@ -47,6 +42,7 @@ from traffic import (
 from traffic import describe as describe_workloads
 
 from vmserve.bench.lab.machine import machine_info
+from vmserve.bench.lab.measure import MemorySamples
 
 Json = dict[str, Any]
 
@@ -77,6 +73,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences at once")
     parser.add_argument("--rate", type=float, help="of served, requests/s; default: by the model")
     parser.add_argument("--requests", type=int, help="of offline; default: by the model")
+    for each, told in (("in", "input"), ("out", "output")):
+        parser.add_argument(f"--mean-{each}", type=float, help=f"mean {told} tokens of offline")
+    parser.add_argument("--sigma", type=float, default=0.8, help="log-normal spread of offline's")
     parser.add_argument("--served-requests", type=int, help="default: by the model")
     parser.add_argument("--check-requests", type=int, help="of offline, at most; default 8")
     parser.add_argument("--seed", type=int, default=0, help="of weights, lengths and prompts")
@@ -151,6 +150,9 @@ class Bench:
             replace(
                 sizes,
                 num_requests=options.requests or sizes.num_requests,
+                mean_in=options.mean_in or sizes.mean_in,
+                mean_out=options.mean_out or sizes.mean_out,
+                sigma=options.sigma,
                 num_served=options.served_requests or sizes.num_served,
             ),
             model.shape.vocab_size,
@@ -279,7 +281,6 @@ class Bench:
             return {}
         say(f"{model.name}: checking the tokens of {len(requests)} requests, {workload}")
         job = {
-            "engine": "reference",
             "model": str(model.directory),
             "dtype": "float32",
             "num_threads": self.options.threads,
@@ -287,8 +288,9 @@ class Bench:
             "requests": requests,
             "candidates": candidates,
         }
-        added = {"OMP_NUM_THREADS": str(self.options.threads)}
-        result = run_worker(job, added, self.options.time_limit)
+        added = {**inherited(), "OMP_NUM_THREADS": str(self.options.threads)}
+        python, limit = Path(sys.executable), self.options.time_limit
+        result = run_script("reference.py", python, job, added, limit, MemorySamples())
         if "error" in result:
             what = f"token check, {model.name}, {workload}"
             self.absent.append({"name": what, "reason": result["error"]})
@@ -323,6 +325,16 @@ class Bench:
                 for each in self.options.subjects
             ],
             "models": {each.name: describe(each.shape, self.options.seed) for each in self.models},
+            "offline": {
+                model: {
+                    "rows": offline_rows(self.runs, self.workloads[model]["offline"], model),
+                    "static_batch_use": static_batch_use(
+                        [one["num_output_tokens"] for one in self.workloads[model]["offline"]]
+                    ),
+                }
+                for model in values
+                if "offline" in self.workloads[model]
+            },
             "workloads": {name: describe_workloads(each) for name, each in self.workloads.items()},
             "values": values,
             "medians": {model: medians(each) for model, each in values.items()},

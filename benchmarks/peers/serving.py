@@ -20,11 +20,11 @@ from typing import Any
 import httpx
 from environments import Environment
 from launch import inherited
-from process import SAMPLE_INTERVAL_S, MemorySamples
 from subjects import Subject, command_line_options
 
 from vmserve.bench.ab.client import Load
 from vmserve.bench.ab.jobs import Job, Prompts
+from vmserve.bench.lab.measure import SAMPLE_INTERVAL_S, MemorySamples
 from vmserve.bench.serve.client import ServedRun, Target, send_load
 from vmserve.workloads.shapes import RequestShape
 

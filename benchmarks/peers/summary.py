@@ -135,6 +135,44 @@ def medians(values: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Json:
     }
 
 
+def offline_rows(runs: Sequence[Json], requests: Sequence[Json], model: str) -> list[Json]:
+    """Engine by engine, over repeats: speed and its range, cores kept busy, loading, memory."""
+    num_tokens = sum(each["num_output_tokens"] for each in requests)
+    found: dict[str, list[tuple[Json, Json]]] = {}
+    for run in runs:
+        if run["model"] == model and "offline" in run["workloads"]:
+            found.setdefault(run["subject"], []).append((run, run["workloads"]["offline"]))
+    return [
+        {
+            "subject": subject,
+            "tokens_per_s": [num_tokens / one["elapsed_s"] for _, one in each],
+            "median_busy_cores": statistics.median(
+                one["cpu_s"] / one["elapsed_s"] for _, one in each
+            ),
+            "median_load_s": statistics.median(run["load_s"] for run, _ in each),
+            "loaded_pss_bytes": max(
+                (one["loaded_pss_bytes"] for _, one in each if one["loaded_pss_bytes"]),
+                default=None,
+            ),
+            "peak_pss_bytes": max(one["peak_pss_bytes"] for _, one in each),
+            "peak_rss_bytes": max(run["peak_rss_bytes"] for run, _ in each),
+        }
+        for subject, each in found.items()
+    ]
+
+
+def static_batch_use(
+    output_lengths: Sequence[int], batch_sizes: Sequence[int] = (16, 32)
+) -> dict[str, float]:
+    """By batch size, the share of a static batch's decode rows that yield a requested token."""
+    found = {}
+    for size in batch_sizes:
+        batches = [output_lengths[at : at + size] for at in range(0, len(output_lengths), size)]
+        computed = sum(len(batch) * max(batch) for batch in batches)
+        found[str(size)] = sum(output_lengths) / computed
+    return found
+
+
 def advantage(
     metric: Metric, ours: Mapping[str, float], theirs: Mapping[str, float], seed: int = 0
 ) -> Json | None:

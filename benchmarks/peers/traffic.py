@@ -25,6 +25,7 @@ class Sizes:
     num_requests: int = 64
     mean_in: float = 160.0
     mean_out: float = 120.0
+    sigma: float = 0.8
     num_decodes: int = 2
     decode_context: int = 512
     decode_tokens: int = 128
@@ -77,7 +78,14 @@ def make_workloads(
     ``arrival_s`` 0 is "at once". Requests of ``decode`` and ``prefill`` run one at a time
     (``is_sequential``); no two requests share a prompt, so that no prefix cache helps anyone.
     """
-    offline = lognormal(sizes.num_requests, seed, mean_in=sizes.mean_in, mean_out=sizes.mean_out)
+    offline = lognormal(
+        sizes.num_requests,
+        seed,
+        mean_in=sizes.mean_in,
+        mean_out=sizes.mean_out,
+        sigma_in=sizes.sigma,
+        sigma_out=sizes.sigma,
+    )
     served = served_shapes(sizes, seed + 1, rate, repeat)
     decode = [RequestShape(sizes.decode_context, sizes.decode_tokens + 1)] * sizes.num_decodes
     prefill = [RequestShape(sizes.prefill_tokens, 1)] * sizes.num_prefills

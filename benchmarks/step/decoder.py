@@ -5,7 +5,7 @@
 
 Engines of all the quantizations live in one process and step in turns, so that what disturbs one
 disturbs all. Microseconds, 25th percentile of the steps (medians of a busy machine say how busy it
-is); `attention` is part of `forward`. `benchmarks/offline/checkpoint.py` writes models.
+is); `attention` is part of `forward`. `benchmarks/peers/checkpoint.py` writes models.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from vmserve.bench.lab.measure import MemorySamples, pss_bytes
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -22,7 +25,9 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PEERS = BENCHMARKS / "peers"
 NAMES = (
     "model_shape",
-    "process",
+    "checkpoint",
+    "worker",
+    "reference",
     "environments",
     "subjects",
     "traffic",
@@ -41,7 +46,7 @@ NAMES = (
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The benchmark's modules, imported as its script sees them."""
-    monkeypatch.setattr(sys, "path", [str(PEERS), *sys.path, str(BENCHMARKS / "offline")])
+    monkeypatch.setattr(sys, "path", [str(PEERS), *sys.path])
     modules = {name: importlib.import_module(name) for name in NAMES}
     for name in NAMES:
         del sys.modules[name]  # a later test may mean another module of that name
@@ -148,7 +153,7 @@ def test_servers_are_started_with_the_same_limits(peers: dict[str, ModuleType]) 
 # -- what they are asked ----------------------------------------------------------------
 
 
-def test_offline_is_the_offline_benchmark_s(peers: dict[str, ModuleType]) -> None:
+def test_offline_asks_what_it_always_did(peers: dict[str, ModuleType]) -> None:
     traffic = peers["traffic"]
     sizes = traffic.FULL["125m"]
     found = traffic.make_workloads(["offline", "decode", "prefill"], sizes, 4096, 0, 1.0)
@@ -156,6 +161,12 @@ def test_offline_is_the_offline_benchmark_s(peers: dict[str, ModuleType]) -> Non
     assert described["offline"]["num_requests"] == 64
     assert described["offline"]["num_input_tokens"] == 9_634
     assert described["offline"]["num_output_tokens"] == 8_218
+    longer = traffic.replace(sizes, mean_in=320.0, sigma=0.0)
+    [same] = {
+        len(r["prompt_token_ids"])
+        for r in traffic.make_workloads(["offline"], longer, 4096, 0, 1.0)["offline"]
+    }
+    assert same == 320
     assert described["decode"] == {
         "num_requests": 2,
         "num_input_tokens": 1024,
@@ -511,6 +522,137 @@ def test_what_is_stored_has_no_tokens(peers: dict[str, ModuleType]) -> None:
         "error": "RuntimeError: b.py broke",
         "workloads": {"offline": {"elapsed_s": 1.0}},
     }
+
+
+def test_offline_rows(peers: dict[str, ModuleType]) -> None:
+    def run(elapsed: float, loaded: int | None, peak: int) -> dict[str, Any]:
+        offline = {"elapsed_s": elapsed, "cpu_s": 1.5 * elapsed, "loaded_pss_bytes": loaded}
+        each = {"model": "8m", "subject": "a", "load_s": 2.0, "peak_rss_bytes": 2 * peak}
+        return {**each, "workloads": {"offline": {**offline, "peak_pss_bytes": peak}}}
+
+    summary = peers["summary"]
+    requests = [request_of(30), request_of(10)]
+    failed = {"model": "8m", "subject": "a", "error": "boom", "workloads": {}}
+    [row] = summary.offline_rows([run(4.0, None, 5), failed, run(1.0, 3, 9)], requests, "8m")
+    assert row == {
+        "subject": "a",
+        "tokens_per_s": [10.0, 40.0],
+        "median_busy_cores": 1.5,
+        "median_load_s": 2.0,
+        "loaded_pss_bytes": 3,
+        "peak_pss_bytes": 9,
+        "peak_rss_bytes": 18,
+    }
+    lines = peers["report"].offline_table({"rows": [row], "static_batch_use": {"16": 0.39}})
+    assert lines[3] == "| a | 25.0 | 10.0 to 40.0 | 1.50 | 2.0 | 0 | 0 | 0 |"
+    assert "39% in one of 16" in lines[-1]
+    assert peers["report"].offline_table({}) == []
+
+
+def test_static_batch_use(peers: dict[str, ModuleType]) -> None:
+    use = peers["summary"].static_batch_use
+    assert use([4, 2, 6, 6, 5], [2]) == {"2": 23 / (4 * 2 + 6 * 2 + 5)}
+    assert use([3, 3, 3], [2]) == {"2": 1.0}
+
+
+def test_divergence_has_its_position_and_margin(peers: dict[str, ModuleType]) -> None:
+    first_divergence = peers["reference"].first_divergence
+    logits = [[[0.0, 1.0, 0.75]], [[2.0, 0.0, 0.5]], [[9.0, 0.0, 0.0]]]
+    assert first_divergence([1, 0, 0], [1, 2, 1], logits) == {
+        "num_tokens": 3,
+        "position": 1,
+        "margin": 1.5,
+    }
+    same = first_divergence([1, 0, 0], [1, 0, 0], logits)
+    assert same == {"num_tokens": 3, "position": None, "margin": None}
+
+
+def test_checkpoint_has_125m_parameters_and_is_reused(
+    peers: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    checkpoint = peers["checkpoint"]
+    shape = peers["model_shape"].LLAMA_125M
+    weights_125m = checkpoint.random_weights(shape, seed=0)
+    assert sum(weight.numel() for weight in weights_125m.values()) == 124_668_672
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (12, 4, 64)
+    smoke = peers["model_shape"].SMOKE
+    directory = checkpoint.ensure_checkpoint(tmp_path, smoke, seed=1)
+    weights = (directory / "model.safetensors").read_bytes()
+    stamp = (directory / "model.safetensors").stat().st_mtime_ns
+    assert checkpoint.ensure_checkpoint(tmp_path, smoke, seed=1) == directory
+    assert (directory / "model.safetensors").stat().st_mtime_ns == stamp
+    again = checkpoint.ensure_checkpoint(tmp_path / "again", smoke, seed=1)
+    assert (again / "model.safetensors").read_bytes() == weights
+    other = checkpoint.ensure_checkpoint(tmp_path, smoke, seed=2)
+    assert (other / "model.safetensors").read_bytes() != weights
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["again", directory.name, other.name]
+
+
+@pytest.mark.parametrize(("limit_s", "error"), [(60, "exit code 1: "), (0, "stopped after 0 s")])
+def test_a_worker_that_fails_or_takes_too_long_is_reported(
+    peers: dict[str, ModuleType], limit_s: float, error: str
+) -> None:
+    launch, samples = peers["launch"], MemorySamples()
+    python = Path(sys.executable)
+    result = launch.run_script("worker.py", python, {}, launch.inherited(), limit_s, samples)
+    assert result["error"].startswith(error)
+
+
+def test_memory_of_a_running_process() -> None:
+    samples = MemorySamples(instants=[1.0, 2.0, 3.0, 4.0], pss_bytes=[10, 40, 30, 90])
+    assert samples.peak(2.0, 3.5) == 40
+    assert samples.peak(2.1, 2.9) == 0
+    assert samples.last_before(3.9) == 30
+    assert samples.last_before(0.5) is None
+    samples.take(os.getpid())
+    assert samples.pss_bytes[-1] > 2**20
+    assert pss_bytes(2**22 + 1) == 0  # above any process id
+
+
+def test_a_peer_whose_pins_are_here_needs_no_environment(
+    peers: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments = peers["environments"]
+    monkeypatch.setattr(environments, "REQUIREMENTS", tmp_path)
+    (tmp_path / "a.txt").write_text(f"numpy=={np.__version__}\n")
+    assert environments.is_installed_here("a")
+    (tmp_path / "a.txt").write_text(f"numpy=={np.__version__}0\n")
+    assert not environments.is_installed_here("a")
+    (tmp_path / "a.txt").write_text("no-such-package==1\n")
+    assert not environments.is_installed_here("a")
+
+
+@pytest.mark.timeout(600)  # processes that import torch
+@pytest.mark.skipif(
+    not importlib.util.find_spec("transformers"), reason="transformers is not installed"
+)
+def test_offline_beside_transformers_has_its_tokens(
+    peers: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    """Neither padding nor batching may change what a request generates, near-ties aside."""
+    if not peers["environments"].is_installed_here("transformers"):
+        pytest.skip("transformers is here in another version than the benchmark pins")
+    command = [sys.executable, str(PEERS / "run.py"), "--smoke", "--workloads", "offline"]
+    command += ["--requests", "5", "--peers", "transformers:bf16:dtype=float32,batch_size=4"]
+    command += ["--variant", "f32:dtype=float32"]
+    command += ["--cache-dir", str(tmp_path / "cache"), "--output-dir", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [path] = (tmp_path / "out").glob("*.json")
+    results = json.loads(path.read_text())
+    names = ["vmserve f32", "transformers bf16 (dtype=float32,batch_size=4)"]
+    assert sorted(results["checks"]["8m"]) == sorted(names)
+    for check in results["checks"]["8m"].values():
+        assert check["num_requests"] == 5
+        assert (check["max_margin"] or 0.0) < 1e-3
+    rows = {row["subject"]: row for row in results["offline"]["8m"]["rows"]}
+    assert sorted(rows) == sorted(names)
+    for row in rows.values():
+        assert row["tokens_per_s"][0] > 0
+        assert min(row["peak_rss_bytes"], row["peak_pss_bytes"]) > 2**20
+    assert str(tmp_path) not in path.read_text()
+    assert "| vmserve f32 |" in path.with_suffix(".md").read_text()
 
 
 @pytest.mark.timeout(600)  # four processes that import torch: long where cores are shared

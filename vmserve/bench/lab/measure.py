@@ -1,12 +1,22 @@
-"""What a process has in memory, as the kernel counts it."""
+"""What processes have in memory, as the kernel counts it.
+
+Resident size counts a page once per mapping: an engine that maps pages at two addresses would be
+charged twice. The proportional set size (PSS) divides by the number of mappings. psutil reads the
+PSS too, but not what it is made of, and comes with no usual installation.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["KINDS", "child_processes", "read_memory"]
+__all__ = ["KINDS", "MemorySamples", "child_processes", "pss_bytes", "read_memory", "watch"]
 
+#: A sample walks the page tables of the whole process: far apart, it costs under 1 %.
+SAMPLE_INTERVAL_S = 2.0
 #: Fields of /proc/PID/smaps_rollup (the split: since Linux 5.3). What several processes share
 #: counts for each of them in equal parts, so that the processes of a machine add up.
 KINDS: Mapping[str, str] = {
@@ -27,7 +37,68 @@ def read_memory(pid: int | None = None) -> dict[str, int]:
     return {kind: fields.get(field, 0) for kind, field in KINDS.items()}
 
 
+def pss_bytes(pid: int) -> int:
+    """PSS of a process; 0 for one that is gone."""
+    try:
+        return read_memory(pid)["pss"]
+    except OSError:
+        return 0
+
+
 def child_processes(pid: int) -> list[int]:
-    """Those that the main thread of ``pid`` has started, and that have not been waited for."""
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(each) for each in path.read_text(encoding="ascii").split()]
+    """Processes that ``pid`` has started, and that have not been waited for."""
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(each) for each in children.read_text(encoding="ascii").split()]
+        except OSError:
+            continue  # ended between the listing and the reading
+    return found
+
+
+@dataclass
+class MemorySamples:
+    """PSS of a process and its descendants over time."""
+
+    instants: list[float] = field(default_factory=list)
+    pss_bytes: list[int] = field(default_factory=list)
+
+    def take(self, pid: int) -> None:
+        """Add a sample; nothing if the process is gone."""
+        tree = [pid]
+        for parent in tree:
+            tree += child_processes(parent)
+        total = sum(map(pss_bytes, tree))
+        if total:
+            self.instants.append(time.monotonic())
+            self.pss_bytes.append(total)
+
+    def peak(self, start: float, end: float) -> int:
+        """The largest sample between two instants; 0 if there is none."""
+        pairs = zip(self.instants, self.pss_bytes, strict=True)
+        return max((pss for instant, pss in pairs if start <= instant <= end), default=0)
+
+    def last_before(self, instant: float) -> int | None:
+        """The latest sample up to an instant."""
+        pairs = zip(self.instants, self.pss_bytes, strict=True)
+        before = [pss for at, pss in pairs if at <= instant]
+        return before[-1] if before else None
+
+
+def watch(process: subprocess.Popen[bytes], samples: MemorySamples, limit_s: float) -> bool:
+    """Sample until the process ends (True) or its time is up (killed, False)."""
+    deadline = time.monotonic() + limit_s
+    try:
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                return False
+            samples.take(process.pid)
+            try:
+                process.wait(SAMPLE_INTERVAL_S)
+            except subprocess.TimeoutExpired:
+                continue
+        return True
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
