@@ -30,6 +30,7 @@ __all__ = [
     "Option",
     "check_options",
     "declared_options",
+    "in_words",
 ]
 
 
@@ -59,6 +60,15 @@ def _plain(number: float) -> str:
     if isinstance(number, int) and abs(number) >= 2**20 and abs(number).bit_count() == 1:
         return f"{'-' if number < 0 else ''}2^{abs(number).bit_length() - 1}"
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+def in_words(default: Any) -> str:
+    """A default as help texts and documents write it."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, tuple):
+        return ", ".join(map(str, default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,7 @@ class Declared:
         """The default in words; None if there is nothing to say."""
         if self.option.default is not None:
             return self.option.default
-        return None if self.default is None else str(self.default)
+        return None if self.default is None else in_words(self.default)
 
     def check(self, value: Any) -> Any:
         """``value`` as it is kept. Raises :class:`ConfigurationError`."""

@@ -323,10 +323,14 @@ class BeamSearchParams:
         )
 
 
-#: The fields of both, by name.
+#: The fields of both, by name; of a field that both have, that of :class:`SamplingParams`.
 SAMPLING_OPTIONS: Final[Mapping[str, Declared]] = {
-    **declared_options(BeamSearchParams),
     **declared_options(SamplingParams),
+    **{
+        name: declared
+        for name, declared in declared_options(BeamSearchParams).items()
+        if name not in declared_options(SamplingParams)
+    },
 }
 #: The ranges of numbers.
 LIMITS: Final[Mapping[str, Bounds]] = {
