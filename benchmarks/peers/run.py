@@ -43,6 +43,7 @@ from traffic import describe as describe_workloads
 
 from vmserve.bench.lab.machine import machine_info
 from vmserve.bench.lab.measure import MemorySamples
+from vmserve.bench.lab.rounds import orders
 
 Json = dict[str, Any]
 
@@ -212,9 +213,8 @@ class Bench:
         rng = np.random.default_rng(self.options.seed)
         for model in self.models:
             units = self.units(model)
-            order = list(range(len(units)))
-            for repeat in range(self.options.repeats):
-                order = rng.permutation(len(units)).tolist() if repeat % 2 == 0 else order[::-1]
+            repeats = range(self.options.repeats)
+            for repeat, order in zip(repeats, orders(len(units), rng), strict=False):
                 for index in order:
                     self._run(model, *units[index], repeat)
 

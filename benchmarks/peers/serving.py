@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from subjects import Subject, command_line_options
 
 from vmserve.bench.ab.client import Load
 from vmserve.bench.ab.jobs import Job, Prompts
+from vmserve.bench.lab.machine import free_port
 from vmserve.bench.lab.measure import SAMPLE_INTERVAL_S, MemorySamples
 from vmserve.bench.serve.client import ServedRun, Target, send_load
 from vmserve.workloads.shapes import RequestShape
@@ -258,12 +258,6 @@ def send(target: Target, requests: list[Json], vocab_size: int, limit_s: float) 
     if run.num_other_length:
         raise ServerFailedError(f"{run.num_other_length} answers are not as long as was asked")
     return run
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def own_environment() -> Environment:

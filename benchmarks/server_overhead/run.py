@@ -17,7 +17,6 @@ import contextlib
 import json
 import math
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -34,6 +33,7 @@ import psutil
 from client import cpu_seconds, stream_all
 
 from vmserve import AsyncLLM, SamplingParams
+from vmserve.bench.lab.machine import cpu_model
 from vmserve.bench.lab.statistics import paired_effects
 from vmserve.ipc.client import ProcessLLM
 
@@ -76,7 +76,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             print(f"round {number + 1}, {way}: {rounds[way][-1]}", file=sys.stderr)
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
+        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
         "work": {
             "model": "embedded" if args.model is None else Path(args.model).name,
             "streams": args.streams,
@@ -257,14 +257,6 @@ WAYS_TO_SEND: dict[str, Callable[..., contextlib.AbstractAsyncContextManager[Way
     "http, one process": over_http_in_one_process,
     "http": over_http,
 }
-
-
-def cpu_name() -> str:
-    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import random
 import tempfile
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import httpx
 import psutil
 
 from tests.chaos.harness import Server
+from vmserve.bench.lab.measure import read_memory
 
 _WARM_UP = 1 / 3
 _ABANDONED = 0.2
@@ -118,13 +118,8 @@ class Pss(NamedTuple):
 
 def pss(server: Server) -> Pss:
     """Of the server's process and the engine's."""
-    sums = Counter[str]()
-    for pid in (server.popen.pid, server.engine.pid):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name.startswith("Pss"):
-                sums[name] += 1024 * int(rest.split()[0])
-    return Pss(sums["Pss_Anon"] + sums["Pss_Shmem"], sums["Pss_File"])
+    both = [read_memory(pid) for pid in (server.popen.pid, server.engine.pid)]
+    return Pss(sum(one["anon"] + one["shmem"] for one in both), sum(one["file"] for one in both))
 
 
 def slope(samples: list[tuple[float, int]]) -> float:

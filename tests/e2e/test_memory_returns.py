@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from vmserve import LLM, SamplingParams
+from vmserve.bench.lab.measure import pss_bytes
 from vmserve.errors import DriverError
-
-
-def pss_bytes() -> int:
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("the kernel reports no PSS")
 
 
 def test_allocated_blocks_and_pss_follow_the_pages() -> None:

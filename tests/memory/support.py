@@ -218,13 +218,6 @@ def make_memory(
     return Memory(core, faults, blocks_per_page)
 
 
-def pss_bytes() -> int:
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("the kernel reports no PSS")
-
-
 def kernel_mappings(address: int, num_bytes: int) -> int:
     """How many of the process's mappings lie in the range, as the kernel counts them."""
     count = 0

@@ -22,11 +22,11 @@ from tests.memory.support import (
     grow,
     kernel_mappings,
     make_memory,
-    pss_bytes,
     run_python,
 )
 from vmserve import _core
 from vmserve._core import ZeroPolicy
+from vmserve.bench.lab.measure import pss_bytes
 from vmserve.errors import OutOfMemoryError
 
 TOKEN_BYTES = PAGE // BLOCK_TOKENS

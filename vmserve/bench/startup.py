@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ import typer
 from vmserve.bench import options as opt
 from vmserve.bench.ab.client import RunFailedError
 from vmserve.bench.ab.metrics import Metric
-from vmserve.bench.lab.machine import machine_info
+from vmserve.bench.lab.machine import free_port, machine_info
 from vmserve.bench.lab.measure import KINDS, child_processes, read_memory
 from vmserve.bench.lab.report import dump, make_console, progress, write_text
 from vmserve.bench.lab.table import Table, print_table
@@ -158,7 +157,7 @@ def _told(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def time_server(options: Mapping[str, Any], samples: Samples) -> dict[str, float]:
     """Seconds to an answer of /ready, and to the first token of a request after it."""
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     began = time.monotonic()
     with (
@@ -287,11 +286,6 @@ def memory_table(samples: Samples) -> Table:
     )
     sizes = ", ".join(f"{name.replace('_', ' ')} {show(n)}" for name, n in samples.sizes.items())
     return Table(f"proportional set size ({sizes})", ("", *KINDS), rows)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def _last_line(text: str) -> str:

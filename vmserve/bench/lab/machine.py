@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DEFAULT_PACKAGES", "git_revision", "machine_info"]
+__all__ = ["DEFAULT_PACKAGES", "cpu_model", "free_port", "git_revision", "machine_info"]
 
 DEFAULT_PACKAGES = ("vmserve", "numpy", "torch", "transformers", "tokenizers", "safetensors")
 
@@ -80,6 +81,12 @@ def git_revision(directory: Path | None = None) -> str | None:
     if not revision:
         return None
     return revision + ("+dirty" if git("status", "--porcelain", "-uno") else "")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def machine_info(packages: Sequence[str] = DEFAULT_PACKAGES) -> dict[str, object]:

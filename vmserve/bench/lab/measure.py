@@ -37,8 +37,8 @@ def read_memory(pid: int | None = None) -> dict[str, int]:
     return {kind: fields.get(field, 0) for kind, field in KINDS.items()}
 
 
-def pss_bytes(pid: int) -> int:
-    """PSS of a process; 0 for one that is gone."""
+def pss_bytes(pid: int | None = None) -> int:
+    """PSS of a process, without ``pid`` of this one; 0 for one that is gone."""
     try:
         return read_memory(pid)["pss"]
     except OSError:

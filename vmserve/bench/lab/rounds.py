@@ -18,7 +18,7 @@ import numpy as np
 from vmserve.bench.lab.statistics import bootstrap_median_interval
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -28,6 +28,7 @@ __all__ = [
     "Verdict",
     "compare",
     "compare_many",
+    "orders",
 ]
 
 Verdict = Literal["A faster", "B faster", "no difference shown"]
@@ -178,6 +179,14 @@ def compare_many(
     return ManyResult(names[0], against)
 
 
+def orders(count: int, rng: np.random.Generator) -> Iterator[list[int]]:
+    """The order of each round, without end: a drawn one, then its reverse."""
+    while True:
+        order = rng.permutation(count).tolist()
+        yield order
+        yield order[::-1]
+
+
 def _interleave(
     functions: Sequence[Callable[[], object]],
     rounds: int,
@@ -193,10 +202,8 @@ def _interleave(
                 setup()
             function()
     times = np.zeros((rounds, len(functions)), dtype=np.int64)
-    order = np.arange(len(functions))
-    for index in range(rounds):
-        order = rng.permutation(len(functions)) if index % 2 == 0 else order[::-1]
-        for column in order.tolist():
+    for index, order in zip(range(rounds), orders(len(functions), rng), strict=False):
+        for column in order:
             if setup is not None:
                 setup()
             start = clock()
