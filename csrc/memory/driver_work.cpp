@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 namespace vmserve {
 namespace {
@@ -261,53 +262,67 @@ std::vector<AddressRun> DriverWork::entry_ranges(SlotId slot, std::int64_t first
   return ranges;
 }
 
-bool DriverWork::unmap_entries(SlotId id, std::int64_t first, std::int64_t count) {
-  if (count <= 0) return true;
-  Slot& slot = slots_[id];
-  const std::vector<AddressRun> ranges = entry_ranges(id, first, count);
-  Repair repair;
-  std::string error_text;
-  if (!ranges.empty()) {
-    mapper->wait(slot.last_command);  // it may be changing the access of these very pages
-    const auto driving = lock();
-    try {
-      driver->unmap(ranges);
-    } catch (const Error& error) {
-      fail_if_sticky(error);
-      repair.steps.assign(ranges.begin() + static_cast<std::ptrdiff_t>(error.completed),
-                          ranges.end());
-      error_text = error.what();
-    }
-  }
-  std::int64_t num_pages = 0;
+Cut DriverWork::forget(SlotId id, std::int64_t first, std::int64_t count) {
+  Cut cut{id, {}, entry_ranges(id, first, count)};
   for (std::int64_t i = first; i < first + count; ++i) {
-    const PageId page = slot.entries[i].page;
-    if (page == kNoPage) continue;
-    ++num_pages;
-    if (repair.steps.empty()) continue;
-    pool_.hold(page);
-    repair.held.push_back(page);
+    const PageId page = slots_[id].entries[i].page;
+    if (page != kNoPage) cut.pages.push_back(page);
   }
   ledger_.forget_entries(id, first, count);
   ++ledger_.version;
-  ledger_.totals.pages_unmapped += num_pages;
-  ledger_.totals.unmap_calls += static_cast<std::int64_t>(ranges.size() - repair.steps.size());
-  ledger_.totals.unhidden_calls += static_cast<std::int64_t>(ranges.size() - repair.steps.size());
+  return cut;
+}
+
+bool DriverWork::unmap(const Cut& cut) {
+  if (cut.ranges.empty()) return true;
+  Repair repair;
+  std::string error_text;
+  mapper->wait(slots_[cut.slot].last_command);  // it may be changing the access of these very pages
+  try {
+    const auto driving = lock();
+    driver->unmap(cut.ranges);
+  } catch (const Error& error) {
+    fail_if_sticky(error);
+    repair.steps.assign(cut.ranges.begin() + static_cast<std::ptrdiff_t>(error.completed),
+                        cut.ranges.end());
+    error_text = error.what();
+  }
+  const auto num_calls = static_cast<std::int64_t>(cut.ranges.size() - repair.steps.size());
+  ledger_.totals.pages_unmapped += static_cast<std::int64_t>(cut.pages.size());
+  ledger_.totals.unmap_calls += num_calls;
+  ledger_.totals.unhidden_calls += num_calls;
   if (repair.steps.empty()) return true;
-  repair.slots = {id};
+  for (const PageId page : cut.pages) pool_.hold(page);
+  repair.held = cut.pages;
+  repair.slots = {cut.slot};
   add_repair(std::move(repair), error_text);
   return false;
 }
 
 bool DriverWork::truncate(SlotId slot, std::int64_t index) {
-  return unmap_entries(slot, index, slots_[slot].size() - index);
+  const std::int64_t count = slots_[slot].size() - index;
+  return count <= 0 || unmap(forget(slot, index, count));
 }
 
 // A hole, also at the end: what lies behind may come back, or be the sequence's own to grow into.
 bool DriverWork::punch(SlotId slot, std::int64_t index) {
-  const bool done = unmap_entries(slot, index, 1);
+  const bool done = unmap(forget(slot, index, 1));
   if (slots_[slot].size() == index) slots_[slot].entries.push_back({kNoPage, false});
   return done;
+}
+
+bool DriverWork::make_cuts(Change& change) {
+  if (change.wait_for > 0) mapper->wait(change.wait_for);
+  bool done = true;
+  for (const Cut& cut : std::exchange(change.cuts, {})) done = unmap(cut) && done;
+  return done;
+}
+
+void DriverWork::prepare(Change& change) {
+  if (!make_cuts(change)) throw DriverError("unmap", EIO, last_error);
+  if (change.swap_taken.empty()) return;
+  const auto driving = lock();
+  swap->back();
 }
 
 void DriverWork::add_repair(Repair repair, const std::string& error) {

@@ -253,6 +253,7 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
         ops_.stage(change, op);
       }
     }
+    work_.prepare(change);
     ops_.assign_fresh(change);
     work_.execute(change);
   } catch (const Error& error) {

@@ -161,10 +161,6 @@ void Ops::stage_swap_out(Change& change, const Op& op,
   Sequence& seq = seqs_[op.seq];
   change.save(op.seq);
   const std::int64_t total = ledger_.blocks_for(seq.has.length);
-  {
-    const auto driving = work_.lock();
-    work_.swap->reserve(std::min(total, work_.swap->num_free()));
-  }
   for (std::int64_t i = 0; i < static_cast<std::int64_t>(seq.has.blocks.size()); ++i) {
     const BlockId block = seq.has.blocks[i];
     if (block == kNoBlock) {
@@ -264,6 +260,14 @@ void Ops::grow_virtual(Change& change, SeqId id, std::int64_t num_tokens) {
   }
 }
 
+// The slot shows nothing from `index` on.
+void Ops::cut(Change& change, SlotId slot, std::int64_t index) {
+  const std::int64_t count = slots_[slot].size() - index;
+  if (count <= 0) return;
+  change.cuts.reserve(change.cuts.size() + 1);  // what the books forget is not to be lost
+  change.cuts.push_back(work_.forget(slot, index, count));
+}
+
 // The slot's page at `index`, which its last sequence or the mapper left there, becomes the
 // sequence's. False if there is none, or it is somebody's; then the slot ends before it.
 bool Ops::claim_spare(Change& change, SeqId id, std::int64_t index) {
@@ -275,7 +279,7 @@ bool Ops::claim_spare(Change& change, SeqId id, std::int64_t index) {
   if (page == kNoPage || pool_.state(page) != PageState::kIdle) {
     Change::SavedSlot& before = change.saved(slot_id);
     before.size = std::min(before.size, index);
-    if (!work_.truncate(slot_id, index)) throw DriverError("unmap", EIO, work_.last_error);
+    cut(change, slot_id, index);
     return false;
   }
   ledger_.totals.evicted_blocks += pool_.drop_cached(page);
@@ -290,12 +294,11 @@ bool Ops::claim_spare(Change& change, SeqId id, std::int64_t index) {
   return true;
 }
 
-// Copy on write: others read this block, or may find it, and its rest is about to be written. Of
-// those that all go on from it in one step the last one stays. A copy to host memory reads it too.
+// Of those that all go on from the block in one step the last one stays.
 bool Ops::needs_copy(const Change& change, BlockId block) const {
   const auto left = change.left.find(block);
   const std::int32_t gone = left == change.left.end() ? 0 : left->second;
-  return pool_.refs(block) - gone > 1 || pool_.is_published(block) || pool_.copies(block) > 0;
+  return ledger_.needs_copy(block, gone);
 }
 
 void Ops::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
@@ -493,7 +496,7 @@ void Ops::take_slot(Change& change, SeqId id, const std::vector<BoundPage>& boun
                            " slots are taken: raise --max-num-seqs");
   }
   Slot& slot = slots_[slot_id];
-  work_.mapper->wait(slot.last_command);
+  change.wait_for = std::max(change.wait_for, slot.last_command);
   const std::int64_t matched = num_shown(slot, bound);
   const auto most = std::min<std::int64_t>(slot.size(), static_cast<std::int64_t>(bound.size()));
   const bool conflicts = matched < most || (!bound.empty() && matched == 0 && !slot.empty());
@@ -502,7 +505,7 @@ void Ops::take_slot(Change& change, SeqId id, const std::vector<BoundPage>& boun
   for (std::int64_t i = matched; i < keep; ++i) {
     if (shows_foreign(slot.entries[i].page, seqs_[id].tenant)) keep = i;
   }
-  if (!work_.truncate(slot_id, keep)) throw DriverError("unmap", EIO, work_.last_error);
+  cut(change, slot_id, keep);
   change.saved(slot_id);
   slot.seq = id;
   seqs_[id].has.slot = slot_id;
@@ -606,6 +609,7 @@ BlockId Ops::fresh_block(Change& change, SeqId id, BlockId before) {
 }
 
 void Ops::rollback(Change& change) {
+  work_.make_cuts(change);  // the books have them
   Unfinished unfinished;
   {
     const auto driving = work_.lock();

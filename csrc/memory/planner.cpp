@@ -307,9 +307,7 @@ void Planner::demand_grow(Demand& demand, const Op& op) const {
   if (now.length % config_.block_tokens == 0) return;
   // The tail block is copied if others read it, or may.
   const BlockId tail = is_changed ? kNoBlock : seq.has.blocks[now.length / config_.block_tokens];
-  if (is_changed || is_parent(demand, op.seq) ||
-      (tail != kNoBlock &&
-       (pool_.refs(tail) > 1 || pool_.is_published(tail) || pool_.copies(tail) > 0))) {
+  if (is_changed || is_parent(demand, op.seq) || (tail != kNoBlock && ledger_.needs_copy(tail))) {
     ++demand.blocks[seq.tenant];
   }
 }

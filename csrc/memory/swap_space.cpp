@@ -45,8 +45,9 @@ void SwapSpace::add_chunk(std::int64_t count) {
   chunks_.push_back({num_backed(), count, driver_->alloc_host(bytes)});
 }
 
-void SwapSpace::reserve(std::int64_t count) {
-  const std::int64_t missing = count - (num_backed() - num_used());
+void SwapSpace::back() {
+  // Ids are handed out lowest first: where one lies behind the memory, all before it are used.
+  const std::int64_t missing = num_used() - num_backed();
   if (missing <= 0) return;
   const auto bytes = static_cast<std::size_t>(num_groups_) * block_bytes_;
   const std::int64_t more = std::min(

@@ -31,11 +31,10 @@ class SwapSpace {
   std::int64_t num_used() const { return used_.size(); }
   std::int64_t num_free() const { return capacity_ - num_used(); }
 
-  // Memory behind at least `count` free blocks, or OutOfMemoryError and nothing changed: what the
-  // system does not have now it may have later.
-  // Pre: count <= num_free().
-  void reserve(std::int64_t count);
-  // Pre: reserve() has seen to it.
+  // Memory behind every used block, or OutOfMemoryError and nothing changed: what the system does
+  // not have now it may have later.
+  void back();
+  // Pre: num_free() > 0. Nothing is behind it until back() has seen to it.
   SwapId take() noexcept;
   void share(SwapId id) noexcept { ++refs_[id]; }
   void drop(SwapId id) noexcept;

@@ -34,6 +34,11 @@ class DriverWork : OnLedger {
   void require_alive() const;  // throws once the pool has failed
   void fail_if_sticky(const Error& error);
   void require_whole(SlotId slot) const;  // throws while it is in a repair
+  // What the change relies on: the mapper is done with its slots, cuts are made, and there is
+  // memory behind what it swaps out. Throws if the driver refuses.
+  void prepare(Change& change);
+  // Post: no cut is left to be made; false if the driver refused one (a repair is left).
+  bool make_cuts(Change& change);
   void execute(Change& change);
   std::int64_t mappings_per_run() const;
   std::int64_t mapping_room() const;  // that no command of the mapper may take
@@ -43,6 +48,8 @@ class DriverWork : OnLedger {
   // Post: the entries are the slot's no more; false if the driver refused (a repair is left).
   bool truncate(SlotId slot, std::int64_t index);
   bool punch(SlotId slot, std::int64_t index);
+  // The books' side of unmapping entries; no driver call.
+  Cut forget(SlotId slot, std::int64_t first, std::int64_t count);
   std::vector<AddressRun> entry_ranges(SlotId slot, std::int64_t first, std::int64_t count) const;
   void retry_repairs();
   void add_repair(Repair repair, const std::string& error);
@@ -67,7 +74,7 @@ class DriverWork : OnLedger {
   std::vector<CopyRun> swap_runs(const std::vector<SwapCopy>& copies, bool out) const;
   void map_runs(const Change& change, std::vector<MapRun>& runs) const;
   std::int64_t parked_mappings(const Slot& slot) const;
-  bool unmap_entries(SlotId slot, std::int64_t first, std::int64_t count);
+  bool unmap(const Cut& cut);
   bool retry(Repair& repair);
 };
 

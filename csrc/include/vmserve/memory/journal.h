@@ -39,6 +39,13 @@ struct SwapCopy {
   SwapId swap;
 };
 
+// Pages that a slot shows no more in the books, and the driver's part of that.
+struct Cut {
+  SlotId slot;
+  std::vector<PageId> pages;
+  std::vector<AddressRun> ranges;
+};
+
 struct Attached {
   SeqId seq;
   std::vector<BlockId> blocks;
@@ -74,6 +81,9 @@ class Change : OnLedger {
 
   Transaction tx;
   bool dense = false;
+  // Before anything is assigned or written. Cuts stand even if the change fails.
+  std::vector<Cut> cuts;
+  std::uint64_t wait_for = 0;  // the mapper's command that may concern what slots show
   std::vector<std::pair<SeqId, Holding>> holdings;
   std::vector<Grown> grown;
   std::vector<SavedSlot> slots;

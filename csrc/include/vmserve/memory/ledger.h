@@ -115,6 +115,11 @@ class Ledger {
   SlotId oldest_parked() const;
   void forget_entries(SlotId slot, std::int64_t first, std::int64_t count);
   bool is_sole(PageId page) const;
+  // Copy on write: others read the block, or may find it, and its rest is about to be written.
+  // `gone`: how many of them will have copies of their own. A copy to host memory reads it too.
+  bool needs_copy(BlockId block, std::int32_t gone = 0) const {
+    return pool.refs(block) - gone > 1 || pool.is_published(block) || pool.copies(block) > 0;
+  }
   void publish(Sequence& seq);
   bool offers_more(PageId page, std::int32_t count) const;
   bool is_clearing_late(PageId page) const;

@@ -1,4 +1,5 @@
-// What each op does to the books, with a log of what to undo.
+// What each op does to the books, with a log of what to undo. Until rollback() and assign_fresh(),
+// which finds pages, no driver call.
 #pragma once
 
 #include <cstdint>
@@ -46,6 +47,7 @@ class Ops : OnLedger {
                      std::int64_t want, bool pressed) const;
   bool shows_foreign(PageId page, Tenant tenant) const;
   void take_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound, std::int64_t want);
+  void cut(Change& change, SlotId slot, std::int64_t index);
   bool claim_spare(Change& change, SeqId id, std::int64_t index);
   void seal_shared(Change& change, const Sequence& parent, const Op& op);
   std::int64_t pages_for_fresh(const Change& change) const;
