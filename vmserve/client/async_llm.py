@@ -18,18 +18,19 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-from vmserve.config import EngineConfig, ResolvedConfig
-from vmserve.engine.engine import LLMEngine, PinnedPrefix, Progress, StepResult
+from vmserve.config import EngineConfig
+from vmserve.engine.engine import LLMEngine, Progress, StepResult
 from vmserve.engine.loop import Command, EngineLoop
 from vmserve.errors import EngineDeadError, VmserveError
+from vmserve.ipc.core import ClientCore
+from vmserve.ipc.questions import QUESTIONS
 from vmserve.models.config import ModelConfig
-from vmserve.sampling import GenerationParams, SamplingParams
+from vmserve.sampling import GenerationParams
 from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.text.assembly import RequestAssembly
-from vmserve.text.prompts import PromptLike, encode_prompt
-from vmserve.text.tokenizer import Tokenizer
+from vmserve.text.prompts import PromptLike
 from vmserve.text.update import RequestUpdate
 from vmserve.types import RequestOutput, RequestTerms
 
@@ -37,9 +38,6 @@ __all__ = ["AsyncLLM"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-#: How often a prefix is computed again that was evicted before it could be pinned.
-_PIN_ATTEMPTS = 3
 Item = RequestOutput | BaseException
 
 
@@ -70,7 +68,7 @@ class _Listener:
             self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 
-class AsyncLLM:
+class AsyncLLM(ClientCore):
     """Streams from one engine to any number of tasks, on any number of event loops.
 
     Arguments and errors are those of :class:`vmserve.LLM`. Loading blocks.
@@ -90,6 +88,11 @@ class AsyncLLM:
     ) -> None:
         config = EngineConfig.from_options({"model": model, **engine_options})
         self._engine = LLMEngine(config, progress=progress)
+        self.config = config
+        self.resolved = self._engine.resolved
+        self.model_config: ModelConfig = self._engine.model_config
+        self.tokenizer = self._engine.tokenizer
+        self._default_sampling = self.model_config.default_sampling
         self._listeners: dict[str, _Listener] = {}
         self._death_waiters: list[_Listener] = []
         self._loop = EngineLoop(self._engine, self._publish, self._read_stats)
@@ -98,27 +101,6 @@ class AsyncLLM:
         self._thread.start()
 
     # -- what callers see -------------------------------------------------------------
-
-    @property
-    def config(self) -> EngineConfig:
-        return self._engine.config
-
-    @property
-    def resolved(self) -> ResolvedConfig:
-        return self._engine.resolved
-
-    @property
-    def model_config(self) -> ModelConfig:
-        return self._engine.model_config
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._engine.tokenizer
-
-    @property
-    def default_sampling(self) -> dict[str, Any]:
-        """Sampling fields of the model's generation_config.json."""
-        return dict(self._engine.model_config.default_sampling)
 
     @property
     def errored(self) -> bool:
@@ -144,45 +126,8 @@ class AsyncLLM:
 
         Raises :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
         """
-        return await self._ask(self._engine.snapshot)
-
-    def generate(
-        self,
-        prompt: PromptLike,
-        params: GenerationParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        isolation: str = "",
-        timeout: float | None = None,
-        stream: bool = False,
-    ) -> AsyncIterator[RequestOutput]:
-        """The outputs of one request, until it has finished.
-
-        ``prompt`` and ``params`` are those of :meth:`vmserve.LLM.generate`, for one prompt;
-        :class:`vmserve.BeamSearchParams` are taken too. ``request_id``: what :meth:`abort` takes,
-        of one request at a time; None: one is made up.
-
-        ``stream=False``: one final output. ``stream=True``: outputs with ``delta`` set, whose
-        choices hold what is new; the first has no choices and says that the request was
-        accepted. Leaving the iterator early aborts the request and frees its pages. The rest is
-        described at :class:`vmserve.types.RequestTerms`.
-
-        Raises :class:`~vmserve.errors.InvalidRequestError` before the first output,
-        :class:`~vmserve.errors.DeadlineError` when its time is over, and
-        :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
-        """
-        terms = RequestTerms(
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            isolation=isolation,
-            timeout=timeout,
-            stream=stream,
-        )
-        return self.serve(prompt, params, request_id=request_id, terms=terms)
+        taken: EngineSnapshot = await self.ask("snapshot")
+        return taken
 
     async def serve(
         self,
@@ -192,35 +137,20 @@ class AsyncLLM:
         request_id: str | None,
         terms: RequestTerms,
     ) -> AsyncIterator[RequestOutput]:
-        """:meth:`generate` with its terms as one value."""
-        encoded = encode_prompt(prompt, self.tokenizer)
-        params = SamplingParams(**self.default_sampling) if params is None else params
-        request_id = uuid.uuid4().hex if request_id is None else request_id
-        assembly = RequestAssembly(
-            self.tokenizer,
-            request_id,
-            encoded.text,
-            encoded.token_ids,
-            params,
-            arrival_time=time.monotonic(),
-            stream=terms.stream,
-        )
-        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue(), assembly)
+        name = uuid.uuid4().hex if request_id is None else request_id
+        request = self._assembly(prompt, params, name, terms)
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue(), request)
 
         def add() -> None:
             try:
                 self._engine.add_request(
-                    request_id,
-                    encoded.token_ids,
-                    params,
-                    terms,
-                    prompt=encoded.text,
+                    name, request.prompt_token_ids, request.params, terms, prompt=request.prompt
                 )
             except VmserveError as error:
                 listener.put(error)
                 return
-            self._listeners[request_id] = listener
-            if terms.stream and self._engine.accepted_output(request_id) is not None:
+            self._listeners[name] = listener
+            if terms.stream and self._engine.accepted_output(name) is not None:
                 listener.accept()
 
         self._loop.submit(Command(add, listener.put))
@@ -235,58 +165,15 @@ class AsyncLLM:
                 yield item
         finally:
             if not finished:
-                self._loop.submit_quietly(Command(lambda: self._abort(request_id, listener)))
+                self._loop.submit_quietly(Command(lambda: self._abort(name, listener)))
 
-    async def pin_prefix(
-        self, token_ids: list[int], *, cache_salt: str = "", isolation: str = ""
-    ) -> PinnedPrefix:
-        """Compute a prefix and keep it in memory: see :meth:`vmserve.LLM.pin_prefix`."""
-        once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        whole_blocks = len(token_ids) // self.resolved.block_tokens * self.resolved.block_tokens
-        for attempt in range(_PIN_ATTEMPTS):
-            request_id = f"pin-{uuid.uuid4().hex}"
-            async for _ in self.generate(
-                token_ids,
-                once,
-                request_id=request_id,
-                cache_salt=cache_salt,
-                isolation=isolation,
-            ):
-                pass
-            # Until then others may have evicted some of it.
-            pin = await self._ask(
-                lambda: self._engine.hold_prefix(
-                    token_ids, cache_salt=cache_salt, isolation=isolation
-                ),
-                lambda pin: self._engine.unpin_prefix(pin.handle),
-            )
-            if pin.num_tokens == whole_blocks or attempt == _PIN_ATTEMPTS - 1:
-                break
-            await self.unpin_prefix(pin.handle)
-        return pin
-
-    async def unpin_prefix(self, handle: int) -> None:
-        """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
-        await self._ask(lambda: self._engine.unpin_prefix(handle))
-
-    async def set_kv_cache_memory(self, size: int | str) -> int:
-        """Change how far the KV cache may grow while requests run: see
-        :meth:`vmserve.engine.engine.LLMEngine.set_kv_cache_memory`."""
-        return await self._ask(lambda: self._engine.set_kv_cache_memory(size))
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix: see :meth:`vmserve.LLM.reset_prefix_cache`."""
-        await self._ask(self._engine.reset_prefix_cache)
-
-    async def _ask(
-        self, question: Callable[[], T], undo: Callable[[T], None] = lambda value: None
-    ) -> T:
+    async def ask(self, question: str, **arguments: Any) -> Any:
         """Run ``question`` in the engine's thread; its answer, or what it raises.
 
-        ``undo`` is run there when the caller has gone before the answer came.
+        A prefix that is held for a caller who has gone before the answer came is let go.
         """
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
+        answer: asyncio.Future[Any] = loop.create_future()
 
         def tell(result: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:
             def deliver() -> None:
@@ -299,13 +186,17 @@ class AsyncLLM:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(deliver)
 
+        def let_go(value: Any) -> None:
+            if question == "hold_prefix":
+                self._engine.unpin_prefix(value[0])
+
         def run() -> None:
             try:
-                value = question()
+                value = QUESTIONS[question](self._engine, **arguments)
             except (VmserveError, ValueError) as error:
                 tell(partial(answer.set_exception, error))
             else:
-                tell(partial(answer.set_result, value), partial(undo, value))
+                tell(partial(answer.set_result, value), partial(let_go, value))
 
         self._loop.submit(Command(run, lambda error: tell(partial(answer.set_exception, error))))
         return await answer

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import msgspec
 
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
+from vmserve.ipc.core import ClientCore
 from vmserve.ipc.framing import FrameReader, frame
 from vmserve.ipc.messages import (
     Abort,
@@ -42,10 +42,9 @@ from vmserve.ipc.messages import (
 from vmserve.ipc.open_request import OpenRequest
 from vmserve.ipc.process import RESTART_WINDOW_SECONDS, EngineProcess, RestartBudget
 from vmserve.models.hub import is_embedded, resolve_model
-from vmserve.sampling.params import GenerationParams, SamplingParams
+from vmserve.sampling.params import GenerationParams
 from vmserve.telemetry.snapshot import EngineSnapshot
-from vmserve.text.assembly import RequestAssembly
-from vmserve.text.prompts import PromptLike, encode_prompt
+from vmserve.text.prompts import PromptLike
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
 
@@ -53,8 +52,6 @@ __all__ = ["ModelFacts", "ProcessLLM", "Supervision"]
 
 logger = logging.getLogger(__name__)
 
-#: How often a prefix is computed again that was evicted before it could be pinned.
-_PIN_ATTEMPTS = 3
 #: An engine that was told to end has so long to do it.
 _END_SECONDS = 10.0
 
@@ -110,7 +107,6 @@ class _Pin:
     isolation: str
     #: The name that the engine has for it.
     engine_handle: int = -1
-    num_tokens: int = 0
 
 
 class _Link(asyncio.Protocol):
@@ -133,7 +129,7 @@ class _Link(asyncio.Protocol):
         self._owner._lost(self)
 
 
-class ProcessLLM:
+class ProcessLLM(ClientCore):
     """Streams from one engine in a process of its own to the tasks of one event loop.
 
     Arguments and errors are those of :class:`vmserve.AsyncLLM`. Loading blocks; the engine is
@@ -159,7 +155,7 @@ class ProcessLLM:
             meanwhile()
             tokenizer = _early_tokenizer(self.config)
             ready = self._process.wait_ready(progress or _no_progress)
-            self.tokenizer: Tokenizer = tokenizer or load_tokenizer(ready.tokenizer)
+            self.tokenizer = tokenizer or load_tokenizer(ready.tokenizer)
             self.tokenizer.prepare_chat()
         except BaseException:
             self._process.close()
@@ -190,11 +186,6 @@ class ProcessLLM:
         self._num_silent = 0
 
     # -- what callers see -------------------------------------------------------------
-
-    @property
-    def default_sampling(self) -> dict[str, Any]:
-        """Sampling fields of the model's generation_config.json."""
-        return dict(self._default_sampling)
 
     @property
     def errored(self) -> bool:
@@ -245,30 +236,6 @@ class ProcessLLM:
         await self.start()
         await self._final.wait()
 
-    def generate(
-        self,
-        prompt: PromptLike,
-        params: GenerationParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        isolation: str = "",
-        timeout: float | None = None,
-        stream: bool = False,
-    ) -> AsyncIterator[RequestOutput]:
-        """See :meth:`vmserve.AsyncLLM.generate`."""
-        terms = RequestTerms(
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            isolation=isolation,
-            timeout=timeout,
-            stream=stream,
-        )
-        return self.serve(prompt, params, request_id=request_id, terms=terms)
-
     async def serve(
         self,
         prompt: PromptLike,
@@ -277,24 +244,14 @@ class ProcessLLM:
         request_id: str | None,
         terms: RequestTerms,
     ) -> AsyncIterator[RequestOutput]:
-        """:meth:`generate` with its terms as one value."""
         await self.start()
-        encoded = encode_prompt(prompt, self.tokenizer)
-        params = SamplingParams(**self.default_sampling) if params is None else params
         handle = next(self._handles)
-        request_id = f"request-{handle}" if request_id is None else request_id
-        assembly = RequestAssembly(
-            self.tokenizer,
-            request_id,
-            encoded.text,
-            encoded.token_ids,
-            params,
-            arrival_time=time.monotonic(),
-            stream=terms.stream,
-        )
+        name = f"request-{handle}" if request_id is None else request_id
+        assembly = self._assembly(prompt, params, name, terms)
         request = OpenRequest(handle, assembly, stream=terms.stream)
-        self._send(Add(handle, request_id, encoded.token_ids, params_to_wire(params), terms))
-        self._requests[handle] = self._by_id[request_id] = request
+        wire = params_to_wire(assembly.params)
+        self._send(Add(handle, name, assembly.prompt_token_ids, wire, terms))
+        self._requests[handle] = self._by_id[name] = request
         finished = False
         try:
             while not finished:
@@ -319,47 +276,28 @@ class ProcessLLM:
         An engine that takes the place of this one computes and keeps it too.
         """
         pin = _Pin(token_ids, cache_salt, isolation)
-        await self._hold(pin)
+        held = await self._hold(pin)
         handle = next(self._pin_handles)
         self._pins[handle] = pin
-        return PinnedPrefix(handle, pin.num_tokens)
+        return PinnedPrefix(handle, held.num_tokens)
 
-    async def _hold(self, pin: _Pin) -> None:
-        once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        block = self.resolved.block_tokens
-        whole_blocks = len(pin.token_ids) // block * block
-        for attempt in range(_PIN_ATTEMPTS):
-            request_id = f"pin-{uuid.uuid4().hex}"
-            async for _ in self.generate(
-                pin.token_ids,
-                once,
-                request_id=request_id,
-                cache_salt=pin.cache_salt,
-                isolation=pin.isolation,
-            ):
-                pass
-            # Until then others may have evicted some of it.
-            held = await self.ask(
-                "hold_prefix",
-                token_ids=pin.token_ids,
-                cache_salt=pin.cache_salt,
-                isolation=pin.isolation,
-            )
-            pin.engine_handle, pin.num_tokens = held
-            if pin.num_tokens == whole_blocks or attempt == _PIN_ATTEMPTS - 1:
-                return
-            await self.ask("unpin_prefix", handle=pin.engine_handle)
+    async def _hold(self, pin: _Pin) -> PinnedPrefix:
+        held = await super().pin_prefix(
+            pin.token_ids, cache_salt=pin.cache_salt, isolation=pin.isolation
+        )
+        pin.engine_handle = held.handle
+        return held
 
     async def unpin_prefix(self, handle: int) -> None:
         """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
         if handle not in self._pins:
             raise ValueError(f"no prefix is pinned with the handle {handle}")
-        await self.ask("unpin_prefix", handle=self._pins.pop(handle).engine_handle)
+        await super().unpin_prefix(self._pins.pop(handle).engine_handle)
 
     async def set_kv_cache_memory(self, size: int | str) -> int:
         """See :meth:`vmserve.AsyncLLM.set_kv_cache_memory`. An engine that takes the place of this
         one has the same."""
-        limit: int = await self.ask("set_kv_cache_memory", size=size)
+        limit = await super().set_kv_cache_memory(size)
         self._options["kv_cache_memory"] = size
         return limit
 

@@ -68,8 +68,10 @@ class RequestAssembly:
     ) -> None:
         self._tokenizer = tokenizer
         self.request_id = request_id
-        self._prompt = prompt
-        self._prompt_token_ids = prompt_token_ids
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        #: As they were asked for; ``_params``: as they are for each choice.
+        self.params = params
         self._params = params.as_sampling()
         self._num_wanted = params.n
         self._stream = stream
@@ -155,8 +157,8 @@ class RequestAssembly:
     def _build(self, outputs: list[CompletionOutput], *, delta: bool) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
             outputs=outputs,
             finished=self.finished,
             metrics=self.metrics,
