@@ -1,4 +1,4 @@
-"""Engine options: parsed once, resolved once, never written again."""
+"""Engine options as given (:class:`EngineConfig`) and as resolved against a model."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ KVRegime = Literal["auto", "virtual", "paged"]
 ZeroPolicy = Literal["always", "tenant", "never"]
 #: "native": one call into C++ for the whole forward pass, on a CPU.
 LinearBackend = Literal["auto", "native", "torch"]
-#: Of linear layers. "int8": weights of 8 bits with a scale for each output, activations of 16;
-#: "int8-dynamic": activations of 8 bits too, where the processor multiplies those faster.
+#: Quantization of linear layers. "int8": 8-bit weights with a scale per output, 16-bit activations.
+#: "int8-dynamic": 8-bit activations too, if the processor multiplies those faster.
 Quantization = Literal["none", "int8", "int8-dynamic"]
 KVMapper = Literal["auto", "off", "thread"]
 Preemption = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority", "v0"]
-#: Whether a step is launched while the one before it runs; "auto": on a GPU.
+#: Whether a step is launched while the previous one runs; "auto": on a GPU.
 AsyncScheduling = Literal["auto", "on", "off"]
 
-#: Share of the memory available at start that the KV cache may grow to on a CPU. Model
-#: weights and activations live beside it, and other processes have a right to the rest.
+#: Share of the memory available at start that the KV cache may grow to on a CPU. The rest is for
+#: weights, activations and other processes.
 CPU_KV_SHARE = 0.4
-#: The least cap that is chosen where memory is short: too small a one is told at start with what
-#: it would take, and growing beyond what is there is a recoverable error.
+#: Smallest cap chosen when memory is short. A cap that is too small fails at start, with the size
+#: needed; growing beyond the memory that exists is a recoverable error.
 MIN_KV_BYTES = 64 << 20
-#: Chunked prefill on a CPU: a step of 512 tokens keeps the pause of running decodes short
-#: while the weights are already read far fewer times than they are multiplied.
+#: Tokens of a step on a CPU. 512 keep the pause of running decodes short, and are enough that
+#: reading the weights costs little beside multiplying them.
 DEFAULT_BATCHED_TOKENS = 512
 DEFAULT_NUM_SEQS = 64
-#: The same on a GPU, which reads its weights in a millisecond or a few and needs wide batches.
+#: The same on a GPU, which reads its weights in milliseconds and needs wide batches.
 GPU_BATCHED_TOKENS = 2048
 GPU_NUM_SEQS = 256
-#: Seconds after which a request that waits goes before higher priorities.
+#: Seconds after which a waiting request goes before all priorities.
 PRIORITY_MAX_WAIT = 60.0
-#: Share of a GPU's memory that all of the engine may take: weights, activations and KV cache.
+#: Share of a GPU's memory for the whole engine: weights, activations and KV cache.
 GPU_SHARE = 0.9
 
 _MODEL: Final = "Model and tokenizer"
@@ -65,8 +65,10 @@ class EngineConfig:
     """The options as the user gave them; ``None`` means "choose for me".
 
     Names and meanings are those of the command line (``--kv-regime`` is ``kv_regime``).
-    Sizes are bytes or strings such as ``"512MiB"``. The greatest numbers of sequences, tokens and
-    pages are more than any machine holds; their bookkeeping is allocated at start.
+    Sizes are bytes or strings such as ``"512MiB"``. Numbers of sequences, tokens and pages have an
+    upper bound since their bookkeeping is allocated at start.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
     """
 
     model: Annotated[
@@ -80,7 +82,9 @@ class EngineConfig:
     ] = None
     tokenizer: Annotated[
         str | None,
-        Option("A directory or a hub id, where it is not the model's own.", _MODEL, metavar="PATH"),
+        Option(
+            "A directory or a hub id, if not the model's own tokenizer.", _MODEL, metavar="PATH"
+        ),
     ] = None
     dtype: Annotated[
         str,
@@ -94,7 +98,7 @@ class EngineConfig:
     max_model_len: Annotated[
         int | None,
         Option(
-            "Most tokens of a request, prompt and answer.",
+            "Most tokens of a request, prompt plus answer.",
             _MODEL,
             # A context of 1 has room for a prompt or an answer, not for both.
             Bounds(2, 2**40),
@@ -112,7 +116,7 @@ class EngineConfig:
     ] = 20
     seed: Annotated[
         int,
-        Option("Feeds requests without a seed of their own.", _MODEL, Bounds(-(2**63), 2**63 - 1)),
+        Option("Seed of the requests that give none.", _MODEL, Bounds(-(2**63), 2**63 - 1)),
     ] = 0
     device: Annotated[
         str, Option("auto, cpu or cuda.", _DEVICE, choices=("auto", "cpu", "cuda"))
@@ -129,10 +133,10 @@ class EngineConfig:
     quantization: Annotated[
         Quantization,
         Option(
-            "int8 keeps the linear layers' weights in half the memory of bfloat16 and changes the "
-            "logits a little; int8-dynamic rounds what they are multiplied by to 8 bits as well "
-            "(to 16 otherwise, and on a processor without AVX512_VNNI): longer prompts are faster, "
-            "and the logits change more. Native only.",
+            "int8 stores the weights of linear layers in half the memory of bfloat16 and "
+            "changes the logits a little. int8-dynamic also rounds their inputs to 8 bits "
+            "(with int8, and without AVX512_VNNI, to 16): long prompts are faster, and the "
+            "logits change more. Native backend only.",
             _DEVICE,
         ),
     ] = "none"
@@ -147,23 +151,23 @@ class EngineConfig:
     ] = 1
     enforce_eager: Annotated[
         bool,
-        Option("Never capture graphs of a step.", _DEVICE, default="captured on a GPU"),
+        Option("Never capture a step as a graph.", _DEVICE, default="graphs are captured on a GPU"),
     ] = False
     kv_regime: Annotated[
         KVRegime | None,
         Option(
-            "How a request's KV cache is laid out and read.",
+            "Layout of a request's KV cache: virtual (contiguous) or paged.",
             _KV,
-            default="auto, chosen per request; virtual on a GPU, where both in one batch cost more "
-            "launches",
+            default="auto, chosen per request; on a GPU virtual, as two layouts in one batch take "
+            "more launches",
         ),
     ] = None
     kv_cache_memory: Annotated[
         int | str | None,
         Option(
-            "The most that the KV cache may grow to, e.g. 512MiB or 4GiB.",
+            "Most memory that the KV cache may grow to, e.g. 512MiB or 4GiB.",
             _KV,
-            default=f"{CPU_KV_SHARE * 100:g} % of the memory that is free at start, on a GPU what "
+            default=f"{CPU_KV_SHARE * 100:g} % of the memory that is free at start; on a GPU what "
             "--gpu-memory-utilization leaves",
             metavar="SIZE",
         ),
@@ -180,9 +184,9 @@ class EngineConfig:
     kv_zero_pages: Annotated[
         ZeroPolicy,
         Option(
-            "When pages are zeroed before they are used again.",
+            "When pages are zeroed before they are reused.",
             _KV,
-            default="tenant, for another one",
+            default="tenant, before another tenant gets them",
         ),
     ] = "tenant"
     kv_mapper: Annotated[
@@ -219,8 +223,7 @@ class EngineConfig:
     kv_layers_per_group: Annotated[
         int | None,
         Option(
-            "Layers whose keys and values lie side by side in a page: more of them make pages of "
-            "fewer tokens.",
+            "Layers whose keys and values share a page; more layers mean fewer tokens per page.",
             _KV,
             Bounds(1, _INT32_MAX),
             default="planned for the device",
@@ -239,7 +242,7 @@ class EngineConfig:
     enable_prefix_caching: Annotated[
         bool | None,
         Option(
-            "Keep the KV cache of finished requests for those with the same start.",
+            "Keep the KV cache of finished requests for later ones with the same prefix.",
             _KV,
             default="on",
             negatable=True,
@@ -248,7 +251,7 @@ class EngineConfig:
     gpu_memory_utilization: Annotated[
         float | None,
         Option(
-            "On a GPU the share of its memory for weights, activations and KV cache; on a CPU the "
+            "On a GPU: share of its memory for weights, activations and KV cache. On a CPU: "
             "cap of the KV cache as a share of all memory.",
             _KV,
             Bounds(0, 1, open_low=True),
@@ -275,28 +278,32 @@ class EngineConfig:
     ] = None
     preemption: Annotated[
         Preemption,
-        Option("What becomes of a request that makes room for another.", _SCHEDULING),
+        Option(
+            "How a preempted request resumes: its KV cache is recomputed, or swapped to host "
+            "memory.",
+            _SCHEDULING,
+        ),
     ] = "auto"
     scheduling_policy: Annotated[
         SchedulingPolicy,
         Option(
-            "Who runs first: first come, or lowest priority number, which also takes the places "
-            "of higher ones; v0 is the PagedAttention paper's, steps of prompts or of decodes, for "
-            "comparison.",
+            "Who runs first. fcfs: first come, first served; priority: the lowest number, "
+            "which may preempt higher ones; v0: the PagedAttention paper's policy (a step has"
+            " prompts or decodes), for comparison.",
             _SCHEDULING,
         ),
     ] = "fcfs"
     async_scheduling: Annotated[
         AsyncScheduling,
         Option(
-            "Launches a step while the one before it runs.", _SCHEDULING, default="auto, on a GPU"
+            "Launch a step while the one before it runs.", _SCHEDULING, default="auto, on a GPU"
         ),
     ] = "auto"
     priority_max_wait: Annotated[
         float | None,
         Option(
-            "With the policy priority: seconds after which a request that waits goes before all "
-            "priorities, a quarter of the sequences at most.",
+            "With the policy priority: seconds after which a waiting request goes before all "
+            "priorities, for at most a quarter of the sequences.",
             _SCHEDULING,
             Bounds(0, open_low=True),
             default=f"{PRIORITY_MAX_WAIT:g}",
@@ -307,8 +314,8 @@ class EngineConfig:
     scheduler_delay_factor: Annotated[
         float,
         Option(
-            "With the policy v0: prompts wait for so many times as long as the last ones took, "
-            "to be read together.",
+            "With the policy v0: prompts wait for this many times as long as the last ones "
+            "took, so that several are read together.",
             _SCHEDULING,
             Bounds(0, 100),
             default="0",
@@ -317,8 +324,8 @@ class EngineConfig:
     fair_sharing: Annotated[
         bool,
         Option(
-            "Tenants (API keys) share places and tokens equally: who has had the fewest is next, "
-            "and takes places from one with more.",
+            "Share places and tokens equally between tenants (API keys): the tenant that used"
+            " the fewest tokens is next, and may preempt one that used more.",
             _SCHEDULING,
             default="no",
             negatable=True,
@@ -327,7 +334,7 @@ class EngineConfig:
     request_timeout: Annotated[
         float | None,
         Option(
-            "Seconds in which a request must end, waiting included; then it fails.",
+            "Seconds after which a request fails, waiting included.",
             _SCHEDULING,
             Bounds(0, open_low=True),
             default="none",
@@ -338,7 +345,7 @@ class EngineConfig:
     regime_profile: Annotated[
         str | None,
         Option(
-            "What --kv-regime auto goes by, as `vmserve bench profile` wrote it.",
+            "Device profile for --kv-regime auto, as `vmserve bench profile` writes it.",
             _KV,
             default="measured at start",
             metavar="PATH",
@@ -347,7 +354,7 @@ class EngineConfig:
     trace_file: Annotated[
         str | None,
         Option(
-            "Write what each step did to this file, which opens in Perfetto.",
+            "Write what each step did to this file, for Perfetto.",
             _SCHEDULING,
             default="none",
             metavar="PATH",
@@ -361,7 +368,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> EngineConfig:
-        """Like the constructor, with a clear error for an unknown name."""
+        """Make a configuration from keywords; an unknown name is a ConfigurationError."""
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(options) - known)
         if unknown:
@@ -406,7 +413,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """What the engine runs with: every choice made, every number known."""
+    """The options that the engine runs with: every choice made, every number known."""
 
     max_model_len: int
     max_num_seqs: int
@@ -425,20 +432,20 @@ class ResolvedConfig:
     swap_bytes: int
     preemption: Preemption
     scheduling_policy: SchedulingPolicy
-    #: Seconds after which a request that waits goes before higher priorities, where they count.
+    #: Seconds after which a waiting request goes before all priorities; None without priorities.
     priority_max_wait: float | None
     scheduler_delay_factor: float
-    #: A step is launched while the one before it runs.
+    #: A step is launched while the previous one runs.
     async_scheduling: bool
     fair_sharing: bool
-    #: Seconds from its arrival in which a request must end, where it does not say less.
+    #: Seconds after its arrival at which a request fails, unless it asks for fewer.
     request_timeout: float | None
-    #: A stored device profile; None: measured at start, where the regime is chosen by it.
+    #: Path of a stored device profile; None: measured at start, if the regime depends on it.
     regime_profile: str | None
     trace_file: str | None
-    #: Decoding steps are captured as graphs, where the device gains by it.
+    #: Decoding steps are captured as graphs, on devices that gain by it.
     captures_graphs: bool
-    #: The most that activations take: what a GPU must keep free beside weights and KV cache.
+    #: Most memory that activations take; a GPU keeps it free beside weights and KV cache.
     activation_bytes: int
     seed: int
 
@@ -446,9 +453,11 @@ class ResolvedConfig:
 def resolve(
     config: EngineConfig, model: ModelConfig, gpu_bytes: int | None = None
 ) -> ResolvedConfig:
-    """Fill in what the user left open, and check the options against the model.
+    """Choose what the user left open, and check the options against the model.
 
-    ``gpu_bytes``: all memory of the GPU that the model runs on; None on a CPU.
+    ``gpu_bytes``: total memory of the GPU that the model runs on; None on a CPU.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
     """
     context = model.max_position_embeddings
     max_model_len = config.max_model_len or context
@@ -481,8 +490,8 @@ def resolve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         max_logprobs=vocabulary if max_logprobs == -1 else min(max_logprobs, vocabulary),
-        # Both views in one batch are two kernels a layer, and on a GPU a step that is captured in
-        # pieces only.
+        # Two regimes in one batch take two kernels a layer; on a GPU such a step can be captured
+        # only in pieces.
         kv_regime=config.kv_regime or ("virtual" if on_gpu else "auto"),
         kv_limit_bytes=kv_limit_bytes,
         kv_page_bytes=None if page is None else parse_size(page, "kv_page_size"),
@@ -517,7 +526,10 @@ def _priority_max_wait(config: EngineConfig) -> float | None:
 
 
 def _swap_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Raises :class:`ConfigurationError` for what holds no block, or more than there is."""
+    """Bytes of the swap space.
+
+    Raises :class:`ConfigurationError` for a size below one block or above the machine's memory.
+    """
     size = parse_size(config.swap_space, "swap_space")
     block = config.block_size * 2 * model.num_layers * model.kv_heads * model.head_dim
     block *= _itemsize(config, model)
@@ -534,7 +546,7 @@ def _physical_bytes() -> int:
 
 
 def _within(size: int, most: int, option: str, what: str) -> int:
-    """``size``; raises :class:`ConfigurationError` where it is above ``most``."""
+    """Return ``size``. Raises :class:`ConfigurationError` if it is above ``most``."""
     if size > most:
         raise ConfigurationError(
             f"{option}: {format_size(size)} is more than {what}, {format_size(most)}: lower "
@@ -546,10 +558,9 @@ def _within(size: int, most: int, option: str, what: str) -> int:
 def _gpu_limit_bytes(
     config: EngineConfig, model: ModelConfig, gpu_bytes: int, activations: int
 ) -> int:
-    """The cap: as asked, or what weights and activations leave of the engine's share.
+    """The KV cache's cap on a GPU: as asked, or what weights and activations leave of the share.
 
-    Raises :class:`ConfigurationError` where they leave next to nothing, and for more than the GPU
-    has.
+    Raises :class:`ConfigurationError` if they leave next to nothing, and for more than the GPU has.
     """
     if config.kv_cache_memory is not None:
         asked = parse_size(config.kv_cache_memory, "kv_cache_memory")
@@ -576,10 +587,11 @@ def _itemsize(config: EngineConfig, model: ModelConfig) -> int:
 def _kv_limit_bytes(
     config: EngineConfig, model: ModelConfig, num_slots: int, max_len: int, activations: int
 ) -> int:
-    """The cap: as asked, or a share of what is free beside weights and activations.
+    """The KV cache's cap on a CPU: as asked, or a share of the memory that is free.
 
-    The pool grows as it is used: of a cap that is above what is free now the log warns. Raises
-    :class:`ConfigurationError` for one above all memory.
+    Free memory is counted without weights and activations. A cap above it is logged as a warning,
+    since the pool grows only as it is used. Raises :class:`ConfigurationError` for a cap above the
+    machine's memory.
     """
     itemsize = 2 if config.dtype in ("bfloat16", "float16", "half") else 4
     free, whose = available_memory()  # of the system, or of the control group
@@ -598,8 +610,8 @@ def _kv_limit_bytes(
         return asked
     if config.gpu_memory_utilization is not None:
         return int(config.gpu_memory_utilization * _physical_bytes())
-    # A cap that no set of sequences could reach would only force larger pages: the planner
-    # keeps the mappings of a full pool under the system's limit. In float32, the widest type.
+    # The planner keeps the mappings of a full pool under the system's limit, so a cap that no set
+    # of sequences can reach would only force larger pages. Counted in float32, the widest type.
     token_bytes = model.num_layers * 2 * model.kv_heads * model.head_dim * 4
     share = max(MIN_KV_BYTES, int(CPU_KV_SHARE * free))
     return min(share, num_slots * max_len * token_bytes)

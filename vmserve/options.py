@@ -73,30 +73,30 @@ def in_words(default: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a field's type does not say about the option that it declares."""
+    """What a field's type does not say about its option."""
 
     help: str
     group: str
     bounds: Bounds | None = None
     _: dataclasses.KW_ONLY
-    #: Spellings on the command line, if not ``--`` and the field's name.
+    #: Spellings on the command line; empty for ``--`` and the field's name.
     flags: tuple[str, ...] = ()
     #: There is a ``--no-`` spelling too.
     negatable: bool = False
     metavar: str | None = None
-    #: The default in words, "" for nothing to say. None: the field's own, if that is not None.
+    #: The default in words; "" to say nothing. None: the field's default, unless that is None.
     default: str | None = None
-    #: What a text field takes, where it takes no other.
+    #: All values of a text field; empty for any text.
     choices: tuple[str, ...] = ()
-    #: Of a number's errors. None: they name the bound that the number is beyond.
+    #: Unit in the errors of a number. None: they name the bound that is exceeded.
     unit: str | None = None
-    #: The type of the command line's value, if not the field's.
+    #: Type of the value on the command line, if not the field's.
     parse_as: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A field with an :class:`Option`. ``type`` is without None, which ``optional`` stands for."""
+    """A field with an :class:`Option`. ``optional``: None is allowed besides ``type``."""
 
     name: str
     type: Any
@@ -123,7 +123,7 @@ class Declared:
         return None if self.default is None else in_words(self.default)
 
     def check(self, value: Any) -> Any:
-        """``value`` as it is kept. Raises :class:`ConfigurationError`."""
+        """Return ``value`` as it is kept. Raises :class:`ConfigurationError`."""
         if value is None and (self.optional or self.type in (int, bool)):
             return None
         if self.choices:
@@ -164,7 +164,7 @@ class Declared:
 
 @functools.cache
 def declared_options(owner: type) -> Mapping[str, Declared]:
-    """The fields of the dataclass ``owner`` that declare an option, by name and in order."""
+    """Return the fields of the dataclass ``owner`` that declare an option, in order."""
     hints = get_type_hints(owner, include_extras=True)
     found = {}
     for field in dataclasses.fields(owner):
@@ -185,7 +185,7 @@ def _without_none(annotation: Any) -> tuple[Any, bool]:
 
 
 def check_options(config: object) -> None:
-    """Check each option of the frozen dataclass ``config``; a path becomes its text.
+    """Check each option of the frozen dataclass ``config``; a path is replaced by its text.
 
     Raises :class:`ConfigurationError`.
     """

@@ -1,6 +1,6 @@
-"""Options that several benchmark commands take, declared once.
+"""Options shared by several benchmark commands.
 
-A command annotates its parameter with the alias, and gives the default: ``rate: opt.Rate = None``.
+A command annotates a parameter with the alias and gives the default: ``rate: opt.Rate = None``.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ __all__ = [
 
 Concurrency = Annotated[
     int | None,
-    typer.Option(min=1, help="Closed loop: so many requests at a time. Default: all."),
+    typer.Option(min=1, help="Closed loop: requests in flight at a time. Default: all."),
 ]
 Rate = Annotated[float | None, typer.Option(help="Open loop: requests per second, on average.")]
 Burstiness = Annotated[
     float | None,
-    typer.Option(help="Of arrivals: 1 is Poisson, less is burstier. Default: the workload's."),
+    typer.Option(
+        help="Burstiness of arrivals: 1 is Poisson, less is burstier. Default: the workload's."
+    ),
 ]
 Scale = Annotated[
     float | None,
-    typer.Option(help="Multiply lengths by this. Default: what makes them fit, at most 1."),
+    typer.Option(help="Multiply lengths by this. Default: the most that makes them fit, up to 1."),
 ]
 SloTtft = Annotated[
     str | None, typer.Option(help="Objective: time to the first token, e.g. 200ms.")
@@ -48,7 +50,7 @@ SloTpot = Annotated[str | None, typer.Option(help="Objective: time per token aft
 
 # -- of what is measured in sections, and where it goes -------------------------------------
 
-Quick = Annotated[bool, typer.Option("--quick", help="Very few repeats: to see that it runs.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Very few repeats, to see that it runs.")]
 JsonPath = Annotated[
     Path | None,
     typer.Option("--json", help="Write everything measured to this file.", callback=check_writable),

@@ -1,4 +1,4 @@
-"""``vmserve chat``: a conversation in the terminal, with a running server or an own engine."""
+"""``vmserve chat``: chat in the terminal with a running server or an engine of its own."""
 
 from __future__ import annotations
 
@@ -38,29 +38,31 @@ _HELP = """\
 
 
 class ChatBackend(Protocol):
-    """Whoever answers."""
+    """The side that answers."""
 
     def reply(self, messages: list[Message]) -> Generator[str, None, None]:
-        """The pieces of the answer to ``messages``. Closing it ends the answer early.
+        """Yield the pieces of the answer to ``messages``. Closing the generator ends the answer.
 
         Raises :class:`~vmserve.errors.VmserveError`.
         """
         ...
 
     def models(self) -> list[str]:
-        """What can be chosen from, the one that answers first."""
+        """Names of the models that can be chosen, the current one first."""
         ...
 
     def choose(self, model: str) -> None:
-        """``model`` answers from now on. Raises :class:`~vmserve.errors.VmserveError`."""
+        """Let ``model`` answer from now on. Raises :class:`~vmserve.errors.VmserveError`."""
         ...
 
     def close(self) -> None: ...
 
 
 class LocalBackend:
-    """An engine in this process. It steps in a thread of its own, where an interrupt of the
-    answer cannot tear a step apart."""
+    """An engine in this process.
+
+    It steps in a thread of its own, so that Ctrl-C cannot interrupt a step.
+    """
 
     def __init__(self, sampling: dict[str, Any], engine_options: dict[str, Any]) -> None:
         self.engine = AsyncLLM(**engine_options)
@@ -149,7 +151,7 @@ class RemoteBackend:
 
 
 def _pieces(response: IO[bytes]) -> Iterator[str]:
-    """Of the events' data; comments and other fields of the stream say nothing."""
+    """Yield the text in the data of events; comments and other fields are skipped."""
     for line in response:
         field, _, event = line.strip().partition(b":")
         if field != b"data" or event.strip() == b"[DONE]":
@@ -165,7 +167,7 @@ def _pieces(response: IO[bytes]) -> Iterator[str]:
 
 
 def _message(body: Any) -> str:
-    """OpenAI's shape of an error, or whatever else it is."""
+    """Message of an error in OpenAI's shape, or the error as text."""
     error = body["error"]
     return str(error["message"] if isinstance(error, dict) else error)
 
@@ -179,10 +181,10 @@ def _told(error: urllib.error.HTTPError) -> str:
 def converse(
     backend: ChatBackend, lines: Iterator[str], system: str | None, out: IO[str], notes: IO[str]
 ) -> int:
-    """Answer each line until they end or ``/exit``; answers go to ``out``, all else to ``notes``.
+    """Answer lines until they end or one is ``/exit``.
 
-    A question whose answer fails is forgotten, so that the conversation can go on. Returns how
-    many failed.
+    Answers go to ``out``, everything else to ``notes``. A question whose answer fails is dropped
+    from the conversation. Returns the number of failures.
     """
     conversation = _Conversation(backend, system, out, notes)
     for line in lines:
@@ -198,7 +200,7 @@ def converse(
 
 
 class _Conversation:
-    """The messages so far; every exchange is a question and its answer."""
+    """The messages so far. An exchange is a question and its answer."""
 
     def __init__(
         self, backend: ChatBackend, system: str | None, out: IO[str], notes: IO[str]
@@ -210,7 +212,7 @@ class _Conversation:
         self.num_failed = 0
 
     def take(self, text: str) -> None:
-        """A line that was typed. Raises :class:`~vmserve.errors.VmserveError`."""
+        """Handle a typed line. Raises :class:`~vmserve.errors.VmserveError`."""
         command, _, argument = text.partition(" ")
         match command:
             case "":
@@ -241,7 +243,7 @@ class _Conversation:
         return [*first, *(message for each in self._exchanges for message in each)]
 
     def _last(self) -> list[Message]:
-        """The last exchange, which is no part of the conversation any more."""
+        """Remove and return the last exchange."""
         if not self._exchanges:
             raise VmserveError("nothing has been asked yet")
         return self._exchanges.pop()
@@ -257,7 +259,7 @@ class _Conversation:
 def _exchange(
     backend: ChatBackend, messages: list[Message], text: str, out: IO[str], notes: IO[str]
 ) -> list[Message]:
-    """The question and its answer, as far as it came; nothing if it failed."""
+    """Return the question and its answer, as far as it got; nothing if it failed."""
     question = {"role": "user", "content": text}
     answer = ""
     try:
@@ -277,7 +279,7 @@ def _exchange(
 
 
 def _typed_lines(stdin: IO[str]) -> Iterator[str]:
-    """What is typed, with history and editing where the terminal has them; else the lines."""
+    """Yield lines of ``stdin``; on a terminal with history and editing, if there is readline."""
     if not stdin.isatty():
         yield from stdin
         return
@@ -317,7 +319,7 @@ def chat_command(
     """Chat in the terminal."""
     given = {"max_tokens": max_tokens, "temperature": temperature}
     sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    SamplingParams(**sampling)  # a wrong value is told before a model is loaded
+    SamplingParams(**sampling)  # reports wrong values before a model is loaded
     if url is not None and base_url is not None:
         raise ConfigurationError(f"two servers are given, {url} and --base-url {base_url}")
     url = url or base_url
@@ -335,5 +337,5 @@ def chat_command(
         if sys.stdin.isatty():
             print(_HELP, file=sys.stderr)
         num_failed = converse(backend, _typed_lines(sys.stdin), system, sys.stdout, sys.stderr)
-    if num_failed and not sys.stdin.isatty():  # whoever types has seen them
+    if num_failed and not sys.stdin.isatty():  # in a terminal they were shown
         raise typer.Exit(1)

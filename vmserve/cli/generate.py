@@ -1,4 +1,4 @@
-"""``vmserve generate``: prompts from an option, a file or standard input; text or JSON out."""
+"""``vmserve generate``: answer prompts from options, a file or standard input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-import vmserve  # its names load when used: `vmserve --help` must not wait for torch
+import vmserve  # loads names lazily: `vmserve --help` must not wait for torch
 from vmserve.cli.options import ENGINE_OPTIONS, parameters_of, with_parameters
 from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.sampling.params import SAMPLING_OPTIONS
@@ -20,7 +20,7 @@ from vmserve.sampling.params import SAMPLING_OPTIONS
 __all__ = ["generate_command"]
 
 _STRUCTURED = "Structured output"
-#: Sampling fields that have an option, in the order of the help.
+#: Sampling fields that are options, in the order of the help.
 _SAMPLING = (
     "max_tokens",
     "temperature",
@@ -58,22 +58,22 @@ def _structured(help: str) -> Any:
 def generate_command(
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", help="A prompt; repeatable. Else --file, else stdin."),
+        typer.Option("--prompt", "-p", help="A prompt; repeatable. Without it, --file or stdin."),
     ] = None,
     file: Annotated[
         Path | None,
         typer.Option(
             help="JSON Lines: each a string, or an object with prompt or prompt_token_ids and "
-            "any sampling field."
+            "any sampling fields."
         ),
     ] = None,
     output_format: Annotated[
         OutputFormat, typer.Option("--format", help="text, one JSON document, or JSON Lines.")
     ] = OutputFormat.text,
     structured_json: Annotated[
-        str | None, _structured("JSON schema that answers match: its text, or @FILE.")
+        str | None, _structured("JSON schema that answers must match: its text, or @FILE.")
     ] = None,
-    regex: Annotated[str | None, _structured("Regex that answers match in full.")] = None,
+    regex: Annotated[str | None, _structured("Regex that a whole answer must match.")] = None,
     choice: Annotated[list[str] | None, _structured("A possible answer; repeatable.")] = None,
     grammar: Annotated[
         str | None, _structured("Grammar of the answers, EBNF or Lark: its text, or @FILE.")
@@ -97,7 +97,7 @@ def generate_command(
     if length_penalty is not None and beam_width is None:
         raise ConfigurationError("--length-penalty is for beams: give --beam-width, too")
     requests = _read_requests(prompt, file)
-    # What is wrong is told before minutes go into loading a model.
+    # Errors are reported before the model is loaded, which may take minutes.
     beam = None
     if beam_width is not None:
         beam = _beam_params(beam_width, length_penalty, fields)
@@ -145,7 +145,7 @@ def _beam_params(width: int, length_penalty: float | None, fields: dict[str, Any
 
 
 def _sampling_params(make: Callable[..., Any], fields: dict[str, Any], where: str) -> Any:
-    """What ``make`` makes of them; ``where``: the line of --file that they come from, or ""."""
+    """Call ``make`` with ``fields``. ``where``: their line of --file for errors, or ""."""
     known = {field.name for field in dataclasses.fields(vmserve.SamplingParams)}
     if unknown := sorted(set(fields) - known):
         raise InvalidRequestError(f"{where}: there is no sampling field {', '.join(unknown)}")
@@ -158,8 +158,10 @@ def _sampling_params(make: Callable[..., Any], fields: dict[str, Any], where: st
 def _read_requests(
     prompts: list[str] | None, file: Path | None
 ) -> list[tuple[Any, dict[str, Any], str]]:
-    """Each prompt (in a form that ``LLM.generate`` takes) with its own sampling fields and the
-    line of the file that it comes from."""
+    """Read each prompt, its own sampling fields and its line of the file.
+
+    Prompts are as ``LLM.generate`` takes them.
+    """
     if prompts and file is not None:
         raise ConfigurationError("--prompt and --file exclude each other: give one of them")
     if prompts:

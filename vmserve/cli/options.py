@@ -1,8 +1,8 @@
 """Declared options as parameters of commands.
 
-A command that takes them is written with ``**options`` and decorated with :func:`with_parameters`,
-or with :func:`with_engine_options` for those of an engine. An engine option that is not given is
-left to :class:`vmserve.config.EngineConfig`, which knows the defaults.
+A command that takes options has a ``**`` parameter and the decorator :func:`with_parameters`, or
+:func:`with_engine_options` for all options of an engine. An engine option that is not given keeps
+the default of :class:`vmserve.config.EngineConfig`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ENGINE_OPTIONS: Final = declared_options(EngineConfig)
 def parameters_of(
     options: Iterable[Declared], *, keep_defaults: bool = False
 ) -> list[inspect.Parameter]:
-    """Each option as a parameter of a command.
+    """Make a command's parameters of ``options``.
 
-    ``keep_defaults``: an option that is not given has the field's default, which typer shows.
-    Otherwise it is None, and the help says the default in words.
+    With ``keep_defaults`` an option that is not given has the field's default, which typer shows.
+    Otherwise it is None, and the help states the default in words.
     """
     return [_parameter(option, keep_defaults) for option in options]
 
@@ -69,9 +69,9 @@ def _command_line_type(option: Declared) -> Any:
 
 
 def with_parameters(added: Sequence[inspect.Parameter]) -> Callable[[_Command], _Command]:
-    """Give a command the parameters ``added`` in place of its ``**`` parameter.
+    """Replace a command's ``**`` parameter by the parameters ``added``.
 
-    It is called with those of them that are not None, and only those.
+    The command is called with those of them that are not None.
     """
     names = {parameter.name for parameter in added}
 
@@ -96,14 +96,14 @@ with_engine_options: Final = with_parameters(parameters_of(ENGINE_OPTIONS.values
 
 
 def server_url(text: str) -> str:
-    """A server's address without the ``/v1`` that it may end with.
+    """Return a server's URL without a trailing ``/v1``.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
     try:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # half an IPv6 address, or a port that is none
+    except ValueError:  # half an IPv6 address, or a port that is no number
         usable = False
     if not usable:
         raise ConfigurationError(f"{text!r} is not a URL: write e.g. http://127.0.0.1:8000")

@@ -1,4 +1,4 @@
-"""``vmserve plan``: the memory layout candidates and what fits, before loading anything."""
+"""``vmserve plan``: print memory layouts and what fits, without loading a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vmserve.sizes import parse_size
 
 __all__ = ["plan_command"]
 
-#: Wide enough for every column, for output that is piped into a file or a pager.
+#: Columns of piped output: wide enough for every table.
 _PIPED_WIDTH = 160
 
 
@@ -108,11 +108,11 @@ def _print_paper_table(output_format: PlanFormat) -> None:
 
 
 def _shape(name: str, dtype: str | None) -> tuple[ModelShape, int]:
-    """The shape, and the granularity of the device that it is usually served on."""
+    """Shape of a model, and page granularity of the device that usually serves it."""
     preset = PRESETS.get(name.lower())
     if preset is not None:
         return _with_dtype(preset, dtype), CUDA_GRANULARITY
-    # Only now: the shapes above need no model's configuration.
+    # Imported here since the presets need no model configuration.
     from vmserve.models.config import ModelConfig  # noqa: PLC0415
     from vmserve.models.hub import resolve_model  # noqa: PLC0415
 

@@ -67,39 +67,45 @@ class ServeOptions:
             flags=("--pin-prefix",),
         ),
     ] = ()
-    enable_tokenizer_info_endpoint: Annotated[bool, Option("/tokenizer_info answers.", API)] = False
-    enable_server_load_tracking: Annotated[bool, Option("Accepted; /load always counts.", API)] = (
-        False
-    )
-    enable_prompt_tokens_details: Annotated[
-        bool, Option("Accepted; usage always has them.", API)
+    enable_tokenizer_info_endpoint: Annotated[bool, Option("Answer /tokenizer_info.", API)] = False
+    enable_server_load_tracking: Annotated[
+        bool, Option("Accepted for compatibility; /load always counts.", API)
     ] = False
-    enable_auto_tool_choice: Annotated[bool, Option("Accepted; it is always on.", API)] = False
+    enable_prompt_tokens_details: Annotated[
+        bool, Option("Accepted for compatibility; usage always has them.", API)
+    ] = False
+    enable_auto_tool_choice: Annotated[
+        bool, Option("Accepted for compatibility; always on.", API)
+    ] = False
     in_process_engine: Annotated[
         bool,
         Option(
-            "Run the engine in the server's own process, to debug it; it is not supervised.",
+            "Run the engine in the server's own process, unsupervised, to debug it.",
             PROCESSES,
         ),
     ] = False
     engine_restarts: Annotated[
         int,
         Option(
-            "How often within an hour an engine that has died is started again. Requests that it "
-            "had fail.",
+            "How often within an hour a dead engine is restarted. Its requests fail.",
             PROCESSES,
         ),
     ] = Supervision.restarts
     engine_hang_timeout: Annotated[
         float,
         Option(
-            "Seconds without a word after which an engine hangs, and is killed: no step may take "
-            "longer.",
+            "Seconds of silence after which the engine counts as hung and is killed; no step "
+            "may take longer.",
             PROCESSES,
         ),
     ] = Supervision.hang_timeout
     log_format: Annotated[
-        str, Option("text, or json: an object per line.", PROCESSES, choices=LOG_FORMATS)
+        str,
+        Option(
+            "Format of the log: text, or json with an object per line.",
+            PROCESSES,
+            choices=LOG_FORMATS,
+        ),
     ] = Supervision.log_format
 
     def __post_init__(self) -> None:
@@ -111,14 +117,14 @@ _SERVER = declared_options(ServerConfig)
 
 
 class ServeCommand(TyperCommand):
-    """Lets ``--served-model-name`` take several names, up to the next option."""
+    """Accepts several names after ``--served-model-name``, up to the next option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, repeat_option(args, "--served-model-name"))
 
 
 def repeat_option(args: list[str], name: str) -> list[str]:
-    """``[name, a, b]`` as ``[name, a, name, b]``, wherever it stands in ``args``."""
+    """Rewrite each ``name a b`` in ``args`` as ``name a name b``."""
     spread: list[str] = []
     rest = collections.deque(args)
     while rest and rest[0] != "--":
@@ -126,14 +132,14 @@ def repeat_option(args: list[str], name: str) -> list[str]:
         spread.append(arg)
         num_values = 0
         while arg == name and rest and not rest[0].startswith("-"):
-            # The first value follows the name that is there already.
+            # The name before the first value is there already.
             spread += [name] if num_values else []
             spread.append(rest.popleft())
             num_values += 1
     return [*spread, *rest]
 
 
-#: The options of ``vmserve serve`` but those of the engine, group by group.
+#: The options of ``vmserve serve`` without those of the engine, by group.
 SERVE_OPTIONS = sorted(
     [*_SERVER.values(), *_OWN.values()], key=lambda option: _GROUPS.index(option.option.group)
 )
@@ -173,7 +179,7 @@ def serve_command(
 
 
 def _server_config(model: str | None, given: dict[str, Any]) -> ServerConfig:
-    """The options as the command line has them, with files read and texts normalised."""
+    """Make the server's configuration of options as typed: read files, normalise texts."""
     key_file, template = given.pop("named_keys", None), given.pop("chat_template", None)
     names = given.pop("served_model_names", ()) or (model or EMBEDDED_NAME,)
     return ServerConfig(
@@ -201,10 +207,9 @@ def _run(
     show_tokenizer: bool,
     supervision: Supervision | None,
 ) -> None:
-    """``supervision`` None: the engine runs in this process.
+    """Load the model and serve it until stopped. Without ``supervision`` the engine runs here.
 
-    Raises :class:`~vmserve.errors.VmserveError` for what keeps the server from starting, and for
-    an engine that has died.
+    Raises :class:`~vmserve.errors.VmserveError` if the server cannot start, and if the engine died.
     """
     check_certificate(config)
     raise_descriptor_limit()
@@ -251,8 +256,8 @@ def _run(
         except BaseException:
             asyncio.run(engine.shutdown())
             raise
-        # What is loaded stays: left to the collector, it would be walked through again and
-        # again while serving, and once more at exit.
+        # Loaded objects stay until the end; the garbage collector need not visit them while
+        # serving, nor at exit.
         gc.collect()
         gc.freeze()
         asyncio.run(_serve(engine, config, listener, prefixes))
@@ -263,7 +268,7 @@ def _start_engine(
     options: dict[str, Any], supervision: Supervision | None
 ) -> AsyncLLM | ProcessLLM:
     if supervision is None:
-        # Only now: the server's own process has no use for an engine.
+        # Imported here since the server's own process usually has no engine.
         from vmserve.client.async_llm import AsyncLLM  # noqa: PLC0415
 
         return AsyncLLM(**options, progress=_report_phases())
@@ -276,7 +281,7 @@ def _start_engine(
 
 
 def _import_server() -> None:
-    """What serves is imported while the engine's process starts."""
+    """Import the server's modules while the engine's process starts."""
     import_quickly("vmserve.server.run")
 
 
@@ -313,7 +318,7 @@ async def _serve(
 async def _pin(
     engine: AsyncLLM | ProcessLLM, keys: KeyRing, prefixes: dict[Path, list[int]]
 ) -> None:
-    """Pin each prefix once for everybody who shares no other's."""
+    """Pin each prefix once for each isolated group of callers."""
     callers = {caller.isolation: caller for caller in keys.callers}
     for path, token_ids in prefixes.items():
         for caller in callers.values():
@@ -327,10 +332,10 @@ async def _pin(
 
 
 def check_template(tokenizer: Tokenizer, chat_template: str | None) -> None:
-    """Render the shortest chat there is, so that a template that cannot be used is known now.
+    """Render a short chat, so that a broken template is reported at start.
 
-    Raises :class:`~vmserve.errors.ChatTemplateError` for a text of ours that is no template; of
-    a model's own one the log warns, as completions work without.
+    Raises :class:`~vmserve.errors.ChatTemplateError` for the ``chat_template`` given. The model's
+    own template is logged as a warning, since completions work without one.
     """
     if not (chat_template or tokenizer.chat_template_text):
         return
@@ -342,14 +347,14 @@ def check_template(tokenizer: Tokenizer, chat_template: str | None) -> None:
         if chat_template is not None:
             raise
         logger.warning("chats will be refused with 400: %s", error)
-    except InvalidRequestError as error:  # it may have reasons to refuse this message
+    except InvalidRequestError as error:  # the template may refuse this very message
         logger.warning("a chat of one user's message will be refused: %s", error)
 
 
 def _prefix_ids(
     path: Path, text: str, engine: AsyncLLM | ProcessLLM, chat_template: str | None
 ) -> list[int]:
-    """The tokens of a prefix: a text, or messages (JSON) as the chat template writes them."""
+    """Tokens of a prefix: of a text, or of messages (JSON) rendered by the chat template."""
     if path.suffix != ".json":
         return engine.tokenizer.encode(text)
     try:
@@ -366,7 +371,7 @@ def _prefix_ids(
 
 @contextlib.contextmanager
 def _stoppable_start() -> Iterator[None]:
-    """A signal while the model is loading ends the process without a traceback."""
+    """End the process without a traceback on a signal while the model loads."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         logger.info("stopped while starting (%s)", signal.Signals(number).name)
@@ -381,7 +386,7 @@ def _stoppable_start() -> Iterator[None]:
 
 
 def _report_phases() -> Callable[[str, int, int], None]:
-    """A progress function that logs each phase once, and how long the one before it took."""
+    """Return a progress function that logs each phase once, and how long the last one took."""
     began: dict[str, float] = {}
 
     def report(phase: str, done: int, total: int) -> None:

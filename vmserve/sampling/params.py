@@ -1,4 +1,4 @@
-"""What a caller can ask of generation, checked when it is built.
+"""Parameters of generation, checked when they are made.
 
 Each field is declared once, with its range, default and help: the command line, the ranges of
 HTTP requests (``LIMITS``) and docs/options.md are derived. Every message names the field, the bound
@@ -62,14 +62,14 @@ def _option(
 
 
 _Temperature = Annotated[float, _option("0 is greedy.", 0.0, 2.0)]
-_IgnoreEos = Annotated[bool, _option("Go on past the end token.", negatable=True)]
+_IgnoreEos = Annotated[bool, _option("Continue past the end token.", negatable=True)]
 _MaxTokens = Annotated[int | None, _option("Most tokens to generate.", 0, default="16")]
-_MinTokens = Annotated[int, _option("Tokens before which no end token is drawn.", 0)]
-_Logprobs = Annotated[int | None, _option("Log-probabilities of the k likeliest.", -1)]
+_MinTokens = Annotated[int, _option("Draw no end token before this many tokens.", 0)]
+_Logprobs = Annotated[int | None, _option("Log-probabilities of the k likeliest tokens.", -1)]
 _SkipSpecialTokens = Annotated[bool, _option("Leave special tokens out of the text.")]
-_Detokenize = Annotated[bool, _option("Make text of the tokens.")]
+_Detokenize = Annotated[bool, _option("Turn tokens into text.")]
 _StructuredOutputs = Annotated[
-    StructuredOutputsParams | None, _option("What the answer has to match.")
+    StructuredOutputsParams | None, _option("What the answer must match.")
 ]
 
 
@@ -93,24 +93,30 @@ class SamplingParams:
     n: Annotated[int, _option("Outputs per prompt.", 1, MAX_CHOICES, flags=("-n", "--n"))] = 1
     best_of: Annotated[
         int | None,
-        _option("Outputs that are drawn, of which the n likeliest stay.", 1, MAX_CHOICES),
+        _option("Outputs that are drawn; the n likeliest are returned.", 1, MAX_CHOICES),
     ] = None
     temperature: _Temperature = 1.0
     top_p: Annotated[
-        float, _option("Keep the likeliest tokens of this mass.", 0.0, 1.0, open_low=True)
+        float,
+        _option("Keep the likeliest tokens of this total probability.", 0.0, 1.0, open_low=True),
     ] = 1.0
-    top_k: Annotated[int, _option("Keep the k likeliest; 0 or -1: all.", -1)] = 0
-    min_p: Annotated[float, _option("Least share of the likeliest's mass.", 0.0, 1.0)] = 0.0
+    top_k: Annotated[int, _option("Keep the k likeliest tokens; 0 or -1: all.", -1)] = 0
+    min_p: Annotated[
+        float, _option("Drop tokens below this share of the likeliest one's probability.", 0.0, 1.0)
+    ] = 0.0
     presence_penalty: Annotated[
-        float, _option("Off the logits of tokens that the answer has; -2 to 2.", -2.0, 2.0)
+        float, _option("Subtracted from the logits of tokens in the answer; -2 to 2.", -2.0, 2.0)
     ] = 0.0
     frequency_penalty: Annotated[
-        float, _option("The same for each time that it has them; -2 to 2.", -2.0, 2.0)
+        float, _option("Subtracted once for each time that the token occurred; -2 to 2.", -2.0, 2.0)
     ] = 0.0
     repetition_penalty: Annotated[
         float,
         _option(
-            "Divides those of tokens of prompt and answer; over 0 to 2.", 0.0, 2.0, open_low=True
+            "Divides the logits of tokens in the prompt or the answer; above 0, at most 2.",
+            0.0,
+            2.0,
+            open_low=True,
         ),
     ] = 1.0
     seed: Annotated[int | None, _option("Makes the draws repeatable.", -(2**63))] = None
@@ -127,15 +133,15 @@ class SamplingParams:
         int | None, _option("The same for each token of the prompt.", -1)
     ] = None
     logprob_token_ids: Annotated[
-        Sequence[int] | None, _option("Tokens whose log-probabilities are given as well.")
+        Sequence[int] | None, _option("Tokens whose log-probabilities are returned as well.")
     ] = None
     logit_bias: Annotated[
         Mapping[int, float] | None, _option("Added to the logits of tokens, by id; -100 to 100.")
     ] = None
     allowed_token_ids: Annotated[
-        Sequence[int] | None, _option("Tokens that may be drawn, and no others.")
+        Sequence[int] | None, _option("The only tokens that may be drawn.")
     ] = None
-    bad_words: Annotated[Sequence[str], _option("Words that are not drawn.")] = ()
+    bad_words: Annotated[Sequence[str], _option("Words that the answer must not have.")] = ()
     skip_special_tokens: _SkipSpecialTokens = True
     detokenize: _Detokenize = True
     structured_outputs: _StructuredOutputs = None
@@ -271,7 +277,7 @@ class BeamSearchParams:
     max_tokens: _MaxTokens = 16
     min_tokens: _MinTokens = 0
     length_penalty: Annotated[
-        float, _option("Of beams: score = log-probability / length ** penalty.", -100.0, 100.0)
+        float, _option("Score of a beam: log-probability / length ** penalty.", -100.0, 100.0)
     ] = 1.0
     early_stopping: Annotated[
         bool | Literal["never"], _option("When a search ends: see BeamSearchParams.")
@@ -376,7 +382,7 @@ GenerationParams = SamplingParams | BeamSearchParams
 
 
 def check_number(name: str, value: object) -> int | float:
-    """``value`` as a plain int or float within ``LIMITS[name]``; a bool is no number."""
+    """Return ``value`` as an int or float within ``LIMITS[name]``; a bool is no number."""
     bounds = LIMITS[name]
     if isinstance(value, bool) or not isinstance(value, Integral if bounds.integer else Real):
         kind = "an integer" if bounds.integer else "a number"

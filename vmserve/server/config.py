@@ -43,10 +43,10 @@ _SECONDS: Final = Bounds(0, 86_400)
 class ServerConfig:
     """Options of the HTTP server; names are those of the command line.
 
-    ``tokenizer_info``: what ``/tokenizer_info`` answers, if anything. ``allowed_origins`` and
-    ``allowed_hosts`` are in lower case; empty, they are what
-    :class:`~vmserve.server.origins.OriginPolicy` derives. Limits of connections that are None are
-    what :class:`~vmserve.server.listen.ConnectionLimits` derives.
+    ``tokenizer_info``: the reply of ``/tokenizer_info``, if there is one. ``allowed_origins`` and
+    ``allowed_hosts`` are in lower case; :class:`~vmserve.server.origins.OriginPolicy` fills them in
+    if they are empty, :class:`~vmserve.server.listen.ConnectionLimits` the limits of connections
+    that are None.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
@@ -61,22 +61,22 @@ class ServerConfig:
         Option("Path of a Unix socket to listen on instead.", NETWORK, metavar="PATH"),
     ] = None
     root_path: Annotated[
-        str, Option("Prefix under which every route answers too, e.g. /llm.", NETWORK)
+        str, Option("Prefix under which every route answers as well, e.g. /llm.", NETWORK)
     ] = ""
     allowed_origins: Annotated[
         tuple[str, ...],
         Option(
             "Origin (scheme://host[:port], or *) whose pages may call the server; repeatable.",
             NETWORK,
-            default="with keys all, without the server's own and those of loopback",
+            default="all with keys; without keys the server's own and those on loopback",
             flags=("--allowed-origin", "--allowed-origins"),
         ),
     ] = ()
     allowed_hosts: Annotated[
         tuple[str, ...],
         Option(
-            "Name (or *) under which a server without keys on loopback answers, beside localhost "
-            "and addresses; repeatable. Given, it holds for every server.",
+            "Host name (or *) that a server without keys on loopback answers to, besides "
+            "localhost and addresses; repeatable. If given, it applies to every server.",
             NETWORK,
             flags=("--allowed-host",),
         ),
@@ -92,9 +92,9 @@ class ServerConfig:
     named_keys: Annotated[
         tuple[ApiKey, ...],
         Option(
-            "File with lines name:key or name:sha256:DIGEST; after the name may stand "
-            "sequences=N, requests=N, tokens-per-minute=N. Who has a key is a tenant: nothing of "
-            "the KV cache is shared between tenants.",
+            "File with lines name:key or name:sha256:DIGEST; sequences=N, requests=N and "
+            "tokens-per-minute=N may follow the name. Each name is a tenant, and tenants "
+            "share nothing of the KV cache.",
             NETWORK,
             flags=("--api-key-file",),
             parse_as=Path,
@@ -112,7 +112,9 @@ class ServerConfig:
     share_prefix_cache_across_keys: Annotated[
         bool,
         Option(
-            "Let all keys share cached prefixes, which then tell of each other's prompts.", NETWORK
+            "Share cached prefixes between all keys; response times then tell of other keys' "
+            "prompts.",
+            NETWORK,
         ),
     ] = False
     ssl_certfile: Annotated[
@@ -122,12 +124,12 @@ class ServerConfig:
         str | None, Option("Private key (PEM) of the certificate.", NETWORK, metavar="PATH")
     ] = None
     open_status_routes: Annotated[
-        bool, Option("/ping, /ready and /version need no key, as /health.", NETWORK)
+        bool, Option("Answer /ping, /ready and /version without a key, like /health.", NETWORK)
     ] = False
     shutdown_timeout: Annotated[
         float,
         Option(
-            "Seconds that running requests have after SIGTERM or SIGINT.",
+            "Seconds that running requests get after SIGTERM or SIGINT.",
             NETWORK,
             _SECONDS,
             unit="seconds",
@@ -136,7 +138,7 @@ class ServerConfig:
     served_model_names: Annotated[
         tuple[str, ...],
         Option(
-            "Names that requests may give; replies lead with the first. Takes several, and is "
+            "Names that requests may give; replies use the first. Takes several, and is "
             "repeatable.",
             API,
             default="the model as given",
@@ -158,7 +160,7 @@ class ServerConfig:
     force_include_usage: Annotated[
         bool,
         Option(
-            "Every stream reports usage, in each chunk and at its end.",
+            "Report usage in each chunk and at the end of every stream.",
             API,
             flags=("--enable-force-include-usage",),
         ),
@@ -166,7 +168,7 @@ class ServerConfig:
     per_request_metrics: Annotated[
         bool,
         Option(
-            "Replies of one prompt and one choice carry their times.",
+            "Add timings to replies to one prompt with one choice.",
             API,
             flags=("--enable-per-request-metrics",),
         ),
@@ -178,18 +180,18 @@ class ServerConfig:
     tool_call_parser: Annotated[
         str | None,
         Option(
-            f"How the model writes calls of tools: {', '.join(sorted(PARSERS))}. Without effect "
-            "where its chat template shows no tools.",
+            f"How the model writes tool calls: {', '.join(sorted(PARSERS))}. No effect if its chat "
+            "template shows no tools.",
             API,
-            default="as its chat template tells",
+            default="as the chat template says",
             metavar="NAME",
         ),
     ] = None
     reasoning_parser: Annotated[
         str,
         Option(
-            "How the model marks its thoughts, which answers then have as reasoning_content: "
-            f"{', '.join(REASONING_PARSERS)}. auto: as its chat template tells.",
+            "How the model marks its reasoning, which replies return as reasoning_content: "
+            f"{', '.join(REASONING_PARSERS)}. auto: as the chat template says.",
             API,
             metavar="NAME",
         ),
@@ -197,26 +199,28 @@ class ServerConfig:
     otlp_traces_endpoint: Annotated[
         str | None,
         Option(
-            "URL of an OpenTelemetry collector (OTLP over HTTP), which gets a span per request; "
-            "needs vmserve[otel].",
+            "URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span per request;"
+            " needs vmserve[otel].",
             PROCESSES,
             metavar="URL",
         ),
     ] = None
     max_queued_requests: Annotated[
-        int, Option("Requests that may wait before others get a 429.", LIMITS, Bounds(1))
+        int, Option("Most requests that may wait; further ones get a 429.", LIMITS, Bounds(1))
     ] = 1024
     max_queued_tokens: Annotated[
         int,
         Option(
-            "Tokens that waiting requests may ask for before others get a 429.", LIMITS, Bounds(1)
+            "Most tokens that waiting requests may ask for; further requests get a 429.",
+            LIMITS,
+            Bounds(1),
         ),
     ] = 8_000_000
     max_key_sequences: Annotated[
         int | None,
         Option(
-            "Sequences (choices of all prompts) of one key that run at once; its further requests "
-            "wait.",
+            "Most sequences (choices of all prompts) of one key that run at once; its other "
+            "requests wait.",
             LIMITS,
             Bounds(1),
             default="no limit",
@@ -225,7 +229,7 @@ class ServerConfig:
     max_key_requests: Annotated[
         int | None,
         Option(
-            "Prompts of one key that wait or run before others of it get a 429.",
+            "Most prompts of one key that wait or run; further ones get a 429.",
             LIMITS,
             Bounds(1),
             default="no limit",
@@ -234,7 +238,8 @@ class ServerConfig:
     key_tokens_per_minute: Annotated[
         int | None,
         Option(
-            "Tokens of prompts and answers that one key may use in a minute before it gets a 429.",
+            "Most tokens of prompts and answers that one key may use per minute; then it gets"
+            " a 429.",
             LIMITS,
             Bounds(1),
             default="no limit",
@@ -243,7 +248,7 @@ class ServerConfig:
     max_connections: Annotated[
         int | None,
         Option(
-            "Connections open at once; further ones wait until one ends.",
+            "Most open connections; further ones wait until one closes.",
             LIMITS,
             Bounds(1),
             default="as many as the limit of open files leaves room for, 16384 at most",
@@ -252,7 +257,7 @@ class ServerConfig:
     max_connections_per_address: Annotated[
         int | None,
         Option(
-            "Connections open at once from one address, but loopback; further ones get 429.",
+            "Most open connections from one address other than loopback; further ones get a 429.",
             LIMITS,
             Bounds(1),
             default="a quarter of --max-connections",
@@ -261,7 +266,7 @@ class ServerConfig:
     engine_death_linger: Annotated[
         float,
         Option(
-            "Seconds that a server without an engine answers 503 before it ends.",
+            "Seconds for which a server whose engine died answers 503 before it exits.",
             PROCESSES,
             _SECONDS,
             unit="seconds",
@@ -270,7 +275,7 @@ class ServerConfig:
     write_timeout: Annotated[
         float,
         Option(
-            "Seconds after which a client that does not read is cut off.",
+            "Seconds after which a client that does not read is disconnected.",
             LIMITS,
             _SECONDS,
             unit="seconds",
@@ -315,7 +320,7 @@ class ServerConfig:
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
-        """All keys; those without a name are called key-0, key-1, ..."""
+        """All keys; those without a name are named key-0, key-1, ..."""
         plain = (ApiKey.of(f"key-{i}", key) for i, key in enumerate(self.api_keys))
         return (*plain, *self.named_keys)
 
