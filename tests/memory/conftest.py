@@ -7,4 +7,6 @@ from __future__ import annotations
 
 from hypothesis import settings
 
+#: Of ``scripts/test --fast``.
+settings.register_profile("fast", max_examples=25, deadline=None)
 settings.register_profile("thorough", max_examples=20_000, stateful_step_count=50, deadline=None)

@@ -333,5 +333,5 @@ def slice_settings(max_examples: int, steps: int) -> Any:
 
 
 TestMemory = MemoryMachine.TestCase
-if settings.get_current_profile_name() != "thorough":
-    TestMemory.settings = slice_settings(max_examples=120, steps=40)
+if (profile := settings.get_current_profile_name()) != "thorough":
+    TestMemory.settings = slice_settings(max_examples=30 if profile == "fast" else 120, steps=40)
