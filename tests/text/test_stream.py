@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.text.kinds import byte_fallback, byte_level, metaspace
 from vmserve.sampling import SampledToken, SamplingParams
+from vmserve.text.stop import StopWatcher
 from vmserve.text.stream import ChoiceStream
 from vmserve.types import Logprob
 
@@ -262,3 +263,31 @@ def test_deltas_join_to_the_whole(data):
     whole = tokenizer.decode(pushed)
     assert choice.text == (whole if stop is None else whole[: whole.index(stop)])
     assert all(part.logprobs is not None for part in parts)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([byte_level, byte_fallback, metaspace]),
+    st.lists(st.integers(min_value=0, max_value=40), max_size=30),
+    st.lists(st.text(alphabet="abeo \u00e9\ufffd", min_size=1, max_size=3), min_size=1, max_size=3),
+    st.integers(min_value=0, max_value=6),
+)
+def test_the_engine_s_watcher_finds_the_stop_string_that_ends_the_text(kind, ids, stops, least):
+    tokenizer = kind()
+    params = SamplingParams(stop=stops, max_tokens=100)
+    stream = ChoiceStream(tokenizer, params)
+    watcher = StopWatcher(tokenizer.table, params)
+    for place, token_id in enumerate(ids):
+        may_stop = place >= least
+        found = watcher.push(token_id, may_stop)
+        assert found == stream.push(SampledToken(token_id, 0.0), may_stop=may_stop)
+        if found is not None:
+            break
+
+
+def test_the_engine_s_watcher_sees_a_string_over_several_tokens():
+    watcher = StopWatcher(byte_level().table, SamplingParams(stop=["ab", "bc"]))
+    assert [watcher.push(token_id, True) for token_id in letters("xab")] == [None, None, "ab"]
+    watcher = StopWatcher(byte_level().table, SamplingParams(stop=["ab", "bc"]))
+    forced = [watcher.push(token_id, place > 2) for place, token_id in enumerate(letters("xabcb"))]
+    assert forced == [None] * 5  # the b of "bc" came too early
