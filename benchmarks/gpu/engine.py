@@ -331,7 +331,7 @@ def part_smoke(bench: Bench) -> Iterator[Row]:
                         found[output.request_id] = output.outputs[0].token_ids
             tokens = [found[key] for key in sorted(found)]
             expected = expected or tokens
-            graphs = engine._graphs
+            graphs = engine.runner._graphs
             yield {
                 "regime": regime,
                 "steps": "eager" if eager else "captured",

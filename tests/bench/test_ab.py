@@ -196,7 +196,7 @@ def test_a_failed_request_ends_the_run_and_leaves_nothing(
     def fail(*args: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(engine._runner, "execute", fail)
+    monkeypatch.setattr(engine.runner, "execute", fail)
     with pytest.raises(RunFailedError, match="request 0 failed"):
         run_once(engine, [job(5, 5)], Load(), seed=0)
     monkeypatch.undo()

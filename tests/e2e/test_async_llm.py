@@ -125,7 +125,7 @@ def test_bad_requests_are_told_before_anything_is_queued() -> None:
 
 def test_a_batch_that_raises_fails_its_requests_and_not_the_engine() -> None:
     async def test(engine: AsyncLLM) -> None:
-        runner = engine._engine._runner
+        runner = engine._engine.runner
         execute = runner.execute
 
         def poisoned(plan: StepPlan, *args: Any) -> object:

@@ -55,7 +55,7 @@ def test_the_core_samples_every_row_on_a_cpu(llm: LLM, monkeypatch: pytest.Monke
         raise AssertionError("sampled by torch")
 
     monkeypatch.setattr(TorchSampler, "sample", refuse)
-    sampler = llm.engine._sampler
+    sampler = llm.engine.sampler
     before = sampler.num_core_rows
     every: list[dict[str, Any]] = [
         {},

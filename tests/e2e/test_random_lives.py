@@ -111,7 +111,7 @@ class Life:
 
     def _inject(self) -> None:
         """The memory refuses to apply a plan, and a batch fails, now and then."""
-        memory, runner = self.engine.memory, self.engine._runner
+        memory, runner = self.engine.memory, self.engine.runner
         apply, execute = memory.apply, runner.execute
 
         def refuse(plan: Any) -> int:
@@ -244,7 +244,7 @@ class Life:
         left = (
             scheduler._donors,
             scheduler._regimes._converting,
-            engine._output._open,
+            engine.output._open,
             engine._requests,
         )
         assert not any(left), left
@@ -339,7 +339,7 @@ def test_a_random_life_on_a_device_that_runs_late(
     sim.configure(SimConfig(total_bytes=1 << 26))
     with monkeypatch.context() as patch:
         patch.setitem(BACKENDS, "cpu", SnapshotCpu)  # type: ignore[arg-type]
-        patch.setattr("vmserve.engine.engine.open_runtime", lambda *_: DeferredRuntime(sim))
+        patch.setattr("vmserve.engine.build.open_runtime", lambda *_: DeferredRuntime(sim))
         life = Life(seed, prompts(3, 96, 20), async_scheduling="on")
     runtime = make_late(life.engine, monkeypatch)
     try:

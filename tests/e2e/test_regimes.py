@@ -481,10 +481,10 @@ def test_prompt_log_probabilities_of_many_prompts_take_bounded_memory(
     with LLM(dtype="float32", kv_cache_memory="32MiB") as llm:
         whole = llm.generate(batch, params)
         vocab = llm.engine.model_config.vocab_size
-    monkeypatch.setattr("vmserve.engine.engine.SCORED_LOGITS", 32 * vocab)
+    monkeypatch.setattr("vmserve.engine.build.SCORED_LOGITS", 32 * vocab)
     with LLM(dtype="float32", kv_cache_memory="32MiB") as llm:
         widest = 0
-        execute = llm.engine._runner.execute
+        execute = llm.engine.runner.execute
 
         def watched(*args: Any) -> Any:
             nonlocal widest
@@ -492,7 +492,7 @@ def test_prompt_log_probabilities_of_many_prompts_take_bounded_memory(
             widest = max(widest, logits.logits.shape[0])
             return logits
 
-        monkeypatch.setattr(llm.engine._runner, "execute", watched)
+        monkeypatch.setattr(llm.engine.runner, "execute", watched)
         cut = llm.generate(batch, params)
     assert widest <= 32 + len(batch)
     for one, other in zip(whole, cut, strict=True):

@@ -91,11 +91,11 @@ def test_greedy(
     eager: bool,
 ) -> None:
     engine = make_engine(dtype=dtype, kv_regime=regime, enforce_eager=eager)
-    computed = as_torch(engine._model.dtype)
+    computed = as_torch(engine.runner._model.dtype)
     prompts, tokens = generate(engine)
-    assert (engine._graphs is None) == eager
-    if engine._graphs is not None:
-        assert engine._graphs.num_captured > 0
+    assert (engine.runner._graphs is None) == eager
+    if engine.runner._graphs is not None:
+        assert engine.runner._graphs.num_captured > 0
     check(prompts, tokens, reference(computed), MARGINS[computed])
 
 

@@ -323,11 +323,11 @@ def make_late(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> DeferredRun
         return call
 
     for name in ("sample", "prompt_logprobs", "beam_candidates"):
-        monkeypatch.setattr(engine._sampler, name, waiting(getattr(engine._sampler, name)))
+        monkeypatch.setattr(engine.sampler, name, waiting(getattr(engine.sampler, name)))
     if not runtime.wants_graphs:
-        forward = _as_a_whole(engine._runner._model, stream)
+        forward = _as_a_whole(engine.runner._model, stream)
         late = SimpleNamespace(network=SimpleNamespace(forward=forward))
-        monkeypatch.setattr(engine._runner, "_model", late)
+        monkeypatch.setattr(engine.runner, "_model", late)
     # On the processor it reads the logits by numpy, of which a device knows nothing.
     monkeypatch.setattr("vmserve.sampling.device.argmax", lambda x: x.argmax(dim=-1))
     runtime.is_late = True

@@ -401,14 +401,14 @@ def test_a_launch_that_fails_leaves_the_step_before_it_alone(deferred: Any) -> N
         engine.step()
     engine.add_request("b", [8, 9], params)  # in the step in which the last token of a is drawn
     engine.step()
-    execute, broken = engine._runner.execute, [True]
+    execute, broken = engine.runner.execute, [True]
 
     def fail(*args: Any) -> Any:
         if broken.pop():
             raise RuntimeError("the batch fails")
         return execute(*args)
 
-    engine._runner.execute = fail
+    engine.runner.execute = fail
     result = engine.step()
     assert [failure.request_id for failure in result.failures] == ["b"]
     [output] = result.outputs

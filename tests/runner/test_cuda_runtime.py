@@ -291,14 +291,14 @@ def test_growing_leaves_the_spare_bytes_free(sim: SimCuda) -> None:
 def test_activations_without_memory_get_the_pools_free_pages() -> None:
     options: dict[str, Any] = {"kv_cache_memory": "16MiB", "max_model_len": 256}
     engine = LLMEngine(EngineConfig(dtype="float32", **options), runtime=TorchCpuRuntime())
-    execute, failures = engine._runner.execute, [1, 0, 0]
+    execute, failures = engine.runner.execute, [1, 0, 0]
 
     def short_of_memory(*args: Any) -> Any:
         if failures.pop(0):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return execute(*args)
 
-    engine._runner.execute = short_of_memory  # type: ignore[method-assign]
+    engine.runner.execute = short_of_memory  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     engine.add_request("a", [5, 6, 7], params)
     results = [engine.step() for _ in range(2)]

@@ -74,7 +74,7 @@ def serve(
                 done[output.request_id] = [choice.token_ids for choice in output.outputs]
         engine.memory.check()
         step += 1
-    captured = engine._graphs
+    captured = engine.runner._graphs
     engine.close()
     return done, captured
 
@@ -263,8 +263,8 @@ def test_a_capture_without_memory_is_tried_again_later(
     # The prompt, an attempt, 4 steps without, another, 8 steps without, and one that succeeds.
     assert begun[:16] == [0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 3]
     assert begun[-1] == 3
-    assert engine._graphs is not None
-    assert engine._graphs.num_captured == 1
+    assert engine.runner._graphs is not None
+    assert engine.runner._graphs.num_captured == 1
     assert engine.stats()["pages_given_back_total"] == 0
     engine.close()
 
@@ -281,7 +281,7 @@ def test_steps_are_captured_at_start_the_widest_first(
     )  # fmt: skip
     runtime = TorchCpuRuntime(graphs=True, captures_ahead=True)
     engine = LLMEngine(config, runtime=runtime)
-    captured = engine._graphs
+    captured = engine.runner._graphs
     assert captured is not None
     expected = [(3, 1000), (3, 512), (2, 1000), (2, 512), (1, 1000), (1, 512)]
     for backend in made:
@@ -306,8 +306,8 @@ def test_at_start_what_finds_memory_is_captured(planned: Iterator[list[PlannedCp
     )
     runtime = ShortOfMemory(1, captures_ahead=True)
     engine = LLMEngine(config, runtime=runtime)
-    assert engine._graphs is not None
-    assert (engine._graphs.num_captured, runtime.num_begun) == (0, 1)
+    assert engine.runner._graphs is not None
+    assert (engine.runner._graphs.num_captured, runtime.num_begun) == (0, 1)
     assert engine.memory.stats().waiting_pages == 0
     engine.close()
 
@@ -316,5 +316,5 @@ def test_enforce_eager_captures_nothing() -> None:
     options: dict[str, Any] = {"kv_cache_memory": "16MiB", "max_model_len": 256}
     config = EngineConfig(dtype="float32", enforce_eager=True, **options)
     engine = LLMEngine(config, runtime=TorchCpuRuntime(graphs=True))
-    assert engine._graphs is None
+    assert engine.runner._graphs is None
     engine.close()

@@ -170,7 +170,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, broken: Any) 
 def test_a_scheduler_that_stops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = FCFSScheduler.schedule
 
-    def stop(self: FCFSScheduler) -> Any:
+    def stop(self: FCFSScheduler, *, ahead: bool = False) -> Any:
         return None if self.num_running == 2 else schedule(self)
 
     assert "computed nothing and ended nobody" in breaks(
@@ -201,7 +201,7 @@ def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_that_fails_for_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule, calls = FCFSScheduler.schedule, iter(range(1_000_000))
 
-    def fail(self: FCFSScheduler) -> Any:
+    def fail(self: FCFSScheduler, *, ahead: bool = False) -> Any:
         running = self.running_request_ids
         if running and next(calls) % 100 == 99:
             raise NoRoomError(running[0], "for nothing")
@@ -218,6 +218,6 @@ def test_the_command_tells(
     monkeypatch.setattr("sys.argv", ["liveness", "--workloads", "2", "--seed", "3"])
     assert main() == 0
     assert '"workloads": 2' in capsys.readouterr().out
-    monkeypatch.setattr(FCFSScheduler, "schedule", lambda self: None)
+    monkeypatch.setattr(FCFSScheduler, "schedule", lambda self, **_: None)
     assert main() == 1
     assert "--- seed 3" in capsys.readouterr().out

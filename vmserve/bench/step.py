@@ -8,14 +8,12 @@ so that the parts of a step add up to the step.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-import numpy as np
 import typer
 
 from vmserve.bench import options as opt
@@ -27,16 +25,13 @@ from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
+from vmserve.runner.null_runtime import NullRuntime
 from vmserve.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
-
-    from vmserve.attention.base import AttentionCall
     from vmserve.bench.lab.report import Report
-    from vmserve.models.native import NativeDecoder
 
 __all__ = [
     "BEYOND",
@@ -101,26 +96,6 @@ class Stopwatch:
         setattr(owner, method, watched)
 
 
-class NullModel:
-    """Every row of logits is the same: the sampler takes token 17."""
-
-    def __init__(self, max_rows: int, vocab_size: int) -> None:
-        self._logits = np.zeros((max_rows, vocab_size), dtype=np.float32)
-        self._logits[:, 17] = 1.0
-        self.num_tokens = 0
-
-    def forward(
-        self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        attention: AttentionCall,
-        logits_rows: NDArray[np.int64] | None = None,
-        hidden: object = None,
-    ) -> NDArray[np.float32]:
-        self.num_tokens = len(token_ids)
-        return self._logits[: len(token_ids if logits_rows is None else logits_rows)]
-
-
 class SteppedEngine:
     """An engine in which ``case.num_seqs`` sequences decode for ``num_steps``."""
 
@@ -128,6 +103,7 @@ class SteppedEngine:
         self.case = case
         self._tokens_left = _FILL + _WARM_UP + num_steps
         max_len = _MAX_PROMPT + self._tokens_left + 8
+        self.model = NullRuntime()
         self.engine = LLMEngine(
             EngineConfig(
                 max_num_seqs=case.num_seqs,
@@ -136,11 +112,9 @@ class SteppedEngine:
                 max_num_batched_tokens=_BATCHED_TOKENS,
                 kv_regime="virtual" if case.regime == "virtual" else "paged",
                 enable_prefix_caching=True,
-            )
+            ),
+            runtime=self.model,
         )
-        self.model = NullModel(case.num_seqs, self.engine.model_config.vocab_size)
-        network = cast("NativeDecoder", self.model)
-        self.engine._runner._model = dataclasses.replace(self.engine._model, network=network)
         self._add_requests()
         while self.model.num_tokens != case.num_seqs or self.engine.scheduler.num_waiting:
             self._checked_step()
@@ -186,16 +160,15 @@ class SteppedEngine:
         engine, watch = self.engine, self._stopwatch.watch
         for method in ("schedule", "applied", "computed"):
             watch(engine.scheduler, method, "complete" if method == "computed" else "schedule")
-        watch(engine, "_mark_scheduled", "schedule")
         watch(engine.memory, "plan", "plan")
         watch(engine.memory, "apply", "apply")
         watch(engine.memory, "slots", "apply")
-        watch(engine._runner, "execute", "inputs")
+        watch(engine.runner, "execute", "inputs")
         watch(engine.memory, "launched", "complete")
-        watch(engine._steps, "publish_tokens", "complete")
+        watch(engine.steps, "publish_tokens", "complete")
         watch(self.model, "forward", "model")
-        watch(engine._sampler, "sample", "sample")
-        watch(engine._output, "process", "output")
+        watch(engine.sampler, "sample", "sample")
+        watch(engine.output, "process", "output")
 
 
 def run(counts: Sequence[int], num_steps: int, report: Report) -> SectionResult:

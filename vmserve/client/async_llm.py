@@ -21,7 +21,8 @@ from types import TracebackType
 from typing import Any
 
 from vmserve.config import EngineConfig
-from vmserve.engine.engine import LLMEngine, Progress, StepResult
+from vmserve.engine.build import Progress
+from vmserve.engine.engine import LLMEngine, StepResult
 from vmserve.engine.loop import Command, EngineLoop
 from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.ipc.core import ClientCore

@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from vmserve.config import EngineConfig
-from vmserve.engine.engine import LLMEngine, PinnedPrefix, Progress
+from vmserve.engine.build import Progress
+from vmserve.engine.engine import LLMEngine, PinnedPrefix
 from vmserve.errors import EngineDeadError, InvalidRequestError
 from vmserve.progress import generation_progress
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vmserve.config import EngineConfig, ResolvedConfig, resolve
+from vmserve.config import EngineConfig
+from vmserve.engine.build import EngineParts, Progress, build
 from vmserve.engine.deadlines import Deadlines, too_late
 from vmserve.engine.grammars import StructuredRequests
 from vmserve.engine.parts import (
-    attends_natively,
-    attention_backends,
-    cost_model,
-    create_memory,
-    linear_backend,
     require_room,
-    widest_window,
 )
 from vmserve.engine.pins import PinnedPrefixes
 from vmserve.engine.processor import OutputProcessor
@@ -35,43 +28,25 @@ from vmserve.errors import (
     VmserveError,
 )
 from vmserve.memory.base import Regime
-from vmserve.models import choose_native, load_model, resolve_model
-from vmserve.models.config import ModelConfig
-from vmserve.runner.cpu_runtime import open_runtime
-from vmserve.runner.kernels import RegimeKernels
-from vmserve.runner.model_runner import AttentionTime, ModelRunner
+from vmserve.runner.model_runner import AttentionTime
 from vmserve.runner.runtime import DeviceRuntime
 from vmserve.sampling import GenerationParams
 from vmserve.scheduler.base import NoRoomError, StepPlan
-from vmserve.scheduler.fairness import TenantShares
-from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
-from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.profile import DeviceProfile
-from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.sequence import Request
 from vmserve.sizes import format_size, parse_size
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.telemetry.phases import StepPhases
 from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
 from vmserve.telemetry.trace import StepTrace
-from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 from vmserve.text.update import RequestUpdate
 from vmserve.types import PinnedPrefix, RequestTerms
-
-if TYPE_CHECKING:
-    from vmserve.runner.runtime import StepGraphs
 
 __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 
 logger = logging.getLogger(__name__)
 
-#: Free pages that an idle engine keeps: the next short request then waits for no page fault.
-IDLE_BYTES = 16 << 20
-#: Logits of prompt tokens that a step computes at most (128 MiB in float32), whatever their number.
-SCORED_LOGITS = 1 << 25
 _USUAL_TERMS = RequestTerms()
-#: ``progress(phase, done, total)``: called while loading; units depend on the phase.
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +76,9 @@ class LLMEngine:
     thread, :class:`vmserve.AsyncLLM` a thread of its own). :meth:`prepare` alone may be
     called from another thread: it only reads.
 
+    ``runtime``: the device, instead of the one that ``config`` names. ``parts``: what else the
+    engine steps with, say without a model; ``config`` is then not read.
+
     Raises :class:`~vmserve.errors.ConfigurationError` for options or model files that
     cannot be used, and :class:`~vmserve.errors.OutOfMemoryError` when there is no room.
     """
@@ -110,104 +88,44 @@ class LLMEngine:
         config: EngineConfig,
         progress: Progress | None = None,
         runtime: DeviceRuntime | None = None,
+        *,
+        parts: EngineParts | None = None,
     ) -> None:
+        parts = parts or build(config, progress, runtime)
         self.config = config
-        path = resolve_model(config.model)
-        self.model_config = ModelConfig.from_directory(path)
-        self.tokenizer: Tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))
-        self._runtime = runtime or open_runtime(config.device, config.kv_driver)
-        self.resolved: ResolvedConfig = resolve(config, self.model_config, self._runtime.gpu_bytes)
-        native_dtype = choose_native(
-            linear_backend(config, self._runtime),
-            config.quantization,
-            config.dtype,
-            self.model_config,
-            self._runtime.device_type,
-        )
-        if native_dtype is None:
-            torch_runtime = self._runtime = self._runtime.with_torch()
-            dtype = torch_runtime.dtype(config.dtype, self.model_config)
-        else:
-            dtype = native_dtype
-        backends = attention_backends(config, self.model_config, dtype, self._runtime.device_type)
-        native = native_dtype is not None and attends_natively(config, backends)
+        self.model_config = parts.model_config
+        self.tokenizer = parts.tokenizer
+        self.resolved = parts.resolved
+        self.memory = parts.memory
+        self.scheduler = parts.scheduler
+        self._preemption = parts.preemption
+        self._regimes = parts.regimes
+        self._runtime = parts.runtime
+        self.runner = parts.runner
+        self.sampler = parts.sampler
+        self._clock = parts.clock
+        self._idle_bytes = parts.idle_bytes
         self._is_async = self.resolved.async_scheduling
-        if not native or self._is_async:
-            self._runtime = self._runtime.with_torch()
-        slack = max(backend.read_slack_tokens for backend in backends.values())
-        head_slack = max(backend.head_slack_tokens for backend in backends.values())
-        pages = self._runtime.memory(self.resolved.activation_bytes)
-        with self._runtime.active():
-            self._model = load_model(
-                path,
-                dtype,
-                self._runtime.device_name,
-                config=self.model_config,
-                max_model_len=self.resolved.max_model_len,
-                native=native,
-                quantization=config.quantization,
-                progress=progress,
-            )
-            self._runtime.synchronize()
-        self.memory = create_memory(self.resolved, self.model_config, dtype, slack, pages)
-        swaps = self.resolved.swap_bytes > 0
-        self._preemption = PreemptionPolicy(self.resolved.preemption if swaps else "recompute")
-        self._regimes = RegimePolicy(
-            self.resolved.kv_regime,
-            cost_model(
-                self.resolved,
-                self.model_config,
-                self.memory.layout,
-                backends,
-                dtype,
-                self._runtime,
-            ),
-        )
-        self.scheduler = FCFSScheduler(
-            self.memory,
-            SchedulerLimits(
-                self.resolved.max_num_seqs,
-                self.resolved.max_num_batched_tokens,
-                window=widest_window(self.model_config, head_slack),
-                max_scored_tokens=max(1, SCORED_LOGITS // self.model_config.vocab_size),
-                priority_max_wait=self.resolved.priority_max_wait,
-                separates_phases=self.resolved.scheduling_policy == "v0",
-                delay_factor=self.resolved.scheduler_delay_factor,
-            ),
-            self._regimes,
-            self._preemption,
-            TenantShares() if self.resolved.fair_sharing else None,
-        )
-        views = self._runtime.views(self.memory)
-        kernels = {regime: RegimeKernels(backends[regime], views[regime]) for regime in Regime}
-        self._graphs: StepGraphs | None = None
-        if self.resolved.captures_graphs:
-            with self._runtime.active():
-                self._graphs = self._runtime.graphs(
-                    self._model, kernels, self.resolved.max_num_seqs, self.resolved.max_model_len
-                )
-                if self._graphs is not None and self._runtime.captures_ahead:
-                    forced = self.resolved.kv_regime
-                    regimes = tuple(Regime) if forced == "auto" else (Regime(forced),)
-                    self._graphs.capture_ahead(self.memory, regimes)
-        self._runner = ModelRunner(self._model, kernels, self._runtime, self._graphs)
-        self._sampler = self._runtime.sampler(self.model_config.vocab_size, is_async=self._is_async)
         #: Requests whose answers have to match a grammar.
         self.structured = StructuredRequests(
             self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
         )
         self.counters = EngineCounters()
-        self._output = OutputProcessor(
-            self.tokenizer, self.model_config.eos_token_ids, self.scheduler, self.counters
+        self.output = OutputProcessor(
+            self.tokenizer,
+            self.model_config.eos_token_ids,
+            self.scheduler,
+            self.counters,
+            self._clock,
         )
-        self._steps = EngineStep(
+        self.steps = EngineStep(
             self.memory,
             self.scheduler,
-            self._runner,
+            self.runner,
             self._runtime,
-            self._sampler,
+            self.sampler,
             self.structured,
-            self._output,
+            self.output,
         )
         #: The step that runs, whose tokens are not known yet: with async_scheduling only.
         self._flight: InFlightStep | None = None
@@ -217,7 +135,7 @@ class LLMEngine:
         trace_file = self.resolved.trace_file
         self._trace = None if trace_file is None else StepTrace(Path(trace_file))
         self._requests: dict[str, Request] = {}
-        self._intake = RequestIntake(self.resolved, self.model_config, self.tokenizer)
+        self._intake = RequestIntake(self.resolved, self.model_config, self.tokenizer, self._clock)
         self._deadlines = Deadlines(self.resolved.request_timeout, self._requests)
         self._pins = PinnedPrefixes(self.memory, self.resolved)
 
@@ -261,7 +179,7 @@ class LLMEngine:
         request = self._intake.build(request_id, prompt_token_ids, params, prompt, terms)
         self._deadlines.set(request, terms.timeout)
         self._requests[request_id] = request
-        self._output.open(request)
+        self.output.open(request)
         if params.structured_outputs is not None:
             self.structured.add(request)
         else:
@@ -274,7 +192,7 @@ class LLMEngine:
         None while its grammar is being compiled, which may refuse it; a later step then has it.
         """
         request = self._requests[request_id]
-        return None if request.is_compiling else self._output.accepted(request)
+        return None if request.is_compiling else self.output.accepted(request)
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request now and free its pages. Unknown or finished ids are ignored."""
@@ -285,11 +203,16 @@ class LLMEngine:
             self.structured.drop(request)
         else:
             self.scheduler.abort(request)
-        return self._output.abort(request)
+        return self.output.abort(request)
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Those that have not ended, by their ids, in order of arrival."""
+        return self._requests
 
     @property
     def request_ids(self) -> list[str]:
@@ -378,7 +301,7 @@ class LLMEngine:
             return self._step()
 
     def _step(self) -> StepResult:
-        if self._deadlines and (late := self._expire(time.monotonic())):
+        if self._deadlines and (late := self._expire(self._clock())):
             return StepResult(failures=tuple(late))
         if self.structured.num_compiling and (news := self._take_compiled()):
             return news
@@ -402,7 +325,7 @@ class LLMEngine:
 
         ``previous``: the step that runs; then nobody is preempted, and nothing is waited for.
         """
-        phases = StepPhases()
+        phases = StepPhases(self._clock)
         try:
             plan = self.scheduler.schedule(ahead=previous is not None)
         except NoRoomError as error:
@@ -422,11 +345,11 @@ class LLMEngine:
         self._mark_scheduled(plan)
         phases.end("memory")
         try:
-            flight = self._steps.launch(plan, epoch, phases, previous)
+            flight = self.steps.launch(plan, epoch, phases, previous)
             if previous is None and _reads_prompts_mostly(plan):
                 self._runtime.synchronize()  # or only its launches would be timed
         except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
-            self._steps.give_up(epoch)
+            self.steps.give_up(epoch)
             return self._fail_batch(error, plan)
         seconds = phases.end("model")
         if previous is None:
@@ -449,9 +372,9 @@ class LLMEngine:
     def _draw(self, flight: InFlightStep) -> StepResult:
         """Its tokens will be taken in by the next step."""
         try:
-            self._steps.draw(flight)
+            self.steps.draw(flight)
         except Exception as error:  # noqa: BLE001
-            self._steps.give_up(flight.epoch)
+            self.steps.give_up(flight.epoch)
             return self._fail_batch(error, flight.plan)
         flight.phases.end("sample")
         if not self._requests:  # all have ended meanwhile: there is no next step
@@ -478,13 +401,13 @@ class LLMEngine:
     def _collect(self, flight: InFlightStep, following: InFlightStep | None = None) -> StepResult:
         """``following``: the step that was launched behind it, which fails with it."""
         try:
-            outputs = self._steps.collect(flight)
+            outputs = self.steps.collect(flight)
         except Exception as error:  # noqa: BLE001
-            self._steps.give_up((following or flight).epoch)
+            self.steps.give_up((following or flight).epoch)
             plans = [flight.plan] if following is None else [flight.plan, following.plan]
             return self._fail_batch(error, *plans)
         if self.resolved.prefix_caching:
-            self._steps.publish_tokens(flight.plan)
+            self.steps.publish_tokens(flight.plan)
         self._retire(outputs)
         flight.phases.end("output")
         self._record(flight, outputs)
@@ -499,7 +422,7 @@ class LLMEngine:
         for request in ready:
             self.scheduler.add(request)
             if request.stream:
-                outputs.append(self._output.accepted(request))
+                outputs.append(self.output.accepted(request))
         failures = []
         for request, error in failed:
             self.abort(request.request_id)
@@ -556,11 +479,11 @@ class LLMEngine:
         sequences = [sequence for plan in plans for sequence in plan.sequences]
         logger.error("a step of %d sequences failed", len(sequences), exc_info=error)
         # Of a step that was launched ahead, some may have ended.
-        request_ids = {seq.request.request_id for seq in sequences} & self._requests.keys()
+        request_ids = sorted({seq.request.request_id for seq in sequences} & self._requests.keys())
         for request_id in request_ids:
             self.abort(request_id)
         told = VmserveError("the step that computed this request failed; send it again")
-        return StepResult(failures=tuple(RequestFailure(rid, told) for rid in sorted(request_ids)))
+        return StepResult(failures=tuple(RequestFailure(rid, told) for rid in request_ids))
 
     def _retire(self, outputs: list[RequestUpdate]) -> None:
         for output in outputs:
@@ -575,7 +498,7 @@ class LLMEngine:
 
     def _idle(self) -> None:
         """Nothing runs: give the pool's pages back to the system."""
-        keep_pages = IDLE_BYTES // self.memory.layout.total_page_bytes
+        keep_pages = self._idle_bytes // self.memory.layout.total_page_bytes
         keep_pages = max(keep_pages, self.memory.ready_pages)
         # Cached prefixes are worth their memory; parked slots without any are not.
         try:
@@ -596,7 +519,7 @@ class LLMEngine:
     def _mark_scheduled(self, plan: StepPlan) -> None:
         if plan.only_decodes:
             return
-        now = time.monotonic()
+        now = self._clock()
         for index in np.flatnonzero(plan.reads_prompt).tolist():
             sequence = plan.sequences[index]
             metrics = sequence.request.metrics

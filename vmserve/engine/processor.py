@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 
@@ -105,11 +106,13 @@ class OutputProcessor:
         eos_token_ids: Several[int],
         scheduler: Scheduler,
         counters: EngineCounters,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._scheduler = scheduler
         self._counters = counters
+        self._clock = clock
         self._open: dict[str, _Open] = {}
 
     def open(self, request: Request) -> None:
@@ -138,7 +141,7 @@ class OutputProcessor:
 
         ``beam_masks``: of each beam what its grammar lets follow.
         """
-        now = time.monotonic()
+        now = self._clock()
         self._score_prompts(logits, sampler)
         self._pool_prompts(logits)
         touched: dict[str, _Open] = {}
@@ -163,7 +166,7 @@ class OutputProcessor:
         for choice in entry.choices:
             if choice.finish_reason is None:
                 self._end(entry, choice, "abort", None)
-        request.metrics.finished_time = time.monotonic()
+        request.metrics.finished_time = self._clock()
         self._counters.requests_aborted += 1
         return self._final(entry)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from vmserve.config import ResolvedConfig
@@ -22,10 +23,17 @@ __all__ = ["RequestIntake", "memory_tenant"]
 class RequestIntake:
     """Knows the model and the options, and no queue. :meth:`check` may be called by any thread."""
 
-    def __init__(self, resolved: ResolvedConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        resolved: ResolvedConfig,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._resolved = resolved
         self._model = model
         self._tokenizer = tokenizer
+        self._clock = clock
         self._num_arrived = 0
 
     def check(self, prompt_token_ids: list[int], params: GenerationParams) -> None:
@@ -92,7 +100,7 @@ class RequestIntake:
             max_tokens=max_tokens,
             seed=self._seed_for(params, arrival),
             arrival=arrival,
-            metrics=RequestMetrics(arrival_time=time.monotonic()),
+            metrics=RequestMetrics(arrival_time=self._clock()),
             priority=terms.priority,
             rank=terms.priority if self._resolved.scheduling_policy == "priority" else 0,
             tenant=terms.tenant,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vmserve.engine.grammars import StructuredRequests
     from vmserve.engine.processor import OutputProcessor
     from vmserve.memory.manager import MemoryManager
-    from vmserve.runner.model_runner import ModelRunner, StepLogits
+    from vmserve.runner.model_runner import Runner, StepLogits
     from vmserve.runner.runtime import DeviceRuntime
     from vmserve.sampling import Drawing, SampledToken, TokenSampler
     from vmserve.scheduler.base import Scheduler, StepPlan
@@ -93,7 +93,7 @@ class EngineStep:
         self,
         memory: MemoryManager,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: Runner,
         runtime: DeviceRuntime,
         sampler: TokenSampler,
         structured: StructuredRequests,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vmserve.runner.runtime import DeviceRuntime, StepGraphs
     from vmserve.sampling.tokens import Logits
 
-__all__ = ["AttentionTime", "ModelRunner", "StepLogits"]
+__all__ = ["AttentionTime", "ModelRunner", "Runner", "StepLogits", "null_logits"]
 
 
 class AttentionTime(NamedTuple):
@@ -119,6 +119,14 @@ def _has_ended(sequence: Sequence) -> bool:
     return sequence.status is SequenceStatus.FINISHED
 
 
+class Runner(Protocol):
+    """Carries out a step's plan: :class:`ModelRunner`, or one without a model."""
+
+    def execute(
+        self, plan: StepPlan, slots: NDArray[np.int32], drawn: torch.Tensor | None = None
+    ) -> StepLogits: ...
+
+
 class ModelRunner:
     """Knows tensors, not queues: a step's plan in, logits out.
 
@@ -201,6 +209,12 @@ class ModelRunner:
         if self._runtime.device_type != "cpu":
             return ()
         return tuple(AttentionTime(part.regime, part.batch, part.call.seconds) for part in parts)
+
+
+def null_logits(plan: StepPlan) -> StepLogits:
+    """Who draws a token after this step, for a runner without a model: its rows are empty."""
+    wanted = _every_row(plan) if plan.only_decodes else _rows_wanted(plan)
+    return _step_logits(np.empty((len(wanted.rows), 0), dtype=np.float32), wanted, ())
 
 
 def _step_logits(

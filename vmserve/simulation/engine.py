@@ -1,41 +1,60 @@
-"""The engine without a model: real scheduler, real memory core, a clock that is computed.
+"""The engine without a model: the real one, over a null driver, with a clock that is computed.
 
-:meth:`SimulatedEngine.step` follows ``vmserve.engine.engine.LLMEngine.step`` line by line. What the
-model, the sampler and the output processor do there is one deterministic function of request and
-position here, and what they take is what the device profile says of the step's work.
+What the model and the sampler do is one deterministic function of request and position, and what a
+step takes is what the device profile says of its work.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
+
+import numpy as np
 
 from vmserve import _core
-from vmserve.errors import DriverError, OutOfMemoryError
+from vmserve.config import EngineConfig, ResolvedConfig
+from vmserve.dtypes import DType
+from vmserve.engine.build import EngineParts
+from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager, MemoryOptions
-from vmserve.scheduler.base import NoRoomError
+from vmserve.models.config import ModelConfig
+from vmserve.runner.cpu_runtime import CpuRuntime
+from vmserve.runner.model_runner import null_logits
+from vmserve.sampling.tokens import SampledToken
 from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import Preemption, PreemptionPolicy
 from vmserve.scheduler.profile import SequenceWork
 from vmserve.scheduler.regime import CostModel, RegimePolicy
 from vmserve.simulation.records import MemorySample, RequestRecord, Run, StepRecord
-from vmserve.simulation.requests import Asked, build_request, null_candidates, null_token
+from vmserve.simulation.requests import (
+    END_ID,
+    VOCAB_SIZE,
+    Asked,
+    null_candidates,
+    null_token,
+    sampling_params,
+)
+from vmserve.types import RequestTerms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Sequence as Several
     from types import TracebackType
 
+    from numpy.typing import NDArray
+
+    from vmserve.memory.base import MemoryPlan
     from vmserve.memory.layout import KVLayout
-    from vmserve.scheduler.base import ScheduledSequence, StepPlan
+    from vmserve.runner.model_runner import StepLogits
+    from vmserve.sampling.tokens import Logits, SamplingRow, TokenSampler
+    from vmserve.scheduler.base import StepPlan
     from vmserve.scheduler.profile import DeviceProfile
     from vmserve.scheduler.sequence import Request, Sequence
     from vmserve.simulation.devices import Device
     from vmserve.simulation.records import End
-
-    Scheduled = tuple[ScheduledSequence, ...]
+    from vmserve.text.tokenizer import Tokenizer
 
 __all__ = ["SimulatedEngine", "SimulationConfig"]
 
@@ -97,8 +116,63 @@ class _Open:
     request: Request
 
 
+class _NullTokenizer:
+    """Of token ids that mean nothing."""
+
+    eos_ids = frozenset({END_ID})
+
+    def encode_bad_words(self, words: Several[str]) -> tuple[tuple[int, ...], ...]:
+        return ()
+
+
+class _WatchedMemory(MemoryManager):
+    """Remembers how many pages were mapped before a plan was applied."""
+
+    mapped_before = 0
+
+    def apply(self, plan: MemoryPlan) -> int:
+        self.mapped_before = self._core.stats().pages_mapped_total
+        return super().apply(plan)
+
+
+class _NullModel:
+    """The engine's runner and its sampler; moves the clock by what a step takes."""
+
+    vocab_size = VOCAB_SIZE + 1
+    num_repaired_rows = 0
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+        self._step: StepLogits | None = None
+
+    def execute(self, plan: StepPlan, slots: NDArray[np.int32], drawn: object = None) -> StepLogits:
+        self._engine.compute(plan)
+        self._step = null_logits(plan)
+        return self._step
+
+    def start(self, logits: Logits, rows: Several[SamplingRow]) -> None:
+        """It draws on the host."""
+
+    def sample(self, logits: Logits, rows: Several[SamplingRow]) -> list[SampledToken]:
+        assert self._step is not None
+        return [SampledToken(self._engine.next_token(seq), 0.0) for seq in self._step.samplers]
+
+    def beam_candidates(
+        self, logits: Logits, num: int, masks: Several[NDArray[np.bool_] | None] = ()
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        assert self._step is not None
+        beams = self._step.beams
+        ids = np.zeros((len(beams), num), dtype=np.int64)
+        logprobs = np.full((len(beams), num), -np.inf, dtype=np.float32)
+        for row, sequence in enumerate(beams):
+            assert sequence.request.beams is not None
+            own = sequence.request.beams.num_candidates
+            ids[row, :own], logprobs[row, :own] = self._engine.candidates(sequence, own)
+        return ids, logprobs
+
+
 class SimulatedEngine:
-    """See the module's text. Single-threaded, deterministic; ``now`` is its clock.
+    """Drives an engine and writes down what it does. Deterministic; ``now`` is its clock.
 
     ``wrap_driver``: a driver around the null driver, say one that injects faults.
     """
@@ -117,16 +191,15 @@ class SimulatedEngine:
         self.memory = self._create_memory()
         # A mapper that is stepped, and statistics in one call, are no part of KVMemory.
         self._core = self.memory._core
-        self.scheduler = self._create_scheduler()
         self._open: dict[str, _Open] = {}
-        self._num_arrived = 0
         #: The next step's batch fails as if its kernels had.
         self.fail_next_batch = False
-        self._num_generated = 0
         self._moved = (0, 0)
         self._swap_runs = 0
+        self.engine = LLMEngine(EngineConfig(), parts=self._parts())
+        self.scheduler = self.engine.scheduler
 
-    def _create_memory(self) -> MemoryManager:
+    def _create_memory(self) -> _WatchedMemory:
         config = self.config
 
         def null_driver(host: _core.PageDriver) -> _core.PageDriver:
@@ -134,7 +207,7 @@ class SimulatedEngine:
             self._driver = _core.NullDriver(host.frame_bytes, host.num_frames)
             return self._wrap_driver(self._driver) if self._wrap_driver else self._driver
 
-        return MemoryManager(
+        return _WatchedMemory(
             config.layout,
             num_slots=config.max_num_seqs,
             num_seqs=2 * config.max_num_seqs,
@@ -150,24 +223,69 @@ class SimulatedEngine:
             wrap_driver=null_driver,
         )
 
-    def _create_scheduler(self) -> FCFSScheduler:
+    def _parts(self) -> EngineParts:
         config = self.config
         preemption = _KnownSpeeds(
             config.preemption if config.swap_bytes else "recompute",
             copy_bytes_per_second=config.profile.swap_bytes_per_second,
             prefill_tokens_per_second=1 / config.profile.token if config.profile.token else 1e12,
         )
+        resolved = self._resolved()
         limits = SchedulerLimits(
             config.max_num_seqs,
             config.max_num_batched_tokens,
             watermark=config.watermark,
-            priority_max_wait=config.priority_max_wait if config.policy == "priority" else None,
+            priority_max_wait=resolved.priority_max_wait,
             separates_phases=config.policy == "v0",
         )
-        self._regimes = RegimePolicy(config.regime, CostModel(config.profile, config.layout))
+        regimes = RegimePolicy(config.regime, CostModel(config.profile, config.layout))
         shares = TenantShares() if config.fair_sharing else None
-        return FCFSScheduler(
-            self.memory, limits, self._regimes, preemption, shares, clock=lambda: self.now
+        model = _NullModel(self)
+        return EngineParts(
+            resolved=resolved,
+            model_config=_model_config(config),
+            tokenizer=cast("Tokenizer", _NullTokenizer()),
+            memory=self.memory,
+            scheduler=FCFSScheduler(
+                self.memory, limits, regimes, preemption, shares, clock=lambda: self.now
+            ),
+            regimes=regimes,
+            preemption=preemption,
+            runtime=CpuRuntime(),
+            runner=model,
+            sampler=cast("TokenSampler", model),
+            clock=lambda: self.now,
+            idle_bytes=0,
+        )
+
+    def _resolved(self) -> ResolvedConfig:
+        config = self.config
+        return ResolvedConfig(
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_logprobs=0,
+            kv_regime=config.regime,
+            kv_limit_bytes=config.limit_bytes,
+            kv_page_bytes=config.layout.page_bytes,
+            kv_zero_pages="tenant",
+            kv_mapper="off",
+            kv_layers_per_group=None,
+            prefix_caching=config.prefix_caching,
+            block_tokens=config.layout.block_tokens,
+            swap_bytes=config.swap_bytes,
+            preemption=config.preemption,
+            scheduling_policy=config.policy,
+            priority_max_wait=config.priority_max_wait if config.policy == "priority" else None,
+            scheduler_delay_factor=0.0,
+            async_scheduling=False,
+            fair_sharing=config.fair_sharing,
+            request_timeout=None,
+            regime_profile=None,
+            trace_file=None,
+            captures_graphs=False,
+            activation_bytes=0,
+            seed=0,
         )
 
     # -- requests -----------------------------------------------------------------------
@@ -189,26 +307,31 @@ class SimulatedEngine:
             raise ValueError(
                 f"request {what.name!r} cannot be added: too long, or its name is used"
             )
-        arrived = min(self.now, what.arrival_s) if what.arrival_s else self.now
-        by_priority = self.config.policy == "priority"
-        request = build_request(what, self._num_arrived, arrived, by_priority=by_priority)
-        self._num_arrived += 1
+        terms = RequestTerms(
+            priority=what.priority, cache_salt=what.salt.decode(), tenant=what.tenant
+        )
+        self.engine.add_prepared(
+            what.name, list(what.prompt), sampling_params(what), terms, prompt=None
+        )
+        request = self.engine.requests[what.name]
+        if what.arrival_s:
+            request.metrics.arrival_time = min(self.now, what.arrival_s)
         self._open[what.name] = _Open(what, request)
-        self.scheduler.add(request)
 
     def abort(self, name: str) -> None:
         """Ends a request now; one that has ended is ignored."""
         if name in self._open:
-            self._abort(name, "aborted")
+            self.engine.abort(name)
+            self._end(name, "aborted")
 
     def convert(self, name: str, regime: Regime) -> None:
-        if name in self._open:
-            self.scheduler.convert(self._open[name].request, regime)
+        self.engine.convert(name, regime)
 
-    def _abort(self, name: str, end: End) -> None:
-        request = self._open[name].request
-        self.scheduler.abort(request)
-        self._end(name, end)
+    def next_token(self, sequence: Sequence) -> int:
+        """What the null model says; the end, where the choice is to be as long as that."""
+        outputs = self._open[sequence.request.request_id].what.outputs
+        is_last = sequence.num_output + 1 >= outputs[sequence.index]
+        return END_ID if is_last else null_token(sequence)
 
     def _end(self, name: str, end: End) -> None:
         entry = self._open.pop(name)
@@ -234,52 +357,49 @@ class SimulatedEngine:
             )
         )
 
+    def candidates(
+        self, sequence: Sequence, num: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The null model's for a beam."""
+        seed = self._open[sequence.request.request_id].what.seed
+        return null_candidates(seed, sequence, num)
+
     # -- the step -----------------------------------------------------------------------
 
     def step(self) -> None:
         """Compute once for every sequence that fits; the clock moves by what that takes."""
         self.num_steps += 1
-        try:
-            plan = self.scheduler.schedule()
-        except NoRoomError as error:
-            self._abort(error.request_id, "failed")
-            return
-        if plan is None:
-            self._idle()
-            return
-        mapped = self._pages_mapped()
-        try:
-            epoch = self.memory.apply(plan.memory)
-        except (OutOfMemoryError, DriverError):
-            self._make_room_after_refusal(plan)
-            return
-        self.scheduler.applied(plan)
+        before, generated = len(self.run.steps), self.engine.counters.generation_tokens
+        result = self.engine.step()
+        if len(self.run.steps) > before:
+            self._complete_record(self.engine.counters.generation_tokens - generated)
+        for output in result.outputs:
+            self._end(output.request_id, "finished")
+        for failure in result.failures:
+            self._end(failure.request_id, "failed")
+
+    def compute(self, plan: StepPlan) -> None:
+        """Move the clock by what the plan's work takes, and by what its memory had to wait for."""
+        before = self.memory.mapped_before
+        unhidden = self._pages_mapped() - before
+        hidden = self._map_ahead() - before - unhidden
         scheduled = plan.scheduled
-        unhidden = self._pages_mapped() - mapped
-        self._mark_scheduled(scheduled)
-        hidden = self._map_ahead() - mapped - unhidden
-        seconds = self._seconds(scheduled, unhidden, hidden)
+        work = [SequenceWork(item.regime, item.num_past, item.num_new) for item in scheduled]
+        seconds = self._seconds(work, unhidden, hidden)
         self.now += seconds
         if self.fail_next_batch:
             self.fail_next_batch = False
-            self.memory.abandon(epoch)
-            for name in {item.sequence.request.request_id for item in scheduled}:
-                self._abort(name, "failed")
-            return
-        self.memory.complete(epoch)
-        self.scheduler.computed(plan)
-        self._num_generated = 0
-        ended = self._take_tokens(scheduled)
-        if self.config.prefix_caching:
-            self.memory.append_tokens(*plan.take_unpublished())
-        self._record(scheduled, seconds)
-        self._regimes.stepped(seconds)
-        for request in ended:
-            num_output = self._open[request.request_id].what.max_output
-            self._regimes.finished(num_output, request.metrics.num_preemptions)
-            self._end(request.request_id, "finished")
-        if not self._open:
-            self._idle()
+            raise RuntimeError("the batch was to fail")
+        record = StepRecord(
+            ended=self.now,
+            seconds=seconds,
+            num_tokens=plan.num_tokens,
+            num_seqs=len(scheduled),
+            num_requests=len({item.sequence.request for item in scheduled}),
+            num_waiting=0,  # known when the step is over
+            num_virtual=sum(item.regime is Regime.VIRTUAL for item in scheduled),
+        )
+        self.run.steps.append(record)
 
     def _pages_mapped(self) -> int:
         return self._core.stats().pages_mapped_total
@@ -290,12 +410,12 @@ class SimulatedEngine:
             self._core.settle_mapper()
         return self._pages_mapped()
 
-    def _seconds(self, scheduled: Scheduled, unhidden: int, hidden: int) -> float:
+    def _seconds(self, work: list[SequenceWork], unhidden: int, hidden: int) -> float:
         _, copied, swapped = self._driver.work()
         copied_before, swapped_before = self._moved
         self._moved = (copied, swapped)
         seconds = self.config.profile.step_seconds(
-            [SequenceWork(item.regime, item.num_past, item.num_new) for item in scheduled],
+            work,
             unhidden_pages=unhidden,
             hidden_pages=hidden,
             copied_bytes=copied - copied_before,
@@ -307,79 +427,12 @@ class SimulatedEngine:
             self._swap_runs = runs
         return seconds
 
-    def _mark_scheduled(self, scheduled: Scheduled) -> None:
-        for item in scheduled:
-            metrics = item.sequence.request.metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = self.now
-
-    def _make_room_after_refusal(self, plan: StepPlan) -> None:
-        if not self.scheduler.make_room():
-            self._abort(plan.sequences[0].request.request_id, "failed")
-
-    def _idle(self) -> None:
-        # Refused, the pool keeps its pages.
-        with suppress(OutOfMemoryError, DriverError):
-            self.memory.trim(drop_idle=not self.config.prefix_caching)
-
-    # -- the null model -----------------------------------------------------------------
-
-    def _take_tokens(self, scheduled: Scheduled) -> list[Request]:
-        """The requests that are complete by it."""
-        touched: dict[Request, None] = {}
-        beams: dict[Request, None] = {}
-        for item in scheduled:
-            if not item.samples:
-                continue
-            sequence, request = item.sequence, item.sequence.request
-            if request.beams is not None:
-                request.beams.take(
-                    sequence, null_candidates(sequence, request.beams.num_candidates)
-                )
-                beams[request] = None
-                continue
-            drawing = [sequence]
-            if sequence.num_output == 0:
-                drawing += request.first_tokens_due
-            for drawn in drawing:
-                self._take_token(drawn)
-            touched[request] = None
-        ended = [request for request in touched if request.finished]
-        return ended + [request for request in beams if self._search_on(request)]
-
-    def _take_token(self, sequence: Sequence) -> None:
-        request = sequence.request
-        sequence.tokens.append(null_token(sequence))
-        self._num_generated += 1
-        request.metrics.token_at(self.now)
-        if sequence.num_output >= self._open[request.request_id].what.outputs[sequence.index]:
-            self.scheduler.finish(sequence)
-
-    def _search_on(self, request: Request) -> bool:
-        """Whether the search is over."""
-        assert request.beams is not None
-        if request.beams.advance(self.scheduler):
-            request.metrics.token_at(self.now)
-        if request.beams.done:
-            self._num_generated += request.num_branches * request.max_tokens
-        return request.beams.done
-
     # -- records ------------------------------------------------------------------------
 
-    def _record(self, scheduled: Scheduled, seconds: float) -> None:
-        config = self.config
-        self.run.steps.append(
-            StepRecord(
-                self.now,
-                seconds,
-                sum(item.num_new for item in scheduled),
-                len(scheduled),
-                len({item.sequence.request for item in scheduled}),
-                self.scheduler.num_waiting,
-                sum(item.regime is Regime.VIRTUAL for item in scheduled),
-                self._num_generated,
-            )
-        )
+    def _complete_record(self, num_generated: int) -> None:
+        config, steps = self.config, self.run.steps
+        waiting = self.scheduler.num_waiting
+        steps[-1] = steps[-1]._replace(num_waiting=waiting, num_generated=num_generated)
         if config.check_every and self.num_steps % config.check_every == 0:
             self.memory.check()
         if config.sample_every and self.num_steps % config.sample_every == 0:
@@ -411,7 +464,7 @@ class SimulatedEngine:
             self.abort(name)
         self.run.counters = self.counters()
         self.memory.check()
-        self.memory.close()
+        self.engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -424,3 +477,24 @@ class SimulatedEngine:
     ) -> None:
         if kind is None:
             self.close()
+
+
+def _model_config(config: SimulationConfig) -> ModelConfig:
+    """Of a model that is asked for nothing but its vocabulary."""
+    layout, unknown = config.layout, cast("Any", None)
+    return ModelConfig(
+        architecture="null",
+        vocab_size=VOCAB_SIZE + 1,
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        max_position_embeddings=config.max_model_len,
+        attention=(),
+        num_weights=0,
+        activation_width=0,
+        eos_token_ids=(END_ID,),
+        bos_token_id=None,
+        dtype=DType.of(layout.dtype),
+        default_sampling={},
+        pooling="last",
+        network=unknown,
+    )

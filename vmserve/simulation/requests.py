@@ -6,17 +6,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from vmserve.decoding import BeamGroup, BeamSearch
-from vmserve.sampling.params import SamplingParams
-from vmserve.sampling.tokens import BeamCandidates
-from vmserve.scheduler.sequence import Request, Sequence
-from vmserve.types import RequestMetrics
+from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
+from vmserve.scheduler.sequence import Sequence
 from vmserve.workloads.shapes import RequestShape, prompt_token_ids
 
-__all__ = ["VOCAB_SIZE", "Asked", "asked", "build_request", "null_candidates", "null_token"]
+__all__ = [
+    "END_ID",
+    "VOCAB_SIZE",
+    "Asked",
+    "asked",
+    "null_candidates",
+    "null_token",
+    "sampling_params",
+]
 
 VOCAB_SIZE = 1 << 15
+#: Ends an answer; one more than the ids that the null model makes otherwise.
+END_ID = VOCAB_SIZE
 #: Spread of the null model's log-probabilities among a beam's candidates, in nats.
 _CANDIDATE_SPREAD = 1.0
 
@@ -65,34 +73,18 @@ def asked(
     ]
 
 
-def build_request(what: Asked, arrival: int, now: float, *, by_priority: bool) -> Request:
-    """As the engine builds it, without text."""
-    params = SamplingParams(
-        n=what.num_branches, max_tokens=what.max_output, ignore_eos=True, detokenize=False
-    )
-    request = Request(
-        request_id=what.name,
-        prompt=None,
-        prompt_token_ids=list(what.prompt),
-        params=params,
-        max_tokens=what.max_output,
-        seed=what.seed,
-        arrival=arrival,
-        metrics=RequestMetrics(arrival_time=now),
-        priority=what.priority,
-        rank=what.priority if by_priority else 0,
-        cache_salt=what.salt,
-        tenant=what.tenant,
-        num_branches=what.num_branches,
-    )
-    request.sequences = [
-        Sequence(request, index, list(what.prompt), len(what.prompt))
-        for index in range(1 if what.beam_width else what.num_branches)
-    ]
+def sampling_params(what: Asked) -> GenerationParams:
+    """Answers end by :data:`END_ID` where they are to, beams by their number of tokens."""
     if what.beam_width:
-        search = BeamSearch(what.beam_width, what.max_output)
-        request.beams = BeamGroup(request, search, None)
-    return request
+        return BeamSearchParams(
+            beam_width=what.beam_width,
+            max_tokens=what.max_output,
+            ignore_eos=True,
+            detokenize=False,
+        )
+    return SamplingParams(
+        n=len(what.outputs), max_tokens=what.max_output, seed=what.seed, detokenize=False
+    )
 
 
 def null_token(sequence: Sequence) -> int:
@@ -103,14 +95,16 @@ def null_token(sequence: Sequence) -> int:
     return (mixed ^ mixed >> 13) % VOCAB_SIZE
 
 
-def null_candidates(sequence: Sequence, num: int) -> BeamCandidates:
+def null_candidates(
+    seed: int, sequence: Sequence, num: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Different ids with seeded log-probabilities, best first: beams overtake each other.
 
     They depend on the beam's last token and length alone, so that a beam that is computed again
     gets the same.
     """
-    key = (sequence.request.seed, sequence.num_tokens, sequence.tokens[-1])
+    key = (seed, sequence.num_tokens, sequence.tokens[-1])
     rng = np.random.default_rng(key)
     gaps = rng.exponential(_CANDIDATE_SPREAD, num)
     token_ids = (rng.integers(VOCAB_SIZE) + np.arange(num) * 7919) % VOCAB_SIZE
-    return BeamCandidates(token_ids.astype(np.int64), -np.cumsum(gaps).astype(np.float32))
+    return token_ids.astype(np.int64), -np.cumsum(gaps).astype(np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 __all__ = ["PHASES", "PhaseSpan", "StepPhases"]
@@ -12,7 +13,7 @@ PHASES = ("schedule", "memory", "model", "sample", "output")
 
 
 class PhaseSpan(NamedTuple):
-    """Seconds of ``time.perf_counter()``."""
+    """Seconds of the engine's clock."""
 
     phase: str
     began: float
@@ -22,19 +23,20 @@ class PhaseSpan(NamedTuple):
 class StepPhases:
     """The phases of one step. Each phase ends where the next one begins or resumes."""
 
-    __slots__ = ("_last", "spans")
+    __slots__ = ("_clock", "_last", "spans")
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.spans: list[PhaseSpan] = []
-        self._last = time.perf_counter()
+        self._clock = clock
+        self._last = clock()
 
     def resume(self) -> None:
         """Begin the next phase now: the time since the last one belongs to another step."""
-        self._last = time.perf_counter()
+        self._last = self._clock()
 
     def end(self, phase: str) -> float:
         """End the phase; return its seconds."""
-        now = time.perf_counter()
+        now = self._clock()
         span = PhaseSpan(phase, self._last, now)
         self.spans.append(span)
         self._last = now

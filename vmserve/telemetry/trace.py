@@ -56,7 +56,7 @@ class StepTrace:
                 f"trace_file: cannot write {path}: {error.strerror}"
             ) from error
         self._path = path
-        self._began = time.perf_counter()
+        self._began = time.monotonic()
         self._offset = time.monotonic() - self._began
         self._last: dict[str, float] = {}
         self._write("[")

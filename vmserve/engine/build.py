@@ -1,0 +1,153 @@
+"""An engine's parts, built from its options."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vmserve.config import EngineConfig, ResolvedConfig, resolve
+from vmserve.engine.parts import (
+    attends_natively,
+    attention_backends,
+    cost_model,
+    create_memory,
+    linear_backend,
+    widest_window,
+)
+from vmserve.memory.base import Regime
+from vmserve.memory.manager import MemoryManager
+from vmserve.models import choose_native, load_model, resolve_model
+from vmserve.models.config import ModelConfig
+from vmserve.runner.cpu_runtime import open_runtime
+from vmserve.runner.kernels import RegimeKernels
+from vmserve.runner.model_runner import ModelRunner, Runner
+from vmserve.runner.runtime import DeviceRuntime
+from vmserve.sampling import TokenSampler
+from vmserve.scheduler.fairness import TenantShares
+from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
+from vmserve.scheduler.preemption import PreemptionPolicy
+from vmserve.scheduler.regime import RegimePolicy
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["EngineParts", "Progress", "build"]
+
+#: Free pages that an idle engine keeps: the next short request then waits for no page fault.
+IDLE_BYTES = 16 << 20
+#: Logits of prompt tokens that a step computes at most (128 MiB in float32), whatever their number.
+SCORED_LOGITS = 1 << 25
+#: ``progress(phase, done, total)``: called while loading; units depend on the phase.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What an engine steps with. ``clock``: seconds, by which requests and steps are timed."""
+
+    resolved: ResolvedConfig
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    memory: MemoryManager
+    scheduler: FCFSScheduler
+    regimes: RegimePolicy
+    preemption: PreemptionPolicy
+    runtime: DeviceRuntime
+    runner: Runner
+    sampler: TokenSampler
+    clock: Callable[[], float] = time.monotonic
+    idle_bytes: int = IDLE_BYTES
+
+
+def build(
+    config: EngineConfig, progress: Progress | None = None, runtime: DeviceRuntime | None = None
+) -> EngineParts:
+    """Load the model and take the memory. Raises as :class:`vmserve.engine.engine.LLMEngine`."""
+    path = resolve_model(config.model)
+    model_config = ModelConfig.from_directory(path)
+    tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))
+    runtime = runtime or open_runtime(config.device, config.kv_driver)
+    resolved = resolve(config, model_config, runtime.gpu_bytes)
+    native_dtype = choose_native(
+        linear_backend(config, runtime),
+        config.quantization,
+        config.dtype,
+        model_config,
+        runtime.device_type,
+    )
+    if native_dtype is None:
+        torch_runtime = runtime = runtime.with_torch()
+        dtype = torch_runtime.dtype(config.dtype, model_config)
+    else:
+        dtype = native_dtype
+    backends = attention_backends(config, model_config, dtype, runtime.device_type)
+    native = native_dtype is not None and attends_natively(config, backends)
+    if not native or resolved.async_scheduling:
+        runtime = runtime.with_torch()
+    slack = max(backend.read_slack_tokens for backend in backends.values())
+    head_slack = max(backend.head_slack_tokens for backend in backends.values())
+    pages = runtime.memory(resolved.activation_bytes)
+    with runtime.active():
+        model = load_model(
+            path,
+            dtype,
+            runtime.device_name,
+            config=model_config,
+            max_model_len=resolved.max_model_len,
+            native=native,
+            quantization=config.quantization,
+            progress=progress,
+        )
+        runtime.synchronize()
+    memory = create_memory(resolved, model_config, dtype, slack, pages)
+    swaps = resolved.swap_bytes > 0
+    preemption = PreemptionPolicy(resolved.preemption if swaps else "recompute")
+    regimes = RegimePolicy(
+        resolved.kv_regime,
+        cost_model(
+            resolved,
+            model_config,
+            memory.layout,
+            backends,
+            dtype,
+            runtime,
+        ),
+    )
+    scheduler = FCFSScheduler(
+        memory,
+        SchedulerLimits(
+            resolved.max_num_seqs,
+            resolved.max_num_batched_tokens,
+            window=widest_window(model_config, head_slack),
+            max_scored_tokens=max(1, SCORED_LOGITS // model_config.vocab_size),
+            priority_max_wait=resolved.priority_max_wait,
+            separates_phases=resolved.scheduling_policy == "v0",
+            delay_factor=resolved.scheduler_delay_factor,
+        ),
+        regimes,
+        preemption,
+        TenantShares() if resolved.fair_sharing else None,
+    )
+    views = runtime.views(memory)
+    kernels = {regime: RegimeKernels(backends[regime], views[regime]) for regime in Regime}
+    graphs = None
+    if resolved.captures_graphs:
+        with runtime.active():
+            graphs = runtime.graphs(model, kernels, resolved.max_num_seqs, resolved.max_model_len)
+            if graphs is not None and runtime.captures_ahead:
+                forced = resolved.kv_regime
+                kept = tuple(Regime) if forced == "auto" else (Regime(forced),)
+                graphs.capture_ahead(memory, kept)
+    runner = ModelRunner(model, kernels, runtime, graphs)
+    sampler = runtime.sampler(model_config.vocab_size, is_async=resolved.async_scheduling)
+    return EngineParts(
+        resolved=resolved,
+        model_config=model_config,
+        tokenizer=tokenizer,
+        memory=memory,
+        scheduler=scheduler,
+        regimes=regimes,
+        preemption=preemption,
+        runtime=runtime,
+        runner=runner,
+        sampler=sampler,
+    )
