@@ -10,7 +10,7 @@ from vmserve.testing import NullRuntime
 
 def test_an_engine_without_a_forward_pass_says_the_token_that_was_chosen() -> None:
     runtime = NullRuntime(token_id=7)
-    config = EngineConfig(device="cpu", kv_cache_memory="8MiB", max_num_seqs=4)
+    config = EngineConfig(device="cpu", kv_cache_memory="16MiB", max_model_len=256)
     engine = LLMEngine(config, runtime=runtime)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, n=2)
     for index in range(2):
