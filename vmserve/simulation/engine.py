@@ -271,6 +271,8 @@ class SimulatedEngine:
             kv_zero_pages="tenant",
             kv_mapper="off",
             kv_layers_per_group=None,
+            kv_eager_slots=0,
+            kv_eager_tokens=None,
             prefix_caching=config.prefix_caching,
             block_tokens=config.layout.block_tokens,
             swap_bytes=config.swap_bytes,
