@@ -81,7 +81,7 @@ def main() -> None:
     if sys.argv[1] == "serve":
         from vmserve.cli.serve import serve_command  # noqa: PLC0415 - it is what is timed
 
-        server = {"port": int(sys.argv[3]), "served_model_names": ["startup"], "root_path": ""}
+        server = {"port": int(sys.argv[3]), "served_model_names": ["startup"]}
         serve_command(**server, **options)
     else:
         print(json.dumps(only_torch() if sys.argv[1] == "torch" else offline(options)))

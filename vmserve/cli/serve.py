@@ -189,7 +189,7 @@ def _server_config(model: str | None, given: dict[str, Any]) -> ServerConfig:
             "api_keys": _api_keys("api_key", given.get("api_keys", [])),
             "admin_api_key": _admin_key(given.get("admin_api_key")),
             "named_keys": () if key_file is None else read_key_file(key_file),
-            "root_path": given["root_path"].rstrip("/"),
+            "root_path": given.get("root_path", "").rstrip("/"),
             "allowed_origins": tuple(
                 each.lower().rstrip("/") for each in given.get("allowed_origins", ())
             ),
