@@ -19,6 +19,7 @@ class Interrupt:
         if name == {name!r}:
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests were started with
 sys.meta_path.insert(0, Interrupt())
 sys.argv = ["vmserve", "plan"]
 runpy.run_module("vmserve", run_name="__main__", alter_sys=True)

@@ -30,7 +30,7 @@ from unittest import mock
 from vmserve import SamplingParams  # first: it sets how torch's threads wait
 
 import torch  # isort: skip
-import vmserve.engine.engine  # isort: skip
+import vmserve.engine.build  # isort: skip
 from vmserve.bench.lab.machine import machine_info
 from vmserve.config import EngineConfig
 from vmserve.dtypes import DType
@@ -163,7 +163,7 @@ class Bench:
             dtype=self.dtype,
             **({"enable_prefix_caching": False, "max_model_len": self.plan.max_len} | options),
         )
-        with mock.patch.object(vmserve.engine.engine, "load_model", random_model):
+        with mock.patch.object(vmserve.engine.build, "load_model", random_model):
             # A dry run captures steps, too.
             runtime = TorchCpuRuntime(graphs=True) if self.device == "cpu" else None
             engine = LLMEngine(config, runtime=runtime)

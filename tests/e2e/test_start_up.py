@@ -54,7 +54,6 @@ HEAVY = {
     "jinja2",
     "llguidance",
     "matplotlib",
-    "msgspec",
     "numpy.ma",
     "pydantic",
     "rich",

@@ -218,6 +218,18 @@ def make_memory(
     return Memory(core, faults, blocks_per_page)
 
 
+def pool_pss_bytes() -> int:
+    """PSS of all memory of pools in this process; what else comes and goes in it does not count."""
+    total, is_pool = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "Pss":
+            total += int(value.split()[0]) * 1024 if is_pool else 0
+        elif "-" in name.split(" ")[0]:
+            is_pool = "memfd:vmserve-kv" in line
+    return total
+
+
 def kernel_mappings(address: int, num_bytes: int) -> int:
     """How many of the process's mappings lie in the range, as the kernel counts them."""
     count = 0

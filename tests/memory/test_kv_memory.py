@@ -22,11 +22,11 @@ from tests.memory.support import (
     grow,
     kernel_mappings,
     make_memory,
+    pool_pss_bytes,
     run_python,
 )
 from vmserve import _core
 from vmserve._core import ZeroPolicy
-from vmserve.bench.lab.measure import pss_bytes
 from vmserve.errors import OutOfMemoryError
 
 TOKEN_BYTES = PAGE // BLOCK_TOKENS
@@ -342,7 +342,7 @@ def test_memory_follows_mapping_and_trim() -> None:
     )
     num_bytes = pages * GROUPS * PAGE  # 32 MiB
     seq = memory.open()
-    before = pss_bytes()
+    before = pool_pss_bytes()
     memory.do(grow(seq, 4 * pages - 1))
     for group in range(GROUPS):
         slot_bytes(memory, seq, group)[-PAGE:] = 1
@@ -350,14 +350,14 @@ def test_memory_follows_mapping_and_trim() -> None:
         assert memory.core.arena_buffer(group)[pages - 1].all()
     assert memory.stat("memfd_allocated_bytes") == num_bytes
     # Seen through the slot and, page by page, through the arena, yet counted once.
-    assert num_bytes * 0.9 <= pss_bytes() - before <= num_bytes * 1.2
+    assert num_bytes * 0.9 <= pool_pss_bytes() - before <= num_bytes * 1.2
     memory.release(seq)
     assert memory.stat("memfd_allocated_bytes") == num_bytes
     memory.core.trim(pages // 2, drop_idle=True)
     assert memory.stat("memfd_allocated_bytes") == num_bytes // 2
     memory.core.trim(0, drop_idle=True)
     assert memory.stat("memfd_allocated_bytes") == 0
-    assert pss_bytes() - before <= num_bytes * 0.1
+    assert pool_pss_bytes() - before <= num_bytes * 0.1
 
 
 def test_num_mappings_is_what_the_kernel_counts() -> None:
