@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import httpx
+
 from vmserve import SamplingParams
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
-from vmserve.testing import NullRuntime
+from vmserve.server.app import create_app
+from vmserve.server.config import ServerConfig
+from vmserve.testing import NullRuntime, ScriptedEngine
 
 
 def test_an_engine_without_a_forward_pass_says_the_token_that_was_chosen() -> None:
@@ -23,3 +29,19 @@ def test_an_engine_without_a_forward_pass_says_the_token_that_was_chosen() -> No
     assert runtime.num_tokens == 4
     engine.memory.check()
     engine.close()
+
+
+def test_a_scripted_engine_answers_behind_the_server() -> None:
+    engine = ScriptedEngine("yes")
+    app = create_app(engine, ServerConfig(served_model_names=("m",)))
+
+    async def complete() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post("/v1/completions", json={"prompt": "Hi", "n": 2})
+
+    choices = asyncio.run(complete()).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["yes", "yes1"]
+    assert [prompt for prompt, _, _ in engine.requests] == [engine.tokenizer.encode("Hi")]
+    assert engine.finished
+    assert not engine.running

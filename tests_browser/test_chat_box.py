@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.server.conftest import Running, until
-from tests.server.fake_engine import FakeAsyncLLM, Shape
 from tests_browser.chromium import Browser, Page
 from tests_browser.test_live_page import LOADED, healthy
+from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]
 
@@ -34,15 +34,15 @@ def answered(page: Page) -> list[list[str]]:
 
 
 @pytest.fixture
-def chat(browser: Browser, start: Start) -> Iterator[tuple[Page, FakeAsyncLLM, Running]]:
-    engine = FakeAsyncLLM("hello", Shape(max_model_len=1024))
+def chat(browser: Browser, start: Start) -> Iterator[tuple[Page, ScriptedEngine, Running]]:
+    engine = ScriptedEngine("hello", max_model_len=1024)
     server = start(engine, reasoning_parser="think")
     with browser.page(server.url) as page:
         page.until(LOADED)
         yield page, engine, server
 
 
-def test_a_conversation(chat: tuple[Page, FakeAsyncLLM, Running]) -> None:
+def test_a_conversation(chat: tuple[Page, ScriptedEngine, Running]) -> None:
     page, engine, _ = chat
     send(page, "Hi")
     assert answered(page) == [["Hi"], ["hello"]]
@@ -67,7 +67,7 @@ def test_a_conversation(chat: tuple[Page, FakeAsyncLLM, Running]) -> None:
     healthy(page)
 
 
-def test_an_example_is_sent_at_a_click(chat: tuple[Page, FakeAsyncLLM, Running]) -> None:
+def test_an_example_is_sent_at_a_click(chat: tuple[Page, ScriptedEngine, Running]) -> None:
     page, engine, _ = chat
     page.run("document.querySelector('#chat-empty button').click()")
     question = page.text("#chat-empty button")
@@ -75,10 +75,10 @@ def test_an_example_is_sent_at_a_click(chat: tuple[Page, FakeAsyncLLM, Running])
     assert question in engine.requests[0][2]["prompt"]
 
 
-def test_what_is_said_is_text(chat: tuple[Page, FakeAsyncLLM, Running]) -> None:
+def test_what_is_said_is_text(chat: tuple[Page, ScriptedEngine, Running]) -> None:
     page, engine, _ = chat
     script = "<img src=x onerror=\"document.title='bad'\"><b>bold</b>"
-    engine.reply = FakeAsyncLLM(script).reply
+    engine.reply = ScriptedEngine(script).reply
     send(page, script)
     assert answered(page) == [[script], [script]]
     assert page.run("document.querySelectorAll('#chat-log img, #chat-log .text b').length") == 0
@@ -86,9 +86,9 @@ def test_what_is_said_is_text(chat: tuple[Page, FakeAsyncLLM, Running]) -> None:
     healthy(page)
 
 
-def test_thoughts_are_folded(chat: tuple[Page, FakeAsyncLLM, Running]) -> None:
+def test_thoughts_are_folded(chat: tuple[Page, ScriptedEngine, Running]) -> None:
     page, engine, _ = chat
-    engine.reply = FakeAsyncLLM("<think>\nwell\n</think>\n\nyes").reply
+    engine.reply = ScriptedEngine("<think>\nwell\n</think>\n\nyes").reply
     send(page, "Hi")
     assert answered(page)[1] == ["well", "yes"]
     assert page.text("#chat-log summary") == "Thoughts"
@@ -99,7 +99,7 @@ def test_thoughts_are_folded(chat: tuple[Page, FakeAsyncLLM, Running]) -> None:
 
 
 def test_stop_ends_the_request_and_keeps_what_came(
-    chat: tuple[Page, FakeAsyncLLM, Running],
+    chat: tuple[Page, ScriptedEngine, Running],
 ) -> None:
     page, engine, server = chat
     engine.pause_after = 2
@@ -119,7 +119,7 @@ def test_stop_ends_the_request_and_keeps_what_came(
 
 
 def test_errors_are_told_and_the_question_comes_back(
-    chat: tuple[Page, FakeAsyncLLM, Running],
+    chat: tuple[Page, ScriptedEngine, Running],
 ) -> None:
     page, engine, _ = chat
     page.run("document.getElementById('chat-tokens').value = '5000'")
@@ -142,7 +142,7 @@ def test_errors_are_told_and_the_question_comes_back(
 
 
 def test_the_key_goes_with_it(browser: Browser, start: Start) -> None:
-    server = start(FakeAsyncLLM(), api_keys=("right",))
+    server = start(ScriptedEngine(), api_keys=("right",))
     with browser.page(server.url) as page:
         page.until("!document.getElementById('key-form').hidden")
         page.type("right")

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from tests.server.conftest import Running
-from tests.server.fake_engine import FakeAsyncLLM
 from tests_browser.chromium import Browser, Page
+from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]
 
@@ -110,7 +110,7 @@ def test_under_load(browser: Browser, real: Running) -> None:
 def test_a_request_is_one_line_and_its_bound_is_that_of_all_sequences(
     browser: Browser, start: Start
 ) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     engine.pause_after, engine.pause = 1, server.on_loop(asyncio.Event)
     body = {"prompt": "x", "max_tokens": 16, "n": 2, "stream": True, "request_id": "y" * 60}
@@ -127,7 +127,7 @@ def test_a_request_is_one_line_and_its_bound_is_that_of_all_sequences(
 
 
 def test_what_went_wrong_is_in_front(browser: Browser, start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     failed = "[...document.querySelectorAll('#counters .bad')].map(item => item.textContent)"
     with browser.page(server.url) as page:
@@ -157,7 +157,7 @@ def test_active_pages_stand_out_from_cached_ones(browser: Browser, start: Start)
       return ["virtual", "paged", "both", "cached", "parked", "free", "absent"]
         .map((use) => ratio(light(`--page-${use}`), light("--card")));
     })()"""
-    with browser.page(start(FakeAsyncLLM()).url) as page:
+    with browser.page(start(ScriptedEngine()).url) as page:
         page.until(LOADED)
         for dark in (False, True):
             page.dark(dark)
@@ -166,7 +166,7 @@ def test_active_pages_stand_out_from_cached_ones(browser: Browser, start: Start)
 
 
 def test_what_does_not_change_agrees_with_the_map(browser: Browser, start: Start) -> None:
-    server = start(FakeAsyncLLM())
+    server = start(ScriptedEngine())
     with browser.page(server.url) as page:
         page.until(LOADED)
         assert page.text("#map-note") == "4 pages"
@@ -190,7 +190,7 @@ def test_what_does_not_change_agrees_with_the_map(browser: Browser, start: Start
 
 
 def test_the_key_is_asked_for(browser: Browser, start: Start) -> None:
-    server = start(FakeAsyncLLM(), api_keys=("right",))
+    server = start(ScriptedEngine(), api_keys=("right",))
     with browser.page(server.url) as page:
         page.until("!document.getElementById('key-form').hidden")
         assert page.run("document.activeElement.id") == "key"
@@ -206,7 +206,7 @@ def test_the_key_is_asked_for(browser: Browser, start: Start) -> None:
 
 
 def test_a_wrong_key_is_told(browser: Browser, start: Start) -> None:
-    server = start(FakeAsyncLLM(), api_keys=("right",))
+    server = start(ScriptedEngine(), api_keys=("right",))
     with browser.page(server.url) as page:
         page.until("!document.getElementById('key-form').hidden")
         page.type("wrong")
@@ -217,7 +217,7 @@ def test_a_wrong_key_is_told(browser: Browser, start: Start) -> None:
 
 
 def test_a_server_that_goes_away(browser: Browser, start: Start) -> None:
-    server = start(FakeAsyncLLM())
+    server = start(ScriptedEngine())
     with browser.page(server.url) as page:
         page.until(LOADED)
         server.close()
@@ -226,7 +226,7 @@ def test_a_server_that_goes_away(browser: Browser, start: Start) -> None:
 
 
 def test_pausing_stops_asking(browser: Browser, start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     with browser.page(server.url) as page:
         page.until(LOADED)
@@ -242,7 +242,7 @@ def test_pausing_stops_asking(browser: Browser, start: Start) -> None:
 
 
 def test_it_fits_a_telephone_and_the_dark(browser: Browser, start: Start) -> None:
-    server = start(FakeAsyncLLM())
+    server = start(ScriptedEngine())
     with browser.page(server.url) as page:
         page.size(360, 700, mobile=True)
         page.until(LOADED)
@@ -265,7 +265,7 @@ def pool_of(num_pages: int) -> Any:
 
 
 def test_ten_and_ten_thousand_pages_are_legible(browser: Browser, start: Start) -> None:
-    server = start(FakeAsyncLLM())
+    server = start(ScriptedEngine())
     shape = "[document.getElementById('map').clientWidth, document.getElementById('map').height]"
     for num_pages, least, most in ((10, 18, 40), (10_000, 100, 500)):
         with browser.page(server.url) as page:

@@ -16,7 +16,6 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.server.conftest import Running
-from tests.server.fake_engine import VOCAB_SIZE, FakeAsyncLLM, FakeTokenizer
 from vmserve.bench.ab.client import Load
 from vmserve.bench.ab.jobs import Decoding, Job, Prompts
 from vmserve.bench.ab.metrics import Slo
@@ -26,6 +25,7 @@ from vmserve.bench.serve.results import ServedRound, notes
 from vmserve.bench.serve.server import api_url, look
 from vmserve.cli.bench import app
 from vmserve.errors import ConfigurationError
+from vmserve.testing import VOCAB_SIZE, ByteTokenizer, ScriptedEngine
 from vmserve.workloads.shapes import RequestShape
 
 Reply = tuple[int, dict[str, str], str]
@@ -42,9 +42,9 @@ def send(target: Target, jobs: list[Job], load: Load | None = None) -> ServedRun
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     # No end of sequence among the tokens: it has no text, and the server sends no event for it.
-    engine.reply = lambda prompt, index: FakeTokenizer().encode("hello", False)
+    engine.reply = lambda prompt, index: ByteTokenizer().encode("hello", False)
     server = Running(engine)
     yield server
     server.close()
@@ -162,7 +162,7 @@ def test_which_events_count() -> None:
 
 def test_lengths_are_exact_and_every_token_has_a_time(running: Running, target: Target) -> None:
     engine = running.engine
-    assert isinstance(engine, FakeAsyncLLM)
+    assert isinstance(engine, ScriptedEngine)
     before = len(engine.requests)
     run = send(
         target, [job(20, 9, 0), job(7, 1, 1), job(5, 4, 2, decoding=Decoding("parallel", 3))]
@@ -186,7 +186,7 @@ def test_lengths_are_exact_and_every_token_has_a_time(running: Running, target: 
 
 def test_a_chat_grows_by_its_answers(running: Running, target: Target) -> None:
     engine = running.engine
-    assert isinstance(engine, FakeAsyncLLM)
+    assert isinstance(engine, ScriptedEngine)
     before = len(engine.requests)
     chat = Target(target.base_url, "fake", "chat")
     run = send(chat, [job(2, 5, 0), job(9, 5, 1, previous=0)])
@@ -203,7 +203,7 @@ def test_a_conversation_of_token_ids_begins_with_what_was_said(
     running: Running, target: Target
 ) -> None:
     engine = running.engine
-    assert isinstance(engine, FakeAsyncLLM)
+    assert isinstance(engine, ScriptedEngine)
     before = len(engine.requests)
     run = send(target, [job(4, 3, 0), job(10, 3, 1, previous=0)], Load(concurrency=1))
     assert run.failures == ()

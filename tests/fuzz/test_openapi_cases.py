@@ -11,14 +11,14 @@ from schemathesis import GenerationMode
 
 from tests.fuzz.cases import Tally, faults, fuzz_operation, operations
 from tests.server.conftest import Running
-from tests.server.fake_engine import FakeAsyncLLM
+from vmserve.testing import ScriptedEngine
 
 CASES = 20
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    running = Running(FakeAsyncLLM())
+    running = Running(ScriptedEngine())
     yield running
     running.close()
 

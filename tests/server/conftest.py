@@ -13,7 +13,6 @@ import httpx
 import openai
 import pytest
 
-from tests.server.fake_engine import FakeAsyncLLM
 from vmserve.errors import EngineDeadError
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
@@ -21,6 +20,7 @@ from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.listen import bind, url_of
 from vmserve.server.run import serve
+from vmserve.testing import ScriptedEngine
 
 Body = dict[str, Any]
 
@@ -158,8 +158,8 @@ def start() -> Iterator[Callable[..., Running]]:
     """Starts servers that are stopped at the end of the test."""
     started: list[Running] = []
 
-    def begin(engine: FakeAsyncLLM | None = None, **options: Any) -> Running:
-        running = Running(engine or FakeAsyncLLM(), **options)
+    def begin(engine: ScriptedEngine | None = None, **options: Any) -> Running:
+        running = Running(engine or ScriptedEngine(), **options)
         started.append(running)
         return running
 
@@ -171,6 +171,6 @@ def start() -> Iterator[Callable[..., Running]]:
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Running]:
     """One server for all tests that change nothing of it: it answers "hello"."""
-    running = Running(FakeAsyncLLM())
+    running = Running(ScriptedEngine())
     yield running
     running.close()

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Running, error_of
-from tests.server.fake_engine import FakeAsyncLLM
 from vmserve.errors import ConfigurationError
 from vmserve.ipc.client import ProcessLLM
 from vmserve.server.admin import ADMIN_PATHS
 from vmserve.server.config import ServerConfig
+from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]
 ADMIN = {"authorization": "Bearer admin"}
@@ -24,7 +24,7 @@ MEMORY = "/v1/kv/memory"
 def test_they_need_the_admin_key_which_opens_nothing_else(
     start: Start, keys: tuple[str, ...]
 ) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine, api_keys=keys, admin_api_key="admin")
     for path in ADMIN_PATHS:
         for headers in ({}, {"authorization": "Bearer user"}, {"x-api-key": "wrong"}):

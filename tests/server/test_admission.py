@@ -7,10 +7,10 @@ import openai
 import pytest
 
 from tests.server.conftest import Running, error_of, until
-from tests.server.fake_engine import FakeAsyncLLM
 from vmserve.errors import InvalidRequestError
 from vmserve.server.admission import Admission
 from vmserve.server.errors import ApiError
+from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]
 
@@ -61,7 +61,7 @@ def test_what_never_fits_is_a_client_error() -> None:
 
 
 def test_429_with_retry_after(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine, max_queued_requests=2)
     engine.pause = server.on_loop(asyncio.Event)
     body = {"prompt": "x", "stream": True}

@@ -10,7 +10,7 @@ import anthropic
 import pytest
 
 from tests.server.conftest import Body, Running
-from tests.server.fake_engine import FakeAsyncLLM, Shape
+from vmserve.testing import ScriptedEngine
 
 PATH = "/v1/messages"
 CALL = 'Wait.<tool_call>{"name": "now", "arguments": {"zone": "CET"}}</tool_call>'
@@ -21,7 +21,7 @@ Start = Callable[..., Running]
 
 
 def server(start: Start, text: str = "hello", **options: Any) -> Running:
-    return start(FakeAsyncLLM(text, Shape(max_model_len=1024)), **options)
+    return start(ScriptedEngine(text, max_model_len=1024), **options)
 
 
 def prompt_of(running: Running) -> str:

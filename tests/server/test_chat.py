@@ -7,14 +7,14 @@ import openai
 import pytest
 
 from tests.server.conftest import Running
-from tests.server.fake_engine import EOS, FakeTokenizer
+from vmserve.testing import EOS, ByteTokenizer
 
 Start = Callable[..., Running]
 
 
 def last_prompt(running: Running) -> str:
     ids, _, _ = running.engine.requests[-1]  # type: ignore[attr-defined]
-    return FakeTokenizer().decode(ids)
+    return ByteTokenizer().decode(ids)
 
 
 def test_the_whole_reply(shared: Running) -> None:
@@ -49,9 +49,9 @@ def test_the_whole_reply(shared: Running) -> None:
 
 def test_token_ids(shared: Running) -> None:
     reply = shared.chat(return_token_ids=True, n=2)
-    prompt = FakeTokenizer().encode("[user]Hi|[assistant]", False)
+    prompt = ByteTokenizer().encode("[user]Hi|[assistant]", False)
     assert reply["prompt_token_ids"] == prompt
-    hello = FakeTokenizer().encode("hello", False)
+    hello = ByteTokenizer().encode("hello", False)
     assert [c["token_ids"] for c in reply["choices"]] == [[*hello, EOS], [*hello, 52, EOS]]
     assert [c["message"]["content"] for c in reply["choices"]] == ["hello", "hello1"]
     assert reply["usage"]["prompt_tokens"] == 20
@@ -164,7 +164,7 @@ def test_openais_client_sees_openais_wire(shared: Running) -> None:
 
 def test_truncation(shared: Running) -> None:
     reply = shared.chat(truncate_prompt_tokens=5, return_token_ids=True)
-    assert FakeTokenizer().decode(reply["prompt_token_ids"]) == "tant]"
+    assert ByteTokenizer().decode(reply["prompt_token_ids"]) == "tant]"
     assert reply["usage"]["prompt_tokens"] == 5
 
 

@@ -11,9 +11,9 @@ import pytest
 import typer
 
 from tests.server.conftest import Running, until
-from tests.server.fake_engine import FakeAsyncLLM, FakeTokenizer
 from vmserve.cli.chat import LocalBackend, Message, RemoteBackend, chat_command, converse
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
+from vmserve.testing import ByteTokenizer, ScriptedEngine
 
 Start = Callable[..., Running]
 
@@ -112,7 +112,7 @@ def test_with_a_server(shared: Running, suffix: str) -> None:
     backend = RemoteBackend(shared.url + suffix, None, None, {"temperature": 0, "max_tokens": 4})
     assert talk(backend, "a", "b") == ("hell\nhell\n", "")
     ids, params, _ = shared.engine.requests[-1]  # type: ignore[attr-defined]
-    assert FakeTokenizer().decode(ids) == "[user]a|[assistant]hell|[user]b|[assistant]"
+    assert ByteTokenizer().decode(ids) == "[user]a|[assistant]hell|[user]b|[assistant]"
     assert (params.temperature, params.max_tokens) == (0.0, 4)
 
 
@@ -173,7 +173,7 @@ def test_streams_of_other_servers(stream: bytes, out: str, notes: str) -> None:
 
 
 def test_errors_of_a_server(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine, api_keys=("k",))
     _, notes = talk(RemoteBackend(server.url, None, None, {}), "a")
     assert notes.startswith("error: This server needs an API key")
@@ -188,7 +188,7 @@ def test_errors_of_a_server(start: Start) -> None:
 
 
 def test_stopping_an_answer_ends_the_request(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     engine.pause = server.on_loop(asyncio.Event)
     reply = RemoteBackend(server.url, None, None, {}).reply([{"role": "user", "content": "x"}])

@@ -9,12 +9,12 @@ import typer
 from typer.testing import CliRunner
 
 from tests.server.conftest import Running
-from tests.server.fake_engine import FakeTokenizer
 from vmserve.cli import serve as cli_serve
 from vmserve.cli.serve import ServeCommand, check_template, repeat_option, serve_command
 from vmserve.errors import ChatTemplateError, ConfigurationError
 from vmserve.models.hub import EMBEDDED_NAME, resolve_model
 from vmserve.server.config import ServerConfig
+from vmserve.testing import ByteTokenizer
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 Parse = Callable[..., tuple[ServerConfig, dict[str, Any]]]
@@ -269,7 +269,7 @@ def test_a_broken_template_refuses_chats_and_nothing_else(
     def broken(self: object, messages: object, **options: object) -> None:
         raise ChatTemplateError("the chat template is broken at line 2: no end; mend it")
 
-    monkeypatch.setattr(FakeTokenizer, "apply_chat_template", broken)
+    monkeypatch.setattr(ByteTokenizer, "apply_chat_template", broken)
     server = start()
     messages = [{"role": "user", "content": "Hi"}]
     error = server.error("/v1/chat/completions", {"messages": messages})

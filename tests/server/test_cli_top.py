@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from tests.server.conftest import Running
-from tests.server.fake_engine import FakeAsyncLLM
 from vmserve.cli.top import Monitor, Screen, top_command
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.telemetry.snapshot import PAGE_USES
+from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]
 
@@ -38,7 +38,7 @@ def test_once(shared: Running, suffix: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_key(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start(FakeAsyncLLM(), api_keys=("k",))
+    server = start(ScriptedEngine(), api_keys=("k",))
     for wrong in (None, "j"):
         with pytest.raises(VmserveError, match="--api-key"):
             top_command(server.url, wrong, once=True)
@@ -54,7 +54,7 @@ def test_a_server_that_is_away(start: Start) -> None:
 
 
 def test_a_dead_engine_is_told(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     engine.errored = True
     with pytest.raises(VmserveError, match="503: The engine has stopped"):

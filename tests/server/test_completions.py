@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Running
-from tests.server.fake_engine import EOS, FakeAsyncLLM, FakeTokenizer, Shape
+from vmserve.testing import EOS, ByteTokenizer, ScriptedEngine
 
 Start = Callable[..., Running]
-HELLO = FakeTokenizer().encode("hello", False)
+HELLO = ByteTokenizer().encode("hello", False)
 
 
 def last_params(running: Running) -> Any:
@@ -80,7 +80,7 @@ def test_max_tokens(shared: Running) -> None:
 
 
 def test_a_context_shorter_than_the_default(start: Start) -> None:
-    server = start(FakeAsyncLLM("x" * 50, shape=Shape(max_model_len=8)))
+    server = start(ScriptedEngine("x" * 50, max_model_len=8))
     assert server.complete()["usage"]["total_tokens"] == 8
 
 
@@ -97,7 +97,7 @@ def test_stop(shared: Running) -> None:
 
 
 def test_a_character_cut_short_is_flushed(start: Start) -> None:
-    server = start(FakeAsyncLLM("é!"))
+    server = start(ScriptedEngine("é!"))
     assert server.complete(max_tokens=1)["choices"][0]["text"] == "\ufffd"
     assert server.complete(max_tokens=2)["choices"][0]["text"] == "é"
 
@@ -158,7 +158,7 @@ def test_special_tokens(shared: Running) -> None:
 
 
 def test_defaults_come_from_the_model_and_then_from_openai(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     engine.default_sampling = {"temperature": 0.6, "top_k": 20}
     server = start(engine)
     server.complete()
@@ -221,7 +221,7 @@ def test_per_request_metrics(start: Start) -> None:
 
 
 def test_cached_tokens(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     engine.num_cached = 2
     reply = start(engine).complete(prompt=["abc", "def"])
     assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
@@ -249,7 +249,7 @@ def test_invocations(shared: Running) -> None:
 
 
 def test_engine_refusals_are_400_and_faults_are_500(start: Start) -> None:
-    engine = FakeAsyncLLM(shape=Shape(max_model_len=64))
+    engine = ScriptedEngine(max_model_len=64)
     server = start(engine)
     engine.fail = RuntimeError("secret /path")
     error = server.error("/v1/completions", {"prompt": "x"}, 500)
@@ -262,6 +262,6 @@ def test_engine_refusals_are_400_and_faults_are_500(start: Start) -> None:
 def test_a_suffix_asks_for_what_stands_between(shared: Running) -> None:
     body = {"prompt": "a", "suffix": "b", "echo": True, "return_token_ids": True, "max_tokens": 1}
     [choice] = shared.ok("/v1/completions", body)["choices"]
-    assert choice["prompt_token_ids"] == FakeTokenizer().encode("<PRE>a<SUF>b<MID>")
+    assert choice["prompt_token_ids"] == ByteTokenizer().encode("<PRE>a<SUF>b<MID>")
     assert choice["text"].startswith("a")
     assert not choice["text"].startswith("a<")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.server.conftest import Body, Running, error_of
-from tests.server.fake_engine import FakeAsyncLLM
+from vmserve.testing import ScriptedEngine
 
 PATH = "/v1/embeddings"
 Start = Callable[..., Running]
@@ -47,7 +47,7 @@ def test_forms_of_input(shared: Running) -> None:
 
 
 def test_what_the_engine_is_asked(start: Start) -> None:
-    running = start(FakeAsyncLLM())
+    running = start(ScriptedEngine())
     running.ok(PATH, {"input": "Hello", "pooling": "mean", "truncate_prompt_tokens": 2})
     engine: Any = running.engine
     [(ids, params, _)] = engine.requests

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Body, Running
-from tests.server.fake_engine import FakeAsyncLLM
 from vmserve.structured.spec import Constraint
+from vmserve.testing import ScriptedEngine
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
@@ -61,7 +61,7 @@ REFUSED: list[tuple[Body, str, str]] = [
 
 @pytest.fixture(scope="module")
 def served() -> Any:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     running = Running(engine)
     yield engine, running
     running.close()
@@ -70,7 +70,7 @@ def served() -> Any:
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(("asked", "constraint"), SERVED)
 def test_served(
-    served: tuple[FakeAsyncLLM, Running], path: str, asked: Body, constraint: Constraint
+    served: tuple[ScriptedEngine, Running], path: str, asked: Body, constraint: Constraint
 ) -> None:
     engine, running = served
     running.ok(path, {**ROUTES[path], **asked})
@@ -82,7 +82,7 @@ def test_served(
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(("asked", "param", "told"), REFUSED)
 def test_refused_by_name(
-    served: tuple[FakeAsyncLLM, Running], path: str, asked: Body, param: str, told: str
+    served: tuple[ScriptedEngine, Running], path: str, asked: Body, param: str, told: str
 ) -> None:
     _, running = served
     response = running.post(path, {**ROUTES[path], **asked})
@@ -94,7 +94,7 @@ def test_refused_by_name(
 
 
 def test_formats_that_a_route_has_under_a_name_of_its_own(
-    served: tuple[FakeAsyncLLM, Running],
+    served: tuple[ScriptedEngine, Running],
 ) -> None:
     engine, running = served
     wanted = {"type": "json_schema", "schema": SCHEMA}
@@ -112,7 +112,7 @@ def test_formats_that_a_route_has_under_a_name_of_its_own(
 
 
 def test_calls_that_are_enforced_go_without_another_constraint(
-    served: tuple[FakeAsyncLLM, Running],
+    served: tuple[ScriptedEngine, Running],
 ) -> None:
     engine, running = served
     body = {**ROUTES["/v1/chat/completions"], "tool_choice": "required"}
@@ -125,7 +125,7 @@ def test_calls_that_are_enforced_go_without_another_constraint(
     assert structured.constraint.kind == "grammar"
 
 
-def test_functions_are_tools_by_now(served: tuple[FakeAsyncLLM, Running]) -> None:
+def test_functions_are_tools_by_now(served: tuple[ScriptedEngine, Running]) -> None:
     _, running = served
     body = {**ROUTES["/v1/chat/completions"], "functions": [{"name": "now"}]}
     error = running.error("/v1/chat/completions", body)

@@ -11,12 +11,12 @@ import httpx
 import pytest
 
 from tests.server.conftest import Running, error_of, until
-from tests.server.fake_engine import FakeAsyncLLM
 from vmserve import AsyncLLM
 from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.server.auth import ApiKey, KeyRing, read_key_file
 from vmserve.server.config import ServerConfig
 from vmserve.server.listen import check_certificate
+from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]
 #: Routes that need no key, whatever the options are.
@@ -109,7 +109,7 @@ def test_salts_belong_to_whoever_has_the_key() -> None:
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_tenants_reach_the_engine(start: Start, shares: bool) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     keys = (ApiKey.of("alice", "a"), ApiKey.of("bob", "b"))
     server = start(engine, named_keys=keys, share_prefix_cache_across_keys=shares)
     for key in "ab":
@@ -157,7 +157,7 @@ def test_what_tenants_leave_is_seen_by_nobody(start: Start, shares: bool) -> Non
 
 
 def test_a_dead_engine_lingers_and_then_ends(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine, engine_death_linger=0.3)
     assert server.http.get("/health").status_code == 200
     engine.errored = True

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from tests.server.conftest import Body, Running, error_of, until
-from tests.server.fake_engine import FakeAsyncLLM
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.server.config import ServerConfig
 from vmserve.server.listen import bind
+from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]
 COMPLETIONS = "/v1/completions"
@@ -61,7 +61,7 @@ def load(server: Running) -> int:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_request(start: Start, path: str, stream: bool) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     engine.pause = server.on_loop(asyncio.Event)
     num_requests = 2 if path == COMPLETIONS else 1
@@ -80,7 +80,7 @@ def test_a_client_that_leaves_aborts_its_request(start: Start, path: str, stream
 
 
 def test_a_client_that_leaves_during_its_own_upload(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     raw = socket.create_connection(("127.0.0.1", server.port), 20)
     raw.sendall(
@@ -158,7 +158,7 @@ def test_a_client_that_sends_all_before_it_reads(start: Start, path: str, status
 
 
 def test_a_client_that_never_reads_is_cut(start: Start) -> None:
-    engine = FakeAsyncLLM("x" * 200)
+    engine = ScriptedEngine("x" * 200)
     server = start(engine, write_timeout=0.05)
     # Far more than what the sockets and the server buffer.
     body = {"prompt": ["x"] * 10, "n": 10, "max_tokens": 200, "logprobs": 20, "stream": True}
@@ -173,7 +173,7 @@ def test_a_client_that_never_reads_is_cut(start: Start) -> None:
 
 
 def test_many_that_leave_at_once(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     engine.pause = server.on_loop(asyncio.Event)
     raws = [raw_request(server, CHAT, {**BODIES[CHAT], "stream": True}) for _ in range(200)]
@@ -191,7 +191,7 @@ def test_many_that_leave_at_once(start: Start) -> None:
 class Held:
     """A streamed and a whole request that the engine holds after their first token."""
 
-    def __init__(self, server: Running, engine: FakeAsyncLLM) -> None:
+    def __init__(self, server: Running, engine: ScriptedEngine) -> None:
         engine.pause = server.on_loop(asyncio.Event)
         self.events: list[str] = []
         self.response: httpx.Response | None = None
@@ -221,9 +221,9 @@ class Held:
 
 
 @pytest.fixture
-def held(start: Start) -> Callable[..., tuple[Running, FakeAsyncLLM, Held]]:
-    def begin(**options: Any) -> tuple[Running, FakeAsyncLLM, Held]:
-        engine = FakeAsyncLLM()
+def held(start: Start) -> Callable[..., tuple[Running, ScriptedEngine, Held]]:
+    def begin(**options: Any) -> tuple[Running, ScriptedEngine, Held]:
+        engine = ScriptedEngine()
         server = start(engine, **options)
         return server, engine, Held(server, engine)
 

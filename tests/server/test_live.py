@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from tests.server.conftest import Running, error_of, until
-from tests.server.fake_engine import FakeAsyncLLM
 from vmserve.server.live import LIVE_PAGE_PATHS
 from vmserve.server.recent import RecentLatencies
 from vmserve.telemetry.snapshot import PAGE_USES
+from vmserve.testing import ScriptedEngine
 from vmserve.types import RequestMetrics
 
 Start = Callable[..., Running]
@@ -96,7 +96,7 @@ def test_under_a_root_path(start: Start) -> None:
 
 
 def test_the_data(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     server.complete()
     data = live(server)
@@ -136,7 +136,7 @@ class _Held:
     """Servers whose requests stay until the test has looked at them."""
 
     def __init__(self, start: Start, **options: Any) -> None:
-        self.engine = FakeAsyncLLM()
+        self.engine = ScriptedEngine()
         self.engine.pause_after = 0
         self.server = start(self.engine, **options)
         self.engine.pause = self.server.on_loop(asyncio.Event)
@@ -193,7 +193,7 @@ def test_a_key_sees_its_own_requests_only(start: Start) -> None:
 
 def test_many_who_look_on_cost_one_snapshot(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vmserve.server.live.REFRESH_SECONDS", 1000.0)
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     for _ in range(5):
         live(server)
@@ -201,7 +201,7 @@ def test_many_who_look_on_cost_one_snapshot(start: Start, monkeypatch: pytest.Mo
 
 
 def test_failures_are_counted_in_streams_too(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     server.complete()
     server.error("/v1/completions", {"prompt": "x", "n": 0})  # the client's own fault
@@ -215,7 +215,7 @@ def test_failures_are_counted_in_streams_too(start: Start) -> None:
 
 
 def test_a_dead_engine_is_an_error(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     engine.errored = True
     assert error_of(server.http.get("/v1/kv/live"))["code"] == 503

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Body, Running, error_of
-from tests.server.fake_engine import FakeAsyncLLM, Shape
 from vmserve.server import completions as completions_module
 from vmserve.server import generation as generation_module
 from vmserve.server import streaming as streaming_module
 from vmserve.server.logprobs import LogprobShape, chat_logprobs, completion_logprobs
+from vmserve.testing import ScriptedEngine
 from vmserve.types import Logprob
 
 Start = Callable[..., Running]
@@ -141,7 +141,7 @@ def test_tokens_as_ids(shared: Running, start: Start) -> None:
 
 
 def test_the_whole_vocabulary(start: Start) -> None:
-    server = start(FakeAsyncLLM(shape=Shape(max_logprobs=259)))
+    server = start(ScriptedEngine(max_logprobs=259))
     [choice] = server.complete(logprobs=-1, max_tokens=1)["choices"]
     assert len(server.engine.requests[-1][0]) == 3  # type: ignore[attr-defined]
     # The fake gives its 159 likeliest; several of them are the same replacement character.
@@ -207,7 +207,7 @@ def test_many_are_sent_in_parts(
     start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: Body
 ) -> None:
     """The same answer, made by other threads, of which no turn is long."""
-    server = start(FakeAsyncLLM())
+    server = start(ScriptedEngine())
     whole = server.post(path, body)
     assert "content-length" in whole.headers  # of a few hundred entries
     monkeypatch.setattr(streaming_module, "MOST_LOGPROBS_ON_LOOP", 20)
@@ -235,7 +235,7 @@ def comparable(reply: Body) -> Body:
 
 
 def test_a_long_echo_is_made_aside(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start(FakeAsyncLLM())
+    server = start(ScriptedEngine())
     body = {"prompt": "a" * 40, "echo": True, "logprobs": 20, "max_tokens": 2}
     expected = server.stream("/v1/completions", body)
     monkeypatch.setattr(completions_module, "MOST_LOGPROBS_ON_LOOP", 20)
@@ -265,7 +265,7 @@ def test_a_long_echo_is_made_aside(start: Start, monkeypatch: pytest.MonkeyPatch
 def test_how_many_one_request_may_ask_for(
     start: Start, monkeypatch: pytest.MonkeyPatch, body: Body, num: int
 ) -> None:
-    server = start(FakeAsyncLLM())
+    server = start(ScriptedEngine())
     monkeypatch.setattr(generation_module, "MAX_LOGPROB_ENTRIES", num)
     assert server.post("/v1/completions", body).status_code == 200
     monkeypatch.setattr(generation_module, "MAX_LOGPROB_ENTRIES", num - 1)
@@ -279,7 +279,7 @@ def test_how_many_one_request_may_ask_for(
 def test_an_open_length_ends_where_the_bound_is(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 4}
     server.ok("/v1/chat/completions", body)

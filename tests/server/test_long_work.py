@@ -18,20 +18,20 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Body, Running, error_of, until
-from tests.server.fake_engine import FakeAsyncLLM, FakeTokenizer, Shape
 from vmserve.models import resolve_model
 from vmserve.server import admission as admission_module
 from vmserve.server import body as body_module
 from vmserve.server import workers as workers_module
 from vmserve.server.aside_process import MOST_CHARS_IN_THREAD
 from vmserve.server.body import MOST_BYTES_IN_THREAD
+from vmserve.testing import ByteTokenizer, ScriptedEngine
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 Start = Callable[..., Running]
 JSON = {"content-type": "application/json"}
 MESSAGES = [{"role": "user", "content": "slow"}]
 LARGE = "x" * (body_module.MOST_BYTES_ON_LOOP + 1)
-engine_ids = FakeTokenizer().encode
+engine_ids = ByteTokenizer().encode
 
 
 class Held:
@@ -63,9 +63,9 @@ PADDING = {"ignored": "x" * 1000}
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> FakeAsyncLLM:
+def engine(monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
     monkeypatch.setattr(workers_module, "LONG_WORK", 500)
-    return FakeAsyncLLM()
+    return ScriptedEngine()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeAsyncLLM:
 )
 def test_a_stream_goes_on(
     start: Start,
-    engine: FakeAsyncLLM,
+    engine: ScriptedEngine,
     monkeypatch: pytest.MonkeyPatch,
     what: str,
     path: str,
@@ -114,7 +114,7 @@ def test_a_stream_goes_on(
 
 @pytest.mark.parametrize("padding", [{}, PADDING], ids=["short", "long"])
 def test_who_sends_much_holds_up_nobody_else(
-    start: Start, engine: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch, padding: Body
+    start: Start, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, padding: Body
 ) -> None:
     """One key's requests are as many as you like, and as slow: another's is served whole."""
     running = start(engine, api_keys=("many", "one"))
@@ -135,7 +135,7 @@ def test_who_sends_much_holds_up_nobody_else(
 
 
 def test_a_key_has_so_many_requests_prepared_and_no_more(
-    start: Start, engine: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch
+    start: Start, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers_module, "MAX_PENDING_WORK", 2)
     running = start(engine)
@@ -154,7 +154,7 @@ def test_a_key_has_so_many_requests_prepared_and_no_more(
 
 
 def test_what_waits_is_dropped_with_its_client(
-    start: Start, engine: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch
+    start: Start, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = start(engine)
     asked: list[str] = []
@@ -183,7 +183,7 @@ def test_what_waits_is_dropped_with_its_client(
 
 
 def test_bodies_of_one_key_are_held_up_to_a_bound(
-    start: Start, engine: FakeAsyncLLM, monkeypatch: pytest.MonkeyPatch
+    start: Start, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while their requests run: what was made of them stays for as long."""
     monkeypatch.setattr(admission_module, "MAX_HELD_BYTES_OF_ONE", 2500)
@@ -205,7 +205,7 @@ def test_bodies_of_one_key_are_held_up_to_a_bound(
 
 @pytest.mark.parametrize("size", [MOST_BYTES_IN_THREAD // 2, 2 * MOST_BYTES_IN_THREAD])
 def test_large_bodies_are_read_as_small_ones(start: Start, size: int) -> None:
-    running = start(FakeAsyncLLM(shape=Shape(max_model_len=16)))
+    running = start(ScriptedEngine(max_model_len=16))
     value = {"prompt": "Hä\n😀", "ignored": [1.5, -(2**60), None, True, {"x": "y" * size}]}
     reply = running.ok("/tokenize", value)
     assert reply["tokens"] == engine_ids("Hä\n😀")
@@ -226,7 +226,7 @@ def test_large_bodies_are_read_as_small_ones(start: Start, size: int) -> None:
 
 
 def test_the_process_that_reads_large_bodies_may_die(start: Start) -> None:
-    running = start(FakeAsyncLLM())
+    running = start(ScriptedEngine())
     body = {"prompt": "Hi", "z": "z" * 2 * MOST_BYTES_IN_THREAD}
     for _ in range(2):
         assert running.post("/tokenize", body).status_code == 200
@@ -283,7 +283,7 @@ def test_long_and_short_texts_are_encoded_alike(tokenizer: Tokenizer) -> None:
 
 def test_long_texts_are_encoded_by_a_process(start: Start, tokenizer: Tokenizer) -> None:
     """Its tokens are those of the tokenizer, with its special tokens or without."""
-    engine = FakeAsyncLLM(shape=Shape(vocab_size=tokenizer.vocab_size))
+    engine = ScriptedEngine(vocab_size=tokenizer.vocab_size)
     engine.tokenizer = tokenizer  # type: ignore[assignment]
     running = start(engine)
     text = "Once upon a time, ä 😀 <s>\n" * 12_000

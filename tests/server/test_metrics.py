@@ -6,8 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import Running
-from tests.server.fake_engine import FakeAsyncLLM
 from vmserve.server.telemetry import Histogram
+from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]
 LABELS = {"model_name": "fake", "engine": "0"}
@@ -105,7 +105,7 @@ def test_what_a_request_adds(start: Start) -> None:
 
 
 def test_the_cache_in_labels(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     stats = engine.stats
     engine.stats = lambda: {**stats(), "limit_pages": 100, "page_tokens": 64}  # type: ignore[method-assign]
     values = scrape(start(engine))

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from tests.server.conftest import Running, error_of, until
-from tests.server.fake_engine import FakeAsyncLLM
+from vmserve.testing import ScriptedEngine
 
 JSON = {"content-type": "application/json", "authorization": "Bearer k"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -47,7 +47,7 @@ REFUSED: list[tuple[str, str, dict[str, str], bytes, int]] = [
 
 
 def test_a_stream_beside_all_that_is_refused(start: Callable[..., Running]) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine, api_keys=("k",))
     engine.pause = server.on_loop(asyncio.Event)
     events: list[str] = []

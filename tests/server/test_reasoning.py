@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Body, Running
-from tests.server.fake_engine import FakeAsyncLLM, Shape
 from vmserve.errors import ConfigurationError
 from vmserve.server.config import ServerConfig
+from vmserve.testing import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -21,7 +21,7 @@ Start = Callable[..., Running]
 
 def server(start: Start, text: str, **options: Any) -> Running:
     options.setdefault("reasoning_parser", "think")
-    return start(FakeAsyncLLM(text, Shape(max_model_len=1024)), **options)
+    return start(ScriptedEngine(text, max_model_len=1024), **options)
 
 
 def test_a_thought_is_a_field_of_its_own(start: Start) -> None:

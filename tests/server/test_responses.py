@@ -12,9 +12,9 @@ import pytest
 from pydantic import BaseModel
 
 from tests.server.conftest import Body, Running, error_of
-from tests.server.fake_engine import FakeAsyncLLM, Shape
 from vmserve.server import response_store
 from vmserve.server.response_store import ResponseStore, StoredResponse
+from vmserve.testing import ScriptedEngine
 
 PATH = "/v1/responses"
 TOOLS: Any = [{"type": "function", "name": "now", "parameters": {"type": "object"}, "strict": True}]
@@ -24,7 +24,7 @@ Start = Callable[..., Running]
 
 
 def server(start: Start, text: str = "hello", **options: Any) -> Running:
-    return start(FakeAsyncLLM(text, Shape(max_model_len=1024)), **options)
+    return start(ScriptedEngine(text, max_model_len=1024), **options)
 
 
 def prompt_of(running: Running, index: int = -1) -> str:
@@ -184,7 +184,7 @@ def test_a_limit_and_a_schema(start: Start) -> None:
 
 
 def test_an_error_in_a_stream(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     engine.fail = RuntimeError("secret")
     running = start(engine)
     text = running.http.post(PATH, json={"input": "x", "stream": True}).text

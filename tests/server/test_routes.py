@@ -11,7 +11,6 @@ import pytest
 from fastapi.routing import APIRoute
 
 from tests.server.conftest import Running, error_of
-from tests.server.fake_engine import FakeAsyncLLM, FakeTokenizer
 from vmserve import __version__
 from vmserve.errors import ConfigurationError
 from vmserve.server.admin import ADMIN_PATHS
@@ -19,12 +18,13 @@ from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.live import LIVE_PAGE_PATHS
 from vmserve.server.openapi_replies import REPLIES
+from vmserve.testing import ByteTokenizer, ScriptedEngine
 
 Start = Callable[..., Running]
 
 
 def every_route() -> list[tuple[str, str]]:
-    app = create_app(FakeAsyncLLM(), ServerConfig(served_model_names=("fake",)))
+    app = create_app(ScriptedEngine(), ServerConfig(served_model_names=("fake",)))
     routes = []
     for route in app.routes:
         path = getattr(route, "path").replace("{model:path}", "fake")  # noqa: B009
@@ -77,7 +77,7 @@ def test_the_routes_of_the_contract_are_there() -> None:
 
 @pytest.fixture(scope="module")
 def keyed() -> Any:
-    running = Running(FakeAsyncLLM(), api_keys=("first", "second"), root_path="/llm")
+    running = Running(ScriptedEngine(), api_keys=("first", "second"), root_path="/llm")
     yield running
     running.close()
 
@@ -206,7 +206,7 @@ def test_status_routes(shared: Running) -> None:
 
 
 def test_a_dead_engine(start: Start) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     server = start(engine)
     engine.errored = True
     for path in ("/health", "/ready", "/ping"):
@@ -308,7 +308,7 @@ def test_tokenize_messages(shared: Running) -> None:
 
     def text(**body: Any) -> str:
         ids = shared.ok("/tokenize", {"messages": messages, **body})["tokens"]
-        return FakeTokenizer().decode(ids, skip_special_tokens=False)
+        return ByteTokenizer().decode(ids, skip_special_tokens=False)
 
     assert text() == "[user]Hi|[assistant]"
     assert text(add_generation_prompt=False) == "[user]Hi|"

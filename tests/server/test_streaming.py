@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Body, Running, error_of
-from tests.server.fake_engine import EOS, FakeAsyncLLM, FakeTokenizer, scripted
 from vmserve.errors import EngineDeadError, OutOfMemoryError
+from vmserve.testing import EOS, ByteTokenizer, ScriptedEngine, scripted
 
 Start = Callable[..., Running]
 COMPLETIONS = "/v1/completions"
@@ -43,7 +43,7 @@ def test_the_usual_chunks_say_what_others_say(
     start: Start, path: str, body: Body, more: Body
 ) -> None:
     """Chunks of text alone are written by another way than those that give token ids too."""
-    running = start(FakeAsyncLLM('a"\\\n\u00e4\U0001f600z'))
+    running = start(ScriptedEngine('a"\\\n\u00e4\U0001f600z'))
     usual = running.stream(path, {**body, **more})
     shown = running.stream(path, {**body, **more, "return_token_ids": True})
     assert len(usual) > 5
@@ -171,7 +171,7 @@ def test_a_stop_string_cuts_the_text_but_not_the_ids(shared: Running) -> None:
     chunks = shared.stream(COMPLETIONS, {"prompt": "x", "stop": "ll", "return_token_ids": True})
     assert text_of(chunks) == "he"
     last = chunks[-1]["choices"][0]
-    hello = FakeTokenizer().encode("hello", False)
+    hello = ByteTokenizer().encode("hello", False)
     assert (last["text"], last["stop_reason"], last["token_ids"]) == ("", "ll", hello[2:4])
 
 
@@ -257,7 +257,7 @@ def test_errors_before_the_first_byte_are_http_errors(shared: Running, path: str
 def test_errors_after_the_first_byte_are_events(
     start: Start, path: str, fault: Exception, code: int
 ) -> None:
-    engine = FakeAsyncLLM()
+    engine = ScriptedEngine()
     engine.fail = fault
     engine.pause_after = 2
     body = {"prompt": ["x", "y"], "messages": CHAT_BODY["messages"]}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Body, Running
-from tests.server.fake_engine import FakeAsyncLLM, FakeTokenizer, Shape
 from vmserve.errors import ConfigurationError
 from vmserve.server.config import ServerConfig
+from vmserve.testing import ByteTokenizer, ScriptedEngine
 
 CHAT = "/v1/chat/completions"
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -33,7 +33,7 @@ Start = Callable[..., Running]
 
 
 def server(start: Start, text: str, **options: Any) -> Running:
-    return start(FakeAsyncLLM(text, Shape(max_model_len=1024)), **options)
+    return start(ScriptedEngine(text, max_model_len=1024), **options)
 
 
 def joined(chunks: list[Body]) -> tuple[str, list[tuple[str, str]], str]:
@@ -115,7 +115,7 @@ def test_calls(
 
 
 def test_what_is_enforced(start: Start) -> None:
-    engine = FakeAsyncLLM(FORCED, Shape(max_model_len=1024))
+    engine = ScriptedEngine(FORCED, max_model_len=1024)
     running = start(engine)
 
     def structured(**options: Any) -> Any:
@@ -191,7 +191,7 @@ def test_the_parser_comes_from_the_template_or_by_name(start: Start) -> None:
     text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
     [plain] = server(start, text).chat(tools=TOOLS)["choices"]
     assert plain["message"]["content"] == text
-    engine = FakeAsyncLLM(text)
+    engine = ScriptedEngine(text)
     for options in ({"tool_call_parser": "mistral"}, {"chat_template": "{{ tools }}[TOOL_CALLS]"}):
         running = start(engine, **options)
         [choice] = running.chat(tools=TOOLS)["choices"]
@@ -207,13 +207,13 @@ def test_calls_of_a_conversation_reach_the_template_as_they_are(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    original = FakeTokenizer.apply_chat_template
+    original = ByteTokenizer.apply_chat_template
 
-    def spy(self: FakeTokenizer, messages: Any, **options: Any) -> Any:
+    def spy(self: ByteTokenizer, messages: Any, **options: Any) -> Any:
         seen.append((messages, options["tools"]))
         return original(self, messages, **options)
 
-    monkeypatch.setattr(FakeTokenizer, "apply_chat_template", spy)
+    monkeypatch.setattr(ByteTokenizer, "apply_chat_template", spy)
     call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     messages = [
         *MESSAGES,
@@ -229,7 +229,7 @@ def test_calls_of_a_conversation_reach_the_template_as_they_are(
 
 def test_a_template_without_tools(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     """Calls are found as the prompt asks for them, whatever else the server was told."""
-    engine = FakeAsyncLLM(CALLS, Shape(max_model_len=1024))
+    engine = ScriptedEngine(CALLS, max_model_len=1024)
     caplog.set_level("INFO", "vmserve.server.chat")
     running = start(engine, chat_template="plain", tool_call_parser="mistral")
     assert sum("shows no tools" in record.message for record in caplog.records) == 1
@@ -237,7 +237,7 @@ def test_a_template_without_tools(start: Start, caplog: pytest.LogCaptureFixture
     def asked(**options: Any) -> tuple[Body, Any, str]:
         [choice] = running.chat(tools=TOOLS, **options)["choices"]
         ids, params, _ = engine.requests[-1]
-        return choice, params.structured_outputs, FakeTokenizer().decode(ids)
+        return choice, params.structured_outputs, ByteTokenizer().decode(ids)
 
     choice, loose, prompt = asked()
     names = [call["function"]["name"] for call in choice["message"]["tool_calls"]]
@@ -255,7 +255,7 @@ def test_a_template_without_tools(start: Start, caplog: pytest.LogCaptureFixture
 
 
 def test_thoughts_before_a_call_that_the_template_does_not_know(start: Start) -> None:
-    engine = FakeAsyncLLM("<think>hm</think>" + CALLS, Shape(max_model_len=1024))
+    engine = ScriptedEngine("<think>hm</think>" + CALLS, max_model_len=1024)
     running = start(engine, chat_template="plain", reasoning_parser="think")
     [choice] = running.chat(tools=TOOLS)["choices"]
     assert engine.requests[-1][1].structured_outputs is not None
