@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "../cpu/decoder.h"
 #include "bindings.h"
 #include "tensor_tuple.h"
-#include "vmserve/cpu_decoder.h"
 #include "vmserve/errors.h"
 
 namespace py = pybind11;

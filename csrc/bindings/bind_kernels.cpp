@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
+#include "../cpu/attention.h"
 #include "bindings.h"
 #include "tensor_tuple.h"
-#include "vmserve/cpu_attention.h"
 #include "vmserve/errors.h"
 
 namespace py = pybind11;

@@ -7,11 +7,11 @@
 #include <utility>
 #include <vector>
 
-#include "../kernels/cpu/isa.h"
-#include "../kernels/cpu/kernels.h"
+#include "../cpu/kernels/isa.h"
+#include "../cpu/kernels/kernels.h"
+#include "../cpu/sampling/row_sampler.h"
 #include "bindings.h"
 #include "tensor_tuple.h"
-#include "vmserve/row_sampler.h"
 
 namespace py = pybind11;
 

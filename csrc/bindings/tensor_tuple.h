@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "vmserve/cpu_attention.h"
+#include "../cpu/attention.h"
 #include "vmserve/errors.h"
 
 namespace vmserve {

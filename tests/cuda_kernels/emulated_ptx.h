@@ -1,4 +1,4 @@
-// The functions of csrc/kernels/cuda/ptx.h for a CPU, with the semantics of the PTX ISA: every CUDA
+// The functions of csrc/cuda/ptx.h for a CPU, with the semantics of the PTX ISA: every CUDA
 // thread is a fiber, warps and blocks meet as they do on the device, and what a device would do
 // silently wrong ends the launch with an error:
 // - global memory outside the ranges that the test allowed, or not aligned to the access;

@@ -1,4 +1,4 @@
-// Runs the kernels of one variant on the CPU: csrc/kernels/cuda/kernels.cu over emulated_ptx.h.
+// Runs the kernels of one variant on the CPU: csrc/cuda/kernels.cu over emulated_ptx.h.
 // Blocks run one after the other; the threads of a block are fibers of one OS thread.
 #include <sys/mman.h>
 

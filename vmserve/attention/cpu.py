@@ -1,6 +1,6 @@
 """Our C++ kernels over either view: decode, prefill and the write of K and V, on the CPU.
 
-``csrc/kernels/cpu`` has the kernels, for the instruction sets that the processor may have. The
+``csrc/cpu`` has the kernels, for the instruction sets that the processor may have. The
 result has the same bits whatever else is in the batch, in either view, on any number of threads.
 """
 

@@ -1,6 +1,6 @@
 """The decoder in C++ for CPUs: weights packed once, one call for a step's forward pass.
 
-``csrc/models/cpu_decoder.cpp`` has the order of the operations, ``csrc/kernels/cpu`` the kernels.
+``csrc/cpu/decoder.cpp`` has the order of the operations, ``csrc/cpu/kernels`` the kernels.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _CoreRows: TypeAlias = tuple[list[int], list[float], list[TopTokens | None], int
 
 
 class Sampler:
-    """The sampler of logits on the host, in C++ (``csrc/sampling``); see
+    """The sampler of logits on the host, in C++ (``csrc/cpu/sampling``); see
     :class:`~vmserve.sampling.tokens.TokenSampler`.
 
     :class:`~vmserve.sampling.torch_sampler.TorchSampler` draws the same token unless its number is

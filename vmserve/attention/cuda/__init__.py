@@ -1,6 +1,6 @@
 """Our CUDA kernels over either view: decode, prefill, and the write of K and V.
 
-``csrc/kernels/cuda`` has the kernels; NVRTC compiles them at first use (:mod:`.compile`), a cubin
+``csrc/cuda`` has the kernels; NVRTC compiles them at first use (:mod:`.compile`), a cubin
 is kept on disk. Nothing of CUDA is imported before a backend is used.
 
 A step, eagerly (allocates its plan at ``bind``, nothing in the calls of the layers)::

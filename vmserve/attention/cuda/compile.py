@@ -44,7 +44,7 @@ def source_directory() -> Path:
     """Beside this file where vmserve is installed; in the source tree, in csrc."""
     here = Path(__file__).parent
     installed = here / "kernels"
-    return installed if installed.is_dir() else here.parents[2] / "csrc" / "kernels" / "cuda"
+    return installed if installed.is_dir() else here.parents[2] / "csrc" / "cuda"
 
 
 @cache

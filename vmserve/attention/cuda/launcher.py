@@ -17,7 +17,7 @@ __all__ = ["CudaLauncher", "Launcher"]
 
 
 class Launcher(Protocol):
-    """Runs the kernels of csrc/kernels/cuda; tensors of its device are what they read and write."""
+    """Runs the kernels of csrc/cuda; tensors of its device are what they read and write."""
 
     @property
     def device(self) -> torch.device: ...

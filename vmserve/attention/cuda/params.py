@@ -1,4 +1,4 @@
-"""The kernels' arguments, field by field as csrc/kernels/cuda/params.h has them."""
+"""The kernels' arguments, field by field as csrc/cuda/params.h has them."""
 
 from __future__ import annotations
 

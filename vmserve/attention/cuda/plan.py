@@ -34,7 +34,7 @@ __all__ = [
     "make_plan",
 ]
 
-#: Query rows of an item of each kernel (csrc/kernels/cuda), of the append's at least.
+#: Query rows of an item of each kernel (csrc/cuda), of the append's at least.
 DECODE_ROWS, APPEND_ROWS = 16, 64
 #: Keys are cut at multiples of this: one turn of the decode kernel's four warps, or one tile.
 CHUNK_UNIT = 64

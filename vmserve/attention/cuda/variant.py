@@ -27,7 +27,7 @@ _RESERVED_BYTES = 1024
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation of csrc/kernels/cuda/kernels.cu. ``dtype``: bfloat16 or float16."""
+    """One compilation of csrc/cuda/kernels.cu. ``dtype``: bfloat16 or float16."""
 
     dtype: torch.dtype
     head_dim: int

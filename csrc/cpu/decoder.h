@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "vmserve/cpu_attention.h"
+#include "attention.h"
 
 namespace vmserve {
 

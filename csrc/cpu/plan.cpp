@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 namespace vmserve::cpu {
 namespace {

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "vmserve/thread_pool.h"
+#include "thread_pool.h"
 
 namespace vmserve {
 

@@ -3,8 +3,8 @@
 #include <atomic>
 #include <cstring>
 
-#include "vmserve/cpu_attention.h"
-#include "vmserve/thread_pool.h"
+#include "attention.h"
+#include "thread_pool.h"
 
 namespace vmserve {
 namespace {

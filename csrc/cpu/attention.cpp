@@ -1,12 +1,13 @@
+#include "attention.h"
+
 #include <algorithm>
 #include <cmath>
 #include <string>
 #include <utility>
 
-#include "isa.h"
-#include "kernels.h"
+#include "kernels/isa.h"
+#include "kernels/kernels.h"
 #include "plan.h"
-#include "vmserve/cpu_attention.h"
 #include "vmserve/errors.h"
 #include "vmserve/text.h"
 

@@ -2,7 +2,7 @@
 // have. A worker joins by counting itself in while the run is open; the caller closes it when no
 // item is left, and waits for those that are in. A worker that comes late finds it closed and is
 // not waited for. No lock is taken unless somebody sleeps.
-#include "vmserve/thread_pool.h"
+#include "thread_pool.h"
 
 #include <sched.h>
 #include <unistd.h>

@@ -1,5 +1,5 @@
 // One row at work: survey it (block maxima), sum its weights by blocks, choose, tell. What the
-// processor does best - reading a row from end to end - is in kernels/cpu/rows.h; here is what is
+// processor does best - reading a row from end to end - is in kernels/rows.h; here is what is
 // done with the few numbers that come of it, and with the few tokens that can be chosen.
 #pragma once
 
@@ -11,10 +11,10 @@
 #include <optional>
 #include <vector>
 
-#include "../kernels/cpu/kernels.h"
+#include "../kernels/kernels.h"
 #include "logit_changes.h"
+#include "row_sampler.h"
 #include "selection.h"
-#include "vmserve/row_sampler.h"
 
 namespace vmserve::sampling {
 

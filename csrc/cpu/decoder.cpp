@@ -1,4 +1,4 @@
-#include "vmserve/cpu_decoder.h"
+#include "decoder.h"
 
 #include <sys/mman.h>
 
@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "../kernels/cpu/isa.h"
+#include "kernels/isa.h"
 #include "vmserve/errors.h"
 #include "vmserve/text.h"
 

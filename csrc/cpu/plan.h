@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "vmserve/cpu_attention.h"
+#include "attention.h"
 
 namespace vmserve::cpu {
 

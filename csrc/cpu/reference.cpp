@@ -5,8 +5,8 @@
 #include <limits>
 #include <vector>
 
-#include "kernels.h"
-#include "vmserve/cpu_attention.h"
+#include "attention.h"
+#include "kernels/kernels.h"
 
 namespace vmserve {
 namespace {

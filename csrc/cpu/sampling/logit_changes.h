@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "vmserve/row_sampler.h"
+#include "row_sampler.h"
 
 namespace vmserve::sampling {
 

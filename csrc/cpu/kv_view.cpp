@@ -3,9 +3,9 @@
 #include <string>
 #include <utility>
 
-#include "kernels.h"
+#include "attention.h"
+#include "kernels/kernels.h"
 #include "plan.h"
-#include "vmserve/cpu_attention.h"
 #include "vmserve/errors.h"
 #include "vmserve/text.h"
 

@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "vmserve/cpu_attention.h"
-#include "vmserve/thread_pool.h"
+#include "../attention.h"
+#include "../thread_pool.h"
 
 namespace vmserve {
 

@@ -1,9 +1,9 @@
-#include "vmserve/row_sampler.h"
+#include "row_sampler.h"
 
 #include <algorithm>
 #include <string>
 
-#include "../kernels/cpu/isa.h"
+#include "../kernels/isa.h"
 #include "row.h"
 #include "vmserve/errors.h"
 
