@@ -10,10 +10,17 @@ from tests.cuda_kernels.emulation import Emulators
 
 
 @pytest.fixture(scope="session")
-def emulators(request: pytest.FixtureRequest) -> Iterator[Emulators]:
-    """Compiled once for a state of the sources: they are kept in pytest's cache."""
-    directory = request.config.cache.mkdir("cuda_emulators")
-    built = Emulators(directory)
+def emulators(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Emulators]:
+    """Emulators of all variants, compiled once for a state of the sources and kept in pytest's
+    cache; compiled anew where that is turned off."""
+    cache = getattr(request.config, "cache", None)
+    built = Emulators(
+        tmp_path_factory.mktemp("cuda_emulators")
+        if cache is None
+        else cache.mkdir("cuda_emulators")
+    )
     built.forget_others(VARIANTS)
     built.prepare(VARIANTS)
     yield built

@@ -208,9 +208,12 @@ def test_an_engine_that_hangs() -> None:
 
 
 def test_an_engine_that_is_started_again() -> None:
+    """Prefixes are pinned again, and a limit of memory that was changed holds."""
+
     async def test(engine: ProcessLLM) -> None:
         pin = await engine.pin_prefix([5] * 64)
-        pid = engine.pid
+        pid, limit = engine.pid, await engine.set_kv_cache_memory("40MiB")
+        assert limit == 40 << 20
         stream = engine.generate([5], ENDLESS, request_id="x", stream=True)
         await anext(stream)
         os.kill(pid, signal.SIGKILL)
@@ -226,6 +229,8 @@ def test_an_engine_that_is_started_again() -> None:
         while stats.get("pinned_prefixes") != 1:
             stats = await engine.fetch_stats()
         assert stats["engine_restarts_total"] == 1
+        assert stats["limit_pages"] * stats["page_bytes"] == limit
+        assert await engine.set_kv_cache_memory("64MiB") == 64 << 20
         await engine.unpin_prefix(pin.handle)
         os.kill(engine.pid, signal.SIGKILL)
         await engine.until_dead()

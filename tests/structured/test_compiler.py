@@ -261,7 +261,7 @@ def test_the_process_ends_with_its_input(tokenizer: str) -> None:
     assert child is not None
     assert child.stdin is not None
     child.stdin.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while child.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
