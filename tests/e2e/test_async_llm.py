@@ -164,19 +164,23 @@ def test_a_dead_engine_tells_everybody() -> None:
     on_engine(test)
 
 
-def test_shutdown_drains_for_its_time_and_then_aborts() -> None:
-    async def run() -> tuple[RequestOutput, RequestOutput]:
+@pytest.mark.parametrize(
+    ("timeout", "num_tokens", "reason"), [(60.0, 30, "length"), (0.0, 8000, "abort")]
+)
+def test_shutdown_drains_for_its_time_and_then_aborts(
+    timeout: float, num_tokens: int, reason: str
+) -> None:
+    async def run() -> RequestOutput:
         engine = AsyncLLM(**OPTIONS)
-        short = asyncio.create_task(final(engine.generate([5], greedy(3), request_id="short")))
-        long = asyncio.create_task(final(engine.generate([5], greedy(8000), request_id="long")))
-        await asyncio.sleep(0.05)
-        await engine.shutdown(timeout=2.0)
-        return await short, await long
+        running = asyncio.create_task(final(engine.generate([5], greedy(num_tokens))))
+        while not engine.stats()["num_requests_running"]:
+            await asyncio.sleep(0.001)
+        await engine.shutdown(timeout=timeout)
+        return await running
 
-    short, long = asyncio.run(run())
-    assert short.outputs[0].finish_reason == "length"
-    assert long.outputs[0].finish_reason == "abort"
-    assert len(long.outputs[0].token_ids) < 8000
+    [choice] = asyncio.run(run()).outputs
+    assert choice.finish_reason == reason
+    assert (len(choice.token_ids) == num_tokens) == (reason == "length")
 
 
 def test_the_forms_of_prompts_that_the_offline_api_takes() -> None:

@@ -204,7 +204,7 @@ def test_an_engine_that_hangs() -> None:
         assert engine.stats()["num_requests_running"] == 0
         assert await engine.fetch_stats() == engine.stats()
 
-    on_engine(test, Supervision(hang_timeout=1.0, ping_seconds=0.2))
+    on_engine(test, Supervision(hang_timeout=5.0, ping_seconds=0.2))
 
 
 def test_an_engine_that_is_started_again() -> None:

@@ -125,7 +125,7 @@ class Running:
         return openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, **options)
 
 
-def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+def until(holds: Callable[[], bool], seconds: float = 60) -> None:
     """Wait for what another thread brings about."""
     deadline = time.monotonic() + seconds
     while not holds():

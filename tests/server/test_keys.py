@@ -158,17 +158,21 @@ def test_what_tenants_leave_is_seen_by_nobody(start: Start, shares: bool) -> Non
 
 def test_a_dead_engine_lingers_and_then_ends(start: Start) -> None:
     engine = ScriptedEngine()
-    server = start(engine, engine_death_linger=0.3)
+    server = start(engine, engine_death_linger=3600)
     assert server.http.get("/health").status_code == 200
     engine.errored = True
     engine.died.set_result(None)
     for path in ("/health", "/ready"):
         assert server.http.get(path).status_code == 503
     server.error("/v1/completions", {"prompt": "x"}, 503)
-    server.join()
-    assert isinstance(server.death, EngineDeadError)
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{server.url}/health")
+    assert server.death is None
+    server.begin_stop()
+    brief = start(engine, engine_death_linger=0.1)  # this one ends by itself
+    for each in (server, brief):
+        each.join()
+        assert isinstance(each.death, EngineDeadError)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{each.url}/health")
 
 
 def test_tls(start: Start, tmp_path: Path) -> None:
