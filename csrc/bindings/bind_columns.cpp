@@ -36,7 +36,7 @@ struct Names {
   PyObject* memory_id = PyUnicode_InternFromString("memory_id");
   PyObject* num_computed = PyUnicode_InternFromString("num_computed");
   PyObject* num_prompt = PyUnicode_InternFromString("num_prompt");
-  PyObject* num_named = PyUnicode_InternFromString("num_named");
+  PyObject* num_published = PyUnicode_InternFromString("num_published");
   PyObject* tokens = PyUnicode_InternFromString("tokens");
   PyObject* start = PyUnicode_InternFromString("start");
 };
@@ -131,13 +131,13 @@ py::tuple take_unpublished(const py::list& sequences, const IntArray& memory_ids
     if (number(sequence, names().memory_id) != memory_id) continue;
     const py::list known = token_list(sequence);
     const auto num_known = static_cast<py::ssize_t>(known.size());
-    const std::int64_t num_named = number(sequence, names().num_named);
-    if (num_named == num_known) continue;
-    for (py::ssize_t place = num_named; place < num_known; ++place) {
+    const std::int64_t num_published = number(sequence, names().num_published);
+    if (num_published == num_known) continue;
+    for (py::ssize_t place = num_published; place < num_known; ++place) {
       owners.push_back(memory_id);
       tokens.push_back(token_at(known, place));
     }
-    if (PyObject_SetAttr(sequence.ptr(), names().num_named, py::int_(num_known).ptr()) != 0) {
+    if (PyObject_SetAttr(sequence.ptr(), names().num_published, py::int_(num_known).ptr()) != 0) {
       throw py::error_already_set();
     }
   }

@@ -103,12 +103,12 @@ def test_columns_of_what_is_no_sequence() -> None:
 
 def test_tokens_are_named_once_and_not_of_the_ended() -> None:
     first, second, ended = make(4, 2, 3, 7), make(5, 5, 4, 9), make(3, 1, 2, 1)
-    first.num_named, second.num_named = 2, 5
+    first.num_published, second.num_published = 2, 5
     ids = np.array([7, 9, 1])
     ended.memory_id = None
     owners, tokens = _core.take_unpublished([first, second, ended], ids)
     assert (owners.tolist(), tokens.tolist()) == ([7, 7], [2, 3])
-    assert (first.num_named, second.num_named, ended.num_named) == (4, 5, 0)
+    assert (first.num_published, second.num_published, ended.num_published) == (4, 5, 0)
     first.tokens.append(42)
     assert _core.take_unpublished([first, second, ended], ids)[1].tolist() == [42]
     with pytest.raises(ValueError, match="one id for each"):

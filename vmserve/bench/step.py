@@ -1,9 +1,9 @@
 """``vmserve bench step``: what a step costs beside the model, by part.
 
 The whole engine steps as it serves: scheduler, KV memory (host driver, prefix caching on), input
-preparation, sampler and output processor. Only the model is null: its logits are always the same.
-Stopwatches are put around the calls that a step makes, each without what another of them takes,
-so that the parts of a step add up to the step.
+preparation, sampler and acceptance of tokens. Only the model is null: its logits are always the
+same. Stopwatches are put around the calls that a step makes, each without what another of them
+takes, so that the parts of a step add up to the step.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class SteppedEngine:
         watch(engine.steps, "publish_tokens", "complete")
         watch(self.model, "forward", "model")
         watch(engine.sampler, "sample", "sample")
-        watch(engine.output, "process", "output")
+        watch(engine.steps, "collect", "output")
 
 
 def run(counts: Sequence[int], num_steps: int, report: Report) -> SectionResult:

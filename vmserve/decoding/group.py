@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vmserve.sampling.tokens import BeamCandidates, BeamOutput, SampledToken
-from vmserve.scheduler.sequence import Sequence, SequenceStatus
+from vmserve.scheduler.sequence import Changes, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from vmserve.decoding.beam import BeamSearch, BeamStep, Hypothesis
-    from vmserve.scheduler.sequence import Branches, Request
+    from vmserve.scheduler.sequence import Request
 
 __all__ = ["BeamGroup"]
 
@@ -58,21 +58,20 @@ class BeamGroup:
         num = self.num_candidates
         beam.candidates = BeamCandidates(candidates.token_ids[:num], candidates.logprobs[:num])
 
-    def advance(self, branches: Branches) -> bool:
-        """A step of the search, if every beam is ready for it; whether there was one."""
+    def advance(self) -> Changes | None:
+        """One step of the search; None if a beam is not ready for it."""
         rows = []
         for beam in self._beams:
             # A beam that was preempted computes its tokens again before it can be forked.
             if beam.candidates is None or beam.sequence.num_uncomputed > 0:
-                return False
+                return None
             rows.append(beam.candidates)
         step = self._search.advance(
             np.stack([row.token_ids for row in rows]), np.stack([row.logprobs for row in rows])
         )
         if self._num_logprobs is not None:
             self._keep_tops(step)
-        self._continue(step, branches)
-        return True
+        return self._continue(step)
 
     def best(self) -> list[BeamOutput]:
         """The answers, best first; before the search is done, those finished so far."""
@@ -82,13 +81,11 @@ class BeamGroup:
         """What the running beams have generated, best first."""
         return [beam.sequence.output_token_ids for beam in self._beams]
 
-    def _continue(self, step: BeamStep, branches: Branches) -> None:
+    def _continue(self, step: BeamStep) -> Changes:
         """A beam's first continuation stays in its sequence, each other one is a fork of it."""
         going_on = {continuation.parent for continuation in step.running}
-        for place, beam in enumerate(self._beams):
-            if place not in going_on:
-                branches.finish(beam.sequence)
         parents = self._beams
+        changes = Changes([b.sequence for i, b in enumerate(parents) if i not in going_on], [])
         taken = {parents[place].sequence.index for place in going_on}
         free = iter(sorted(set(range(self._search.width)) - taken))
         self._beams, appended = [], []
@@ -97,7 +94,8 @@ class BeamGroup:
             parent = parents[continuation.parent]
             sequence, tops = parent.sequence, parent.tops
             if continuation.parent in continued:
-                sequence = self._fork(parent.sequence, next(free), branches)
+                sequence = self._fork(parent.sequence, next(free))
+                changes.forks.append((parent.sequence, sequence))
                 tops = list(parent.tops)
             continued.add(continuation.parent)
             self._beams.append(_Beam(sequence, tops))
@@ -109,9 +107,10 @@ class BeamGroup:
             if self._num_logprobs is not None:
                 beam.tops.append(self._top(parent, continuation.token_id, continuation.logprob))
         self._request.sequences = [beam.sequence for beam in self._beams]
+        return changes
 
-    def _fork(self, parent: Sequence, index: int, branches: Branches) -> Sequence:
-        child = Sequence(
+    def _fork(self, parent: Sequence, index: int) -> Sequence:
+        return Sequence(
             self._request,
             index,
             list(parent.tokens),
@@ -119,8 +118,6 @@ class BeamGroup:
             status=SequenceStatus.FOLLOWING,
             guide=None if parent.guide is None else parent.guide.fork(),
         )
-        branches.fork(parent, child)
-        return child
 
     def _keep_tops(self, step: BeamStep) -> None:
         for continuation in step.finished:

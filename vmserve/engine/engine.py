@@ -10,14 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from vmserve.config import EngineConfig
+from vmserve.engine.accept import TokenAcceptor
 from vmserve.engine.build import EngineParts, Progress, build
 from vmserve.engine.deadlines import Deadlines, too_late
 from vmserve.engine.grammars import StructuredRequests
-from vmserve.engine.parts import (
-    require_room,
-)
+from vmserve.engine.parts import require_room
 from vmserve.engine.pins import PinnedPrefixes
-from vmserve.engine.processor import OutputProcessor
 from vmserve.engine.requests import RequestIntake, memory_tenant
 from vmserve.engine.step import EngineStep, InFlightStep
 from vmserve.errors import (
@@ -111,12 +109,8 @@ class LLMEngine:
             self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
         )
         self.counters = EngineCounters()
-        self.output = OutputProcessor(
-            self.tokenizer,
-            self.model_config.eos_token_ids,
-            self.scheduler,
-            self.counters,
-            self._clock,
+        self._acceptor = TokenAcceptor(
+            self.tokenizer, self.model_config.eos_token_ids, self.counters, self._clock
         )
         self.steps = EngineStep(
             self.memory,
@@ -125,7 +119,7 @@ class LLMEngine:
             self._runtime,
             self.sampler,
             self.structured,
-            self.output,
+            self._acceptor,
         )
         #: The step that runs, whose tokens are not known yet: with async_scheduling only.
         self._flight: InFlightStep | None = None
@@ -179,7 +173,7 @@ class LLMEngine:
         request = self._intake.build(request_id, prompt_token_ids, params, prompt, terms)
         self._deadlines.set(request, terms.timeout)
         self._requests[request_id] = request
-        self.output.open(request)
+        self._acceptor.open(request)
         if params.structured_outputs is not None:
             self.structured.add(request)
         else:
@@ -192,7 +186,7 @@ class LLMEngine:
         None while its grammar is being compiled, which may refuse it; a later step then has it.
         """
         request = self._requests[request_id]
-        return None if request.is_compiling else self.output.accepted(request)
+        return None if request.is_compiling else self._acceptor.queued(request)
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request now and free its pages. Unknown or finished ids are ignored."""
@@ -203,7 +197,7 @@ class LLMEngine:
             self.structured.drop(request)
         else:
             self.scheduler.abort(request)
-        return self.output.abort(request)
+        return self._acceptor.abort(request)
 
     @property
     def has_unfinished(self) -> bool:
@@ -422,7 +416,7 @@ class LLMEngine:
         for request in ready:
             self.scheduler.add(request)
             if request.stream:
-                outputs.append(self.output.accepted(request))
+                outputs.append(self._acceptor.queued(request))
         failures = []
         for request, error in failed:
             self.abort(request.request_id)

@@ -11,23 +11,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import TYPE_CHECKING, TypeVar
 
-from vmserve.engine.processor import sampling_row
+from vmserve.sampling.tokens import SamplingRow
 from vmserve.scheduler.sequence import SequenceStatus
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
+    from vmserve.engine.accept import TokenAcceptor
+    from vmserve.engine.answers import Answer
     from vmserve.engine.grammars import StructuredRequests
-    from vmserve.engine.processor import OutputProcessor
     from vmserve.memory.manager import MemoryManager
     from vmserve.runner.model_runner import Runner, StepLogits
     from vmserve.runner.runtime import DeviceRuntime
     from vmserve.sampling import Drawing, SampledToken, TokenSampler
     from vmserve.scheduler.base import Scheduler, StepPlan
+    from vmserve.scheduler.sequence import Sequence
     from vmserve.telemetry.phases import StepPhases
     from vmserve.text.update import RequestUpdate
 
@@ -97,7 +101,7 @@ class EngineStep:
         runtime: DeviceRuntime,
         sampler: TokenSampler,
         structured: StructuredRequests,
-        output: OutputProcessor,
+        acceptor: TokenAcceptor,
     ) -> None:
         self._memory = memory
         self._scheduler = scheduler
@@ -105,7 +109,7 @@ class EngineStep:
         self._runtime = runtime
         self._sampler = sampler
         self._structured = structured
-        self._output = output
+        self._acceptor = acceptor
 
     def launch(
         self, plan: StepPlan, epoch: int, phases: StepPhases, previous: InFlightStep | None
@@ -126,7 +130,7 @@ class EngineStep:
             flight.logits = flight.logits.of_running()
         logits = flight.logits
         masks = self._structured.masks(logits.samplers)
-        rows = list(map(sampling_row, logits.samplers, masks))
+        rows = list(map(_sampling_row, logits.samplers, masks))
         numbers = self._with_room(lambda: logits.sampling_logits(self._runtime))
         flight.drawing = self._with_room(lambda: self._sampler.start(numbers, rows))
         if flight.drawing is None:
@@ -146,7 +150,14 @@ class EngineStep:
             samples = list(compress(samples, running))
             logits = logits.of_running()
         masks = self._structured.masks(logits.beams) if logits.beams else ()
-        return self._output.process(logits, samples, self._sampler, masks)
+        answers: list[Answer] = []
+        for accepted in self._acceptor.accept(logits, samples, self._sampler, masks):
+            for sequence in accepted.changes.finished:
+                self._scheduler.finish(sequence)
+            for parent, child in accepted.changes.forks:
+                self._scheduler.fork(parent, child)
+            answers += accepted.answers
+        return self._acceptor.updates(answers)
 
     def publish_tokens(self, plan: StepPlan) -> None:
         """What became known names blocks for the prefix cache, once they are computed."""
@@ -185,3 +196,20 @@ class EngineStep:
                     raise
                 logger.warning("the KV cache gave %d pages to activations: %s", given, error)
             wanted = 2 * max(wanted, given * self._memory.layout.total_page_bytes)
+
+
+def _sampling_row(sequence: Sequence, mask: NDArray[np.bool_] | None) -> SamplingRow:
+    """What the sampler reads of a sequence. ``mask``: the tokens that its grammar allows."""
+    row = sequence.sampling
+    if row is None:
+        request = sequence.request
+        row = sequence.sampling = SamplingRow(
+            params=request.params,
+            seed=request.seed,
+            index=sequence.index,
+            tokens=sequence.tokens,
+            num_prompt=sequence.num_prompt,
+            stop_ids=request.stop_ids,
+            bad_words=request.bad_words,
+        )
+    return row if mask is None else replace(row, mask=mask)

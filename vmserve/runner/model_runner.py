@@ -371,8 +371,18 @@ class _Wanted:
     hidden_rows: list[int] = field(default_factory=list)
     pooled_rows: list[PooledRows] = field(default_factory=list)
 
-    def add(self, sequence: Sequence, num_past: int, end: int, last_row: int) -> None:
-        """The sequence computes positions ``num_past`` to ``end``, the last one in ``last_row``."""
+    def add(
+        self,
+        sequence: Sequence,
+        num_past: int,
+        end: int,
+        last_row: int,
+        draw_with: list[Sequence] | None,
+    ) -> None:
+        """Add a sequence that computes positions ``num_past`` to ``end``, the last in ``last_row``.
+
+        ``draw_with``: sequences that draw from the same row.
+        """
         if num_past < sequence.num_prompt:
             scored = _prompt_positions(sequence, num_past, end)
             if scored:
@@ -390,9 +400,7 @@ class _Wanted:
             self.beams.append(sequence)
             self.beam_rows.append(len(self.rows))
         else:
-            drawing = [sequence]
-            if sequence.num_output == 0:
-                drawing += sequence.request.first_tokens_due
+            drawing = [sequence, *(draw_with or ())]
             self.samplers += drawing
             self.sample_rows += [len(self.rows)] * len(drawing)
         self.rows.append(last_row)
@@ -407,12 +415,13 @@ def _every_row(plan: StepPlan) -> _Wanted:
 
 def _rows_wanted(plan: StepPlan) -> _Wanted:
     wanted = _Wanted()
+    first_draws = plan.first_draws()
     ends = (plan.num_past + plan.num_new).tolist()
     last_rows = (np.cumsum(plan.num_new) - 1).tolist()
     for sequence, num_past, end, last_row in zip(
         plan.sequences, plan.num_past.tolist(), ends, last_rows, strict=True
     ):
-        wanted.add(sequence, num_past, end, last_row)
+        wanted.add(sequence, num_past, end, last_row, first_draws.get(sequence))
     return wanted
 
 

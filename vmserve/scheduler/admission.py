@@ -194,10 +194,10 @@ class Admission:
         if donor is not None:
             assert donor.memory_id is not None
             sequence.start = Fork(memory_id, donor.memory_id, sequence.num_prompt)
-            sequence.num_computed = sequence.num_named = sequence.num_prompt
+            sequence.num_computed = sequence.num_published = sequence.num_prompt
             self._regimes.keep(request, choice)
             return True
-        sequence.num_named = len(known)
+        sequence.num_published = len(known)
         # Log-probabilities of the prompt, and the mean of its states, need all of it computed.
         looks = not (request.params.reads_whole_prompt or sequence.starts_over)
         hit = self._memory.match(memory_id) if looks else 0

@@ -21,13 +21,13 @@ __all__ = [
     "NoRoomError",
     "ScheduledSequence",
     "Scheduler",
-    "Share",
     "StepDraft",
+    "StepGrant",
     "StepPlan",
 ]
 
-#: A sequence's share of a step: how many tokens of it are computed.
-Share = tuple[Sequence, int]
+#: A sequence and how many of its tokens a step computes.
+StepGrant = tuple[Sequence, int]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
@@ -61,7 +61,7 @@ class Columns:
     table: Ints
     #: int64 ``[sequences, 3]``, as :class:`vmserve.memory.base.Growth` has them.
     growths: Ints
-    #: Each share is all that its sequence has to compute.
+    #: Each grant is all that its sequence has to compute.
     takes_last: bool
     #: And is one token, behind the sequence's prompt.
     only_decodes: bool
@@ -70,7 +70,7 @@ class Columns:
 
     @staticmethod
     def of(sequences: list[Sequence], num_new: list[int] | None, window: int | None) -> Columns:
-        """``num_new``: the shares; None for a token of each. ``window``: of the widest layer."""
+        """``num_new``: the grants; None: one token of each. ``window``: the widest layer's."""
         return Columns(*step_columns(sequences, num_new, window or 0))
 
     @property
@@ -115,7 +115,7 @@ class Columns:
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step that is being put together: its shares, in two columns."""
+    """A step that is being put together: its grants, in two columns."""
 
     sequences: list[Sequence] = field(default_factory=list)
     num_new: list[int] = field(default_factory=list)
@@ -126,7 +126,7 @@ class StepDraft:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def __iter__(self) -> Iterator[Share]:
+    def __iter__(self) -> Iterator[StepGrant]:
         return zip(self.sequences, self.num_new, strict=True)
 
     @staticmethod
@@ -137,28 +137,28 @@ class StepDraft:
             return None
         return StepDraft(list(sequences), [1] * len(sequences), _columns=columns)
 
-    def append(self, share: Share) -> None:
-        sequence, num_new = share
+    def append(self, grant: StepGrant) -> None:
+        sequence, num_new = grant
         self.sequences.append(sequence)
         self.num_new.append(num_new)
         self._columns = None
 
-    def pop(self) -> Share:
+    def pop(self) -> StepGrant:
         self._columns = None
         return self.sequences.pop(), self.num_new.pop()
 
     def columns(self, window: int | None = None) -> Columns:
-        """Read once: shares may come and go, their sequences stay as they are meanwhile."""
+        """Read once. Grants may come and go; their sequences do not change meanwhile."""
         if self._columns is None:
             self._columns = Columns.of(self.sequences, self.num_new, window)
         return self._columns
 
     def drop(self, sequences: list[Sequence]) -> None:
-        """Without the shares of these."""
+        """Remove the grants of these."""
         self._columns = None
-        shares = [share for share in self if share[0] not in sequences]
-        self.sequences = [sequence for sequence, _ in shares]
-        self.num_new = [num_new for _, num_new in shares]
+        grants = [grant for grant in self if grant[0] not in sequences]
+        self.sequences = [sequence for sequence, _ in grants]
+        self.num_new = [num_new for _, num_new in grants]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,6 +229,15 @@ class StepPlan:
             strict=True,
         )
         return tuple(ScheduledSequence(*entry) for entry in columns)
+
+    def first_draws(self) -> dict[Sequence, list[Sequence]]:
+        """Followers that draw their first token after this step, by the sequence whose logits
+        they draw it from: it computes the prompt's end."""
+        if self.only_decodes:
+            return {}
+        ends_prompt = self.samples & (self.columns.num_known == self.columns.num_prompt)
+        computing = [self.sequences[index] for index in np.flatnonzero(ends_prompt).tolist()]
+        return {seq: due for seq in computing if (due := seq.request.first_tokens_due)}
 
     def take_unpublished(self) -> tuple[Ints, Ints]:
         """Tokens of its sequences that became known and that the KV memory has not been told,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from vmserve.scheduler.base import Share, StepDraft
+from vmserve.scheduler.base import StepDraft, StepGrant
 from vmserve.scheduler.sequence import Sequence
 
 __all__ = ["SchedulerLimits", "StepBudget"]
@@ -46,7 +46,7 @@ class StepBudget:
     def can_take(self, sequence: Sequence) -> bool:
         return self.tokens > 0 and (self.scored > 0 or not sequence.num_unscored)
 
-    def take(self, sequence: Sequence, most: int | None = None) -> Share:
+    def take(self, sequence: Sequence, most: int | None = None) -> StepGrant:
         """As much of the sequence as there is room for, up to ``most`` tokens."""
         num_new = min(sequence.num_uncomputed, self.tokens, self.tokens if most is None else most)
         if sequence.num_unscored:
@@ -89,8 +89,8 @@ class StepBudget:
         self.tokens -= len(taken)
         return StepDraft(taken, [1] * len(taken))
 
-    def spend(self, shares: Iterable[Share]) -> None:
-        for sequence, num_new in shares:
+    def spend(self, grants: Iterable[StepGrant]) -> None:
+        for sequence, num_new in grants:
             self.tokens -= num_new
             if sequence.num_unscored:
                 self.scored -= num_new

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from vmserve.scheduler.base import Share
+from vmserve.scheduler.base import StepGrant
 from vmserve.scheduler.sequence import Request, Sequence
 
 __all__ = ["TenantShares"]
@@ -53,13 +53,13 @@ class TenantShares:
         if request.tenant in self._had:
             self._had[request.tenant] += num_read + _OUTPUT_WEIGHT * num_generated
 
-    def next_of(self, waiting: Iterable[Sequence], plan: Iterable[Share] = ()) -> Sequence:
-        """The first, in the given order, of the tenant who has had least, ``plan`` included.
+    def next_of(self, waiting: Iterable[Sequence], granted: Iterable[StepGrant] = ()) -> Sequence:
+        """The first, in the given order, of the tenant who has had least, ``granted`` included.
 
         Only those of the first one's rank are looked at: priorities come before shares.
         """
         had = Counter(self._had)
-        for sequence, num_new in plan:
+        for sequence, num_new in granted:
             had[sequence.request.tenant] += num_new
         queue = iter(waiting)
         best = next(queue)

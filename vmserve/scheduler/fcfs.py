@@ -184,7 +184,7 @@ class FCFSScheduler:
         assert memory_id is not None, "the beams that were outdone are dropped before the forks"
         child.memory_id = memory_id
         child.start = Fork(memory_id, parent.memory_id, parent.num_computed)
-        child.num_computed = child.num_named = parent.num_computed
+        child.num_computed = child.num_published = parent.num_computed
         self._queues.run(child)
 
     def convert(self, request: Request, regime: Regime, reason: str = "converted") -> None:

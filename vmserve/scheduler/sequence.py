@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vmserve.memory.base import Attach, Fork, Regime, SwapIn
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vmserve.structured.guide import Guide
     from vmserve.types import RequestMetrics
 
-__all__ = ["Branches", "Gang", "Request", "Sequence", "SequenceStatus"]
+__all__ = ["Changes", "Gang", "Request", "Sequence", "SequenceStatus"]
 
 
 #: Before every priority.
@@ -31,16 +31,18 @@ class SequenceStatus(enum.Enum):
     FINISHED = "finished"
 
 
-class Branches(Protocol):
-    """What a search does with its sequences; a :class:`~vmserve.scheduler.base.Scheduler`."""
+class Changes(NamedTuple):
+    """What new tokens changed, which a scheduler has to know, ``finished`` before ``forks``.
 
-    def finish(self, sequence: Sequence) -> None: ...
+    ``finished``: sequences with their last token. ``forks``: parent and child of each new beam.
+    """
 
-    def fork(self, parent: Sequence, child: Sequence) -> None: ...
+    finished: list[Sequence]
+    forks: list[tuple[Sequence, Sequence]]
 
 
 class Gang(Protocol):
-    """A beam search, as its request carries it (:class:`vmserve.decoding.group.BeamGroup`)."""
+    """The beam search of a request (:class:`vmserve.decoding.group.BeamGroup`)."""
 
     @property
     def done(self) -> bool: ...
@@ -50,7 +52,7 @@ class Gang(Protocol):
 
     def take(self, sequence: Sequence, candidates: BeamCandidates) -> None: ...
 
-    def advance(self, branches: Branches) -> bool: ...
+    def advance(self) -> Changes | None: ...
 
     def best(self) -> list[BeamOutput]: ...
 
@@ -145,7 +147,7 @@ class Sequence:
     #: It found no room even alone with those: it looks for none any more.
     starts_over: bool = False
     #: How many of the tokens the KV memory knows (names for its prefix cache).
-    num_named: int = 0
+    num_published: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     #: Prompt positions whose log-probabilities, or hidden states, are already taken; a
     #: preempted sequence computes its prompt again, but must not report it twice.
