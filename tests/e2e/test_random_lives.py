@@ -244,7 +244,7 @@ class Life:
         left = (
             scheduler._donors,
             scheduler._regimes._converting,
-            engine.output._open,
+            engine._acceptor._answers,
             engine._requests,
         )
         assert not any(left), left
