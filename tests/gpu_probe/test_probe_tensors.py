@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu.gpu_probe import attention, graphs, hazard, interplay
+from benchmarks.gpu.gpu_probe import alias, attention, costs, graphs, hazard, interplay
 from benchmarks.gpu.gpu_probe.attention_kernels import (
     FILLERS,
     AtenFlash,
@@ -27,11 +28,12 @@ from benchmarks.gpu.gpu_probe.common import (
     Recorder,
     read_records,
 )
-from benchmarks.gpu.gpu_probe.host import HostDriver
-from benchmarks.gpu.gpu_probe.layout import ModelShape, SlotLayout
+from benchmarks.gpu.gpu_probe.machine import HOST_FREE_BYTES, HostMachine, Region
 from benchmarks.gpu.gpu_probe.processes import case_runner
-from benchmarks.gpu.gpu_probe.scale import TINY, TINY_GQA
-from benchmarks.gpu.gpu_probe.tensors import HostMachine
+from benchmarks.gpu.gpu_probe.scale import LLAMA3_8B, TINY, TINY_GQA, ModelShape
+from tests.sim.simcuda import NOTHING, SimConfig, SimCuda
+from vmserve import _core
+from vmserve.errors import OutOfMemoryError
 
 DRY = Options(dry_run=True)
 SHAPE = ModelShape("four", num_layers=4, q_heads=4, kv_heads=2, head_dim=8)
@@ -44,17 +46,70 @@ def context_for(path: Path, seconds: float = 600, run_case: Any = None) -> Conte
 @pytest.fixture
 def machine() -> HostMachine:
     torch.manual_seed(0)
-    return HostMachine(HostDriver())
+    return HostMachine()
+
+
+class WaitingDriver:
+    """A driver whose zeroing is waited for, as torch on the host is in no order with it."""
+
+    def __init__(self, driver: _core.PageDriver) -> None:
+        self.driver = driver
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.driver, name)
+
+    def zero(self, runs: Sequence[tuple[int, int]]) -> None:
+        self.driver.zero(runs)
+        self.driver.fence()
+
+
+class SimulatedMachine(HostMachine):
+    """vmserve's CUDA driver on the simulated library, whose memory the processor can address."""
+
+    def __init__(self, sim: SimCuda) -> None:
+        self.sim = sim
+
+    def driver(self, page_bytes: int, num_pages: int) -> Any:
+        library = str(self.sim.path)
+        return WaitingDriver(
+            _core.CudaDriver(page_bytes, num_pages, library=library, spare_bytes=0)
+        )
+
+
+@pytest.fixture
+def simulated(sim: SimCuda) -> SimulatedMachine:
+    torch.manual_seed(0)
+    return SimulatedMachine(sim)
+
+
+def test_offsets_of_k_and_v_in_llama_3_8b() -> None:
+    layout = LLAMA3_8B.layout(2 << 20, 4)
+    assert (layout.token_stride, layout.page_tokens) == (16384, 128)
+    assert attention.pool_bytes_needed(layout, 10, 5) == 2 * 10 * 16384
+    assert attention.pool_bytes_needed(LLAMA3_8B.layout(2 << 20, split_kv=True), 10, 3) == (
+        3 * 10 * 4096
+    )
+    assert attention.layers_to_defeat_cache(8 << 20, 50 << 20, 32) == 25
+    assert attention.layers_to_defeat_cache(8 << 20, 50 << 20, 4) == 4
+    assert attention.layers_to_defeat_cache(1 << 30, 50 << 20, 32) == 1
+
+
+def test_a_region_maps_its_pages_in_a_shuffled_but_repeatable_order(machine: HostMachine) -> None:
+    first, second = (Region(machine, 4096, 8, seed=1, extra=2) for _ in range(2))
+    assert first.pages == second.pages != sorted(first.pages)
+    assert [first.driver.query(first.address + at * 4096)[0] for at in range(8)] == first.pages
+    assert first.driver.query(first.address)[1] == _core.Access.READ_WRITE
+    first.close()
+    assert first.driver.stats().created_frames == 0
 
 
 @pytest.mark.parametrize(("layers", "split"), [(1, True), (1, False), (2, False), (4, False)])
 def test_views_find_each_number_where_the_layout_puts_it(layers: int, split: bool) -> None:
-    layout = SlotLayout(SHAPE, layers, split)
+    layout = SHAPE.layout(64 * 1024, layers, split_kv=split)
     slots, max_len, layer = 2, 4, layers - 1
     tokens = slots * max_len
-    pool = torch.arange(layout.region_bytes(tokens) // 2)
-    keys = attention.slot_view(pool, layout.k_offset(layer), layout, slots, max_len)
-    values = attention.slot_view(pool, layout.v_offset(layer, tokens), layout, slots, max_len)
+    pool = torch.arange(attention.pool_bytes_needed(layout, tokens, layers) // 2)
+    keys, values = attention.slot_views(pool, layout, layer, slots, max_len)
     row = SHAPE.kv_heads * SHAPE.head_dim
     if split:
         plain = pool.view(2, slots, max_len, 2, 8)
@@ -191,7 +246,6 @@ def test_attention_section_measures_every_kernel_layout_and_page_size(
     decode = next(r for r in measured if r["case"] == "tiny-gqa decode b2 192")
     # 2 sequences x 187 tokens x K and V x 2 heads x 16 x 2 bytes.
     assert decode["gbs"] * decode["us"] == pytest.approx(2 * 187 * 2 * 64 / 1e3)
-    assert machine.driver.memory_info()[0] == machine.driver.memory_info()[1]
 
 
 def test_attention_section_skips_what_the_pool_cannot_hold(
@@ -253,12 +307,66 @@ def test_interplay_section(machine: HostMachine, tmp_path: Path) -> None:
     assert "failed" not in records
     wrapped = records["wrapping"]
     assert (wrapped["first_and_last_slot_right"], wrapped["clone_right"]) == (True, True)
-    assert wrapped["numel"] == wrapped["tib"] * 2**39
+    assert wrapped["slots"] * TINY.page_sizes[0] == wrapped["tib"] * 2**40
     full = records["exhaustion"]
-    assert (full["pool_error"], full["free_before_bytes"]) == (
-        "OUT_OF_MEMORY",
-        full["free_after_bytes"],
-    )
+    assert (full["pool_error"], full["free_before_bytes"]) == ("", full["free_after_bytes"])
+
+
+def test_exhaustion_is_the_driver_s_refusal_and_all_comes_back(
+    machine: HostMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = _core.FaultInjectingDriver(_core.HostDriver(max(TINY.page_sizes), 64))
+    driver.arm(41)
+    monkeypatch.setattr(machine, "driver", lambda page_bytes, num_pages: driver)
+    path = tmp_path / "records.jsonl"
+    interplay.measure_exhaustion(context_for(path), machine, TINY)
+    (record,) = read_records(path)
+    assert record["pool_error"].startswith(OutOfMemoryError.__name__)
+    assert record["pool_bytes"] == 40 * max(TINY.page_sizes)
+    assert driver.stats().created_frames == 0
+
+
+# --- the calls that a GPU would get, on the simulated driver ---------------------------------
+
+
+def test_sections_leave_nothing_behind_on_the_cuda_driver(
+    simulated: SimulatedMachine, tmp_path: Path
+) -> None:
+    simulated.sim.configure(SimConfig(total_bytes=2 * HOST_FREE_BYTES))
+    path = tmp_path / "records.jsonl"
+
+    def run_case(case: str, params: Mapping[str, Any], timeout_s: float) -> Record:
+        return {"outcome": "completed", "captured": True, "errors": []}
+
+    context = context_for(path, run_case=run_case)
+    alias.run(context, simulated, TINY)
+    costs.measure_beside_kernels(context, simulated, TINY)
+    costs.measure_zeroing(context, simulated, TINY)
+    graphs.run(context, simulated, TINY)
+    interplay.run(context, simulated, TINY)
+    records = read_records(path)
+    assert not [r for r in records if r["kind"] in ("failed", "cut")]
+    assert {r["different"] for r in records if r["kind"] == "coherence"} == {0}
+    (remapped,) = (r for r in records if r["kind"] == "remap")
+    assert (remapped["other_alias_changed"], remapped["new_pages_wrong"]) == (0, 0)
+    (count,) = (r for r in records if r["kind"] == "mapping_count")
+    assert (count["num_mapped"], count["error"]) == (TINY.num_mappings, "")
+    assert {r["call"] for r in records if r["kind"] == "beside_kernel"} == {
+        "reserve", "create", "map", "set_access", "unmap", "destroy", "free_reservation",
+    }  # fmt: skip
+    gc.collect()
+    assert (simulated.sim.counts(), simulated.sim.violations()) == (NOTHING, [])
+
+
+def test_a_device_without_read_only_mappings_is_told(
+    simulated: SimulatedMachine, tmp_path: Path
+) -> None:
+    simulated.sim.configure(SimConfig(read_only=False))
+    path = tmp_path / "records.jsonl"
+    with alias.aliased(simulated, 4096, 2) as pair:
+        alias.measure_read_only(context_for(path), pair, TINY)
+    (record,) = read_records(path)
+    assert (record["kind"], record["accepted"]) == ("read_only", False)
 
 
 def tail_params(**changes: Any) -> dict[str, Any]:
@@ -345,7 +453,7 @@ def test_a_fault_is_believed_only_when_it_happens_alone(
 
 
 def test_lengths_of_tail_cases_miss_the_tiles_of_known_kernels() -> None:
-    tokens = SlotLayout(TINY_GQA, 8).page_tokens(TINY.hazard_page)
+    tokens = TINY_GQA.layout(TINY.hazard_page, 8).page_tokens
     assert hazard.tail_pages(tokens) * tokens % 128 == 64
     # Llama-3-8B on 2 MiB pages: 16 tokens a page in one group of 32 layers, 128 in groups of 4.
     assert hazard.tail_pages(16) * 16 == 1040

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vmserve.errors import VmserveError
+from vmserve.memory.layout import KVLayout
+
 from .attention_kernels import (
     AttentionKernel,
     SlotBatch,
@@ -23,17 +26,8 @@ from .attention_kernels import (
     relative_error,
 )
 from .common import GIB, Context, gigabytes_per_second
-from .layout import (
-    Instance,
-    SlotLayout,
-    candidate_layouts,
-    instances_to_defeat_cache,
-    place_instances,
-    pool_bytes_needed,
-)
-from .region import free_region, map_region
+from .machine import HostMachine, Region, Timing
 from .scale import AttentionCase, Scale
-from .tensors import Machine, Timing
 
 MOST_INSTANCES = 32
 SHORT_OF_CONTEXT = 5
@@ -42,18 +36,40 @@ FILL_CHUNK = 1 << 28
 MOST_COMPARED_BYTES = 2 * GIB
 
 
-def slot_view(pool: Tensor, offset: int, layout: SlotLayout, batch: int, max_len: int) -> Tensor:
-    """K or V of one layer as ``[batch, max_len, kv_heads, head_dim]`` over a bf16 pool.
+def slot_views(
+    pool: Tensor, layout: KVLayout, layer: int, num_slots: int, max_len: int
+) -> tuple[Tensor, Tensor]:
+    """K and V of one layer, ``[slots, max_len, kv_heads, head_dim]``, over a bf16 pool.
 
-    ``offset`` is in bytes from the start of the pool.
+    The groups' slots follow one another in the pool; ``layer`` may be beyond the model's.
     """
-    shape, size = layout.shape, layout.shape.dtype_bytes
-    stride = layout.token_stride_bytes // size
-    return pool.as_strided(
-        (batch, max_len, shape.kv_heads, shape.head_dim),
-        (max_len * stride, stride, shape.head_dim, 1),
-        offset // size,
-    )
+    stride = layout.token_stride // layout.itemsize
+
+    def view(location: tuple[int, int]) -> Tensor:
+        group, offset = location
+        return pool.as_strided(
+            (num_slots, max_len, layout.kv_heads, layout.head_dim),
+            (max_len * stride, stride, layout.head_dim, 1),
+            group * num_slots * max_len * stride + offset // layout.itemsize,
+        )
+
+    return view(layout.key_location(layer)), view(layout.value_location(layer))
+
+
+def label(layout: KVLayout) -> str:
+    """``K|V``, or the number of layers per group."""
+    return "K|V" if layout.split_kv else str(layout.layers_per_group)
+
+
+def pool_bytes_needed(layout: KVLayout, num_tokens: int, num_layers: int) -> int:
+    """Bytes of the pool that ``num_layers`` occupy, whole groups counted."""
+    groups = -(-num_layers // layout.layers_per_group) * (2 if layout.split_kv else 1)
+    return groups * num_tokens * layout.token_stride
+
+
+def layers_to_defeat_cache(read_bytes: int, cache_bytes: int, most: int) -> int:
+    """Layers to rotate through so that each pass reads four times the cache; 1..``most``."""
+    return max(1, min(most, -(-4 * cache_bytes // read_bytes)))
 
 
 def fill_random(pool: Tensor) -> None:
@@ -66,7 +82,7 @@ def fill_random(pool: Tensor) -> None:
 class Work:
     """One attention case on one machine: queries, slot order, and how many layers to rotate."""
 
-    machine: Machine
+    machine: HostMachine
     case: AttentionCase
     queries: Tensor
     slot_ids: tuple[int, ...]
@@ -95,17 +111,11 @@ class Work:
             for _ in range(self.num_instances)
         ]
 
-    def pool_batches(self, pool: Tensor, layout: SlotLayout) -> list[SlotBatch]:
+    def pool_batches(self, pool: Tensor, layout: KVLayout) -> list[SlotBatch]:
         """Layers as strided views of the pool."""
-        case = self.case
-
-        def view(instance: Instance) -> SlotBatch:
-            keys = slot_view(pool, instance.k_offset, layout, case.batch, case.context_len)
-            values = slot_view(pool, instance.v_offset, layout, case.batch, case.context_len)
-            return self.batch_over(keys, values)
-
-        places = place_instances(layout, self.num_tokens, self.num_instances)
-        return [view(instance) for instance in places]
+        size = self.case.batch, self.case.context_len
+        layers = range(self.num_instances)
+        return [self.batch_over(*slot_views(pool, layout, layer, *size)) for layer in layers]
 
     def fields(self, timing: Timing) -> dict[str, object]:
         """What every timing record says."""
@@ -125,12 +135,12 @@ class Work:
         }
 
 
-def make_work(machine: Machine, case: AttentionCase, scale: Scale, pool_bytes: int) -> Work:
+def make_work(machine: HostMachine, case: AttentionCase, scale: Scale, pool_bytes: int) -> Work:
     """Queries and slot order for a case, and as many layers as the cache and the pool allow."""
     shape = case.shape
     layer_bytes = case.shape.read_bytes(case.batch * case.context_len)
     most = max(1, min(MOST_INSTANCES, pool_bytes // layer_bytes))
-    count = instances_to_defeat_cache(layer_bytes, scale.cache_bytes, most)
+    count = layers_to_defeat_cache(layer_bytes, scale.cache_bytes, most)
     slots = list(range(case.batch))
     random.Random(7).shuffle(slots)
     size = (case.batch, case.q_len, shape.q_heads, shape.head_dim)
@@ -171,7 +181,7 @@ def measure_layout(
     context: Context,
     work: Work,
     kernel: AttentionKernel,
-    layout: SlotLayout,
+    layout: KVLayout,
     pool: Tensor,
     page_bytes: int,
     dense_us: float,
@@ -189,9 +199,9 @@ def measure_layout(
         "attention",
         **work.fields(timing),
         kernel=kernel.name,
-        layout=layout.label,
+        layout=label(layout),
         layers_per_group=layout.layers_per_group,
-        token_stride_bytes=layout.token_stride_bytes,
+        token_stride_bytes=layout.token_stride,
         page_bytes=page_bytes,
         ratio=timing.us / dense_us,
         rel_err=error,
@@ -216,12 +226,12 @@ def measure_case(
         with context.attempt(f"{kernel.name} {work.case.label}", RuntimeError, ValueError):
             timing = work.machine.time_calls(prepare_all(kernel, dense))
             context.emit("dense", **work.fields(timing), kernel=kernel.name, page_bytes=page_bytes)
-            for layout in candidate_layouts(work.case.shape):
+            for layout in work.case.shape.layouts(page_bytes):
                 needed = pool_bytes_needed(layout, work.num_tokens, work.num_instances)
                 if needed > pool_bytes:
                     context.emit(
                         "skipped",
-                        what=f"{work.case.label} {layout.label}",
+                        what=f"{work.case.label} {label(layout)}",
                         reason=f"needs {needed / GIB:.1f} GiB, the pool has {pool_bytes / GIB:.1f}",
                     )
                     continue
@@ -231,25 +241,24 @@ def measure_case(
 
 def measure_page_size(
     context: Context,
-    machine: Machine,
+    machine: HostMachine,
     scale: Scale,
     kernels: Sequence[AttentionKernel],
     page_bytes: int,
     pool_bytes: int,
 ) -> None:
     """All cases over one pool of pages of one size."""
-    region = map_region(machine.driver, page_bytes, pool_bytes // page_bytes, shuffle_seed=11)
-    pool = machine.wrap(region.address, region.mapped_bytes).view(torch.bfloat16)
+    region = Region(machine, page_bytes, pool_bytes // page_bytes, seed=11)
+    pool = region.tensor(dtype=torch.bfloat16)
     fill_random(pool)
     for case in scale.attention_cases:
         if context.cut(f"{page_bytes}-byte pages from {case.label} on", keep=5.0):
             break
-        work = make_work(machine, case, scale, region.mapped_bytes)
+        work = make_work(machine, case, scale, region.num_bytes)
         measure_case(context, work, kernels, pool, page_bytes)
         machine.empty_cache()
     del pool
-    machine.synchronize()
-    free_region(machine.driver, region)
+    region.close()
 
 
 def announce_kernels(
@@ -262,15 +271,14 @@ def announce_kernels(
         context.emit("kernel_absent", name=name, reason=reason)
 
 
-def run(context: Context, machine: Machine, scale: Scale) -> None:
+def run(context: Context, machine: HostMachine, scale: Scale) -> None:
     """Measure; see the module's docstring."""
     torch.manual_seed(1)
     kernels, absent = available_kernels(context.options)
     announce_kernels(context, kernels, absent)
-    free_bytes, _ = machine.driver.memory_info()
-    pool_bytes = min(scale.pool_bytes, int(free_bytes * 0.45))
+    pool_bytes = min(scale.pool_bytes, int(machine.free_bytes() * 0.45))
     for page_bytes in scale.attention_pages:
         if context.cut(f"{page_bytes}-byte pages", keep=8.0):
             return
-        with context.attempt(f"{page_bytes}-byte pages", RuntimeError):
+        with context.attempt(f"{page_bytes}-byte pages", RuntimeError, VmserveError):
             measure_page_size(context, machine, scale, kernels, page_bytes, pool_bytes)

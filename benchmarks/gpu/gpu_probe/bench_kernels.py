@@ -25,10 +25,11 @@ from torch import Tensor
 
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda import CudaLauncher, CudaPagedBackend, Launcher
+from vmserve.bench.lab.statistics import percentile
 from vmserve.memory.views import ContiguousView, KVView, PagedView
 
 from .attention_kernels import AtenFlash, SlotBatch, attend, relative_error
-from .common import GIB, Budget, one_line, summary
+from .common import GIB, Budget, one_line
 
 __all__ = ["PARTS", "Point", "Shape", "main", "points_of"]
 
@@ -321,15 +322,14 @@ def run_point(part: str, point: Point, machine: Machine, rate: float) -> Iterato
     bench = Bench.make(point, machine)
 
     def result(kernel: str, seconds: list[float], error: float | None) -> Result:
-        times = summary([value / bench.num_layers for value in seconds])
-        median = times["median"]
+        median, p95 = (percentile(seconds, part) / bench.num_layers for part in (50, 95))
         return Result(
             part=part,
             point=point,
             kernel=kernel,
             num_layers=bench.num_layers,
             microseconds=median * 1e6,
-            p95_microseconds=times["p95"] * 1e6,
+            p95_microseconds=p95 * 1e6,
             gb_per_second=point.layer_bytes / median / 1e9,
             of_copy=point.layer_bytes / median / rate,
             tflops=point.flops / median / 1e12,

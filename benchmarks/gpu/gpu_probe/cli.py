@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from vmserve.errors import ConfigurationError
+from vmserve.memory.cuda_driver import driver_refusal
 
 from .common import Budget, Options, read_records
-from .kernels import CompileError, check_compilation
-from .machine import missing_requirements
 from .processes import (
     Ending,
     SectionResult,
@@ -27,7 +31,8 @@ from .sections import SECTIONS, choose
 SUMMARY = "Answers the riskiest questions about a virtual-memory KV cache on an NVIDIA GPU."
 NO_DEVICE = 2
 DEFAULT_SECONDS = 450.0
-NEEDS = "an NVIDIA GPU and driver, torch >= 2.11 with CUDA, cuda-python, and NVRTC or nvcc"
+NEEDS = "an NVIDIA GPU and driver, torch >= 2.11 with CUDA, cuda-bindings and NVRTC"
+LEAST_TORCH = (2, 11)
 
 
 def default_out() -> Path:
@@ -61,9 +66,10 @@ def list_sections() -> None:
 
 def compile_check() -> int:
     """Compile the kernels for every architecture; print the outcome."""
+    kernels: Any = importlib.import_module(".kernels", __package__)
     try:
-        print("\n".join(check_compilation()))
-    except CompileError as error:
+        print("\n".join(kernels.check_compilation()))
+    except ConfigurationError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -93,6 +99,33 @@ def run_probe(names: Sequence[str], out: Path, budget_seconds: float, options: O
     run_sections(choose(names), launch, Budget(budget_seconds), options, finished)
     print(render(report))
     return 0 if report.complete else 1
+
+
+def torch_problem() -> str:
+    """What is wrong with the installed torch, or nothing. Does not import it."""
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "torch is not installed"
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if numbers < LEAST_TORCH:
+        return f"torch {version} is older than {'.'.join(map(str, LEAST_TORCH))}"
+    if "+cpu" in version:
+        return f"torch {version} is built without CUDA"
+    return ""
+
+
+def missing_requirements(
+    device: Callable[[], str | None] = driver_refusal, torch: Callable[[], str] = torch_problem
+) -> list[str]:
+    """Everything that a real run lacks here; empty when it can start."""
+    problems = [device(), torch()]
+    for name in ("driver", "nvrtc"):
+        try:
+            importlib.import_module(f"cuda.bindings.{name}")
+        except ImportError:
+            problems.append(f"cuda.bindings.{name} is not installed (cuda-bindings)")
+    return [problem for problem in problems if problem]
 
 
 def write_report(report: Report, out: Path) -> None:

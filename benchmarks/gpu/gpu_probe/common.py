@@ -1,4 +1,4 @@
-"""What every part of the GPU probe shares: statistics, time budget, records, section context."""
+"""What every part of the GPU probe shares: time budget, records, section context."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,38 +18,6 @@ GIB = 1024 * MIB
 TIB = 1024 * GIB
 
 Record = dict[str, Any]
-
-
-def percentile(samples: Sequence[float], q: float) -> float:
-    """The ``q``-th percentile (0..100) of ``samples`` by linear interpolation.
-
-    Raises ValueError for no samples or a ``q`` outside 0..100.
-    """
-    if not samples:
-        raise ValueError("percentile of no samples")
-    if not 0 <= q <= 100:
-        raise ValueError(f"percentile {q} is outside 0..100")
-    ordered = sorted(samples)
-    rank = (len(ordered) - 1) * q / 100
-    low = math.floor(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
-
-
-def median(samples: Sequence[float]) -> float:
-    """The 50th percentile of ``samples``; ValueError for none."""
-    return percentile(samples, 50)
-
-
-def summary(samples: Sequence[float]) -> dict[str, float]:
-    """Count, median, p95, minimum and maximum, in the samples' own unit."""
-    return {
-        "count": len(samples),
-        "median": percentile(samples, 50),
-        "p95": percentile(samples, 95),
-        "min": min(samples),
-        "max": max(samples),
-    }
 
 
 class Budget:

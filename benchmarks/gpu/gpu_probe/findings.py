@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .common import KIB, MIB, Record
+from .common import Record
 
 
 @dataclass(frozen=True)
@@ -55,20 +54,6 @@ class Findings:
 def yes(condition: bool) -> str:
     """``yes`` or ``no``."""
     return "yes" if condition else "no"
-
-
-def mebibytes(num_bytes: int) -> str:
-    """For example ``2 MiB``, or ``64 KiB`` below one."""
-    if abs(num_bytes) < MIB:
-        return f"{num_bytes / KIB:g} KiB"
-    return f"{num_bytes / MIB:g} MiB"
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Geometric mean of positive numbers; ValueError for none."""
-    if not values:
-        raise ValueError("geometric mean of nothing")
-    return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
 UNREADABLE = (ArithmeticError, LookupError, TypeError, ValueError)

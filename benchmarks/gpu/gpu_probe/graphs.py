@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import announce_kernels, fill_random, reference_error, slot_view
+from vmserve.errors import DriverError
+
+from .attention import announce_kernels, fill_random, reference_error, slot_views
 from .attention_kernels import AttentionKernel, SlotBatch, available_kernels
 from .common import Context, Options, Record
-from .driver import Access, DriverError
-from .layout import SlotLayout
-from .region import Region, create_pages, map_region
+from .machine import HostMachine, Region, open_machine
 from .scale import Scale, scale_for
-from .tensors import Machine, open_machine
 
 NUM_PAGES = 4
 CASE_TIMEOUT_S = 60.0
@@ -34,39 +33,34 @@ CAPTURE_MODES = ("global", "thread_local", "relaxed")
 class GraphSlot:
     """One slot whose pages can be exchanged beneath a view that stays."""
 
-    machine: Machine
+    machine: HostMachine
     region: Region
     batch: SlotBatch
 
-    def exchange(self, handles: list[int]) -> float:
+    def exchange(self, pages: list[int]) -> float:
         """Put other pages at the slot's addresses; returns host seconds of the driver calls."""
-        driver, page = self.machine.driver, self.region.page_bytes
         self.machine.synchronize()
         start = time.perf_counter()
-        driver.unmap(self.region.address, self.region.mapped_bytes)
-        for index, handle in enumerate(handles):
-            driver.map(self.region.address + index * page, page, handle)
-        driver.set_access(self.region.address, self.region.mapped_bytes, Access.READ_WRITE)
-        self.region.handles = handles
+        self.region.unmap()
+        self.region.map(self.region.address, pages)
         return time.perf_counter() - start
 
 
-def build_slot(machine: Machine, scale: Scale) -> GraphSlot:
+def build_slot(machine: HostMachine, scale: Scale) -> GraphSlot:
     """A slot of one layer per group, full of random numbers."""
-    layout = SlotLayout(scale.hazard_shape, 1)
-    region = map_region(machine.driver, scale.hazard_page, NUM_PAGES)
-    max_len = NUM_PAGES * layout.page_tokens(scale.hazard_page)
-    pool = machine.wrap(region.address, region.mapped_bytes).view(torch.bfloat16)
-    fill_random(pool)
-    keys = slot_view(pool, layout.k_offset(0), layout, 1, max_len)
-    values = slot_view(pool, layout.v_offset(0, max_len), layout, 1, max_len)
     shape = scale.hazard_shape
+    layout = shape.layout(scale.hazard_page)
+    region = Region(machine, scale.hazard_page, NUM_PAGES, extra=NUM_PAGES)
+    max_len = NUM_PAGES * layout.page_tokens
+    pool = region.tensor(dtype=torch.bfloat16)
+    fill_random(pool)
+    keys, values = slot_views(pool, layout, 0, 1, max_len)
     size = (1, 1, shape.q_heads, shape.head_dim)
     queries = torch.randn(size, dtype=torch.bfloat16, device=machine.device)
     return GraphSlot(machine, region, SlotBatch(queries, keys, values, (0,), (max_len - 5,)))
 
 
-def captured(machine: Machine, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def captured(machine: HostMachine, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """A function that replays ``call`` and returns its (static) output, after it has ended."""
     held: list[Tensor] = []
 
@@ -84,12 +78,10 @@ def captured(machine: Machine, call: Callable[[], Tensor]) -> Callable[[], Tenso
 
 
 def measure_remap(
-    context: Context, machine: Machine, kernel: AttentionKernel, slot: GraphSlot
+    context: Context, machine: HostMachine, kernel: AttentionKernel, slot: GraphSlot
 ) -> None:
     """Replay over the pages of capture time, over other pages, and over the first ones again."""
     run = captured(machine, kernel.prepare(slot.batch))
-    first = list(slot.region.handles)
-    second = create_pages(machine.driver, slot.region.page_bytes, NUM_PAGES)
     outputs, errors = [], []
 
     def replay() -> None:
@@ -97,14 +89,11 @@ def measure_remap(
         errors.append(reference_error(outputs[-1], slot.batch))
 
     replay()
-    exchange_s = slot.exchange(second)
-    whole = machine.wrap(slot.region.address, slot.region.mapped_bytes).view(torch.bfloat16)
-    fill_random(whole)
+    exchange_s = slot.exchange(slot.region.extra)
+    fill_random(slot.region.tensor(dtype=torch.bfloat16))
     replay()
-    slot.exchange(first)
+    slot.exchange(slot.region.pages)
     replay()
-    for handle in second:
-        machine.driver.release(handle)
     context.emit(
         "remap_under_graph",
         kernel=kernel.name,
@@ -119,7 +108,7 @@ def measure_remap(
 
 
 def measure_growth(
-    context: Context, machine: Machine, kernel: AttentionKernel, slot: GraphSlot
+    context: Context, machine: HostMachine, kernel: AttentionKernel, slot: GraphSlot
 ) -> None:
     """Replay with another length written into the lengths tensor."""
     full = slot.batch.lengths[0]
@@ -137,16 +126,14 @@ def map_during_capture(params: Mapping[str, Any], options: Options) -> Record:
     A process of its own, since torch before 2.12 can abort after a capture that failed.
     """
     machine = open_machine(options)
-    driver, page = machine.driver, scale_for(options.dry_run).hazard_page
-    handle, address = driver.create(page), driver.reserve(page)
+    region = Region(machine, scale_for(options.dry_run).hazard_page, 1)
+    address = region.reserve(1)
     errors: list[str] = []
 
     def map_page() -> None:
         try:
-            driver.bind_thread()
-            driver.map(address, page, handle)
-            driver.set_access(address, page, Access.READ_WRITE)
-            driver.unmap(address, page)
+            region.map(address, region.pages)
+            region.unmap(address)
         except DriverError as error:
             errors.append(str(error))
 
@@ -182,7 +169,7 @@ def measure_capture(context: Context) -> None:
         list(pool.map(run_one, cases))
 
 
-def run(context: Context, machine: Machine, scale: Scale) -> None:
+def run(context: Context, machine: HostMachine, scale: Scale) -> None:
     """Measure; see the module's docstring."""
     torch.manual_seed(2)
     kernels, absent = available_kernels(context.options)

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import announce_kernels, fill_random, reference_error, slot_view
+from vmserve.memory.layout import KVLayout
+
+from .attention import announce_kernels, fill_random, reference_error, slot_views
 from .attention_kernels import AttentionKernel, SlotBatch, available_kernels
 from .common import Context, Options, Record
-from .driver import Access, VmmDriver
-from .layout import SlotLayout
-from .region import create_pages
+from .machine import HostMachine, Region, open_machine
 from .scale import Scale, scale_for
-from .tensors import Machine, open_machine
 
 LEAST_TOKENS = 1024
 NAN_TOKENS = 512
@@ -29,10 +28,8 @@ CASE_TIMEOUT_S = 75.0
 SLACKS = (16, 32, 64, 128, 192, 256)
 FAULT_CASES = (
     "unmapped_read",
-    "no_access_read",
     "access_under_reader",
     "unmap_under_reader",
-    "released_while_mapped",
 )
 
 Params = dict[str, Any]
@@ -49,43 +46,35 @@ class TailSlot:
     """One sequence in slot 1 of two, its pages mapped, and some more past them."""
 
     batch: SlotBatch
-    layout: SlotLayout
+    layout: KVLayout
     length: int
+    #: Keeps the pages.
+    region: Region
 
 
-def map_slot(driver: VmmDriver, address: int, page_bytes: int, count: int) -> None:
-    """Map fresh pages side by side; they stay for the life of the process."""
-    for index, handle in enumerate(create_pages(driver, page_bytes, count)):
-        driver.map(address + index * page_bytes, page_bytes, handle)
-    driver.set_access(address, page_bytes * count, Access.READ_WRITE)
-
-
-def build_slot(machine: Machine, scale: Scale, params: Mapping[str, Any]) -> TailSlot:
+def build_slot(machine: HostMachine, scale: Scale, params: Mapping[str, Any]) -> TailSlot:
     """Map and fill what the case asks for; rows past the length are NaN or zero."""
-    layout = SlotLayout(scale.hazard_shape, int(params["group"]))
     page, shape = scale.hazard_page, scale.hazard_shape
-    page_tokens = layout.page_tokens(page)
+    layout = shape.layout(page, int(params["group"]))
+    page_tokens = layout.page_tokens
     pages = tail_pages(page_tokens)
     poisoned = str(params["tail"]).startswith("nan")
     past_tokens = NAN_TOKENS if poisoned else int(params["slack_tokens"])
-    past_pages = -(-past_tokens // page_tokens)
-    max_len = (pages + past_pages + 2) * page_tokens
-    slot_bytes = max_len * layout.token_stride_bytes
-    address = machine.driver.reserve(2 * slot_bytes)
-    map_slot(machine.driver, address, page, 1)
-    map_slot(machine.driver, address + slot_bytes, page, pages + past_pages)
-    pool = machine.wrap(address, 2 * slot_bytes).view(torch.bfloat16)
-    start = slot_bytes // 2
-    fill_random(pool[start : start + (pages + past_pages) * page // 2])
-    layer = layout.layers_per_group - 1
-    offsets = (layout.k_offset(layer), layout.v_offset(layer, 0))
-    keys, values = (slot_view(pool, offset, layout, 2, max_len) for offset in offsets)
+    mapped = pages + -(-past_tokens // page_tokens)
+    slot_pages = mapped + 2
+    region = Region(machine, page, 1, extra=mapped, reserve=2 * slot_pages)
+    region.map(region.address + slot_pages * page, region.extra)
+    pool = region.tensor(2 * slot_pages * page, torch.bfloat16)
+    start = slot_pages * page // 2
+    fill_random(pool[start : start + mapped * page // 2])
+    max_len = slot_pages * page_tokens
+    keys, values = slot_views(pool, layout, layout.layers_per_group - 1, 2, max_len)
     length = pages * page_tokens - int(params["short_by"])
-    mapped_tokens = (pages + past_pages) * page_tokens
+    mapped_tokens = mapped * page_tokens
     poison(keys[1, length:mapped_tokens], values[1, length:mapped_tokens], str(params["tail"]))
     size = (1, int(params["q_len"]), shape.q_heads, shape.head_dim)
     queries = torch.randn(size, dtype=torch.bfloat16, device=machine.device)
-    return TailSlot(SlotBatch(queries, keys, values, (1,), (length,)), layout, length)
+    return TailSlot(SlotBatch(queries, keys, values, (1,), (length,)), layout, length, region)
 
 
 def poison(keys: Tensor, values: Tensor, tail: str) -> None:
@@ -110,7 +99,7 @@ def attention_tail(params: Mapping[str, Any], options: Options) -> Record:
         "finite": bool(torch.isfinite(output).all()),
         "rel_err": error,
         "length": slot.length,
-        "page_tokens": slot.layout.page_tokens(scale.hazard_page),
+        "page_tokens": slot.layout.page_tokens,
     }
 
 
@@ -193,7 +182,7 @@ def run_fault(context: Context, name: str) -> None:
     context.emit("fault", **{**record, "case": name})
 
 
-def run(context: Context, machine: Machine, scale: Scale) -> None:
+def run(context: Context, machine: HostMachine, scale: Scale) -> None:
     """Run every case, a few at a time, then search the slack of kernels that faulted."""
     del machine
     kernels, absent = available_kernels(context.options)

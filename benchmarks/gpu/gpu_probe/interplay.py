@@ -7,61 +7,59 @@ torch tensors over reservations of a TiB and more.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 
-from .attention import slot_view
+from vmserve import _core
+from vmserve.errors import OutOfMemoryError, VmserveError
+
+from .attention import slot_views
 from .common import TIB, Context, one_line
-from .driver import Access, DriverError, VmmDriver
-from .layout import SlotLayout
-from .region import free_region, map_region
+from .machine import READ_WRITE, HostMachine, Region
 from .scale import Scale
-from .tensors import Machine, wrap_by_interface, wrap_by_storage
 
 
-def emit_memory(context: Context, machine: Machine, when: str) -> None:
-    """One record of what each side holds and sees free."""
+def emit_memory(context: Context, machine: HostMachine, when: str) -> None:
+    """One record of what is free and what torch holds."""
     machine.synchronize()
     context.emit("memory", when=when, **machine.memory())
 
 
-def measure_elastic(context: Context, machine: Machine, scale: Scale) -> None:
+def measure_elastic(context: Context, machine: HostMachine, scale: Scale) -> None:
     """Torch allocates and frees, the pool grows and shrinks: who sees what."""
-    page, nbytes = scale.page_sizes[0], scale.elastic_bytes
+    page, num_bytes = scale.page_sizes[0], scale.elastic_bytes
     emit_memory(context, machine, "start")
-    tensor = torch.empty(nbytes, dtype=torch.uint8, device=machine.device)
+    tensor = torch.empty(num_bytes, dtype=torch.uint8, device=machine.device)
     emit_memory(context, machine, "torch holds a tensor")
     del tensor
     emit_memory(context, machine, "tensor deleted, cached by torch")
     start = time.perf_counter()
-    region = map_region(machine.driver, page, nbytes // page)
+    region = Region(machine, page, num_bytes // page)
     seconds = time.perf_counter() - start
     emit_memory(context, machine, "pool grown beside the cache")
     machine.empty_cache()
     emit_memory(context, machine, "torch's cache emptied")
     start = time.perf_counter()
-    free_region(machine.driver, region)
+    region.close()
     freed = time.perf_counter() - start
     emit_memory(context, machine, "pool given back")
-    context.emit("elastic", nbytes=nbytes, grow_seconds=seconds, shrink_seconds=freed)
+    context.emit("elastic", num_bytes=num_bytes, grow_seconds=seconds, shrink_seconds=freed)
 
 
-def fill_up(driver: VmmDriver, page_bytes: int, most: int) -> tuple[list[int], str]:
-    """Create pages until the driver refuses or ``most`` are made; the handles and why it ended."""
-    handles: list[int] = []
-    try:
-        while len(handles) < most:
-            handles.append(driver.create(page_bytes))
-    except DriverError as error:
-        return handles, error.code
-    return handles, ""
+def fill_up(driver: _core.PageDriver) -> tuple[int, str]:
+    """Create pages until the driver refuses or has all; how many, and why it ended."""
+    for page in range(driver.num_frames):
+        try:
+            driver.create([(page, 1)])
+        except OutOfMemoryError as error:
+            return page, one_line(error)
+    return driver.num_frames, ""
 
 
-def try_torch(machine: Machine, nbytes: int) -> str:
+def try_torch(machine: HostMachine, num_bytes: int) -> str:
     """Allocate and free through torch; the error in one line, or nothing."""
     try:
-        del_me = torch.empty(nbytes, dtype=torch.uint8, device=machine.device)
+        del_me = torch.empty(num_bytes, dtype=torch.uint8, device=machine.device)
     except RuntimeError as error:
         return one_line(error)
     del del_me
@@ -69,99 +67,69 @@ def try_torch(machine: Machine, nbytes: int) -> str:
     return ""
 
 
-def measure_exhaustion(context: Context, machine: Machine, scale: Scale) -> None:
+def measure_exhaustion(context: Context, machine: HostMachine, scale: Scale) -> None:
     """The pool takes all memory; torch fails, the pool shrinks, torch works again."""
-    driver = machine.driver
     page = max(scale.page_sizes)
-    free, _ = driver.memory_info()
     machine.empty_cache()
-    handles, code = fill_up(driver, page, free // page + 16)
-    left, _ = driver.memory_info()
+    free = machine.free_bytes()
+    driver = machine.driver(page, free // page + 16)
+    count, error = fill_up(driver)
+    left = machine.free_bytes()
     full_error = try_torch(machine, scale.elastic_bytes)
-    returned = min(len(handles), -(-2 * scale.elastic_bytes // page))
-    for _ in range(returned):
-        driver.release(handles.pop())
+    kept = max(0, count - -(-2 * scale.elastic_bytes // page))
+    driver.destroy([(kept, count - kept)])
     after_error = try_torch(machine, scale.elastic_bytes)
-    for handle in handles:
-        driver.release(handle)
-    end, _ = driver.memory_info()
+    if kept:
+        driver.destroy([(0, kept)])
     context.emit(
         "exhaustion",
-        pool_error=code,
-        pool_bytes=(len(handles) + returned) * page,
+        pool_error=error,
+        pool_bytes=count * page,
         left_free_bytes=left,
         torch_error_when_full=full_error,
         torch_error_after_shrink=after_error,
         free_before_bytes=free,
-        free_after_bytes=end,
+        free_after_bytes=machine.free_bytes(),
     )
 
 
-def reserve_largest(driver: VmmDriver, sizes: Sequence[int]) -> tuple[int, int]:
-    """Address and size of the largest of ``sizes`` that can be reserved; DriverError if none."""
-    for nbytes in sorted(sizes, reverse=True):
-        try:
-            return driver.reserve(nbytes), nbytes
-        except DriverError:
-            continue
-    raise DriverError("reserve", f"none of {[size / TIB for size in sizes]} TiB")
+def measure_wrapping(context: Context, machine: HostMachine, scale: Scale) -> None:
+    """A tensor over a huge reservation of which only two pages exist, near its two ends.
 
-
-def map_page_at(driver: VmmDriver, address: int, page_bytes: int) -> None:
-    """Map one fresh page; it stays for the life of the process."""
-    driver.map(address, page_bytes, driver.create(page_bytes))
-    driver.set_access(address, page_bytes, Access.READ_WRITE)
-
-
-def measure_wrapping(context: Context, machine: Machine, scale: Scale) -> None:
-    """A tensor over a huge reservation of which only two pages exist, near its two ends."""
-    driver, page = machine.driver, scale.page_sizes[0]
-    address, nbytes = reserve_largest(driver, [TIB, 4 * TIB])
-    try_unmapped(context, machine, address, nbytes)
-    map_page_at(driver, address, page)
-    map_page_at(driver, address + nbytes - page, page)
+    It is made before they are mapped, as the engine does.
+    """
+    page = scale.page_sizes[0]
+    driver = machine.driver(page, 2)
+    num_bytes = 4 * TIB
+    try:
+        address = driver.reserve(num_bytes, _core.Backing.TRAP)
+    except VmserveError:
+        num_bytes = TIB
+        address = driver.reserve(num_bytes, _core.Backing.TRAP)
     start = time.perf_counter()
-    whole = machine.wrap(address, nbytes)
+    whole = machine.wrap(address, num_bytes)
     wrap_us = (time.perf_counter() - start) * 1e6
-    numbers = whole.view(torch.bfloat16)
-    shape = scale.hazard_shape
-    layout = SlotLayout(shape, 1)
-    max_len = page // layout.token_stride_bytes
-    num_slots = nbytes // page
-    keys = slot_view(numbers, layout.k_offset(0), layout, num_slots, max_len)
+    driver.create([(0, 2)])
+    driver.map([(address, 0, 1, READ_WRITE), (address + num_bytes - page, 1, 1, READ_WRITE)])
+    layout = scale.hazard_shape.layout(page)
+    num_slots = num_bytes // page
+    keys, _ = slot_views(whole.view(torch.bfloat16), layout, 0, num_slots, layout.page_tokens)
     keys[0].fill_(1.0)
     keys[-1].fill_(2.0)
     values_ok = bool((keys[0] == 1).all()) and bool((keys[num_slots - 1] == 2).all())
     copied = keys[num_slots - 1].clone()
     context.emit(
         "wrapping",
-        tib=nbytes / TIB,
-        method=machine.wrap_method,
+        tib=num_bytes / TIB,
         wrap_us=wrap_us,
-        numel=numbers.numel(),
         slots=num_slots,
-        tokens=num_slots * max_len,
+        tokens=num_slots * layout.page_tokens,
         first_and_last_slot_right=values_ok,
         clone_right=bool((copied == 2).all()),
     )
 
 
-def try_unmapped(context: Context, machine: Machine, address: int, nbytes: int) -> None:
-    """Does each way of wrapping take an address at which nothing is mapped yet?"""
-    if machine.device == "cpu":
-        return
-    for method, wrap in (("interface", wrap_by_interface), ("storage", wrap_by_storage)):
-        error = ""
-        try:
-            tensor = wrap(address, nbytes, machine.device)
-            if tensor.data_ptr() != address:
-                error = "another address: the range was copied"
-        except (RuntimeError, ValueError, TypeError) as failure:
-            error = one_line(failure)
-        context.emit("wrap_unmapped", method=method, accepted=not error, error=error)
-
-
-def run(context: Context, machine: Machine, scale: Scale) -> None:
+def run(context: Context, machine: HostMachine, scale: Scale) -> None:
     """Measure; see the module's docstring. What may leave memory full comes last."""
     for what, measure in (
         ("elastic growth", measure_elastic),
@@ -169,5 +137,5 @@ def run(context: Context, machine: Machine, scale: Scale) -> None:
         ("exhaustion", measure_exhaustion),
     ):
         if not context.cut(what):
-            with context.attempt(what, RuntimeError):
+            with context.attempt(what, RuntimeError, VmserveError):
                 measure(context, machine, scale)

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vmserve.errors import VmserveError
+
 from .common import Budget, Context, Options, Record, Recorder, jsonable, one_line
 from .sections import Section, run_section, section_named
 
@@ -200,7 +202,7 @@ def case_main(case: str, params: Mapping[str, Any], options: Options) -> NoRetur
     try:
         call = getattr(importlib.import_module(f".{module}", __package__), function)
         record: Record = {"outcome": "completed", **call(params, options)}
-    except RuntimeError as error:
+    except (RuntimeError, VmserveError) as error:
         record = {"outcome": "error", "error": one_line(error)}
     print(RESULT_MARK + json.dumps(jsonable(record)), flush=True)
     leave(0)

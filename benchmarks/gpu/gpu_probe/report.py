@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .common import KIB, MIB, Record, one_line
+from vmserve.sizes import format_size
+
+from .common import Record, one_line
 from .findings import UNREADABLE, Findings, Verdict
 from .processes import SectionResult
 from .verdicts import all_verdicts
 
-SCHEMA = 1
+SCHEMA = 2
 DRY_RUN = "DRY RUN on host memory: the figures below mean nothing about any GPU"
 
 
@@ -76,16 +78,11 @@ def format_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     )
 
 
-def size_label(num_bytes: int) -> str:
-    """For example ``2M`` or ``64K``."""
-    return f"{num_bytes // MIB}M" if num_bytes >= MIB else f"{num_bytes // KIB}K"
-
-
 def rate_table(findings: Findings) -> str:
     """Copy and read rates by kind of memory."""
     rows = [
         (
-            size_label(record["page_bytes"]) + " pages" if record["page_bytes"] else "plain",
+            format_size(record["page_bytes"]) + " pages" if record["page_bytes"] else "plain",
             record["copy_gbs"],
             record["read_gbs"],
         )
@@ -94,20 +91,19 @@ def rate_table(findings: Findings) -> str:
     return format_table(("memory", "copy GB/s", "read GB/s"), rows)
 
 
-def cost_table(findings: Findings) -> str:
-    """Median microseconds of each driver call."""
-    names = ("create", "map", "set_access", "unmap", "release")
+def call_table(findings: Findings) -> str:
+    """Median microseconds of each driver call, by page size and run."""
+    found = {
+        ((record["page_bytes"], record["num_pages"]), record["operation"]): record["median_ns"]
+        for record in findings.of("vmm_costs", "call")
+    }
+    sizes = sorted({size for size, _ in found})
     rows = [
-        (
-            f"{size_label(record['page_bytes'])} x {record['run']}"
-            + ("" if record["spanning"] else " each"),
-            *(record["calls_us"][name]["median"] for name in names),
-            record["map_and_access_us_per_page"],
-            record["map_gbs"],
-        )
-        for record in findings.of("vmm_costs", "cost")
+        (call, *(found[size, call] / 1e3 for size in sizes))
+        for call in dict.fromkeys(call for _, call in found)
     ]
-    return format_table(("page x run, us a call", *names, "us/page", "GB/s"), rows)
+    headers = (f"{format_size(page)} x {run}" for page, run in sizes)
+    return format_table(("us a call", *headers), rows)
 
 
 def beside_table(findings: Findings) -> str:
@@ -145,7 +141,7 @@ def attention_table(findings: Findings, page_bytes: int) -> str:
         )
         for (case, kernel), record in dense.items()
     ]
-    headers = (f"{size_label(page_bytes)} pages", "dense us", "GB/s", *layouts)
+    headers = (f"{format_size(page_bytes)} pages", "dense us", "GB/s", *layouts)
     return format_table(headers, rows)
 
 
@@ -196,7 +192,7 @@ def render(report: Report) -> str:
     findings = report.findings()
     parts = [DRY_RUN] if report.dry_run else []
     parts.append(section_table(report))
-    for table in (rate_table, cost_table, beside_table, attention_tables, tail_table):
+    for table in (rate_table, call_table, beside_table, attention_tables, tail_table):
         try:
             text = table(findings)
         except UNREADABLE as error:

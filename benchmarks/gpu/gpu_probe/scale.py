@@ -4,8 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vmserve.memory.layout import HOST_GRANULARITY, KVLayout, plan_layout
+
 from .common import GIB, KIB, MIB, TIB
-from .layout import ModelShape
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Attention geometry of a model in bf16."""
+
+    name: str
+    num_layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+    def read_bytes(self, num_tokens: int) -> int:
+        """K and V bytes that one layer's attention must read for ``num_tokens`` tokens."""
+        return 4 * self.kv_heads * self.head_dim * num_tokens
+
+    def layout(self, page_bytes: int, layers: int = 1, *, split_kv: bool = False) -> KVLayout:
+        """``layers`` side by side in a group, in pages of ``page_bytes``."""
+        return plan_layout(
+            self.num_layers,
+            self.kv_heads,
+            self.head_dim,
+            "bfloat16",
+            HOST_GRANULARITY,
+            layers_per_group=layers,
+            split_kv=split_kv,
+            page_bytes=page_bytes,
+            block_tokens=1,
+        )
+
+    def layouts(self, page_bytes: int) -> list[KVLayout]:
+        """K and V apart, then 1, 2, 4 and all layers per group, as far as they divide the model."""
+        sizes = [layers for layers in (1, 2, 4) if self.num_layers % layers == 0]
+        sizes = list(dict.fromkeys([*sizes, self.num_layers]))
+        whole = [self.layout(page_bytes, layers) for layers in sizes]
+        return [self.layout(page_bytes, split_kv=True), *whole]
+
 
 LLAMA3_8B = ModelShape("llama-3-8b", num_layers=32, q_heads=32, kv_heads=8, head_dim=128)
 LLAMA2_7B = ModelShape("llama-2-7b", num_layers=32, q_heads=32, kv_heads=32, head_dim=128)
@@ -38,11 +76,8 @@ class Scale:
     """Every size that a section uses; bytes unless the name says otherwise."""
 
     page_sizes: tuple[int, ...]
-    run_lengths: tuple[int, ...]
-    cell_seconds: float
     copy_bytes: int
     spin_ns: int
-    mapper_seconds: float
     alias_bytes: int
     alias_rounds: int
     mapping_page: int
@@ -60,11 +95,8 @@ class Scale:
 
 FULL = Scale(
     page_sizes=tuple(size * MIB for size in (2, 4, 8, 14, 16, 32, 64)),
-    run_lengths=(1, 4, 16, 64),
-    cell_seconds=0.6,
     copy_bytes=2 * GIB,
     spin_ns=20_000_000,
-    mapper_seconds=1.0,
     alias_bytes=32 * MIB,
     alias_rounds=32,
     mapping_page=2 * MIB,
@@ -91,11 +123,8 @@ FULL = Scale(
 
 TINY = Scale(
     page_sizes=(64 * KIB, 128 * KIB),
-    run_lengths=(1, 4),
-    cell_seconds=0.002,
     copy_bytes=256 * KIB,
     spin_ns=1_000_000,
-    mapper_seconds=0.02,
     alias_bytes=128 * KIB,
     alias_rounds=2,
     mapping_page=64 * KIB,

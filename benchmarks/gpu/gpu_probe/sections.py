@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .common import Context
-from .machine import open_driver
 from .scale import scale_for
 
 
@@ -24,7 +23,6 @@ class Section:
     question: str
     weight: float
     least_seconds: float
-    needs_torch: bool
 
 
 SECTIONS = (
@@ -34,16 +32,14 @@ SECTIONS = (
         "What is the machine, what granularity, what copy and read rates by page size?",
         weight=25,
         least_seconds=6,
-        needs_torch=False,
     ),
     Section(
         "vmm_costs",
         ".costs",
-        "What do create, map, set-access, unmap cost by page size and run length, do they wait "
-        "for kernels, does a mapper thread slow the step?",
+        "What do create, map, set-access, unmap cost by page size and run length, and do they "
+        "wait for kernels?",
         weight=75,
         least_seconds=12,
-        needs_torch=False,
     ),
     Section(
         "aliasing",
@@ -52,7 +48,6 @@ SECTIONS = (
         "much address space?",
         weight=50,
         least_seconds=10,
-        needs_torch=False,
     ),
     Section(
         "attention",
@@ -60,7 +55,6 @@ SECTIONS = (
         "What does stock FlashAttention lose on slot views by layer grouping and page size?",
         weight=135,
         least_seconds=25,
-        needs_torch=True,
     ),
     Section(
         "tail_hazard",
@@ -68,7 +62,6 @@ SECTIONS = (
         "What does each kernel do with NaN rows and unmapped pages past the length?",
         weight=80,
         least_seconds=20,
-        needs_torch=True,
     ),
     Section(
         "graphs",
@@ -76,7 +69,6 @@ SECTIONS = (
         "Do CUDA graphs follow pages remapped beneath the same addresses?",
         weight=45,
         least_seconds=12,
-        needs_torch=True,
     ),
     Section(
         "torch_interplay",
@@ -84,7 +76,6 @@ SECTIONS = (
         "Does an elastic pool live beside torch's allocator, can torch wrap a TiB?",
         weight=40,
         least_seconds=12,
-        needs_torch=True,
     ),
 )
 
@@ -107,9 +98,6 @@ def choose(names: Sequence[str]) -> list[Section]:
 def run_section(section: Section, context: Context) -> None:
     """Open what the section needs and run it in this process."""
     module: Any = importlib.import_module(section.module, __package__)
+    machine: Any = importlib.import_module(".machine", __package__)
     scale = scale_for(context.options.dry_run)
-    if section.needs_torch:
-        tensors: Any = importlib.import_module(".tensors", __package__)
-        module.run(context, tensors.open_machine(context.options), scale)
-    else:
-        module.run(context, open_driver(context.options.dry_run), scale)
+    module.run(context, machine.open_machine(context.options), scale)

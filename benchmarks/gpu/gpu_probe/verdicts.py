@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import geometric_mean
 from typing import Any
+
+from vmserve.sizes import format_size
 
 from .common import one_line
 from .findings import (
@@ -12,8 +15,6 @@ from .findings import (
     Findings,
     Unanswered,
     Verdict,
-    geometric_mean,
-    mebibytes,
     need,
     need_one,
     yes,
@@ -32,9 +33,8 @@ def granularity(found: Findings) -> Verdict:
     least, advised = device["granularity_minimum_bytes"], device["granularity_recommended_bytes"]
     return Verdict(
         "Does the driver map pages, and how small?",
-        yes(device["vmm_supported"]),
-        f"{device['name']}, CUDA driver {device['cuda_driver_version']}: granularity "
-        f"{mebibytes(least)}, recommended {mebibytes(advised)}.",
+        "yes",
+        f"{device['name']}: granularity {format_size(least)}, recommended {format_size(advised)}.",
         {"minimum_bytes": least, "recommended_bytes": advised},
     )
 
@@ -42,7 +42,7 @@ def granularity(found: Findings) -> Verdict:
 def page_reads(found: Findings) -> Verdict:
     rates = need(found.of("device", "rate"))
     plain = need_one(found.last("device", "rate", memory="plain"))["read_gbs"]
-    pages = {mebibytes(r["page_bytes"]): r["read_gbs"] / plain for r in rates if r["page_bytes"]}
+    pages = {format_size(r["page_bytes"]): r["read_gbs"] / plain for r in rates if r["page_bytes"]}
     if not pages:
         raise Unanswered
     listed = ", ".join(f"{page} {ratio:.1%}" for page, ratio in pages.items())
@@ -55,36 +55,35 @@ def page_reads(found: Findings) -> Verdict:
 
 
 def map_cost(found: Findings) -> Verdict:
-    costs = need(found.of("vmm_costs", "cost"))
-    page = min(record["page_bytes"] for record in costs)
-    alone = need_one(found.last("vmm_costs", "cost", page_bytes=page, run=1))
-    runs = [r for r in costs if r["page_bytes"] == page and r["run"] > 1]
-    spanning = [r for r in need(runs) if r["spanning"]]
-    best = min(need(spanning), key=lambda r: float(r["map_and_access_us_per_page"]))
-    gain = alone["map_and_access_us_per_page"] / best["map_and_access_us_per_page"]
+    rows = [r for r in need(found.of("vmm_costs", "call")) if r["operation"] == "map"]
+    page = min(row["page_bytes"] for row in rows)
+    us_per_page = {
+        row["num_pages"]: row["median_ns"] / 1e3 / row["num_pages"]
+        for row in rows
+        if row["page_bytes"] == page
+    }
+    longest = max(us_per_page)
+    gain = us_per_page[1] / us_per_page[longest]
     return Verdict(
         "Is one set-access over a run of pages much cheaper than one each (2x or more)?",
         yes(gain >= 2),
-        f"{mebibytes(page)}: {alone['map_and_access_us_per_page']:.1f} us a page alone, "
-        f"{best['map_and_access_us_per_page']:.1f} us in runs of {best['run']} ({gain:.1f}x); "
-        f"create {alone['calls_us']['create']['median']:.0f} us, "
-        f"unmap {alone['calls_us']['unmap']['median']:.1f} us.",
-        {"alone_us": alone["map_and_access_us_per_page"], "gain": gain},
+        f"{format_size(page)}: map and access {us_per_page[1]:.1f} us a page alone, "
+        f"{us_per_page[longest]:.1f} us in runs of {longest} ({gain:.1f}x).",
+        {"alone_us": us_per_page[1], "gain": gain},
     )
 
 
 def map_rate(found: Findings) -> Verdict:
-    costs = need(found.of("vmm_costs", "cost"))
-    page = min(record["page_bytes"] for record in costs)
-    slowest = need_one(found.last("vmm_costs", "cost", page_bytes=page, run=1))["map_gbs"]
-    fastest = max(costs, key=lambda r: float(r["map_gbs"]))
+    rows = {row["page_bytes"]: row["gb_per_s"] for row in need(found.of("vmm_costs", "bandwidth"))}
+    page = min(rows)
+    ready = {way: rate for way, rate in rows[page].items() if way.startswith("ready")}
+    slowest, fastest = ready["ready, one by one"], max(max(row.values()) for row in rows.values())
     return Verdict(
         f"Does mapping page by page keep up with a demand of {KV_DEMAND_GBS} GB/s?",
         yes(slowest >= KV_DEMAND_GBS),
-        f"{mebibytes(page)} pages one by one: {slowest:.1f} GB/s; best: "
-        f"{fastest['map_gbs']:.1f} GB/s with {fastest['run']} x "
-        f"{mebibytes(fastest['page_bytes'])}.",
-        {"one_by_one_gbs": slowest, "best_gbs": fastest["map_gbs"]},
+        f"{format_size(page)} pages one by one: {slowest:.1f} GB/s, new ones "
+        f"{rows[page]['new, one by one']:.1f}; best of all sizes and ways {fastest:.1f}.",
+        {"one_by_one_gbs": slowest, "best_gbs": fastest},
     )
 
 
@@ -136,29 +135,9 @@ def access_under_reader(found: Findings) -> Verdict:
     )
 
 
-def mapper_interference(found: Findings) -> Verdict:
-    steps = {record["mapper"]: record for record in need(found.of("vmm_costs", "steps"))}
-    alone = need_one(steps.pop("none", None))
-    if not steps:
-        raise Unanswered
-    loss = {k: r["step_us_median"] / alone["step_us_median"] for k, r in steps.items()}
-    read = {k: r["read_ms_median"] / alone["read_ms_median"] for k, r in steps.items()}
-    rates = {k: r["map_gbs_while_mapping"] for k, r in steps.items()}
-    listed = ", ".join(
-        f"{k}: step {loss[k]:.2f}x, long read {read[k]:.2f}x, maps {rates[k]:.1f} GB/s"
-        for k in steps
-    )
-    return Verdict(
-        "Can a thread map beside the step without slowing it (5 %) when paced?",
-        yes(loss.get("paced", math.inf) <= 1.05),
-        f"{listed}. Python threads: an upper bound.",
-        {"step_ratio": loss, "read_ratio": read, "map_gbs": rates},
-    )
-
-
 def zeroing(found: Findings) -> Verdict:
     rates = {
-        f"{mebibytes(r['page_bytes'])} {r['mode']}": r["gbs"]
+        f"{format_size(r['page_bytes'])} {r['mode']}": r["gbs"]
         for r in need(found.of("vmm_costs", "zeroing"))
     }
     listed = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
@@ -171,7 +150,7 @@ def coherence(found: Findings) -> Verdict:
     return Verdict(
         "Does ordered later work see a write through the other alias?",
         yes(not any(wrong.values())),
-        f"Wrong words of {records[0]['words_checked']} (of fewer after memset): {wrong}.",
+        f"Wrong words of {records[0]['words_checked']}: {wrong}.",
         wrong,
     )
 
@@ -266,7 +245,7 @@ def grouping(found: Findings) -> Verdict:
 
 def attention_pages(found: Findings) -> Verdict:
     groups = _ratios(found, "page_bytes")
-    means = {mebibytes(page): geometric_mean(ratios) for page, ratios in groups.items()}
+    means = {format_size(page): geometric_mean(ratios) for page, ratios in groups.items()}
     spread = max(means.values()) / min(means.values())
     listed = ", ".join(f"{page} {mean:.3f}" for page, mean in means.items())
     return Verdict(
@@ -362,21 +341,20 @@ def elastic(found: Findings) -> Verdict:
         "Does memory move between the pool and torch, out of memory included?",
         yes(recovered and bool(record["pool_error"])),
         f"Pool refused by {record['pool_error'] or 'nothing'} with "
-        f"{mebibytes(record['left_free_bytes'])} left; torch when full: "
+        f"{format_size(record['left_free_bytes'])} left; torch when full: "
         f"{record['torch_error_when_full'] or 'no error'}; after the pool shrank: "
-        f"{record['torch_error_after_shrink'] or 'works'}; {mebibytes(lost)} missing at the end.",
+        f"{record['torch_error_after_shrink'] or 'works'}; {format_size(lost)} missing at the end.",
     )
 
 
 def wrapping(found: Findings) -> Verdict:
     record = need_one(found.last("torch_interplay", "wrapping"))
     right = record["first_and_last_slot_right"] and record["clone_right"]
-    unmapped = {r["method"]: r["accepted"] for r in found.of("torch_interplay", "wrap_unmapped")}
     return Verdict(
         "Can torch hold a strided tensor over a reservation of a TiB?",
         yes(right),
-        f"{record['tib']:g} TiB, {record['slots']} slots, by {record['method']} in "
-        f"{record['wrap_us']:.0f} us; with nothing mapped yet: {unmapped}.",
+        f"{record['tib']:g} TiB, {record['slots']} slots, wrapped in {record['wrap_us']:.0f} us "
+        "before anything was mapped.",
     )
 
 
@@ -386,7 +364,6 @@ QUESTIONS: tuple[tuple[str, Callable[[Findings], Verdict]], ...] = (
     ("vmm_costs", map_cost),
     ("vmm_costs", map_rate),
     ("vmm_costs", waits_for_kernels),
-    ("vmm_costs", mapper_interference),
     ("vmm_costs", zeroing),
     ("tail_hazard", unmap_under_reader),
     ("tail_hazard", access_under_reader),

@@ -13,6 +13,7 @@ import importlib
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ __all__ = [
     "CubinCache",
     "KernelResources",
     "compile_cubin",
+    "compile_source",
     "default_cache_directory",
     "resources_of",
     "source_text",
@@ -109,8 +111,18 @@ def compile_cubin(variant: Variant, sizes: Sizes, architecture: str) -> tuple[by
 
     Raises :class:`CompileError` with the compiler's log.
     """
+    macros = (f"--define-macro={name}={macro}" for name, macro in variant.macros(sizes))
+    options = ("--ptxas-options=-v", *macros)
+    return compile_source(
+        source_text(), f"{variant.name} for {architecture}", architecture, options
+    )
+
+
+def compile_source(
+    source: str, what: str, architecture: str, options: Sequence[str] = ()
+) -> tuple[bytes, str]:
+    """Compile any source; ``what`` names it in errors. Otherwise as :func:`compile_cubin`."""
     nvrtc = _imported("cuda.bindings.nvrtc")
-    what = f"{variant.name} for {architecture}"
 
     def value(result: tuple[Any, ...]) -> Any:
         if int(result[0]) != 0:
@@ -122,19 +134,13 @@ def compile_cubin(variant: Variant, sizes: Sizes, architecture: str) -> tuple[by
         value(get(program, room))
         return room
 
-    options = [
-        f"--gpu-architecture={architecture}",
-        "--std=c++17",
-        "--ptxas-options=-v",
-        *(f"--define-macro={name}={macro}" for name, macro in variant.macros(sizes)),
-    ]
-    source = source_text().encode()
     try:
-        program = value(nvrtc.nvrtcCreateProgram(source, b"kernels.cu", 0, None, None))
+        program = value(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, None, None))
     except RuntimeError as error:  # the library was not found
         raise CompileError(f"NVRTC: {error}; {_REMEDY}") from error
     try:
-        arguments = [option.encode() for option in options]
+        given = (f"--gpu-architecture={architecture}", "--std=c++17", *options)
+        arguments = [option.encode() for option in given]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), arguments)
         log = text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
         said = log.rstrip(b"\0").decode(errors="replace")
