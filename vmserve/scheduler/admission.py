@@ -1,4 +1,4 @@
-"""Who may begin in a step, and with what: newcomers, and those who come back."""
+"""Decide which waiting and swapped sequences start in a step, and from what."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["Admission"]
 
 @dataclass(slots=True)
 class _Opening:
-    """What a step has left for newcomers: ``budget``, and ``room`` in blocks."""
+    """What a step has left for newcomers: ``budget`` in tokens, ``room`` in blocks."""
 
-    plan: StepDraft
+    draft: StepDraft
     budget: StepBudget
     room: int
     #: Blocks that stay free while something runs.
@@ -37,8 +37,8 @@ class _Opening:
 
 
 class Admission:
-    """Nobody begins for whom there may be no memory: all known tokens must fit beside what those
-    that run are still promised."""
+    """Admit a sequence only if all its known tokens fit beside what running sequences may still
+    need."""
 
     def __init__(
         self,
@@ -61,72 +61,78 @@ class Admission:
         self._shares = shares
 
     def admit(
-        self, plan: StepDraft, *, prompts: bool = True, admission_paused: bool = False
+        self, draft: StepDraft, *, prompts: bool = True, admission_paused: bool = False
     ) -> list[Sequence]:
-        """Add newcomers to ``plan`` while budget, sequences and memory last; who they are.
+        """Add newcomers to ``draft`` while budget, places and memory last; returns them.
 
-        Without ``prompts`` only those that were swapped out come back; with ``admission_paused``
-        nothing does, unless nothing runs.
+        Without ``prompts``, only swapped sequences come back. With ``admission_paused``, nothing is
+        admitted unless nothing runs.
         """
         if not (self._queues.waiting or self._queues.swapped) or (
             admission_paused and self._queues.running
         ):
             return []
         budget = StepBudget.within(self._limits)
-        budget.spend(plan)
-        # What a newcomer may take, once every running sequence has what it is owed.
+        budget.spend(draft)
+        # What a newcomer may take: the memory that no running sequence is owed.
         blocks_per_page = self._demand.blocks_per_page
         opening = _Opening(
-            plan,
+            draft,
             budget,
             room=self._memory.available_pages() * blocks_per_page
             - sum(self._demand.owed(seq) for seq in self._queues.running),
             watermark=int(self._limits.watermark * self._memory.limit_pages) * blocks_per_page,
         )
-        for sequence in self._claimants(plan):
+        for sequence in self._claimants(draft):
             is_swapped = sequence.status is SequenceStatus.SWAPPED
             if not (self._swap_in if is_swapped else self._begin)(sequence, opening):
-                return opening.newcomers  # whoever comes after them waits, too
+                return opening.newcomers  # those behind it wait too
         while self._queues.swapped and self._swap_in(self._queues.swapped[0], opening):
             pass
         if self._queues.swapped or not prompts:
-            return opening.newcomers  # who was swapped comes back first
-        while self._queues.waiting and self._begin(self.next_waiting(plan), opening):
+            return opening.newcomers  # swapped sequences come back first
+        while self._queues.waiting and self._begin(self.next_waiting(draft), opening):
             pass
         return opening.newcomers
 
-    def next_waiting(self, plan: StepDraft | None = None) -> Sequence:
-        """Whose claim is granted; else in order, but with fair sharing whoever was preempted, then
-        the tenant whose turn it is beside those in ``plan``."""
-        plan = StepDraft() if plan is None else plan
+    def next_waiting(self, draft: StepDraft | None = None) -> Sequence:
+        """The next waiting sequence: the first with a granted claim, else the first in order.
+
+        With fair sharing, preempted sequences come before others, then the tenant whose turn it is,
+        the grants of ``draft`` counted.
+        """
+        draft = StepDraft() if draft is None else draft
         waiting = self._queues.waiting
-        for sequence in self._claimants(plan):
+        for sequence in self._claimants(draft):
             if sequence.status is SequenceStatus.WAITING:
                 return sequence
         if self._shares is None:
             return waiting[0]
         preempted = (seq for seq in waiting if seq.was_preempted)
-        return next(preempted, None) or self._shares.next_of(waiting, plan)
+        return next(preempted, None) or self._shares.next_of(waiting, draft)
 
-    def _claimants(self, plan: StepDraft) -> list[Sequence]:
-        """Not those for which ``plan`` keeps no token, as their tenant reads earlier prompts."""
-        return [seq for seq in self._claims.granted if plan.kept.get(seq, 1)]
+    def _claimants(self, draft: StepDraft) -> list[Sequence]:
+        """Sequences with granted claims, without those for which ``draft`` keeps no token.
+
+        Their tenant's earlier prompts took all that was kept.
+        """
+        return [seq for seq in self._claims.granted if draft.kept.get(seq, 1)]
 
     def _begin(self, sequence: Sequence, opening: _Opening) -> bool:
-        """Whether the waiting sequence runs now."""
+        """Start a waiting sequence if there is room; returns whether it runs now."""
         request = sequence.request
         if not opening.budget.can_take(sequence):
             return False
         if num_places([*self._queues.running, sequence]) > self._limits.max_num_seqs:
             return False
-        # Those that run may wait for this very one: then there is no room to leave.
+        # Running beams may wait for this very one: then no reserve is needed.
         gang = request if request.is_gang else None
         alone = all(other.request is gang for other in self._queues.running)
         donor = self._donors.find(sequence)
         shared = sequence.num_prompt if donor else 0
         reserve = 0 if alone else opening.watermark
         if self._demand.at_least(sequence, shared) + reserve > opening.room:
-            return False  # in either regime: who waits for memory need not choose at every step
+            return False  # no room in either regime: skip choosing one at every step
         choice = self._regimes.choose(request)
         sequence.regime = choice.regime
         blocks = self._demand.next_token(sequence) - self._demand.shared(sequence, shared)
@@ -140,11 +146,13 @@ class Admission:
         self._queues.run(sequence)
         opening.newcomers.append(sequence)
         opening.room -= blocks
-        opening.plan.append(opening.budget.take(sequence, opening.plan.kept.get(sequence) or None))
+        opening.draft.append(
+            opening.budget.take(sequence, opening.draft.kept.get(sequence) or None)
+        )
         return True
 
     def _swap_in(self, first: Sequence, opening: _Opening) -> bool:
-        """Whether the swapped sequence, with the beams of its group, comes back now."""
+        """Bring a swapped sequence back, with the beams of its group, if there is room."""
         if opening.budget.tokens <= 0:
             return False
         group = with_its_gang(first, self._queues.swapped)
@@ -162,22 +170,22 @@ class Admission:
             self._queues.run(sequence)
             opening.newcomers.append(sequence)
             if opening.budget.can_take(sequence) and sequence.num_uncomputed:
-                opening.plan.append(opening.budget.take(sequence))
+                opening.draft.append(opening.budget.take(sequence))
         return True
 
     def _headroom(self, newcomers: list[Sequence]) -> int:
-        """Blocks that must be left when these come back.
+        """Blocks that must stay free if these come back.
 
-        Else they would be the victims again after a few steps, and all the copying, or computing,
-        would have been for nothing.
+        Without them they would be preempted again after a few steps, and the copying or computing
+        would be wasted.
         """
         return self._demand.headroom([*self._queues.running, *newcomers], self._regimes.mean_output)
 
     def _open(self, sequence: Sequence, donor: Sequence | None, choice: RegimeChoice) -> bool:
-        """The sequence's place in memory, and what it starts with; False if there is none.
+        """Open the sequence in memory and set its start; False if memory has no place for it.
 
-        ``choice``: its request's regime, which is kept from now on. A new request's is chosen once
-        more where its prompt turns out to be cached.
+        ``choice``: its request's regime, kept from now on. A new request's regime is chosen again
+        if its prompt turns out to be cached.
         """
         request = sequence.request
         known = () if donor is not None else sequence.tokens
@@ -198,7 +206,7 @@ class Admission:
             self._regimes.keep(request, choice)
             return True
         sequence.num_published = len(known)
-        # Log-probabilities of the prompt, and the mean of its states, need all of it computed.
+        # Prompt log-probabilities and mean pooling need the whole prompt computed.
         looks = not (request.params.reads_whole_prompt or sequence.starts_over)
         hit = self._memory.match(memory_id) if looks else 0
         if hit and self._regimes.predicts:
@@ -214,7 +222,7 @@ class Admission:
         return True
 
     def _reopen(self, sequence: Sequence, memory_id: int, regime: Regime) -> int:
-        """In the other regime, which is the better one with a cached prefix."""
+        """Reopen the sequence in ``regime``, which is cheaper with the cached prefix."""
         self._memory.release(memory_id)
         request = sequence.request
         reopened = self._memory.open(

@@ -1,9 +1,9 @@
-"""Requests of low priority that have waited for long: a few of them go first.
+"""Raise low-priority requests that have waited for long.
 
-A sequence whose request arrived ``max_wait`` ago and that waits is *raised*: it is served before
-all others, in order of arrival, and nobody claims its place. It takes none itself: it waits for
-the next one to become free. At most a quarter of the places are for raised sequences, so that
-urgent requests keep theirs however many others have waited for long.
+A waiting sequence whose request arrived ``max_wait`` ago is *raised*: it is served before all
+others, in order of arrival, and no claim takes its place. It preempts nobody: it waits for the next
+free place. Raised sequences take at most a quarter of the places, so urgent requests keep theirs
+however many others have waited for long.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Ageing"]
 
-#: Share of the places that raised sequences take at most; one at least.
+#: Raised sequences take at most 1 / ``_SHARE`` of the places, and at least one.
 _SHARE = 4
-#: Who has waited for long enough is found so many times in ``max_wait``.
+#: Look for sequences that have waited long enough this many times in ``max_wait``.
 _LOOKS = 16
 
 
 class Ageing:
-    """``max_wait``: in seconds of ``clock``, which arrival times are of."""
+    """Raises waiting sequences. ``max_wait``: in seconds of ``clock``, which also gives arrival
+    times."""
 
     def __init__(
         self, max_wait: float, max_num_seqs: int, queues: Queues, clock: Callable[[], float]
@@ -42,7 +43,7 @@ class Ageing:
         self.num_raised = 0
 
     def raise_waiting(self) -> None:
-        """Once a step."""
+        """Raise sequences that have waited long enough; call once a step."""
         now = self._clock()
         waiting = [*self._queues.waiting, *self._queues.swapped]
         if now < self._next_look or not waiting:

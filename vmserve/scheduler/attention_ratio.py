@@ -1,32 +1,31 @@
-"""How far attention's measured time is from what a device's profile says, learnt while serving."""
+"""Learn, while serving, how attention's measured time differs from the device profile's."""
 
 from __future__ import annotations
 
 __all__ = ["AttentionRatio"]
 
-#: What is remembered of the steps so far when another one is added: the last hundred count most.
+#: Weight of the past when a step is added: about the last hundred steps count.
 _REMEMBERED = 0.99
-#: Numbers of sequences by their size, which every step asks for: a table costs no call.
+#: Bit lengths of numbers of sequences up to this are in a table: every step needs one.
 _MOST = 4096
 _SIZES = tuple(num.bit_length() for num in range(_MOST + 1))
 
 
 class AttentionRatio:
-    """Measured seconds for each predicted one, by how many sequences compute in a step.
+    """The ratio of measured to predicted seconds, by the number of sequences in a step.
 
-    A profile is measured on one layer whose pages are in the caches, on a processor with nothing
-    else to do; a model's layers follow each other, and others take their part of a machine. The
-    ratio is one for both regimes, so that a view that only long requests use does not look slow for
-    that; steps that read prompts have their own.
+    A profile is measured on one layer with warm caches and an idle processor. A model's layers
+    follow each other, and other programs use the machine. Both regimes have one ratio, so that a
+    view used only by long requests does not look slow. Steps that read prompts have their own.
     """
 
     def __init__(self) -> None:
         #: By (computes prompts, bit length of the number of sequences): sums of measured and
-        #: predicted seconds, the newest counting most.
+        #: predicted seconds, the newest weighing most.
         self._sums: dict[tuple[bool, int], tuple[float, float]] = {}
 
     def learn(self, num_seqs: int, predicted: float, seconds: float, *, prompts: bool) -> float:
-        """A step has taken so long; returns the ratio that was known of it before."""
+        """Add a step's measured seconds; returns the ratio before it."""
         size = _SIZES[num_seqs] if num_seqs <= _MOST else _SIZES[_MOST]
         key = (prompts, size)
         if key not in self._sums:
@@ -38,8 +37,8 @@ class AttentionRatio:
         return measured / expected if expected else 1.0
 
     def of(self, num_seqs: int, *, prompts: bool = False) -> float:
-        """Of steps with so many sequences, or else with the nearest number that was seen; 1 before
-        any was."""
+        """The ratio for ``num_seqs`` sequences or the nearest number seen; 1 before the first
+        step."""
         size = _SIZES[min(num_seqs, _MOST)]
         seen = [key for key in self._sums if key[0] == prompts and self._sums[key][1]]
         if not seen:

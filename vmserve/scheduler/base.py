@@ -1,4 +1,4 @@
-"""What a scheduler decides: which sequences compute how many tokens in this step."""
+"""The scheduler's interface and its decision: which sequences compute how many tokens in a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Flags = NDArray[np.bool_]
 
 
 class NoRoomError(OutOfMemoryError):
-    """``request_id`` can never go on: what it needs is not to be had."""
+    """The request ``request_id`` can never continue: it needs more memory than there is."""
 
     def __init__(self, request_id: str, text: str) -> None:
         super().__init__(text)
@@ -48,29 +48,30 @@ class ScheduledSequence:
     memory_id: int
     num_past: int
     num_new: int
-    #: How kernels see it in this step.
+    #: The view that kernels use in this step.
     regime: Regime
     samples: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """What a step needs to know of its sequences, ``[sequences]`` each, read in one pass."""
+    """What a step reads of its sequences, in columns of ``[sequences]``, read in one pass."""
 
-    #: int64 ``[6, sequences]``: the properties' rows.
+    #: int64 ``[6, sequences]``; its rows are the properties below.
     table: Ints
-    #: int64 ``[sequences, 3]``, as :class:`vmserve.memory.base.Growth` has them.
+    #: int64 ``[sequences, 3]``: rows as in :class:`vmserve.memory.base.Growth`.
     growths: Ints
-    #: Each grant is all that its sequence has to compute.
+    #: Each grant is everything that its sequence has to compute.
     takes_last: bool
-    #: And is one token, behind the sequence's prompt.
+    #: Also, each grant is one token behind its sequence's prompt.
     only_decodes: bool
-    #: A sequence starts in this step: with a prefix, as a fork, or from host memory.
+    #: Some sequence starts in this step: with a cached prefix, as a fork, or from host memory.
     has_starts: bool
 
     @staticmethod
     def of(sequences: list[Sequence], num_new: list[int] | None, window: int | None) -> Columns:
-        """``num_new``: the grants; None: one token of each. ``window``: the widest layer's."""
+        """Read them. ``num_new``: the grants; None: one token each. ``window``: the widest
+        layer's."""
         return Columns(*step_columns(sequences, num_new, window or 0))
 
     @property
@@ -115,11 +116,11 @@ class Columns:
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step that is being put together: its grants, in two columns."""
+    """A step while it is put together: its grants, in two columns."""
 
     sequences: list[Sequence] = field(default_factory=list)
     num_new: list[int] = field(default_factory=list)
-    #: The most that sequences about to begin may take: it was kept for them.
+    #: Tokens kept for each sequence that is about to start: the most it may take.
     kept: dict[Sequence, int] = field(default_factory=dict)
     _columns: Columns | None = None
 
@@ -131,7 +132,7 @@ class StepDraft:
 
     @staticmethod
     def of_everybody(sequences: list[Sequence], window: int | None) -> StepDraft | None:
-        """One token of each, where that is all that they have to compute; else None."""
+        """One token of each sequence if none has more to compute, else None."""
         columns = Columns.of(sequences, None, window)
         if not columns.takes_last:
             return None
@@ -148,13 +149,13 @@ class StepDraft:
         return self.sequences.pop(), self.num_new.pop()
 
     def columns(self, window: int | None = None) -> Columns:
-        """Read once. Grants may come and go; their sequences do not change meanwhile."""
+        """Read the columns, once. Grants may come and go; sequences must not change meanwhile."""
         if self._columns is None:
             self._columns = Columns.of(self.sequences, self.num_new, window)
         return self._columns
 
     def drop(self, sequences: list[Sequence]) -> None:
-        """Remove the grants of these."""
+        """Remove the grants of ``sequences``."""
         self._columns = None
         grants = [grant for grant in self if grant[0] not in sequences]
         self.sequences = [sequence for sequence, _ in grants]
@@ -163,10 +164,10 @@ class StepDraft:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step: what is computed and the memory that it needs.
+    """One step: what is computed, and the memory that it needs.
 
-    In columns, ``[sequences]`` each, as a step is made of hundreds of sequences: ``num_new`` tokens
-    are computed, from position ``num_past`` on, with the keys and values of ``memory_ids``.
+    In columns, ``[sequences]`` each, because a step has hundreds of sequences. Sequence i computes
+    ``num_new[i]`` tokens from position ``num_past[i]`` on, in memory ``memory_ids[i]``.
     """
 
     sequences: list[Sequence]
@@ -195,30 +196,30 @@ class StepPlan:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether it computes the last known token of every sequence, behind its prompt."""
+        """Whether every sequence computes just its last known token, behind its prompt."""
         return self.columns.only_decodes
 
     @property
     def last_tokens(self) -> Ints:
-        """The last known token of each sequence: all that a step computes that only decodes."""
+        """The last known token of each sequence: all the input of a step that only decodes."""
         return self.columns.last_token
 
     @property
     def reads_prompt(self) -> Flags:
-        """Some of its new tokens are of its prompt."""
+        """Which sequences compute tokens of their prompts."""
         flags: Flags = self.columns.num_computed < self.columns.num_prompt
         return flags
 
     @property
     def samples(self) -> Flags:
-        """The last new token is the last known one, so that the next can be drawn."""
+        """Which sequences compute their last known token, so that the next can be drawn."""
         columns = self.columns
         flags: Flags = columns.num_computed + columns.num_new == columns.num_known
         return flags
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:
-        """The columns, entry by entry."""
+        """The entries, one object each."""
         columns = zip(
             self.sequences,
             self.memory_ids.tolist(),
@@ -231,8 +232,11 @@ class StepPlan:
         return tuple(ScheduledSequence(*entry) for entry in columns)
 
     def first_draws(self) -> dict[Sequence, list[Sequence]]:
-        """Followers that draw their first token after this step, by the sequence whose logits
-        they draw it from: it computes the prompt's end."""
+        """Followers that draw their first token after this step, by the sibling whose logits they
+        use.
+
+        The sibling computes the prompt's last token in this step.
+        """
         if self.only_decodes:
             return {}
         ends_prompt = self.samples & (self.columns.num_known == self.columns.num_prompt)
@@ -240,50 +244,52 @@ class StepPlan:
         return {seq: due for seq in computing if (due := seq.request.first_tokens_due)}
 
     def take_unpublished(self) -> tuple[Ints, Ints]:
-        """Tokens of its sequences that became known and that the KV memory has not been told,
-        ``[tokens]`` each: whose they are, and which. They count as told from here on."""
+        """Tokens that became known since the last call: owners and token ids, ``[tokens]`` each.
+
+        They are for the prefix cache of the KV memory, and count as published from now on.
+        """
         return take_unpublished(self.sequences, self.memory_ids)
 
     def in_order(self, order: Ints) -> StepPlan:
-        """The same step; entry ``order[i]`` of each column is its ``i``-th."""
+        """The same step with its entries permuted: entry i is entry ``order[i]`` of this one."""
         sequences = [self.sequences[row] for row in order.tolist()]
         return StepPlan(sequences, self.columns.in_order(order), self.num_tokens, self.memory)
 
     def _regimes(self) -> list[Regime]:
-        """Once the plan's conversions are done."""
+        """The regime of each sequence after the plan's conversions."""
         converted = {op.seq: op.regime for op in self.memory.ops if isinstance(op, Convert)}
         ids = zip(self.sequences, self.memory_ids.tolist(), strict=True)
         return [converted.get(memory_id, sequence.regime) for sequence, memory_id in ids]
 
 
 class Scheduler(Protocol):
-    """Owns the queues. Sees token counts and pages, never a tensor."""
+    """Owns the queues. It sees token counts and pages, never a tensor."""
 
     num_preemptions_total: int
 
     def add(self, request: Request) -> None: ...
 
     def abort(self, request: Request) -> None:
-        """Drop every sequence of the request that has not finished, and its memory."""
+        """Drop every unfinished sequence of the request and its memory."""
         ...
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence has its last token: release its memory."""
+        """Release the memory of a sequence that has its last token."""
         ...
 
     def schedule(self, *, ahead: bool = False) -> StepPlan | None:
-        """The next step, or None when there is nothing to run.
+        """The next step, or None if there is nothing to run.
 
-        ``ahead``: while the last one runs, some of whose tokens are not known; then nobody gives
-        way to anybody, and None says that the next step is to be asked for once they are known.
+        ``ahead``: the last step still runs and some of its tokens are unknown. Nobody is preempted
+        then, and None means: ask again when the tokens are known.
 
-        Raises :class:`NoRoomError` when there is no memory for a request even alone: waiting
-        would bring none.
+        Raises :class:`NoRoomError` if a request does not fit even alone, so that waiting is
+        useless.
         """
         ...
 
     def applied(self, plan: StepPlan) -> None:
-        """The plan's memory is there: forks, prefix hits and conversions are done."""
+        """The plan's memory operations are done: forks, cached prefixes, conversions."""
         ...
 
     def computed(self, plan: StepPlan) -> None:
@@ -291,15 +297,15 @@ class Scheduler(Protocol):
         ...
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """``child`` runs from here on and starts as a fork of all that ``parent`` has computed."""
+        """Run ``child``, starting as a fork of everything that ``parent`` has computed."""
         ...
 
     def convert(self, request: Request, regime: Regime, reason: str = "converted") -> None:
-        """Keep the request in ``regime`` from the next step on that has the memory for it."""
+        """Keep the request in ``regime``, from the next step on that has memory for it."""
         ...
 
     def make_room(self) -> bool:
-        """The system refused memory: something gives way. False when only one request runs."""
+        """Free memory after the system refused some; False if only one request runs."""
         ...
 
     @property
@@ -307,7 +313,7 @@ class Scheduler(Protocol):
 
     @property
     def running_request_ids(self) -> list[str]:
-        """The requests of the sequences that run, in order of arrival."""
+        """Requests with running sequences, in order of arrival."""
         ...
 
     @property

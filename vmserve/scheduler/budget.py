@@ -1,4 +1,4 @@
-"""What one step may spend, and what bounds all of them."""
+"""The token budget of a step, and the limits of all steps."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["SchedulerLimits", "StepBudget"]
 class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
-    #: Share of the pool that admission leaves free while something runs, as room to decode.
+    #: Share of the pool that admission leaves free for decoding, while something runs.
     watermark: float = 0.01
     #: The widest sliding window of the model's layers; None if a layer sees everything.
     window: int | None = None
-    #: Seconds after which a request that waits goes before higher priorities; None: it never does.
+    #: Seconds after which a waiting request goes before higher priorities; None: never.
     priority_max_wait: float | None = None
-    #: Prompt tokens that a step scores at most: each takes a row of logits.
+    #: Most prompt tokens scored in a step: each takes a row of logits.
     max_scored_tokens: int = 1 << 20
-    #: A step reads prompts or decodes, never both, as in the paper (the policy "v0").
+    #: Never read prompts and decode in the same step (policy "v0", as in the paper).
     separates_phases: bool = False
-    #: Then prompts wait for so many times as long as the last ones took, to be read together.
+    #: With "v0": prompts wait this many times as long as the last ones took, to be read together.
     delay_factor: float = 0.0
 
 
@@ -47,7 +47,7 @@ class StepBudget:
         return self.tokens > 0 and (self.scored > 0 or not sequence.num_unscored)
 
     def take(self, sequence: Sequence, most: int | None = None) -> StepGrant:
-        """As much of the sequence as there is room for, up to ``most`` tokens."""
+        """Grant as many of the sequence's tokens as are left, up to ``most``."""
         num_new = min(sequence.num_uncomputed, self.tokens, self.tokens if most is None else most)
         if sequence.num_unscored:
             num_new = min(num_new, self.scored)
@@ -55,7 +55,7 @@ class StepBudget:
         return sequence, num_new
 
     def divide(self, prompts: list[Sequence], *, by_tenant: bool) -> list[int]:
-        """Tokens for each of ``prompts``, which are in order: first to the first ranks.
+        """Divide the tokens among ``prompts``, which are in order: lower ranks first.
 
         ``by_tenant``: tenants of one rank get equal parts, as far as they need them.
         """
@@ -81,9 +81,9 @@ class StepBudget:
         return divided
 
     def take_next_tokens(self, decoding: list[Sequence]) -> StepDraft:
-        """One token of each, as far as they go.
+        """Grant one token to each, as far as they go.
 
-        Nothing of a prompt is scored by it: its last token but one scores the last.
+        These score no prompt token: the last one is scored by the token before it.
         """
         taken = decoding[: self.tokens]
         self.tokens -= len(taken)

@@ -1,14 +1,14 @@
-"""Claims: who may take a running place from others, and who gives way.
+"""Claims: which waiting sequences take places from running ones, and from which.
 
 A waiting sequence has a claim on the places and the memory of
 
 - running sequences of lower priority, last arrival first (``--scheduling-policy priority``);
-- the tenant with the most places, with ``--fair-sharing``, if that tenant has had as many tokens as
-  the claimant, give or take a step's, and still has as many places afterwards. Its last arrival
-  gives way. A tenant at or below the mean of all tenants is never a victim.
+- with ``--fair-sharing``, the tenant with the most places, if it has had at least the tokens of the
+  claimant, less one step's, and still has as many places afterwards. Its last arrival is
+  preempted. A tenant at or below the mean of all tenants is never a victim.
 
 A claim is granted once, and only if an estimate says that its victims suffice. A granted sequence
-is then the first to be admitted, and some of the next step's tokens are kept for its prompt.
+is the next to be admitted, and some of the next step's tokens are kept for its prompt.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ ClaimReason = Literal["priority", "fairness"]
 
 
 class Claim(NamedTuple):
-    """``victims``: who gives way to ``sequence``, each with the beams that go with it."""
+    """``victims``: sequences preempted for ``sequence``, each with the beams of its group."""
 
     sequence: Sequence
     victims: list[tuple[list[Sequence], ClaimReason]]
 
 
 class _Holding:
-    """What runs, less the victims chosen so far: places by tenant, and blocks that can be had."""
+    """What runs, without the victims chosen so far: places by tenant, and available blocks."""
 
     def __init__(self, running: list[Sequence], by_tenant: Counter[str], num_blocks: int) -> None:
         self.running = list(running)
@@ -64,7 +64,7 @@ class _Holding:
 
 
 class Claims:
-    """Claims of those that wait in ``queues``; a step asks for them until there are no more."""
+    """Finds claims of the sequences that wait in ``queues``, one after the other in a step."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Claims:
 
     @property
     def granted(self) -> list[Sequence]:
-        """Those whose claims are granted and that have not been admitted, the first rank first."""
+        """Sequences with granted claims that are not admitted yet, in order of rank."""
         if self._granted:
             self._granted = [
                 seq
@@ -117,10 +117,10 @@ class Claims:
         return None
 
     def victims_of_shortage(self) -> list[Sequence]:
-        """Who gives way while memory is short: the last arrival, with its beams.
+        """Sequences to preempt when memory is short: the last arrival, with its beams.
 
-        With fair sharing, the last arrival of the tenant with the most places. The first of all
-        sequences is never chosen beside others, so that one goes on.
+        With fair sharing: the last arrival of the tenant with the most places. The first of all
+        running sequences is never chosen with others still running, so one always continues.
         """
         running = self._queues.running
         last = running[-1]
@@ -145,7 +145,7 @@ class Claims:
         return self._shares is not None and self._shares.num_tenants > 1
 
     def _has_urgent(self) -> bool:
-        """Somebody waits who has a higher priority than somebody that runs or is swapped out."""
+        """Whether a sequence waits with a higher priority than one that runs or is swapped out."""
         queues = self._queues
         lowest = max(each[-1].rank for each in (queues.running, queues.swapped) if each)
         firsts = (
@@ -155,7 +155,8 @@ class Claims:
         return any(seq.rank < lowest for seq in firsts if seq is not None)
 
     def _candidates(self) -> list[Sequence]:
-        """The first of each tenant: by rank, swapped before waiting, then in order of arrival."""
+        """The first waiting sequence of each tenant: by rank, swapped ones first, then by
+        arrival."""
         granted = self.granted
         firsts: dict[str, Sequence] = {}
         num_tenants = self._shares.num_tenants if self._shares is not None else 1
@@ -164,7 +165,7 @@ class Claims:
             for sequence in queue:
                 tenant = _tenant(sequence) if self._shares is not None else ""
                 if tenant in seen or sequence.is_raised or sequence in granted:
-                    continue  # who is raised gets the next place that becomes free
+                    continue  # a raised sequence gets the next free place
                 seen.add(tenant)
                 known = firsts.get(tenant)
                 if known is None or sequence.rank < known.rank:
@@ -174,14 +175,14 @@ class Claims:
         return list(firsts.values())
 
     def _may_claim(self, sequence: Sequence, by_tenant: Counter[str]) -> bool:
-        """Whether somebody runs, or is to come back, who might give way to the sequence."""
+        """Whether a running or swapped sequence exists that might be a victim."""
         for queue in (self._queues.running, self._queues.swapped):
             if queue and queue[-1].rank > sequence.rank:
                 return True
         return self._shares is not None and max(by_tenant.values()) > by_tenant[_tenant(sequence)]
 
     def _places_by_tenant(self) -> Counter[str]:
-        """As if those whose claims are granted had begun."""
+        """Places by tenant, counted as if granted sequences already ran."""
         by_tenant: Counter[str] = Counter()
         gangs = set()
         waiting = (seq for granted in self.granted for seq in self._group(granted))
@@ -258,7 +259,7 @@ class Claims:
         )
 
     def _goes_first(self, sequence: Sequence, places: int, left: _Holding) -> bool:
-        """There is room without victims: whether it goes before others that came earlier."""
+        """Whether the sequence goes before earlier arrivals, there being room without victims."""
         queues = self._queues
         if any(queue and queue[0].is_raised for queue in (queues.waiting, queues.swapped)):
             return False
@@ -272,11 +273,11 @@ class Claims:
     # -- estimates, in blocks -----------------------------------------------------------
 
     def _needs(self, group: Iterable[Sequence]) -> int:
-        """What these take at most, in either regime."""
+        """Blocks that these need at most, in either regime."""
         return sum(self._demand.at_most(seq) for seq in group)
 
     def _reserve(self, group: list[Sequence], left: _Holding) -> int:
-        """What must stay free beside these, as for every admission."""
+        """Blocks that must stay free beside these, as for every admission."""
         pages = int(self._limits.watermark * self._memory.limit_pages)
         reserve = pages * self._demand.blocks_per_page
         if any(seq.was_preempted for seq in group):
@@ -285,7 +286,7 @@ class Claims:
         return reserve
 
     def _freed(self, sequence: Sequence) -> int:
-        """What a victim gives back at least: not the prompt where others may share it."""
+        """Blocks that a victim frees at least: without a prompt that others may share."""
         has = self._demand.blocks(sequence, sequence.num_computed)
         if sequence.start is not None:
             has = 0

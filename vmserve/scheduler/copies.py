@@ -1,4 +1,4 @@
-"""Victims on their way to host memory, while those that run go on beside their copies."""
+"""Swap victims out while running sequences continue beside the copies."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["CopiesOut"]
 
 
 class CopiesOut:
-    """Who needs the pages of a victim waits for its copies, but not those who need none.
+    """Swaps out in the background: only sequences that need a victim's pages wait for its copy.
 
-    One step is planned without the former; after that the copies are waited for, so that nobody
-    is left out for longer.
+    One step is planned without them. After that the copies are waited for, so that nobody is left
+    out for longer.
     """
 
     def __init__(self, memory: KVMemory, demand: BlockDemand, policy: PreemptionPolicy) -> None:
@@ -31,7 +31,7 @@ class CopiesOut:
         self._left_out = False
 
     def swap_out(self, memory_ids: list[int], num_bytes: int) -> bool:
-        """Whether the sequences' pages are given up, now or when their copies have ended."""
+        """Swap the sequences out; returns whether their pages are free, now or after the copies."""
         if not self._memory.is_copying:
             self._num_bytes = 0
             self._began = time.perf_counter()
@@ -44,8 +44,10 @@ class CopiesOut:
         return True
 
     def leave_out(self, draft: StepDraft) -> StepDraft:
-        """The draft without those who need more memory, and without beams, which go together;
-        empty if there was such a step since the copies began."""
+        """The draft without sequences that need more memory and without beams, which go together.
+
+        Empty if there was such a step since the copies began.
+        """
         kept = StepDraft()
         if self._left_out:
             return kept
@@ -58,6 +60,6 @@ class CopiesOut:
         return kept
 
     def finish(self) -> None:
-        """Wait for the copies; how long they took is measured if they had not ended by now."""
+        """Wait for the copies, and measure them unless they had ended before."""
         if self._memory.finish_copies():
             self._policy.copied(self._num_bytes, time.perf_counter() - self._began)

@@ -1,4 +1,4 @@
-"""Whose memory the forks of a prompt start from."""
+"""Keep finished sequences whose siblings have yet to fork from their prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Donors", "give_back"]
 
 
 def give_back(memory: KVMemory, sequence: Sequence) -> None:
-    """The sequence has no memory any more, nor anything that it would start with."""
+    """Release the sequence's memory, and its start."""
     assert sequence.memory_id is not None
     memory.release(sequence.memory_id)
     sequence.memory_id = sequence.start = None
@@ -36,7 +36,7 @@ class Donors:
         return self._kept.values()
 
     def take(self, sequence: Sequence) -> bool:
-        """Whether the sequence, which has finished, is kept: siblings want its prompt."""
+        """Keep a finished sequence if siblings need its prompt; returns whether it is kept."""
         request = sequence.request
         is_wanted = (
             sequence.has_prompt
@@ -49,7 +49,7 @@ class Donors:
         return is_wanted
 
     def find(self, sequence: Sequence) -> Sequence | None:
-        """A sibling, in whichever regime, whose memory begins with the prompt of ``sequence``."""
+        """A sibling, in any regime, whose memory begins with the prompt of ``sequence``."""
         request = sequence.request
         if request.num_branches == 1:
             return None
@@ -62,22 +62,22 @@ class Donors:
         return None
 
     def _keeps_prompt(self, sequence: Sequence) -> bool:
-        """Not where the sliding window has moved past what a fork at the prompt's end sees."""
+        """Whether its sliding window still has all that a fork at the prompt's end sees."""
         window = self._window
         return window is None or sequence.num_computed <= max(window, sequence.num_prompt)
 
     def drop(self, request: Request) -> None:
-        """Nobody is to fork from the request's any more."""
+        """Release the request's donor."""
         donor = self._kept.pop(request.request_id, None)
         if donor is not None:
             give_back(self._memory, donor)
 
     def drop_unwanted(self) -> None:
-        """All whose siblings have started."""
+        """Release donors whose siblings have all started."""
         for donor in [seq for seq in self._kept.values() if not has_followers(seq.request)]:
             self.drop(donor.request)
 
     def drop_all(self) -> None:
-        """Forks that had yet to be made of them must have been sent back."""
+        """Release all donors. Pending forks of them must have been sent back before."""
         for donor in list(self._kept.values()):
             self.drop(donor.request)

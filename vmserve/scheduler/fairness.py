@@ -1,8 +1,8 @@
-"""Whose turn it is: a virtual token counter for each tenant.
+"""Fair sharing between tenants: a virtual token counter for each.
 
-(Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.) Tenants who have requests
-waiting are served in turn of the tokens that they have had; nobody is held back while the others
-have nothing to do. When those that run give way to another tenant: :mod:`vmserve.scheduler.claims`.
+After Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. Tenants with waiting
+requests are served in order of the tokens that they have had. No tenant is held back while the
+others have nothing to run. :mod:`vmserve.scheduler.claims` preempts for a tenant's share.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from vmserve.scheduler.sequence import Request, Sequence
 
 __all__ = ["TenantShares"]
 
-#: Generating a token costs about so many times what reading one costs.
+#: Generating a token costs about this many times as much as reading one.
 _OUTPUT_WEIGHT = 2.0
 
 
 class TenantShares:
-    """Tokens that each tenant has had, of those who have something waiting or running."""
+    """Tokens had by each tenant with waiting or running requests."""
 
     def __init__(self) -> None:
         self._had: dict[str, float] = {}
-        #: Requests that have not ended, by tenant.
+        #: Unfinished requests, by tenant.
         self._active: dict[str, set[Request]] = {}
-        #: What the last tenant to leave had: where the next one begins if nobody is there.
+        #: What the last tenant to leave had: a new tenant starts there if no other is active.
         self._last = 0.0
 
     def arrived(self, request: Request) -> None:
-        """Who comes anew saved nothing up by having stayed away."""
+        """Count the request. A tenant that comes back gains no credit from its absence."""
         tenant = request.tenant
         if tenant not in self._active:
             least = min((self._had[other] for other in self._active), default=self._last)
@@ -39,24 +39,24 @@ class TenantShares:
         self._active[tenant].add(request)
 
     def left(self, request: Request) -> None:
-        """The request has ended; it may be told twice."""
+        """The request has ended. Calling twice is harmless."""
         tenant = request.tenant
         requests = self._active.get(tenant, set())
         requests.discard(request)
         if not requests and self._active.pop(tenant, None) is not None:
             self._last = self._had[tenant]
             if not self._active:
-                self._had.clear()  # nobody is there to compare with
+                self._had.clear()  # no other tenant to compare with
 
     def served(self, request: Request, *, num_read: int = 0, num_generated: int = 0) -> None:
-        """Tokens computed for the request: of its prompt, and of its answers."""
+        """Charge tokens computed for the request: of its prompt, and of its answers."""
         if request.tenant in self._had:
             self._had[request.tenant] += num_read + _OUTPUT_WEIGHT * num_generated
 
     def next_of(self, waiting: Iterable[Sequence], granted: Iterable[StepGrant] = ()) -> Sequence:
-        """The first, in the given order, of the tenant who has had least, ``granted`` included.
+        """The first waiting sequence of the tenant that has had least, ``granted`` included.
 
-        Only those of the first one's rank are looked at: priorities come before shares.
+        Only sequences of the first one's rank are considered: priority comes before fairness.
         """
         had = Counter(self._had)
         for sequence, num_new in granted:
@@ -78,7 +78,7 @@ class TenantShares:
 
     @property
     def num_tenants(self) -> int:
-        """Those with requests that have not ended."""
+        """Tenants with unfinished requests."""
         return len(self._active)
 
     def tokens_of(self, tenant: str) -> float:
@@ -86,5 +86,5 @@ class TenantShares:
 
     @property
     def tokens(self) -> dict[str, float]:
-        """What each tenant with requests has had, in tokens read (generated ones count twice)."""
+        """What each active tenant has had, in tokens read; generated ones count twice."""
         return {tenant: self._had[tenant] for tenant in self._active}

@@ -1,20 +1,20 @@
 """First come, first served, under a token budget, with chunked prefill.
 
-Each step spends ``max_num_batched_tokens``: first one token for every sequence that
-decodes (so that a long prompt never stalls those already producing text), then
-chunks of the prompts that are being read, in order of arrival, then admissions.
+Each step spends ``max_num_batched_tokens``: first one token for every decoding sequence, so that a
+long prompt never stalls running answers; then chunks of the prompts being read, in order of
+arrival; then admissions.
 
-A sequence is admitted only when all of its known tokens fit beside what the running
-ones are still promised, so that prompts are never preempted half-read by a newcomer.
-When decoding outgrows the pool, the sequence that arrived last gives its pages back: it
-computes its tokens again later, or is swapped to host memory (SOSP'23 PagedAttention
-§4.5), whichever :mod:`vmserve.scheduler.preemption` says. Beams of one request go together,
-as they wait for each other. Whoever was swapped comes back before anybody is admitted. Requests
-of higher priority, and tenants below their share, may take places from those that run:
-:mod:`vmserve.scheduler.claims`; low priorities that wait for long: :mod:`vmserve.scheduler.ageing`.
+A sequence is admitted only if all its known tokens fit beside what running sequences may still
+need, so a newcomer never causes the preemption of a half-read prompt. When decoding outgrows the
+pool, the last arrival is preempted: its tokens are computed again later, or swapped to host memory
+(SOSP'23 PagedAttention §4.5), as :mod:`vmserve.scheduler.preemption` decides. Beams of one request
+wait for each other, so they are preempted together. Swapped sequences come back before anything is
+admitted. Requests of higher priority, and tenants below their share, may take places from running
+ones (:mod:`vmserve.scheduler.claims`); low priorities that have waited for long are raised
+(:mod:`vmserve.scheduler.ageing`).
 
-The sequences of one request share its prompt: the first computes it, the others *follow*
-(they are in no queue) and start as forks of it, now and after each preemption.
+The sequences of one request share its prompt. The first computes it; the others *follow* (they are
+in no queue) and start as forks of it, at first and after each preemption.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class FCFSScheduler:
-    """See the module's text. Not thread-safe: the engine's thread owns it."""
+    """See the module's docstring. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class FCFSScheduler:
         self._copies = CopiesOut(memory, self._demand, self._preemption)
         self._shares = shares
         self._clock = clock
-        #: How long the last step of prompts alone took, and when it began, if it runs.
+        #: Seconds of the last step with prompts only, and the start of one that still runs.
         self._prompts_took = 0.0
         self._prompts_began: float | None = None
         self._queues = Queues()
@@ -103,15 +103,15 @@ class FCFSScheduler:
             self._ageing = Ageing(
                 limits.priority_max_wait, limits.max_num_seqs, self._queues, clock
             )
-        #: The system refused memory that the limit promises: nobody is admitted beside those
-        #: that run until one of them has ended, or the same refusal would come each step.
+        #: The system refused memory below the limit. Nothing is admitted beside running sequences
+        #: until one of them ends, or the refusal would repeat at each step.
         self._admission_paused = False
         #: A step was planned and not applied.
         self._is_pending = False
-        #: Why newcomers wait that were admitted, the last time.
+        #: The last reason why admitted newcomers had to wait again.
         self._unmet: Shortfall | None = None
         self.num_preemptions_total = 0
-        #: Of these, for the sake of others that waited.
+        #: Of these, the ones for claims.
         self.num_preemptions_by_claim: dict[ClaimReason, int] = {"priority": 0, "fairness": 0}
         self.num_swaps_total = 0
 
@@ -124,7 +124,7 @@ class FCFSScheduler:
         return list(dict.fromkeys(sequence.request.request_id for sequence in self._running))
 
     def counters(self) -> dict[str, int]:
-        """Totals, by their names as metrics."""
+        """Totals by metric name."""
         by_claim = self.num_preemptions_by_claim
         return {
             "num_preemptions_total": self.num_preemptions_total,
@@ -141,7 +141,7 @@ class FCFSScheduler:
     # -- requests -----------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue the request: its first sequence, which the others follow."""
+        """Queue the request's first sequence; the others follow it."""
         if self._shares is not None:
             self._shares.arrived(request)
         first, *others = request.sequences
@@ -212,7 +212,8 @@ class FCFSScheduler:
             self._charge(plan, self._shares)
 
     def _charge(self, plan: StepPlan, shares: TenantShares) -> None:
-        """To tenants, what was computed for them; not what a preemption made necessary again."""
+        """Charge tenants for what was computed, but not for what a preemption made necessary
+        again."""
         columns = plan.sequences, plan.num_past.tolist(), plan.num_new.tolist(), plan.samples
         for sequence, num_past, num_new, samples in zip(*columns, strict=True):
             num_read = 0
@@ -233,7 +234,7 @@ class FCFSScheduler:
         return plan
 
     def _schedule_ahead(self) -> StepPlan | None:
-        """Those that run, as far as there is room, and newcomers beside them."""
+        """Running sequences as far as there is room, and newcomers beside them."""
         self._begin()
         while (claim := self._claims.find()) is not None:
             if claim.victims:
@@ -261,9 +262,9 @@ class FCFSScheduler:
         self._meet_claims()
         preempted_before = self.num_preemptions_total
         draft, plan = self._schedule_running()
-        # Beside beams that only wait, whoever was preempted just now may be the one to go on.
+        # If only waiting beams run, the sequence just preempted may be the one to continue.
         if self.num_preemptions_total == preempted_before or not draft:
-            # Where nobody decodes after all, prompts may be read in this step, too.
+            # If nothing decodes after all, this step may read prompts too.
             mixes = not self._limits.separates_phases or len(draft) == 0
             plan = self._with_admitted(draft, plan, prompts=mixes)
         return plan if draft else None
@@ -274,7 +275,7 @@ class FCFSScheduler:
             return
         while (claim := self._claims.find()) is not None:
             for group, reason in claim.victims:
-                # Forks that had yet to start have gone with their parent.
+                # Forks that had not started have left with their parent.
                 if victims := [seq for seq in group if seq.status is SequenceStatus.RUNNING]:
                     room_to_swap = len(self._swapped) + len(victims) <= self._limits.max_num_seqs
                     self._preempt(victims, may_swap=room_to_swap)
@@ -284,7 +285,8 @@ class FCFSScheduler:
     def _with_admitted(
         self, draft: StepDraft, plan: StepPlan | None, *, prompts: bool = True
     ) -> StepPlan | None:
-        """``plan`` is the draft's so far; None for no step."""
+        """Add newcomers to the draft. ``plan``: of the draft before; the result is None for no
+        step."""
         newcomers = self._admission.admit(
             draft, prompts=prompts, admission_paused=self._admission_paused
         )
@@ -293,10 +295,10 @@ class FCFSScheduler:
         return plan if draft else None
 
     def _give_way(self) -> bool:
-        """Nobody can compute: give up what stands in the way, if anything; False if all is done.
+        """Nothing can compute: give up one thing that stands in the way; False if all is done.
 
-        Each time less is kept or less runs, so that this ends: with a step, or with an error for
-        the request for which there is no memory even alone.
+        Each call leaves less kept or less running. So this ends, with a step or with an error for
+        the request that does not fit even alone.
         """
         if self._admission_paused:
             self._admission_paused = False
@@ -306,14 +308,14 @@ class FCFSScheduler:
             return True
         gangs = list(dict.fromkeys(sequence.request for sequence in self._running))
         if gangs:
-            # All of them wait for beams of theirs, for which there is no room beside the others.
+            # All of them wait for beams for which there is no room beside the others.
             if len(gangs) > 1 or self._somebody_else_waits(gangs[0]):
                 victims = [seq for seq in self._running if seq.request is gangs[-1]]
-                self._preempt(victims, may_swap=False)  # swapped it would be the first to come back
+                self._preempt(victims, may_swap=False)  # if swapped, they would come back first
                 return True
             raise NoRoomError(gangs[0].request_id, self._no_room("the beams of a request"))
         if self._swapped:
-            # Swapping shares nothing: together they do not fit, computed again they may.
+            # Swapped sequences share nothing: they may fit when computed again.
             for sequence in list(self._swapped):
                 self._queues.leave(sequence)
                 self._give_up(sequence)
@@ -324,7 +326,7 @@ class FCFSScheduler:
         return False
 
     def _somebody_else_waits(self, gang: Request) -> bool:
-        """Before ``gang`` in the order: what holds up its beams."""
+        """Whether a sequence before ``gang`` in the order waits, which is why its beams wait."""
         first = [*self._swapped[:1], *([self._admission.next_waiting()] if self._waiting else [])]
         return any(seq.request is not gang for seq in first)
 
@@ -349,7 +351,7 @@ class FCFSScheduler:
     # -- those that run -----------------------------------------------------------------
 
     def _schedule_running(self) -> tuple[StepDraft, StepPlan | None]:
-        """Decodes, then prompt chunks; preempts from the back until it fits."""
+        """Plan decodes, then prompt chunks; preempt from the back until it fits."""
         while self._running:
             draft = self._share_budget()
             if self._memory.is_copying:
@@ -359,12 +361,12 @@ class FCFSScheduler:
             if isinstance(answer, StepPlan):
                 return draft, answer
             if answer.missing_mappings and self._regimes.leave_slots():
-                continue  # a block table needs no mappings
+                continue  # block tables need no mappings
             if self._donors:
                 self._drop_donors()
             elif not (self._preempt_last() or self._start_over()):
-                # The engine checks at start that the pool holds the longest sequence, so either
-                # several beams share it, or pages are missing that the system does not take back.
+                # The engine checks at start that the pool holds the longest sequence. So several
+                # beams share it, or the system does not give pages back.
                 raise NoRoomError(
                     self._running[0].request.request_id,
                     _no_room_alone(answer),
@@ -372,11 +374,12 @@ class FCFSScheduler:
         return StepDraft(), None
 
     def _plan_memory(self, draft: StepDraft) -> StepPlan | Shortfall:
-        """With the conversions that were asked for, unless there is no memory for them now."""
+        """Plan with the requested conversions, or without them if there is no memory for them
+        now."""
         columns = draft.columns(self._limits.window)
         growths = columns.growths
         starts: list[MemoryOp] = []
-        # Beams that only wait may start, too.
+        # Waiting beams may start too.
         if columns.has_starts or len(draft) < len(self._running):
             starts = [seq.start for seq in self._running if seq.start is not None]
         answer: MemoryPlan | Shortfall | None = None
@@ -390,7 +393,8 @@ class FCFSScheduler:
         return StepPlan.of(draft, columns, answer)
 
     def _plan_beside_copies(self, draft: StepDraft) -> tuple[StepDraft, StepPlan | Shortfall]:
-        """A step beside the copies of who was swapped out, once; else one that waits for them."""
+        """Plan one step beside swap copies; if that is not possible, wait for the copies and
+        plan."""
         with self._memory.without_waiting():
             answer = self._plan_memory(draft)
             if isinstance(answer, StepPlan):
@@ -410,39 +414,39 @@ class FCFSScheduler:
                 return everybody
         budget = StepBudget.within(self._limits)
         decoding = [seq for seq in self._running if len(seq.tokens) - seq.num_computed == 1]
-        plan = budget.take_next_tokens(decoding)
+        draft = budget.take_next_tokens(decoding)
         if self._limits.separates_phases and decoding:
-            return plan
+            return draft
         prompts = [seq for seq in self._running if seq.num_uncomputed > 1]
         if not granted and self._shares is None:
             for sequence in prompts:
                 if budget.can_take(sequence):
-                    plan.append(budget.take(sequence))
-            return plan
-        # Something is kept for those that are about to begin.
+                    draft.append(budget.take(sequence))
+            return draft
+        # Keep tokens for sequences that are about to start.
         readers = sorted([*prompts, *granted], key=attrgetter("order"))
         parts = budget.divide(readers, by_tenant=self._shares is not None)
         for sequence, most in zip(readers, parts, strict=True):
             if sequence.status is not SequenceStatus.RUNNING:
-                plan.kept[sequence] = most
+                draft.kept[sequence] = most
             elif most and budget.can_take(sequence):
-                plan.append(budget.take(sequence, most))
-        return plan
+                draft.append(budget.take(sequence, most))
+        return draft
 
     def _schedule_prompts(self) -> StepPlan | None:
-        """Prompts alone, those of newcomers too; nothing while anybody is in host memory."""
+        """Prompts only, newcomers' included; None while sequences are in host memory."""
         if self._swapped or not self._may_read_prompts():
             return None
         draft = StepDraft()
         budget = StepBudget.within(self._limits)
         for sequence in self._running:
-            # The last token of a prompt, too, that a budget cut off before it.
+            # Includes a prompt's last token, if a budget ended before it.
             reads = sequence.num_uncomputed > 1 or sequence.num_computed < sequence.num_prompt
             if reads and budget.can_take(sequence):
                 draft.append(budget.take(sequence))
         plan = self._plan_memory(draft)
         if not isinstance(plan, StepPlan):
-            return None  # decodes go on, or make room
+            return None  # decodes run, or free memory
         newcomers = self._admission.admit(draft, admission_paused=self._admission_paused)
         with_newcomers = self._plan_with_newcomers(draft, newcomers) if newcomers else plan
         if not draft:
@@ -451,7 +455,7 @@ class FCFSScheduler:
         return with_newcomers
 
     def _may_read_prompts(self) -> bool:
-        """Whether the first of the queue has waited for long enough, or holds nobody up."""
+        """Whether the first waiting request has waited long enough, or delays nobody."""
         factor = self._limits.delay_factor
         if not factor or not self._waiting or not self._running:
             return True
@@ -459,10 +463,7 @@ class FCFSScheduler:
         return waited > factor * self._prompts_took
 
     def _preempt_last(self) -> bool:
-        """Everything that runs of the request that arrived last, if beams; else one sequence.
-
-        False if nobody else would run.
-        """
+        """Preempt the last arrival, with its beams; False if nothing else would run."""
         if not self._running:
             return False
         victims = self._claims.victims_of_shortage()
@@ -472,10 +473,10 @@ class FCFSScheduler:
         return True
 
     def _start_over(self) -> bool:
-        """Who runs alone and began with others' blocks gives them up, once; False if it cannot.
+        """Let a sequence that runs alone and borrowed blocks start over, once; False if it cannot.
 
-        It may hold pages of which it uses a block, and which a parked slot keeps from being
-        packed; computed from nothing it has whole pages.
+        It may hold pages of which it uses only one block and which a parked slot keeps from being
+        packed. Computed from nothing it has whole pages.
         """
         if len(self._running) != 1 or self._running[0].request.is_gang:
             return False
@@ -487,11 +488,11 @@ class FCFSScheduler:
         return True
 
     def _preempt(self, victims: list[Sequence], *, may_swap: bool = True) -> None:
-        """Sequences of one request give their memory back, and come back later."""
+        """Take the memory of one request's sequences; they come back later."""
         request = victims[0].request
         if not (may_swap and self._swap_out(victims)):
             for sequence in reversed(victims):
-                if sequence.status is SequenceStatus.RUNNING:  # else it went with its parent
+                if sequence.status is SequenceStatus.RUNNING:  # else it left with its parent
                     self._back_to_waiting(sequence)
         for sequence in victims:
             sequence.was_preempted = True
@@ -500,7 +501,7 @@ class FCFSScheduler:
         logger.debug("preempted %d sequences of %s", len(victims), request.request_id)
 
     def _swap_out(self, victims: list[Sequence]) -> bool:
-        """Whether the victims' keys and values are in host memory now, or on their way there."""
+        """Swap the victims to host memory; returns whether they are there or on their way."""
         if any(seq.start is not None or seq.num_computed == 0 for seq in victims):
             return False  # nothing to copy yet, or not in memory
         sources = {seq.memory_id for seq in victims}
@@ -521,22 +522,22 @@ class FCFSScheduler:
 
     # -- newcomers ----------------------------------------------------------------------
 
-    def _plan_with_newcomers(self, plan: StepDraft, newcomers: list[Sequence]) -> StepPlan | None:
-        """Newcomers that do not fit after all (a slot is short, say) wait again, last first.
+    def _plan_with_newcomers(self, draft: StepDraft, newcomers: list[Sequence]) -> StepPlan | None:
+        """Plan with newcomers; those that do not fit after all wait again, last first.
 
-        Taking a prefix from the cache can cost a page more than computing it: a page of which
-        only a part is wanted is copied. The last newcomer then starts from nothing.
+        Using a cached prefix can cost one page more than computing it, because a page of which only
+        a part is used is copied. So the last newcomer first tries without its prefix.
         """
-        while plan:
-            answer = self._plan_memory(plan)
+        while draft:
+            answer = self._plan_memory(draft)
             if isinstance(answer, StepPlan):
                 return answer
             self._unmet = answer
             newcomer = newcomers[-1]
             if isinstance(newcomer.start, SwapIn):
-                self._back_to_swapped(newcomers, plan)
+                self._back_to_swapped(newcomers, draft)
                 continue
-            assert plan.pop()[0] is newcomer
+            assert draft.pop()[0] is newcomer
             if not isinstance(newcomer.start, Attach):
                 self._back_to_waiting(newcomers.pop())
                 continue
@@ -544,24 +545,24 @@ class FCFSScheduler:
             newcomer.num_computed = 0
             newcomer.request.metrics.num_cached_tokens = 0
             budget = StepBudget.within(self._limits)
-            budget.spend(plan)
-            plan.append(budget.take(newcomer))
+            budget.spend(draft)
+            draft.append(budget.take(newcomer))
         return None
 
-    def _back_to_swapped(self, newcomers: list[Sequence], plan: StepDraft) -> None:
-        """The last newcomer, with the beams of its group, stays in host memory after all."""
+    def _back_to_swapped(self, newcomers: list[Sequence], draft: StepDraft) -> None:
+        """Leave the last newcomer, with the beams of its group, in host memory."""
         group = with_its_gang(newcomers[-1], newcomers)
         for sequence in group:
             newcomers.remove(sequence)
             self._queues.leave(sequence)
             sequence.start = None
             self._queues.swap(sequence)
-        plan.drop(group)
+        draft.drop(group)
 
     # -- back to where they came from ---------------------------------------------------
 
     def _back_to_waiting(self, sequence: Sequence) -> None:
-        """Also whoever was to fork from it, in a step that has not been."""
+        """Return the sequence to the waiting ones, with those that were to fork from it."""
         self._queues.leave(sequence)
         self._regimes.forget(sequence)
         memory_id = sequence.memory_id
@@ -573,24 +574,25 @@ class FCFSScheduler:
         self._donors.drop_all()
 
     def _send_back_forks(self, sources: set[int | None]) -> None:
-        """Whoever is to start as a fork of these, in the next plan, waits again."""
+        """Return sequences to the waiting ones that the next plan would fork from ``sources``."""
         for child in list(self._running):
-            # One that went with another fork on the way has left already.
+            # One that was another pending fork's child has left already.
             if child.status is SequenceStatus.RUNNING and is_fork_of(child, sources):
                 self._back_to_waiting(child)
 
     def _give_up(self, sequence: Sequence) -> None:
-        """Its keys and values are gone: it waits, or follows a sibling that computes the prompt."""
+        """Release its memory; it waits, or follows a sibling that computes the prompt."""
         give_back(self._memory, sequence)
         sequence.num_computed = 0
-        # One sequence of a request computes the prompt, the others follow.
+        # One sequence of a request computes the prompt; the others follow.
         if any(leads(other) for other in sequence.request.sequences if other is not sequence):
             self._followers.add(sequence)
         else:
             self._queues.wait(sequence)
 
     def _renew_starts(self) -> None:
-        """A step that was planned but never applied leaves starts: cached prefixes may be gone."""
+        """Check the starts of a step that was planned but not applied: cached prefixes may be
+        gone."""
         for sequence in self._running:
             start = sequence.start
             if isinstance(start, Attach):

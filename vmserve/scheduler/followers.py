@@ -1,4 +1,4 @@
-"""Sequences that wait, in no queue, for a sibling to compute the prompt that they share."""
+"""Sequences in no queue, which wait for a sibling to compute their common prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["Followers"]
 
 
 class Followers:
-    """By request, so that a step looks only at those for which something may have changed."""
+    """Followers by request, so that a step looks only at requests in which something may have
+    changed."""
 
     def __init__(self) -> None:
         self._by_request: dict[Request, list[Sequence]] = {}
@@ -36,14 +37,15 @@ class Followers:
         self._num -= 1
 
     def lost_one(self, request: Request) -> None:
-        """A sequence of the request has ended: its followers may have to go by themselves."""
+        """Note that a sequence of the request has ended: a follower may have to compute the
+        prompt."""
         if request in self._by_request:
             self._lost_member.add(request)
 
     def take_ready(self, running: Iterable[Sequence], donors: Iterable[Sequence]) -> list[Sequence]:
-        """Those that can start now, in order; they follow no more.
+        """Remove and return the followers that can start now, in order.
 
-        All of a request's where a sibling has the prompt, else one if nobody computes it.
+        All of a request's if a sibling has the prompt; one of them if no sibling computes it.
         """
         if not self._by_request:
             return []

@@ -1,4 +1,4 @@
-"""What becomes of a sequence that must make room: computed again later, or swapped to the host."""
+"""Decide how a preempted sequence comes back: computed again, or swapped to the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NEWEST = 0.2
 
 
 class PreemptionCosts(NamedTuple):
-    """Seconds that a victim's way out and back is predicted to take."""
+    """Predicted seconds of a victim's way out and back."""
 
     recompute: float
     swap: float
@@ -21,10 +21,11 @@ class PreemptionCosts(NamedTuple):
 
 @dataclass(slots=True)
 class PreemptionPolicy:
-    """Bytes over the measured copy bandwidth against tokens over the measured prefill speed.
+    """Compares swapping at the measured copy bandwidth with computing at the measured prefill
+    speed.
 
-    (SOSP'23 PagedAttention, sections 4.5 and 7.3.) The starting values hold until there are
-    measurements: 4 GB/s is what one core copies, 2,000 tokens/s a small model's prefill on two.
+    After SOSP'23 PagedAttention, sections 4.5 and 7.3. The initial values hold until there are
+    measurements: one core copies 4 GB/s; a small model prefills 2,000 tokens/s on two cores.
     """
 
     preemption: Preemption = "auto"
@@ -32,7 +33,7 @@ class PreemptionPolicy:
     prefill_tokens_per_second: float = 2e3
 
     def costs(self, num_tokens: int, num_bytes: int) -> PreemptionCosts:
-        """Of a victim with ``num_tokens`` computed, in ``num_bytes``; there and back."""
+        """Costs of both ways for a victim with ``num_tokens`` computed, in ``num_bytes``."""
         return PreemptionCosts(
             num_tokens / self.prefill_tokens_per_second,
             2 * num_bytes / self.copy_bytes_per_second,
@@ -45,14 +46,14 @@ class PreemptionPolicy:
         return costs.swap < costs.recompute
 
     def copied(self, num_bytes: int, seconds: float) -> None:
-        """A copy was measured."""
+        """Learn from a measured copy."""
         if num_bytes and seconds > 0:
             self.copy_bytes_per_second += _NEWEST * (
                 num_bytes / seconds - self.copy_bytes_per_second
             )
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """A step that mostly read prompts was measured."""
+        """Learn from a measured step that mostly read prompts."""
         if seconds > 0:
             self.prefill_tokens_per_second += _NEWEST * (
                 num_tokens / seconds - self.prefill_tokens_per_second

@@ -1,7 +1,7 @@
-"""What work costs on one device for one model: measured at start, or stored in a file.
+"""Costs of work on one device for one model, measured at start or stored in a file.
 
 The scheduler predicts with it which regime is cheaper for a request, and a simulation how long a
-step takes. Every cost is of all layers together and in seconds, unless its name says otherwise.
+step takes. Every cost is in seconds and of all layers together, unless its name says otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROFILE_VERSION = 1
 
 
 class SequenceWork(NamedTuple):
-    """What one sequence computes in a step: ``num_new`` tokens after ``num_past``."""
+    """Work of one sequence in a step: ``num_new`` tokens after ``num_past``."""
 
     regime: Regime
     num_past: int
@@ -36,25 +36,25 @@ class SequenceWork(NamedTuple):
 
     @property
     def num_pairs(self) -> float:
-        """Query-key pairs, causally."""
+        """Query-key pairs under the causal mask."""
         return self.num_new * (self.num_past + (self.num_new + 1) / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCosts:
-    """Attention over one view."""
+    """Costs of attention over one view."""
 
-    #: Of a step that has sequences of the regime at all: launches, arguments.
+    #: Per step with any sequence of the regime: launches, arguments.
     call: float
-    #: Of each sequence in it.
+    #: Per sequence.
     sequence: float
-    #: Of each token that a decoding sequence reads.
+    #: Per token read by a decoding sequence.
     read: float
-    #: Of each pair of a query and a key in prefill.
+    #: Per pair of a query and a key in prefill.
     pair: float
 
     def seconds(self, work: Iterable[SequenceWork]) -> float:
-        """Of one step with these sequences, all of one regime; nothing for none."""
+        """Seconds of one step with these sequences, all of one regime; 0 for none."""
         total = 0.0
         for item in work:
             if item.num_new == 1:
@@ -66,9 +66,9 @@ class KernelCosts:
     def batch_seconds(
         self, num_past: NDArray[np.int64], num_new: NDArray[np.int64], num_tokens: int
     ) -> float:
-        """The same of one step's batch in columns, which has sequences and ``num_tokens`` new."""
+        """:meth:`seconds` for a batch in columns, not empty, with ``num_tokens`` new tokens."""
         num = len(num_new)
-        if num_tokens == num:  # most steps, of a few sequences: lists are faster than numpy
+        if num_tokens == num:  # most steps; for few sequences lists are faster than numpy
             num_read: int = sum(num_past.tolist()) + num
             return self.call + self.sequence * num + self.read * num_read
         decodes = num_new == 1
@@ -80,20 +80,20 @@ class KernelCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """See the module's text. Raises :class:`ConfigurationError` for a cost that is no cost."""
+    """See the module's docstring. Raises :class:`ConfigurationError` for invalid costs."""
 
     name: str
     virtual: KernelCosts
     paged: KernelCosts
-    #: Of a step, whatever is in it: reading the weights is in ``weights``.
+    #: Per step, whatever is in it; reading the weights is in ``weights``.
     step: float
-    #: To read the weights once; work on few tokens hides behind it.
+    #: To read the weights once; work on few tokens is hidden behind it.
     weights: float
-    #: Of each token outside attention.
+    #: Per token, outside attention.
     token: float
-    #: To map one page in a slot, and to take one back, when the step waits for it.
+    #: To map one page in a slot, and to unmap one, when the step waits for it.
     map_page: float
-    #: What a mapping in the background takes from the step that runs meanwhile.
+    #: Slowdown of the running step by one mapping in the background.
     map_page_hidden: float
     copy_bytes_per_second: float
     swap_bytes_per_second: float
@@ -114,7 +114,7 @@ class DeviceProfile:
         return self.virtual if regime is Regime.VIRTUAL else self.paged
 
     def attention_seconds(self, work: Iterable[SequenceWork]) -> float:
-        """Of one step: each regime that it has is called once per layer."""
+        """Attention seconds of one step: each regime that it has is called once per layer."""
         items = list(work)
         return sum(
             self.kernels(regime).seconds(item for item in items if item.regime is regime)
@@ -122,7 +122,7 @@ class DeviceProfile:
         )
 
     def linear_seconds(self, num_tokens: int) -> float:
-        """Everything but attention, of a step with so many tokens."""
+        """Seconds of everything but attention, for ``num_tokens`` tokens."""
         return self.step + max(self.weights, self.token * num_tokens)
 
     def step_seconds(
@@ -134,7 +134,7 @@ class DeviceProfile:
         copied_bytes: int = 0,
         swapped_bytes: int = 0,
     ) -> float:
-        """Of one step and the memory work that it waits for."""
+        """Seconds of one step and of the memory work that it waits for."""
         items = list(work)
         return (
             self.linear_seconds(sum(item.num_new for item in items))
@@ -152,7 +152,8 @@ class DeviceProfile:
 
     @staticmethod
     def from_json(text: str, source: str = "device profile") -> DeviceProfile:
-        """Raises :class:`ConfigurationError` for anything but what :meth:`to_json` writes."""
+        """Read what :meth:`to_json` writes; raises :class:`ConfigurationError` for anything
+        else."""
         try:
             data = json.loads(text)
         except ValueError as error:

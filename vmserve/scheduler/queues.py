@@ -1,4 +1,4 @@
-"""Where the sequences are that a scheduler serves."""
+"""The queues of a scheduler."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ORDER = attrgetter("order")
 
 
 class Queues:
-    """Each list is in the order in which sequences are served; a status says where one is.
+    """Lists of sequences in the order in which they are served; a sequence's status names its list.
 
-    The lists stay the same objects: others look at them, and change them only through this one.
+    The lists stay the same objects. Others read them, and change them only through this class.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Queues:
         self._enter(sequence, self.swapped, SequenceStatus.SWAPPED)
 
     def leave(self, sequence: Sequence) -> None:
-        """Of those in none of the lists nothing is known here."""
+        """Remove the sequence from its list; a sequence in no list is ignored."""
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
         elif sequence.status is SequenceStatus.WAITING:
@@ -43,7 +43,7 @@ class Queues:
             self.swapped.remove(sequence)
 
     def sort(self) -> None:
-        """Orders have changed."""
+        """Sort again after orders have changed."""
         for queue in (self.waiting, self.running, self.swapped):
             queue.sort(key=_ORDER)
 

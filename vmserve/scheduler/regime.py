@@ -1,11 +1,10 @@
-"""Which regime a request is kept in: forced, or the one that is predicted to cost less.
+"""Choose the regime of a request: forced, or the one with the lower predicted cost.
 
-What differs between the two views of a request's pages, over its whole life, is added up from a
-:class:`~vmserve.scheduler.profile.DeviceProfile`: map calls, forks, what of a cached prefix must be
-copied, the kernels themselves, memory that page tails keep from others while it is short, and
-the calls of a second kernel family where nobody else in the batch uses it: or, if that is
-cheaper, what it costs everybody in the batch to change regimes with the newcomer. The layers
-outside attention cost both alike and are left out.
+The cost model adds up what differs between the two views over a request's life, from a
+:class:`~vmserve.scheduler.profile.DeviceProfile`: mapping calls; forks; copies of a cached prefix;
+the kernels themselves; memory lost in partly used pages while memory is short; calls of a second
+kernel family, if nobody else in the batch uses it, or, if cheaper, changing the regime of the whole
+batch. Layers outside attention cost the same in both and are left out.
 """
 
 from __future__ import annotations
@@ -33,37 +32,37 @@ __all__ = [
     "Situation",
 ]
 
-#: The paged view must be predicted to save this share of all that differs; kernels whose times
+#: The paged view must be predicted to save this share of all that differs. Kernels whose times
 #: differ by chance are equal in the profile already.
 _MARGIN = 0.02
-#: A running batch changes its regimes when that saves so many times what it costs.
+#: A running batch changes regime if that saves this many times its cost.
 _WORTH = 2.0
 #: Weight of a new observation in a running average.
 _NEWEST = 0.05
-#: By what share the least time of a step that was seen is forgotten with each other one.
+#: The remembered least time of a step grows by this share with each step.
 _FORGOTTEN = 0.001
 #: Tokens that a request is expected to generate before any has ended.
 _FIRST_GUESS = 256
 
 
 class Situation(NamedTuple):
-    """What surrounds a request when its regime is chosen."""
+    """The state of the engine when a request's regime is chosen."""
 
     #: Running sequences by regime, without the request's own.
     num_virtual: int = 0
     num_paged: int = 0
     num_free_slots: int = 1
-    #: Tokens of its prompt that the prefix cache has.
+    #: Tokens of its prompt in the prefix cache.
     num_hit: int = 0
     #: 0: memory to spare; 1: every page is wanted.
     pressure: float = 0.0
-    #: Of the pages that a virtual sequence takes, the share that its slot does not show already.
+    #: Share of a virtual sequence's pages that its slot does not have mapped already.
     unmapped_share: float = 1.0
-    #: Pages that the pool may have.
+    #: The page limit of the pool.
     limit_pages: int = 1
-    #: What a step takes however many sequences are in it.
+    #: Seconds of a step that do not depend on its sequences.
     fixed_seconds: float = 0.0
-    #: How often a request is expected to be preempted, and so starts again.
+    #: Expected number of preemptions of a request, after each of which it starts again.
     num_preemptions: float = 0.0
 
     def num_running(self, regime: Regime) -> int:
@@ -71,20 +70,23 @@ class Situation(NamedTuple):
 
     @property
     def page_step_seconds(self) -> float:
-        """What it costs to keep a page for a step from others who want it: with its share of the
-        pool they would be so much sooner done, and so many steps fewer would be needed."""
+        """Cost of keeping a page for one step from others that want it.
+
+        With the page's share of the pool they would be done that much sooner, and that many fewer
+        steps would be needed.
+        """
         return self.pressure * self.fixed_seconds / self.limit_pages
 
 
 class RunningLength(NamedTuple):
-    """A running sequence's tokens, and how many it is expected to generate yet."""
+    """A running sequence's tokens, and how many more it is expected to generate."""
 
     num_tokens: int
     num_left: int
 
 
 class RegimeCosts(NamedTuple):
-    """Seconds over the life of a request, by what causes them."""
+    """Seconds over the life of a request, by cause."""
 
     maps: float
     forks: float
@@ -99,30 +101,30 @@ class RegimeCosts(NamedTuple):
 
     @property
     def own(self) -> float:
-        """Without what comes of who else is in the batch."""
+        """The costs that do not depend on other sequences in the batch."""
         return self.total - self.batch
 
 
 class RegimeChoice(NamedTuple):
-    """``reason``: "forced", "slots" (none is free), "default" (nothing speaks for the paged
-    view, or not enough), or the cost that decided."""
+    """``reason``: "forced", "slots" (none is free), "default" (the paged view saves nothing, or too
+    little), or the cost that decided."""
 
     regime: Regime
     reason: str
-    #: Predicted seconds of what differs, by regime; empty where nothing was predicted.
+    #: Predicted seconds of what differs, by regime; empty if nothing was predicted.
     predicted: dict[str, float]
-    #: All that run, in the other regime, are to change to this one.
+    #: Running sequences, all in the other regime, are to change to this one.
     moves_batch: bool = False
-    #: Seconds that the request would have saved in the other regime, had it not been alone there.
+    #: Seconds that the request would have saved in the other regime, had others been there too.
     forgone: float = 0.0
 
 
 class CostModel:
-    """What a request costs in each regime, from a device's profile and a layout."""
+    """The cost of a request in each regime, from a device profile and a layout."""
 
     def __init__(self, profile: DeviceProfile, layout: KVLayout) -> None:
         self.profile = profile
-        #: What attention takes for each second of the profile's.
+        #: Measured attention seconds for each second of the profile.
         self.ratio = AttentionRatio()
         self._layout = layout
         self._token_bytes = layout.total_page_bytes / layout.page_tokens
@@ -130,12 +132,12 @@ class CostModel:
     def costs(
         self, request: Request, num_output: int, regime: Regime, around: Situation
     ) -> RegimeCosts:
-        """``num_output``: tokens that each of its sequences is expected to generate."""
+        """Predict the costs. ``num_output``: expected tokens of each of its sequences."""
         virtual = regime is Regime.VIRTUAL
         num_prompt = len(request.prompt_token_ids)
         end = num_prompt + num_output
         unit = unit_tokens(self._layout, regime)
-        tail = around.num_hit % unit  # of the prefix, copied and so there twice
+        tail = around.num_hit % unit  # of the prefix: copied, so that it exists twice
         is_first = around.num_running(regime) == 0
         num_running = around.num_virtual + around.num_paged + request.num_branches
         waste = (tail + request.num_branches * unit / 2) / self._layout.page_tokens
@@ -155,9 +157,9 @@ class CostModel:
         )
 
     def _maps(self, request: Request, num_prompt: int, end: int, around: Situation) -> float:
-        """The prompt's pages while the first step waits, the others behind the steps.
+        """Seconds for mapping: the prompt's pages while the first step waits, the others hidden.
 
-        A slot may show pages of an earlier sequence already, but never those of a cached prefix.
+        A slot may have pages of an earlier sequence mapped, but never those of a cached prefix.
         """
         at_once = self._layout.pages_for(num_prompt + 1)
         shared = around.num_hit // self._layout.page_tokens
@@ -171,10 +173,11 @@ class CostModel:
     def _forks(
         self, request: Request, num_prompt: int, end: int, unit: int, *, virtual: bool
     ) -> float:
-        """Choices fork once, at the end of the prompt; about half of the beams at every step.
+        """Seconds for forks. Choices fork once, at the prompt's end; about half of the beams fork
+        at every step.
 
-        A fork copies what of its last page, or block, is filled: half of it on average, and in
-        the virtual view maps every page at its own slot.
+        A fork copies the used part of its last page or block, half of it on average. In the virtual
+        view it also maps every page into its own slot.
         """
         lengths: Iterable[int] = (num_prompt,)
         num_forks = request.num_branches - 1
@@ -212,7 +215,7 @@ class CostModel:
     def cost_of_moving(
         self, regime: Regime, leaving: list[RunningLength], page_step_seconds: float
     ) -> float:
-        """What it costs all sequences of ``regime``, the only ones, to change to the other."""
+        """Seconds to change all running sequences, which are of ``regime``, to the other regime."""
         saved, cost = self.gain_of_leaving(regime, leaving, 0, page_step_seconds)
         return _WORTH * cost - saved
 
@@ -223,9 +226,9 @@ class CostModel:
         num_steps: int,
         page_step_seconds: float = 0.0,
     ) -> tuple[float, float]:
-        """What it saves, and what it costs, if all sequences of ``regime`` change to the other.
+        """What changing all sequences of ``regime`` to the other saves, and what it costs.
 
-        ``num_steps``: for how long both regimes are expected to run beside each other.
+        ``num_steps``: steps for which both regimes are expected to run beside each other.
         ``page_step_seconds``: as in :class:`Situation`.
         """
         kernels, others = self.profile.kernels(regime), self.profile.kernels(regime.other)
@@ -239,16 +242,16 @@ class CostModel:
             saved += ratio * read * (kernels.read - others.read)
         if regime is Regime.VIRTUAL:
             return saved, 0.0  # the pages' blocks are the block table
-        # At worst nothing lies in order and all of it is copied.
+        # At worst, nothing lies in order and all of it is copied.
         pages = sum(self._layout.pages_for(length) for length, _ in leaving)
         tokens = sum(length for length, _ in leaving)
         return saved, self.profile.map_page * pages + self._copies(tokens)
 
 
 class RegimePolicy:
-    """``virtual`` and ``paged`` are what they say; ``auto`` asks the cost model.
+    """``virtual`` and ``paged`` force a regime; ``auto`` asks the cost model.
 
-    Without a cost model ``auto`` keeps what forks paged and everything else virtual.
+    Without a cost model, ``auto`` keeps requests that fork paged and all others virtual.
     """
 
     def __init__(
@@ -259,18 +262,17 @@ class RegimePolicy:
         self._mean_output = float(_FIRST_GUESS)
         self._least_step_seconds = 0.0
         self._num_preemptions = 0.0
-        #: What requests have lost by joining a batch that is not in this regime.
+        #: Seconds that requests have lost by joining a batch that is not in this regime.
         self._forgone = dict.fromkeys(Regime, 0.0)
 
     @property
     def predicts(self) -> bool:
-        """Whether a choice asks what surrounds the request."""
+        """Whether a choice depends on the situation of the request."""
         return self._forced is None and self._model is not None
 
     @property
     def fixed_seconds(self) -> float:
-        """Of each step, from the profile; at most so much, where it does not know that: the least
-        that one has taken lately."""
+        """Fixed seconds of each step: from the profile, but at most the least time seen lately."""
         profile = self.profile
         if profile is not None and profile.weights > 0:
             return profile.step + profile.weights
@@ -278,18 +280,18 @@ class RegimePolicy:
 
     @property
     def profile(self) -> DeviceProfile | None:
-        """What predictions are made from; None where none are made."""
+        """The profile behind the predictions; None if there are none."""
         return None if self._model is None else self._model.profile
 
     # -- what is observed ---------------------------------------------------------------
 
     def attended(self, regime: Regime, batch: RaggedBatch, seconds: float) -> float:
-        """The batch's sequences of a regime spent so long in attention; returns what was predicted,
-        0 where nothing is."""
+        """Learn a step's attention seconds in one regime; returns the prediction, or 0 without
+        one."""
         model = self._model
         if model is None:
             return 0.0
-        # Once a step: as few calls as can be.
+        # Called at each step: keep it to few calls.
         num_seqs = batch.num_new.shape[0]
         profile = model.profile
         kernels = profile.virtual if regime is Regime.VIRTUAL else profile.paged
@@ -298,17 +300,18 @@ class RegimePolicy:
         return predicted * model.ratio.learn(num_seqs, predicted, seconds, prompts=prompts)
 
     def stepped(self, seconds: float) -> None:
-        """A step took so long."""
+        """Learn the seconds of a step."""
         least = self._least_step_seconds * (1 + _FORGOTTEN)
         self._least_step_seconds = min(seconds, least or seconds)
 
     @property
     def num_preemptions(self) -> float:
-        """Of a request, on average lately."""
+        """Preemptions of a request, as a running average."""
         return self._num_preemptions
 
     def finished(self, num_output: int, num_preemptions: int = 0) -> None:
-        """A sequence ended with so many tokens generated; its request was so often preempted."""
+        """Learn from a sequence that ended with ``num_output`` tokens, and its request's
+        preemptions."""
         self._mean_output += _NEWEST * (num_output - self._mean_output)
         self._num_preemptions += _NEWEST * (num_preemptions - self._num_preemptions)
 
@@ -327,8 +330,11 @@ class RegimePolicy:
         around: Situation | None = None,
         cost_of_moving: Callable[[], float | None] = lambda: None,
     ) -> RegimeChoice:
-        """``cost_of_moving``: what it costs those that run, all of one regime, to change to the
-        other; below 0 where they gain by it. None: some must stay, or it is not known."""
+        """Choose a regime.
+
+        ``cost_of_moving``: seconds to change all running sequences, which are of one regime, to the
+        other; negative if they gain. None: some cannot change, or it is not known.
+        """
         if self._forced is not None:
             return RegimeChoice(self._forced, "forced", {})
         if self._model is None or around is None:
@@ -349,10 +355,11 @@ class RegimePolicy:
             there = Regime.PAGED if around.num_paged else Regime.VIRTUAL
             other = there.other
             forgone = costs[there].own - costs[other].own
-            # What a hit costs in a slot, its maps and copies, is counted; kernels are estimated.
+            # The costs of a cached prefix in a slot, mapping and copies, are counted; kernels are
+            # estimated.
             margin = 0.0 if around.num_hit else _MARGIN * costs[there].own
             moving = cost_of_moving() if forgone > margin else None
-            # With what others have forgone: to stay here, or to be alone there, must be dearer.
+            # With what others have forgone, both staying here and being alone there must cost more.
             least = min(forgone, costs[other].batch) + self._forgone[other]
             if moving is not None and moving < least:
                 reason = _deciding(costs[other]._replace(batch=0.0), costs[there])
@@ -365,11 +372,11 @@ class RegimePolicy:
         return RegimeChoice(regime, reason, predicted, forgone=forgone)
 
     def kept(self, choice: RegimeChoice) -> None:
-        """A request is served so.
+        """Learn that a request runs with this choice.
 
-        What newcomers lose because they join the batch where it is adds up: once it is more than
-        what it costs to move the batch, the next one moves it. So neither is paid more than twice,
-        whatever comes (as whoever rents skis until the rents are the price of a pair).
+        What newcomers lose by joining the batch in its regime adds up. Once it exceeds the cost of
+        moving the batch, the next newcomer moves it. So no more than twice the better of both is
+        paid, whatever comes (the ski rental problem: rent until the rents reach the price).
         """
         other = choice.regime.other
         self._forgone[choice.regime] = 0.0
@@ -378,7 +385,7 @@ class RegimePolicy:
     def cost_of_moving(
         self, regime: Regime, leaving: list[RunningLength], page_step_seconds: float
     ) -> float | None:
-        """As the cost model says; None without one."""
+        """:meth:`CostModel.cost_of_moving`; None without a cost model."""
         if self._model is None:
             return None
         return self._model.cost_of_moving(regime, leaving, page_step_seconds)
@@ -389,10 +396,10 @@ class RegimePolicy:
         forking: Collection[Regime] = (),
         page_step_seconds: float = 0.0,
     ) -> Regime | None:
-        """The regime that all of its sequences should leave now; None if that does not pay.
+        """The regime that all its sequences should leave now; None if that does not pay.
 
-        ``running``: those of each regime; ``forking``: regimes in which some will fork again, and
-        stay for that.
+        ``running``: sequences of each regime. ``forking``: regimes that some must stay in because
+        they will fork again.
         """
         if self._forced is not None or self._model is None:
             return None

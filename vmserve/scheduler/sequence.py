@@ -1,4 +1,4 @@
-"""A request and its sequences, as the scheduler, runner and output processor see them."""
+"""A request and its sequences, as scheduler, runner and engine see them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST_RANK = -(1 << 63)
 
 
 class SequenceStatus(enum.Enum):
-    #: Not queued: starts as a fork of a sequence of its request that computes the prompt.
+    #: In no queue: it starts as a fork of the sibling that computes the prompt.
     FOLLOWING = "following"
     WAITING = "waiting"
     RUNNING = "running"
@@ -32,7 +32,7 @@ class SequenceStatus(enum.Enum):
 
 
 class Changes(NamedTuple):
-    """What new tokens changed, which a scheduler has to know, ``finished`` before ``forks``.
+    """What new tokens changed and the scheduler has to know: ``finished`` first, then ``forks``.
 
     ``finished``: sequences with their last token. ``forks``: parent and child of each new beam.
     """
@@ -61,46 +61,46 @@ class Gang(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """What a user asked for. Its ``params.n`` (or ``best_of``) sequences share the prompt.
+    """A request of a user. Its ``params.n`` (or ``best_of``) sequences share the prompt.
 
-    The first sequence computes the prompt and all of them draw their first token from its
-    logits; the others then continue as forks of it.
+    The first sequence computes the prompt, and all draw their first token from its logits. Then the
+    others continue as forks of it.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    #: Most tokens each sequence may generate: the user's limit, capped by the context.
+    #: Most tokens for each sequence: the user's limit, capped by the context.
     max_tokens: int
-    #: Resolved seed: choice ``j`` draws from the stream (seed, j).
+    #: The resolved seed: choice ``j`` draws from the stream (seed, j).
     seed: int
     arrival: int
     metrics: RequestMetrics
     priority: int = 0
-    #: Lower ranks are served first: the priority, where the policy goes by it.
+    #: Lower ranks are served first: the priority if the policy uses it, else 0.
     rank: int = 0
-    #: ``time.monotonic()`` at which it fails if it has not ended; None: it has all the time.
+    #: ``time.monotonic()`` at which it fails unless it has ended; None: never.
     deadline: float | None = None
-    #: On whose account it runs, where tenants share fairly.
+    #: The account that it is charged to, with fair sharing.
     tenant: str = ""
-    #: Whose memory it uses, to the memory core: pages are scrubbed when they change hands.
+    #: The memory core's tenant: pages are scrubbed when they pass to another one.
     memory_tenant: int = 0
-    #: Requests share cached prefixes only with those of the same salt.
+    #: Only requests with the same salt share cached prefixes.
     cache_salt: bytes = b""
     stream: bool = False
     #: EOS and stop ids, which ``min_tokens`` suppresses.
     stop_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
-    #: In which regime the sequences are, or are to be, kept; None: not decided yet.
+    #: The regime that its sequences are kept in, or will be; None: not decided yet.
     regime: Regime | None = None
 
-    #: Sequences that run at once at most: choices, or beams.
+    #: Most sequences that run at once: choices, or beams.
     num_branches: int = 1
-    #: The beam search, if it is one: its sequences are the beams that run.
+    #: The beam search, if it is one; its sequences are the running beams.
     beams: Gang | None = None
-    #: It waits for its grammar to be compiled, and the scheduler does not know it yet.
+    #: Its grammar is being compiled, and the scheduler does not know it yet.
     is_compiling: bool = False
 
     @property
@@ -110,7 +110,7 @@ class Request:
 
     @property
     def first_tokens_due(self) -> list[Sequence]:
-        """Those that draw their first token as soon as the prompt is computed."""
+        """Followers that draw their first token as soon as the prompt is computed."""
         return [seq for seq in self.sequences if seq.is_unborn]
 
     @property
@@ -122,9 +122,9 @@ class Request:
 class Sequence:
     """One token list with its KV cache.
 
-    There is no prefill phase and no decode phase: a sequence has ``len(tokens)`` tokens
-    known and ``num_computed`` of them in the KV cache, and each step lets it catch up.
-    When it has caught up, a token is sampled and appended.
+    There is no prefill phase and no decode phase. A sequence has ``len(tokens)`` known tokens and
+    ``num_computed`` of them in the KV cache, and each step lets it catch up. When it has caught up,
+    a token is sampled and appended.
     """
 
     request: Request
@@ -132,29 +132,28 @@ class Sequence:
     tokens: list[int]
     num_prompt: int
     num_computed: int = 0
-    #: The sequence in the KV memory, while it has any, and the regime in which it is kept.
+    #: Its id in the KV memory, None without memory, and the view it is kept in.
     memory_id: int | None = None
     regime: Regime = Regime.VIRTUAL
-    #: How the sequence starts, or comes back, in memory; part of the next plan, until one is
-    #: applied.
+    #: How it starts or comes back in memory; part of each plan until one is applied.
     start: Attach | Fork | SwapIn | None = None
-    #: A preempted sequence comes back only when there is room for more than its next token.
+    #: It was preempted: it comes back only if there is room for more than its next token.
     was_preempted: bool = False
-    #: It has waited for so long that it goes before all ranks.
+    #: It has waited so long that it goes before all ranks.
     is_raised: bool = False
-    #: It began with blocks that others had written, in the cache or of a sibling.
+    #: It began with blocks written by others: cached ones or a sibling's.
     borrowed: bool = False
-    #: It found no room even alone with those: it looks for none any more.
+    #: It did not fit even alone with borrowed blocks: it does without them.
     starts_over: bool = False
-    #: How many of the tokens the KV memory knows (names for its prefix cache).
+    #: Tokens that the prefix cache of the KV memory has been told.
     num_published: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
-    #: Prompt positions whose log-probabilities, or hidden states, are already taken; a
-    #: preempted sequence computes its prompt again, but must not report it twice.
+    #: Prompt positions whose log-probabilities or hidden states are taken. A preempted sequence
+    #: computes its prompt again, but must not report it twice.
     num_prompt_scored: int = 0
-    #: Where the answer is in the grammar that it has to match, if there is one.
+    #: The state of the grammar that the answer must match, if there is one.
     guide: Guide | None = None
-    #: What the sampler needs to know of it, made for its first token.
+    #: What the sampler reads of it, made for its first token.
     sampling: SamplingRow | None = None
 
     @property
@@ -164,7 +163,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sequences are served in this order."""
+        """The key by which sequences are served."""
         return (self.rank, self.request.arrival, self.index)
 
     @property
@@ -179,12 +178,12 @@ class Sequence:
 
     @property
     def is_unborn(self) -> bool:
-        """A follower without a token of its own."""
+        """Whether it is a follower without a token of its own."""
         return self.status is SequenceStatus.FOLLOWING and len(self.tokens) == self.num_prompt
 
     @property
     def num_unscored(self) -> int:
-        """Prompt tokens whose log-probabilities are asked for and not known."""
+        """Prompt tokens whose log-probabilities are wanted and not known yet."""
         if self.index != 0 or self.request.params.prompt_logprobs is None:
             return 0
         return max(0, self.num_prompt - 1 - self.num_prompt_scored)

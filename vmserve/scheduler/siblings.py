@@ -1,4 +1,4 @@
-"""How the sequences of one request stand to each other."""
+"""Relations between the sequences of one request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["has_followers", "is_fork_of", "leads", "num_places", "with_its_gang"
 
 
 def leads(sequence: Sequence) -> bool:
-    """Whether the sequence will compute its request's prompt, or has."""
+    """Whether the sequence computes its request's prompt, will, or has."""
     return sequence.status in (
         SequenceStatus.RUNNING,
         SequenceStatus.WAITING,
@@ -20,7 +20,7 @@ def leads(sequence: Sequence) -> bool:
 
 
 def is_fork_of(sequence: Sequence, sources: set[int | None]) -> bool:
-    """Whether the sequence is to start, in the next plan, as a fork of one of these."""
+    """Whether the next plan starts the sequence as a fork of one of ``sources``."""
     return isinstance(sequence.start, Fork) and sequence.start.parent in sources
 
 
@@ -30,7 +30,7 @@ def has_followers(request: Request) -> bool:
 
 
 def with_its_gang(sequence: Sequence, among: Iterable[Sequence]) -> list[Sequence]:
-    """The sequence; of a gang, all of it that is ``among`` these."""
+    """The sequence; of a beam search, all its beams that are in ``among``."""
     request = sequence.request
     if not request.is_gang:
         return [sequence]
@@ -38,7 +38,7 @@ def with_its_gang(sequence: Sequence, among: Iterable[Sequence]) -> list[Sequenc
 
 
 def num_places(sequences: Iterable[Sequence]) -> int:
-    """How many sequences these are or can become: beams fork at will."""
+    """How many sequences these are or may become: beams fork at any step."""
     gangs: set[Request] = set()
     others = 0
     for sequence in sequences:
