@@ -1,4 +1,4 @@
-"""Searching among continuations: what to keep, and the sequences that keep it."""
+"""Beam search: what to keep, and the sequences that keep it."""
 
 from __future__ import annotations
 

@@ -1,40 +1,39 @@
-"""Beam search for one prompt, a step at a time, with the results of ``transformers``.
+"""Beam search for one prompt, one step at a time, with the results of ``transformers``.
 
-The search decides; whoever drives it owns the model, the KV memory and the batch. It starts
-with one beam, the prompt. Each step the driver brings, for every beam, the likeliest next tokens
-and their log-probabilities, and is told which beams go on: the parent of each, and its token.
+The search decides; its driver owns the model, the KV memory and the batch. It starts with one beam,
+the prompt. Each step, the driver brings the likeliest next tokens of every beam with their
+log-probabilities, and gets the next beams: the parent of each, and its token.
 
-What a step decides (``transformers`` 5.23, ``generate`` with ``num_beams`` =
-``num_return_sequences`` = width and without sampling):
+A step decides (``transformers`` 5.23, ``generate`` with ``num_beams`` = ``num_return_sequences`` =
+width, without sampling):
 
 - Continuations of all beams are ranked together by the sum of their tokens' log-probabilities.
 - An end-of-sequence token (EOS) among the first ``width`` of that ranking finishes a hypothesis.
   One further down is dropped: it must not push out what better beams may still become.
 - The first ``width`` continuations that are no EOS are the next beams, in that order.
-- With ``max_tokens`` tokens the first ``width`` of the ranking are finished, EOS or not.
-- A hypothesis scores its sum / length ** ``length_penalty``; the length counts generated tokens,
-  its EOS too. The ``width`` best finished ones are kept.
+- At ``max_tokens`` tokens, the first ``width`` of the ranking are finished, EOS or not.
+- A hypothesis scores its sum / length ** ``length_penalty``. The length counts generated tokens,
+  its EOS too. The ``width`` best finished hypotheses are kept.
 
-When it is over, besides the length: once ``width`` hypotheses are finished, at once with
-``early_stopping`` True or a width of 1 (which is greedy search); else as soon as the best beam,
-at its present sum, would not score more than the worst of them. The length it is credited with
-is its present one, or ``max_tokens`` with "never" and a penalty above 0. (With False and such a
-penalty a longer answer that would still overtake may be missed: that is the heuristic of
-``transformers``, kept on purpose.)
+The search ends at the length limit, or once ``width`` hypotheses are finished: at once with
+``early_stopping`` True or a width of 1 (greedy search), else when the best beam at its present sum
+would not score more than the worst of them. For that, its length is the present one, or
+``max_tokens`` with "never" and a penalty above 0. (With False and such a penalty a longer answer
+that would still win may be missed. That is the heuristic of ``transformers``, kept on purpose.)
 
-Why ``width`` + number of EOS ids candidates per beam are enough, where ``transformers`` ranks
+``width`` + number of EOS ids candidates for each beam are enough, although ``transformers`` ranks
 (1 + number of EOS ids) * width over the vocabulary: a beam gives the next step at most ``width``
-continuations, and above these in its own ranking stand no more tokens than there are EOS ids.
+continuations, and above these its own ranking has at most as many tokens as there are EOS ids.
 
-Equal sums: the lower beam goes first, then the better token of that beam, of equals the lower id
-(``torch.topk`` leaves such cases open). A hypothesis that is kept already goes before a new one of
-the same score. Two deviations, where ``transformers`` fills up with copies of its first beam: if
-the vocabulary has fewer continuations than ``width`` there are fewer beams and answers, and a
-finished hypothesis counts however low its score is. Sums are kept in float64 (there: float32), so
-that long answers lose nothing.
+Equal sums: the lower beam goes first, then the better token of that beam, then the lower id
+(``torch.topk`` leaves this open). A kept hypothesis goes before a new one of the same score. Two
+deviations, where ``transformers`` fills up with copies of its first beam: if the vocabulary has
+fewer continuations than ``width``, there are fewer beams and answers; and a finished hypothesis
+counts however low its score is. Sums are float64 (there: float32), so that long answers lose
+nothing.
 
-Histories are chains of links to the parent, shared by the beams that have it in common: a step
-costs the same however long the answers are, and what no beam leads to any more is freed.
+Histories are chains of links to parents, shared by beams. So a step costs the same however long the
+answers are, and what no beam leads to is freed.
 """
 
 from __future__ import annotations
@@ -69,10 +68,9 @@ class Continuation:
 class BeamStep:
     """What one step decided.
 
-    ``running`` are the next beams, best first: beam i of the next step continues beam
-    ``running[i].parent`` of this one. A parent may occur several times or not at all. Empty when
-    ``done``. ``finished`` were finished by this step and kept so far, best first; their last token
-    needs no KV.
+    ``running``: the next beams, best first; beam i continues beam ``running[i].parent`` of this
+    step. A parent may occur several times or not at all. Empty when ``done``. ``finished``: the
+    hypotheses finished by this step and kept so far, best first; their last token needs no KV.
     """
 
     running: tuple[Continuation, ...]
@@ -82,7 +80,7 @@ class BeamStep:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished answer. ``token_ids`` ends with ``eos_token_id``, or has ``max_tokens`` (None)."""
+    """A finished answer. ``eos_token_id``: its last token, or None if it has ``max_tokens``."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -93,7 +91,7 @@ class Hypothesis:
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Link:
-    """The last token of a beam; links of a step's beams have the same depth."""
+    """The last token of a beam. The links of a step's beams have the same depth."""
 
     parent: _Link | None
     token_id: int
@@ -111,9 +109,9 @@ class _Finished:
 class BeamSearch:
     """The beams and finished hypotheses of one prompt. Not thread-safe.
 
-    No more than ``width`` beams run and no more than ``width`` hypotheses are kept. An empty
+    At most ``width`` beams run and at most ``width`` hypotheses are kept. An empty
     ``eos_token_ids`` makes every token an ordinary one. The first ``min_tokens`` tokens are never
-    an EOS: such candidates are passed over, the probability of the others stays as it is.
+    an EOS: such candidates are skipped, and the probabilities of the others stay the same.
     """
 
     def __init__(
@@ -145,22 +143,22 @@ class BeamSearch:
 
     @property
     def num_beams(self) -> int:
-        """Beams that run, so many rows the next :meth:`advance` takes; 0 when done."""
+        """Number of running beams, and of rows that the next :meth:`advance` takes; 0 when done."""
         return len(self._links)
 
     @property
     def num_candidates(self) -> int:
-        """Candidates per beam that decide a step for sure."""
+        """Candidates for each beam that are enough to decide a step."""
         return self.width + len(self.eos_token_ids)
 
     def advance(self, token_ids: NDArray[np.int64], logprobs: NDArray[np.float32]) -> BeamStep:
         """Rank the candidates of every beam; both arrays are [num_beams, candidates].
 
-        Row i belongs to beam i and is best first, of equals the lowest id first, as
-        ``Sampler.beam_candidates`` gives it: ``num_candidates`` of the vocabulary or more, or all
-        of it. Candidates of log-probability -inf are impossible, and passed over.
+        Row i belongs to beam i, best first and the lowest id first among equals, as
+        ``Sampler.beam_candidates`` returns it: at least ``num_candidates``, or the whole
+        vocabulary. Candidates with log-probability -inf are impossible and skipped.
 
-        Raises ValueError if the search is done, or the shape is another.
+        Raises ValueError if the search is done, or for other shapes.
         """
         self._check(token_ids, logprobs)
         self.length += 1
@@ -180,9 +178,9 @@ class BeamSearch:
         return [link.token_id for link in _chain(self._links[beam])]
 
     def best(self) -> list[Hypothesis]:
-        """The finished hypotheses, best first: ``width`` of them when done, fewer before.
+        """The finished hypotheses, best first: ``width`` when done, fewer before.
 
-        Fewer when done, too, if the vocabulary does not have that many continuations.
+        Fewer when done if the vocabulary does not have that many continuations.
         """
         return [self._hypothesis(finished) for finished in self._finished]
 
@@ -204,7 +202,7 @@ class BeamSearch:
     def _select(
         self, token_ids: NDArray[np.int64], logprobs: NDArray[np.float32]
     ) -> tuple[list[Continuation], list[Continuation]]:
-        """The next beams, and what ends among the first ``width``; both best first."""
+        """The next beams, and hypotheses finished among the first ``width``; both best first."""
         running: list[Continuation] = []
         finished: list[Continuation] = []
         at_limit = self.length == self.max_tokens
@@ -226,11 +224,11 @@ class BeamSearch:
     def _ranked(
         self, token_ids: NDArray[np.int64], logprobs: NDArray[np.float32]
     ) -> Iterable[Continuation]:
-        """The first continuations of all beams together, best first, and enough of them."""
+        """The best continuations of all beams together, best first: enough to decide the step."""
         totals = (self._totals[:, None] + logprobs).ravel()
-        # Of these many at least ``width`` are no EOS: each beam brings any of those ids once.
+        # At least ``width`` of these are no EOS, as each beam has each EOS id only once.
         enough = self.width * (1 + len(self.eos_token_ids))
-        # Stable: of equals the lower beam, then the better place in its row.
+        # Stable: among equals the lower beam, then the better place in its row.
         order = np.argsort(-totals, kind="stable")[:enough]
         parents = order // logprobs.shape[1]
         columns = (parents, token_ids.ravel()[order], logprobs.ravel()[order], totals[order])
@@ -240,11 +238,11 @@ class BeamSearch:
             yield Continuation(parent, token_id, logprob, total)
 
     def _keep(self, finished: list[Continuation]) -> list[Continuation]:
-        """Merge into the ``width`` best; which of ``finished`` are among them."""
+        """Merge into the ``width`` best; returns which of ``finished`` are among them."""
         if not finished:
             return []
         new = [self._finish(continuation) for continuation in finished]
-        # Stable: of equals those that are kept already, then the better sum.
+        # Stable: among equals the kept ones first, then the better sum.
         merged = sorted(self._finished + new, key=lambda f: f.score, reverse=True)
         self._finished = merged[: self.width]
         return [f.continuation for f in new if f in self._finished]
@@ -282,7 +280,7 @@ class BeamSearch:
 
 
 def _score(total: float, length: int, length_penalty: float) -> float:
-    """``total`` / ``length`` ** ``length_penalty``; 0 or -inf where the power leaves float64."""
+    """``total`` / ``length`` ** ``length_penalty``; 0 or -inf if the power leaves float64."""
     try:
         return total / math.pow(length, length_penalty)
     except OverflowError:

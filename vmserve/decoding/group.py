@@ -1,4 +1,4 @@
-"""The sequences of a beam search: what the search decides, done by fork, append and free."""
+"""The sequences of a beam search: makes forks and ends of what the search decides."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _Top = dict[int, tuple[float, int]]
 @dataclass(slots=True)
 class _Beam:
     sequence: Sequence
-    #: One entry per generated token, if log-probabilities are asked for.
+    #: One entry for each generated token, if log-probabilities are asked for.
     tops: list[_Top] = field(default_factory=list)
     candidates: BeamCandidates | None = None
 
 
 class BeamGroup:
-    """Beams wait for each other: a step of the search needs the candidates of all of them.
+    """The beams of a request. They wait for each other: a search step needs candidates of all.
 
-    They may come from different steps of the engine (after a preemption, say).
-    ``num_logprobs``: how many likeliest tokens are kept for each position of an answer.
+    Candidates may come from different steps of the engine, for example after a preemption.
+    ``num_logprobs``: how many likeliest tokens to keep for each position of an answer.
     """
 
     def __init__(self, request: Request, search: BeamSearch, num_logprobs: int | None) -> None:
@@ -53,7 +53,7 @@ class BeamGroup:
         return max(self._search.num_candidates, self._num_logprobs or 0)
 
     def take(self, sequence: Sequence, candidates: BeamCandidates) -> None:
-        """``sequence`` has computed all its tokens, and these may follow."""
+        """Take the candidates of a sequence that has computed all its tokens."""
         beam = next(beam for beam in self._beams if beam.sequence is sequence)
         num = self.num_candidates
         beam.candidates = BeamCandidates(candidates.token_ids[:num], candidates.logprobs[:num])
@@ -78,11 +78,11 @@ class BeamGroup:
         return [self._output(hypothesis) for hypothesis in self._search.best()]
 
     def running(self) -> list[list[int]]:
-        """What the running beams have generated, best first."""
+        """The tokens that each running beam has generated, best beam first."""
         return [beam.sequence.output_token_ids for beam in self._beams]
 
     def _continue(self, step: BeamStep) -> Changes:
-        """A beam's first continuation stays in its sequence, each other one is a fork of it."""
+        """Continue each beam in its own sequence; each further continuation is a fork."""
         going_on = {continuation.parent for continuation in step.running}
         parents = self._beams
         changes = Changes([b.sequence for i, b in enumerate(parents) if i not in going_on], [])
@@ -127,7 +127,7 @@ class BeamGroup:
             self._finished_tops[tokens] = [*parent.tops, top]
 
     def _top(self, beam: _Beam, token_id: int, logprob: float) -> _Top:
-        """The token itself first, then the likeliest ones of its position."""
+        """The token itself, then the likeliest tokens of its position."""
         assert beam.candidates is not None
         ids, logprobs = beam.candidates.token_ids.tolist(), beam.candidates.logprobs.tolist()
         top: _Top = {token_id: (logprob, ids.index(token_id) + 1)}

@@ -1,1 +1,1 @@
-"""Steps: what runs next, what it gives, and when it ends."""
+"""The engine: requests in, steps, updates out."""

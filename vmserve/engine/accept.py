@@ -28,7 +28,8 @@ from vmserve.types import FinishReason
 
 __all__ = ["Accepted", "TokenAcceptor"]
 
-#: For each beam of a step the tokens that its grammar allows, or None; empty: none has a grammar.
+#: For each beam of a step the tokens that its grammar allows, or None. Empty: no beam has a
+#: grammar.
 Masks: TypeAlias = "tuple[()] | list[NDArray[np.bool_] | None]"
 
 

@@ -64,15 +64,15 @@ class Answer:
     prompt_scores: PromptScores | None
     #: Choices that have not ended; 0 for a beam search.
     num_running: int
-    #: Choices with something that no update has had.
+    #: Choices with something new since the last update.
     changed: list[Choice] = field(default_factory=list)
-    #: An update with tokens was made, so that the prompt's scores are sent.
+    #: Whether an update with tokens was made; it has the prompt's scores.
     has_begun: bool = False
-    #: The sum of the hidden states so far, of a request for an embedding.
+    #: The sum of hidden states so far, for a request for an embedding.
     pooled: NDArray[np.float64] | None = None
 
     def mark(self, choice: Choice) -> None:
-        """The next update has this choice."""
+        """Put the choice in the next update."""
         if choice not in self.changed:
             self.changed.append(choice)
 

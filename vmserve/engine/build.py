@@ -1,4 +1,4 @@
-"""An engine's parts, built from its options."""
+"""Build an engine's parts from its options."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["EngineParts", "Progress", "build"]
 
-#: Free pages that an idle engine keeps: the next short request then waits for no page fault.
+#: Free pages that an idle engine keeps, so that the next short request waits for no page fault.
 IDLE_BYTES = 16 << 20
-#: Logits of prompt tokens that a step computes at most (128 MiB in float32), whatever their number.
+#: Most logits of prompt tokens computed in a step (128 MiB in float32).
 SCORED_LOGITS = 1 << 25
 #: ``progress(phase, done, total)``: called while loading; units depend on the phase.
 Progress = Callable[[str, int, int], None]
@@ -42,7 +42,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What an engine steps with. ``clock``: seconds, by which requests and steps are timed."""
+    """The parts of an engine. ``clock``: seconds, for the times of requests and steps."""
 
     resolved: ResolvedConfig
     model_config: ModelConfig
@@ -61,7 +61,7 @@ class EngineParts:
 def build(
     config: EngineConfig, progress: Progress | None = None, runtime: DeviceRuntime | None = None
 ) -> EngineParts:
-    """Load the model and take the memory. Raises as :class:`vmserve.engine.engine.LLMEngine`."""
+    """Load the model and reserve the memory. Raises as :class:`vmserve.engine.engine.LLMEngine`."""
     path = resolve_model(config.model)
     model_config = ModelConfig.from_directory(path)
     tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))

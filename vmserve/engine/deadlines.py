@@ -1,4 +1,4 @@
-"""Which requests' time is over."""
+"""Deadlines of requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Deadlines", "too_late"]
 class Deadlines:
     """The deadlines of an engine's requests, the next one first.
 
-    ``most``: seconds that every request has from its arrival on, unless it has fewer.
+    ``most``: seconds that every request has from its arrival on, unless it asks for fewer.
     ``requests``: those that have not ended, by id. Deadlines of others are skipped.
     """
 
@@ -25,7 +25,7 @@ class Deadlines:
         self._waiting: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
-        """How many are kept, those of requests that have ended included."""
+        """How many are kept, including those of requests that have ended."""
         return len(self._waiting)
 
     def set(self, request: Request, timeout: float | None) -> None:
@@ -39,18 +39,18 @@ class Deadlines:
         heapq.heappush(self._waiting, (request.deadline, request.request_id))
 
     def pop_late(self, now: float) -> Request | None:
-        """A request whose time is over at ``now``, once."""
+        """Remove and return a request whose deadline is over at ``now``; None if there is none."""
         while self._waiting and self._waiting[0][0] <= now:
             deadline, request_id = heapq.heappop(self._waiting)
             request = self._requests.get(request_id)
-            # Else it has ended, and perhaps another has its id.
+            # Else it has ended, and perhaps another request has its id.
             if request is not None and request.deadline == deadline:
                 return request
         return None
 
 
 def too_late(request: Request) -> DeadlineError:
-    """What its caller is told; asked before it is aborted."""
+    """The error for a late request; ask for it before the request is aborted."""
     assert request.deadline is not None
     seconds = request.deadline - request.metrics.arrival_time
     num_output = sum(sequence.num_output for sequence in request.sequences)

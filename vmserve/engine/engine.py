@@ -49,7 +49,7 @@ _USUAL_TERMS = RequestTerms()
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """A request that ended with an error instead of an output; the engine goes on."""
+    """A request that ended with an error instead of an output. The engine continues."""
 
     request_id: str
     error: VmserveError
@@ -61,7 +61,7 @@ class StepResult:
     failures: tuple[RequestFailure, ...] = ()
 
     def __add__(self, other: StepResult) -> StepResult:
-        """Who failed in the other one is told nothing else any more."""
+        """Join two results. Drop outputs of requests that failed in ``other``."""
         failed = {failure.request_id for failure in other.failures}
         outputs = tuple(each for each in self.outputs if each.request_id not in failed)
         return StepResult(outputs + other.outputs, self.failures + other.failures)
@@ -70,15 +70,15 @@ class StepResult:
 class LLMEngine:
     """Continuous batching over a KV cache in two views of one pool of pages.
 
-    Single-threaded: whoever calls :meth:`step` owns it (:class:`vmserve.LLM` the caller's
-    thread, :class:`vmserve.AsyncLLM` a thread of its own). :meth:`prepare` alone may be
-    called from another thread: it only reads.
+    Single-threaded: whoever calls :meth:`step` owns it (:class:`vmserve.LLM`: the caller's thread;
+    :class:`vmserve.AsyncLLM`: a thread of its own). Only :meth:`prepare` may be called from other
+    threads, because it only reads.
 
-    ``runtime``: the device, instead of the one that ``config`` names. ``parts``: what else the
-    engine steps with, say without a model; ``config`` is then not read.
+    ``runtime``: replaces the device that ``config`` names. ``parts``: replaces everything, for
+    example for an engine without a model; ``config`` is then not read.
 
-    Raises :class:`~vmserve.errors.ConfigurationError` for options or model files that
-    cannot be used, and :class:`~vmserve.errors.OutOfMemoryError` when there is no room.
+    Raises :class:`~vmserve.errors.ConfigurationError` for options or model files that cannot be
+    used, and :class:`~vmserve.errors.OutOfMemoryError` if there is no room.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class LLMEngine:
         self._clock = parts.clock
         self._idle_bytes = parts.idle_bytes
         self._is_async = self.resolved.async_scheduling
-        #: Requests whose answers have to match a grammar.
+        #: Requests with grammars.
         self.structured = StructuredRequests(
             self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
         )
@@ -121,9 +121,9 @@ class LLMEngine:
             self.structured,
             self._acceptor,
         )
-        #: The step that runs, whose tokens are not known yet: with async_scheduling only.
+        #: The running step, whose tokens are not known yet; only with async_scheduling.
         self._flight: InFlightStep | None = None
-        #: Why the next step is not launched before the tokens of the last one are known.
+        #: Why the next step was not launched before the last one's tokens were known.
         self._waited_for = "idle"
         self._last_ended = 0.0
         trace_file = self.resolved.trace_file
@@ -136,7 +136,7 @@ class LLMEngine:
     # -- requests ---------------------------------------------------------------------
 
     def prepare(self, prompt_token_ids: list[int], params: GenerationParams) -> None:
-        """Check a request against the model without touching any state.
+        """Check a request against the model, without changing any state.
 
         Raises :class:`~vmserve.errors.InvalidRequestError`.
         """
@@ -151,9 +151,9 @@ class LLMEngine:
         *,
         prompt: str | None = None,
     ) -> None:
-        """Queue a request; its outputs come from later steps.
+        """Queue a request; later steps return its outputs.
 
-        Raises :class:`~vmserve.errors.InvalidRequestError`; nothing is queued then.
+        Raises :class:`~vmserve.errors.InvalidRequestError`, and queues nothing then.
         """
         self.prepare(prompt_token_ids, params)
         self.add_prepared(request_id, prompt_token_ids, params, terms, prompt=prompt)
@@ -167,7 +167,10 @@ class LLMEngine:
         *,
         prompt: str | None,
     ) -> None:
-        """:meth:`add_request` for what :meth:`prepare` has checked: refuses only an id in use."""
+        """:meth:`add_request` for a request that :meth:`prepare` has checked.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError` if the id is in use.
+        """
         if request_id in self._requests:
             raise InvalidRequestError(f"request_id {request_id!r} is already in use", "request_id")
         request = self._intake.build(request_id, prompt_token_ids, params, prompt, terms)
@@ -181,9 +184,10 @@ class LLMEngine:
         self.counters.prompt_tokens += len(prompt_token_ids)
 
     def accepted_output(self, request_id: str) -> RequestUpdate | None:
-        """A delta without choices: tells a stream that its request is queued.
+        """An update without choices, which tells a stream that its request is queued.
 
-        None while its grammar is being compiled, which may refuse it; a later step then has it.
+        None while its grammar is compiled, which may still refuse it; a later step returns the
+        update.
         """
         request = self._requests[request_id]
         return None if request.is_compiling else self._acceptor.queued(request)
@@ -205,7 +209,7 @@ class LLMEngine:
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """Those that have not ended, by their ids, in order of arrival."""
+        """Unfinished requests by id, in order of arrival."""
         return self._requests
 
     @property
@@ -214,7 +218,7 @@ class LLMEngine:
 
     @property
     def profile(self) -> DeviceProfile | None:
-        """What regimes are chosen by; None where they are not chosen."""
+        """The device profile that regimes are chosen with; None if they are not chosen."""
         return self._regimes.profile
 
     # -- pinned prefixes --------------------------------------------------------------
@@ -222,27 +226,27 @@ class LLMEngine:
     def hold_prefix(
         self, token_ids: list[int], *, cache_salt: str = "", isolation: str = ""
     ) -> PinnedPrefix:
-        """Keep what the prefix cache has of these tokens, whatever else is evicted.
+        """Pin the cached part of these tokens, so that it is never evicted.
 
-        Raises :class:`~vmserve.errors.InvalidRequestError` where it has nothing, or where too
-        little of the pool would be left for the longest sequence.
+        Raises :class:`~vmserve.errors.InvalidRequestError` if nothing is cached, or if too little
+        of the pool would be left for the longest sequence.
         """
         return self._pins.hold(token_ids, cache_salt.encode(), memory_tenant(isolation))
 
     def unpin_prefix(self, handle: int) -> None:
-        """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
+        """Let the prefix be evicted again. Raises ``ValueError`` for an unknown handle."""
         self._pins.release(handle)
 
     # -- the pool -----------------------------------------------------------------------
 
     def set_kv_cache_memory(self, size: int | str) -> int:
-        """Change how far the KV cache may grow; returns the bytes of the whole pages that it is.
+        """Change the limit of the KV cache; returns it in bytes of whole pages.
 
-        Requests that run stay. Pages above a lower limit go back to the system when nothing uses
-        them: a request that then needs one more page waits, or is preempted.
+        Running requests stay. Pages above a lower limit go back to the system when nothing uses
+        them; a request that then needs another page waits or is preempted.
 
-        Raises :class:`~vmserve.errors.ConfigurationError` for less than the longest sequence and
-        the pinned prefixes take, and for more than the address space that was reserved.
+        Raises :class:`~vmserve.errors.ConfigurationError` if the limit is below what the longest
+        sequence and the pinned prefixes need, or above the reserved address space.
         """
         memory, page_bytes = self.memory, self.memory.layout.total_page_bytes
         num_bytes, before = parse_size(size, "kv_cache_memory"), memory.limit_pages
@@ -263,10 +267,10 @@ class LLMEngine:
         return limit
 
     def reset_prefix_cache(self, *, unpin: bool = False) -> None:
-        """Forget every cached prefix. Requests that run keep their pages and share them no more.
+        """Forget every cached prefix. Running requests keep their pages, but share them no more.
 
-        ``unpin``: forget pinned prefixes too. Raises
-        :class:`~vmserve.errors.InvalidRequestError` where some are pinned otherwise.
+        ``unpin``: forget pinned prefixes too. Without it, raises
+        :class:`~vmserve.errors.InvalidRequestError` if some are pinned.
         """
         if self._pins and not unpin:
             raise InvalidRequestError(f"{len(self._pins)} prefixes are pinned: unpin them first")
@@ -276,9 +280,9 @@ class LLMEngine:
             self._idle()
 
     def convert(self, request_id: str, regime: Regime) -> None:
-        """Keep the request in ``regime`` from the next step on that finds memory for it.
+        """Keep the request in ``regime``, from the next step on that has memory for it.
 
-        No byte is copied where its blocks fill whole pages in order. Unknown ids are ignored.
+        No byte is copied if its blocks fill whole pages in order. Unknown ids are ignored.
         """
         request = self._requests.get(request_id)
         if request is not None:
@@ -287,9 +291,10 @@ class LLMEngine:
     # -- the step ---------------------------------------------------------------------
 
     def step(self) -> StepResult:
-        """Compute once for every sequence that fits; returns what became known by it.
+        """Compute once for every sequence that fits; returns what became known.
 
-        With ``async_scheduling``, of the step before: this one is computed meanwhile.
+        With ``async_scheduling``, returns the results of the step before while this one is
+        computed.
         """
         with self._runtime.active():
             return self._step()
@@ -297,8 +302,8 @@ class LLMEngine:
     def _step(self) -> StepResult:
         if self._deadlines and (late := self._expire(self._clock())):
             return StepResult(failures=tuple(late))
-        if self.structured.num_compiling and (news := self._take_compiled()):
-            return news
+        if self.structured.num_compiling and (result := self._take_compiled()):
+            return result
         previous, self._flight = self._flight, None
         if previous is None:
             following = self._launch()
@@ -315,9 +320,9 @@ class LLMEngine:
         return result + self._draw(ahead)
 
     def _launch(self, previous: InFlightStep | None = None) -> InFlightStep | StepResult:
-        """Plan a step and give it to the device; a result where there is none.
+        """Plan a step and launch it; a result if there is none.
 
-        ``previous``: the step that runs; then nobody is preempted, and nothing is waited for.
+        ``previous``: the step that still runs. Then nobody is preempted and nothing is waited for.
         """
         phases = StepPhases(self._clock)
         try:
@@ -341,7 +346,7 @@ class LLMEngine:
         try:
             flight = self.steps.launch(plan, epoch, phases, previous)
             if previous is None and _reads_prompts_mostly(plan):
-                self._runtime.synchronize()  # or only its launches would be timed
+                self._runtime.synchronize()  # else only its launches would be timed
         except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
             self.steps.give_up(epoch)
             return self._fail_batch(error, plan)
@@ -352,7 +357,8 @@ class LLMEngine:
         return flight
 
     def _launch_ahead(self, previous: InFlightStep) -> InFlightStep | StepResult | None:
-        """The step behind ``previous``, before its tokens are known; None where that cannot be."""
+        """Launch the step after ``previous`` before its tokens are known; None if that is
+        impossible."""
         self._waited_for = previous.blocking_reason() or "room"
         if self._waited_for != "room":
             return None
@@ -364,7 +370,7 @@ class LLMEngine:
         return flight
 
     def _draw(self, flight: InFlightStep) -> StepResult:
-        """Its tokens will be taken in by the next step."""
+        """Draw the step's tokens; the next call of :meth:`step` collects them."""
         try:
             self.steps.draw(flight)
         except Exception as error:  # noqa: BLE001
@@ -377,7 +383,10 @@ class LLMEngine:
         return StepResult()
 
     def _end_alone(self, flight: InFlightStep) -> StepResult:
-        """A step behind which none runs: taken in at once, unless the next is to run beside it."""
+        """Finish a launched step that has no other in flight.
+
+        Collects its tokens now, unless the next step is to be launched before they are known.
+        """
         if self._is_async:
             self.counters.synchronous(self._waited_for)
             self._waited_for = "idle"
@@ -393,7 +402,7 @@ class LLMEngine:
         return self._collect(flight)
 
     def _collect(self, flight: InFlightStep, following: InFlightStep | None = None) -> StepResult:
-        """``following``: the step that was launched behind it, which fails with it."""
+        """Collect a step. ``following``: the step launched after it, which fails with it."""
         try:
             outputs = self.steps.collect(flight)
         except Exception as error:  # noqa: BLE001
@@ -410,7 +419,7 @@ class LLMEngine:
         return StepResult(outputs=tuple(outputs))
 
     def _take_compiled(self) -> StepResult | None:
-        """Queue the requests whose grammars are compiled, and end those that are refused."""
+        """Queue requests whose grammars are compiled, and end those that were refused."""
         ready, failed = self.structured.take_compiled()
         outputs = []
         for request in ready:
@@ -424,11 +433,11 @@ class LLMEngine:
         return StepResult(tuple(outputs), tuple(failures)) if outputs or failures else None
 
     def _without_broken(self, outputs: list[RequestUpdate]) -> StepResult:
-        """End the requests whose grammars met a limit in this step."""
+        """Replace the outputs of requests whose grammars met a limit in this step by failures."""
         failures = []
-        told = {output.request_id for output in outputs}
+        finished = {output.request_id for output in outputs}
         for request_id, error in self.structured.take_broken():
-            if request_id not in self._requests and request_id not in told:
+            if request_id not in self._requests and request_id not in finished:
                 continue  # aborted since its token was drawn
             self.abort(request_id)
             failures.append(RequestFailure(request_id, error))
@@ -437,7 +446,7 @@ class LLMEngine:
         return StepResult(left, tuple(failures))
 
     def _expire(self, now: float) -> list[RequestFailure]:
-        """End those whose time is over."""
+        """Abort the requests whose deadlines are over."""
         late = []
         while (request := self._deadlines.pop_late(now)) is not None:
             late.append(RequestFailure(request.request_id, too_late(request)))
@@ -447,7 +456,7 @@ class LLMEngine:
     def _record(self, flight: InFlightStep, outputs: list[RequestUpdate]) -> None:
         plan, phases = flight.plan, flight.phases
         self.counters.step(plan.num_tokens, phases)
-        # Of steps that overlap, each has the time since the one before it ended.
+        # Steps overlap: each is counted from the end of the one before it.
         began, ended = phases.spans[0].began, phases.spans[-1].ended
         self._regimes.stepped(ended - max(began, self._last_ended))
         self._last_ended = ended
@@ -459,12 +468,12 @@ class LLMEngine:
                 self._trace.request(output.request_id, output.metrics)
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """Steps that mostly read prompts tell how fast tokens are computed again."""
+        """Learn the speed of prefill from steps that mostly read prompts."""
         if _reads_prompts_mostly(plan):
             self._preemption.prefilled(plan.num_tokens, seconds)
 
     def _count_attention(self, parts: tuple[AttentionTime, ...]) -> None:
-        """Count what attention took and, where regimes are chosen, what was predicted."""
+        """Record attention time and, with a profile, the predicted time."""
         for regime, batch, seconds in parts:
             predicted = self._regimes.attended(regime, batch, seconds)
             self.counters.attended(regime.value, seconds, predicted)
@@ -472,18 +481,18 @@ class LLMEngine:
     def _fail_batch(self, error: Exception, *plans: StepPlan) -> StepResult:
         sequences = [sequence for plan in plans for sequence in plan.sequences]
         logger.error("a step of %d sequences failed", len(sequences), exc_info=error)
-        # Of a step that was launched ahead, some may have ended.
+        # Some requests of a step that was launched ahead may have ended.
         request_ids = sorted({seq.request.request_id for seq in sequences} & self._requests.keys())
         for request_id in request_ids:
             self.abort(request_id)
-        told = VmserveError("the step that computed this request failed; send it again")
-        return StepResult(failures=tuple(RequestFailure(rid, told) for rid in request_ids))
+        failure = VmserveError("the step that computed this request failed; send it again")
+        return StepResult(failures=tuple(RequestFailure(rid, failure) for rid in request_ids))
 
     def _retire(self, outputs: list[RequestUpdate]) -> None:
         for output in outputs:
             if output.finished:
                 request = self._requests.pop(output.request_id)
-                # Beams have no sequences left, but come all at once.
+                # A finished beam search has no sequences left: its outputs come all at once.
                 lengths = [seq.num_output for seq in request.sequences]
                 lengths = lengths or [len(choice.token_ids) for choice in output.outputs]
                 self._regimes.finished(max(lengths, default=0), request.metrics.num_preemptions)
@@ -491,10 +500,10 @@ class LLMEngine:
             self._idle()
 
     def _idle(self) -> None:
-        """Nothing runs: give the pool's pages back to the system."""
+        """Give free pages of the pool back to the system when nothing runs."""
         keep_pages = self._idle_bytes // self.memory.layout.total_page_bytes
         keep_pages = max(keep_pages, self.memory.ready_pages)
-        # Cached prefixes are worth their memory; parked slots without any are not.
+        # Keep cached prefixes; without prefix caching drop parked slots.
         try:
             self.memory.wait()
             self.memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
@@ -502,7 +511,7 @@ class LLMEngine:
             logger.warning("the pool keeps its pages for now: %s", error)
 
     def _make_room_after(self, error: VmserveError, plan: StepPlan) -> StepResult:
-        """The system refused memory that the plan counted on: the last arrival waits, or fails."""
+        """The system refused memory that the plan counted on: preempt, or fail the only request."""
         if self.scheduler.make_room():
             logger.warning("made room: %s", error)
             return StepResult()
@@ -530,7 +539,7 @@ class LLMEngine:
     # -- life -------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float | int]:
-        """Metric names without prefix; memory figures included."""
+        """All metrics, by names without prefix, including those of the memory."""
         memory = self.memory.stats()
         return {
             "num_requests_running": self.scheduler.num_running,
@@ -544,11 +553,11 @@ class LLMEngine:
         }
 
     def snapshot(self) -> EngineSnapshot:
-        """For live views; see :mod:`vmserve.telemetry.snapshot`."""
+        """A snapshot for live views; see :mod:`vmserve.telemetry.snapshot`."""
         return take_snapshot(self.stats(), self.memory, self._requests.values())
 
     def close(self) -> None:
-        """Abort what runs and give all memory back. Further calls are errors."""
+        """Abort all requests and free all memory. Later calls are errors."""
         for request_id in self.request_ids:
             self.abort(request_id)
         if self._trace is not None:

@@ -1,4 +1,4 @@
-"""The engine's requests with a grammar: those that wait for it, and the masks of those that run."""
+"""Requests with grammars: those that wait for compilation, and token masks of running ones."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["StructuredRequests"]
 
-#: How long an engine with nothing else to do waits for a grammar at a time.
+#: Longest wait for a grammar when the engine has nothing else to do.
 _WAIT_SECONDS = 0.01
 
 
 class StructuredRequests:
-    """Belongs to the engine's thread; :meth:`check` may be called from any.
+    """Owned by the engine's thread; only :meth:`check` may be called from others.
 
-    No process and no thread exists before the first request comes.
+    Starts no process and no thread before the first such request.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
@@ -36,7 +36,7 @@ class StructuredRequests:
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
         self._compiling: dict[str, tuple[Request, Future[Grammar]]] = {}
-        #: Request ids and errors of those whose grammars met a limit in the last step.
+        #: Errors by request id, for grammars that met a limit in the last step.
         self.broken: dict[str, VmserveError] = {}
 
     @property
@@ -45,7 +45,7 @@ class StructuredRequests:
 
     @cached_property
     def compiler(self) -> GrammarCompiler:
-        # An engine that serves no such request needs none of it.
+        # Imported at the first such request.
         from vmserve.structured.compiler import GrammarCompiler  # noqa: PLC0415
 
         eos_ids = self._eos_ids or sorted(self._tokenizer.eos_ids)
@@ -59,7 +59,8 @@ class StructuredRequests:
         self.compiler.compile(params)
 
     def add(self, request: Request) -> None:
-        """A new request: it runs when :meth:`take_compiled` says so."""
+        """Start compiling the request's grammar; :meth:`take_compiled` returns it when it may
+        run."""
         params = request.params.structured_outputs
         assert params is not None
         future = self.compiler.submit(params, request.tenant)
@@ -67,7 +68,7 @@ class StructuredRequests:
         self._compiling[request.request_id] = (request, future)
 
     def drop(self, request: Request) -> None:
-        """The request was aborted while it waited: its grammar is not compiled on its account."""
+        """Drop a request that was aborted while waiting; nothing is compiled for its tenant."""
         _, future = self._compiling.pop(request.request_id)
         params = request.params.structured_outputs
         assert params is not None
@@ -82,7 +83,7 @@ class StructuredRequests:
                 continue
             error = future.exception()
             if error is not None:
-                failed.append((request, _told(error, request)))
+                failed.append((request, _error_for(error, request)))
                 continue
             del self._compiling[request.request_id]
             request.is_compiling = False
@@ -99,7 +100,7 @@ class StructuredRequests:
             wait(futures, timeout=_WAIT_SECONDS, return_when=FIRST_COMPLETED)
 
     def masks(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.bool_] | None]:
-        """Of each sequence: the tokens that may follow, or None for all of them."""
+        """For each sequence the tokens that its grammar allows, or None for all."""
         masks: list[NDArray[np.bool_] | None] = [None] * len(sequences)
         rows = [row for row, sequence in enumerate(sequences) if sequence.guide is not None]
         if not rows:
@@ -120,13 +121,13 @@ class StructuredRequests:
         return broken
 
     def close(self) -> None:
-        """End the processes. Requests that wait have been aborted."""
+        """End the processes. All waiting requests must have been aborted."""
         if "compiler" in self.__dict__:
             self.compiler.close()
 
 
-def _told(error: BaseException, request: Request) -> VmserveError:
-    """The error of a grammar that several requests may have, under this one's name for it."""
+def _error_for(error: BaseException, request: Request) -> VmserveError:
+    """A grammar's error for this request: with the name of the parameter that it used."""
     if not isinstance(error, VmserveError):
         error = InvalidRequestError(
             "structured_outputs: the grammar could not be compiled; send the request again",

@@ -1,4 +1,4 @@
-"""The loop that owns an engine: run what was asked for, step, tell what came of it."""
+"""The engine's loop: run commands, step, publish results."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Something for the engine's thread to do; ``fail`` tells the caller that it never will."""
+    """Work for the engine's thread. ``fail`` tells the caller that it will never be done."""
 
     run: Callable[[], None]
     fail: Callable[[BaseException], None] = _nobody
 
 
 class EngineLoop:
-    """Steps ``engine`` while there is something to run, and sleeps on a condition otherwise.
+    """Step ``engine`` while there is something to run, else sleep on a condition.
 
-    The thread in :meth:`run` owns the engine; others hand it commands. ``publish`` is told of
-    each step, ``commands_done`` called when those that had come are done, before the next step.
+    The thread in :meth:`run` owns the engine; other threads submit commands. ``publish`` is called
+    with each step's result, ``commands_done`` when all commands so far are done, before the next
+    step.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class EngineLoop:
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the loop, if something did."""
+        """The exception that ended the loop, or None."""
         return self._error
 
     def submit(self, command: Command) -> None:
-        """From any thread. Raises :class:`~vmserve.errors.EngineDeadError` after the end."""
+        """Queue a command; any thread. Raises :class:`~vmserve.errors.EngineDeadError` after the
+        end."""
         with self._wake:
             if self._error is not None or self._stopping:
                 raise EngineDeadError("the engine has stopped")
@@ -64,19 +66,19 @@ class EngineLoop:
             self._wake.notify()
 
     def submit_quietly(self, command: Command) -> None:
-        """The same for what does not matter any more once the loop has ended."""
+        """:meth:`submit`, but do nothing if the loop has ended."""
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
 
     def stop(self) -> None:
-        """:meth:`run` returns after the commands that have come so far."""
+        """Let :meth:`run` return after the commands queued so far."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
 
     def run(self) -> None:
-        """Until :meth:`stop`. Raises whatever the engine does, and fails all commands then."""
+        """Run until :meth:`stop`. On an exception of the engine, fail all commands and raise it."""
         try:
             while self._take_commands():
                 if self._engine.has_unfinished:
@@ -86,13 +88,13 @@ class EngineLoop:
             raise
 
     def _take_commands(self) -> bool:
-        """Run what callers asked for; sleep while there is nothing to do. False: stop."""
+        """Run the queued commands; sleep while there is nothing to do. False: stop."""
         with self._wake:
             while not (self._commands or self._stopping or self._engine.has_unfinished):
                 self._wake.wait()
             stopping = self._stopping
         while self._commands:
-            # One at a time: should one raise, those behind it are still here to be told.
+            # One at a time: if one raises, those behind it are still queued and can be failed.
             self._commands.popleft().run()
         self._commands_done()
         return not stopping

@@ -1,4 +1,4 @@
-"""The parts that an engine is made of, from its options: what can be refused is refused here."""
+"""Make the parts of an engine from its options, and refuse options that cannot work."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ __all__ = [
     "widest_window",
 ]
 
-#: How far ahead of a sequence its pages are mapped while a step computes.
+#: Tokens ahead of a sequence for which pages are mapped while a step computes.
 LOOKAHEAD_TOKENS = 16
 
 
 def attention_backends(
     config: EngineConfig, model: ModelConfig, dtype: DType, device_type: str
 ) -> dict[Regime, AttentionBackend]:
-    """Who attends in each regime; refuses what cannot attend for this model on this device."""
+    """The attention backend of each regime; refuses one that cannot serve this model and device."""
     return {
         regime: create_backend(
             config.attention_backend, regime, model.head_dim, dtype, model.attention, device_type
@@ -67,7 +67,7 @@ def create_memory(
         page_bytes=resolved.kv_page_bytes,
         block_tokens=resolved.block_tokens,
         max_len=resolved.max_model_len + read_slack_tokens,
-        # The mappings of a GPU are not the system's.
+        # A GPU's mappings do not count for the system's limit.
         max_map_count=(max_map_count() if device.granularity == HOST_GRANULARITY else None),
     )
     max_len = resolved.max_model_len
@@ -75,7 +75,7 @@ def create_memory(
     return MemoryManager(
         layout,
         num_slots=resolved.max_num_seqs,
-        # Besides those that run: finished ones from which others have yet to fork, and pins.
+        # Also for finished sequences from which others will fork, and for pinned prefixes.
         num_seqs=2 * resolved.max_num_seqs + MAX_PINNED_PREFIXES,
         max_len=max_len,
         limit_bytes=limit_bytes,
@@ -101,8 +101,8 @@ def require_room(
     read_slack_tokens: int,
     pinned_pages: int = 0,
 ) -> None:
-    """Raises :class:`~vmserve.errors.ConfigurationError` where the longest sequence would not fit
-    beside what is pinned."""
+    """Raises :class:`~vmserve.errors.ConfigurationError` unless the longest sequence fits beside
+    the pinned prefixes."""
     needed = layout.pages_for(max_len + read_slack_tokens)
     available = layout.num_pages(limit_bytes) - pinned_pages
     if needed <= available:
@@ -126,7 +126,8 @@ def cost_model(
     dtype: DType,
     runtime: DeviceRuntime,
 ) -> CostModel | None:
-    """From the stored profile, or a short measurement; None where regimes are not chosen."""
+    """The cost model, from the stored profile or a short measurement; None if regimes are
+    forced."""
     if resolved.kv_regime != "auto":
         return None
     if resolved.regime_profile is not None:
@@ -140,8 +141,11 @@ def cost_model(
 
 
 def linear_backend(config: EngineConfig, runtime: DeviceRuntime) -> str:
-    """The native decoder is one call on a CPU, with our own kernels for attention: other kernels,
-    other devices and captured layers are torch's."""
+    """Resolve "auto": torch, unless one native call can run the decoder on this device.
+
+    The native decoder runs on a CPU, with our own attention kernels. Other kernels, other devices
+    and captured layers need torch.
+    """
     others = config.attention_backend not in ("auto", "cpu")
     if config.linear_backend == "auto" and (
         others or runtime.device_type != "cpu" or runtime.wants_graphs
@@ -151,9 +155,10 @@ def linear_backend(config: EngineConfig, runtime: DeviceRuntime) -> str:
 
 
 def attends_natively(config: EngineConfig, backends: Mapping[Regime, AttentionBackend]) -> bool:
-    """Whether no regime has somebody else's kernels, as "auto" may have chosen.
+    """Whether all regimes use our own kernels, which "auto" may not have chosen.
 
-    Raises :class:`~vmserve.errors.ConfigurationError` where it was asked for.
+    Raises :class:`~vmserve.errors.ConfigurationError` if native layers were asked for and some do
+    not.
     """
     others = sorted({each.name for each in backends.values() if not isinstance(each, CpuBackend)})
     if others and (config.linear_backend == "native" or config.quantization != "none"):
@@ -166,7 +171,7 @@ def attends_natively(config: EngineConfig, backends: Mapping[Regime, AttentionBa
 
 
 def widest_window(model: ModelConfig, head_slack_tokens: int) -> int | None:
-    """How many of its last tokens a sequence must keep; None: all of them."""
+    """How many of its last tokens a sequence must keep; None: all."""
     widest = 0
     for window in model.windows:
         if window is None:

@@ -1,4 +1,4 @@
-"""Prefixes that stay in the cache because somebody asked for it."""
+"""Prefixes that stay in the cache on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_PINNED_PREFIXES = 64
 
 
 class PinnedPrefixes:
-    """Each is a sequence in memory that references the blocks and never runs."""
+    """Pinned prefixes. Each is a sequence in memory that references the blocks and never runs."""
 
     def __init__(self, memory: MemoryManager, resolved: ResolvedConfig) -> None:
         self._memory = memory
@@ -31,7 +31,7 @@ class PinnedPrefixes:
         return len(self._held)
 
     def hold(self, token_ids: list[int], salt: bytes, tenant: int) -> PinnedPrefix:
-        """Raises as :meth:`vmserve.engine.engine.LLMEngine.hold_prefix` does."""
+        """Pin a prefix; raises as :meth:`vmserve.engine.engine.LLMEngine.hold_prefix`."""
         if not self._resolved.prefix_caching:
             raise InvalidRequestError(
                 "prefixes cannot be pinned without --enable-prefix-caching", "prompt"
@@ -40,7 +40,7 @@ class PinnedPrefixes:
             raise InvalidRequestError(
                 f"{MAX_PINNED_PREFIXES} prefixes are pinned already: unpin one", "prompt"
             )
-        # A match never has the last token; one more lets it have the whole prefix.
+        # A match never includes the last token; an extra one lets it cover the whole prefix.
         memory_id = self._memory.open(
             [*token_ids, 0], regime=Regime.PAGED, tenant=tenant, salt=salt
         )
@@ -57,7 +57,7 @@ class PinnedPrefixes:
         return PinnedPrefix(handle, hit)
 
     def release(self, handle: int) -> None:
-        """Raises ``ValueError`` for an unknown handle."""
+        """Unpin. Raises ``ValueError`` for an unknown handle."""
         if handle not in self._held:
             raise ValueError(f"no prefix is pinned with the handle {handle}")
         self._memory.release(self._held.pop(handle))
@@ -78,7 +78,7 @@ class PinnedPrefixes:
         return len({int(block) // blocks_per_page for block in blocks})
 
     def _attach(self, memory_id: int, num_tokens: int) -> int:
-        """Reference the cached blocks of a prefix; how many tokens they hold."""
+        """Reference the cached blocks of a prefix; returns how many tokens they hold."""
         memory, resolved = self._memory, self._resolved
         hit = memory.match(memory_id)
         if hit == 0:

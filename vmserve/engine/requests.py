@@ -1,4 +1,4 @@
-"""From what a user asks for to a request that the scheduler knows: checked, seeded, numbered."""
+"""Check what a user asks for, and make the request that the scheduler knows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["RequestIntake", "memory_tenant"]
 
 
 class RequestIntake:
-    """Knows the model and the options, and no queue. :meth:`check` may be called by any thread."""
+    """Knows the model and the options, and no queue. Any thread may call :meth:`check`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class RequestIntake:
         self._num_arrived = 0
 
     def check(self, prompt_token_ids: list[int], params: GenerationParams) -> None:
-        """Raises :class:`~vmserve.errors.InvalidRequestError`; no state is touched."""
+        """Raises :class:`~vmserve.errors.InvalidRequestError`; changes no state."""
         context = self._resolved.max_model_len
         vocab = self._model.vocab_size
         if not prompt_token_ids:
@@ -82,7 +82,7 @@ class RequestIntake:
         prompt: str | None,
         terms: RequestTerms,
     ) -> Request:
-        """A checked request with its sequences, the next in order of arrival."""
+        """Make a checked request and its sequences, the next in order of arrival."""
         beams = asked if isinstance(asked, BeamSearchParams) else None
         params = asked.as_sampling()
         if params.pooling == "auto":
@@ -123,7 +123,7 @@ class RequestIntake:
                 length_penalty=beams.length_penalty,
                 early_stopping=beams.early_stopping,
                 min_tokens=beams.min_tokens,
-                # A grammar says itself where an answer may end.
+                # A grammar itself decides where an answer may end.
                 eos_token_ids=()
                 if beams.ignore_eos and beams.structured_outputs is None
                 else self._model.eos_token_ids,
@@ -139,7 +139,7 @@ class RequestIntake:
 
 
 def memory_tenant(isolation: str) -> int:
-    """The memory core's number for whoever must not see what others leave behind."""
+    """The memory core's tenant number: tenants never see what others left in pages."""
     if not isolation:
         return 0
     return int.from_bytes(hashlib.sha256(isolation.encode()).digest()[:8], "little", signed=True)

@@ -1,9 +1,9 @@
-"""What one step does, from its plan to what became known by it, in three parts.
+"""The three parts of a step: launch, draw, collect.
 
-*Launch*: the model's work goes to the device. *Draw*: the sampler's work follows it. *Take in*:
-the tokens are waited for, and told. A step may be launched before the one before it is taken in
-(``docs/decisions/0016-async-scheduling.md``); then the tokens that it reads are not known yet:
-each stands in its sequence as a number below zero, and is looked up on the device.
+*Launch* gives the model's work to the device. *Draw* gives it the sampler's work. *Collect* waits
+for the tokens and makes updates. A step may be launched before the one before it is collected
+(``docs/decisions/0016-async-scheduling.md``). Then the tokens that it reads are not known yet: each
+is a negative placeholder in its sequence, and is looked up on the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(eq=False, slots=True)
 class InFlightStep:
-    """A step that was launched and is not taken in."""
+    """A step that was launched and is not collected."""
 
     plan: StepPlan
     epoch: int
@@ -51,22 +51,22 @@ class InFlightStep:
     logits: StepLogits
     #: Launched before the tokens of the step before it were known.
     is_ahead: bool
-    #: Others may have been aborted since its tokens were drawn.
+    #: Requests may have been aborted since its tokens were drawn.
     was_kept: bool = False
-    #: The tokens, while only the device knows them; else ``samples``, of each sampler.
+    #: Tokens that only the device knows; None: ``samples`` has them, one for each sampler.
     drawing: Drawing | None = None
     samples: list[SampledToken] = field(default_factory=list)
 
     def blocking_reason(self) -> str | None:
-        """Why the next step cannot be planned before this one is taken in; None if it can."""
+        """Why the next step cannot be planned before this one is collected; None if it can."""
         if self.logits.beams:
-            return "beams"  # who goes on, and as whose fork
+            return "beams"  # which continue, and as whose forks, is not known
         if self.logits.prompt_rows:
-            return "prompt_logprobs"  # read from logits that the next step may write over
+            return "prompt_logprobs"  # read from logits that the next step may overwrite
         if self.logits.pooled_rows:
-            return "pooling"  # the next step may be the prompt's next chunk, and be over first
+            return "pooling"  # the next step may be the prompt's next chunk, and end first
         if self.samples:
-            return "sampler"  # the host has drawn them, so they are known already
+            return "sampler"  # the host has drawn the tokens, so they are known already
         if any(seq.status is SequenceStatus.FOLLOWING for seq in self.logits.samplers):
             return "forks"  # some may end with their first token, and never start
         return None
@@ -75,7 +75,7 @@ class InFlightStep:
     def with_placeholder_tokens(self) -> Iterator[None]:
         """Append placeholder token ids (-1, -2, …) for tokens that are still being sampled.
 
-        Sequences that end with this step whatever their token is get none.
+        Sequences that end with this step, whatever their token, get none.
         """
         expecting = []
         for row, sequence in enumerate(self.logits.samplers):
@@ -91,7 +91,7 @@ class InFlightStep:
 
 
 class EngineStep:
-    """Carries out what was planned. The engine says when, and what comes of an error."""
+    """Executes plans. The engine decides when, and handles errors."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class EngineStep:
     def launch(
         self, plan: StepPlan, epoch: int, phases: StepPhases, previous: InFlightStep | None
     ) -> InFlightStep:
-        """``previous``: the step whose tokens this one may read before the host does."""
+        """Launch a plan. ``previous``: the step whose tokens it may read before the host does."""
         drawn = None
         if previous is not None and previous.drawing is not None:
             drawn = previous.drawing.token_ids
@@ -124,9 +124,9 @@ class EngineStep:
         return InFlightStep(plan, epoch, phases, logits, previous is not None)
 
     def draw(self, flight: InFlightStep) -> None:
-        """The tokens of all steps before are known."""
+        """Draw the tokens. Those of all steps before must be known."""
         if flight.is_ahead:
-            # Who has ended by them computed one token too many: nothing is drawn for it.
+            # Sequences that ended meanwhile computed one token too many: draw nothing for them.
             flight.logits = flight.logits.of_running()
         logits = flight.logits
         masks = self._structured.masks(logits.samplers)
@@ -139,7 +139,7 @@ class EngineStep:
             flight.logits = logits.without_logits()  # the next step's may take their memory
 
     def collect(self, flight: InFlightStep) -> list[RequestUpdate]:
-        """Wait for the tokens; what there is to tell."""
+        """Wait for the tokens, take them in, tell the scheduler; returns updates for callers."""
         samples = flight.samples
         if flight.drawing is not None:
             samples = flight.drawing.take()
@@ -160,13 +160,13 @@ class EngineStep:
         return self._acceptor.updates(answers)
 
     def publish_tokens(self, plan: StepPlan) -> None:
-        """What became known names blocks for the prefix cache, once they are computed."""
+        """Give the prefix cache the tokens that became known, which identify blocks."""
         owners, tokens = plan.take_unpublished()
         if len(owners):
             self._memory.append_tokens(owners, tokens)
 
     def give_up(self, epoch: int) -> None:
-        """What was written is worthless; no page of it is used again before that has ended."""
+        """Abandon a failed step. Its pages are not used again before the device has ended it."""
         try:
             self._runtime.synchronize()
         except RuntimeError as error:
@@ -174,15 +174,15 @@ class EngineStep:
         self._memory.abandon(epoch)
 
     def _execute(self, plan: StepPlan, drawn: torch.Tensor | None) -> StepLogits:
-        # -1 for a paged sequence: its row of the block tables is where kernels find it.
+        # -1 for a paged sequence: kernels find it by its row of the block tables.
         slots = self._memory.slots(plan.memory_ids)
         return self._with_room(lambda: self._runner.execute(plan, slots, drawn))
 
     def _with_room(self, work: Callable[[], _Result]) -> _Result:
         """Run ``work``; while the device is out of memory, give pages of the pool back and retry.
 
-        At first what torch lacks of its share, then twice as much each time: cached prefixes that
-        are not in the way stay.
+        At first what torch lacks of its share, then twice as much each time. Cached prefixes stay
+        unless they are in the way.
         """
         wanted = 1
         while True:

@@ -16,8 +16,8 @@ from vmserve.attention.cuda.launcher import CudaLauncher, Launcher
 from vmserve.attention.cuda.params import AttendArgs, CombineArgs, WriteArgs
 from vmserve.attention.cuda.plan import (
     DECODE_ROWS,
-    Heads,
     AttentionPlan,
+    Heads,
     SharedPrefix,
     Step,
     chunk_limit,
