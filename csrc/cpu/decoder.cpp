@@ -36,31 +36,6 @@ std::int64_t padded_depth(std::int64_t depth) {
   return round_up(depth, cpu::kDepthUnit);
 }
 
-std::int64_t weight_size(cpu::WeightType type) {
-  switch (type) {
-    case cpu::WeightType::kFloat32:
-      return 4;
-    case cpu::WeightType::kBFloat16:
-      return 2;
-    case cpu::WeightType::kInt8:
-      return 1;
-  }
-  return 0;
-}
-
-std::int64_t element_size(cpu::RowType type) {
-  switch (type) {
-    case cpu::RowType::kFloat32:
-      return 4;
-    case cpu::RowType::kBFloat16:
-    case cpu::RowType::kInt16:
-      return 2;
-    case cpu::RowType::kInt8:
-      return 1;
-  }
-  return 0;
-}
-
 void require(bool condition, const std::string& what) {
   if (!condition) throw MisuseError(what);
 }
@@ -142,9 +117,10 @@ BigBuffer& BigBuffer::operator=(BigBuffer&& other) noexcept {
 struct CpuDecoder::Linear {
   BigBuffer weights;
   std::vector<float> scales, bias;  // in the order of the lanes, as long as all the panels
-  cpu::WeightType type{};
-  cpu::RowType row_type{};
-  std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0;
+  const cpu::LinearForm* form = nullptr;
+  std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0, panel_bytes = 0;
+
+  const cpu::RowFormat& row_format() const { return cpu::kRowFormats[form->rows]; }
 };
 
 struct CpuDecoder::Layer {
@@ -183,27 +159,23 @@ std::size_t CpuDecoder::weight_bytes() const {
 
 const char* CpuDecoder::row_type() const {
   require(!layers_.empty(), "the decoder has no weights yet");
-  switch (layers_.front().qkv.row_type) {
-    case cpu::RowType::kFloat32:
-      return "float32";
-    case cpu::RowType::kBFloat16:
-      return "bfloat16";
-    case cpu::RowType::kInt16:
-      return "int16";
-    case cpu::RowType::kInt8:
-      return "int8";
-  }
-  return "";
+  return cpu::kRowFormats[layers_.front().qkv.form->rows].name;
 }
 
-cpu::RowType CpuDecoder::row_type_for(bool bf16_weights) const {
-  if (quantization_ != Quantization::kNone) {
-    const bool narrow = quantization_ == Quantization::kInt8Dynamic && kernels_->linear_bytes;
-    return narrow ? cpu::RowType::kInt8 : cpu::RowType::kInt16;
+const cpu::LinearForm& CpuDecoder::form_for(bool bf16_weights) const {
+  const auto faster_of = [&](cpu::WeightForm first, cpu::WeightForm second) {
+    return kernels_->forms[first].multiply != nullptr ? first : second;
+  };
+  cpu::WeightForm form = bf16_weights ? cpu::kWeightsBFloat16 : cpu::kWeightsFloat32;
+  if (quantization_ == Quantization::kInt8Dynamic) {
+    form = faster_of(cpu::kWeightsInt8Bytes, cpu::kWeightsInt8);
+  } else if (quantization_ == Quantization::kInt8) {
+    form = cpu::kWeightsInt8;
+  } else if (bf16_weights && kv_dtype_ == DType::kBFloat16) {
+    // Rows are rounded only if the model computes in bfloat16.
+    form = faster_of(cpu::kWeightsBFloat16Pairs, cpu::kWeightsBFloat16);
   }
-  // Rows are rounded only where the model computes in bfloat16.
-  const bool pairs = bf16_weights && kv_dtype_ == DType::kBFloat16 && kernels_->linear_pairs;
-  return pairs ? cpu::RowType::kBFloat16 : cpu::RowType::kFloat32;
+  return kernels_->forms[form];
 }
 
 int CpuDecoder::num_threads() const {
@@ -253,23 +225,20 @@ CpuDecoder::Linear CpuDecoder::pack(const std::vector<const TensorRef*>& tensors
   args.num_tensors = static_cast<std::int32_t>(tensors.size());
   args.from_bf16 = tensors[0]->dtype == DType::kBFloat16;
   args.gated = gated;
-  const bool quantized = quantization_ != Quantization::kNone;
-  linear.type = quantized        ? cpu::WeightType::kInt8
-                : args.from_bf16 ? cpu::WeightType::kBFloat16
-                                 : cpu::WeightType::kFloat32;
-  linear.row_type = row_type_for(args.from_bf16);
-  args.type = linear.type;
+  linear.form = &form_for(args.from_bf16);
+  linear.panel_bytes = linear.form->panel_bytes(linear.depth);
   args.depth = linear.inputs;
   args.num_panels = 1;
-  const auto bytes = linear.num_panels * width * linear.depth * weight_size(linear.type);
-  linear.weights = BigBuffer(static_cast<std::size_t>(bytes));
-  if (quantized) linear.scales.resize(static_cast<std::size_t>(linear.num_panels * width));
+  linear.weights = BigBuffer(static_cast<std::size_t>(linear.num_panels * linear.panel_bytes));
+  if (linear.form->output_scales) {
+    linear.scales.resize(static_cast<std::size_t>(linear.num_panels * width));
+  }
   args.weights = linear.weights.data();
   args.scales = linear.scales.data();
   parallel(linear.num_panels, lanes * linear.inputs, [&](std::int64_t panel) {
     cpu::PackArgs mine = args;
     mine.first_panel = static_cast<std::int32_t>(panel);
-    kernels_->pack(mine);
+    linear.form->pack(mine);
   });
   return linear;
 }
@@ -389,18 +358,12 @@ void CpuDecoder::multiply(const Linear& linear, const void* rows, std::int64_t n
   args.epilogue = epilogue;
   args.pairs_out = pairs_out;
   args.out_stride = out_stride;
-  const std::int64_t panel_bytes =
-      kernels_->panel_outputs * linear.depth * weight_size(linear.type);
   const std::int64_t share =
       std::max<std::int64_t>(1, linear.num_panels / (kItemsPerThread * pool_->num_threads()));
-  std::int64_t panels = std::clamp<std::int64_t>(kItemBytes / panel_bytes, 1, share);
+  std::int64_t panels = std::clamp<std::int64_t>(kItemBytes / linear.panel_bytes, 1, share);
   if (num_rows <= kFewRows) panels = std::max(panels, kPanelsOfFewRows);
   if (panels >= 4) panels = panels / 4 * 4;
   const std::int64_t num_items = (linear.num_panels + panels - 1) / panels;
-  const auto kernel = linear.row_type == cpu::RowType::kBFloat16 ? kernels_->linear_pairs
-                      : linear.row_type == cpu::RowType::kInt8
-                          ? kernels_->linear_bytes
-                          : kernels_->linear[static_cast<std::size_t>(linear.type)];
   const std::int64_t work = num_rows * linear.num_panels * kernels_->panel_outputs * linear.depth;
   const std::int64_t panel_floats = kernels_->panel_outputs * linear.depth;
   args.scratch_floats =
@@ -416,17 +379,17 @@ void CpuDecoder::multiply(const Linear& linear, const void* rows, std::int64_t n
     mine.row_groups = row_groups_.data();
     mine.num_rows = static_cast<std::int32_t>(num_rows);
     mine.out = out;
-    kernel(mine);
+    linear.form->multiply(mine);
   });
 }
 
 void CpuDecoder::pack_rows(const Linear& next, const void* rows, bool bf16, std::int64_t num_rows,
                            const float* norm) {
   const std::int64_t depth = next.inputs, block_depth = next.depth;
-  const std::int64_t groups = cpu::num_groups(block_depth, next.row_type);
-  const std::int64_t size = element_size(next.row_type);
+  const std::int64_t groups = cpu::num_groups(block_depth, next.form->rows);
+  const std::int64_t size = next.row_format().element_bytes;
   grow(packed_, num_rows * block_depth * size);
-  if (next.type == cpu::WeightType::kInt8) grow(row_groups_, num_rows * groups);
+  grow(row_groups_, num_rows * groups);
   std::vector<std::int32_t> firsts;
   for (std::int64_t row = 0; row < num_rows;) {
     firsts.push_back(static_cast<std::int32_t>(row));
@@ -442,10 +405,9 @@ void CpuDecoder::pack_rows(const Linear& next, const void* rows, bool bf16, std:
     args.depth = depth;
     args.norm = norm;
     args.eps = shape_.norm_eps;
-    args.type = next.row_type;
     args.block = packed_.data() + first * block_depth * size;
     args.groups = row_groups_.data() + first * groups;
-    kernels_->pack_rows(args);
+    kernels_->pack_rows[next.form->rows](args);
   });
 }
 
@@ -480,7 +442,7 @@ void CpuDecoder::normalise_head(float* head, const float* norm, float* room) con
   args.norm = norm;
   args.eps = shape_.norm_eps;
   args.block = room;
-  kernels_->pack_rows(args);
+  kernels_->pack_rows[cpu::kRowsFloat32](args);
   std::copy_n(room, shape_.head_dim, head);
 }
 
@@ -606,7 +568,7 @@ void CpuDecoder::finish_layer(const Layer& layer, std::int64_t num_rows) {
   multiply(layer.output, packed_.data(), num_rows, add, x_.data(), hidden);
   pack_rows(layer.gate_up, x_.data(), false, num_rows, layer.mlp_norm.data());
   grow(gated_, num_rows * layer.down.depth);
-  if (layer.down.type == cpu::WeightType::kInt8) {
+  if (layer.down.row_format().group_depth > 0) {
     // The scales of a row are known when all of it is.
     multiply(layer.gate_up, packed_.data(), num_rows, cpu::Epilogue::kGateRows, gated_.data(),
              shape_.mlp_size);
@@ -614,7 +576,7 @@ void CpuDecoder::finish_layer(const Layer& layer, std::int64_t num_rows) {
     multiply(layer.down, packed_.data(), num_rows, add, x_.data(), hidden);
   } else {
     multiply(layer.gate_up, packed_.data(), num_rows, cpu::Epilogue::kGate, gated_.data(),
-             layer.down.depth, layer.down.row_type == cpu::RowType::kBFloat16);
+             layer.down.depth, layer.down.form->rows == cpu::kRowsBFloat16);
     multiply(layer.down, gated_.data(), num_rows, add, x_.data(), hidden);
   }
 }

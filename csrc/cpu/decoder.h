@@ -21,10 +21,10 @@
 namespace vmserve {
 
 namespace cpu {
+struct LinearForm;
 struct LinearKernels;
 struct RowGroup;
 enum class Epilogue : std::int32_t;
-enum class RowType : std::int32_t;
 }  // namespace cpu
 
 // Of linear layers. Int8: weights with a scale for each output, rows of int16; kInt8Dynamic: rows
@@ -114,7 +114,7 @@ class CpuDecoder {
   void check_call(const std::vector<std::int64_t>& token_ids, const std::vector<Part>& parts,
                   const std::vector<std::int64_t>& wanted) const;
   void check_positions(const CpuBatch& batch) const;
-  cpu::RowType row_type_for(bool bf16_weights) const;
+  const cpu::LinearForm& form_for(bool bf16_weights) const;
   Linear pack(const std::vector<const TensorRef*>& tensors, bool gated);
   void embed(const std::vector<std::int64_t>& token_ids);
   void gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows);

@@ -91,12 +91,30 @@ struct CombineArgs {
   Output out;
 };
 
-// How a linear layer's weights are stored.
-enum class WeightType : std::int32_t { kFloat32, kBFloat16, kInt8 };
+// What the rows that enter a linear layer are rounded to. Sums are in float32.
+enum RowType : std::int32_t { kRowsFloat32, kRowsBFloat16, kRowsInt16, kRowsInt8, kNumRowTypes };
 
-// What they are multiplied by, with sums in float32: weights of int8 by integers, others by floats
-// or bfloat16.
-enum class RowType : std::int32_t { kFloat32, kBFloat16, kInt16, kInt8 };
+struct RowFormat {
+  const char* name;
+  std::int64_t element_bytes;
+  std::int64_t group_depth;  // elements that share a scale (RowGroup); 0: there are no scales
+};
+
+// Short groups lose less precision to one large element, which matters for int8. At most 512
+// elements of int16: 512 products of 128 and 32,767 are just below 2^31, so int32 sums are exact.
+constexpr RowFormat kRowFormats[kNumRowTypes] = {
+    {"float32", 4, 0}, {"bfloat16", 2, 0}, {"int16", 2, 512}, {"int8", 1, 128}};
+
+// How a linear layer's weights are stored, and the rows that they are multiplied by: the index of
+// LinearKernels::forms. linear.h says how to add one.
+enum WeightForm : std::int32_t {
+  kWeightsFloat32,        // rows of float32
+  kWeightsBFloat16,       // rows of float32
+  kWeightsBFloat16Pairs,  // the same weights, rows of bfloat16
+  kWeightsInt8,           // a scale for each output; rows of int16
+  kWeightsInt8Bytes,      // the same weights, rows of int8
+  kNumWeightForms
+};
 
 // Of a group of a row's integers, whose products are summed exactly, in int32.
 struct RowGroup {
@@ -122,11 +140,11 @@ enum class Epilogue : std::int32_t {
 // of a chunk, rows of the block, elements of a chunk].
 struct LinearArgs {
   const char* weights;
-  const float* scales;  // of each output; int8 only
+  const float* scales;  // of each output, or null
   const float* bias;    // of each output, or null
   std::int64_t depth;
   const void* rows;
-  const RowGroup* row_groups;  // of integers: [num_rows, num_groups(depth, type)]
+  const RowGroup* row_groups;  // [num_rows, num_groups(depth, type)]; none for rows of floats
   std::int32_t num_rows;
   std::int32_t first_panel, num_panels;
   std::int32_t num_outputs;  // the last panel may have fewer
@@ -146,11 +164,10 @@ struct PackArgs {
   std::int32_t outputs[3];      // of each tensor
   std::int32_t num_tensors;
   bool from_bf16, gated;
-  WeightType type;
   std::int64_t depth;  // of the tensors
   std::int32_t first_panel, num_panels;
   char* weights;
-  float* scales;  // int8: written for these panels
+  float* scales;  // of each output; written if the form has output_scales
 };
 
 // Rows of floats or bfloat16 to one packed block, normalised on the way where `norm` is not null:
@@ -163,21 +180,15 @@ struct PackRowsArgs {
   std::int64_t depth;       // of the rows; the block has it rounded up to kDepthUnit
   const float* norm;
   float eps;
-  RowType type;  // kInt8 only where there is a linear_bytes
   void* block;
-  RowGroup* groups;  // of integers: [num_rows, num_groups]; the scale is NaN where there is one
+  RowGroup* groups;  // rows of integers: [num_rows, num_groups]; scale NaN if an element is NaN
 };
 
 constexpr int kChunkBytes = 16;
 constexpr std::int64_t kDepthUnit = 16;  // a chunk of 8-bit elements
-// Elements of a row of integers with a scale of their own. 512 products of 128 and 32,767 are just
-// below 2^31, so that nothing overflows on the way either. The shorter a group, the fewer small
-// elements a large one costs their precision: of int8 there is little.
-constexpr std::int64_t group_depth(RowType type) {
-  return type == RowType::kInt8 ? 128 : 512;
-}
 constexpr std::int64_t num_groups(std::int64_t depth, RowType type) {
-  return (depth + group_depth(type) - 1) / group_depth(type);
+  const std::int64_t group = kRowFormats[type].group_depth;
+  return group == 0 ? 0 : (depth + group - 1) / group;
 }
 
 // Elements of a row of logits whose maximum, and whose weights' sum, are kept.
@@ -208,18 +219,21 @@ struct RowKernels {
                              std::int64_t id);
 };
 
+// One weight form of one instruction set.
+struct LinearForm {
+  RowType rows;
+  bool output_scales;  // PackArgs::scales and LinearArgs::scales, one float for each output
+  std::int64_t (*panel_bytes)(std::int64_t depth);
+  void (*pack)(const PackArgs&);
+  void (*multiply)(const LinearArgs&);  // null if another form of the same weights is as fast
+};
+
 struct LinearKernels {
   std::int32_t panel_outputs;
   // Rows of the packed block that begins where so many rows are left.
   std::int32_t (*block_rows)(std::int32_t rows_left);
-  // By WeightType; rows of floats, for kInt8 of int16.
-  void (*linear[3])(const LinearArgs&);
-  // Weights of bfloat16, rows in pairs of bfloat16; null where that is no faster.
-  void (*linear_pairs)(const LinearArgs&);
-  // Weights of int8, rows of int8; null where that is no faster.
-  void (*linear_bytes)(const LinearArgs&);
-  void (*pack)(const PackArgs&);
-  void (*pack_rows)(const PackRowsArgs&);
+  LinearForm forms[kNumWeightForms];
+  void (*pack_rows[kNumRowTypes])(const PackRowsArgs&);  // null if no form reads such rows
 };
 
 // One instruction set, for one element type.

@@ -13,7 +13,7 @@ KernelTable with_pairs(KernelTable table) {
   table.isa = "avx512_bf16";
   table.bf16.decode = &decode<Bf16>;
   table.bf16.tile = &tile<Bf16>;
-  table.linear.linear_pairs = &linear<PairedBf16>;
+  table.linear.forms[kWeightsBFloat16Pairs] = form_of<PairedBf16, Bf16>();
   return table;
 }
 

@@ -9,9 +9,9 @@ namespace {
 
 KernelTable with_bytes(KernelTable table) {
   table.isa = "avx512_vnni";
-  table.linear.linear[static_cast<int>(WeightType::kInt8)] = &linear<Int8<std::int16_t>>;
-  table.linear.linear_bytes = &linear<Int8<std::int8_t>>;
-  table.linear.pack_rows = &pack_rows;
+  table.linear.forms[kWeightsInt8] = form_of<Int8<std::int16_t>>();
+  table.linear.forms[kWeightsInt8Bytes] = form_of<Int8<std::int8_t>, Int8<std::int16_t>>();
+  table.linear.pack_rows[kRowsInt8] = &pack_rows<std::int8_t>;
   return table;
 }
 

@@ -1,8 +1,19 @@
 // Linear layers: y = x W^T with weights in float32, bfloat16 or int8, and sums in float32.
 //
-// linear_panels.h says how weights and rows lie; linear_float.h and linear_int8.h have the products
-// of a block of rows and a few panels; here are the loops around them. Every output is one sum in
-// the order of the depth: it has the same bits whatever other rows are computed with it.
+// linear_panels.h says how weights and rows lie. linear_float.h and linear_int8.h multiply a block
+// of rows by a few panels. linear_pack.h brings weights and rows into that layout. This file has
+// the loops over rows and panels, and the table of weight forms. Every output is one sum in the
+// order of the depth, so its bits do not depend on the other rows.
+//
+// To add a weight form (say, 4 bit with a scale for each group):
+// 1. kernels.h: its name in WeightForm. If its rows are rounded in a new way, a RowType too.
+// 2. linear_<form>.h: a struct for the stored weights, its Stored<> (linear_panels.h), and either
+//    `panels`, which the loops below call, or a `multiply` of its own. Weights that lie otherwise
+//    than in equal elements (scales among them) need a panel_bytes and a `pack` of their own too;
+//    `pack` also reads the checkpoint's format if that is already quantised.
+// 3. linear_kernels() below: the entry. An instruction set that does better replaces the entry in
+//    its own file (kernels_avx512_vnni.cpp).
+// 4. CpuDecoder::form_for (decoder.cpp): when a layer uses it.
 #pragma once
 
 #include "linear_float.h"
@@ -78,7 +89,7 @@ void widened_rows(const LinearArgs& a) {
 }
 
 template <class W>
-void linear(const LinearArgs& a) {
+void multiply(const LinearArgs& a) {
   if constexpr (kWidensOnce && kWidens<W>) {
     const bool fits = a.scratch_floats >= a.depth * kPanelOutputs;
     if (a.num_rows >= 2 * Vec::kLinearRows && fits) {
@@ -91,17 +102,30 @@ void linear(const LinearArgs& a) {
   all_rows<W>(a, weights, a.first_panel, a.num_panels);
 }
 
+// `Packed`: a form whose panels lie as those of W do.
+template <class W, class Packed = W>
+constexpr LinearForm form_of() {
+  return {kRowType<typename Stored<W>::Row>, Stored<W>::kOutputScales, &panel_bytes<W>,
+          &pack<Packed>, &multiply<W>};
+}
+
 constexpr LinearKernels linear_kernels() {
   LinearKernels kernels = {};
   kernels.panel_outputs = kPanelOutputs;
   kernels.block_rows = &block_rows;
-  kernels.linear[static_cast<int>(WeightType::kFloat32)] = &linear<float>;
-  kernels.linear[static_cast<int>(WeightType::kBFloat16)] = &linear<Bf16>;
-  kernels.linear[static_cast<int>(WeightType::kInt8)] = &linear<Int8<std::int16_t>>;
-  if constexpr (Vec::kDotsPairs) kernels.linear_pairs = &linear<PairedBf16>;
-  if constexpr (Vec::kDotsBytes) kernels.linear_bytes = &linear<Int8<std::int8_t>>;
-  kernels.pack = &pack;
-  kernels.pack_rows = &pack_rows;
+  kernels.forms[kWeightsFloat32] = form_of<float>();
+  kernels.forms[kWeightsBFloat16] = form_of<Bf16>();
+  kernels.forms[kWeightsInt8] = form_of<Int8<std::int16_t>>();
+  kernels.pack_rows[kRowsFloat32] = &pack_rows<float>;
+  kernels.pack_rows[kRowsBFloat16] = &pack_rows<Bf16>;
+  kernels.pack_rows[kRowsInt16] = &pack_rows<std::int16_t>;
+  if constexpr (Vec::kDotsPairs) {
+    kernels.forms[kWeightsBFloat16Pairs] = form_of<PairedBf16, Bf16>();
+  }
+  if constexpr (Vec::kDotsBytes) {
+    kernels.forms[kWeightsInt8Bytes] = form_of<Int8<std::int8_t>, Int8<std::int16_t>>();
+    kernels.pack_rows[kRowsInt8] = &pack_rows<std::int8_t>;
+  }
   return kernels;
 }
 

@@ -14,6 +14,7 @@ template <>
 struct Stored<float> {
   using Row = float;
   static constexpr int kStep = 1;
+  static constexpr bool kOutputScales = false;
   static constexpr bool kPaired = false;
   template <int i>
   static Vec::R part(const float* from) {
@@ -24,6 +25,7 @@ template <>
 struct Stored<Bf16> {
   using Row = float;
   static constexpr int kStep = 2;
+  static constexpr bool kOutputScales = false;
   static constexpr bool kPaired = false;
   template <int i>
   static Vec::R part(const Bf16* from) {
@@ -39,6 +41,7 @@ template <>
 struct Stored<PairedBf16> {
   using Row = Bf16;
   static constexpr int kStep = 2;
+  static constexpr bool kOutputScales = false;
   static constexpr bool kPaired = true;
 };
 

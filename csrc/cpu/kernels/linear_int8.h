@@ -21,10 +21,8 @@ template <class R>
 struct Stored<Int8<R>> {
   using Row = R;
   static constexpr int kStep = 4;
+  static constexpr bool kOutputScales = true;
 };
-
-template <class Row>
-constexpr RowType kRowType = sizeof(Row) == 1 ? RowType::kInt8 : RowType::kInt16;
 
 template <int kRows, int kPanels>
 struct WholeSums {
@@ -87,14 +85,14 @@ inline WholeSums<kRows, kPanels> group_sums(const Int8<Row>* weights, std::int64
 template <int kRows, int kPanels, class Row>
 void panels(const LinearArgs& a, const Int8<Row>* weights, std::int32_t first_row,
             std::int32_t panel) {
-  constexpr std::int64_t kGroupDepth = group_depth(kRowType<Row>);
   const std::int64_t panel_stride = a.depth * kPanelOutputs;
   const std::int64_t groups = num_groups(a.depth, kRowType<Row>);
   const Row* const x = static_cast<const Row*>(a.rows) + block_at(first_row, a.depth);
   const RowGroup* const row_groups = a.row_groups + first_row * groups;
   Sums<kRows, kPanels> sums = no_sums<kRows, kPanels>();
   for (std::int64_t g = 0; g < groups; ++g) {
-    const std::int64_t first = g * kGroupDepth, count = least(kGroupDepth, a.depth - first);
+    const std::int64_t first = g * kGroupDepth<Row>;
+    const std::int64_t count = least(kGroupDepth<Row>, a.depth - first);
     const auto whole =
         group_sums<Row, kRows, kPanels>(weights + first * kPanelOutputs, panel_stride,
                                         x + first * kRows, row_groups + g, groups, count);

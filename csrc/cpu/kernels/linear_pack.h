@@ -80,7 +80,7 @@ void pack_panel(const PackArgs& a, std::int32_t panel) {
   for (int lane = 0; lane < kPanelOutputs; ++lane) {
     const char* const from = lane_weights(a, panel, lane);
     float inverse = 1.0F;
-    if (a.type == WeightType::kInt8) {
+    if constexpr (Stored<W>::kOutputScales) {
       const float scale = from == nullptr ? 0.0F : scale_of(a, from);
       a.scales[panel * kPanelOutputs + lane] = scale;
       inverse = scale > 0.0F ? 1.0F / scale : 0.0F;
@@ -94,20 +94,9 @@ void pack_panel(const PackArgs& a, std::int32_t panel) {
   }
 }
 
-inline void pack(const PackArgs& a) {
-  for (std::int32_t panel = a.first_panel; panel < a.first_panel + a.num_panels; ++panel) {
-    switch (a.type) {
-      case WeightType::kFloat32:
-        pack_panel<float>(a, panel);
-        break;
-      case WeightType::kBFloat16:
-        pack_panel<Bf16>(a, panel);
-        break;
-      case WeightType::kInt8:
-        pack_panel<Int8<std::int16_t>>(a, panel);  // for rows of int8 the same
-        break;
-    }
-  }
+template <class W>
+void pack(const PackArgs& a) {
+  for (std::int32_t i = 0; i < a.num_panels; ++i) pack_panel<W>(a, a.first_panel + i);
 }
 
 // -- rows ------------------------------------------------------------------------------------
@@ -177,28 +166,22 @@ RowGroup to_integers(const float* values, std::int64_t count, Row* to) {
           -128 * static_cast<std::int32_t>(Vec::reduce_add(sum))};
 }
 
-template <class Row>
-constexpr bool kIsInteger = false;
-template <>
-constexpr bool kIsInteger<std::int16_t> = true;
-template <>
-constexpr bool kIsInteger<std::int8_t> = true;
-
 template <class T, class Row>
 void pack_row(const PackRowsArgs& a, std::int64_t r) {
   const T* const row = static_cast<const T*>(a.rows) + r * a.row_stride;
   const float factor = a.norm == nullptr ? 1.0F : factor_of(row, a.depth, a.eps);
   const std::int64_t padded_depth = (a.depth + kDepthUnit - 1) / kDepthUnit * kDepthUnit;
-  constexpr std::int64_t kGroupDepth = group_depth(kRowType<Row>);  // of floats, a buffer's size
-  for (std::int64_t first = 0; first < padded_depth; first += kGroupDepth) {
-    const std::int64_t count = least(kGroupDepth, a.depth - first);
-    const std::int64_t padded_count = least(kGroupDepth, padded_depth - first);
-    float values[kGroupDepth];
+  constexpr bool kGrouped = kGroupDepth<Row> > 0;
+  constexpr std::int64_t kPiece = kGrouped ? kGroupDepth<Row> : 512;
+  for (std::int64_t first = 0; first < padded_depth; first += kPiece) {
+    const std::int64_t count = least(kPiece, a.depth - first);
+    const std::int64_t padded_count = least(kPiece, padded_depth - first);
+    float values[kPiece];
     take_row(a, row, factor, first, count, padded_count, values);
     Row* const block = static_cast<Row*>(a.block);
-    Row rounded[kGroupDepth];
-    if constexpr (kIsInteger<Row>) {
-      a.groups[r * num_groups(padded_depth, a.type) + first / kGroupDepth] =
+    Row rounded[kPiece];
+    if constexpr (kGrouped) {
+      a.groups[r * num_groups(padded_depth, kRowType<Row>) + first / kPiece] =
           to_integers(values, padded_count, rounded);
     } else {
       for (std::int64_t k = 0; k < padded_count; k += Vec::kWidth) {
@@ -210,26 +193,9 @@ void pack_row(const PackRowsArgs& a, std::int64_t r) {
 }
 
 template <class Row>
-void pack_block(const PackRowsArgs& a) {
+void pack_rows(const PackRowsArgs& a) {
   for (int r = 0; r < a.num_rows; ++r) {
     a.from_bf16 ? pack_row<Bf16, Row>(a, r) : pack_row<float, Row>(a, r);
-  }
-}
-
-inline void pack_rows(const PackRowsArgs& a) {
-  switch (a.type) {
-    case RowType::kFloat32:
-      pack_block<float>(a);
-      break;
-    case RowType::kBFloat16:
-      pack_block<Bf16>(a);
-      break;
-    case RowType::kInt16:
-      pack_block<std::int16_t>(a);
-      break;
-    case RowType::kInt8:
-      if constexpr (Vec::kDotsBytes) pack_block<std::int8_t>(a);
-      break;
   }
 }
 

@@ -21,13 +21,33 @@ constexpr int kPanelOutputs = 2 * Vec::kWidth;
 // there is room for.
 constexpr int kChunkWords = kChunkBytes / 4;
 
-// How weights lie that are multiplied by rows of `Row`; linear_float.h, linear_int8.h.
+// How weights of a form are stored: `Row`, the element of the rows that they are multiplied by;
+// kStep; kOutputScales (LinearForm::output_scales).
 template <class W>
 struct Stored;
+
+template <class Row>
+constexpr RowType kRowType = kNumRowTypes;
+template <>
+constexpr RowType kRowType<float> = kRowsFloat32;
+template <>
+constexpr RowType kRowType<Bf16> = kRowsBFloat16;
+template <>
+constexpr RowType kRowType<std::int16_t> = kRowsInt16;
+template <>
+constexpr RowType kRowType<std::int8_t> = kRowsInt8;
+
+template <class Row>
+constexpr std::int64_t kGroupDepth = kRowFormats[kRowType<Row>].group_depth;
 
 // Elements of the depth in a word of the rows that go with such weights.
 template <class W>
 constexpr int kWordDepth = 4 / static_cast<int>(sizeof(typename Stored<W>::Row));
+
+template <class W>
+std::int64_t panel_bytes(std::int64_t depth) {
+  return depth * kPanelOutputs * static_cast<std::int64_t>(sizeof(W));
+}
 
 // Weights come from memory in the order in which they lie there, panel after panel: so many bytes
 // ahead they are asked for, twice as many where one panel is read alone. One stream without that
