@@ -7,8 +7,8 @@ import os
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from vmserve.bench.ab.html import render
 from vmserve.bench.ab.metrics import METRICS, Metric
+from vmserve.bench.ab.page import render
 from vmserve.bench.ab.search import MAX_RATE
 from vmserve.bench.lab.machine import machine_info
 from vmserve.bench.lab.report import dump, write_text
