@@ -24,7 +24,7 @@ from vmserve.attention.cuda.plan import (
     APPEND_ROWS,
     DECODE_ROWS,
     ITEM_FIELDS,
-    AttentionPlan,
+    CudaPlan,
     Heads,
     Resident,
     SharedPrefix,
@@ -46,7 +46,7 @@ def step_of(past: list[int], new: list[int]) -> Step:
     return Step(rows, np.array(past, np.int64), count, np.cumsum(count) - count)
 
 
-def items_of(plan: AttentionPlan) -> list[tuple[int, dict[str, int]]]:
+def items_of(plan: CudaPlan) -> list[tuple[int, dict[str, int]]]:
     """Rows of a tile that the kernel has, and the item's fields by name."""
     return [
         (rows, dict(zip(ITEM_FIELDS, item.tolist(), strict=True)))
@@ -55,7 +55,7 @@ def items_of(plan: AttentionPlan) -> list[tuple[int, dict[str, int]]]:
     ]
 
 
-def tokens_of(plan: AttentionPlan, item: dict[str, int]) -> list[int]:
+def tokens_of(plan: CudaPlan, item: dict[str, int]) -> list[int]:
     first, count = item["token"], item["num_tokens"]
     if first >= 0:
         return list(range(first, first + count))
@@ -156,7 +156,7 @@ def test_the_room_for_parts_in_a_plan_of_a_fixed_size_is_enough(
     assert len(plan.append) <= max(most, limits[1])
 
 
-def check_parts(plan: AttentionPlan, parts: dict[int, list[int]]) -> None:
+def check_parts(plan: CudaPlan, parts: dict[int, list[int]]) -> None:
     """Each token's parts have places of their own, and are combined."""
     split = {int(token): (int(start), int(count)) for token, start, count, _ in plan.split}
     used: Counter[int] = Counter()

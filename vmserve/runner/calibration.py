@@ -1,14 +1,14 @@
-"""A device profile, measured in a few tens of milliseconds as the engine starts.
+"""Measure a device profile in a few tens of milliseconds as the engine starts.
 
-The kernels of both regimes run on a scratch pool with one group of the layout (so with the same
-strides and pages), at a few shapes; mapping is timed on the same pool. Times are the least of
-several interleaved tries, as other work on the machine only ever adds.
+The kernels of both regimes run at a few shapes on a scratch pool with one group of the layout, so
+with the same strides and pages; mapping is timed on the same pool. Times are the least of several
+interleaved tries, because other work on the machine only ever adds.
 
-On a GPU kernels are timed on the device, by events around replays of a graph: what launching them
-takes is not in a captured step, and the host's part of a step is hidden behind the step before.
+On a GPU, kernels are timed on the device, by events around replays of a graph: a captured step has
+no launches, and the host's part of a step is hidden behind the step before.
 
-Caches are warm, as one layer's keys and values are read again and again: what is measured compares
-the two views, and is the lower bound of what either costs in a model that fills memory.
+Caches are warm, because one layer's keys and values are read again and again. So the times compare
+the two views, and are lower bounds of what either costs in a model that fills memory.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 __all__ = ["measure_profile"]
 
 _TRIES = 5
-#: Kernels of two regimes whose times differ by less in any try are held to be equally fast: so much
-#: they differ by chance on a machine with other work.
+#: Kernels of two regimes are held to be equally fast if their times differ by less in any try: this
+#: much they differ by chance on a machine with other work.
 _RESOLUTION = 0.15
 #: Sequences and positions of the decoding shapes, tokens of the prompt.
 _FEW, _MANY = 1, 4
 _SHORT = 16
-_LONG = {"cpu": 512, "cuda": 4096}  # a GPU is not busy with less
+_LONG = {"cpu": 512, "cuda": 4096}  # a GPU needs more to be busy
 _PROMPT = {"cpu": 128, "cuda": 1024}
 _MAPPED_PAGES = 8
 _COPIED_BYTES = 8 << 20
@@ -55,9 +55,9 @@ def measure_profile(
     max_len: int,
     runtime: DeviceRuntime,
 ) -> DeviceProfile:
-    """What attention, mapping and copying cost here, for a model with this layout.
+    """Measure attention, mapping and copying for a model with this layout.
 
-    What a step costs beside them is not measured: those costs are 0 in the profile.
+    Other costs of a step are not measured: they are 0 in the profile.
     """
     slack = max(b.read_slack_tokens for b in backends.values())
     with runtime.active():
@@ -69,7 +69,7 @@ def measure_profile(
             runtime.synchronize()
             scratch.close()
         copy = _copy_bytes_per_second(runtime)
-    # A processor that the kernels leave free maps for nothing.
+    # Background mapping is free only if the kernels leave a processor free.
     on_cpu = runtime.device_type == "cpu"
     is_busy = on_cpu and num_threads() >= len(os.sched_getaffinity(0))
     return DeviceProfile(
@@ -133,7 +133,7 @@ class _Scratch:
         self._memory.launched(self._memory.apply(plan))
 
     def map_page_seconds(self) -> float:
-        """To map a page of the group in a slot and to take it back, the least of some tries."""
+        """Seconds to map and unmap one page of the group in a slot: the least of some tries."""
 
         def map_and_release() -> None:
             seq = self._open(Regime.VIRTUAL)
@@ -166,8 +166,8 @@ def _measure_kernels(
         for shape in shapes
         for regime in regimes
     ]
-    # One kernel over both views does the same work: what tells them apart here, try after try, is
-    # where their pages happen to lie in the caches.
+    # One kernel over both views does the same work: any difference here, in every try, comes from
+    # where the pages happen to lie in the caches.
     same = len({backend.name for backend in backends.values()}) == 1
     layers = _level(_in_turn([scratch.runtime.timer(layer) for _, layer in steps]), same)
     seconds = [layer * layout.num_layers for layer in layers]
@@ -193,7 +193,7 @@ def _steps(
     heads: HeadShape,
     shape: tuple[Sequence[int], list[int], list[int]],
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """What one step with these sequences does once, and what it does for one layer."""
+    """Two calls for a step with these sequences: its once-per-step part, and one layer."""
     which, num_past, num_new = shape
     places = [scratch.places[regime][i] for i in which]
     batch = RaggedBatch.build(places, num_past, num_new)
@@ -206,9 +206,10 @@ def _steps(
 
 
 def _level(samples: NDArray[np.float64], same_kernel: bool) -> list[float]:
-    """The least time of each; of neighbours, which do the same in two regimes, the same for both if
-    they do it by the ``same_kernel``, or else unless every try, in which they ran one after the
-    other, says that they differ.
+    """The least time of each call, equal for neighbours that do not differ reliably.
+
+    Neighbours do the same in two regimes. With ``same_kernel`` they are equal; else they differ
+    only if every try, in which they ran one after the other, says so.
 
     samples: ``[calls, tries]``, an even number of calls.
     """
@@ -222,7 +223,7 @@ def _level(samples: NDArray[np.float64], same_kernel: bool) -> list[float]:
 
 
 def _in_turn(timers: list[Callable[[], float]]) -> NDArray[np.float64]:
-    """Seconds of each in several tries that take turns: ``[timers, tries]``."""
+    """Seconds of each timer in several interleaved tries: ``[timers, tries]``."""
     samples = np.empty((len(timers), _TRIES))
     for attempt in range(_TRIES):
         for index, seconds in enumerate(timers):
@@ -231,9 +232,9 @@ def _in_turn(timers: list[Callable[[], float]]) -> NDArray[np.float64]:
 
 
 def _host_samples(calls: list[Callable[[], object]], runtime: DeviceRuntime) -> NDArray[np.float64]:
-    """The same by the host's clock, until the device has done what each call asked for.
+    """:func:`_in_turn` by the host's clock, until the device has done each call's work.
 
-    Each runs once before it is timed: what ran before it must not tell in its time.
+    Each runs once before it is timed, so that what ran before does not affect its time.
     """
 
     def timer(call: Callable[[], object]) -> Callable[[], float]:
@@ -251,6 +252,6 @@ def _host_samples(calls: list[Callable[[], object]], runtime: DeviceRuntime) -> 
 
 
 def _copy_bytes_per_second(runtime: DeviceRuntime) -> float:
-    """From host memory to the device: what swapping takes."""
+    """Bandwidth from host memory to the device, for swapping."""
     copies = _host_samples([runtime.copy_probe(_COPIED_BYTES)], runtime)
     return _COPIED_BYTES / float(copies.min())

@@ -1,4 +1,4 @@
-"""The processor with our own decoder, kernels and sampler; and which device a name means."""
+"""The processor with our own decoder, kernels and sampler; choosing the device by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class CpuRuntime(HostDevice):
-    """Computes without torch."""
+    """The processor without torch."""
 
     memory_errors: tuple[type[Exception], ...] = ()
 
@@ -53,7 +53,7 @@ class CpuRuntime(HostDevice):
         return False
 
     def with_torch(self) -> TorchRuntime:
-        # Only now: it takes a second, and our own decoder does without.
+        # Imported late: it takes a second, and our own decoder does without.
         from vmserve.runner.torch_runtime import TorchCpuRuntime  # noqa: PLC0415
 
         return TorchCpuRuntime(driver=self._driver)
@@ -99,7 +99,7 @@ class CpuRuntime(HostDevice):
     ) -> Callable[[], object]:
         def numbers(num_heads: int) -> NDArray[Any]:
             shape = (num_tokens, num_heads, heads.head_dim)
-            # Not random, as importing numpy's generators takes longer than calibration.
+            # Not random: importing numpy's generators takes longer than calibration.
             values = np.arange(num_tokens * num_heads * heads.head_dim) % 251 / 125 - 1
             return rounded(values.astype(np.float32).reshape(shape), heads.dtype)
 
@@ -109,7 +109,7 @@ class CpuRuntime(HostDevice):
         spec = LayerAttention(0, heads.head_dim**-0.5)
         kernels = cast("CpuCall", call)
 
-        def attend(_: object = arrays) -> None:  # which it keeps alive
+        def attend(_: object = arrays) -> None:  # which keeps them alive
             kernels.attend(spec, q, k, v, out)
 
         return attend
@@ -120,22 +120,22 @@ class CpuRuntime(HostDevice):
 
 
 def open_runtime(name: str, kv_driver: str = "auto") -> DeviceRuntime:
-    """``name``: cpu, cuda, or auto: the GPU where there is one that can be used.
+    """The device named "cpu", "cuda", or "auto" (a usable GPU if there is one).
 
-    ``kv_driver``: auto (the device's own), or one that is asked for by name or path.
+    ``kv_driver``: "auto" (the device's own), or a driver's name or path.
 
     Raises :class:`~vmserve.errors.ConfigurationError` for cuda without a usable GPU, and for a
     driver whose memory is not the device's.
     """
     refusal = driver_refusal() if name == "auto" else None
     if name != "cpu" and refusal is None:
-        # Only now: without a driver nobody need ask torch whether it can use the GPU.
+        # Imported late: without a driver there is no need to ask torch about the GPU.
         from vmserve.memory.cuda import cuda_refusal  # noqa: PLC0415
 
         refusal = cuda_refusal()
     if name == "cuda" and refusal is not None:
         raise ConfigurationError(f"device: cuda cannot be used: {refusal}; or use --device cpu")
-    # A driver of host memory was asked for: so was the CPU.
+    # A driver of host memory was chosen, and so the CPU.
     on_host = name == "auto" and kv_driver not in ("auto", "cuda")
     if name != "cpu" and refusal is None and not on_host:
         if kv_driver not in ("auto", "cuda"):
@@ -153,7 +153,7 @@ def open_runtime(name: str, kv_driver: str = "auto") -> DeviceRuntime:
             "--kv-driver auto, or --device cuda"
         )
     if name == "auto" and refusal is not None and not on_host:
-        # Somebody who has a GPU expects it to be used.
+        # Tell people who have a GPU why it is not used.
         has_gpu = driver_refusal() is None
         logger.log(logging.WARNING if has_gpu else logging.DEBUG, "running on the CPU: %s", refusal)
     return CpuRuntime(driver="host" if kv_driver == "auto" else kv_driver)

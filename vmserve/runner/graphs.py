@@ -1,13 +1,13 @@
-"""Decoding steps as graphs: captured once for a width of batch, replayed with new numbers.
+"""Decoding steps as graphs: captured once for a batch width, replayed with new inputs.
 
-On a GPU they are captured as the engine starts, the widest first, as graphs share their memory;
-what is missing then is captured when it is needed.
+On a GPU they are captured as the engine starts, the widest first, because graphs share their
+memory. What is missing then is captured when needed.
 
-A batch of one regime whose backend can plan ahead is captured as a whole, for a width and, where
-kernels choose by it how to split, a longest length. Any other (both regimes at once, kernels that
-cannot be captured) is captured in pieces, with attention between them called as ever. Batches are
-padded to the next width; rows of the padding compute what nobody reads and change no page
-(:class:`AttentionPlan` promises it; in pieces, attention is given the batch's rows alone).
+A batch of one regime whose backend can plan ahead is captured as a whole: for a width and, if
+kernels use it to choose a split, for a longest length. Any other batch (both regimes at once,
+kernels that cannot be captured) is captured in pieces, with attention called between them as usual.
+Batches are padded to the next width. Rows of the padding compute unused values and change no page
+(:class:`AttentionPlan` promises it; in pieces, attention gets only the batch's rows).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["DecodeGraphs", "widths"]
 
 logger = logging.getLogger(__name__)
-#: The shortest length that steps are captured for, and how far the next one is.
+#: The shortest captured length, and the distance to the next one.
 FIRST_LENGTH = 512
 LENGTH_FACTOR = 4
 #: Steps without an attempt after one that found no memory; twice as many after the next.
@@ -50,8 +50,10 @@ PAUSE_STEPS = 64
 
 
 def widths(most: int) -> list[int]:
-    """Batches are padded to one of these: powers of two and the halves between them, up to
-    ``most``, so that at most a third of the rows is padding above 8."""
+    """The widths that batches are padded to: powers of two and the halves between them.
+
+    Up to ``most``, so that above 8 at most a third of the rows is padding.
+    """
     found = {most, *(each for each in (1, 2, 4, 8) if each < most)}
     width = 16
     while width < most:
@@ -64,7 +66,7 @@ def widths(most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What runs up to a layer's attention, whose arguments it leaves in these tensors."""
+    """The part of a step before a layer's attention, whose arguments it leaves in these tensors."""
 
     graph: Graph
     spec: LayerAttention
@@ -72,7 +74,7 @@ class _Piece:
     k: torch.Tensor
     v: torch.Tensor
     rotary: Rotary | None
-    #: Where the next piece finds the result.
+    #: Where the next piece reads attention's result.
     attended: torch.Tensor
 
     def attend(self, attention: AttentionCall, num_rows: int) -> None:
@@ -83,7 +85,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Captured:
-    """A step: its pieces (none where attention is inside), and what follows them."""
+    """A captured step: its pieces (none if attention is captured too), and the rest."""
 
     pieces: tuple[_Piece, ...]
     last: Graph
@@ -92,7 +94,7 @@ class _Captured:
 
 
 class _Cut:
-    """In the place of attention while a step is captured: ends a piece and begins the next."""
+    """Replaces attention during capture: ends a piece and begins the next."""
 
     def __init__(self, runtime: TorchRuntime) -> None:
         self._runtime = runtime
@@ -107,7 +109,7 @@ class _Cut:
         rotary: Rotary | None = None,
     ) -> torch.Tensor:
         graph = self._runtime.end_capture()
-        # Zero: rows of the padding are never attended, and must be numbers.
+        # Zeros: rows of the padding are never attended, but must be numbers.
         attended = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         self.pieces.append(_Piece(graph, spec, q, k, v, rotary, attended))
         self._runtime.begin_capture()
@@ -116,7 +118,7 @@ class _Cut:
 
 @contextlib.contextmanager
 def _one_token(memory: MemoryManager, regime: Regime) -> Iterator[RaggedBatch]:
-    """A batch of one sequence, whose page the rows of a step that is only captured write to."""
+    """A batch of one sequence, whose page receives the writes of steps that are only captured."""
     seq = memory.open(regime=regime)
     assert seq is not None, "the engine is idle"
     try:
@@ -139,12 +141,12 @@ def _no_attention(
     v: torch.Tensor,
     rotary: Rotary | None = None,
 ) -> torch.Tensor:
-    """Where a step runs only so that libraries are loaded and set up."""
+    """Replaces attention in a run that only makes libraries set themselves up."""
     return torch.zeros_like(q)
 
 
 class DecodeGraphs:
-    """Captured steps by width and length, made when they are first needed."""
+    """Captured steps by width and length, made when first needed."""
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class DecodeGraphs:
         max_len: int,
         q_heads: int,
     ) -> None:
-        self._network = cast("Decoder", model.network)  # of() saw to it
+        self._network = cast("Decoder", model.network)  # checked by of()
         self._kernels = kernels
         self._runtime = runtime
         self._max_len = max_len
@@ -168,11 +170,11 @@ class DecodeGraphs:
         self._whole: dict[tuple[Regime, int, int], tuple[AttentionPlan, _Captured]] = {}
         self._pieces: dict[int, _Captured] = {}
         self._disabled = ""
-        #: Steps until the next attempt, and how many they were after the last one that failed.
+        #: Steps until the next attempt, and the length of the pause before.
         self._pause = self._last_pause = 0
         self._logits: torch.Tensor | None = None
         runtime.new_graphs()
-        #: What the device gave for graphs so far.
+        #: Device memory taken by graphs so far.
         self.captured_bytes = 0
 
     @staticmethod
@@ -183,7 +185,7 @@ class DecodeGraphs:
         max_rows: int,
         max_len: int,
     ) -> DecodeGraphs | None:
-        """None for a model whose code is not ours: it may do what cannot be captured."""
+        """Make it; None for a model with foreign code, which may do what cannot be captured."""
         network = model.config.network
         if not isinstance(network, DecoderConfig):
             logger.info("steps of this model are not captured: its code is not vmserve's")
@@ -202,8 +204,8 @@ class DecodeGraphs:
     def capture_ahead(self, memory: MemoryManager, regimes: Sequence[Regime]) -> None:
         """Capture steps of every width, the widest first, before there are any requests.
 
-        ``regimes``: those that requests are kept in; for both of them, also steps that have both.
-        Ends early, with a warning, where there is no memory for all.
+        ``regimes``: those that requests are kept in. For both, also captures steps that have both.
+        Ends early, with a warning, if there is no memory for all.
         """
         with contextlib.suppress(CaptureError), self._runtime.inference():
             for regime in regimes:
@@ -227,7 +229,7 @@ class DecodeGraphs:
         batch: RaggedBatch,
         drawn: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits ``[rows, vocab]`` of a batch of one regime, one new token a sequence.
+        """Logits ``[rows, vocab]`` of a batch of one regime with one new token for each sequence.
 
         ``drawn``: the tokens that only the device knows (:func:`vmserve.runner.ids.known`).
 
@@ -270,7 +272,7 @@ class DecodeGraphs:
         return next(width for width in self._widths if width >= num_rows)
 
     def _length(self, regime: Regime, needed: int) -> int:
-        """The longest sequence that a plan is for, by which some kernels are frozen to a split."""
+        """The length to capture for: some kernels freeze their split for the longest sequence."""
         return next(length for length in self._lengths(regime) if length >= needed)
 
     def _lengths(self, regime: Regime) -> list[int]:
@@ -289,9 +291,9 @@ class DecodeGraphs:
         positions: NDArray[np.int64],
         drawn: torch.Tensor | None,
     ) -> None:
-        """Rows behind them keep the tokens of earlier steps: some token, at some position.
+        """Fill the inputs. Rows behind them keep some token, at some position, of earlier steps.
 
-        What only the device knows is looked up before the replay: graphs read one buffer.
+        Tokens that only the device knows are looked up before the replay: graphs read one buffer.
         """
         if drawn is None:
             self._runtime.upload(token_ids, self._token_ids)
@@ -334,9 +336,11 @@ class DecodeGraphs:
         return self._attempt(capture)
 
     def _attempt(self, capture: Callable[[], _Captured]) -> _Captured:
-        """Raises :class:`~vmserve.runner.runtime.CaptureError`: the step is to be computed as it
-        is. After want of memory there is another attempt some steps later; after any other error
-        there is none."""
+        """Capture a step; raises :class:`~vmserve.runner.runtime.CaptureError` if it fails.
+
+        The step is then computed without a graph. After lack of memory, another attempt comes some
+        steps later; after any other error there is none.
+        """
         if self._pause > 0:
             self._pause -= 1
             raise CaptureError("no attempt so soon after one that found no memory")
@@ -367,11 +371,12 @@ class DecodeGraphs:
         return captured
 
     def _capture(self, width: int, first: AttentionCall, attention: AttentionCall) -> _Captured:
-        """``first``: attention of a run before, in which libraries set themselves up."""
+        """Capture a step. ``first``: attention for a run before, in which libraries set themselves
+        up."""
         token_ids, positions = self._token_ids[:width], self._positions[:width]
         logits = self._network.forward(token_ids, positions, first)
         if self._logits is None:
-            # One for all graphs: each would keep its own for ever.
+            # One buffer for all graphs: otherwise each would keep its own for ever.
             shape = (self._widths[-1], logits.shape[1])
             self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
         del logits

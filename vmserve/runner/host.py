@@ -1,4 +1,4 @@
-"""The processor as a device: what is the same with and without torch."""
+"""The processor as a device: the common part with and without torch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class HostDevice:
-    """Work is done when a call returns.
+    """The processor. Work is done when a call returns.
 
-    ``driver``: whose memory is the KV cache's, as for :class:`vmserve.memory.device.HostMemory`.
+    ``driver``: of the KV cache's memory, as for :class:`vmserve.memory.device.HostMemory`.
     """
 
     device_type = "cpu"
@@ -42,14 +42,14 @@ class HostDevice:
         return _NO_CONTEXT
 
     def check(self) -> None:
-        """There is one order of work only."""
+        """Nothing to check: there is only one order of work."""
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Nothing to wait for."""
 
     def timer(self, work: Callable[[], object]) -> Callable[[], float]:
         def seconds() -> float:
-            work()  # what ran before must not tell in its time
+            work()  # so that what ran before does not affect its time
             began = time.perf_counter()
             work()
             return time.perf_counter() - began

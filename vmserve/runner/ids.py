@@ -8,9 +8,9 @@ __all__ = ["known"]
 
 
 def known(token_ids: torch.Tensor, drawn: torch.Tensor | None) -> torch.Tensor:
-    """``token_ids`` int64 ``[rows]``, with ``drawn[i]`` in the place of each that is ``-1 - i``.
+    """``token_ids`` int64 ``[rows]``, with each ``-1 - i`` replaced by ``drawn[i]``.
 
-    Nobody waits. ``drawn``: int64, on the same device; None: all are known.
+    Does not wait. ``drawn``: int64, on the same device; None: all are known.
     """
     if drawn is None:
         return token_ids

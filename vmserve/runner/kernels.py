@@ -1,4 +1,4 @@
-"""Which kernels attend in which regime."""
+"""The attention kernels of each regime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["RegimeKernels"]
 
 @dataclass(frozen=True)
 class RegimeKernels:
-    """The kernels of one regime and the view that they read; paired once, at start."""
+    """The kernels of one regime and the view that they read, paired once at start."""
 
     backend: AttentionBackend
     view: KVView

@@ -1,4 +1,4 @@
-"""Runs the model over one step's ragged batch and returns the logits that are asked for."""
+"""Run the model over a step's ragged batch; return the logits that are needed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["AttentionTime", "ModelRunner", "Runner", "StepLogits", "null_logits"
 
 
 class AttentionTime(NamedTuple):
-    """Seconds that the sequences of one regime, ``batch``, spent in attention in a step."""
+    """Seconds of attention in a step for the sequences of one regime, ``batch``."""
 
     regime: Regime
     batch: RaggedBatch
@@ -59,10 +59,10 @@ class PooledRows:
 
 @dataclass(frozen=True)
 class StepLogits:
-    """``logits``: ``[rows, vocab]`` float32.
+    """The logits of a step: ``[rows, vocab]`` float32.
 
     Row ``sample_rows[i]`` samples for ``samplers[i]`` (sequences of one request that draw their
-    first token have the same row), row ``beam_rows[i]`` has the candidates of ``beams[i]``.
+    first token have the same row). Row ``beam_rows[i]`` has the candidates of ``beams[i]``.
     """
 
     logits: Logits
@@ -71,9 +71,9 @@ class StepLogits:
     beams: tuple[Sequence, ...]
     beam_rows: tuple[int, ...]
     prompt_rows: tuple[PromptRows, ...]
-    #: What attention took, of each regime that the step has.
+    #: Attention time, for each regime in the step.
     attention: tuple[AttentionTime, ...]
-    #: Prompts of which embeddings are asked for, and their final hidden states.
+    #: Prompts for which embeddings are wanted, and their final hidden states.
     pooled_rows: tuple[PooledRows, ...] = ()
     hidden: HiddenRows | None = None
 
@@ -87,11 +87,11 @@ class StepLogits:
         return self.logits if self._is_all(self.beam_rows) else self.logits[list(self.beam_rows)]
 
     def _is_all(self, rows: tuple[int, ...]) -> bool:
-        """Then no copy is needed."""
+        """Whether these rows are all rows, so that no copy is needed."""
         return rows == tuple(range(self.logits.shape[0]))
 
     def of_running(self) -> StepLogits:
-        """Without the sequences that have ended since the step was launched."""
+        """The same without sequences that have ended since the step was launched."""
         some = (*self.samplers, *self.beams, *(rows.sequence for rows in self.prompt_rows))
         if not any(_has_ended(sequence) for sequence in some):
             return self
@@ -108,7 +108,7 @@ class StepLogits:
         )
 
     def without_logits(self) -> StepLogits:
-        """Who they are for is still told."""
+        """The same without the numbers, whose memory may be needed."""
         return replace(self, logits=_NO_LOGITS)
 
 
@@ -120,7 +120,7 @@ def _has_ended(sequence: Sequence) -> bool:
 
 
 class Runner(Protocol):
-    """Carries out a step's plan: :class:`ModelRunner`, or one without a model."""
+    """Executes step plans: :class:`ModelRunner`, or one without a model."""
 
     def execute(
         self, plan: StepPlan, slots: NDArray[np.int32], drawn: torch.Tensor | None = None
@@ -128,9 +128,9 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """Knows tensors, not queues: a step's plan in, logits out.
+    """Executes step plans with a model. Knows tensors, not queues.
 
-    A batch may hold sequences of both regimes: each layer calls the kernels of each on its part.
+    A batch may have sequences of both regimes: each layer calls the kernels of each on its part.
     """
 
     def __init__(
@@ -148,11 +148,11 @@ class ModelRunner:
     def execute(
         self, plan: StepPlan, slots: NDArray[np.int32], drawn: torch.Tensor | None = None
     ) -> StepLogits:
-        """``slots``: of each sequence; -1 where kernels find it by its row of the block tables.
+        """Compute a step. ``slots``: of each sequence; -1: kernels find it by its block table row.
 
-        ``drawn``: int64, on the device: the tokens that are -1, -2, ... in their sequences.
+        ``drawn``: int64, on the device: the values of the placeholders -1, -2, … in sequences.
 
-        On a GPU the work is given to the engine's stream, and nobody waits for it.
+        On a GPU, the work is given to the engine's stream, and this does not wait for it.
         """
         self._runtime.check()
         with self._runtime.inference():
@@ -193,7 +193,7 @@ class ModelRunner:
         graphs: StepGraphs,
         drawn: torch.Tensor | None,
     ) -> StepLogits:
-        """A step that was captured, or is now; of both regimes, all of it but attention is."""
+        """Replay a captured step, or capture it now. With both regimes, all but attention."""
         token_ids = plan.last_tokens
         stretches = _stretches(plan, slots, num_paged)
         if len(stretches) == 1 and graphs.captures_attention(stretches[0][0]):
@@ -205,14 +205,15 @@ class ModelRunner:
         return _step_logits(logits, wanted, self._times(parts))
 
     def _times(self, parts: list[_Part]) -> tuple[AttentionTime, ...]:
-        """Of kernels that are over when their call returns: of a GPU nothing is known."""
+        """Attention times; only of kernels that are done when their call returns, so none on a
+        GPU."""
         if self._runtime.device_type != "cpu":
             return ()
         return tuple(AttentionTime(part.regime, part.batch, part.call.seconds) for part in parts)
 
 
 def null_logits(plan: StepPlan) -> StepLogits:
-    """Who draws a token after this step, for a runner without a model: its rows are empty."""
+    """The logits of a runner without a model: sequences as in a real step, and empty rows."""
     wanted = _every_row(plan) if plan.only_decodes else _rows_wanted(plan)
     return _step_logits(np.empty((len(wanted.rows), 0), dtype=np.float32), wanted, ())
 
@@ -247,7 +248,7 @@ class _Part:
 
 
 def _new_tokens(plan: StepPlan) -> NDArray[np.int64]:
-    """``[num_tokens]``; a copy, as the plan's own columns are not the model's to touch."""
+    """``[num_tokens]``; a copy, because the model must not write the plan's columns."""
     if plan.only_decodes:
         return plan.last_tokens.copy()
     token_ids: list[int] = []
@@ -265,7 +266,7 @@ def _positions(parts: list[_Part]) -> NDArray[np.int64]:
 def _stretches(
     plan: StepPlan, slots: NDArray[np.int32], num_paged: int
 ) -> list[tuple[Regime, RaggedBatch]]:
-    """The first ``num_paged`` sequences are paged."""
+    """The batch of each regime; the first ``num_paged`` sequences are paged."""
     ids, past, new = plan.memory_ids, plan.num_past, plan.num_new
     if num_paged in (0, len(plan)):
         regime, places = (Regime.PAGED, ids) if num_paged else (Regime.VIRTUAL, slots)
@@ -302,7 +303,7 @@ def _bound(
 
 
 class _TimedCall:
-    """Adds up what the kernels of one regime take in a step, all layers and the binding."""
+    """Adds up the time of one regime's kernels in a step: all layers and the binding."""
 
     __slots__ = ("call", "seconds")
 
@@ -312,7 +313,7 @@ class _TimedCall:
 
     @property
     def parts(self) -> list[_TimedCall]:
-        """Of each regime in the batch, for models that attend to all of them at once."""
+        """The calls of each regime, for models that attend to all of them at once."""
         return [self]
 
     def __call__(
@@ -330,7 +331,7 @@ class _TimedCall:
 
 
 class _MixedCall:
-    """Both regimes in one batch: each backend is called once per layer, on its rows."""
+    """Attention of a batch with both regimes: each layer calls each backend on its rows."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self._calls = [
@@ -359,7 +360,7 @@ class _MixedCall:
 
 @dataclass
 class _Wanted:
-    """Rows of the ragged batch that go through the LM head, and for whom."""
+    """Rows of the ragged batch that go through the LM head, and their sequences."""
 
     rows: list[int] = field(default_factory=list)
     samplers: list[Sequence] = field(default_factory=list)
@@ -367,7 +368,7 @@ class _Wanted:
     beams: list[Sequence] = field(default_factory=list)
     beam_rows: list[int] = field(default_factory=list)
     prompt_rows: list[PromptRows] = field(default_factory=list)
-    #: Rows whose final hidden states are asked for, and for whom.
+    #: Rows whose final hidden states are needed, and their sequences.
     hidden_rows: list[int] = field(default_factory=list)
     pooled_rows: list[PooledRows] = field(default_factory=list)
 
@@ -395,7 +396,7 @@ class _Wanted:
                 self.pooled_rows.append(rows)
                 self.hidden_rows.extend(last_row + 1 - end + position for position in pooled)
         if end < len(sequence.tokens):
-            return  # what follows is known
+            return  # the next token is known
         if sequence.request.beams is not None:
             self.beams.append(sequence)
             self.beam_rows.append(len(self.rows))
@@ -407,7 +408,7 @@ class _Wanted:
 
 
 def _every_row(plan: StepPlan) -> _Wanted:
-    """Of a step that only decodes: it has a row for each sequence, and no other."""
+    """The rows of a step that only decodes: one for each sequence."""
     rows = list(range(len(plan)))
     beams = [sequence for sequence in plan.sequences if sequence.request.beams is not None]
     return _rows_wanted(plan) if beams else _Wanted(rows, plan.sequences, rows)
@@ -426,7 +427,8 @@ def _rows_wanted(plan: StepPlan) -> _Wanted:
 
 
 def _prompt_positions(sequence: Sequence, num_past: int, end: int) -> range:
-    """Positions in this chunk whose logits score the next prompt token, not scored before."""
+    """Positions in this chunk whose logits score the next prompt token and were not taken
+    before."""
     if sequence.request.params.prompt_logprobs is None or sequence.index != 0:
         return range(0)
     first = max(num_past, sequence.num_prompt_scored)
@@ -435,7 +437,8 @@ def _prompt_positions(sequence: Sequence, num_past: int, end: int) -> range:
 
 
 def _pooled_positions(sequence: Sequence, num_past: int, end: int) -> range:
-    """Positions in this chunk whose hidden states are part of an embedding, and not taken yet."""
+    """Positions in this chunk whose hidden states belong to an embedding and were not taken
+    before."""
     pooling = sequence.request.params.pooling
     if pooling is None:
         return range(0)

@@ -21,7 +21,7 @@ __all__ = ["NullRuntime"]
 
 
 class NullRuntime(CpuRuntime):
-    """The processor, but for the forward pass: every row of logits likes ``token_id`` best."""
+    """The processor without a forward pass: in all logits ``token_id`` is the likeliest token."""
 
     def __init__(self, token_id: int = 17, *, driver: str = "host") -> None:
         super().__init__(driver=driver)

@@ -1,9 +1,9 @@
 """The device that steps run on, and what computes there.
 
-Everything that depends on whether torch does is behind :class:`DeviceRuntime`: on a CPU our own
-decoder, kernels and sampler need numpy only (:mod:`vmserve.runner.cpu_runtime`), and the engine
-starts without torch, whose import would take longer than all else. What torch computes, on either
-device, is in :mod:`vmserve.runner.torch_runtime`.
+:class:`DeviceRuntime` hides whether torch computes. On a CPU, our own decoder, kernels and sampler
+need numpy only (:mod:`vmserve.runner.cpu_runtime`), so that the engine starts without torch, whose
+import would take longer than everything else. :mod:`vmserve.runner.torch_runtime` has what torch
+computes, on either device.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ __all__ = [
 
 
 class CaptureError(RuntimeError):
-    """A step was not captured: it is to be computed as it is."""
+    """A step could not be captured; compute it without a graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What a layer's queries look like."""
+    """Shapes of a layer's queries, keys and values."""
 
     q_heads: int
     kv_heads: int
@@ -57,44 +57,44 @@ class HeadShape:
 
 
 class DeviceRuntime(Protocol):
-    """One device, and the one stream that the engine's work is ordered by."""
+    """One device, and the one stream that orders the engine's work."""
 
     #: "cpu" or "cuda".
     device_type: str
-    #: As torch names it, say "cuda:0".
+    #: Torch's name for it, such as "cuda:0".
     device_name: str
-    #: What a step raises that finds no memory for its activations.
+    #: Exceptions of a step that finds no memory for its activations.
     memory_errors: tuple[type[Exception], ...]
 
     @property
     def wants_graphs(self) -> bool:
-        """Whether launches cost enough that decoding steps are worth capturing."""
+        """Whether launches cost enough to make capturing decoding steps worthwhile."""
         ...
 
     @property
     def captures_ahead(self) -> bool:
-        """Whether steps are captured as the engine starts; else when they are first needed."""
+        """Whether steps are captured as the engine starts, else when first needed."""
         ...
 
     @property
     def gpu_bytes(self) -> int | None:
-        """All memory of the GPU; None on the CPU, which shares its own with the system."""
+        """All memory of the GPU; None on the CPU, which shares its memory with the system."""
         ...
 
     def with_torch(self) -> TorchRuntime:
-        """The same device where torch computes, which is imported for it."""
+        """The same device with torch, which is imported for it."""
         ...
 
     def memory(self, spare_bytes: int | None = None) -> MemoryDevice:
-        """Where pages are taken from; ``spare_bytes`` of the device are left to torch."""
+        """The memory that pages come from; ``spare_bytes`` of the device are left to torch."""
         ...
 
     def active(self) -> AbstractContextManager[Any]:
-        """Within, this thread's work goes to the engine's stream."""
+        """A context in which this thread's work goes to the engine's stream."""
         ...
 
     def inference(self) -> AbstractContextManager[Any]:
-        """Within, nothing is kept for gradients."""
+        """A context in which nothing is kept for gradients."""
         ...
 
     def check(self) -> None:
@@ -108,7 +108,7 @@ class DeviceRuntime(Protocol):
     # -- what computes ------------------------------------------------------------------
 
     def views(self, memory: MemoryManager) -> dict[Regime, KVView]:
-        """Both views of the KV memory, as the kernels here take them."""
+        """Both views of the KV memory, for the kernels here."""
         ...
 
     def forward(
@@ -121,10 +121,10 @@ class DeviceRuntime(Protocol):
         drawn: torch.Tensor | None = None,
         hidden: HiddenRows | None = None,
     ) -> Logits:
-        """Logits ``[rows, vocab]`` in float32 of one ragged batch; nobody waits for them.
+        """Logits ``[rows, vocab]`` in float32 of one ragged batch. Does not wait for them.
 
         token_ids, positions: ``[tokens]``; logits_rows: the rows of the batch that go through the
-        LM head (None: all of them, in order); drawn: the tokens that only the device knows
+        LM head (None: all, in order); drawn: the tokens that only the device knows
         (:func:`vmserve.runner.ids.known`); hidden: takes the final hidden states of the last of
         these rows, which then have no logits.
         """
@@ -141,11 +141,12 @@ class DeviceRuntime(Protocol):
         max_rows: int,
         max_len: int,
     ) -> StepGraphs | None:
-        """Captured decoding steps, where :attr:`wants_graphs` and the model can be captured."""
+        """Captured decoding steps; None unless :attr:`wants_graphs` and the model can be
+        captured."""
         ...
 
     def sampler(self, vocab_size: int, *, is_async: bool) -> TokenSampler:
-        """``is_async``: drawn tokens are to be read on the device before the host knows them."""
+        """``is_async``: drawn tokens must be readable on the device before the host knows them."""
         ...
 
     # -- what calibration measures ------------------------------------------------------
@@ -153,24 +154,26 @@ class DeviceRuntime(Protocol):
     def layer_probe(
         self, call: AttentionCall, num_tokens: int, heads: HeadShape
     ) -> Callable[[], object]:
-        """One layer's attention over some queries, keys and values, to be called and timed."""
+        """One layer's attention over some queries, keys and values, as a call to be timed."""
         ...
 
     def copy_probe(self, num_bytes: int) -> Callable[[], object]:
-        """A copy from host memory to the device."""
+        """A copy from host memory to the device, as a call to be timed."""
         ...
 
     def timer(self, work: Callable[[], object]) -> Callable[[], float]:
-        """Seconds that the device takes for ``work`` once it has run before, of a new run at each
-        call; without the time of launching it, where a captured step has none."""
+        """A function that runs ``work`` once more and returns the device's seconds for it.
+
+        ``work`` has run before; its launches are not counted if captured steps have none.
+        """
         ...
 
 
 class StepGraphs(Protocol):
-    """Decoding steps that were captured (:class:`vmserve.runner.graphs.DecodeGraphs`)."""
+    """Captured decoding steps (:class:`vmserve.runner.graphs.DecodeGraphs`)."""
 
     def takes(self, num_rows: int) -> bool:
-        """Whether a step of so many sequences can be captured."""
+        """Whether a step of ``num_rows`` sequences can be captured."""
         ...
 
     def capture_ahead(self, memory: MemoryManager, regimes: Sequence[Regime]) -> None:
@@ -201,43 +204,43 @@ class StepGraphs(Protocol):
 
 
 class TorchRuntime(DeviceRuntime, Protocol):
-    """A device where torch computes."""
+    """A device with torch."""
 
     device: torch.device
 
     def dtype(self, requested: str, model: ModelConfig) -> DType:
-        """What a model computes in here (:func:`vmserve.models.torch_dtype.resolve_dtype`)."""
+        """The dtype of a model here (:func:`vmserve.models.torch_dtype.resolve_dtype`)."""
         ...
 
     def upload(self, array: NDArray[Any], out: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy on the device, into the first rows of ``out`` if given; nobody waits for it."""
+        """A copy on the device, into the first rows of ``out`` if given. Does not wait for it."""
         ...
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
-        """Copy to the host what these will hold by the work so far; one wait for all."""
+        """Copy to the host what these tensors hold after the work so far; one wait for all."""
         ...
 
     def new_graphs(self) -> None:
-        """The graphs from here on share memory with each other, and with none before."""
+        """Let later graphs share memory with each other, and with none before."""
         ...
 
     def begin_capture(self) -> None:
-        """Record the work of this thread from here on. A GPU does not do it meanwhile."""
+        """Record this thread's work from now on. A GPU does not execute it meanwhile."""
         ...
 
     def end_capture(self) -> Graph: ...
 
     def abort_capture(self) -> None:
-        """After an error: nothing is recorded any more."""
+        """Stop recording after an error."""
         ...
 
     def allocated_bytes(self) -> int:
-        """What torch has taken of the device, in use or not."""
+        """Device memory taken by torch, in use or not."""
         ...
 
 
 class Graph(Protocol):
-    """Work that was recorded; it runs again on the same tensors, whatever they hold by then."""
+    """Recorded work, which runs again on the current contents of the same tensors."""
 
     def replay(self) -> None: ...
 
@@ -246,5 +249,5 @@ class Fetch(Protocol):
     """Copies on their way to the host."""
 
     def take(self) -> list[NDArray[Any]]:
-        """Wait for them, and for no work that was given to the device after them."""
+        """Wait for the copies, but for no work given to the device after them."""
         ...

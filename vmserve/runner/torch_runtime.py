@@ -1,8 +1,8 @@
 """Devices where torch computes: a stream, copies to and from it, and graphs of its work.
 
-This is all that the engine knows of CUDA beside its memory. On the CPU a graph is a tape of the
-operations, with the tensors that they worked on: as on a GPU, what the host computed while it was
-recorded is frozen, and what is in the tensors is not. So the logic of captured steps is the same
+This is all that the engine knows of CUDA outside its memory. On the CPU, a graph is a tape of
+operations with the tensors that they worked on. As on a GPU, what the host computed during
+recording is frozen, and the contents of tensors are not. So the logic of captured steps is the same
 on both, and is tested without a GPU.
 """
 
@@ -55,12 +55,12 @@ __all__ = ["CudaRuntime", "TorchCpuRuntime"]
 logger = logging.getLogger(__name__)
 #: torch.cuda has parts without types.
 _cuda: Any = torch.cuda
-#: Runs between two events: one alone is not much longer than what events resolve.
+#: Runs between two events: one run is not much longer than the resolution of events.
 _TIMED_RUNS = 10
 
 
 class _TorchWork(ABC):
-    """What is the same on all devices."""
+    """The common part of all devices."""
 
     device: torch.device
     device_type: str
@@ -69,7 +69,7 @@ class _TorchWork(ABC):
     @property
     @abstractmethod
     def wants_graphs(self) -> bool:
-        """As of :class:`~vmserve.runner.runtime.DeviceRuntime`."""
+        """See :class:`~vmserve.runner.runtime.DeviceRuntime`."""
 
     def inference(self) -> AbstractContextManager[Any]:
         return torch.inference_mode()
@@ -141,7 +141,7 @@ class _TorchWork(ABC):
 
 
 class _Fetched:
-    """There already."""
+    """Copies that are done already."""
 
     def __init__(self, arrays: list[NDArray[Any]]) -> None:
         self._arrays = arrays
@@ -151,10 +151,10 @@ class _Fetched:
 
 
 class TorchCpuRuntime(_TorchWork, HostDevice):
-    """The processor, where torch computes some or all of a step.
+    """The processor, with torch computing some or all of a step.
 
-    ``graphs``: record decoding steps as on a GPU, ``captures_ahead``: at start. It is slower than
-    running them, and there to be tested.
+    ``graphs``: record decoding steps as on a GPU; ``captures_ahead``: at start. This is slower than
+    running them, and exists for tests.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class TorchCpuRuntime(_TorchWork, HostDevice):
         return _Fetched([tensor.numpy() for tensor in tensors])
 
     def new_graphs(self) -> None:
-        """Each has its own tensors."""
+        """Nothing to do: each graph has its own tensors."""
 
     def begin_capture(self) -> None:
         self._recorder = _Recorder()
@@ -203,7 +203,7 @@ class TorchCpuRuntime(_TorchWork, HostDevice):
 
 
 class _CudaFetch:
-    """``event`` is behind the copies to page-locked memory."""
+    """``event`` follows the copies to page-locked memory."""
 
     def __init__(self, event: Any, copies: list[torch.Tensor]) -> None:
         self._event = event
@@ -215,7 +215,7 @@ class _CudaFetch:
 
 
 class CudaRuntime(_TorchWork):
-    """The current GPU of torch, and a stream of its own that does not wait for the default one."""
+    """The current GPU of torch, with a stream of its own that does not wait for the default one."""
 
     device_type = "cuda"
 
@@ -224,8 +224,9 @@ class CudaRuntime(_TorchWork):
         self.device = torch.device("cuda", index)
         self.device_name = str(self.device)
         self._stream: Any = _cuda.Stream(self.device)
-        # Recorded is whatever any thread gives to the stream: the mapper clears pages on the
-        # engine's, and that must happen, once, and not whenever a graph is replayed.
+        # Capturing records whatever any thread gives to its stream. The mapper clears pages on the
+        # engine's stream, which must happen once, and not at each replay: so captures have their
+        # own.
         self._recording: Any = _cuda.Stream(self.device)
         self._pool: Any = None
         self._graph: Any = None
@@ -284,7 +285,7 @@ class CudaRuntime(_TorchWork):
         with contextlib.ExitStack() as entered:
             entered.enter_context(_without_collection())
             entered.enter_context(_cuda.stream(self._recording))
-            # Other threads go on mapping pages: what they call must not end the capture.
+            # Other threads go on mapping pages: their calls must not end the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             self._capture = entered.pop_all()
         self._graph = graph
@@ -299,7 +300,7 @@ class CudaRuntime(_TorchWork):
     def abort_capture(self) -> None:
         graph, self._graph = self._graph, None
         if graph is not None:
-            with contextlib.suppress(RuntimeError), self._capture:  # of the known error
+            with contextlib.suppress(RuntimeError), self._capture:  # the known error
                 graph.capture_end()
 
     def timer(self, work: Callable[[], object]) -> Callable[[], float]:
@@ -335,8 +336,8 @@ class CudaRuntime(_TorchWork):
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """What a collection of garbage frees, graphs and page-locked memory too, asks the driver for
-    what ends a capture."""
+    """Disable garbage collection: freeing graphs or page-locked memory asks the driver for
+    something that ends a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -350,7 +351,7 @@ def _without_collection() -> Iterator[None]:
 
 
 class _Step:
-    """One operation with the tensors that it took and gave; replayed onto the same tensors."""
+    """One operation with its input and output tensors; replayed onto the same tensors."""
 
     __slots__ = ("args", "func", "given", "kwargs")
 
@@ -359,7 +360,7 @@ class _Step:
         self.args = args
         self.kwargs = kwargs
         taken = {_memory(tensor) for tensor in _tensors((args, kwargs))}
-        # A view, or what was written in place, shows the new content by itself.
+        # A view, or a tensor written in place, shows the new content by itself.
         self.given = [None if _memory(tensor) in taken else tensor for tensor in _tensors(given)]
 
     def replay(self) -> None:
@@ -378,7 +379,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-#: Its methods carry no types.
+#: Its methods have no types.
 _DispatchMode: Any = TorchDispatchMode
 
 

@@ -16,7 +16,7 @@ from vmserve.attention.cuda.launcher import CudaLauncher, Launcher
 from vmserve.attention.cuda.params import AttendArgs, CombineArgs, WriteArgs
 from vmserve.attention.cuda.plan import (
     DECODE_ROWS,
-    AttentionPlan,
+    CudaPlan,
     Heads,
     SharedPrefix,
     Step,
@@ -240,14 +240,14 @@ class _Plans(ABC):
         window: int | None,
         q_heads: int,
         prefixes: Sequence[SharedPrefix],
-    ) -> AttentionPlan:
+    ) -> CudaPlan:
         step = Step(self.tables.rows(batch), batch.num_past, batch.num_new, batch.starts)
         kv_heads = self.view.kv_heads
         resident = self.launcher.resident(self.view.variant)
         heads = Heads(kv_heads, q_heads // kv_heads, append_rows(self.view.head_dim))
         return make_plan(step, heads, resident, window, prefixes)
 
-    def _fill(self, buffer: PlanBuffer, batch: RaggedBatch, plan: AttentionPlan) -> None:
+    def _fill(self, buffer: PlanBuffer, batch: RaggedBatch, plan: CudaPlan) -> None:
         rows = np.repeat(self.tables.rows(batch), batch.num_new)
         buffer.fill(plan, rows, batch.positions, self.tables.copy(batch))
 

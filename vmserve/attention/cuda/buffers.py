@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vmserve.attention.cuda.plan import ITEM_FIELDS, AttentionPlan
+from vmserve.attention.cuda.plan import ITEM_FIELDS, CudaPlan
 
 __all__ = ["Counts", "PlanBuffer"]
 
@@ -30,7 +30,7 @@ class Counts:
     table_width: int = 0
 
     @staticmethod
-    def of(plan: AttentionPlan, tokens: int, table_shape: tuple[int, int]) -> Counts:
+    def of(plan: CudaPlan, tokens: int, table_shape: tuple[int, int]) -> Counts:
         return Counts(
             tokens=tokens,
             decode=len(plan.decode),
@@ -76,7 +76,7 @@ class PlanBuffer:
 
     def fill(
         self,
-        plan: AttentionPlan,
+        plan: CudaPlan,
         rows: NDArray[np.int64],
         positions: NDArray[np.int64],
         table: NDArray[np.int32] | None,

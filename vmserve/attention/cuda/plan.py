@@ -25,7 +25,7 @@ __all__ = [
     "APPEND_ROWS",
     "DECODE_ROWS",
     "ITEM_FIELDS",
-    "AttentionPlan",
+    "CudaPlan",
     "Heads",
     "Resident",
     "SharedPrefix",
@@ -94,7 +94,7 @@ class SharedPrefix:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class CudaPlan:
     """``decode`` and ``append``: int32 ``[items, 8]``, columns :data:`ITEM_FIELDS` (params.h says
     what they mean). ``lists``: tokens of the items that have no consecutive ones. ``part_starts``:
     int32 ``[tokens]``. ``split``: int32 ``[tokens with parts, 4]``: token, first part, parts, 0."""
@@ -166,7 +166,7 @@ def make_plan(
     resident: Resident,
     window: int | None = None,
     prefixes: Sequence[SharedPrefix] = (),
-) -> AttentionPlan:
+) -> CudaPlan:
     """Items that cover every pair of a new token and a key that it sees exactly once.
 
     Raises ``ValueError`` for a shared prefix that is none of its members' past.
@@ -309,7 +309,7 @@ def _with_parts(
     prefixes: Sequence[SharedPrefix],
     heads: Heads,
     resident: Resident,
-) -> AttentionPlan:
+) -> CudaPlan:
     num_tokens = int(step.num_new.sum())
     chunks = [
         _chunks(tiles, heads.kv_heads, blocks)
@@ -336,7 +336,7 @@ def _with_parts(
         split = np.zeros((len(in_parts), 4), np.int32)
         split[:, 0], split[:, 1], split[:, 2] = in_parts, first, of_token
         num_parts = int(of_token.sum())
-    return AttentionPlan(
+    return CudaPlan(
         decode=_items(decode, *chunks[0], parts_before),
         append=_items(append, *chunks[1], parts_before),
         lists=lists.astype(np.int32),
