@@ -1,7 +1,7 @@
 """The engine's view of KV memory: plan without mutating, then one call that mutates.
 
-"Does not fit" is a value (:class:`Shortfall`), not an exception: the scheduler asks
-often, and the answer "no" is an ordinary one.
+"Does not fit" is a value (:class:`Shortfall`), not an exception: the scheduler asks often, and "no"
+is an ordinary answer.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Regime(enum.Enum):
 
 
 class Health(enum.Enum):
-    """DEGRADED: pages are held back after a refusal that could not be undone yet.
-    FAILED: the device is lost; every further change is refused."""
+    """DEGRADED: pages are held back after a refusal that could not be undone yet. FAILED: the
+    device is lost, and every further change is refused."""
 
     HEALTHY = "healthy"
     DEGRADED = "degraded"
@@ -62,8 +62,8 @@ class Health(enum.Enum):
 class Growth(NamedTuple):
     """Make the first ``num_tokens`` positions of ``seq`` usable (never shrinks).
 
-    Positions from its length on are written in the coming step. Positions before
-    ``first_token`` are not needed any more: what lies wholly before is given up.
+    The coming step writes positions from its present length on. Positions before ``first_token``
+    are needed no more: pages or blocks wholly before it are released.
     """
 
     seq: int
@@ -72,14 +72,14 @@ class Growth(NamedTuple):
 
 
 class Attach(NamedTuple):
-    """The empty ``seq`` starts with ``num_tokens`` from the prefix cache (<= ``match(seq)``)."""
+    """Start the empty ``seq`` with ``num_tokens`` from the prefix cache (<= ``match(seq)``)."""
 
     seq: int
     num_tokens: int
 
 
 class Fork(NamedTuple):
-    """The empty ``seq`` starts with the first ``num_tokens`` of ``parent``."""
+    """Start the empty ``seq`` with the first ``num_tokens`` of ``parent``."""
 
     seq: int
     parent: int
@@ -87,20 +87,20 @@ class Fork(NamedTuple):
 
 
 class Convert(NamedTuple):
-    """``seq`` is in ``regime`` afterwards; no byte is copied where its blocks fill whole pages."""
+    """Move ``seq`` to ``regime``; no byte is copied if its blocks fill whole pages in order."""
 
     seq: int
     regime: Regime
 
 
 class SwapOut(NamedTuple):
-    """``seq``'s blocks go to host memory and its pages are given up."""
+    """Copy ``seq``'s blocks to host memory and release its pages."""
 
     seq: int
 
 
 class SwapIn(NamedTuple):
-    """And back, into the regime it had."""
+    """Bring ``seq`` back from host memory, into the regime it had."""
 
     seq: int
 
@@ -110,10 +110,10 @@ MemoryOp = Attach | Fork | Convert | SwapOut | SwapIn
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """A plan that does not fit, and what is missing of what.
+    """A plan that does not fit, and what is missing.
 
-    ``waiting_pages`` become available when the steps that run are complete, and the copies to
-    host memory have ended. ``excess_pages`` are in use above a lowered limit.
+    ``waiting_pages`` become available when the running steps and copies to host memory end.
+    ``excess_pages`` are in use above a lowered limit.
     """
 
     needed_pages: int
@@ -122,14 +122,14 @@ class Shortfall:
     excess_pages: int = 0
     missing_slots: int = 0
     missing_swap_blocks: int = 0
-    #: Memory mappings that slots may need for the plan, and that can be had: free ones and those
-    #: of parked slots.
+    #: Memory mappings that slots may need for the plan, and available ones: free, or of parked
+    #: slots.
     needed_mappings: int = 0
     available_mappings: int = 0
 
     @property
     def missing_pages(self) -> int:
-        """How many must become free, or the limit be raised by."""
+        """Pages that must become free; or raise the limit by these."""
         missing = self.needed_pages - self.available_pages
         return missing + self.excess_pages if missing > 0 else 0
 
@@ -140,13 +140,13 @@ class Shortfall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryPlan:
-    """What fits. Opaque to the scheduler; valid until memory changes in any way."""
+    """A plan that fits. Opaque to the scheduler; valid until the memory changes in any way."""
 
     #: The growths as int64 ``[growths, 3]``.
     rows: NDArray[np.int64]
     ops: tuple[MemoryOp, ...]
     needed_pages: int
-    #: The state of the memory that this plan was made for; ``apply`` refuses a stale one.
+    #: The state of the memory that it was made for; ``apply`` refuses a stale plan.
     version: int
 
     @property
@@ -155,7 +155,7 @@ class MemoryPlan:
 
 
 class SlotUse(NamedTuple):
-    """Of :class:`MemoryStats`, which is too long to be read for every newcomer."""
+    """A part of :class:`MemoryStats`, which is too long to read for every new request."""
 
     used_slots: int
     free_mappings: int
@@ -178,53 +178,53 @@ class KVMemory(Protocol):
         tenant: int = 0,
         salt: bytes = b"",
     ) -> int | None:
-        """An empty sequence that knows ``tokens``, or None when no more can be open."""
+        """Open an empty sequence that knows ``tokens``; None if no more can be open."""
         ...
 
     def match(self, seq: int) -> int:
-        """How many tokens of the empty sequence are in the prefix cache (always < its own)."""
+        """Tokens of the empty sequence in the prefix cache (always fewer than its own)."""
         ...
 
     def plan(
         self, growths: Sequence[Growth] | NDArray[np.int64], ops: Sequence[MemoryOp] = ()
     ) -> MemoryPlan | Shortfall:
-        """Read-only: what the growths, and the ops before them, would take.
+        """Plan the growths, and the ops before them, without changing anything.
 
-        Growths as an array are int64 ``[growths, 3]``: it is the plan's from here on.
+        Growths as an array are int64 ``[growths, 3]``, which belongs to the plan from now on.
         """
         ...
 
     def apply(self, plan: MemoryPlan) -> int:
-        """Do what was planned: all of it, or (on a driver failure) nothing. Begins an epoch."""
+        """Execute a plan: all of it, or (on a driver failure) nothing. Begins an epoch."""
         ...
 
     def slots(self, seqs: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
-        """The slots of sequences, -1 where they have none: int32 ``[len(seqs)]``."""
+        """The slots of sequences, -1 without one: int32 ``[len(seqs)]``."""
         ...
 
     def complete(self, epoch: int) -> None:
-        """The step of this epoch, and those before, have computed."""
+        """Note that the step of this epoch, and those before, have computed."""
         ...
 
     def abandon(self, epoch: int) -> None:
-        """They are over, but what they wrote is worthless."""
+        """End these epochs, and discard what they wrote."""
         ...
 
     def append_tokens(
         self, seqs: Sequence[int] | NDArray[np.int64], tokens: Sequence[int] | NDArray[np.int64]
     ) -> None:
-        """Tokens that became known, ``tokens[i]`` of ``seqs[i]``: names for the prefix cache."""
+        """Publish tokens that became known, ``tokens[i]`` of ``seqs[i]``, to the prefix cache."""
         ...
 
     def release(self, seq: int) -> None:
-        """The sequence is gone; pages that nobody references can be had again."""
+        """Close the sequence. Its unshared pages become available."""
         ...
 
     def swap_out(self, seqs: Sequence[int]) -> bool:
-        """Copy the sequences' blocks to host memory and give their pages up: all, or nothing.
+        """Copy the sequences' blocks to host memory and release their pages: all, or nothing.
 
-        False where host memory has no room for them, or the system refuses it. Where the copies run
-        beside the kernels the pages can be had when they have ended.
+        False if host memory has no room, or the system refuses. If copies run beside the kernels,
+        the pages become available when the copies end.
         """
         ...
 
@@ -234,11 +234,11 @@ class KVMemory(Protocol):
         ...
 
     def finish_copies(self) -> bool:
-        """Wait for them; False if there were none, or they cannot be waited for."""
+        """Wait for the copies; False if there are none or they cannot be waited for."""
         ...
 
     def without_waiting(self) -> AbstractContextManager[None]:
-        """Within, plans do without what steps and copies that run hold back."""
+        """A context in which plans do not use pages held back by running steps and copies."""
         ...
 
     def available_pages(self) -> int:
@@ -254,7 +254,7 @@ class KVMemory(Protocol):
     def slot_use(self) -> SlotUse: ...
 
     def check(self) -> None:
-        """Verify the conservation laws; raises ``AssertionError`` naming the one broken."""
+        """Verify the conservation laws; raises ``AssertionError`` naming the broken one."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Sequences of a step as the core reads them: attributes of hundreds of them, in one pass."""
+"""Read attributes of hundreds of sequences of a step in one call of the core."""
 
 from __future__ import annotations
 

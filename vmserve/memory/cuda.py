@@ -1,4 +1,4 @@
-"""Pages of a GPU's memory, and torch tensors over its addresses."""
+"""A GPU's memory for pages, and torch tensors over its addresses."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaMemory", "cuda_refusal", "current_memory"]
 
-#: Of FlashAttention 2 and of our own kernels.
+#: The least capability for FlashAttention 2 and our own kernels.
 LEAST_CAPABILITY = (8, 0)
 #: torch.cuda has parts without types.
 _cuda: Any = torch.cuda
 
 
 class CudaMemory:
-    """Memory of an NVIDIA GPU, by CUDA's virtual memory management.
+    """Memory of an NVIDIA GPU, through CUDA's virtual memory management.
 
-    ``stream``: the handle of the stream that the kernels run on (0: the legacy default stream);
-    clearing, copies and marks follow its order. It must outlive the pool. ``spare_bytes``:
-    device memory that the pool never grows into.
+    ``stream``: the handle of the stream that kernels run on (0: the legacy default stream).
+    Clearing, copies and marks follow its order. It must outlive the pool. ``spare_bytes``: device
+    memory that the pool never grows into.
 
-    Raises :class:`~vmserve.errors.DriverError` where there is no driver library or device.
+    Raises :class:`~vmserve.errors.DriverError` without a driver library or device.
     """
 
     #: CUDA documents no answer, and the probe's case "access_under_reader" has not run on a GPU.
@@ -76,7 +76,7 @@ class CudaMemory:
         )
 
     def tensor(self, buffer: NDArray[Any]) -> torch.Tensor:
-        """The memory of ``buffer``, which the tensor keeps alive. Nothing is read."""
+        """The memory of ``buffer``, which the tensor keeps alive. Reads nothing."""
         tensor = torch.as_tensor(_DeviceArray(buffer), device=f"cuda:{self.device}")
         if tensor.data_ptr() != buffer.ctypes.data:
             raise UnsupportedError(
@@ -103,7 +103,7 @@ class CudaMemory:
 
 
 class _DeviceArray:
-    """Addresses of a device, as torch takes them over: version 3 of the interface.
+    """Device addresses as torch imports them: version 3 of the array interface.
 
     Only the address of ``buffer`` is used: the processor cannot read there.
     """
@@ -120,9 +120,9 @@ class _DeviceArray:
 
 
 def current_memory() -> CudaMemory:
-    """Of torch's current device, in the order of its current stream.
+    """Memory of torch's current device, in the order of its current stream.
 
-    Raises :class:`~vmserve.errors.ConfigurationError` where there is no usable GPU.
+    Raises :class:`~vmserve.errors.ConfigurationError` without a usable GPU.
     """
     refusal = cuda_refusal()
     if refusal is not None:

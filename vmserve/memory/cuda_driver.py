@@ -1,4 +1,4 @@
-"""The driver library of a GPU, without torch."""
+"""The driver library of a GPU, asked without torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from vmserve.errors import DriverError
 __all__ = ["CUDA_LIBRARY", "SPARE_BYTES", "driver_refusal"]
 
 CUDA_LIBRARY = "libcuda.so.1"
-#: Device memory that growing leaves to torch and to libraries, where nobody says more.
+#: Device memory that the pool leaves to torch and libraries by default.
 SPARE_BYTES = 256 << 20
 
 
 def driver_refusal(library: str = CUDA_LIBRARY) -> str | None:
-    """Why the system's driver has no GPU; None if it has one. Asks without torch."""
+    """Why the system's driver has no GPU; None if it has one."""
     try:
         _core.cuda_granularity(0, library)
     except DriverError as error:

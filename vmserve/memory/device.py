@@ -1,4 +1,4 @@
-"""Where pages are: the driver of a device's memory."""
+"""The memory of a device, and its driver."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ __all__ = [
 
 
 class MemoryDevice(Protocol):
-    """The memory that a pool of pages is made of."""
+    """The memory that a pool takes its pages from."""
 
     @property
     def granularity(self) -> int:
-        """Sizes of pages are multiples of this."""
+        """Page sizes are multiples of this."""
         ...
 
     @property
     def grow_bytes(self) -> int:
-        """The pool grows by this much at a time, as taking memory has a fixed cost."""
+        """The pool grows by this much at a time, because taking memory has a fixed cost."""
         ...
 
     @property
     def ready_bytes(self) -> int:
-        """So much free memory is kept at hand, also while nothing runs, as making it takes long."""
+        """Free memory kept ready, even while nothing runs, because making it takes long."""
         ...
 
     @property
     def total_bytes(self) -> int:
-        """All of the device's memory: what a pool can grow to, whatever its cap is now."""
+        """All of the device's memory: the most that a pool can grow to, whatever its limit is
+        now."""
         ...
 
     @property
@@ -48,26 +49,29 @@ class MemoryDevice(Protocol):
     def create_driver(
         self, page_bytes: int, num_frames: int, limits: _core.SystemLimits | None
     ) -> _core.PageDriver:
-        """Raises :class:`~vmserve.errors.DriverError` where the device cannot be used."""
+        """Make the driver. Raises :class:`~vmserve.errors.DriverError` if the device cannot be
+        used."""
         ...
 
     def wait(self) -> None:
-        """Until all work that was given to the device is done."""
+        """Wait for all work given to the device."""
         ...
 
     def release_unused(self) -> bool:
-        """Have torch give back what it holds without need; whether it held any."""
+        """Let torch give back memory that it holds without need; returns whether it held any."""
         ...
 
     def missing_bytes(self) -> int:
-        """How much less is free than growing leaves to torch and to libraries; 0 if nothing is."""
+        """Bytes missing of the free memory that is left to torch and libraries; 0 if none."""
         ...
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory of the processor. ``driver``: "host", or the path of a driver's shared library
-    (drivers_ext/README.md), whose memory the processor must be able to address.
+    """Memory of the processor.
+
+    ``driver``: "host", or the path of a driver's shared library (drivers_ext/README.md), whose
+    memory the processor must be able to address.
     """
 
     driver: str = "host"
@@ -97,7 +101,7 @@ class HostMemory:
         return driver
 
     def wait(self) -> None:
-        """Work on the host is done when its call returns."""
+        """Nothing to wait for: work on the host is done when its call returns."""
 
     def release_unused(self) -> bool:
         return False
@@ -107,13 +111,12 @@ class HostMemory:
 
 
 def memory_device(name: str) -> MemoryDevice:
-    """Of a driver's name: "host", "cuda", or the path of a driver's shared library.
+    """The memory of a driver: "host", "cuda", or the path of a driver's shared library.
 
-    "cuda" follows torch's current stream of the current device: kernels that use the pool must
-    run on that stream.
+    "cuda" follows torch's current stream of the current device: kernels that use the pool must run
+    on that stream.
 
-    Raises :class:`~vmserve.errors.ConfigurationError` for an unknown name and where there is no
-    usable GPU.
+    Raises :class:`~vmserve.errors.ConfigurationError` for an unknown name or without a usable GPU.
     """
     if name == "host" or "/" in name:
         return HostMemory(name)
@@ -121,7 +124,7 @@ def memory_device(name: str) -> MemoryDevice:
         raise ConfigurationError(
             f"driver {name!r} is unknown: use host, cuda, or the path of a driver's shared library"
         )
-    # Only now: torch drives the GPU, and nobody else needs it.
+    # Imported late: only the GPU needs torch.
     from vmserve.memory.cuda import current_memory  # noqa: PLC0415
 
     return current_memory()

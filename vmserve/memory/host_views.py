@@ -1,4 +1,4 @@
-"""The views of a KV cache in host memory as our C++ kernels take them: by address."""
+"""The views of a KV cache in host memory, by address, for our C++ kernels."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ __all__ = ["host_view"]
 
 
 def host_view(memory: MemoryManager, regime: Regime) -> HostView:
-    """What :mod:`vmserve.memory.tensors` has tensors for: the slots, or the arena with the block
-    tables, in which a sequence's id is its row."""
+    """The slots, or the arena with block tables, in which a sequence's id is its row.
+
+    :mod:`vmserve.memory.tensors` has tensors for the same.
+    """
     if regime is Regime.VIRTUAL:
         slots = memory.slot_buffers()
         return HostView(_core.CpuKvView(*_layers(memory, slots, memory.max_len)), slots)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["KVCache"]
 
 _ZeroPages = Literal["always", "tenant", "never"]
-#: More than these no machine holds: their bookkeeping is allocated at once.
+#: No machine holds more than these: their bookkeeping is allocated at once.
 _MAX_SLOTS: Final = 2**20
 #: More address space than a process has.
 _MAX_RESERVATION: Final = 2**57
@@ -35,10 +35,10 @@ _MAX_RESERVATION: Final = 2**57
 class KVCache:
     """A KV cache whose K and V are ordinary contiguous tensors, backed by pages on demand.
 
-    Every sequence has a *slot*: ``keys[layer][slot]`` is ``[max_len, kv_heads, head_dim]``
-    with ordinary strides, so that any attention kernel works on it unmodified. Memory is
-    only behind the positions that :meth:`step` was told of. The same pages can be read
-    through :meth:`paged_tensors` and :meth:`block_tables` by kernels that take block tables.
+    Every sequence has a *slot*: ``keys[layer][slot]`` is ``[max_len, kv_heads, head_dim]`` with
+    ordinary strides, so that any attention kernel works on it unmodified. Only positions given to
+    :meth:`step` have memory behind them. Kernels that take block tables can read the same pages
+    through :meth:`paged_tensors` and :meth:`block_tables`.
 
     >>> import torch
     >>> from vmserve import KVCache, plan_layout
@@ -52,24 +52,24 @@ class KVCache:
     ...     (missing, keys.shape, float(keys[twin, :3].sum()))
     (0, torch.Size([4, 1024, 2, 64]), 384.0)
 
-    NOTE: touching a position that is not mapped (also by printing or slicing a tensor as a
-    whole) ends the process with a segmentation fault, as does writing to positions that a
-    fork shares. ``tensors(unmapped="zero")`` can be read everywhere. After :meth:`close`,
-    tensors that are still held may be dropped at any time; the memory goes with the last.
+    NOTE: touching a position that is not mapped (also by printing or slicing a whole tensor) ends
+    the process with a segmentation fault, and so does writing to positions that a fork shares.
+    ``tensors(unmapped="zero")`` can be read everywhere. After :meth:`close`, tensors may be dropped
+    at any time; the memory is freed with the last of them.
 
-    The cache belongs to its process: calls in a fork raise ``ValueError``, but its tensors there
-    show, and write to, the parent's memory. Start worker processes with the spawn method.
+    The cache belongs to its process. In a fork of the process calls raise ``ValueError``, but its
+    tensors show, and write to, the parent's memory: start worker processes with the spawn method.
 
-    Several threads may call one cache, each for slots of its own: calls wait for each other.
+    Several threads may call one cache, each for slots of its own. Calls wait for each other.
 
     ``driver``: "host", "cuda", or the path of a driver's shared library (drivers_ext/README.md).
     With "cuda" the tensors are the GPU's (plan the layout with ``CUDA_GRANULARITY``), and kernels
-    that use them must run on the stream that was torch's current one when the cache was made.
-    Each call that changes memory waits its turn behind the kernels launched before it; pages that
-    they may read are not unmapped before they are done.
+    that use them must run on the stream that was torch's current one when the cache was made. Each
+    call that changes memory is ordered behind the kernels launched before it. Pages that they may
+    read are not unmapped before they are done.
 
-    Raises :class:`ConfigurationError` for arguments out of their ranges and when ``limit_bytes``
-    holds no page, and :class:`DriverError` when ``num_slots`` times ``max_len`` cannot be reserved.
+    Raises :class:`ConfigurationError` for arguments out of their ranges and if ``limit_bytes``
+    holds no page, and :class:`DriverError` if ``num_slots`` times ``max_len`` cannot be reserved.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class KVCache:
         #: Slot -> the sequence in it.
         self._seqs: dict[int, int] = {}
         self._tenants: dict[int, int] = {}
-        #: Of the last change: the kernels that use what it made are launched after it.
+        #: The epoch of the last change: kernels that use its result are launched after it.
         self._epoch = 0
-        #: Guards the books above, and the memory from a plan to its apply.
+        #: Guards the dict above, and the memory between a plan and its apply.
         self._lock = threading.Lock()
-        # Blocks are whole pages: what kernels that take block tables are given.
+        # Blocks are whole pages, as kernels with block tables expect here.
         self._memory = MemoryManager(
             dataclasses.replace(layout, block_tokens=layout.page_tokens),
             num_slots=num_slots,
@@ -118,7 +118,7 @@ class KVCache:
                 read_slack_tokens=read_slack_tokens,
                 zero_pages=zero_pages,
                 driver=driver,
-                # Other frameworks write positions again (rejected drafts, say).
+                # Other frameworks write positions again, for example rejected drafts.
                 seal_read_only=False,
             ),
         )
@@ -128,8 +128,8 @@ class KVCache:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """``(K, V)`` per layer, each ``[num_slots, max_len, kv_heads, head_dim]``.
 
-        With ``unmapped="zero"`` the tensors can be read everywhere (zero where nothing is
-        mapped) and written nowhere: safe to print, slice and compare.
+        With ``unmapped="zero"`` the tensors can be read everywhere (zero if nothing is mapped) and
+        written nowhere: safe to print, slice and compare.
         """
         if unmapped not in ("fault", "zero"):
             raise ValueError(f"unmapped is {unmapped!r}: use 'fault' or 'zero'")
@@ -139,22 +139,22 @@ class KVCache:
     def paged_tensors(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """``(K, V)`` per layer over all pages, each ``[pages, page_tokens, kv_heads, head_dim]``.
 
-        Rows that no :meth:`block_tables` entry names may not be touched.
+        Rows that no :meth:`block_tables` entry names must not be touched.
         """
         return list(zip(*arena_tensors(self._memory), strict=True))
 
     def alloc_slot(self, tenant: int = 0) -> int | None:
-        """An empty slot, or None when all are taken."""
+        """Take an empty slot; None if all are taken."""
         with self._exclusive():
             return self._start(tenant, [])
 
     def _exclusive(self) -> threading.Lock:
-        """The lock. Asked for first: in a fork of the process it may be held for ever."""
+        """The lock, after a check of the process: in a fork it may be held for ever."""
         self._memory.require_usable()
         return self._lock
 
     def _start(self, tenant: int, forks: list[tuple[int, int]]) -> int | None:
-        """A slot for a new sequence: empty, or a fork of (parent, length)."""
+        """Take a slot for a new sequence: empty, or a fork of (parent, length)."""
         self._follow()
         seq = self._memory.open(tenant=tenant)
         if seq is None:
@@ -185,16 +185,16 @@ class KVCache:
         return slot
 
     def free_slot(self, slot: int) -> None:
-        """The slot can be had again; its pages, too, where no fork shares them.
+        """Free a slot, and its pages unless a fork shares them.
 
-        They stay mapped until somebody needs them: the slot's next sequence finds them there.
-        Pages that only one slot has from here on can be written again.
-        Raises ``ValueError`` for a slot that is not allocated.
+        Pages stay mapped until they are needed elsewhere: the slot's next sequence finds them
+        there. Pages that only one slot has from now on can be written again. Raises ``ValueError``
+        for a slot that is not allocated.
         """
         with self._exclusive():
             seq = self._seq(slot)
-            # Kernels may have been launched since the last change's end was seen: an epoch of
-            # their own keeps what they read.
+            # Kernels may have been launched since the last change ended: an epoch of their own
+            # protects what they read.
             nothing = self._memory.plan(())
             assert isinstance(nothing, MemoryPlan)
             self._apply(nothing)
@@ -212,20 +212,20 @@ class KVCache:
         self._epoch = self._memory.apply(plan)
 
     def _follow(self) -> None:
-        """Whatever uses the last change has been launched by now; on the host it is over."""
+        """Whatever uses the last change has been launched by now; on the host it is done."""
         self._memory.launched(self._epoch)
 
     def step(self, lengths: Mapping[int, int] | Sequence[int]) -> int:
-        """Make the first ``length`` positions of every slot usable: how many pages are missing.
+        """Make the first ``length`` positions of every slot usable; returns how many pages are
+        missing.
 
-        ``lengths``: slot -> length, or one length per slot from slot 0 on (0: leave alone).
-        0 means that all is mapped. Otherwise *nothing* was, and that many pages must first
-        become free (or the limit be raised; where the system's limit of memory mappings is what is
-        short, vm.max_map_count). Slots never shrink.
+        ``lengths``: slot -> length, or one length per slot from slot 0 on (0: leave alone). 0 means
+        that everything is mapped. Otherwise *nothing* was, and that many pages must become free or
+        the limit be raised (or vm.max_map_count, if memory mappings are short). Slots never shrink.
 
         Raises ``ValueError`` for a slot that is not allocated or a length above ``max_len``,
-        ``TypeError`` for one that is not an integer, :class:`OutOfMemoryError` when the system
-        has less memory than the limit promises.
+        ``TypeError`` for one that is not an integer, :class:`OutOfMemoryError` if the system has
+        less memory than the limit promises.
         """
         pairs = lengths.items() if isinstance(lengths, Mapping) else enumerate(lengths)
         with self._exclusive():
@@ -234,14 +234,15 @@ class KVCache:
             self._follow()
             plan = self._memory.plan(growths)
             if isinstance(plan, Shortfall):
-                # A page in a slot is a mapping in each group at most.
+                # A page in a slot takes at most one mapping in each group.
                 by_mappings = -(-plan.missing_mappings // self.layout.num_groups)
                 return max(plan.missing_pages, by_mappings)
             self._apply(plan)
             return 0
 
     def block_tables(self) -> torch.Tensor:
-        """Page ids of every slot in order: int32 ``[num_slots, pages_per_slot]``, -1 where none."""
+        """Page ids of every slot in order: int32 ``[num_slots, pages_per_slot]``, -1 without a
+        page."""
         tables = torch.full((self.num_slots, self._pages_per_slot), -1, dtype=torch.int32)
         with self._exclusive():
             for slot, seq in self._seqs.items():
@@ -250,26 +251,26 @@ class KVCache:
         return tables
 
     def fork(self, slot: int, length: int) -> int | None:
-        """A new slot that starts with the first ``length`` positions of ``slot``.
+        """Take a slot that starts with the first ``length`` positions of ``slot``.
 
-        They must be written. Whole pages are shared, and read-only while several slots have
-        them (on a GPU only in the fork); the last partial page is copied. None when all slots
-        are taken; raises :class:`OutOfMemoryError` when there is no page for the copy.
+        They must be written. Whole pages are shared, and read-only while several slots have them
+        (on a GPU only in the fork); the last, partial page is copied. None if all slots are taken.
+        Raises :class:`OutOfMemoryError` if there is no page for the copy.
         """
         with self._exclusive():
             return self._start(self._tenants.get(slot, 0), [(self._seq(slot), length)])
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Change the cap of the pool.
+        """Change the limit of the pool.
 
-        What no slot uses above it goes back to the system at once, the rest as slots are freed.
+        Unused pages above it go back to the system at once, others as slots are freed.
         """
         with self._exclusive():
             self._follow()
             self._memory.set_limit(limit_bytes)
 
     def trim(self, keep_pages: int = 0) -> int:
-        """Give pages that no slot uses, above ``keep_pages``, back to the system; how many."""
+        """Give unused pages above ``keep_pages`` back to the system; returns how many."""
         with self._exclusive():
             self._follow()
             self._memory.wait()
@@ -279,7 +280,7 @@ class KVCache:
         return self._memory.stats()
 
     def close(self) -> None:
-        """Every later call raises ``ValueError``; the memory goes with its last tensor."""
+        """Let every later call raise ``ValueError``; the memory is freed with its last tensor."""
         self._memory.close()
 
     def __enter__(self) -> Self:

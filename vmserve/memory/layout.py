@@ -1,16 +1,15 @@
 """The layout planner: how the KV cache of a model is cut into pages. Pure functions.
 
-A page holds a whole number of tokens at one uniform distance, or a sequence's pages,
-mapped one after the other, would not be a strided tensor. Layers are put in equal
-*groups*; the layers of a group lie side by side for each token,
+A page holds a whole number of tokens at one uniform distance. Otherwise a sequence's pages, mapped
+one after the other, would not be a strided tensor. Layers are put in equal *groups*; the layers of
+a group lie side by side for each token,
 
 * ``[token, layer_in_group, 2, kv_heads, head_dim]``, or
-* with ``split_kv`` K and V in groups of their own, ``[token, layer_in_group, kv_heads,
-  head_dim]`` (one layer per group is the layout of vAttention, arXiv 2405.04437).
+* with ``split_kv`` K and V in groups of their own, ``[token, layer_in_group, kv_heads, head_dim]``
+  (one layer per group is the layout of vAttention, arXiv 2405.04437).
 
-Each group has its own reservations. Page ``p`` is one physical page per group, all
-mapped together, so that fewer groups mean fewer map calls and more tokens of a page
-that a short sequence leaves unused.
+Each group has its own reservations. Page ``p`` is one physical page per group, all mapped together.
+So fewer groups mean fewer map calls, and more unused tokens in a short sequence's page.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ __all__ = [
 HOST_GRANULARITY = 4 << 10
 CUDA_GRANULARITY = 2 << 20
 
-#: Page sizes that the planner aims for on its own, in tokens: below, map calls cost more
-#: than they save; above, short sequences waste most of a page.
+#: Page sizes in tokens that the planner aims for: below, map calls cost more than they save; above,
+#: short sequences waste most of a page.
 _MIN_PAGE_TOKENS = 64
 _MAX_PAGE_TOKENS = 256
 _MAX_PADDING = 1 / 8
-#: Kernels load vectors of this many bytes; a token stride that is not a multiple of it
-#: is only accepted where the tokens themselves are not.
+#: Kernels load vectors of this many bytes. A token stride that is not a multiple is only accepted
+#: if the size of a token is not one either.
 _VECTOR_BYTES = 16
-#: Of vm.max_map_count, what the longest sequence's slot may take where no two of its pages adjoin:
-#: less than the KV caches of a process may hold, so that whoever is alone always fits.
+#: Share of vm.max_map_count that the longest sequence's slot may take if no two of its pages
+#: adjoin. It is less than a process's KV caches may hold, so a sequence alone always fits.
 _SLOT_SHARE = 1 / 2
 
 
@@ -55,8 +54,8 @@ _SLOT_SHARE = 1 / 2
 class KVLayout:
     """Where K and V of every layer and token lie inside a page.
 
-    ``kv_heads`` are those of one tensor-parallel rank; ``page_bytes`` is one page of one
-    group. Build it with :func:`plan_layout`, which checks that the numbers agree.
+    ``kv_heads`` are those of one tensor-parallel rank; ``page_bytes`` is one page of one group.
+    Build it with :func:`plan_layout`, which checks that the numbers agree.
     """
 
     num_layers: int
@@ -97,7 +96,7 @@ class KVLayout:
 
     @property
     def total_page_bytes(self) -> int:
-        """One page over all groups: what the pool counts in."""
+        """Bytes of one page over all groups: the unit of the pool."""
         return self.page_bytes * self.num_groups
 
     @property
@@ -106,20 +105,19 @@ class KVLayout:
 
     @property
     def worst_case_waste_bytes(self) -> int:
-        """What one request can leave unused, over all ranks: one page of every group.
+        """Bytes that one request can leave unused, over all ranks: one page of every group.
 
-        The measure of the vAttention paper (Table 8): a sequence whose last page holds
-        one token.
+        The measure of the vAttention paper (Table 8): a sequence whose last page holds one token.
         """
         return self.total_page_bytes * self.tensor_parallel
 
     @property
     def map_calls_per_1k_tokens(self) -> float:
-        """Map calls per rank for 1,000 tokens of one sequence, when no two pages adjoin."""
+        """Map calls per rank for 1,000 tokens of one sequence, if no two pages adjoin."""
         return 1000 / self.page_tokens * self.num_groups
 
     def num_pages(self, num_bytes: int) -> int:
-        """How many whole pages (over all groups) ``num_bytes`` hold."""
+        """Whole pages (over all groups) in ``num_bytes``."""
         return num_bytes // self.total_page_bytes
 
     def pages_for(self, num_tokens: int) -> int:
@@ -127,15 +125,15 @@ class KVLayout:
         return -(-num_tokens // self.page_tokens)
 
     def slot_mappings(self, num_tokens: int) -> int:
-        """Mappings that a slot of ``num_tokens`` takes when no two of its pages adjoin."""
+        """Mappings of a slot of ``num_tokens``, if no two of its pages adjoin."""
         return self.pages_for(num_tokens) * self.num_groups
 
     def key_location(self, layer: int) -> tuple[int, int]:
-        """``(group, offset)`` of the layer's K: the offset is in bytes inside a token."""
+        """``(group, offset)`` of the layer's K; the offset is in bytes inside a token."""
         return self._location(layer, is_value=False)
 
     def value_location(self, layer: int) -> tuple[int, int]:
-        """``(group, offset)`` of the layer's V: the offset is in bytes inside a token."""
+        """``(group, offset)`` of the layer's V; the offset is in bytes inside a token."""
         return self._location(layer, is_value=True)
 
     def _location(self, layer: int, *, is_value: bool) -> tuple[int, int]:
@@ -146,7 +144,7 @@ class KVLayout:
         return group, (2 * index + is_value) * vector_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, and what follows from them, as plain JSON values."""
+        """The fields and derived figures as plain JSON values."""
         names = (*self.__dataclass_fields__, "num_groups", "token_bytes", "token_stride")
         names += ("padding_waste", "total_page_bytes", "blocks_per_page")
         names += ("worst_case_waste_bytes", "map_calls_per_1k_tokens")
@@ -171,14 +169,13 @@ def plan_layout(
 ) -> KVLayout:
     """Choose the page of a model's KV cache.
 
-    ``granularity``: bytes that the driver's pages are multiples of (4 KiB on the host,
-    2 MiB with stock CUDA). ``page_bytes`` (of one group) and ``page_tokens`` fix what they
-    name; what is left open is chosen: at least 64 tokens a page, the padding that the
-    granularity forces as small as it gets up to 256 tokens. With ``max_len`` and
-    ``max_map_count``, pages that were not fixed are doubled until one slot of ``max_len`` tokens
-    stays under half of ``max_map_count`` mappings however its pages lie. All slots together can
-    need more (pages that sequences share are mapped in each slot): mappings are counted as they
-    are, and the pool does without slots where there are no more.
+    ``granularity``: bytes that the driver's pages are multiples of (4 KiB on the host, 2 MiB with
+    stock CUDA). ``page_bytes`` (of one group) and ``page_tokens`` fix what they name. What is left
+    open is chosen: at least 64 tokens a page, and up to 256 tokens the size with the least padding.
+    With ``max_len`` and ``max_map_count``, pages that were not fixed are doubled until a slot of
+    ``max_len`` tokens takes less than half of ``max_map_count`` mappings however its pages lie. All
+    slots together can need more, because pages that sequences share are mapped in each slot. The
+    pool counts mappings, and does without slots if there are no more.
 
     Raises :class:`ConfigurationError`, with the numbers, for sizes that do not fit.
     """
@@ -236,11 +233,11 @@ def candidates(
     max_len: int | None = None,
     max_map_count: int | None = None,
 ) -> list[KVLayout]:
-    """One layout per way to group the layers: each divisor of their number, K and V together
-    (fewest groups last), then apart.
+    """One layout per way to group the layers: for each divisor of their number.
 
-    Groupings whose tokens do not fit a page of ``page_bytes`` are left out; if none fits,
-    the first one's :class:`ConfigurationError` is raised.
+    First with K and V together (fewest groups last), then apart. Groupings whose tokens do not fit
+    a page of ``page_bytes`` are left out. If none fits, raises the first one's
+    :class:`ConfigurationError`.
     """
     _check_positive(num_layers=num_layers)
     layouts: list[KVLayout] = []
@@ -274,10 +271,10 @@ def candidates(
 def layers_for_granularity(
     num_layers: int, kv_heads: int, head_dim: int, dtype: str | torch.dtype, granularity: int
 ) -> int:
-    """The fewest layers per group for which the least page holds 256 tokens or less.
+    """The fewest layers per group with at most 256 tokens in the smallest page, or all layers.
 
     On the host that is one; pages of 2 MiB would hold 512 tokens of one layer with 8 heads of 128
-    in half precision. Where even all layers together are too few, all of them.
+    in half precision.
     """
     _check_shape(num_layers, kv_heads, head_dim, 1, 1)
     layer_bytes = 2 * kv_heads * head_dim * DType.of(dtype).itemsize
@@ -292,15 +289,15 @@ def _alignment(token_bytes: int) -> int:
 
 
 def _stride(page_tokens: int, token_bytes: int, granularity: int) -> int:
-    """The least token stride with which ``page_tokens`` fill whole granules."""
+    """The smallest token stride with which ``page_tokens`` fill whole granules."""
     step = math.lcm(_alignment(token_bytes), granularity // math.gcd(page_tokens, granularity))
     return -(-token_bytes // step) * step
 
 
 def _choose_tokens(token_bytes: int, block_tokens: int, granularity: int) -> int:
-    """The tokens of a page that pad least, the fewest of them: 64 to 256 where that can be.
+    """The tokens of a page with the least padding, the fewest of these; 64 to 256 if possible.
 
-    More where a granule alone holds more, or where fewer would pad above an eighth.
+    More if one granule holds more, or if fewer would pad more than an eighth.
     """
 
     def stride(tokens: int) -> int:

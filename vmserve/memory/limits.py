@@ -1,4 +1,4 @@
-"""What the system lets a process have, as the core reads it."""
+"""System limits of a process, read by the core."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def max_map_count() -> int:
 
 
 def available_memory() -> tuple[int, str]:
-    """Bytes that are free, and whose: the system's, or the control group's."""
+    """Free bytes, and the scope they are of: the system's, or the control group's."""
     return _core.SystemLimits().available_memory()

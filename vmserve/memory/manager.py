@@ -52,36 +52,35 @@ _MAPPERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """How the pool behaves; the defaults are those of a pool without background work.
+    """How the pool behaves. The defaults are those of a pool without background work.
 
-    ``read_slack_tokens``: how far past a sequence's length kernels may read; that much
-    stays mapped behind it. ``max_limit_bytes`` sizes the address space: the cap can be
-    changed up to there (default: the machine's memory, if that is more than the limit).
+    ``read_slack_tokens``: how far past a sequence's length kernels may read; that much stays mapped
+    behind it. ``max_limit_bytes`` sizes the address space: the limit can be raised up to there
+    (default: the machine's memory, if that is more than the limit).
     """
 
     max_limit_bytes: int | None = None
     read_slack_tokens: int = 0
     zero_pages: Literal["always", "tenant", "never"] = "always"
     prefix_caching: bool = False
-    #: Keep page 0 zero for ever: block 0 stands where a block table needs nothing.
+    #: Keep page 0 zero for ever: unused entries of block tables are block 0.
     null_page: bool = False
-    #: A finished sequence's slot stays mapped until somebody needs its pages.
+    #: Keep a finished sequence's slot mapped until its pages are needed.
     deferred_reclamation: bool = True
-    #: Pages that are written for good are read-only in slots: a stray write is a trap. Only where
-    #: the device can change access under a running step.
+    #: Make pages that are written for good read-only in slots, so that a stray write is a trap.
+    #: Only if the device can change access under a running step.
     seal_read_only: bool = True
     swap_bytes: int = 0
     mapper: Literal["off", "manual", "thread"] = "off"
     #: How far ahead of a growing sequence the mapper maps.
     lookahead_tokens: int = 0
-    #: So many unused slots are kept with so many tokens mapped; with 0 tokens as many, up to
-    #: that, and as much as newcomers took lately.
+    #: Keep this many unused slots mapped, each ``eager_tokens`` long. With 0 tokens: up to this
+    #: many, as many and as long as new requests took lately.
     eager_slots: int = 0
     eager_tokens: int = 0
-    #: So much free memory is made at start, and ahead of need by the mapper; up to an eighth of
-    #: the limit.
+    #: Free memory made at start and kept ready by the mapper; at most an eighth of the limit.
     ready_bytes: int = 0
-    #: Parked slots are unmapped while less than this share of the pool is at hand.
+    #: Unmap parked slots while less than this share of the pool is available.
     reclaim_share: float = 0.10
     #: "host", "cuda", the path of a driver's shared library, or the device itself.
     driver: str | MemoryDevice = "host"
@@ -90,12 +89,12 @@ class MemoryOptions:
 class MemoryManager:
     """Implements :class:`vmserve.memory.base.KVMemory`.
 
-    ``limit_bytes`` caps the pool and can be changed while serving. ``num_seqs``: sequences
-    that can be open (default: one for each slot). ``limits`` and ``wrap_driver`` are seams
-    for tests: what the system says it has, and a driver around the real one.
+    ``limit_bytes`` limits the pool and can be changed while serving. ``num_seqs``: sequences that
+    can be open (default: one for each slot). ``limits`` and ``wrap_driver`` are seams for tests:
+    the system's limits, and a driver around the real one.
 
-    Raises :class:`ConfigurationError` when not one page fits in the limit, and
-    :class:`DriverError` when the address space cannot be reserved.
+    Raises :class:`ConfigurationError` if not one page fits in the limit, and :class:`DriverError`
+    if the address space cannot be reserved.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class MemoryManager:
         chosen = options.driver
         device = self.device = memory_device(chosen) if isinstance(chosen, str) else chosen
         max_bytes = max(limit_bytes, options.max_limit_bytes or device.total_bytes)
-        #: What the limit can be raised to: so much address space is reserved.
+        #: The highest possible limit: the reserved address space.
         self.max_pages = max_pages = max(self.limit_pages, layout.num_pages(max_bytes))
         num_frames = layout.num_groups * max_pages
         driver = device.create_driver(layout.page_bytes, num_frames, limits)
@@ -130,7 +129,7 @@ class MemoryManager:
         if wrap_driver is not None:
             driver = wrap_driver(driver)
         self._copies_beside = driver.capabilities.copy_stream
-        #: Free pages that are kept at hand.
+        #: Free pages kept ready.
         self.ready_pages = min(options.ready_bytes, limit_bytes // 8) // layout.total_page_bytes
         block_bytes = layout.num_groups * layout.block_tokens * layout.token_stride
         self._core = _core.KVMemory(
@@ -171,23 +170,23 @@ class MemoryManager:
         tenant: int = 0,
         salt: bytes = b"",
     ) -> int | None:
-        """An empty sequence that knows ``tokens``, or None when no more can be open.
+        """Open an empty sequence that knows ``tokens``; None if no more can be open.
 
-        The prefix cache shares between sequences of equal tenant, salt and tokens; without
-        tokens nothing is matched or published.
+        The prefix cache shares between sequences of equal tenant, salt and tokens. Without tokens
+        nothing is matched or published.
         """
         return self._core.open(tenant, _VIEWS[regime], salt, tokens)
 
     def match(self, seq: int) -> int:
-        """How many tokens of the empty sequence are in the prefix cache (always < its own)."""
+        """Tokens of the empty sequence in the prefix cache (always fewer than its own)."""
         return self._core.match(seq)
 
     def plan(
         self, growths: Sequence[Growth] | NDArray[np.int64], ops: Sequence[MemoryOp] = ()
     ) -> MemoryPlan | Shortfall:
-        """Read-only: what the growths, and the ops before them, would take.
+        """Plan the growths, and the ops before them, without changing anything.
 
-        Growths as an array are int64 ``[growths, 3]``: it is the plan's from here on.
+        Growths as an array are int64 ``[growths, 3]``, which belongs to the plan from now on.
         Raises ``ValueError`` for a sequence that is not open or tokens above ``max_len``.
         """
         rows = np.asarray(growths, dtype=np.int64).reshape(-1, 3)
@@ -209,15 +208,15 @@ class MemoryManager:
         )
 
     def apply(self, plan: MemoryPlan) -> int:
-        """Do what was planned, all of it or nothing, and begin an epoch: its number.
+        """Execute a plan, all of it or nothing, and begin an epoch; returns its number.
 
-        Raises ``ValueError`` for a stale plan, :class:`OutOfMemoryError` when the system has
-        less memory than the limit promises, :class:`DriverError` when it refuses a call.
+        Raises ``ValueError`` for a stale plan, :class:`OutOfMemoryError` if the system has less
+        memory than the limit promises, :class:`DriverError` if it refuses a call.
         """
         try:
             return self._core.apply_step(plan.rows, plan.version, _op_tuples(plan.ops))
         except OutOfMemoryError:
-            # Torch keeps what it freed; on a device both live in the same memory.
+            # Torch keeps memory that it freed; on a device both use the same memory.
             if not self.device.release_unused():
                 raise
         again = self.plan(plan.rows, plan.ops)
@@ -229,14 +228,13 @@ class MemoryManager:
         return self._core.apply_step(again.rows, again.version, _op_tuples(again.ops))
 
     def slots(self, seqs: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
-        """The slots of sequences, -1 where they have none: int32 ``[len(seqs)]``."""
+        """The slots of sequences, -1 without one: int32 ``[len(seqs)]``."""
         return self._core.slots(seqs)
 
     def launched(self, epoch: int) -> None:
-        """The step's work is with the device: the epoch is complete when that is done.
+        """Note that the epoch's work is with the device; it is complete when that is done.
 
-        On the host it is done by now. Nobody waits: what the epoch holds back is found to be
-        free by a later call.
+        On the host it is done by now. Does not wait: later calls find out when held pages are free.
         """
         if not self._is_asynchronous:
             self._core.complete(epoch)
@@ -246,19 +244,18 @@ class MemoryManager:
         except DriverError as error:
             if error.sticky:
                 raise
-            self.device.wait()  # in place of a mark
+            self.device.wait()  # instead of a mark
             self._core.complete(epoch)
         self._launched_epoch = epoch
 
     def wait(self) -> None:
-        """Until the steps that were launched are complete, and copies to host memory have ended:
-        what they held back is free then."""
+        """Wait for launched steps and for copies to host memory, which hold pages back."""
         self._catch_up()
         self.finish_copies()
 
     @contextmanager
     def without_waiting(self) -> Iterator[None]:
-        """Within, plans do without what steps and copies that run hold back."""
+        """A context in which plans do not use pages held back by running steps and copies."""
         self._may_wait = False
         try:
             yield
@@ -266,7 +263,7 @@ class MemoryManager:
             self._may_wait = True
 
     def _catch_up(self) -> bool:
-        """Wait for the steps that run, if nothing is begun that is not with the device yet."""
+        """Wait for the running steps; False if one is begun that the device does not have yet."""
         begun = self._core.begun_epoch
         if not self._is_asynchronous or self._launched_epoch < begun:
             return False
@@ -275,33 +272,35 @@ class MemoryManager:
         return True
 
     def complete(self, epoch: int) -> None:
-        """The step of this epoch, and those before, have computed: what they wrote is kept."""
+        """Note that the step of this epoch, and those before, have computed: keep what they
+        wrote."""
         self._core.complete(epoch)
 
     def abandon(self, epoch: int) -> None:
-        """They are over, but what they wrote is worthless: nothing of it is cached."""
+        """End these epochs and discard what they wrote: nothing of it is cached."""
         self._core.abandon_epoch(epoch)
 
     def append_tokens(
         self, seqs: Sequence[int] | NDArray[np.int64], tokens: Sequence[int] | NDArray[np.int64]
     ) -> None:
-        """Tokens that became known, ``tokens[i]`` of ``seqs[i]``: names for the prefix cache."""
+        """Publish tokens that became known, ``tokens[i]`` of ``seqs[i]``, to the prefix cache."""
         self._core.append_tokens(seqs, tokens)
 
     def release(self, seq: int) -> None:
-        """The sequence is gone; pages that nobody references can be had again.
+        """Close the sequence. Its unshared pages become available.
 
-        Its slot stays mapped for the next sequence, its full blocks stay in the prefix cache.
-        Never fails for the system's sake.
+        Its slot stays mapped for the next sequence, its full blocks stay in the prefix cache. Makes
+        no system call that could fail.
         """
         self._core.release(seq)
 
     def swap_out(self, seqs: Sequence[int]) -> bool:
-        """Copy the sequences' blocks to host memory and give their pages up: all, or nothing.
+        """Copy the sequences' blocks to host memory and release their pages: all, or nothing.
 
-        False where host memory has no room for them, or the system refuses it. No step may run.
-        Where the driver copies beside the kernels nobody waits: the pages can be had when the
-        copies have ended. Otherwise they can be had at once, as kernels would wait for them too.
+        False if host memory has no room, or the system refuses. No step may run. If the driver
+        copies beside the kernels, this does not wait, and the pages become available when the
+        copies end. Otherwise they are available at once, because kernels would wait for the copies
+        too.
         """
         plan = self.plan((), [SwapOut(seq) for seq in seqs])
         if not isinstance(plan, MemoryPlan):
@@ -317,13 +316,13 @@ class MemoryManager:
 
     @property
     def is_copying(self) -> bool:
-        """Whether copies to host memory run, which hold pages back. Waits for nothing."""
+        """Whether copies to host memory run, which hold pages back. Does not wait."""
         if self._is_copying:
             self._is_copying = self._core.is_copying()
         return self._is_copying
 
     def finish_copies(self) -> bool:
-        """Wait for them; False if none run, or if the driver refuses to wait: then they go on."""
+        """Wait for the copies; False if none run, or if the driver refuses to wait."""
         return self._copies_beside and self._core.finish_copies()
 
     # -- the pool -----------------------------------------------------------------------
@@ -331,7 +330,7 @@ class MemoryManager:
     def available_pages(self) -> int:
         """Pages that growths can get now: free, evictable, or not committed yet.
 
-        Where a step or a copy that runs holds some back, it is waited for.
+        Waits for running steps or copies that hold pages back.
         """
         plan = self._core.plan(())
         for catch_up in (self._catch_up, self.finish_copies):
@@ -342,15 +341,14 @@ class MemoryManager:
     def trim(self, keep_pages: int = 0, *, drop_idle: bool = False) -> int:
         """Give free pages above ``keep_pages`` back to the system; returns how many.
 
-        With ``drop_idle``, what is cached or parked is evicted for it, oldest first.
+        With ``drop_idle``, cached and parked pages are evicted for it, oldest first.
         """
         return self._core.trim(keep_pages, drop_idle)
 
     def give_back(self, num_bytes: int) -> int:
-        """Give pages of ``num_bytes`` or more back to the system; returns how many.
+        """Give at least ``num_bytes`` in pages back to the system; returns how many pages.
 
-        Free ones first, then what is cached or parked, oldest first; all there are if those are
-        fewer.
+        Free ones first, then cached and parked ones, oldest first; all of them if there are fewer.
         """
         wanted = -(-num_bytes // self.layout.total_page_bytes)
         given = self.trim(max(0, self.stats().free_pages - wanted))
@@ -361,25 +359,26 @@ class MemoryManager:
         return given
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Change the cap. What can be had above it goes back at once, the rest when released."""
+        """Change the limit. Available pages above it go back at once, others when released."""
         limit_pages = _pages(self.layout, limit_bytes)
         try:
             self._core.set_limit(limit_pages)
-        finally:  # the limit holds even where giving back has failed
+        finally:  # the limit holds even if giving back failed
             self.limit_pages = self._core.stats().limit_pages
 
     def clear_cache(self) -> None:
-        """Forget every cached prefix (new weights)."""
+        """Forget every cached prefix, for example for new weights."""
         self._core.clear_cache()
 
     # -- reading ------------------------------------------------------------------------
 
     def blocks(self, seq: int) -> NDArray[np.int32]:
-        """The sequence's block ids, in order, -1 where given up: ``[blocks]``."""
+        """The sequence's block ids in order, -1 for released ones: ``[blocks]``."""
         return self._core.blocks(seq)
 
     def block_tables(self) -> NDArray[np.int32]:
-        """Block tables of all sequences, kept current: int32 ``[num_seqs, blocks]``, 0 beyond."""
+        """Block tables of all sequences, kept current: int32 ``[num_seqs, blocks]``, 0 beyond the
+        end."""
         return self._core.block_tables
 
     def length(self, seq: int) -> int:
@@ -389,8 +388,8 @@ class MemoryManager:
     def regime(self, seq: int) -> Regime:
         return _REGIMES[self._core.view(seq)]
 
-    # Of each group uint8 ``[rows, row_bytes]``, where :mod:`.tensors` and :mod:`.host_views` find
-    # its layers' keys and values. Touching what is not mapped is a fault.
+    # For each group uint8 ``[rows, row_bytes]``, in which :mod:`.tensors` and :mod:`.host_views`
+    # find its layers' keys and values. Touching unmapped memory is a fault.
 
     def slot_buffers(self) -> list[NDArray[np.uint8]]:
         """A slot per row."""
@@ -403,7 +402,7 @@ class MemoryManager:
     def shadow_buffers(self) -> list[NDArray[np.uint8]]:
         """A slot per row, read-only, and zero where nothing is mapped.
 
-        Raises ``ValueError`` on a GPU: what is not mapped there is a fault.
+        Raises ``ValueError`` on a GPU, on which touching unmapped memory is a fault.
         """
         return [self._core.shadow_buffer(group) for group in range(self.layout.num_groups)]
 
@@ -421,9 +420,9 @@ class MemoryManager:
     def memory_map(self, max_cells: int) -> tuple[int, int, bytes, list[int], NDArray[np.int32]]:
         """A picture of the pool in at most ``max_cells`` cells.
 
-        The pages shown, pages per cell, a code per cell (:mod:`vmserve.telemetry.snapshot`),
-        pages by code, and for each slot its sequence or -1, the pages that it shows and how
-        many of them are the sequence's: int32 ``[num_slots, 3]``.
+        Returns the pages shown, pages per cell, a code per cell
+        (:mod:`vmserve.telemetry.snapshot`), pages by code, and for each slot its sequence or -1,
+        its mapped pages and how many of them are the sequence's: int32 ``[num_slots, 3]``.
         """
         return self._core.memory_map(max_cells)
 
@@ -433,22 +432,21 @@ class MemoryManager:
 
     @property
     def last_error(self) -> str:
-        """What the system refused last; empty if it never did."""
+        """The system's last refusal; empty if there was none."""
         return self._core.last_error()
 
     def check(self) -> None:
-        """Verify the conservation laws; raises ``AssertionError`` naming the one broken."""
+        """Verify the conservation laws; raises ``AssertionError`` naming the broken one."""
         self._core.check()
 
     def require_usable(self) -> None:
-        """Raises ``ValueError`` once it is closed, and in a fork of its process."""
+        """Raises ``ValueError`` after :meth:`close`, and in a fork of the process."""
         self._core.require_usable()
 
     def close(self) -> None:
-        """Every later call raises ``ValueError``; the memory goes with its last tensor.
+        """Let every later call raise ``ValueError``; the memory is freed with its last tensor.
 
-        Tensors that are still held stay as they are: what was mapped can be touched, the
-        rest is a fault as before.
+        Tensors keep their memory: mapped positions can be touched, others are faults as before.
         """
         self._core.close()
 

@@ -1,4 +1,4 @@
-"""``vmserve plan``: the layouts that a model's KV cache can have, and what fits in them."""
+"""``vmserve plan``: the possible layouts of a model's KV cache, and what fits in them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Candidate:
     """One layout, and what a pool of ``limit_bytes`` holds with it."""
 
     layout: KVLayout
-    #: The layout that the engine takes when it is told nothing.
+    #: The engine's default layout.
     is_default: bool
     limit_bytes: int | None
     max_len: int | None
@@ -74,7 +74,7 @@ class Candidate:
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens that the pool holds when every page is full."""
+        """Tokens that the pool holds if every page is full."""
         return None if self.num_pages is None else self.num_pages * self.layout.page_tokens
 
     @property
@@ -86,7 +86,7 @@ class Candidate:
 
     @property
     def slot_mappings(self) -> int | None:
-        """Mappings of a slot of ``max_len`` tokens when no two of its pages adjoin."""
+        """Mappings of a slot of ``max_len`` tokens if no two of its pages adjoin."""
         return None if self.max_len is None else self.layout.slot_mappings(self.max_len)
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,12 +188,12 @@ def plan_report(
 ) -> PlanReport:
     """The layout candidates of a model: one per way to group its layers.
 
-    ``limit_bytes`` is the cap of the pool of one rank; with it the report says how many
-    tokens and requests of ``max_len`` (default: the model's own) fit. ``max_map_count``
-    bounds the mappings of one such request on the host. ``page_bytes`` fixes the size of a
-    group's page and leaves out the groupings that do not fit into it.
+    ``limit_bytes`` limits the pool of one rank; with it the report says how many tokens and
+    requests of ``max_len`` (default: the model's own) fit. ``max_map_count`` bounds the mappings of
+    one such request on the host. ``page_bytes`` fixes the size of a group's page and leaves out
+    groupings that do not fit into it.
 
-    Raises :class:`ConfigurationError` when no grouping fits, and for numbers that are wrong.
+    Raises :class:`ConfigurationError` if no grouping fits, and for wrong numbers.
     """
     longest = max_len if max_len is not None else shape.max_len
     layouts = candidates(
@@ -246,8 +246,8 @@ def block_size_table(
 ) -> list[BlockSizeRow]:
     """Tokens per page and worst-case waste per request, by page size and ranks.
 
-    For the layout of vAttention (one layer per group, K and V apart) this is Table 8 of
-    arXiv 2405.04437.
+    For the layout of vAttention (one layer per group, K and V apart) this is Table 8 of arXiv
+    2405.04437.
     """
     rows = []
     for shape in shapes:

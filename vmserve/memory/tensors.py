@@ -31,9 +31,9 @@ def contiguous_view(memory: MemoryManager) -> ContiguousView:
 
 
 def safe_view(memory: MemoryManager) -> ContiguousView:
-    """The same, but reads of what is not mapped give zero. Writing anywhere traps.
+    """:func:`contiguous_view` in which unmapped positions read as zero. Writing anywhere traps.
 
-    Raises ``ValueError`` on a GPU: what is not mapped there is a fault.
+    Raises ``ValueError`` on a GPU, on which touching unmapped memory is a fault.
     """
     keys, values = _layer_tensors(memory, memory.shadow_buffers(), memory.max_len)
     return ContiguousView(keys=keys, values=values)
@@ -45,7 +45,7 @@ def paged_view(memory: MemoryManager) -> PagedView:
     return PagedView(
         keys=keys,
         values=values,
-        block_tables=_host_tensor(memory.block_tables()),  # always the processor's
+        block_tables=_host_tensor(memory.block_tables()),  # always in the processor's memory
         block_tokens=memory.layout.block_tokens,
     )
 
@@ -90,6 +90,6 @@ def _host_tensor(buffer: NDArray[Any]) -> torch.Tensor:
     if buffer.flags.writeable:
         return torch.from_numpy(buffer)
     with warnings.catch_warnings():
-        # Torch has no read-only tensors and says so; the caller documents that writes trap.
+        # Torch warns that it has no read-only tensors; the caller documents that writes trap.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(buffer)

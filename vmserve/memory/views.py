@@ -17,8 +17,8 @@ __all__ = ["ContiguousView", "HostView", "KVView", "PagedView", "TensorView", "t
 class ContiguousView:
     """The virtual view: per layer, ordinary strided tensors over the slots.
 
-    ``keys[layer]`` and ``values[layer]``: ``[slots, max_len, kv_heads, head_dim]``.
-    Touching a position that is not mapped is a fault, not an exception.
+    ``keys[layer]`` and ``values[layer]``: ``[slots, max_len, kv_heads, head_dim]``. Touching a
+    position that is not mapped is a fault, not an exception.
     """
 
     keys: tuple[torch.Tensor, ...]
@@ -45,7 +45,7 @@ class PagedView:
 
 @dataclass(frozen=True, eq=False)
 class HostView:
-    """Either view for kernels in C++, which take addresses: no tensor is needed for it."""
+    """Either view by addresses, for kernels in C++, which need no tensors."""
 
     core: _core.CpuKvView
     #: Keeps the memory behind the addresses alive.
@@ -57,7 +57,7 @@ KVView = TensorView | HostView
 
 
 def tensor_view(view: KVView) -> TensorView:
-    """``view`` for kernels of torch. Raises ``TypeError`` for one without tensors."""
+    """``view`` for kernels in torch. Raises ``TypeError`` for one without tensors."""
     if isinstance(view, HostView):
         raise TypeError("the kernels of torch read views of tensors")
     return view
