@@ -1,4 +1,4 @@
-"""From logits to tokens: what a caller may ask for, and the sampler that does it."""
+"""From logits to tokens: sampling parameters, and the samplers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The device's sampler needs torch; whoever only builds parameters must not wait for it.
+    # The device's sampler needs torch; code that only builds parameters must not wait for it.
     if name not in __all__:
         raise AttributeError(f"module 'vmserve.sampling' has no attribute {name!r}")
     module = {"DeviceSampler": "device", "Sampler": "sampler"}.get(name, "tokens")

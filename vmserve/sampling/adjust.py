@@ -1,8 +1,7 @@
-"""What a request may change in the model's logits before a token is chosen.
+"""Apply a request's changes to the model's logits before a token is chosen.
 
-In this order: logit_bias, what a grammar allows, allowed ids, bad words, the end-of-text ids
-that min_tokens holds back, then the penalties. Entries of all rows are gathered and written
-together.
+In this order: logit_bias, the grammar, allowed ids, bad words, the end-of-text ids that min_tokens
+suppresses, then penalties. Entries of all rows are gathered and written together.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 
 def is_adjusted(row: SamplingRow) -> bool:
-    """Whether anything but temperature and truncation stands between logits and token."""
+    """Whether a row changes its logits by more than temperature and truncation."""
     params = row.params
     return bool(
         params.logit_bias
@@ -47,7 +46,7 @@ def _is_penalised(row: SamplingRow) -> bool:
 
 
 def adjust(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """``x`` [len(rows), vocab] float32 with every row's changes; written in place."""
+    """Apply every row's changes to ``x`` [len(rows), vocab] float32, in place."""
     vocab = x.shape[1]
     _add(x, [_bias(row) for row in rows])
     allowed = [_array(row.params.allowed_token_ids or ()) for row in rows]
@@ -95,7 +94,7 @@ def _banned(row: SamplingRow, vocab: int) -> Ids:
     banned = [word[-1] for word in row.bad_words if word and _ends_with(output, word[:-1])]
     if len(output) < row.params.min_tokens:
         banned.extend(row.stop_ids)
-    # Ids from the tokenizer, not from the request: it may have more than the model.
+    # Ids of the tokenizer, not of the request: it may have more than the model.
     return _array(token_id for token_id in banned if token_id < vocab)
 
 
@@ -111,8 +110,8 @@ def _mask(
 ) -> None:
     """Ban what is not allowed and what is banned, as long as a token remains.
 
-    Where none does, the allowed ids are given up first, then the bans: a request may
-    contradict itself, and an answer is better than none. What a grammar rules out stays so.
+    If none remains, first the allowed ids are ignored, then the bans: a request may contradict
+    itself, and any answer is better than none. What a grammar forbids stays forbidden.
     """
     masked = [
         i
@@ -140,7 +139,7 @@ def _mask(
 
 
 def _ruled_out(grammar: Sequence[NDArray[np.bool_] | None], x: Tensor) -> Tensor:
-    """[len(grammar), vocab]: what the grammar of a row does not let follow."""
+    """[len(grammar), vocab]: tokens that a row's grammar forbids."""
     result = torch.zeros(len(grammar), x.shape[1], dtype=torch.bool, device=x.device)
     rows = [row for row, mask in enumerate(grammar) if mask is not None]
     if rows:
@@ -153,7 +152,7 @@ def _ruled_out(grammar: Sequence[NDArray[np.bool_] | None], x: Tensor) -> Tensor
 
 
 def _repetition(x: Tensor, rows: Sequence[SamplingRow], penalised: Sequence[int]) -> None:
-    """Divide positive logits of tokens seen in prompt or output, multiply negative ones.
+    """Divide positive logits of tokens in prompt or output, and multiply negative ones.
 
     Keskar et al., "CTRL" (2019), section 4.1, with the sign handled as in ``transformers``.
     """

@@ -1,7 +1,7 @@
-"""Sampling where the logits are: of the common requests, only tokens come back from a GPU.
+"""Sample where the logits are: for common requests only tokens come back from a GPU.
 
-The same numbers decide as in :mod:`.draw`, from the same stream, so that a seed gives the same
-tokens (but for the last bit of an exponential, which a GPU may round the other way).
+The same random numbers decide as in :mod:`.draw`, so that a seed gives the same tokens (but for the
+last bit of an exponential, which a GPU may round differently).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Drawing:
 
 
 class _Way(Enum):
-    """How a row's token is chosen: rows of one way are worked on together."""
+    """How a row's token is chosen. Rows of one way are processed together."""
 
     GREEDY = 0
     WHOLE = 1
@@ -73,18 +73,18 @@ class _Way(Enum):
 
 
 class DeviceSampler:
-    """A sampler that waits for the device once a step, for two numbers a row; see
-    :class:`~vmserve.sampling.tokens.TokenSampler`.
+    """A sampler that waits for the device once a step, for two numbers a row.
 
-    Rows that ask for log-probabilities, biases, masks or penalties send the batch another way: by
-    torch's operations, or on the host by our own. Rows are worked on in parts, whose memory is
-    bounded (:func:`~vmserve.sampling.tokens.sampling_bytes`); where the device has not even that,
-    parts become smaller, and stay so.
+    See :class:`~vmserve.sampling.tokens.TokenSampler`. A batch with a row that asks for
+    log-probabilities, biases, masks or penalties is sampled by torch's operations or by our host
+    sampler. Rows are processed in parts of bounded memory
+    (:func:`~vmserve.sampling.tokens.sampling_bytes`). If the device has not even that, parts become
+    smaller, and stay so.
     """
 
     def __init__(self, vocab_size: int, device: Transfers) -> None:
         self.vocab_size = vocab_size
-        #: Rows that are worked on at once.
+        #: Rows processed at once.
         self.part_rows = max(1, PART_ELEMENTS // vocab_size)
         self._device = device
         self._host = Sampler(vocab_size)
@@ -127,7 +127,7 @@ class DeviceSampler:
 
     @torch.inference_mode()
     def start(self, logits: Logits, rows: Sequence[SamplingRow]) -> Drawing | None:
-        """:meth:`sample` without the wait; None for rows that are the host's to sample."""
+        """:meth:`sample` without the wait; None for rows that the host must sample."""
         if not rows or any(row.params.logprobs is not None or is_adjusted(row) for row in rows):
             return None
         check_logits(logits, len(rows), self.vocab_size)
@@ -154,9 +154,9 @@ class DeviceSampler:
     def _in_parts(
         self, spans: Sequence[tuple[int, int]], work: Callable[[int, int], _Result]
     ) -> list[_Result]:
-        """``work(first, end)`` over each span of rows, a part at a time.
+        """Call ``work(first, end)`` for each part of the rows.
 
-        Raises what the device does where one row is too much.
+        Raises the device's out-of-memory error if even one row is too much.
         """
         done = []
         for span_first, span_end in spans:
@@ -175,9 +175,9 @@ class DeviceSampler:
         return done
 
     def _draw_part(self, x: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of one way: tokens, their log-probabilities, and whether the logits were numbers."""
+        """Rows of one way: tokens, their log-probabilities, and whether the logits were finite."""
         x = x.float()
-        # What is not a number is repaired without asking: nobody waits to know whether there is.
+        # Repair NaN and infinities without asking whether there are any, which would mean a wait.
         finite = x.amax(dim=-1).isfinite()
         x = x.nan_to_num(nan=-torch.inf, posinf=torch.finfo(x.dtype).max, neginf=-torch.inf)
         x.masked_fill_((x.amax(dim=-1) == -torch.inf)[:, None], 0.0)
@@ -209,7 +209,7 @@ def _way(params: SamplingParams, vocab: int) -> _Way:
 
 
 def _tensor(logits: Logits) -> Tensor:
-    """Of an array, over its memory."""
+    """A tensor over the memory of an array; tensors as they are."""
     return logits if isinstance(logits, Tensor) else torch.from_numpy(logits)
 
 
@@ -223,12 +223,12 @@ def _limits(params: SamplingParams, vocab: int) -> tuple[float, int, float, floa
 def _draw_cut_there(
     x: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor
 ) -> Tensor:
-    """As ``draw.kept`` and what follows it: of equal logits at a limit the lowest ids are kept.
+    """:func:`.draw.kept` and the draw, on the device; among equals the lowest ids are kept.
 
-    Memory is what limits how many rows are drawn at once: tensors are dropped as soon as they can.
+    Memory limits how many rows are drawn at once, so tensors are dropped as early as possible.
     """
     vocab = x.shape[1]
-    # Without top-k the whole weight counts, as softmax has it.
+    # Without top-k, the weight of the whole row counts, as in softmax.
     whole = 1.0 / x.softmax(dim=-1).amax(dim=-1).double()
     weights, ids = x.sort(dim=-1, descending=True, stable=True)
     del x

@@ -1,7 +1,7 @@
-"""Drawing a token of each row: temperature, top-k, top-p, min-p, inverse CDF.
+"""Draw a token for each row: temperature, top-k, top-p, min-p, inverse CDF.
 
-Rows that keep the whole vocabulary are drawn together where the logits are. Of the others
-only the tokens that can be kept come to the host, where each row is finished by itself.
+Rows that keep the whole vocabulary are drawn together where the logits are. Of other rows only the
+tokens that may be kept come to the host, which finishes each row by itself.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["draw", "inverse_cdf", "inverse_cdf_at", "is_cut", "kept"]
 
-#: Weights are summed by blocks of this many before the cumulative sum.
+#: Weights are summed in blocks of this many before the cumulative sum.
 BLOCK = 128
 
 
 def draw(x: Tensor, params: Sequence[SamplingParams], uniforms: NDArray[np.float64]) -> Tensor:
     """One token id per row: [rows] int64.
 
-    ``x`` [rows, vocab] float32 are adjusted logits before temperature, each row with a
-    finite maximum; ``uniforms`` [rows] are in [0, 1).
+    ``x`` [rows, vocab] float32: adjusted logits before temperature, each row with a finite maximum;
+    ``uniforms`` [rows]: numbers in [0, 1).
     """
     if any(p.temperature != 1.0 for p in params):
         x = x / torch.tensor([[p.temperature] for p in params], device=x.device)
@@ -57,7 +57,7 @@ def inverse_cdf(weights: Tensor, uniforms: NDArray[np.float64]) -> Tensor:
 
 
 def inverse_cdf_at(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The same for float64 numbers that are where the weights are."""
+    """:func:`inverse_cdf` for float64 numbers on the device of the weights."""
     columns = weights.shape[1]
     full = columns // BLOCK * BLOCK
     # unfold, unlike view, also takes the rows of a wider matrix.
@@ -100,7 +100,7 @@ def _draw_cut(x: Tensor, params: Sequence[SamplingParams], uniforms: NDArray[np.
 
 
 def kept(x: Tensor, params: Sequence[SamplingParams]) -> list[tuple[Ids, Values]]:
-    """Ids and logits of what top-k, then top-p (of what top-k leaves), then min-p keep.
+    """Ids and logits that top-k, then top-p (of what top-k leaves), then min-p keep.
 
     Of equal logits at a limit the lowest ids are kept, so that exactly k tokens remain and
     ``top_k=1`` is greedy. Ids ascend.
@@ -121,12 +121,12 @@ def _needs_sum(params: SamplingParams, vocab: int) -> bool:
 
 
 def _log_sum(x: Tensor, highest: Tensor, needed: Sequence[bool]) -> Tensor:
-    """log sum exp of the rows that need it, elsewhere +inf: [rows] float64."""
+    """log sum exp of the rows that need it, +inf for others: [rows] float64."""
     log_sum = torch.full((x.shape[0],), torch.inf, dtype=torch.float64, device=x.device)
     some = [row for row, need in enumerate(needed) if need]
     if some:
         part = x if len(some) == x.shape[0] else x[some]
-        # softmax rather than logsumexp: it is faster, and the same for a row in any batch.
+        # softmax, not logsumexp: it is faster, and gives a row the same value in any batch.
         peak = part.softmax(dim=-1).amax(dim=-1)
         log_sum[some] = highest[some].double() - peak.double().log()
     return log_sum
@@ -135,7 +135,7 @@ def _log_sum(x: Tensor, highest: Tensor, needed: Sequence[bool]) -> Tensor:
 def _floors(
     x: Tensor, params: Sequence[SamplingParams], highest: Tensor, log_sum: Tensor
 ) -> Tensor:
-    """A logit per row under which no token can be kept: [rows] float32."""
+    """For each row a logit below which no token can be kept: [rows] float32."""
     vocab = x.shape[1]
     floors = torch.full_like(highest, -torch.inf)
     limited = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]
@@ -144,17 +144,17 @@ def _floors(
         floors[limited] = kth_largest(part, [params[i].top_k for i in limited])
     summed = [i for i, p in enumerate(params) if _needs_sum(p, vocab)]
     if summed:
-        # Tokens with less than (1 - top_p) / vocab each have less than 1 - top_p together,
-        # so all that top-p keeps lies above; the factor covers rounding.
+        # Tokens with less than (1 - top_p) / vocab each have less than 1 - top_p together, so all
+        # that top-p keeps lies above. The factor covers rounding.
         shares = [math.log((1.0 - params[i].top_p) / vocab * 0.999) for i in summed]
         floors[summed] = (log_sum[summed] + log_sum.new_tensor(shares)).float()
-    # Under top-p alone, what min-p will drop still counts in the sum that top-p looks at.
+    # With top-p, tokens that min-p will drop still count in top-p's sum.
     shares = [_log(p.min_p) if p.top_p >= 1.0 else -math.inf for p in params]
     return floors.maximum(highest + highest.new_tensor(shares)).minimum(highest)
 
 
 def _keep(ids: Ids, values: Values, params: SamplingParams, total: float) -> tuple[Ids, Values]:
-    """Cut one row. ``total`` is its whole weight (without top-k), the largest token's being 1."""
+    """Cut one row. ``total``: its whole weight (without top-k), the largest token's being 1."""
     ordered = np.sort(values)[::-1]
     highest = ordered[0]
     if params.top_k > 0:

@@ -1,9 +1,9 @@
 """Parameters of generation, checked when they are made.
 
-Each field is declared once, with its range, default and help: the command line, the ranges of
-HTTP requests (``LIMITS``) and docs/options.md are derived. Every message names the field, the bound
-and the kind of constraint (``less_than_equal`` and the like), so that the HTTP server can pass it
-on as it is.
+Each field is declared once, with its range, default and help. The command line, the ranges of HTTP
+requests (``LIMITS``) and docs/options.md are derived from that. Every message names the field, the
+bound and the kind of constraint (such as ``less_than_equal``), so that the HTTP server can pass it
+on.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARS = 1024
-#: Below this a temperature divides logits into overflow; it means greedy.
+#: Lower temperatures mean greedy, because dividing logits by them overflows.
 GREEDY_TEMPERATURE = 1e-5
-#: Ids named in an error message; the rest are counted.
+#: Most ids named in an error message; the rest are counted.
 NAMED_IDS = 64
 
 
@@ -56,7 +56,7 @@ def _option(
     flags: tuple[str, ...] = (),
     negatable: bool = False,
 ) -> Option:
-    """A field's declaration; the command line says no default, as models have their own."""
+    """Declare a field. The command line shows no default, because models have their own."""
     bounds = None if low is None else Bounds(low, high, open_low)
     return Option(help, "Sampling", bounds, default=default, flags=flags, negatable=negatable)
 
@@ -151,12 +151,12 @@ class SamplingParams:
 
     @property
     def reads_whole_prompt(self) -> bool:
-        """Whether every token of the prompt has to be computed, cached or not."""
+        """Whether every token of the prompt has to be computed, even if cached."""
         return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def num_sequences(self) -> int:
-        """How many are drawn for one prompt."""
+        """Sequences drawn for one prompt."""
         return self.best_of or self.n
 
     def as_sampling(self) -> SamplingParams:
@@ -234,7 +234,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """The likeliest token is taken, whatever the seed."""
+        """Whether the likeliest token is taken, whatever the seed."""
         return self.temperature < GREEDY_TEMPERATURE
 
     def validate_for(self, vocab_size: int, max_logprobs: int) -> None:
@@ -306,16 +306,16 @@ class BeamSearchParams:
 
     @property
     def n(self) -> int:
-        """How many answers there are."""
+        """Number of answers."""
         return self.beam_width
 
     @property
     def num_sequences(self) -> int:
-        """How many run for one prompt."""
+        """Beams for one prompt."""
         return self.beam_width
 
     def as_sampling(self) -> SamplingParams:
-        """What holds for the answers' text, ids and log-probabilities, however they are found."""
+        """The parameters for the answers' text, ids and log-probabilities."""
         return SamplingParams(
             n=self.beam_width,
             max_tokens=self.max_tokens,
@@ -329,7 +329,7 @@ class BeamSearchParams:
         )
 
 
-#: The fields of both, by name; of a field that both have, that of :class:`SamplingParams`.
+#: The fields of both classes by name; :class:`SamplingParams` wins.
 SAMPLING_OPTIONS: Final[Mapping[str, Declared]] = {
     **declared_options(SamplingParams),
     **{
@@ -344,7 +344,7 @@ LIMITS: Final[Mapping[str, Bounds]] = {
     for name, declared in SAMPLING_OPTIONS.items()
     if declared.option.bounds is not None
 }
-#: Of each class the numbers, with whether they may be None, and the flags.
+#: For each class its numbers, with whether they may be None, and its flags.
 _CHECKED: Final = {
     owner: (
         [(name, field.optional) for name, field in fields.items() if name in LIMITS],
@@ -382,7 +382,7 @@ GenerationParams = SamplingParams | BeamSearchParams
 
 
 def check_number(name: str, value: object) -> int | float:
-    """Return ``value`` as an int or float within ``LIMITS[name]``; a bool is no number."""
+    """Return ``value`` as an int or float within ``LIMITS[name]``; refuses a bool."""
     bounds = LIMITS[name]
     if isinstance(value, bool) or not isinstance(value, Integral if bounds.integer else Real):
         kind = "an integer" if bounds.integer else "a number"

@@ -1,8 +1,8 @@
 """Counter-based random numbers: no state, so no order of events can change them.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The
-key is the request's seed; the counter is (position, choice index). A token's number is
-thus the same in any batch, after a preemption, streamed or not.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The key is
+the request's seed; the counter is (position, choice index). So a token's number is the same in any
+batch, after a preemption, streamed or not.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Word: TypeAlias = Any
 
 _ROUNDS = 10
 _LOW = 0xFFFFFFFF
-#: From this many rows on arrays are faster than Python's integers.
+#: From this many rows on, arrays are faster than Python's integers.
 _MIN_ARRAY_ROWS = 24
 
 
 def philox4x32(
     counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]
 ) -> tuple[Word, Word, Word, Word]:
-    """Four 32-bit words for a counter of four and a key of two."""
+    """Four 32-bit words for a counter of four words and a key of two."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):

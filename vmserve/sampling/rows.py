@@ -1,7 +1,7 @@
-"""Operations on each row of a matrix, the same for a row whatever other rows are there.
+"""Operations on each row of a matrix, with results that do not depend on other rows.
 
-On a CPU they go through numpy, whose comparisons, sorts and partitions of float32 are
-vectorised (torch's argmax and ``>`` are 5 to 10 times slower there); elsewhere through torch.
+On a CPU they use numpy, whose comparisons, sorts and partitions of float32 are vectorised (torch's
+argmax and ``>`` are 5 to 10 times slower there); elsewhere torch.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What tells the likeliest token of each row of logits, and how likely any token is."""
+    """The likeliest token of each row of logits, and figures for the likelihood of any token."""
 
-    #: The largest value's column, the lowest one of equals: [rows].
+    #: The largest value's column, the lowest one among equals: [rows].
     ids: Tensor
-    #: That value, and the sum over the row of ``exp(value - maximum)``, on the host: [rows]. The
-    #: sum is NaN where a value is NaN or +inf, or all are -inf.
+    #: The largest value, and the sum over the row of ``exp(value - maximum)``, on the host: [rows].
+    #: The sum is NaN if a value is NaN or +inf, or all are -inf.
     maxima: Values
     totals: NDArray[np.float64]
 
     def logprobs(self, x: Tensor, chosen: Tensor) -> list[float]:
-        """Of column ``chosen[i]`` of row i of the same logits."""
+        """Log-probabilities of column ``chosen[i]`` of row i of the same logits."""
         if chosen is self.ids:
             own = -np.log(self.totals)
         else:
@@ -67,10 +67,10 @@ class Peaks:
 
 
 def peaks(x: Tensor) -> Peaks:
-    """``x`` [rows, columns] float32."""
+    """The peaks of ``x`` [rows, columns] float32."""
     highest = x.amax(dim=-1)
     weights = (x - highest[:, None]).exp()
-    if x.device.type == "cpu":  # where torch's sum of one row depends on its threads
+    if x.device.type == "cpu":  # torch's sum of a row depends on its threads
         totals = weights.numpy().sum(axis=-1, dtype=np.float64)
     else:
         totals = weights.sum(dim=-1, dtype=torch.float64).cpu().numpy()
@@ -78,7 +78,7 @@ def peaks(x: Tensor) -> Peaks:
 
 
 def argmax(x: Tensor) -> Tensor:
-    """Index of the largest value of each row, the lowest one of equals: [rows] int64."""
+    """Index of the largest value of each row, the lowest one among equals: [rows] int64."""
     if x.device.type == "cpu":
         return torch.from_numpy(x.numpy().argmax(axis=-1))
     return x.argmax(dim=-1)
@@ -104,7 +104,7 @@ def at_least(x: Tensor, floors: Tensor) -> Entries:
 
 
 def num_before(x: Tensor, ids: Tensor) -> Tensor:
-    """How many entries of row i come before ``ids[i]``, by value downwards, then by id: [rows]."""
+    """How many entries of row i come before ``ids[i]``, by value descending, then by id: [rows]."""
     if x.device.type == "cpu":
         return torch.from_numpy(_num_before_on_host(x.numpy(), ids.numpy()))
     return num_before_on_device(x, ids)

@@ -1,4 +1,4 @@
-"""One token for each sequence of a step, with log-probabilities."""
+"""The sampler on the host: one token for each sequence of a step, with log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 __all__ = ["SampledToken", "Sampler", "SamplingRow", "check_logits"]
 
-#: Of each row the token, its log-probability, what was asked besides; how many were repaired.
+#: Tokens, log-probabilities and what else was asked for, of each row; the number of repaired rows.
 _CoreRows: TypeAlias = tuple[list[int], list[float], list[TopTokens | None], int]
 
 
 class Sampler:
-    """The sampler of logits on the host, in C++ (``csrc/cpu/sampling``); see
-    :class:`~vmserve.sampling.tokens.TokenSampler`.
+    """The sampler of logits on the host, in C++ (``csrc/cpu/sampling``).
 
-    :class:`~vmserve.sampling.torch_sampler.TorchSampler` draws the same token unless its number is
-    within rounding of the border to the next one.
+    See :class:`~vmserve.sampling.tokens.TokenSampler`.
+    :class:`~vmserve.sampling.torch_sampler.TorchSampler` draws the same token, unless a random
+    number is within rounding of the border to the next token.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.num_repaired_rows = 0
-        #: Rows that the core did.
+        #: Rows sampled by the core.
         self.num_core_rows = 0
         self._core = _core.RowSampler(vocab_size, GREEDY_TEMPERATURE)
 
@@ -52,7 +52,7 @@ class Sampler:
     def prompt_logprobs(self, logits: Logits, targets: Sequence[int], k: int) -> list[TopTokens]:
         check_logits(logits, len(targets), self.vocab_size)
         tops: list[TopTokens | None] = []
-        # In parts, as many numbers may be asked for as there are logits.
+        # In parts, because ``k`` may ask for as many numbers as there are logits.
         num_rows = max(1, PART_ELEMENTS // self.vocab_size)
         for start in range(0, len(targets), num_rows):
             part = _Given(logits[start : start + num_rows])
@@ -82,7 +82,7 @@ class Sampler:
         return ids, ((chosen - highest) - logs).astype(np.float32)
 
     def _threaded(self) -> _core.RowSampler:
-        """The core, with as many threads as compute now."""
+        """The core, set to the current number of threads."""
         threads = num_threads()
         if self._core.num_threads != threads:
             self._core.num_threads = threads
@@ -96,8 +96,7 @@ class Sampler:
 
 
 class _Given:
-    """Logits as the core takes them, and what keeps their memory: float32 or bfloat16, each row
-    contiguous."""
+    """Logits for the core, and what keeps their memory: float32 or bfloat16, contiguous rows."""
 
     __slots__ = ("_memory", "described")
 
@@ -121,11 +120,13 @@ def check_logits(logits: Logits, num_rows: int, vocab_size: int) -> None:
 
 
 def _numbers(x: NDArray[np.float32]) -> tuple[NDArray[np.float32], int]:
-    """``x`` [rows, columns] without NaN and infinities, written in place, and how many rows had
-    such: what is not a number is never likely, and where nothing is, all are equally so."""
+    """Repair rows of ``x`` [rows, columns] with NaN or infinities, in place; counts them.
+
+    NaN becomes -inf, +inf the largest float32. A row that is all -inf becomes all 0.
+    """
     with np.errstate(invalid="ignore"):
         highest = x.max(axis=-1)
-        broken = ~np.isfinite(highest)  # NaN where any is
+        broken = ~np.isfinite(highest)  # NaN if any value is
     for row in np.flatnonzero(broken):
         values = x[row]
         values[np.isnan(values)] = -np.inf
@@ -136,7 +137,7 @@ def _numbers(x: NDArray[np.float32]) -> tuple[NDArray[np.float32], int]:
 
 
 def _likeliest(row: NDArray[np.float32], num: int) -> NDArray[np.int64]:
-    """The ids of the ``num`` largest values, best first; of equals the lower id first."""
+    """The ids of the ``num`` largest values, best first; among equals the lower id first."""
     floor = np.partition(row, len(row) - num)[len(row) - num]
     ids = np.flatnonzero(row >= floor)
     return ids[np.argsort(-row[ids], kind="stable")[:num]]

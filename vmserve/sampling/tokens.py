@@ -1,4 +1,4 @@
-"""What a sampler takes and what it says of a token; needs no torch."""
+"""Inputs and results of samplers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = [
     "sampling_bytes",
 ]
 
-#: Logits that are worked on at a time.
+#: Logits processed at a time.
 PART_ELEMENTS = 2**22
-#: What torch's sampler holds for each of them at most, in float32, a device's sort included.
+#: Copies of these that torch's sampler holds at most, in float32, including a device's sort.
 _WORK_COPIES = 16
 
 #: Token id -> (natural log-probability, rank); the sampled (or prompt) token is the first key.
@@ -40,7 +40,7 @@ TopTokens: TypeAlias = dict[int, tuple[float, int]]
 
 
 class SampledToken(NamedTuple):
-    """``logprob`` is natural, under the model's own distribution; ``top`` as was asked for."""
+    """``logprob``: natural, under the model's own distribution; ``top``: as was asked for."""
 
     token_id: int
     logprob: float
@@ -51,11 +51,11 @@ class SampledToken(NamedTuple):
 class SamplingRow:
     """One sequence that samples in this step.
 
-    ``seed`` is the request's (any 64-bit number), ``index`` the choice. ``tokens`` are its prompt,
-    of ``num_prompt`` tokens, and its answer so far; the list may grow while the row is kept.
-    ``stop_ids`` are the ids that ``min_tokens`` holds back; ``bad_words`` token sequences.
-    ``mask`` [vocab]: True for the tokens that a grammar lets follow, one of which is taken
-    whatever else is asked for. The lists are only read. The C++ core reads the attributes by name.
+    ``seed`` is the request's (any 64-bit number), ``index`` the choice. ``tokens``: its prompt of
+    ``num_prompt`` tokens, and its answer so far; the list may grow while the row is kept.
+    ``stop_ids``: the ids that ``min_tokens`` suppresses; ``bad_words``: token sequences. ``mask``
+    [vocab]: True for tokens that a grammar allows, one of which is always taken. The lists are only
+    read. The C++ core reads the attributes by name.
     """
 
     params: SamplingParams
@@ -86,14 +86,15 @@ class BeamCandidates:
 
 @dataclass(frozen=True, slots=True)
 class BeamOutput:
-    """One answer. ``eos_token_id``: the id that ended it, its last token (None: the limit did)."""
+    """One answer. ``eos_token_id``: its last token, which ended it; None if the length limit
+    did."""
 
     tokens: list[SampledToken]
     eos_token_id: int | None
 
 
 class Drawing(Protocol):
-    """Tokens that are drawn on the device: kernels may read them before the host does."""
+    """Tokens being drawn on the device. Kernels may read them before the host does."""
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -106,24 +107,23 @@ class Drawing(Protocol):
 
 
 class TokenSampler(Protocol):
-    """A token depends on its row's logits and request alone, whatever else is in the batch.
+    """Samples tokens. A token depends only on its row's logits and request, not on the batch.
 
-    Log-probabilities are those of the logits as the model gave them. The token is then
-    chosen after bias, masks and penalties: the likeliest (lowest id of equals) where the
-    temperature is 0, else drawn with the number that (seed, choice, position) gives. One
-    thread at a time.
+    Log-probabilities are those of the model's own logits. Then a token is chosen after bias, masks
+    and penalties: the likeliest (the lowest id among equals) at temperature 0, else drawn with the
+    random number of (seed, choice, position). For one thread at a time.
     """
 
     vocab_size: int
-    #: Rows whose logits were not numbers (NaN, infinite) and had to be repaired.
+    #: Rows that had NaN or infinite logits and were repaired.
     num_repaired_rows: int
 
     def start(self, logits: Logits, rows: Sequence[SamplingRow]) -> Drawing | None:
-        """Have the device draw, and wait for nothing; None where :meth:`sample` is to be asked."""
+        """Draw on the device without waiting; None if :meth:`sample` must be used."""
         ...
 
     def sample(self, logits: Logits, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """``logits`` [len(rows), vocab], the row of each sequence's last token."""
+        """One token for each row of ``logits`` [len(rows), vocab]."""
         ...
 
     def prompt_logprobs(self, logits: Logits, targets: Sequence[int], k: int) -> list[TopTokens]:
@@ -138,15 +138,16 @@ class TokenSampler(Protocol):
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The ``num`` likeliest tokens of each row of ``logits`` [rows, vocab], best first.
 
-        Their ids and log-probabilities, each [rows, ``num``], on the host; of equal logits the
-        lower id first. A vocabulary of fewer tokens gives all of them. ``masks``: of each row the
-        tokens that a grammar lets follow; the others have a log-probability of -inf, come last,
-        and change nothing for those.
+        Returns ids and log-probabilities, each [rows, ``num``], on the host; among equal logits the
+        lower id comes first. A smaller vocabulary gives all of its tokens. ``masks``: for each row
+        the tokens that a grammar allows. Others have log-probability -inf and come last; the
+        log-probabilities of allowed ones do not change.
         """
         ...
 
 
 def sampling_bytes(vocab_size: int, num_rows: int) -> int:
-    """An upper bound on what sampling on a device takes beside ``[num_rows, vocab]`` logits."""
+    """An upper bound on the memory for sampling on a device, besides ``[num_rows, vocab]``
+    logits."""
     rows_at_once = min(num_rows, max(1, PART_ELEMENTS // vocab_size))
     return 4 * _WORK_COPIES * rows_at_once * vocab_size

@@ -1,7 +1,7 @@
-"""Sampling by torch's operations, on whatever device the logits are.
+"""Sampling by torch's operations, on any device.
 
-Those of a GPU go this way where :mod:`.device` cannot take them. On the host the C++ core does the
-same (:mod:`.sampler`), and is held against this.
+Used on a GPU for batches that :mod:`.device` cannot take. On the host the C++ core does the same
+(:mod:`.sampler`), and tests compare the two.
 """
 
 from __future__ import annotations
@@ -40,24 +40,17 @@ Likeliest = list[tuple[int, float]]
 
 
 class TorchSampler:
-    """A token depends on its row's logits and request alone, whatever else is in the batch.
-
-    Log-probabilities are those of the logits as the model gave them. The token is then
-    chosen after bias, masks and penalties: the likeliest (lowest id of equals) where the
-    temperature is 0, else drawn with the number that (seed, choice, position) gives. One
-    thread at a time.
-    """
+    """See :class:`~vmserve.sampling.tokens.TokenSampler`."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        #: Rows whose logits were not numbers (NaN, infinite) and had to be repaired.
+        #: Rows that had NaN or infinite logits and were repaired.
         self.num_repaired_rows = 0
-        # Kept from call to call: a fresh array of this size is page faults all over.
+        # Kept between calls: a new array of this size would mean page faults.
         self._scratch = torch.empty(0)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """``logits`` [len(rows), vocab] float32, the row of each sequence's last token."""
         check_logits(logits, len(rows), self.vocab_size)
         if not rows:
             return []
@@ -76,13 +69,9 @@ class TorchSampler:
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: Tensor, targets: Sequence[int], k: int) -> list[TopTokens]:
-        """For each row of ``logits`` [m, vocab]: the target, then the ``k`` likeliest tokens.
-
-        ``targets[i]`` is the prompt token that follows row i; ``k`` -1 is the vocabulary.
-        """
         check_logits(logits, len(targets), self.vocab_size)
         tops = []
-        # In parts, so that a long prompt costs little memory besides its logits.
+        # In parts, so that a long prompt needs little memory besides its logits.
         num_rows = max(1, PART_ELEMENTS // self.vocab_size)
         for start in range(0, len(targets), num_rows):
             part, logprobs = self._log_softmax(logits[start : start + num_rows])
@@ -94,13 +83,6 @@ class TorchSampler:
     def beam_candidates(
         self, logits: Tensor, num: int, masks: Sequence[NDArray[np.bool_] | None] = ()
     ) -> tuple[Ids, Values]:
-        """The ``num`` likeliest tokens of each row of ``logits`` [rows, vocab], best first.
-
-        Their ids and log-probabilities, each [rows, ``num``], on the host; of equal logits the
-        lower id first. A vocabulary of fewer tokens gives all of them. ``masks``: of each row the
-        tokens that a grammar lets follow; the others have a log-probability of -inf, come last,
-        and change nothing for those.
-        """
         check_logits(logits, len(logits), self.vocab_size)
         num_rows, num = len(logits), min(num, self.vocab_size)
         if num_rows == 0 or num < 1:
@@ -117,14 +99,14 @@ class TorchSampler:
         entries = at_least(logits, kth_largest(logits, [num] * num_rows))
         starts = np.array(entries.starts)
         owner = np.repeat(np.arange(num_rows), np.diff(starts))
-        # Stable, so that equals stay in the order of their ids; ``num`` or more for each row.
+        # Stable, so that equals stay in the order of their ids; at least ``num`` for each row.
         order = np.lexsort((-entries.values, owner))
         ids = entries.ids[order[starts[:-1, None] + np.arange(num)]]
         index = torch.from_numpy(ids).to(logits.device)
         return ids, logprobs.gather(1, index).cpu().numpy()
 
     def _peaks(self, logits: Tensor) -> tuple[Tensor, Peaks]:
-        """Logits without NaN, contiguous float32, and their peaks."""
+        """Logits without NaN as contiguous float32, and their peaks."""
         logits = logits.float().contiguous()
         found = peaks(logits)
         broken = np.isnan(found.totals)
@@ -134,7 +116,7 @@ class TorchSampler:
         return logits, peaks(logits)
 
     def _log_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits without NaN, contiguous float32, and their log-probabilities.
+        """Logits without NaN as contiguous float32, and their log-probabilities.
 
         These are valid until the next call.
         """
@@ -164,7 +146,7 @@ class TorchSampler:
     # -- choosing -----------------------------------------------------------------------
 
     def _choose(self, logits: Tensor, rows: Sequence[SamplingRow], likeliest: Tensor) -> Tensor:
-        """The token of each row: [rows] int64. Leaves ``logits`` as they are."""
+        """Choose the token of each row: [rows] int64. Does not change ``logits``."""
         adjusted = [i for i, row in enumerate(rows) if is_adjusted(row)]
         drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
         if not adjusted and not drawn:
@@ -199,7 +181,7 @@ class TorchSampler:
     def _tops(
         self, logits: Tensor, chosen: Tensor, rows: Sequence[SamplingRow], asked: Sequence[int]
     ) -> list[TopTokens]:
-        """What the rows ``asked`` want to know of their logits."""
+        """Log-probabilities for the rows ``asked`` that want some."""
         logits, chosen = _pick(logits, asked), chosen[asked]
         logprobs = torch.log_softmax(logits, -1, out=self._room_like(logits))
         wanted = [rows[i].params for i in asked]
@@ -219,7 +201,7 @@ class TorchSampler:
     def _with_ranks(
         self, logits: Tensor, logprobs: Tensor, chosen: Tensor, counts: Sequence[int]
     ) -> list[TopTokens]:
-        """Per row the chosen token, then the ``counts[i]`` likeliest; equals by id."""
+        """For each row the chosen token, then the ``counts[i]`` likeliest; equals by id."""
         limits = [self.vocab_size if k < 0 else min(k, self.vocab_size) for k in counts]
         likeliest = self._likeliest(logits, logprobs, limits)
         own = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
@@ -241,7 +223,7 @@ class TorchSampler:
 
     @staticmethod
     def _likeliest(logits: Tensor, logprobs: Tensor, limits: Sequence[int]) -> list[Likeliest]:
-        """The ``limits[i]`` likeliest tokens of row i, by logit downwards, then by id."""
+        """The ``limits[i]`` likeliest tokens of row i, by logit descending, then by id."""
         found: list[Likeliest] = [[] for _ in limits]
         some = [row for row, k in enumerate(limits) if k > 0]
         if not some:
@@ -272,5 +254,5 @@ class TorchSampler:
 
 
 def _pick(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """The rows named, which are in order and distinct; no copy where that is all of them."""
+    """The rows named, in order and distinct; no copy if these are all rows."""
     return x if len(rows) == x.shape[0] else x[rows]

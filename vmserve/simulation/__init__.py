@@ -1,16 +1,16 @@
-"""Replay traces in virtual time: the real scheduler and memory core, no model and no memory.
+"""Replay traces in virtual time: the real engine and memory core, without model or memory.
 
-    >>> from vmserve.workloads.shapes import sharegpt
-    >>> from vmserve.simulation import SimulatedEngine, SimulationConfig, asked, replay
-    >>> from vmserve.simulation.devices import OPT_13B_A100
-    >>> config = SimulationConfig.of(OPT_13B_A100, regime="paged", prefix_caching=False)
-    >>> with SimulatedEngine(config) as engine:
-    ...     run = replay(engine, asked(sharegpt(4, seed=0, request_rate=1.0)))
-    >>> run.num_finished, run.seconds > 4.0
-    (4, True)
+>>> from vmserve.workloads.shapes import sharegpt
+>>> from vmserve.simulation import SimulatedEngine, SimulationConfig, asked, replay
+>>> from vmserve.simulation.devices import OPT_13B_A100
+>>> config = SimulationConfig.of(OPT_13B_A100, regime="paged", prefix_caching=False)
+>>> with SimulatedEngine(config) as engine:
+...     run = replay(engine, asked(sharegpt(4, seed=0, request_rate=1.0)))
+>>> run.num_finished, run.seconds > 4.0
+(4, True)
 
-Whatever comes out is simulated: it says what the policy and the memory's books do, and as much
-about time as the device profile that a step is charged with.
+Results are simulated: they show what policy and memory bookkeeping do. Times are only as good as
+the device profile that steps are charged with.
 """
 
 from vmserve.simulation.engine import SimulatedEngine, SimulationConfig

@@ -1,10 +1,10 @@
-"""What came before: systems that reserve contiguous memory for a request when it starts.
+"""Baselines: systems that reserve contiguous memory for a request when it starts.
 
-After the PagedAttention paper's description of its baselines (SOSP 2023, section 6.1): **Orca**
-schedules by iteration and places reservations with a buddy allocator; it knows the output's length
-(*Oracle*), knows it to the next power of two (*Pow2*), or reserves the longest request there can be
-(*Max*). **Static** batching fills a batch, reserves as Max, and starts the next one when the last
-sequence of it has ended; all of it is answered then.
+After the PagedAttention paper's description of its baselines (SOSP 2023, section 6.1). **Orca**
+schedules by iteration and places reservations with a buddy allocator. It knows the output's length
+(*Oracle*), knows it to the next power of two (*Pow2*), or reserves the longest possible request
+(*Max*). **Static** batching fills a batch, reserves as Max, and starts the next batch when its last
+sequence has ended; all answers come then.
 
 Each sequence of a request has memory and a prompt of its own; nothing is shared. Beams that
 overtake others are copied whole. Time is charged by the same profile, with contiguous kernels.
@@ -35,7 +35,7 @@ Knowledge = Literal["oracle", "pow2", "max"]
 
 
 def reserved_tokens(knowledge: Knowledge, num_prompt: int, num_output: int, context: int) -> int:
-    """Positions that a sequence has from its start to its end."""
+    """Positions reserved for a sequence."""
     if knowledge == "max":
         return context
     output = power_of_two(num_output) if knowledge == "pow2" else num_output
@@ -54,7 +54,8 @@ class Buddies:
         return sum(part.num_free for part in self._parts)
 
     def allocate(self, count: int) -> tuple[int, int, int] | None:
-        """``(part, address, chunk)``, from the smallest part that has it; None if none does."""
+        """Allocate ``(part, address, chunk)`` from the smallest part that has it; None if none
+        has."""
         for index, part in enumerate(self._parts):
             if part.size >= power_of_two(count) and (place := part.allocate(count)) is not None:
                 return index, *place
@@ -88,10 +89,10 @@ class _Job:
 
 
 class Reserving:
-    """Orca, or static batching: see the module's text. A :class:`~vmserve.simulation.System`.
+    """Orca or static batching: see the module's docstring. A :class:`~vmserve.simulation.System`.
 
-    ``kv_tokens``: positions of the pool. A prompt is read in one step, beside those that decode.
-    Raises ``ValueError`` from :meth:`add` for what would never fit.
+    ``kv_tokens``: positions of the pool. A prompt is read in one step, beside decoding sequences.
+    :meth:`add` raises ``ValueError`` for requests that can never fit.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class Reserving:
         job.places.clear()
 
     def _reorder(self, job: _Job) -> int:
-        """A step of the search, by the same null model; positions that are copied for it."""
+        """One search step with the same null model; returns the positions copied for it."""
         assert job.search is not None
         assert job.rng is not None
         if job.search.done:

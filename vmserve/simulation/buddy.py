@@ -1,4 +1,4 @@
-"""A buddy allocator of token slots: how the PagedAttention paper's Orca places its reservations."""
+"""A buddy allocator of token slots, as for Orca in the PagedAttention paper."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ __all__ = ["Buddy", "power_of_two"]
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is ``number`` or more; 1 for 0."""
+    """The smallest power of two that is at least ``number``; 1 for 0."""
     return 1 << max(0, number - 1).bit_length()
 
 
 class Buddy:
     """Contiguous chunks of 2^k out of ``size``, which must be a power of two itself.
 
-    A chunk is split from the smallest free one that holds it, lowest address first, and merges
-    with its buddy again when both are free (Knuth, The Art of Computer Programming, 2.5).
+    A chunk is split from the smallest free one that holds it, lowest address first, and merges with
+    its buddy when both are free (Knuth, The Art of Computer Programming, 2.5).
     """
 
     def __init__(self, size: int) -> None:
@@ -28,7 +28,7 @@ class Buddy:
         return sum(chunk * len(addresses) for chunk, addresses in self._free.items())
 
     def allocate(self, count: int) -> tuple[int, int] | None:
-        """``(address, chunk)`` of a chunk for ``count``, or None if no gap is large enough."""
+        """Allocate ``(address, chunk)`` for ``count``; None if no gap is large enough."""
         chunk = wanted = power_of_two(count)
         while chunk <= self.size and not self._free.get(chunk):
             chunk *= 2
@@ -42,7 +42,7 @@ class Buddy:
         return address, wanted
 
     def free(self, address: int, chunk: int) -> None:
-        """Pre: the pair came from :meth:`allocate` and was not freed."""
+        """Free a pair from :meth:`allocate`, once."""
         while chunk < self.size and (address ^ chunk) in self._free.get(chunk, ()):
             self._free[chunk].remove(address ^ chunk)
             address &= ~chunk

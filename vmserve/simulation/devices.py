@@ -1,7 +1,7 @@
 """Device profiles by arithmetic: a model's work over a device's published speeds.
 
-Nothing here was measured by us. Each number has its source beside it, or the word "assumed": those
-are shares of a peak that kernels reach, chosen once for all systems that are compared.
+Nothing here was measured by us. Each number has its source beside it, or the word "assumed":
+assumed are the shares of peaks that kernels reach, chosen once for all compared systems.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Accelerator:
     gemm_share: float
     prefill_attention_share: float
     copy_share: float
-    #: Time of a decode kernel that goes through a block table, over one that does not.
+    #: Time of a decode kernel with a block table, over one without.
     paged_factor: float
     #: Seconds.
     launch: float
@@ -89,7 +89,7 @@ OPT_13B = Decoder(
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A model on an accelerator, with so much memory for its KV cache."""
+    """A model on an accelerator, and the memory for its KV cache."""
 
     name: str
     layout: KVLayout
@@ -102,10 +102,10 @@ class Device:
 
 
 def derive_profile(model: Decoder, device: Accelerator, page_bytes: int) -> DeviceProfile:
-    """``page_bytes``: of one page over all layers."""
+    """Compute a profile. ``page_bytes``: of one page over all layers."""
     weight_bytes = model.num_parameters * model.itemsize
     read = model.token_kv_bytes / (device.memory_bytes_per_second * device.attention_share)
-    # Two products of head_dim multiply-adds, for each pair, head and layer.
+    # Two products of head_dim multiply-adds for each pair, head and layer.
     pair_flops = 4 * model.hidden * model.num_layers
     pair = pair_flops / (device.flops * device.prefill_attention_share)
     launches = model.num_layers * device.launch
@@ -151,7 +151,7 @@ OPT_13B_A100 = opt_13b()
 
 
 def described(device: Device) -> dict[str, Any]:
-    """Every number of the latency model, for what is written beside a result."""
+    """Every number of the latency model, to be written beside results."""
     return {
         "simulated": True,
         "device": device.name,

@@ -1,7 +1,7 @@
-"""The engine without a model: the real one, over a null driver, with a clock that is computed.
+"""The real engine without a model, over a null driver, with a computed clock.
 
-What the model and the sampler do is one deterministic function of request and position, and what a
-step takes is what the device profile says of its work.
+Model and sampler are one deterministic function of request and position. A step takes the time that
+the device profile predicts for its work.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ __all__ = ["SimulatedEngine", "SimulationConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """``limit_bytes``: of the KV pool. ``swap_bytes`` 0: nothing is swapped.
+    """``limit_bytes``: of the KV pool. ``swap_bytes`` 0: never swap.
 
-    ``mapper`` "manual": each step's background maps are done while it computes; "off": none is in
-    the background. ``check_every``: the memory's conservation laws are verified each so many steps;
-    ``sample_every``: its statistics are kept. 0: never. ``seconds_per_swap_run``: what each copy to
-    or from the host takes besides its bytes.
+    ``mapper`` "manual": a step's background maps are done while it computes; "off": no background
+    maps. ``check_every``: steps between checks of the memory's conservation laws; ``sample_every``:
+    steps between samples of its statistics. 0: never. ``seconds_per_swap_run``: time of each copy
+    to or from the host besides its bytes.
     """
 
     layout: KVLayout
@@ -91,7 +91,7 @@ class SimulationConfig:
 
     @staticmethod
     def of(device: Device, **options: object) -> SimulationConfig:
-        """A model on a device, with these fields otherwise."""
+        """The configuration of a model on a device, with ``options`` changed."""
         config = SimulationConfig(
             layout=device.layout, limit_bytes=device.kv_bytes, profile=device.profile
         )
@@ -99,7 +99,7 @@ class SimulationConfig:
 
 
 class _KnownSpeeds(PreemptionPolicy):
-    """Speeds are the profile's: nothing is measured, as no time passes."""
+    """Speeds are the profile's: nothing is measured, because no time passes."""
 
     def copied(self, num_bytes: int, seconds: float) -> None:
         pass
@@ -110,14 +110,14 @@ class _KnownSpeeds(PreemptionPolicy):
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended."""
+    """An unfinished request."""
 
     what: Asked
     request: Request
 
 
 class _NullTokenizer:
-    """Of token ids that mean nothing."""
+    """A tokenizer of meaningless token ids."""
 
     eos_ids = frozenset({END_ID})
 
@@ -136,7 +136,7 @@ class _WatchedMemory(MemoryManager):
 
 
 class _NullModel:
-    """The engine's runner and its sampler; moves the clock by what a step takes."""
+    """The engine's runner and sampler; moves the clock by the time of each step."""
 
     vocab_size = VOCAB_SIZE + 1
     num_repaired_rows = 0
@@ -172,9 +172,9 @@ class _NullModel:
 
 
 class SimulatedEngine:
-    """Drives an engine and writes down what it does. Deterministic; ``now`` is its clock.
+    """Drives an engine and records what it does. Deterministic; ``now`` is its clock.
 
-    ``wrap_driver``: a driver around the null driver, say one that injects faults.
+    ``wrap_driver``: puts a driver around the null driver, for example one that injects faults.
     """
 
     def __init__(
@@ -189,10 +189,10 @@ class SimulatedEngine:
         self.num_steps = 0
         self._wrap_driver = wrap_driver
         self.memory = self._create_memory()
-        # A mapper that is stepped, and statistics in one call, are no part of KVMemory.
+        # Stepping the mapper, and all statistics in one call, are no part of KVMemory.
         self._core = self.memory._core
         self._open: dict[str, _Open] = {}
-        #: The next step's batch fails as if its kernels had.
+        #: The next step's batch fails as if its kernels had failed.
         self.fail_next_batch = False
         self._moved = (0, 0)
         self._swap_runs = 0
@@ -203,7 +203,7 @@ class SimulatedEngine:
         config = self.config
 
         def null_driver(host: _core.PageDriver) -> _core.PageDriver:
-            """In place of the host's, which has not touched any memory yet."""
+            """Replace the host's driver, which has not touched any memory yet."""
             self._driver = _core.NullDriver(host.frame_bytes, host.num_frames)
             return self._wrap_driver(self._driver) if self._wrap_driver else self._driver
 
@@ -301,7 +301,7 @@ class SimulatedEngine:
         return list(self._open)
 
     def add(self, what: Asked) -> None:
-        """Raises ``ValueError`` for one that exceeds the context, or a name that is in use."""
+        """Raises ``ValueError`` for a request that exceeds the context, or a name in use."""
         if (
             len(what.prompt) + what.max_output > self.config.max_model_len
             or what.name in self._open
@@ -321,7 +321,7 @@ class SimulatedEngine:
         self._open[what.name] = _Open(what, request)
 
     def abort(self, name: str) -> None:
-        """Ends a request now; one that has ended is ignored."""
+        """End a request now. Finished ones are ignored."""
         if name in self._open:
             self.engine.abort(name)
             self._end(name, "aborted")
@@ -330,7 +330,7 @@ class SimulatedEngine:
         self.engine.convert(name, regime)
 
     def next_token(self, sequence: Sequence) -> int:
-        """What the null model says; the end, where the choice is to be as long as that."""
+        """The null model's token, or the end if the choice is to end here."""
         outputs = self._open[sequence.request.request_id].what.outputs
         is_last = sequence.num_output + 1 >= outputs[sequence.index]
         return END_ID if is_last else null_token(sequence)
@@ -362,14 +362,14 @@ class SimulatedEngine:
     def candidates(
         self, sequence: Sequence, num: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The null model's for a beam."""
+        """The null model's candidates for a beam."""
         seed = self._open[sequence.request.request_id].what.seed
         return null_candidates(seed, sequence, num)
 
     # -- the step -----------------------------------------------------------------------
 
     def step(self) -> None:
-        """Compute once for every sequence that fits; the clock moves by what that takes."""
+        """Compute once for every sequence that fits; moves the clock by the step's time."""
         self.num_steps += 1
         before, generated = len(self.run.steps), self.engine.counters.generation_tokens
         result = self.engine.step()
@@ -381,7 +381,8 @@ class SimulatedEngine:
             self._end(failure.request_id, "failed")
 
     def compute(self, plan: StepPlan) -> None:
-        """Move the clock by what the plan's work takes, and by what its memory had to wait for."""
+        """Move the clock by the time of the plan's work and of the memory work that it waits
+        for."""
         before = self.memory.mapped_before
         unhidden = self._pages_mapped() - before
         hidden = self._map_ahead() - before - unhidden
@@ -407,7 +408,7 @@ class SimulatedEngine:
         return self._core.stats().pages_mapped_total
 
     def _map_ahead(self) -> int:
-        """The mapper's commands, while the step computes; how many pages are mapped so far."""
+        """Do the mapper's commands while the step computes; returns the pages mapped so far."""
         if self.config.mapper == "manual":
             self._core.settle_mapper()
         return self._pages_mapped()
@@ -461,7 +462,7 @@ class SimulatedEngine:
         }
 
     def close(self) -> None:
-        """Aborts what runs; verifies the memory a last time."""
+        """Abort all requests, and verify the memory a last time."""
         for name in self.open_names:
             self.abort(name)
         self.run.counters = self.counters()
@@ -482,7 +483,7 @@ class SimulatedEngine:
 
 
 def _model_config(config: SimulationConfig) -> ModelConfig:
-    """Of a model that is asked for nothing but its vocabulary."""
+    """A configuration of which only the vocabulary is used."""
     layout, unknown = config.layout, cast("Any", None)
     return ModelConfig(
         architecture="null",

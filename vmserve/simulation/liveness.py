@@ -1,19 +1,19 @@
-"""Whatever happens, every request ends: random workloads on the simulated engine.
+"""Check that every request ends: random workloads on the simulated engine.
 
     python -m vmserve.simulation.liveness --workloads 10000 --seed 0
 
-Each workload is one seed: a pool that holds little more than the longest sequence, an odd budget,
-requests of every kind, aborts, conversions, and a driver that refuses calls and kernels that fail
-until some step. Then the faults stop, and
+Each workload is one seed: a pool little larger than the longest sequence, an odd budget, requests
+of every kind, aborts, conversions, and, until some step, a driver that refuses calls and kernels
+that fail. Then the faults stop, and
 
 1. every request ends within :func:`step_bound` steps;
 2. each step computes a token or ends a request;
-3. none but a beam search fails, and that only for want of memory (its beams run at once): requests
-   that were there while faults came are excused;
-4. of requests with one sequence and equal rank that were neither preempted nor aborted, whoever
-   came first has its first token no later (first come, first served);
-5. the memory's conservation laws hold throughout, and at the end no page, sequence or block on the
-   host is in use, nothing is held back and the pool is healthy.
+3. only a beam search may fail, for lack of memory (its beams run at once); requests that were there
+   during faults are excused;
+4. of requests with one sequence and equal rank that were neither preempted nor aborted, first
+   tokens come in the order of arrival;
+5. the memory's conservation laws always hold, and at the end no page, sequence or block on the host
+   is in use, nothing is held back, and the pool is healthy.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ _TOKEN_BYTES = 2 * 64 * 4
 
 
 class Violation(AssertionError):
-    """A property that did not hold; the text says which."""
+    """A property that did not hold; the text names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """All that happens, drawn from one seed."""
+    """All events of a workload, drawn from one seed."""
 
     seed: int
     config: SimulationConfig
-    #: Requests by the step before which they come.
+    #: Requests by the step before which they arrive.
     arrivals: dict[int, list[Asked]]
-    #: (what, name of the request) by step.
+    #: (event, name of the request) by step.
     events: dict[int, list[tuple[str, str]]]
-    #: Faults of the driver and of kernels come before this step only.
+    #: Faults of driver and kernels come only before this step.
     faults_until: int
 
     @property
@@ -161,16 +161,16 @@ def _request(
 
 
 def step_bound(requests: list[Asked]) -> int:
-    """Steps that these may take at most, once faults have stopped: 8 for each of their tokens.
+    """Most steps that these may take once faults have stopped: 8 for each of their tokens.
 
-    Without preemption a step for each token would do, a token being the least that a step computes.
+    Without preemption, one step for each token would do: every step computes at least one.
     """
     tokens = sum((len(r.prompt) + r.max_output) * r.num_branches for r in requests)
     return 8 * tokens + 100
 
 
 class _Life:
-    """One workload as it goes."""
+    """One workload while it runs."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -185,7 +185,7 @@ class _Life:
         return self.faults
 
     def run(self) -> None:
-        """Raises :class:`Violation`, or whatever else goes wrong."""
+        """Raises :class:`Violation`, or any other error."""
         workload, engine = self.workload, self.engine
         assert self.faults is not None
         coming = dict(workload.arrivals)
@@ -216,7 +216,7 @@ class _Life:
             self.engine.convert(name, Regime(event))
 
     def _disturb(self) -> None:
-        """Something may fail in the next step."""
+        """Let something fail in the next step, at random."""
         assert self.faults is not None
         chance = self.rng.random()
         if chance < 0.3:
@@ -251,7 +251,7 @@ class _Life:
         self._check_memory()
 
     def _check_orders(self, alone: list[RequestRecord], asked: dict[str, Asked]) -> None:
-        """Within a rank; between tenants that share fairly there is no order."""
+        """Check orders within a rank, and within a tenant if tenants share fairly."""
         config = self.workload.config
 
         def queue(record: RequestRecord) -> tuple[int, str]:
@@ -284,7 +284,7 @@ def _equal(what: str, is_value: object, should: object) -> None:
 
 
 def _check_order(records: list[RequestRecord]) -> None:
-    """First tokens come in the order of arrival, as far as nothing came between."""
+    """Check that first tokens come in the order of arrival, without preempted requests."""
     served = [r for r in records if r.end == "finished" and not r.num_preemptions and r.first_token]
     served.sort(key=lambda r: r.order)
     for first, second in itertools.pairwise(served):
@@ -298,7 +298,7 @@ def _check_order(records: list[RequestRecord]) -> None:
 
 
 def check_workload(seed: int) -> Counter[str]:
-    """Raises :class:`Violation`; what happened, counted."""
+    """Run one workload; returns counts of events. Raises :class:`Violation`."""
     workload = draw(seed)
     life = _Life(workload)
     life.run()
@@ -312,14 +312,14 @@ def check_workload(seed: int) -> Counter[str]:
 
 @dataclass(slots=True)
 class Report:
-    """``violations``: the seed of each, and the end of its traceback."""
+    """``violations``: by seed, the end of the traceback."""
 
     tally: Counter[str] = field(default_factory=Counter)
     violations: dict[int, str] = field(default_factory=dict)
 
 
 def check_many(first_seed: int, num_workloads: int, *, progress_s: float = 0.0) -> Report:
-    """Every seed from ``first_seed`` on; goes on after a violation."""
+    """Check every seed from ``first_seed`` on, and continue after violations."""
     report = Report()
     told = time.monotonic()
     for seed in range(first_seed, first_seed + num_workloads):
@@ -351,5 +351,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    logging.getLogger("vmserve").setLevel(logging.CRITICAL)  # faults are meant, and counted
+    logging.getLogger("vmserve").setLevel(logging.CRITICAL)  # faults are intended, and counted
     sys.exit(main())

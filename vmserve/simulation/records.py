@@ -1,4 +1,4 @@
-"""What a simulation saw."""
+"""Records of a simulation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ End = Literal["finished", "aborted", "failed"]
 
 
 class StepRecord(NamedTuple):
-    """One step, ``ended`` at that time. ``num_requests``: those with a sequence that runs."""
+    """One step, which ended at ``ended``. ``num_requests``: those with a running sequence."""
 
     ended: float
     seconds: float
@@ -27,7 +27,7 @@ class StepRecord(NamedTuple):
     num_requests: int
     num_waiting: int
     num_virtual: int
-    #: Tokens that it gave to answers; those of beams are counted when their search is over.
+    #: Tokens added to answers; those of beams are counted when their search is over.
     num_generated: int = 0
 
 
@@ -38,13 +38,13 @@ class MemorySample(NamedTuple):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Times in seconds of the simulation's clock; None where not reached."""
+    """Times in seconds of the simulation's clock; None if not reached."""
 
     name: str
     num_prompt: int
-    #: Generated tokens, of all choices; of beams those of the answers.
+    #: Generated tokens of all choices; of a beam search, those of the answers.
     num_output: int
-    #: Of the longest choice: what the request's latency is divided by.
+    #: Tokens of the longest choice, by which the latency is divided.
     longest_output: int
     arrival: float
     end: End
@@ -54,7 +54,7 @@ class RequestRecord:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     regime: str = "virtual"
-    #: Its place in the order of arrivals.
+    #: Its place in the order of arrival.
     order: int = 0
 
     @property
@@ -80,7 +80,7 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class Run:
-    """Everything of one replay; totals of what was counted."""
+    """The records of one replay, and totals of counters."""
 
     requests: list[RequestRecord] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
@@ -96,16 +96,16 @@ class Run:
         return sum(record.end == "finished" for record in self.requests)
 
     def finished(self, since: float = 0.0) -> list[RequestRecord]:
-        """Those that arrived at ``since`` or later."""
+        """Finished requests that arrived at ``since`` or later."""
         return [r for r in self.requests if r.end == "finished" and r.arrival >= since]
 
     def mean(self, of: Callable[[RequestRecord], float | None], since: float = 0.0) -> float:
-        """NaN for none."""
+        """The mean over finished requests; NaN for none."""
         values = [value for r in self.finished(since) if (value := of(r)) is not None]
         return float(np.mean(values)) if values else float("nan")
 
     def normalized_latency(self, since: float = 60.0) -> float:
-        """The mean, without the requests of the first minute, as the paper has it."""
+        """The mean, without requests of the first minute, as in the paper."""
         return self.mean(lambda r: r.normalized_latency, since)
 
     def batch_size(

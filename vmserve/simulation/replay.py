@@ -1,4 +1,4 @@
-"""Virtual time: arrivals and steps in their order, as fast as they can be computed."""
+"""Virtual time: run arrivals and steps in order, as fast as they can be computed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["System", "replay"]
 
 
 class System(Protocol):
-    """Something that serves: the simulated engine, or a baseline."""
+    """The simulated engine, or a baseline."""
 
     #: Seconds of virtual time; may be moved forward while nothing runs.
     now: float
     run: Run
 
     def add(self, what: Asked) -> None:
-        """It arrives: now, or, if that is earlier, at its own time (a step was on)."""
+        """Add a request: it arrives now, or at its own time if that is earlier (during a step)."""
         ...
 
     @property
     def has_unfinished(self) -> bool: ...
 
     def step(self) -> None:
-        """One step; moves the clock by what it takes."""
+        """Run one step; moves the clock by its time."""
         ...
 
 
@@ -40,9 +40,9 @@ def replay(
     until: float = float("inf"),
     max_steps: int | None = None,
 ) -> Run:
-    """Serves all of them to their end; no new step begins at ``until`` or later.
+    """Serve all requests; no new step begins at ``until`` or later.
 
-    Raises ``RuntimeError`` when ``max_steps`` do not do.
+    Raises ``RuntimeError`` if ``max_steps`` are not enough.
     """
     coming = deque(sorted(requests, key=lambda what: what.arrival_s))
     num_steps = 0

@@ -1,4 +1,4 @@
-"""What is asked of a simulated engine, and the null model that answers it."""
+"""Requests to a simulated engine, and the null model that answers them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 VOCAB_SIZE = 1 << 15
-#: Ends an answer; one more than the ids that the null model makes otherwise.
+#: Ends an answer; one above the other ids of the null model.
 END_ID = VOCAB_SIZE
 #: Spread of the null model's log-probabilities among a beam's candidates, in nats.
 _CANDIDATE_SPREAD = 1.0
@@ -33,7 +33,7 @@ _CANDIDATE_SPREAD = 1.0
 class Asked:
     """One request. ``outputs``: the tokens of each choice; a beam search has one number.
 
-    ``seed`` makes the null model's tokens: requests of equal seed and prompt answer alike.
+    ``seed`` makes the null model's tokens: requests of equal seed and prompt get equal answers.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Asked:
 
     @property
     def num_branches(self) -> int:
-        """Sequences that run at once at most."""
+        """Most sequences that run at once."""
         return self.beam_width or len(self.outputs)
 
     @property
@@ -74,7 +74,7 @@ def asked(
 
 
 def sampling_params(what: Asked) -> GenerationParams:
-    """Answers end by :data:`END_ID` where they are to, beams by their number of tokens."""
+    """Parameters with which answers end at :data:`END_ID`, and beams at their number of tokens."""
     if what.beam_width:
         return BeamSearchParams(
             beam_width=what.beam_width,
@@ -88,7 +88,7 @@ def sampling_params(what: Asked) -> GenerationParams:
 
 
 def null_token(sequence: Sequence) -> int:
-    """The same for a choice and position whenever it is asked for (also after a preemption)."""
+    """The token of a choice at its position, the same at each call (also after a preemption)."""
     mixed = sequence.request.seed * 0x9E3779B1 + sequence.index * 0x85EBCA77
     mixed = (mixed + sequence.num_tokens * 0xC2B2AE3D) & 0xFFFFFFFF
     mixed = (mixed ^ mixed >> 15) * 0x2C1B3C6D & 0xFFFFFFFF
@@ -98,10 +98,10 @@ def null_token(sequence: Sequence) -> int:
 def null_candidates(
     seed: int, sequence: Sequence, num: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Different ids with seeded log-probabilities, best first: beams overtake each other.
+    """Distinct ids with seeded log-probabilities, best first, so that beams overtake each other.
 
-    They depend on the beam's last token and length alone, so that a beam that is computed again
-    gets the same.
+    They depend only on the beam's last token and length, so that a beam computed again gets the
+    same ones.
     """
     key = (seed, sequence.num_tokens, sequence.tokens[-1])
     rng = np.random.default_rng(key)
