@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tests.memory.model_laws import Laws
 from tests.memory.model_types import (
@@ -86,20 +87,30 @@ class Model(Laws):
 
     # -- epochs
 
-    def complete(self, epoch: int, after: Observation) -> None:
-        """`epoch` and those before it are over."""
-        sealing = []
+    def complete(self, epoch: int, after: Observation | None = None) -> None:
+        """`epoch` and those before it are over. None: the memory found out during a call that is
+        told afterwards, before or after what the call did; all else is as it was until then."""
+        #: Of each sequence that wrote, the first block that cannot be published yet.
+        sealing = {}
         for seq, model in self.seqs.items():
             for write in [write for write in model.writes if write.epoch <= epoch]:
                 model.writes.remove(write)
                 worth = write.stop if model.worthless_from is None else model.worthless_from
                 model.sealed = max(model.sealed, min(write.stop, worth))
                 if write.own and not model.swapped:
-                    model.surely_sealed = model.sealed
-                    sealing.append(seq)
-        self._over(epoch, after)
-        for seq in sealing:
-            self._must_publish(seq)
+                    sealing[seq] = max(model.published, model.maybe_published)
+        if after is not None:
+            for seq in sealing:
+                self.seqs[seq].surely_sealed = self.seqs[seq].sealed
+        self._over(epoch, self._unchanged_but_for(epoch) if after is None else after)
+        if after is not None:  # else what wrote may have been swapped out by then
+            for seq, first in sealing.items():
+                self._must_publish(seq, first)
+
+    def _unchanged_but_for(self, epoch: int) -> Observation:
+        seqs = self.seen.seqs.items()
+        sealed = {seq: replace(seen, sealed=self.seqs[seq].sealed) for seq, seen in seqs}
+        return replace(self.seen, seqs=sealed, completed=epoch)
 
     def abandon(self, epoch: int, after: Observation) -> None:
         for model in self.seqs.values():
@@ -129,15 +140,18 @@ class Model(Laws):
     def _may_publish(self, seq: int) -> None:
         model = self.seqs[seq]
         blocks = () if model.swapped else self.seen.seqs[seq].blocks
-        for index in range(model.published, self._publishable(model, model.sealed)):
+        most = self._publishable(model, model.sealed)
+        model.maybe_published = max(model.maybe_published, most)
+        for index in range(model.published, most):
             self.may_match.add(model.key(self._end(index)))
             if index < len(blocks):
                 self.named[blocks[index]] = model.key(self._end(index))
 
-    def _must_publish(self, seq: int) -> None:
+    def _must_publish(self, seq: int, first: int) -> None:
+        """Blocks before `first` may have been published, and evicted, before."""
         model, blocks = self.seqs[seq], self.seen.seqs[seq].blocks
         sealed = self._publishable(model, model.surely_sealed)
-        for index in range(model.published, sealed):
+        for index in range(first, sealed):
             block = NO_BLOCK if model.swapped else blocks[index]
             if block != NO_BLOCK:
                 self.must_match[model.key(self._end(index))] = self.seen.evictions
@@ -292,7 +306,12 @@ class Model(Laws):
         expect(epoch == self.begun + 1, f"epoch {epoch} follows {self.begun}")
         earlier, self.begun = self.begun, epoch
         if self.shape.copies_late and any(op.kind is Kind.SWAP_OUT for op in ops):
-            self._copy_out(ops)
+            copied = self.copied_out(ops) - self.just_copied
+            if after.packings > self.seen.packings:  # where the others have been moved is not seen
+                copied &= _kept(self.seen, after)
+            self.copies.append(copied)
+            for block in copied:
+                self.copied[block] = self.copied.get(block, 0) + 1
         others = {op.seq: op for op in ops if op.kind is not Kind.GROW}
         for op in others.values():
             self._do(op)
@@ -310,16 +329,14 @@ class Model(Laws):
             self._forget(block)
         return writes
 
-    def _copy_out(self, ops: Sequence[Op]) -> None:
+    def copied_out(self, ops: Sequence[Op]) -> set[int]:
         """What is swapped out in one plan is copied once, whoever has it."""
         copied: set[int] = set()
         for op in ops:
             if op.kind is Kind.SWAP_OUT:
                 blocks = self.seen.seqs[op.seq].blocks
                 copied |= set(blocks[: self.shape.blocks_for(self.seqs[op.seq].length)])
-        for block in copied - {NO_BLOCK}:
-            self.copied[block] = self.copied.get(block, 0) + 1
-        self.copies.append(copied - {NO_BLOCK})
+        return copied - {NO_BLOCK}
 
     def copies_ended(self, count: int) -> None:
         """Those of the oldest `count` plans that swapped out."""
@@ -357,6 +374,7 @@ class Model(Laws):
         child.length, child.sealed = end, min(end, parent.sealed)
         child.surely_sealed = min(end, parent.surely_sealed)
         child.published = min(parent.published, end // self.shape.block_tokens)
+        child.maybe_published = min(parent.maybe_published, end // self.shape.block_tokens)
         child.writes = [
             Write(op.seq, write.epoch, write.start, min(write.stop, end), own=False)
             for write in parent.writes
@@ -388,3 +406,9 @@ class Model(Laws):
                     f"sequence {seq}: block {old} moved, which epochs that run write",
                 )
         self._accept(after, set(), last_reader=self.begun, may_pack=True)
+
+
+def _kept(before: Observation, after: Observation) -> set[int]:
+    """Blocks that a sequence still has."""
+    had = {seq: set(seen.blocks) for seq, seen in before.seqs.items()}
+    return {b for seq, seen in after.seqs.items() for b in seen.blocks if b in had.get(seq, ())}

@@ -34,6 +34,8 @@ class Laws:
         self.pins: list[Pin] = []
         #: Blocks that are being copied to host memory beside the kernels -> by so many copies.
         self.copied: dict[int, int] = {}
+        #: Those whose copies have ended by the time that the next call is judged.
+        self.just_copied: set[int] = set()
         #: Pages and slots that the memory may keep to itself until the epoch is complete.
         self.resting: dict[int, int] = {}
         self.left_slots: dict[int, int] = {}
@@ -236,6 +238,7 @@ class Laws:
             or block in self._forked
             or block in self.named
             or block in self.copied
+            or block in self.just_copied
             for block in unit
         )
         expect(converted or shared, f"sequence {seq}: block {was} at {index} replaced without need")

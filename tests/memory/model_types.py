@@ -143,6 +143,8 @@ class ModelSequence:
     surely_sealed: int = 0
     #: Blocks that were sealed with known tokens: the prefix cache was told of them.
     published: int = 0
+    #: And perhaps of so many.
+    maybe_published: int = 0
 
     def key(self, end: int) -> Key:
         return (self.tenant, self.salt, self.weights, tuple(self.stream[:end]))

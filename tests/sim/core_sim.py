@@ -4,9 +4,8 @@ Every epoch's kernels, one a sequence, are queued some time after ``apply()``, r
 that, and look at what they touch when they run: the simulator reports an access to what is not
 mapped (any more), is read-only or shows other memory, and every byte that is not the sequence's.
 
-Contents. The value at a position depends on the tenant, the salt, the weights, the tokens of the
-blocks before it and its own token; each tenant has its own range of values, one byte wide. So what
-the prefix cache, forks, conversions and the swap space hand out is right if its bytes are.
+The books are the model's of ``tests/memory``: its laws are held against what can be seen after
+every call, and it says which value belongs at each position.
 
 Copies are queued by ``apply()`` itself. So the epochs that are begun and not launched are launched
 before an ``apply()`` that may copy what they write. Kernels run on one stream, copies to and from
@@ -16,7 +15,6 @@ the host on another, and either may be far behind the other.
 from __future__ import annotations
 
 import random
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,18 +23,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.memory.core_support import as_tuple, as_view, observe
+from tests.memory.model import Model
+from tests.memory.model_types import VALUES_PER_TENANT, Kind, Observation, Op, Shape
 from tests.sim.simcuda import GRANULE, NOTHING, SPAN, SimConfig, SimCuda
 from vmserve import _core
-from vmserve._core import Health, MapperMode, OpKind, View, ZeroPolicy
+from vmserve._core import Health, MapperMode, ZeroPolicy
 from vmserve.errors import DriverError, OutOfMemoryError
 
 GROUPS = 2
 MAX_SEQS = 6
-VALUES_PER_TENANT = 80
 ERRORS = (*(1, 2, 999) * 20, 700)
 """CUresults: invalid value, out of memory, unknown; and, seldom, a sticky one: illegal address."""
-
-CoreOp = tuple[OpKind, int, int, int, int, View]
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,11 @@ class Setting:
     @property
     def token_bytes(self) -> int:
         return GRANULE // self.page_tokens
+
+    def shape(self) -> Shape:
+        names = ("block_tokens", "blocks_per_page", "max_seqs", "num_slots", "max_len")
+        names += ("max_pages", "null_page", "prefix_caching", "swap_blocks", "read_slack")
+        return Shape(**{name: self.core[name] for name in names}, copies_late=True)
 
 
 def setting(seed: int) -> Setting:
@@ -109,32 +112,13 @@ def setting(seed: int) -> Setting:
     return Setting(seed, blocks_per_page, mapper, faults, block_tokens, max_pages, core, machine)
 
 
-@dataclass(eq=False)
-class Seq:
-    """One open sequence as it should be. ``values`` ``[groups, max_len]``; 0: nobody knows."""
-
-    id: int
-    tenant: int
-    paged: bool
-    salt: str
-    weights: int
-    stream: list[int]
-    known: int
-    nameless: bool
-    values: NDArray[np.int16]
-    length: int = 0
-    first: int = 0
-    swapped: bool = False
-    shares: bool = False
-
-
 @dataclass
 class Begun:
     """An epoch that is not launched yet."""
 
     epoch: int
     kernels: list[tuple[str, NDArray[Any]]]
-    writes: list[tuple[Seq, int, int]]
+    writes: list[tuple[int, int, int]]
 
 
 @dataclass
@@ -143,11 +127,12 @@ class Life:
     rng: random.Random = field(init=False)
     sim: SimCuda = field(init=False)
     core: Any = field(init=False)
-    seqs: dict[int, Seq] = field(default_factory=dict)
+    model: Model = field(init=False)
+    #: Of each open sequence, int16 ``[groups, max_len]``; 0: nobody knows.
+    values: dict[int, NDArray[np.int16]] = field(default_factory=dict)
+    #: Sequences that may share a block.
+    sharing: set[int] = field(default_factory=set)
     begun: deque[Begun] = field(default_factory=deque)
-    last_launched: int = 0
-    weights: int = 0
-    num_opened: int = 0
     num_steps: int = 0
     num_raised: int = 0
     lost: bool = False
@@ -162,31 +147,50 @@ class Life:
         self.arenas = [core.arena_buffer(group).ctypes.data for group in groups]
         self.slots = [core.slots_buffer(group).ctypes.data for group in groups]
         self.slot_bytes = core.slots_buffer(0).shape[1]
+        self.model = Model(self.setting.shape(), self.setting.core["limit_pages"])
         self.max_len: int = self.setting.core["max_len"]
 
-    # -- contents
+    # -- the books
 
-    def compute(self, seq: Seq, start: int = 0) -> None:
-        """The values from `start` on, whatever was there."""
-        width = self.setting.block_tokens
-        for group in range(GROUPS):
-            name = (group, seq.tenant, seq.salt, seq.weights)
-            digest = zlib.crc32(repr(name).encode())
-            for block in range(0, self.max_len, width):
-                tokens = seq.stream[block : block + width]
-                for place, token in enumerate(tokens):
-                    if block + place >= start:
-                        value = zlib.crc32(bytes([token]), digest) % VALUES_PER_TENANT
-                        value += seq.tenant * VALUES_PER_TENANT + 1
-                        seq.values[group, block + place] = value
-                digest = zlib.crc32(bytes(tokens), digest)
+    def observe(self, seqs: Sequence[int] | None = None) -> Observation:
+        """Of `seqs`, or of all."""
+        seqs = list(self.model.seqs) if seqs is None else seqs
+        return observe(self.core, seqs, self.setting.core["num_slots"])
 
-    def spans(self, seq: Seq, old: int) -> NDArray[Any]:
+    def see(self, seqs: Sequence[int] | None = None, num_copied: int = 0) -> Observation:
+        """What is seen after a call. The model learns which epochs have ended by now, and which of
+        the copies before the call, which began `num_copied`."""
+        after = self.observe(seqs)
+        if after.completed > self.model.completed:
+            self.model.complete(after.completed)
+        copying = self.core.stats().copying_blocks - num_copied
+        while self.model.copies and sum(self.model.copied.values()) > copying:
+            self.model.copies_ended(1)
+        return after
+
+    def look(self) -> None:
+        """See all, while nothing happens."""
+        after = self.observe()
+        if after.completed > self.model.completed:
+            self.model.complete(after.completed, after)
+        else:
+            self.model.quiet(after)
+
+    def is_nameless(self, seq: int) -> bool:
+        """Whether any tokens may be computed: the memory is told none, or none any more."""
+        model = self.model.seqs[seq]
+        return model.known == 0 or model.nameless or model.weights != self.model.weights
+
+    def compute(self, seq: int) -> None:
+        model = self.model.seqs[seq]
+        self.values[seq] = np.array([model.values(group) for group in range(GROUPS)], np.int16)
+
+    def spans(self, id_: int, old: int) -> NDArray[Any]:
         """Its kernel: writes positions from `old` on, reads those before and behind."""
-        setting = self.setting
+        setting, seq = self.setting, self.model.seqs[id_]
         width, token_bytes = setting.block_tokens, setting.token_bytes
-        slot = self.core.slot(seq.id)
-        blocks = self.core.blocks(seq.id)
+        slot = self.core.slot(id_)
+        blocks = self.core.blocks(id_)
         unit = width if slot is None else setting.page_tokens
         # Behind the last position lies what was not written yet, and is nobody else's.
         behind = seq.length + (0 if slot is None else setting.core["read_slack"])
@@ -197,7 +201,7 @@ class Life:
         parts = []
         for group in range(GROUPS):
             values = np.zeros(stop - seq.first, np.int16)
-            values[: seq.length - seq.first] = seq.values[group, seq.first : seq.length]
+            values[: seq.length - seq.first] = self.values[id_][group, seq.first : seq.length]
             cut = (np.diff(values) != 0) | (positions[1:] % width == 0)
             cut |= (positions[1:] == old) | (positions[1:] == seq.length)
             at = np.concatenate([[0], np.flatnonzero(cut) + 1])
@@ -242,8 +246,8 @@ class Life:
             self.mix()
         elif draw < 0.75:
             self.fork()
-        elif draw < 0.82 and self.seqs:
-            self.release(rng.choice(list(self.seqs.values())))
+        elif draw < 0.82 and self.model.seqs:
+            self.release(rng.choice(list(self.model.seqs)))
         elif draw < 0.90:
             self.keep_house()
         elif draw < 0.98:
@@ -259,12 +263,9 @@ class Life:
     def check(self) -> None:
         violations = self.sim.violations()
         assert not violations, violations[:5]
-        if self.lost:
-            return
-        self.core.check()
-        for seq in self.seqs.values():
-            assert self.core.length(seq.id) == seq.length
-            assert self.core.swapped(seq.id) == seq.swapped
+        if not self.lost:
+            self.core.check()
+            self.look()
 
     def guarded(self, call: Callable[[], Any]) -> bool:
         """Whether the call succeeded. Memory may be short; the driver refuses only what it is
@@ -291,39 +292,57 @@ class Life:
                 self.lost = True
         return True
 
-    def open(self, tenant: int, *, paged: bool, nameless: bool) -> Seq | None:
+    def chore(self, call: Callable[[], Any]) -> None:
+        """A call that concerns no sequence."""
+        if self.guarded(call):
+            self.model.quiet(self.see())
+        elif not self.lost:
+            self.model.failed(self.see())
+
+    def open(self, tenant: int, *, paged: bool, nameless: bool) -> int | None:
         rng = self.rng
         ones = rng.choice([1, self.max_len // 4, self.max_len // 2, self.max_len])
         stream = [1] * ones + [2] * (self.max_len - ones)  # prefixes collide
         salt = rng.choice(["", "", "", "salt"])
         known = 0 if nameless else rng.randint(1, self.max_len)
-        view = View.PAGED if paged else View.VIRTUAL
-        id_ = self.core.open(tenant, view, salt.encode(), stream[:known])
-        self.num_opened += 1
-        if id_ is None:
-            assert len(self.seqs) == MAX_SEQS
-            return None
-        if nameless:
-            salt = f"private {self.num_opened}"
-        values = np.zeros((GROUPS, self.max_len), np.int16)
-        seq = Seq(id_, tenant, paged, salt, self.weights, stream, known, nameless, values)
-        self.compute(seq)
-        self.seqs[id_] = seq
+        seq: int | None = self.core.open(tenant, as_view(paged), salt.encode(), stream[:known])
+        after = self.see([*self.model.seqs, *([] if seq is None else [seq])])
+        self.model.open(
+            seq,
+            tenant=tenant,
+            paged=paged,
+            salt=salt,
+            stream=stream,
+            known=known,
+            private=nameless,
+        )
+        if seq is not None:
+            self.model.opened(after)
+            self.sharing.discard(seq)
+            self.compute(seq)
         return seq
 
-    def growth(self, seq: Seq, length: int, *, most: int | None = None) -> list[CoreOp]:
-        top = self.max_len if seq.nameless else min(self.max_len, seq.known + 1)
+    def match(self, seq: int) -> int:
+        self.look()
+        before = self.model.completed
+        matched = int(self.core.match(seq))
+        self.see()
+        if self.model.completed == before:  # else more may be published by now
+            self.model.check_match(seq, matched)
+        return matched
+
+    def growth(self, seq: int, length: int, *, most: int | None = None) -> list[Op]:
+        model = self.model.seqs[seq]
+        top = self.max_len if self.is_nameless(seq) else min(self.max_len, model.known + 1)
         top = top if most is None else min(top, most)
         to = self.rng.randint(length, top) if top > length else length
-        if to == 0:
-            to = 1
         slides = length > 0 and self.rng.random() < 0.08
-        first = self.rng.randint(seq.first, length) if slides else 0
-        return [(OpKind.GROW, seq.id, to, first, -1, View.VIRTUAL)]
+        first = self.rng.randint(model.first, length) if slides else 0
+        return [Op(Kind.GROW, seq, max(to, 1), first)]
 
     def admit(self) -> None:
         rng = self.rng
-        ops: list[CoreOp] = []
+        ops: list[Op] = []
         opened = []
         for _ in range(rng.randint(1, 2)):
             nameless = rng.random() < 0.1
@@ -331,9 +350,9 @@ class Life:
             if seq is None:
                 continue
             opened.append(seq)
-            matched = self.core.match(seq.id)
+            matched = self.match(seq)
             if matched > 0 and rng.random() < 0.9:
-                ops.append((OpKind.ATTACH, seq.id, matched, 0, -1, View.VIRTUAL))
+                ops.append(Op(Kind.ATTACH, seq, matched))
             else:
                 matched = 0
             ops += self.growth(seq, matched)
@@ -344,44 +363,44 @@ class Life:
     def decode(self) -> None:
         """A token or a few for most sequences: what an engine does nearly always."""
         rng = self.rng
-        ops: list[CoreOp] = []
-        for seq in list(self.seqs.values()):
-            if seq.length == 0 or seq.swapped or rng.random() < 0.2:
+        ops: list[Op] = []
+        for seq, model in self.model.seqs.items():
+            if model.length == 0 or model.swapped or rng.random() < 0.2:
                 continue
-            if not seq.nameless and seq.known <= seq.length and seq.known < self.max_len:
-                self.core.append_tokens([seq.id], [seq.stream[seq.known]])
-                seq.known += 1
-            ops += self.growth(seq, seq.length, most=seq.length + rng.choice([1, 1, 1, 5]))
+            if not self.is_nameless(seq) and model.known <= min(model.length, self.max_len - 1):
+                self.core.append_tokens([seq], [self.model.append_token(seq)])
+            ops += self.growth(seq, model.length, most=model.length + rng.choice([1, 1, 1, 5]))
         if ops:
             self.apply(ops)
 
     def mix(self) -> None:
         """Conversions and swaps among growths."""
         rng = self.rng
-        ops: list[CoreOp] = []
-        for seq in rng.sample(list(self.seqs.values()), min(len(self.seqs), 3)):
-            if seq.length == 0:
+        ops: list[Op] = []
+        for seq in rng.sample(list(self.model.seqs), min(len(self.model.seqs), 3)):
+            model = self.model.seqs[seq]
+            if model.length == 0:
                 continue
-            if seq.swapped:
-                ops.append((OpKind.SWAP_IN, seq.id, 0, 0, -1, View.VIRTUAL))
+            if model.swapped:
+                ops.append(Op(Kind.SWAP_IN, seq))
             elif rng.random() < 0.5:
-                view = rng.choice([View.PAGED, View.VIRTUAL])
-                ops.append((OpKind.CONVERT, seq.id, 0, 0, -1, view))
+                ops.append(Op(Kind.CONVERT, seq, paged=rng.choice([True, False])))
             else:
-                ops.append((OpKind.SWAP_OUT, seq.id, 0, 0, -1, View.VIRTUAL))
+                ops.append(Op(Kind.SWAP_OUT, seq))
                 continue
             if rng.random() < 0.5:
-                ops += self.growth(seq, seq.length)
+                ops += self.growth(seq, model.length)
         if ops:
             self.apply(ops)
 
+    def present(self) -> list[int]:
+        return [seq for seq, model in self.model.seqs.items() if model.length and not model.swapped]
+
     def make_way(self) -> None:
         """Somebody's pages are wanted at once, while the copies of them run; or it comes back."""
-        rng = self.rng
-        present = [seq for seq in self.seqs.values() if seq.length and not seq.swapped]
+        rng, present = self.rng, self.present()
         victims = rng.sample(present, min(len(present), rng.choice([1, 1, 2])))
-        swaps: list[CoreOp] = [(OpKind.SWAP_OUT, seq.id, 0, 0, -1, View.VIRTUAL) for seq in victims]
-        if not swaps or not self.apply(swaps):
+        if not victims or not self.apply([Op(Kind.SWAP_OUT, seq) for seq in victims]):
             return
         for _ in range(rng.randint(1, 3)):
             if self.lost:
@@ -391,77 +410,73 @@ class Life:
             if rng.random() < 0.3:
                 self.sim.pump(1)
         back = rng.choice(victims)
-        if rng.random() < 0.5 and not self.lost and back.id in self.seqs and back.swapped:
-            self.apply([(OpKind.SWAP_IN, back.id, 0, 0, -1, View.VIRTUAL)])
+        if rng.random() < 0.5 and not self.lost:
+            model = self.model.seqs.get(back)
+            if model is not None and model.swapped:
+                self.apply([Op(Kind.SWAP_IN, back)])
 
     def fork(self) -> None:
         rng = self.rng
-        parents = [s for s in self.seqs.values() if s.length and not s.swapped and s.first == 0]
+        parents = [seq for seq in self.present() if self.model.seqs[seq].first == 0]
         if not parents:
             return
         parent = rng.choice(parents)
-        child = self.open(parent.tenant, paged=rng.random() < 0.5, nameless=False)
+        child = self.open(self.model.seqs[parent].tenant, paged=rng.random() < 0.5, nameless=False)
         if child is None:
             return
-        end = rng.randint(1, parent.length)
-        ops: list[CoreOp] = [(OpKind.FORK, child.id, end, 0, parent.id, View.VIRTUAL)]
-        saved = (child.salt, child.weights, child.stream, child.known, child.nameless)
-        child.salt, child.weights = parent.salt, parent.weights
-        child.stream = parent.stream[:end] + [3] * (self.max_len - end)
-        child.nameless = parent.nameless or parent.known < end
-        child.known = min(parent.known, end)
-        self.compute(child)
-        child.values[:, :end] = parent.values[:, :end]
+        end = rng.randint(1, self.model.seqs[parent].length)
+        ops = [Op(Kind.FORK, child, end, other=parent)]
         if rng.random() < 0.6:
-            ops.append((OpKind.GROW, child.id, min(end + 1, self.max_len), 0, -1, View.VIRTUAL))
-        parent.shares = child.shares = True
+            ops.append(Op(Kind.GROW, child, min(end + 1, self.max_len)))
+        self.sharing |= {parent, child}
         if not self.apply(ops):
-            child.salt, child.weights, child.stream, child.known, child.nameless = saved
             self.release(child)
 
-    def may_copy(self, op: CoreOp) -> bool:
+    def may_copy(self, op: Op) -> bool:
         """Something that an epoch which is not launched yet may still write."""
-        kind, seq = op[0], self.seqs[op[1]]
-        if kind in (OpKind.FORK, OpKind.CONVERT, OpKind.SWAP_OUT):
+        if op.kind in (Kind.FORK, Kind.CONVERT, Kind.SWAP_OUT):
             return True
-        return kind is OpKind.GROW and seq.paged and seq.shares
+        return op.kind is Kind.GROW and self.model.seqs[op.seq].paged and op.seq in self.sharing
 
-    def apply(self, ops: Sequence[CoreOp]) -> bool:
+    def apply(self, ops: Sequence[Op]) -> bool:
         if self.begun and any(self.may_copy(op) for op in ops):
             self.launch(len(self.begun))
-        plan = self.core.plan(ops)
+        told = [as_tuple(op) for op in ops]
+        plan = self.core.plan(told)
         if not plan.fits:
             if plan.waiting_pages:
                 self.launch(len(self.begun))
                 self.sim.pump()
             return False
+        self.look()
+        self.see()
+        copied = self.model.copied.keys() | self.model.copied_out(ops)
         epochs: list[int] = []
-        if not self.guarded(lambda: epochs.append(self.core.apply(ops, plan.version))):
+        if not self.guarded(lambda: epochs.append(self.core.apply(told, plan.version))):
+            if not self.lost:
+                self.model.failed(self.see())
             return False
-        old: dict[int, int] = {}
-        for kind, id_, num_tokens, first, _, view in ops:
-            seq = self.seqs[id_]
-            old.setdefault(id_, seq.length)
-            if kind in (OpKind.ATTACH, OpKind.FORK):
-                old[id_] = seq.length = num_tokens
-                seq.shares = True
-            elif kind is OpKind.CONVERT:
-                seq.paged = view is View.PAGED
-            elif kind is OpKind.SWAP_OUT:
-                seq.swapped = True
-            elif kind is OpKind.SWAP_IN:
-                seq.swapped = False
-            else:
-                seq.length = max(seq.length, num_tokens)
-                seq.first = max(seq.first, first)
-        begun = Begun(epochs[0], [], [])
-        for id_, length in old.items():
-            seq = self.seqs[id_]
-            if seq.swapped or seq.length == 0 or self.lost:
-                continue
-            label = f"kernel of sequence {id_} in epoch {epochs[0]}, step {self.num_steps},"
-            begun.kernels.append((label, self.spans(seq, length)))
-            begun.writes.append((seq, length, seq.length))
+        if self.lost:
+            return True
+        own = self.model.copied_out(ops)
+        after = self.see(num_copied=len(own))
+        # A copy that has ended since may have been a reason for another one.
+        still = self.model.copied.keys() | (own if self.core.stats().copying_blocks else set())
+        self.model.just_copied = copied - still
+        written = {w.seq: w for w in self.model.apply(ops, epochs[0], after)}
+        for op in ops:
+            if op.kind is Kind.FORK:
+                self.compute(op.seq)
+                self.values[op.seq][:, : op.num_tokens] = self.values[op.other][:, : op.num_tokens]
+            elif op.kind is Kind.ATTACH:
+                self.sharing.add(op.seq)
+        begun = Begun(epochs[0], [], [(w.seq, w.start, w.stop) for w in written.values()])
+        for seq in dict.fromkeys(op.seq for op in ops):
+            model = self.model.seqs[seq]
+            if not model.swapped and model.length > 0:
+                old = written[seq].start if seq in written else model.length
+                label = f"kernel of sequence {seq} in epoch {epochs[0]}, step {self.num_steps},"
+                begun.kernels.append((label, self.spans(seq, old)))
         self.begun.append(begun)
         return True
 
@@ -482,18 +497,26 @@ class Life:
         if not self.begun:
             return
         self.sim.pump()
-        self.core.stats()
+        self.look()
         for begun in self.begun:
             for seq, start, stop in begun.writes:
-                seq.values[:, start:stop] = 0
-        self.core.abandon_epoch(self.begun[-1].epoch)
+                if seq in self.values:
+                    self.values[seq][:, start:stop] = 0
+        epoch = self.begun[-1].epoch
+        self.core.abandon_epoch(epoch)
+        self.model.abandon(epoch, self.observe())
         self.begun.clear()
 
     # -- the rest
 
-    def release(self, seq: Seq) -> None:
-        assert self.guarded(lambda: self.core.release(seq.id))
-        del self.seqs[seq.id]
+    def release(self, seq: int) -> None:
+        assert self.guarded(lambda: self.core.release(seq))
+        del self.values[seq]
+        if self.lost:
+            del self.model.seqs[seq]
+            return
+        after = self.see([other for other in self.model.seqs if other != seq])
+        self.model.release(seq, lambda: after)
 
     def keep_house(self) -> None:
         rng, core = self.rng, self.core
@@ -502,29 +525,31 @@ class Life:
         )
         if chore == "trim":
             keep, drop = rng.randint(0, 4), rng.random() < 0.5
-            self.guarded(lambda: core.trim(keep, drop))
+            self.chore(lambda: core.trim(keep, drop))
         elif chore == "limit":
             limit = rng.randint(4, self.setting.max_pages)
-            self.guarded(lambda: core.set_limit(limit))
+            self.model.limit_pages = limit
+            self.chore(lambda: core.set_limit(limit))
         elif chore == "compact":
             if rng.random() < 0.5:
                 self.launch(len(self.begun))
                 self.sim.pump()
                 core.stats()
-            self.guarded(core.compact)
+            if self.guarded(core.compact):
+                self.model.compact(self.see())
+            elif not self.lost:
+                self.model.failed(self.see())
         elif chore == "cache":
             if rng.random() < 0.3:
                 core.clear_cache()
-                self.weights += 1
-                for seq in self.seqs.values():
-                    seq.nameless = True
+                self.model.clear_cache()
         elif chore == "mapper":
             count = rng.randint(1, 3)
-            self.guarded(lambda: core.run_mapper(count))
+            self.chore(lambda: core.run_mapper(count))
         elif chore == "copies":
-            self.guarded(core.finish_copies)
+            self.chore(core.finish_copies)
         else:
-            self.guarded(core.settle_mapper)
+            self.chore(core.settle_mapper)
 
     def finish(self) -> None:
         """Everything reads back right, then everything comes back."""
@@ -533,13 +558,13 @@ class Life:
         if self.lost:
             return
         self.sim.pump()
-        for seq in [s for s in self.seqs.values() if not s.swapped and s.length]:
-            label = f"the last kernel of sequence {seq.id}"
-            self.sim.launch_spans(self.spans(seq, seq.length), label)
+        for seq in self.present():
+            label = f"the last kernel of sequence {seq}"
+            self.sim.launch_spans(self.spans(seq, self.model.seqs[seq].length), label)
         self.sim.pump()
         self.check()
-        for seq in list(self.seqs.values()):
-            core.release(seq.id)
+        for seq in list(self.model.seqs):
+            core.release(seq)
         core.complete(core.begun_epoch)
         core.settle_mapper()
         core.trim(0, drop_idle=True)
