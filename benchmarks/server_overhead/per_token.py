@@ -24,8 +24,8 @@ from typing import Any
 
 from client import cpu_seconds, stream_all
 
-from vmserve.ipc.client import ProcessLLM
-from vmserve.ipc.process import EngineProcess
+from vmserve.client.process import EngineProcess
+from vmserve.client.process_llm import ProcessLLM
 from vmserve.server.config import ServerConfig
 from vmserve.server.listen import bind
 from vmserve.server.run import serve

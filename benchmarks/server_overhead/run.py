@@ -35,7 +35,7 @@ from client import cpu_seconds, stream_all
 from vmserve import AsyncLLM, SamplingParams
 from vmserve.bench.lab.machine import cpu_model
 from vmserve.bench.lab.statistics import paired_effects
-from vmserve.ipc.client import ProcessLLM
+from vmserve.client.process_llm import ProcessLLM
 
 WAYS = ("in-process", "process", "http, one process", "http")
 #: Runs requests of so many tokens at once: seconds until the first token of any.

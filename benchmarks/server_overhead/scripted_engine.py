@@ -1,7 +1,7 @@
 """An engine that only says things: steps of one token per stream, as fast as they are taken.
 
-Started in the place of ``vmserve.ipc`` by per_token.py. It loads the embedded model to describe
-it, computes nothing, and waits ``VMSERVE_STEP_SECONDS`` between two steps.
+Started in the place of ``vmserve.client.engine_main`` by per_token.py. It loads the embedded model
+to describe it, computes nothing, and waits ``VMSERVE_STEP_SECONDS`` between two steps.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import sys
 import threading
 import time
 
-from vmserve.config import EngineConfig
-from vmserve.engine.engine import LLMEngine
-from vmserve.ipc.__main__ import _ready
-from vmserve.ipc.framing import receive_frame, send_frame
-from vmserve.ipc.messages import (
+from vmserve.client.codec import decode_to_engine, encode
+from vmserve.client.engine_main import _ready
+from vmserve.client.framing import receive_frame, send_frame
+from vmserve.client.messages import (
     Abort,
     Add,
     Launch,
@@ -25,9 +24,9 @@ from vmserve.ipc.messages import (
     Pong,
     Shutdown,
     StepUpdate,
-    decode_to_engine,
-    encode,
 )
+from vmserve.config import EngineConfig
+from vmserve.engine.engine import LLMEngine
 from vmserve.text.update import ChoiceUpdate, RequestUpdate
 from vmserve.types import RequestMetrics
 
@@ -60,7 +59,7 @@ def _speak(sock: socket.socket, heard: queue.SimpleQueue[object], step_seconds: 
         while not (left and heard.empty()):
             match heard.get():
                 case Add() as add:
-                    left[add.handle] = int(add.params["sampling"].get("max_tokens", 16))
+                    left[add.handle] = int(add.params.max_tokens or 16)
                     accepted.append(add.handle)
                 case Abort() as abort:
                     left.pop(abort.handle, None)

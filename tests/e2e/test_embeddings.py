@@ -17,7 +17,7 @@ from vmserve import LLM, InvalidRequestError, SamplingParams
 import torch  # isort: skip
 from transformers import AutoModelForCausalLM  # isort: skip
 
-from vmserve.ipc.client import ProcessLLM
+from vmserve.client.process_llm import ProcessLLM
 from vmserve.models.config import ModelConfig
 
 Prompts = Callable[[int, int, int], list[list[int]]]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from vmserve import LLM, AsyncLLM, ConfigurationError, InvalidRequestError, SamplingParams
+from vmserve import LLM, AsyncLLM, ConfigurationError, SamplingParams
+from vmserve.client.messages import Ask, ToEngine
+from vmserve.client.process_llm import ProcessLLM
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
-from vmserve.ipc.client import ProcessLLM
 
 PAGE = "64KiB"
 OPTIONS: dict[str, Any] = {
@@ -107,7 +109,7 @@ def test_a_cache_that_is_cleared_under_running_requests() -> None:
     assert tokens == expected
 
 
-def test_a_cleared_cache_has_no_hits_and_what_is_pinned_is_not_cleared() -> None:
+def test_a_cleared_cache_has_no_hits_and_what_is_pinned_is_computed_again() -> None:
     short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with LLM(**OPTIONS) as llm:
 
@@ -123,10 +125,11 @@ def test_a_cleared_cache_has_no_hits_and_what_is_pinned_is_not_cleared() -> None
         assert stats["cached_blocks"] == 0
         assert (hits(), hits()) == (0, 96)
         pin = llm.pin_prefix(PROMPTS[0])
-        with pytest.raises(InvalidRequestError, match="1 prefixes are pinned: unpin them first"):
-            llm.reset_prefix_cache()
+        llm.reset_prefix_cache()
+        assert llm.stats()["pinned_prefixes"] == 1
         assert hits() == 96
         llm.unpin_prefix(pin.handle)
+        assert llm.stats()["pinned_prefixes"] == 0
         llm.reset_prefix_cache()
         assert hits() == 0
 
@@ -174,6 +177,41 @@ def test_through_the_clients_while_requests_run(kind: Any) -> None:
         with pytest.raises(ConfigurationError, match="kv_cache_memory"):
             await llm.set_kv_cache_memory("much")
 
+    on_client(kind, serve)
+
+
+@pytest.mark.parametrize("kind", [AsyncLLM, ProcessLLM], ids=["one", "two"])
+def test_pins_outlast_resets_and_go_with_their_callers(kind: Any) -> None:
+    async def serve(llm: Any) -> None:
+        async def num_pinned() -> int:
+            return (await llm.ask("stats"))["pinned_prefixes"]
+
+        kept = await llm.pin_prefix(PROMPTS[0])
+        await llm.reset_prefix_cache()
+        assert await num_pinned() == 1
+        # A caller who leaves when the engine has been asked to hold its prefix.
+        pinning = asyncio.ensure_future(llm.pin_prefix(PROMPTS[1]))
+        send = llm._send
+
+        def send_and_leave(message: ToEngine) -> None:
+            send(message)
+            if isinstance(message, Ask) and message.question == "hold_prefix":
+                pinning.cancel()
+
+        llm._send = send_and_leave
+        with pytest.raises(asyncio.CancelledError):
+            await pinning
+        del llm._send
+        assert await num_pinned() == 1
+        await llm.unpin_prefix(kept.handle)
+        assert await num_pinned() == 0
+        with pytest.raises(ValueError, match="no prefix is pinned with the handle"):
+            await llm.unpin_prefix(kept.handle)
+
+    on_client(kind, serve)
+
+
+def on_client(kind: Any, serve: Callable[[Any], Awaitable[None]]) -> None:
     async def run() -> None:
         llm = kind(**OPTIONS)
         try:

@@ -31,7 +31,6 @@ def make_request(name: str, num_prompt: int, *, max_tokens: int = 4, n: int = 1)
     prompt = list(range(num_prompt))
     request = Request(
         name,
-        None,
         prompt,
         params,
         max_tokens,

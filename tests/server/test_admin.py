@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Running, error_of
+from vmserve.client.process_llm import ProcessLLM
 from vmserve.errors import ConfigurationError
-from vmserve.ipc.client import ProcessLLM
 from vmserve.server.admin import ADMIN_PATHS
 from vmserve.server.config import ServerConfig
 from vmserve.testing import ScriptedEngine

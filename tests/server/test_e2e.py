@@ -14,7 +14,7 @@ from tests.profiles import write_profile
 from tests.server.conftest import Body, Running, error_of, until
 from tests.server.test_lifecycle import raw_request
 from vmserve import AsyncLLM
-from vmserve.ipc.client import ProcessLLM
+from vmserve.client.process_llm import ProcessLLM
 from vmserve.server.tokenization import tokenizer_info
 
 PROMPT = "Once upon a time there was"

@@ -22,9 +22,9 @@ import typer
 from typer.core import TyperCommand
 
 from vmserve.cli.options import ENGINE_OPTIONS, parameters_of, with_parameters
+from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.errors import ChatTemplateError, ConfigurationError, InvalidRequestError
 from vmserve.imports import import_quickly
-from vmserve.ipc.client import ProcessLLM, Supervision
 from vmserve.logs import LOG_FORMATS, configure_logging
 from vmserve.models.hub import EMBEDDED_NAME, is_embedded
 from vmserve.options import Option, check_options, declared_options

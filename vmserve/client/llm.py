@@ -5,21 +5,28 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+from vmserve.client.core import ClientCore
+from vmserve.client.inbox import OpenRequest
+from vmserve.client.inline import InlineTransport
 from vmserve.config import EngineConfig
 from vmserve.engine.build import Progress
-from vmserve.engine.engine import LLMEngine, PinnedPrefix
+from vmserve.engine.engine import LLMEngine
 from vmserve.errors import EngineDeadError, InvalidRequestError
 from vmserve.progress import generation_progress
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.sampling.params import Pooling
-from vmserve.text.assembly import RequestAssembly
 from vmserve.text.prompts import Prompt, PromptLike, encode_prompt, split_prompts
-from vmserve.types import EmbeddingOutput, RequestOutput, RequestTerms, shaped_embedding
+from vmserve.types import (
+    EmbeddingOutput,
+    PinnedPrefix,
+    RequestOutput,
+    RequestTerms,
+    shaped_embedding,
+)
 
 __all__ = ["LLM"]
 
@@ -52,6 +59,16 @@ class LLM:
     ) -> None:
         config = EngineConfig.from_options({"model": model, **engine_options})
         self._engine: LLMEngine | None = LLMEngine(config, progress=progress)
+        engine = self._engine
+        self._client = ClientCore(
+            config,
+            engine.resolved,
+            engine.limits,
+            engine.tokenizer,
+            engine.model_config.default_sampling,
+        )
+        self._transport = InlineTransport(engine)
+        self._client.attach(self._transport)
         self._ids = itertools.count()
         #: Held by whoever steps the engine, or takes it apart.
         self._turn = threading.RLock()
@@ -59,6 +76,9 @@ class LLM:
     @property
     def engine(self) -> LLMEngine:
         """The engine behind it (memory, scheduler, counters). Closed: an error."""
+        return self._opened()
+
+    def _opened(self) -> LLMEngine:
         if self._engine is None:
             raise EngineDeadError("this LLM is closed: make a new one")
         return self._engine
@@ -173,16 +193,12 @@ class LLM:
         Raises :class:`~vmserve.errors.InvalidRequestError` for a prompt that cannot be served,
         without prefix caching, and when too many are pinned.
         """
-        encoded = encode_prompt(prompt, self.engine.tokenizer)
-        once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        with self._turn:
-            self._run([encoded], once, None, False, cache_salt=cache_salt)
-            return self.engine.hold_prefix(encoded.token_ids, cache_salt=cache_salt)
+        token_ids = encode_prompt(prompt, self.engine.tokenizer).token_ids
+        return self._wait(lambda: self._client.pin_prefix(token_ids, cache_salt=cache_salt))
 
     def unpin_prefix(self, handle: int) -> None:
         """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
-        with self._turn:
-            self.engine.unpin_prefix(handle)
+        self._wait(lambda: self._client.unpin_prefix(handle))
 
     def set_kv_cache_memory(self, size: int | str) -> int:
         """Change how far the KV cache may grow, e.g. to "2GiB"; returns its bytes in whole pages.
@@ -190,16 +206,11 @@ class LLM:
         Raises :class:`~vmserve.errors.ConfigurationError` for less than the longest sequence and
         the pinned prefixes take, and for more than the device has.
         """
-        with self._turn:
-            return self.engine.set_kv_cache_memory(size)
+        return self._wait(lambda: self._client.set_kv_cache_memory(size))
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix.
-
-        Raises :class:`~vmserve.errors.InvalidRequestError` while prefixes are pinned.
-        """
-        with self._turn:
-            self.engine.reset_prefix_cache()
+        """Forget every cached prefix; those that are pinned are computed again."""
+        self._wait(self._client.reset_prefix_cache)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -239,76 +250,48 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run one call of the client to its end."""
+        with self._turn:
+            self._opened()
+            [result] = self._transport.run([work()])
+            return result
+
     def _run(
         self,
         prompts: list[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | BeamSearchParams | None,
         priority: int | Sequence[int] | None,
         show_progress: bool,
-        cache_salt: str = "",
     ) -> list[RequestOutput]:
-        each = _one_each(0 if priority is None else priority, int, len(prompts), "priority")
-        terms = [RequestTerms(priority=one, cache_salt=cache_salt) for one in each]
+        each_priority = _one_each(
+            0 if priority is None else priority, int, len(prompts), "priority"
+        )
         with self._turn:
-            return self._run_in_turn(prompts, params, terms, show_progress)
-
-    def _run_in_turn(
-        self,
-        prompts: list[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | BeamSearchParams | None,
-        terms: list[RequestTerms],
-        show_progress: bool,
-    ) -> list[RequestOutput]:
-        engine = self.engine
-        each_params: Sequence[GenerationParams]
-        if isinstance(params, BeamSearchParams):
-            each_params = [params] * len(prompts)
-        else:
-            given = self.default_sampling_params() if params is None else params
-            each_params = _one_each(given, SamplingParams, len(prompts), "sampling_params")
-        for prompt, one in zip(prompts, each_params, strict=True):
-            engine.prepare(prompt.token_ids, one)
-        for one in each_params:
-            if one.structured_outputs is not None:
-                engine.structured.check(one.structured_outputs)
-        request_ids = [str(next(self._ids)) for _ in prompts]
-        assemblies: dict[str, RequestAssembly] = {}
-        try:
-            for request_id, prompt, one, on in zip(
-                request_ids, prompts, each_params, terms, strict=True
-            ):
-                engine.add_prepared(request_id, prompt.token_ids, one, on, prompt=prompt.text)
-                assemblies[request_id] = RequestAssembly(
-                    engine.tokenizer,
-                    request_id,
-                    prompt.text,
-                    prompt.token_ids,
-                    one,
-                    arrival_time=time.monotonic(),
-                    stream=on.stream,
+            engine = self._opened()
+            each_params: Sequence[GenerationParams]
+            if isinstance(params, BeamSearchParams):
+                each_params = [params] * len(prompts)
+            else:
+                given = self.default_sampling_params() if params is None else params
+                each_params = _one_each(given, SamplingParams, len(prompts), "sampling_params")
+            # All of them are checked before the first is queued.
+            opened = [
+                self._client.open(
+                    prompt, one, request_id=str(next(self._ids)), terms=RequestTerms(priority=on)
                 )
-            return self._finish_all(assemblies, show_progress)
-        finally:
-            # After an error or an interrupt nothing may stay queued.
-            for request_id in request_ids:
-                engine.abort(request_id)
+                for prompt, one, on in zip(prompts, each_params, each_priority, strict=True)
+            ]
+            for one in each_params:
+                if one.structured_outputs is not None:
+                    engine.structured.check(one.structured_outputs)
+            with generation_progress(len(opened), show_progress) as report:
+                return self._transport.run([self._complete(each, report) for each in opened])
 
-    def _finish_all(
-        self, assemblies: dict[str, RequestAssembly], show_progress: bool
-    ) -> list[RequestOutput]:
-        done: dict[str, RequestOutput] = {}
-        with generation_progress(len(assemblies), show_progress) as report:
-            while len(done) < len(assemblies):
-                result = self.engine.step()
-                for failure in result.failures:
-                    raise failure.error
-                for update in result.outputs:
-                    request_id = update.request_id
-                    output = assemblies[request_id].take((update,), time.monotonic())
-                    if output is not None:
-                        done[request_id] = output
-                        report(sum(len(choice.token_ids) for choice in output.outputs))
-        return [done[request_id] for request_id in assemblies]
+    async def _complete(self, request: OpenRequest, report: Callable[[int], None]) -> RequestOutput:
+        output = await self._client.complete(request)
+        report(sum(len(choice.token_ids) for choice in output.outputs))
+        return output
 
 
 def _conversations(messages: Any) -> list[list[Any]]:

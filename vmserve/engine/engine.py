@@ -16,7 +16,7 @@ from vmserve.engine.deadlines import Deadlines, too_late
 from vmserve.engine.grammars import StructuredRequests
 from vmserve.engine.parts import require_room
 from vmserve.engine.pins import PinnedPrefixes
-from vmserve.engine.requests import RequestIntake, memory_tenant
+from vmserve.engine.requests import RequestIntake, memory_tenant, request_limits
 from vmserve.engine.step import EngineStep, InFlightStep
 from vmserve.errors import (
     ConfigurationError,
@@ -71,8 +71,7 @@ class LLMEngine:
     """Continuous batching over a KV cache in two views of one pool of pages.
 
     Single-threaded: whoever calls :meth:`step` owns it (:class:`vmserve.LLM`: the caller's thread;
-    :class:`vmserve.AsyncLLM`: a thread of its own). Only :meth:`prepare` may be called from other
-    threads, because it only reads.
+    :class:`vmserve.AsyncLLM`: a thread of its own).
 
     ``runtime``: replaces the device that ``config`` names. ``parts``: replaces everything, for
     example for an engine without a model; ``config`` is then not read.
@@ -129,18 +128,13 @@ class LLMEngine:
         trace_file = self.resolved.trace_file
         self._trace = None if trace_file is None else StepTrace(Path(trace_file))
         self._requests: dict[str, Request] = {}
+        #: What a request may ask for; checked by the caller of :meth:`add_checked`.
+        self.limits = request_limits(self.resolved, self.model_config)
         self._intake = RequestIntake(self.resolved, self.model_config, self.tokenizer, self._clock)
         self._deadlines = Deadlines(self.resolved.request_timeout, self._requests)
         self._pins = PinnedPrefixes(self.memory, self.resolved)
 
     # -- requests ---------------------------------------------------------------------
-
-    def prepare(self, prompt_token_ids: list[int], params: GenerationParams) -> None:
-        """Check a request against the model, without changing any state.
-
-        Raises :class:`~vmserve.errors.InvalidRequestError`.
-        """
-        self._intake.check(prompt_token_ids, params)
 
     def add_request(
         self,
@@ -148,32 +142,28 @@ class LLMEngine:
         prompt_token_ids: list[int],
         params: GenerationParams,
         terms: RequestTerms = _USUAL_TERMS,
-        *,
-        prompt: str | None = None,
     ) -> None:
         """Queue a request; later steps return its outputs.
 
         Raises :class:`~vmserve.errors.InvalidRequestError`, and queues nothing then.
         """
-        self.prepare(prompt_token_ids, params)
-        self.add_prepared(request_id, prompt_token_ids, params, terms, prompt=prompt)
+        self.limits.check(prompt_token_ids, params)
+        self.add_checked(request_id, prompt_token_ids, params, terms)
 
-    def add_prepared(
+    def add_checked(
         self,
         request_id: str,
         prompt_token_ids: list[int],
         params: GenerationParams,
         terms: RequestTerms,
-        *,
-        prompt: str | None,
     ) -> None:
-        """:meth:`add_request` for a request that :meth:`prepare` has checked.
+        """:meth:`add_request` for a request that :attr:`limits` allow.
 
         Raises :class:`~vmserve.errors.InvalidRequestError` if the id is in use.
         """
         if request_id in self._requests:
             raise InvalidRequestError(f"request_id {request_id!r} is already in use", "request_id")
-        request = self._intake.build(request_id, prompt_token_ids, params, prompt, terms)
+        request = self._intake.build(request_id, prompt_token_ids, params, terms)
         self._deadlines.set(request, terms.timeout)
         self._requests[request_id] = request
         self._acceptor.open(request)
@@ -266,14 +256,11 @@ class LLMEngine:
         logger.info("the KV cache may take %s, not %s", format_size(limit), format_size(former))
         return limit
 
-    def reset_prefix_cache(self, *, unpin: bool = False) -> None:
-        """Forget every cached prefix. Running requests keep their pages, but share them no more.
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix, pinned ones too.
 
-        ``unpin``: forget pinned prefixes too. Without it, raises
-        :class:`~vmserve.errors.InvalidRequestError` if some are pinned.
+        Running requests keep their pages, but share them no more.
         """
-        if self._pins and not unpin:
-            raise InvalidRequestError(f"{len(self._pins)} prefixes are pinned: unpin them first")
         self._pins.clear()
         self.memory.clear_cache()
         if not self._requests:

@@ -1,4 +1,4 @@
-"""Check what a user asks for, and make the request that the scheduler knows."""
+"""Make the request that the scheduler knows of what a user asks for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from vmserve.config import ResolvedConfig
 from vmserve.decoding import BeamGroup, BeamSearch
-from vmserve.errors import InvalidRequestError
+from vmserve.engine.limits import RequestLimits
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
@@ -17,11 +17,11 @@ from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.text.tokenizer import Tokenizer
 from vmserve.types import RequestMetrics, RequestTerms
 
-__all__ = ["RequestIntake", "memory_tenant"]
+__all__ = ["RequestIntake", "memory_tenant", "request_limits"]
 
 
 class RequestIntake:
-    """Knows the model and the options, and no queue. Any thread may call :meth:`check`."""
+    """Knows the model and the options, and no queue."""
 
     def __init__(
         self,
@@ -36,50 +36,11 @@ class RequestIntake:
         self._clock = clock
         self._num_arrived = 0
 
-    def check(self, prompt_token_ids: list[int], params: GenerationParams) -> None:
-        """Raises :class:`~vmserve.errors.InvalidRequestError`; changes no state."""
-        context = self._resolved.max_model_len
-        vocab = self._model.vocab_size
-        if not prompt_token_ids:
-            raise InvalidRequestError("The decoder prompt cannot be empty", "prompt")
-        lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
-        if lowest < 0 or highest >= vocab:
-            wrong = lowest if lowest < 0 else highest
-            raise InvalidRequestError(
-                f"Token id {wrong} is out of vocabulary: the model has ids 0 to {vocab - 1}",
-                "prompt",
-            )
-        room = 0 if params.max_tokens == 0 else 1
-        if len(prompt_token_ids) + room > context:
-            raise InvalidRequestError(
-                f"This model's maximum context length is {context} tokens; the prompt of "
-                f"{len(prompt_token_ids)} tokens is longer than the model's context length "
-                f"less {room} for the answer: shorten it",
-                "prompt",
-            )
-        if params.as_sampling().pooling is not None and not isinstance(
-            self._model.network, DecoderConfig
-        ):
-            raise InvalidRequestError(
-                f"{self._model.architecture} gives no embeddings here: only the families of the "
-                "decoder do",
-                "pooling",
-            )
-        params.as_sampling().validate_for(vocab, self._resolved.max_logprobs)
-        most = self._resolved.max_num_seqs
-        if isinstance(params, BeamSearchParams) and params.beam_width > most:
-            raise InvalidRequestError(
-                f"beam_width must be at most {most} here, got {params.beam_width} "
-                "(less_than_equal): beams run together; raise --max-num-seqs",
-                "beam_width",
-            )
-
     def build(
         self,
         request_id: str,
         prompt_token_ids: list[int],
         asked: GenerationParams,
-        prompt: str | None,
         terms: RequestTerms,
     ) -> Request:
         """Make a checked request and its sequences, the next in order of arrival."""
@@ -94,7 +55,6 @@ class RequestIntake:
         stop_ids = frozenset(params.stop_token_ids)
         request = Request(
             request_id=request_id,
-            prompt=prompt,
             prompt_token_ids=prompt_token_ids,
             params=params,
             max_tokens=max_tokens,
@@ -136,6 +96,17 @@ class RequestIntake:
             return params.seed % 2**63
         # Requests without a seed differ from each other, and repeat from run to run.
         return (self._resolved.seed * 0x9E3779B97F4A7C15 + arrival * 0xD1B54A32D192ED03 + 1) % 2**63
+
+
+def request_limits(resolved: ResolvedConfig, model: ModelConfig) -> RequestLimits:
+    return RequestLimits(
+        architecture=model.architecture,
+        has_embeddings=isinstance(model.network, DecoderConfig),
+        vocab_size=model.vocab_size,
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=resolved.max_num_seqs,
+        max_logprobs=resolved.max_logprobs,
+    )
 
 
 def memory_tenant(isolation: str) -> int:

@@ -68,7 +68,6 @@ class Request:
     """
 
     request_id: str
-    prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     #: Most tokens for each sequence: the user's limit, capped by the context.

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
+from vmserve.client.framing import receive_frame, send_frame
 from vmserve.errors import InvalidRequestError
-from vmserve.ipc.framing import receive_frame, send_frame
 from vmserve.server.wire import parse_json
 
 __all__ = ["main"]

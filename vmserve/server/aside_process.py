@@ -17,9 +17,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from vmserve.client.framing import receive_frame, send_frame
+from vmserve.client.process import child_environment
 from vmserve.errors import InvalidRequestError, VmserveError
-from vmserve.ipc.framing import receive_frame, send_frame
-from vmserve.ipc.process import child_environment
 
 __all__ = ["MOST_CHARS_IN_THREAD", "AsideProcesses", "Tokens"]
 

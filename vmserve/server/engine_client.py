@@ -74,7 +74,8 @@ class _Resolved(Protocol):
 
 
 class EngineClient(Protocol):
-    """The common interface of :class:`vmserve.AsyncLLM` and :class:`vmserve.ipc.client.ProcessLLM`.
+    """The common interface of :class:`vmserve.AsyncLLM` and
+    :class:`vmserve.client.process_llm.ProcessLLM`.
 
     ``stats`` is as of the engine's last word, ``fetch_stats`` of now.
     """

@@ -312,9 +312,7 @@ class SimulatedEngine:
         terms = RequestTerms(
             priority=what.priority, cache_salt=what.salt.decode(), tenant=what.tenant
         )
-        self.engine.add_prepared(
-            what.name, list(what.prompt), sampling_params(what), terms, prompt=None
-        )
+        self.engine.add_checked(what.name, list(what.prompt), sampling_params(what), terms)
         request = self.engine.requests[what.name]
         if what.arrival_s:
             request.metrics.arrival_time = min(self.now, what.arrival_s)

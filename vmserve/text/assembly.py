@@ -7,6 +7,7 @@ one. The text is made and cut here, for all callers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +92,8 @@ class RequestAssembly:
         touched: dict[int, _Answer] = {}
         for update in updates:
             if update.metrics is not None:
-                self.metrics = update.metrics
+                # The engine's own until the end: it goes on counting.
+                self.metrics = update.metrics if update.finished else copy(update.metrics)
             elif update.outputs:
                 self.metrics.last_token_time = now
             if update.prompt_logprobs is not None:

@@ -73,7 +73,7 @@ def check_jobs(engine: LLMEngine, jobs: Sequence[Job], prompts: Prompts, seed: i
     for job in jobs:
         placeholder = [0] * (job.shape.num_input_tokens if job.previous is not None else 0)
         token_ids = placeholder or prompts.of(job)
-        engine.prepare(token_ids, generation_params(job, seed))
+        engine.limits.check(token_ids, generation_params(job, seed))
 
 
 def reset(engine: LLMEngine) -> None:

@@ -7,19 +7,25 @@ import asyncio
 import pytest
 
 from vmserve import EngineDeadError, SamplingParams
-from vmserve.ipc.open_request import MOST_AT_ONCE, OpenRequest
+from vmserve.client.inbox import OpenRequest
+from vmserve.client.messages import Add
 from vmserve.models import resolve_model
 from vmserve.text.assembly import RequestAssembly
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 from vmserve.text.update import ChoiceUpdate, RequestUpdate
-from vmserve.types import FinishReason, RequestMetrics
+from vmserve.types import FinishReason, RequestMetrics, RequestTerms
 
+MOST_AT_ONCE = 64
 WORDS = [300, 301, 302, 303]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return load_tokenizer(resolve_model(None))
+
+
+def new_future() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
 
 
 def request(tokenizer: Tokenizer, *, stream: bool = True, n: int = 1) -> OpenRequest:
@@ -32,7 +38,8 @@ def request(tokenizer: Tokenizer, *, stream: bool = True, n: int = 1) -> OpenReq
         arrival_time=0.0,
         stream=stream,
     )
-    return OpenRequest(1, assembly, stream=stream)
+    add = Add(1, "r", [5], assembly.params, RequestTerms(), stream)
+    return OpenRequest(add, assembly, new_future, MOST_AT_ONCE)
 
 
 def update(token_id: int, end: FinishReason | None = None, index: int = 0) -> RequestUpdate:

@@ -1,6 +1,6 @@
-"""``python -m vmserve.ipc FD``: an engine that serves the process at the other end of a socket.
+"""``python -m vmserve.client.engine_main FD``: serve an engine at the other end of a socket.
 
-It is started by :mod:`vmserve.ipc.process`, never by hand.
+Started by :mod:`vmserve.client.process`, never by hand.
 """
 
 # ruff: noqa: E402
@@ -14,31 +14,35 @@ import os
 import signal
 import socket
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 
 # Until all is loaded: see vmserve.imports.
 gc.disable()
 
-from vmserve.config import EngineConfig
-from vmserve.engine.engine import LLMEngine
-from vmserve.errors import VmserveError
-from vmserve.ipc.framing import receive_frame, send_frame
-from vmserve.ipc.messages import (
+from vmserve.client.codec import decode_to_engine, encode
+from vmserve.client.framing import receive_frame, send_frame
+from vmserve.client.messages import (
     FromEngine,
     Launch,
+    ModelFacts,
     Progress,
     Ready,
     Refused,
-    WireError,
-    decode_to_engine,
-    encode,
+    Shutdown,
 )
-from vmserve.ipc.service import EXIT_ORPHANED, EngineService
+from vmserve.client.service import EngineService
+from vmserve.config import EngineConfig
+from vmserve.engine.engine import LLMEngine
+from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.logs import configure_logging
 from vmserve.models import resolve_model
 
-logger = logging.getLogger("vmserve.ipc")
+logger = logging.getLogger("vmserve.engine")
 
+#: Exit status of an engine whose client has gone.
+_EXIT_ORPHANED = 3
 _PR_SET_PDEATHSIG = 1
 
 
@@ -50,13 +54,13 @@ def main() -> int:
     data = receive_frame(sock)
     launch = None if data is None else decode_to_engine(data)
     if not isinstance(launch, Launch):
-        return EXIT_ORPHANED
+        return _EXIT_ORPHANED
     _die_with(launch.parent_pid)
     configure_logging(launch.log_level, launch.log_format, "engine")
     try:
         engine = _load(launch, sock)
     except VmserveError as error:
-        _send(sock, Refused(WireError.of(error)))
+        _send(sock, Refused(error))
         return 1
     except Exception:  # as below
         logger.exception("the engine did not start")
@@ -67,7 +71,7 @@ def main() -> int:
     gc.enable()
     _send(sock, _ready(engine))
     try:
-        EngineService(engine, sock).run()
+        _serve(engine, sock)
     except Exception:  # the process's boundary: the server sees it end
         logger.exception("the engine stopped")
         return 1
@@ -82,7 +86,7 @@ def _die_with(parent_pid: int) -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:  # it went before that
-        sys.exit(EXIT_ORPHANED)
+        sys.exit(_EXIT_ORPHANED)
 
 
 def _load(launch: Launch, sock: socket.socket) -> LLMEngine:
@@ -98,21 +102,47 @@ def _load(launch: Launch, sock: socket.socket) -> LLMEngine:
     return LLMEngine(EngineConfig.from_options(launch.options), progress=report)
 
 
+def _serve(engine: LLMEngine, sock: socket.socket) -> None:
+    """Step in this thread and read in another until the client sends :class:`Shutdown`."""
+    service = EngineService(engine, partial(_send, sock))
+    reader = threading.Thread(
+        target=_read, args=(sock, service), name="vmserve-messages", daemon=True
+    )
+    reader.start()
+    service.run()
+
+
+def _read(sock: socket.socket, service: EngineService) -> None:
+    try:
+        while (data := receive_frame(sock)) is not None:
+            message = decode_to_engine(data)
+            service.post(message)
+            if isinstance(message, Shutdown):
+                return
+    except EngineDeadError:
+        return  # the other thread says so
+    except OSError as error:
+        logger.error("the connection to the server broke: %s", error.strerror)
+    # Nobody is there to read another word. What is in memory goes with the process.
+    os._exit(_EXIT_ORPHANED)
+
+
 def _ready(engine: LLMEngine) -> Ready:
     model = engine.model_config
     path = resolve_model(engine.config.model)
     return Ready(
         resolved=dataclasses.asdict(engine.resolved),
-        model={
-            "architecture": model.architecture,
-            "vocab_size": model.vocab_size,
-            "num_layers": model.num_layers,
-            "kv_heads": model.kv_heads,
-            "head_dim": model.head_dim,
-            "max_position_embeddings": model.max_position_embeddings,
-            "eos_token_ids": model.eos_token_ids,
-            "bos_token_id": model.bos_token_id,
-        },
+        limits=engine.limits,
+        model=ModelFacts(
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            num_layers=model.num_layers,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            max_position_embeddings=model.max_position_embeddings,
+            eos_token_ids=tuple(model.eos_token_ids),
+            bos_token_id=model.bos_token_id,
+        ),
         default_sampling=dict(model.default_sampling),
         tokenizer=str(Path(resolve_model(engine.config.tokenizer or str(path)))),
         stats=engine.stats(),

@@ -1,7 +1,8 @@
-"""Starting the engine's process, and seeing that it ends."""
+"""A transport to an engine in another process: starts the process, and sees that it ends."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -15,11 +16,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vmserve.client.codec import decode_from_engine, encode
+from vmserve.client.framing import FrameReader, frame, receive_frame, send_frame
+from vmserve.client.messages import Launch, Progress, Ready, Refused, ToEngine
+from vmserve.client.transport import Lost, Receive
 from vmserve.errors import EngineDeadError
-from vmserve.ipc.framing import receive_frame, send_frame
-from vmserve.ipc.messages import Launch, Progress, Ready, Refused, decode_from_engine, encode
 
-__all__ = ["RESTART_WINDOW_SECONDS", "EngineProcess", "RestartBudget", "child_environment"]
+__all__ = [
+    "RESTART_WINDOW_SECONDS",
+    "EngineProcess",
+    "ProcessTransport",
+    "RestartBudget",
+    "child_environment",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +57,7 @@ class EngineProcess:
         options: dict[str, Any],
         log_level: int,
         log_format: str,
-        program: Sequence[str] = ("-m", "vmserve.ipc"),
+        program: Sequence[str] = ("-m", "vmserve.client.engine_main"),
     ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         for end in (ours, theirs):
@@ -83,7 +92,7 @@ class EngineProcess:
                 case Progress() as report:
                     progress(report.phase, report.done, report.total)
                 case Refused() as refused:
-                    raise refused.error.error()
+                    raise refused.error
                 case Ready() as ready:
                     return ready
                 case other:
@@ -116,6 +125,43 @@ class EngineProcess:
     @staticmethod
     def describe_end(status: int) -> str:
         return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+
+
+class ProcessTransport(asyncio.Protocol):
+    """Messages over a connected socket, on the event loop that :meth:`connect` was awaited on."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._frames = FrameReader()
+        self._stream: asyncio.Transport | None = None
+
+    def on(self, receive: Receive, lost: Lost) -> None:
+        self._receive, self._lost = receive, lost
+
+    async def connect(self) -> None:
+        self._sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: self, sock=self._sock)
+
+    def send(self, message: ToEngine) -> None:
+        if self._stream is None:
+            raise EngineDeadError("the engine has stopped")
+        self._stream.write(frame(encode(message)))
+
+    def future(self) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._stream = transport
+
+    def data_received(self, data: bytes) -> None:
+        for payload in self._frames.feed(data):
+            self._receive(decode_from_engine(payload))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stream = None
+        self._lost()
 
 
 def child_environment() -> dict[str, str]:

@@ -23,7 +23,7 @@ from vmserve import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from vmserve.ipc.client import ProcessLLM, Supervision
+from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.sampling import GenerationParams
 from vmserve.text.prompts import Prompt
 from vmserve.types import RequestOutput
@@ -253,7 +253,7 @@ def test_it_ends_with_its_server(tmp_path: Path) -> None:
     """However that ends: here it is killed, with its engine stopped."""
     script = (
         "import sys, time\n"
-        "from vmserve.ipc.client import ProcessLLM\n"
+        "from vmserve.client.process_llm import ProcessLLM\n"
         "engine = ProcessLLM(kv_cache_memory='64MiB', max_model_len=1024)\n"
         "print(engine.pid, flush=True)\n"
         "time.sleep(1000)\n"

@@ -7,27 +7,29 @@ import socket
 import msgspec
 import pytest
 
-from vmserve.errors import DeadlineError, InvalidRequestError, OutOfMemoryError, VmserveError
-from vmserve.ipc import framing
-from vmserve.ipc.framing import (
+from vmserve.client import framing
+from vmserve.client.codec import decode_from_engine, decode_to_engine, encode
+from vmserve.client.framing import (
     FrameReader,
     FrameTooLargeError,
     frame,
     receive_frame,
     send_frame,
 )
-from vmserve.ipc.messages import (
-    Ping,
-    WireError,
-    decode_from_engine,
-    decode_to_engine,
-    encode,
-    params_from_wire,
-    params_to_wire,
-)
+from vmserve.client.messages import Add, Answer, Ping
+from vmserve.errors import DeadlineError, InvalidRequestError, OutOfMemoryError, VmserveError
 from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.scheduler.base import NoRoomError
 from vmserve.structured.spec import StructuredOutputsParams
+from vmserve.types import RequestTerms
+
+
+def sent(params: GenerationParams) -> GenerationParams:
+    """The parameters as they arrive in another process."""
+    add = decode_to_engine(encode(Add(1, "r", [5], params, RequestTerms(), False)))
+    assert isinstance(add, Add)
+    arrived: GenerationParams = add.params
+    return arrived
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
@@ -84,10 +86,11 @@ def test_what_is_no_message_is_refused() -> None:
     ],
 )
 def test_errors_arrive_as_what_they_are(error: Exception, kind: type[Exception]) -> None:
-    told = WireError.of(error).error()
-    assert type(told) is kind
-    assert str(told) == str(error)
-    assert getattr(told, "param", None) == getattr(error, "param", None)
+    answer = decode_from_engine(encode(Answer(1, None, error)))
+    assert isinstance(answer, Answer)
+    assert type(answer.error) is kind
+    assert str(answer.error) == str(error)
+    assert getattr(answer.error, "param", None) == getattr(error, "param", None)
 
 
 @pytest.mark.parametrize(
@@ -112,17 +115,16 @@ def test_errors_arrive_as_what_they_are(error: Exception, kind: type[Exception])
     ],
 )
 def test_parameters_arrive_as_they_were(params: GenerationParams) -> None:
-    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(params_to_wire(params)))
-    assert params_from_wire(wire) == params
+    assert sent(params) == params
 
 
 def test_the_name_of_a_constraint_arrives() -> None:
     wanted = StructuredOutputsParams(regex="a", param="guided_regex")
-    arrived = params_from_wire(params_to_wire(SamplingParams(structured_outputs=wanted)))
+    arrived = sent(SamplingParams(structured_outputs=wanted))
     assert arrived.structured_outputs is not None
     assert arrived.structured_outputs.param == "guided_regex"
 
 
 def test_stop_strings_are_looked_for_where_tokens_are_made() -> None:
     params = SamplingParams(stop=["a", "b"], include_stop_str_in_output=True)
-    assert params_from_wire(params_to_wire(params)) == params
+    assert sent(params) == params

@@ -1,0 +1,113 @@
+"""Messages as msgpack arrays, for an engine in another process.
+
+Parameters were checked when they were made and are restored without checking them again. An error
+arrives as the nearest class that both sides know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from vmserve.client.messages import Add, FromEngine, ToEngine
+from vmserve.errors import (
+    ConfigurationError,
+    DeadlineError,
+    DriverError,
+    EngineDeadError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    UnsupportedError,
+    VmserveError,
+)
+from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
+from vmserve.structured.spec import StructuredOutputsParams
+
+__all__ = ["decode_from_engine", "decode_to_engine", "encode"]
+
+T = TypeVar("T")
+
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        VmserveError,
+        InvalidRequestError,
+        ConfigurationError,
+        UnsupportedError,
+        OutOfMemoryError,
+        DeadlineError,
+        DriverError,
+        EngineDeadError,
+        ValueError,
+    )
+}
+_PARAMS: dict[str, type[SamplingParams] | type[BeamSearchParams]] = {
+    "sampling": SamplingParams,
+    "beams": BeamSearchParams,
+}
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    if isinstance(message, Add):
+        message = msgspec.structs.replace(message, params=_pack_params(message.params))
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """Raises ``msgspec.DecodeError`` for what is no such message."""
+    message: ToEngine = _to_engine.decode(data)
+    if isinstance(message, Add):
+        return msgspec.structs.replace(message, params=_unpack_params(message.params))
+    return message
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """Raises ``msgspec.DecodeError`` for what is no such message."""
+    message: FromEngine = _from_engine.decode(data)
+    return message
+
+
+def _pack_params(params: GenerationParams) -> dict[str, Any]:
+    """The kind of parameters, and the fields that differ from the default."""
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if value != field.default:
+            fields[field.name] = msgspec.to_builtins(value)
+    return {"beams" if isinstance(params, BeamSearchParams) else "sampling": fields}
+
+
+def _unpack_params(data: dict[str, Any]) -> GenerationParams:
+    [(kind, fields)] = data.items()
+    if (wanted := fields.get("structured_outputs")) is not None:
+        fields["structured_outputs"] = _unchecked(StructuredOutputsParams, wanted)
+    return _unchecked(_PARAMS[kind], fields)
+
+
+def _unchecked(kind: type[T], values: Mapping[str, Any]) -> T:
+    made = object.__new__(kind)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # all are dataclasses
+        value = values.get(field.name, field.default)
+        object.__setattr__(made, field.name, tuple(value) if isinstance(value, list) else value)
+    return made
+
+
+def _pack_error(error: Any) -> tuple[str, str, str | None]:
+    if not isinstance(error, Exception):
+        raise TypeError(f"{type(error).__name__} cannot be in a message")
+    kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _ERRORS), "VmserveError")
+    return kind, str(error), getattr(error, "param", None)
+
+
+def _unpack_error(kind: type, data: Any) -> Exception:
+    name, text, param = data
+    error = _ERRORS[name]
+    return error(text, param) if issubclass(error, InvalidRequestError) else error(text)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack_error)
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_unpack_error)

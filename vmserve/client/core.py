@@ -1,0 +1,306 @@
+"""What all clients do alike: requests, questions and pinned prefixes as messages."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from vmserve.client.inbox import Inbox, OpenRequest
+from vmserve.client.messages import Abort, Add, Ask, FromEngine, ToEngine, Unpin
+from vmserve.client.transport import Transport
+from vmserve.config import EngineConfig, ResolvedConfig
+from vmserve.engine.limits import RequestLimits
+from vmserve.errors import EngineDeadError, VmserveError
+from vmserve.sampling import GenerationParams, SamplingParams
+from vmserve.text.assembly import RequestAssembly
+from vmserve.text.prompts import PromptLike, encode_prompt
+from vmserve.text.tokenizer import Tokenizer
+from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
+
+__all__ = ["ClientCore"]
+
+logger = logging.getLogger(__name__)
+
+#: How often a prefix is computed again that was evicted before it could be pinned.
+_PIN_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    """A pinned prefix, kept to compute it again after a reset and in another engine."""
+
+    handle: int
+    token_ids: list[int]
+    cache_salt: str
+    isolation: str
+
+
+class ClientCore:
+    """A client of one engine, over a transport that :meth:`attach` is given.
+
+    Encodes prompts, checks requests against the model, and makes text of token ids: the engine
+    checks no request again.
+    """
+
+    #: Steps whose tokens one output of a stream has at most.
+    _most_at_once: ClassVar[int] = 1
+    #: Whether the engine sends each step's tokens for requests that are no streams, too.
+    _sends_each_step: ClassVar[bool] = False
+
+    _transport: Transport
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        resolved: ResolvedConfig,
+        limits: RequestLimits,
+        tokenizer: Tokenizer,
+        default_sampling: Mapping[str, Any],
+    ) -> None:
+        self.config = config
+        self.resolved = resolved
+        self.tokenizer = tokenizer
+        self._limits = limits
+        self._default_sampling = default_sampling
+        self._only_inbox = Inbox()
+        self._handles = itertools.count(1)
+        self._serials = itertools.count(1)
+        self._pin_handles = itertools.count()
+        self._pins: dict[int, _Pin] = {}
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """Sampling fields of the model's generation_config.json."""
+        return dict(self._default_sampling)
+
+    # -- messages -----------------------------------------------------------------------
+
+    def attach(self, transport: Transport) -> None:
+        """Send over ``transport`` from now on."""
+        self._transport = transport
+        transport.on(self._receive, self._lost)
+
+    async def start(self) -> None:
+        """Begin to listen to the engine on the running event loop. Every call does it."""
+
+    def _receive(self, message: FromEngine) -> None:
+        self._inbox.take(message)
+
+    def _lost(self) -> None:
+        """The engine has ended by itself."""
+        self._inbox.fail(EngineDeadError("the engine has stopped"))
+
+    @property
+    def _inbox(self) -> Inbox:
+        """Where the caller's news arrive."""
+        return self._only_inbox
+
+    @property
+    def _inboxes(self) -> Sequence[Inbox]:
+        return (self._only_inbox,)
+
+    def _send(self, message: ToEngine) -> None:
+        self._transport.send(message)
+
+    def _send_quietly(self, message: ToEngine) -> None:
+        """Send what does not matter any more if the engine is dead."""
+        with contextlib.suppress(EngineDeadError):
+            self._send(message)
+
+    # -- requests -----------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: PromptLike,
+        params: GenerationParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        isolation: str = "",
+        timeout: float | None = None,
+        stream: bool = False,
+    ) -> AsyncIterator[RequestOutput]:
+        """The outputs of one request, until it has finished.
+
+        ``prompt`` and ``params`` are those of :meth:`vmserve.LLM.generate`, for one prompt;
+        :class:`vmserve.BeamSearchParams` are taken too. ``request_id``: what :meth:`abort` takes,
+        of one request at a time; None: one is made up.
+
+        ``stream=False``: one final output. ``stream=True``: outputs with ``delta`` set, whose
+        choices hold what is new; the first has no choices and says that the request was
+        accepted. Leaving the iterator early aborts the request and frees its pages. The other
+        arguments are described at :class:`vmserve.types.RequestTerms`.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError` before the first output,
+        :class:`~vmserve.errors.DeadlineError` when its time is over, and
+        :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
+        """
+        terms = RequestTerms(
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            isolation=isolation,
+            timeout=timeout,
+            stream=stream,
+        )
+        return self.serve(prompt, params, request_id=request_id, terms=terms)
+
+    async def serve(
+        self,
+        prompt: PromptLike,
+        params: GenerationParams | None,
+        *,
+        request_id: str | None,
+        terms: RequestTerms,
+    ) -> AsyncIterator[RequestOutput]:
+        """:meth:`generate` with its terms as one value."""
+        await self.start()
+        request = self.open(prompt, params, request_id=request_id, terms=terms)
+        with self._sent(request):
+            finished = False
+            while not finished:
+                output = await request.next()
+                finished = output.finished
+                yield output
+
+    async def complete(self, request: OpenRequest) -> RequestOutput:
+        """The output of an opened request that is no stream."""
+        with self._sent(request):
+            return await request.next()
+
+    def open(
+        self,
+        prompt: PromptLike,
+        params: GenerationParams | None,
+        *,
+        request_id: str | None = None,
+        terms: RequestTerms,
+    ) -> OpenRequest:
+        """Encode and check a request; nothing is sent yet.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError`.
+        """
+        encoded = encode_prompt(prompt, self.tokenizer)
+        asked = SamplingParams(**self._default_sampling) if params is None else params
+        self._limits.check(encoded.token_ids, asked)
+        name = uuid.uuid4().hex if request_id is None else request_id
+        assembly = RequestAssembly(
+            self.tokenizer,
+            name,
+            encoded.text,
+            encoded.token_ids,
+            asked,
+            arrival_time=time.monotonic(),
+            stream=terms.stream,
+        )
+        told = replace(terms, stream=True) if self._sends_each_step else terms
+        add = Add(next(self._handles), name, encoded.token_ids, asked, told, terms.stream)
+        return OpenRequest(add, assembly, self._transport.future, self._most_at_once)
+
+    @contextlib.contextmanager
+    def _sent(self, request: OpenRequest) -> Iterator[None]:
+        """Send a request; abort it if it has not ended at exit."""
+        requests, handle = self._inbox.requests, request.add.handle
+        requests[handle] = request
+        try:
+            self._send(request.add)
+            yield
+        finally:
+            if requests.pop(handle, None) is not None:
+                self._send_quietly(Abort(handle, tell=False))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a last output with finish_reason "abort"."""
+        for inbox in self._inboxes:
+            request = inbox.find(request_id)
+            if request is not None:
+                self._send(Abort(request.add.handle, tell=True))
+                return
+
+    # -- questions ----------------------------------------------------------------------
+
+    async def ask(self, question: str, **arguments: Any) -> Any:
+        """Ask one of :data:`vmserve.client.service.QUESTIONS`. Raises what its answer raises."""
+        await self.start()
+        questions, serial = self._inbox.questions, next(self._serials)
+        answer = questions[serial] = self._transport.future()
+        try:
+            self._send(Ask(serial, question, arguments))
+            return await answer
+        finally:
+            del questions[serial]
+
+    async def set_kv_cache_memory(self, size: int | str) -> int:
+        """Change how far the KV cache may grow while requests run: see
+        :meth:`vmserve.engine.engine.LLMEngine.set_kv_cache_memory`."""
+        limit: int = await self.ask("set_kv_cache_memory", size=size)
+        return limit
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; those that are pinned are computed again."""
+        await self.ask("reset_prefix_cache")
+        await self._pin_again()
+
+    # -- pinned prefixes ----------------------------------------------------------------
+
+    async def pin_prefix(
+        self, token_ids: list[int], *, cache_salt: str = "", isolation: str = ""
+    ) -> PinnedPrefix:
+        """Compute a prefix and keep it in memory: see :meth:`vmserve.LLM.pin_prefix`.
+
+        An engine that takes the place of this one computes and keeps it too.
+        """
+        pin = _Pin(next(self._pin_handles), token_ids, cache_salt, isolation)
+        self._pins[pin.handle] = pin
+        try:
+            return PinnedPrefix(pin.handle, await self._hold(pin))
+        except BaseException:  # also where the caller leaves: the engine may hold it by now
+            del self._pins[pin.handle]
+            self._send_quietly(Unpin(pin.handle))
+            raise
+
+    async def unpin_prefix(self, handle: int) -> None:
+        """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
+        if handle not in self._pins:
+            raise ValueError(f"no prefix is pinned with the handle {handle}")
+        del self._pins[handle]
+        self._send(Unpin(handle))
+
+    async def _hold(self, pin: _Pin) -> int:
+        """Compute a prefix and have the engine hold it; how many tokens are held."""
+        once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        terms = RequestTerms(cache_salt=pin.cache_salt, isolation=pin.isolation)
+        block_tokens = self.resolved.block_tokens
+        whole_blocks = len(pin.token_ids) // block_tokens * block_tokens
+        for _ in range(_PIN_ATTEMPTS):
+            await self.start()
+            name = f"pin-{uuid.uuid4().hex}"
+            await self.complete(self.open(pin.token_ids, once, request_id=name, terms=terms))
+            # Until the engine holds it, others may evict some of it.
+            num_held: int = await self.ask(
+                "hold_prefix",
+                pin=pin.handle,
+                token_ids=pin.token_ids,
+                cache_salt=pin.cache_salt,
+                isolation=pin.isolation,
+            )
+            if num_held == whole_blocks:
+                break
+        return num_held
+
+    async def _pin_again(self) -> None:
+        for pin in list(self._pins.values()):
+            try:
+                await self._hold(pin)
+            except VmserveError as error:  # it can be served without
+                logger.error("a pinned prefix could not be pinned again: %s", error)
+            if pin.handle not in self._pins:  # unpinned meanwhile
+                self._send_quietly(Unpin(pin.handle))

@@ -1,0 +1,95 @@
+"""A transport without a thread: the caller's thread steps the engine while it waits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Coroutine, Generator, Sequence
+from typing import Any, TypeVar
+
+from vmserve.client.messages import ToEngine
+from vmserve.client.service import EngineService
+from vmserve.client.transport import Lost, Receive
+from vmserve.engine.engine import LLMEngine
+
+__all__ = ["InlineTransport"]
+
+T = TypeVar("T")
+
+
+class _InlineFuture:
+    """Wakes the coroutine that awaits it by its number in :meth:`InlineTransport.run`."""
+
+    __slots__ = ("_error", "_is_done", "_result", "_woken", "waiter")
+
+    def __init__(self, woken: deque[int]) -> None:
+        self._woken = woken
+        self._is_done = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self.waiter: int | None = None
+
+    def done(self) -> bool:
+        return self._is_done
+
+    def set_result(self, result: Any) -> None:
+        self._result = result
+        self._end()
+
+    def set_exception(self, exception: BaseException) -> None:
+        self._error = exception
+        self._end()
+
+    def _end(self) -> None:
+        self._is_done = True
+        if self.waiter is not None:
+            self._woken.append(self.waiter)
+
+    def __await__(self) -> Generator[_InlineFuture, None, Any]:
+        if not self._is_done:
+            yield self
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class InlineTransport:
+    """Hands messages to the engine as they are sent; :meth:`run` steps it. For one thread."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._woken: deque[int] = deque()
+
+    def on(self, receive: Receive, lost: Lost) -> None:
+        self._service = EngineService(self._engine, receive)
+
+    def send(self, message: ToEngine) -> None:
+        self._service.handle(message)
+
+    def future(self) -> _InlineFuture:
+        return _InlineFuture(self._woken)
+
+    def run(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Run the coroutines to their ends, stepping the engine while all of them wait.
+
+        Returns their results in order. Raises what the first one raises; the others are closed.
+        """
+        results: dict[int, T] = {}
+        woken = self._woken
+        woken.clear()
+        woken.extend(range(len(works)))
+        try:
+            while len(results) < len(works):
+                while woken:
+                    place = woken.popleft()
+                    try:
+                        works[place].send(None).waiter = place
+                    except StopIteration as end:
+                        results[place] = end.value
+                self._service.flush()
+                if len(results) < len(works) and not woken:
+                    assert self._engine.has_unfinished, "all wait, and nothing runs"
+                    self._service.step()
+        finally:
+            for work in works:
+                work.close()
+        return [results[place] for place in range(len(works))]

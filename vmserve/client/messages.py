@@ -1,0 +1,172 @@
+"""Messages between a client and its engine: the same for every transport.
+
+In one process they are passed as they are; :mod:`vmserve.client.codec` encodes them for another. A
+client names its requests, questions and pinned prefixes by numbers (*handles*), none of which it
+uses twice. Client and engine are of one installation: there are no versions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from vmserve.engine.limits import RequestLimits
+from vmserve.text.update import RequestUpdate
+from vmserve.types import RequestTerms
+
+__all__ = [
+    "Abort",
+    "Add",
+    "Answer",
+    "Ask",
+    "FromEngine",
+    "Launch",
+    "ModelFacts",
+    "Ping",
+    "Pong",
+    "Progress",
+    "Ready",
+    "Refused",
+    "Shutdown",
+    "StepUpdate",
+    "ToEngine",
+    "Unpin",
+]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+# -- to the engine ----------------------------------------------------------------------------
+
+
+class Launch(_Message, frozen=True):
+    """Start an engine process: ``options`` of :class:`vmserve.EngineConfig`, and how to log."""
+
+    options: dict[str, Any]
+    parent_pid: int
+    log_level: int
+    log_format: str
+
+
+class Add(_Message, frozen=True):
+    """Queue a request that the client has checked.
+
+    ``params``: :class:`SamplingParams` or :class:`BeamSearchParams`. ``terms.stream``: send each
+    step's tokens, instead of all at the end. ``is_stream``: it is one for the client's caller, who
+    wants to hear (:attr:`StepUpdate.accepted`) when nothing can refuse the request any more.
+    """
+
+    handle: int
+    request_id: str
+    prompt_token_ids: list[int]
+    params: Any
+    terms: RequestTerms
+    is_stream: bool
+
+
+class Abort(_Message, frozen=True):
+    """End a request. ``tell``: with a last update; otherwise the client has forgotten it."""
+
+    handle: int
+    tell: bool
+
+
+class Ask(_Message, frozen=True):
+    """Ask a question by name, to be answered between two steps.
+
+    The names are those of ``QUESTIONS`` in :mod:`vmserve.client.service`.
+    """
+
+    serial: int
+    question: str
+    arguments: dict[str, Any]
+
+
+class Unpin(_Message, frozen=True):
+    """Let a pinned prefix be evicted again. Nothing happens if the engine does not hold it."""
+
+    pin: int
+
+
+class Ping(_Message, frozen=True):
+    """Ask for a :class:`Pong` between two steps: proof that steps end."""
+
+    serial: int
+
+
+class Shutdown(_Message, frozen=True):
+    """Abort what runs, send the last updates, and end."""
+
+
+# -- from the engine --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a server shows of the model."""
+
+    architecture: str
+    vocab_size: int
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+class Progress(_Message, frozen=True):
+    """Report how far a phase of loading is."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Ready(_Message, frozen=True):
+    """The engine takes requests. ``resolved``: fields of :class:`vmserve.config.ResolvedConfig`."""
+
+    resolved: dict[str, Any]
+    limits: RequestLimits
+    model: ModelFacts
+    default_sampling: dict[str, Any]
+    tokenizer: str
+    stats: dict[str, float | int]
+
+
+class Refused(_Message, frozen=True):
+    """The engine cannot start."""
+
+    error: Exception
+
+
+class StepUpdate(_Message, frozen=True):
+    """News of one step for all requests, by handle: one message, however many they are."""
+
+    num_running: int
+    num_waiting: int
+    accepted: list[int]
+    updates: list[tuple[int, RequestUpdate]]
+    failures: list[tuple[int, Exception]]
+
+
+class Answer(_Message, frozen=True):
+    """Answer an :class:`Ask` with a value or an error."""
+
+    serial: int
+    value: Any
+    error: Exception | None = None
+
+
+class Pong(_Message, frozen=True):
+    """Answer a :class:`Ping`."""
+
+    serial: int
+
+
+ToEngine = Launch | Add | Abort | Ask | Unpin | Ping | Shutdown
+FromEngine = Progress | Ready | Refused | StepUpdate | Answer | Pong

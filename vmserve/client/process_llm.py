@@ -1,0 +1,303 @@
+"""The engine as the server sees it: :class:`vmserve.AsyncLLM`'s interface over another process.
+
+This side turns ids into text, so that the engine's steps need not wait for that.
+It knows when the engine has died (the socket ends) and when it hangs (no word for too long).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vmserve.client.core import ClientCore
+from vmserve.client.messages import FromEngine, Ping, Shutdown, StepUpdate, ToEngine
+from vmserve.client.process import (
+    RESTART_WINDOW_SECONDS,
+    EngineProcess,
+    ProcessTransport,
+    RestartBudget,
+)
+from vmserve.config import EngineConfig, ResolvedConfig
+from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
+from vmserve.models.hub import is_embedded, resolve_model
+from vmserve.telemetry.snapshot import EngineSnapshot
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["ProcessLLM", "Supervision"]
+
+logger = logging.getLogger(__name__)
+
+#: An engine that was told to end has so long to do it.
+_END_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """How the engine's process is looked after.
+
+    An engine that says nothing for ``hang_timeout`` seconds, although it is asked every
+    ``ping_seconds``, is killed: no step may take longer. One that has died is started again, up
+    to ``restarts`` times within :data:`~vmserve.client.process.RESTART_WINDOW_SECONDS`.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+
+    hang_timeout: float = 300.0
+    ping_seconds: float = 1.0
+    restarts: int = 0
+    log_level: int = logging.INFO
+    log_format: str = "text"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hang_timeout <= 86_400:
+            raise ConfigurationError(
+                f"engine_hang_timeout: {self.hang_timeout} is not between 1 and 86400 seconds"
+            )
+        if not 0 <= self.restarts <= 1_000_000:
+            raise ConfigurationError(
+                f"engine_restarts: {self.restarts} is not between 0 and 1000000"
+            )
+
+
+class ProcessLLM(ClientCore):
+    """Streams from one engine in a process of its own to the tasks of one event loop.
+
+    Arguments and errors are those of :class:`vmserve.AsyncLLM`. Loading blocks; the engine is
+    killed when the thread that made this ends. ``meanwhile`` is called while the engine loads.
+    """
+
+    # A reader or a process that was slow catches up with fewer outputs.
+    _most_at_once = 64
+    # An answer of many log-probabilities would be a message near the limit, and its text a long
+    # stretch of work on the event loop.
+    _sends_each_step = True
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        progress: Callable[[str, int, int], None] | None = None,
+        supervision: Supervision | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+        **engine_options: Any,
+    ) -> None:
+        given = {"model": model, **engine_options}
+        config = EngineConfig.from_options(given)
+        #: As the configuration has them: a ``Path`` would not go through a socket.
+        self._options = {name: getattr(config, name) for name in given}
+        self._supervision = supervision or Supervision()
+        self._process = self._spawn()
+        try:
+            meanwhile()
+            early = _early_tokenizer(config)
+            ready = self._process.wait_ready(progress or _no_progress)
+            tokenizer = early or load_tokenizer(ready.tokenizer)
+            tokenizer.prepare_chat()
+        except BaseException:
+            self._process.close()
+            raise
+        resolved = ResolvedConfig(**ready.resolved)
+        super().__init__(config, resolved, ready.limits, tokenizer, ready.default_sampling)
+        self.model_config = ready.model
+        self._stats: dict[str, float | int] = ready.stats
+        self._connecting: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: Why nothing can be asked of the engine, and whether it ended unasked.
+        self._error: EngineDeadError | None = None
+        self._died = False
+        self._ending = False
+        self._final = asyncio.Event()
+        self._restarts = RestartBudget(self._supervision.restarts)
+        self._num_restarts = 0
+        #: Pings since the engine last said anything.
+        self._num_silent = 0
+
+    # -- what callers see -------------------------------------------------------------
+
+    @property
+    def errored(self) -> bool:
+        """Whether there is no engine to serve requests, now."""
+        return self._died
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        return self._process.pid
+
+    def stats(self) -> dict[str, float | int]:
+        """The engine's metrics as last fetched; how many requests run and wait is of its last
+        step."""
+        return self._stats
+
+    async def fetch_stats(self) -> dict[str, float | int]:
+        """The engine's metrics now; those last known, if it is in a step that takes long or has
+        died."""
+        try:
+            async with asyncio.timeout(1.0):
+                self._stats = {**await self.ask("stats"), **self._own_stats()}
+        except (TimeoutError, EngineDeadError):
+            pass
+        return self._stats
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Memory, queues and requests as they are between two steps: for live views.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` when there is no engine.
+        """
+        taken = msgspec.convert(await self.ask("snapshot"), EngineSnapshot)
+        return dataclasses.replace(taken, stats={**taken.stats, **self._own_stats()})
+
+    def _own_stats(self) -> dict[str, float | int]:
+        return {"engine_restarts_total": self._num_restarts}
+
+    async def start(self) -> None:
+        if self._connecting is None:
+            self._connecting = asyncio.ensure_future(self._connect())
+        await asyncio.shield(self._connecting)
+
+    async def until_dead(self) -> None:
+        """Return when the engine has died, or hung, and is not started again."""
+        await self.start()
+        await self._final.wait()
+
+    async def set_kv_cache_memory(self, size: int | str) -> int:
+        """See :meth:`vmserve.AsyncLLM.set_kv_cache_memory`. An engine that takes the place of this
+        one has the same."""
+        limit = await super().set_kv_cache_memory(size)
+        self._options["kv_cache_memory"] = size
+        return limit
+
+    async def shutdown(self, timeout: float = 0.0) -> None:
+        """Let running requests finish for ``timeout`` seconds, abort the rest, end the process."""
+        if not self._ending and self._error is None:
+            await self.start()
+            await self._drain(timeout)
+        self._ending = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._error is None:
+            self._transport.send(Shutdown())
+            await asyncio.to_thread(self._process.reap, _END_SECONDS)
+        await asyncio.to_thread(self._process.close)
+
+    async def _drain(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self._inbox.requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    # -- the engine's process ---------------------------------------------------------
+
+    def _spawn(self) -> EngineProcess:
+        return EngineProcess(
+            self._options, self._supervision.log_level, self._supervision.log_format
+        )
+
+    async def _connect(self) -> None:
+        transport = ProcessTransport(self._process.sock)
+        self.attach(transport)
+        await transport.connect()
+        self._error = None
+        self._died = False
+        self._num_silent = 0
+        self._begin(self._watch(transport))
+
+    def _begin(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self, transport: ProcessTransport) -> None:
+        """Kill an engine from which nothing is heard although it is asked."""
+        seconds = self._supervision.ping_seconds
+        while self._transport is transport and self._error is None:
+            # Counted in pings, not by the clock: this process may have been stopped itself.
+            if self._num_silent * seconds > self._supervision.hang_timeout:
+                logger.error(
+                    "the engine hangs: nothing was heard of it for %g s; killing its process %d",
+                    self._num_silent * seconds,
+                    self.pid,
+                )
+                self._process.kill()
+                return
+            self._num_silent += 1
+            self._send_quietly(Ping(0))
+            await asyncio.sleep(seconds)
+
+    def _lost(self) -> None:
+        self._error = EngineDeadError("the engine has stopped")
+        self._inbox.fail(self._error)
+        self._stats = {**self._stats, "num_requests_running": 0, "num_requests_waiting": 0}
+        if not self._ending:
+            self._died = True
+            self._begin(self._after_death())
+
+    async def _after_death(self) -> None:
+        status = await asyncio.to_thread(self._process.reap, _END_SECONDS)
+        logger.error("the engine's process has ended (%s)", EngineProcess.describe_end(status))
+        while (pause := self._restarts.take()) is not None:
+            self._num_restarts += 1
+            await asyncio.sleep(pause)
+            try:
+                await self._restart()
+            except VmserveError as error:
+                logger.error("the engine did not start again: %s", error)
+            else:
+                return
+        self._final.set()
+
+    async def _restart(self) -> None:
+        logger.info(
+            "starting the engine again (%d more times if it dies again within %g minutes)",
+            self._restarts.left,
+            RESTART_WINDOW_SECONDS / 60,
+        )
+        self._process = process = self._spawn()
+        try:
+            ready = await asyncio.to_thread(process.wait_ready, _no_progress)
+        except BaseException:
+            process.close()
+            raise
+        self._stats = {**ready.stats, **self._own_stats()}
+        await self._connect()
+        logger.info("the engine serves again")
+        await self._pin_again()
+
+    # -- messages ---------------------------------------------------------------------
+
+    def _send(self, message: ToEngine) -> None:
+        if self._error is not None or self._ending:
+            raise self._error or EngineDeadError("the engine has stopped")
+        self._transport.send(message)
+
+    def _receive(self, message: FromEngine) -> None:
+        self._num_silent = 0
+        if isinstance(message, StepUpdate):
+            self._stats["num_requests_running"] = message.num_running
+            self._stats["num_requests_waiting"] = message.num_waiting
+        self._inbox.take(message)
+
+
+def _no_progress(phase: str, done: int, total: int) -> None:
+    pass
+
+
+def _early_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer, while the engine loads; None where that has to fetch it, or refuse it."""
+    source = config.tokenizer or config.model
+    if not is_embedded(source) and not Path(str(source)).expanduser().is_dir():
+        return None
+    with contextlib.suppress(VmserveError):
+        tokenizer = load_tokenizer(resolve_model(source))
+        tokenizer.prepare_chat()
+        return tokenizer
+    return None

@@ -1,0 +1,273 @@
+"""The engine's side of every transport: handles messages, steps, and sends what came of it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vmserve.client.framing import FrameTooLargeError
+from vmserve.client.messages import (
+    Abort,
+    Add,
+    Answer,
+    Ask,
+    FromEngine,
+    Ping,
+    Pong,
+    Shutdown,
+    StepUpdate,
+    ToEngine,
+    Unpin,
+)
+from vmserve.engine.engine import LLMEngine, StepResult
+from vmserve.errors import EngineDeadError, VmserveError
+from vmserve.telemetry.snapshot import EngineSnapshot
+from vmserve.text.update import RequestUpdate
+
+__all__ = ["QUESTIONS", "EngineService"]
+
+
+def _nothing() -> None:
+    pass
+
+
+class EngineService:
+    """Serves one engine to one client.
+
+    ``send`` takes messages to the client. ``settled`` is called before the messages of a step are
+    sent, and when the engine has nothing to do. :meth:`post` may be called from any thread, the
+    rest from the thread that owns the engine: either in :meth:`run`, or by :meth:`handle` and
+    :meth:`step`.
+    """
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        send: Callable[[FromEngine], None],
+        settled: Callable[[], None] = _nothing,
+    ) -> None:
+        self.engine = engine
+        self._send = send
+        self._settled = settled
+        self._posted: deque[ToEngine] = deque()
+        self._wake = threading.Condition()
+        self._is_closed = False
+        self._ids: dict[int, str] = {}
+        self._handles: dict[str, int] = {}
+        #: Requests whose first metrics were sent.
+        self._started: set[int] = set()
+        #: Requests whose client waits to hear that they are accepted.
+        self._awaited: set[int] = set()
+        self._accepted: list[int] = []
+        self._updates: list[tuple[int, RequestUpdate]] = []
+        self._failures: list[tuple[int, Exception]] = []
+        #: Running and waiting requests, as last sent.
+        self._counts = (0, 0)
+        #: The engine's handles of pinned prefixes, by the client's.
+        self._pins: dict[int, int] = {}
+
+    # -- any thread -------------------------------------------------------------------
+
+    def post(self, message: ToEngine) -> None:
+        """Leave a message for :meth:`run`, which ends after those before a :class:`Shutdown`.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` after a shutdown and after the end.
+        """
+        with self._wake:
+            if self._is_closed:
+                raise EngineDeadError("the engine has stopped")
+            if isinstance(message, Shutdown):
+                self._is_closed = True
+            else:
+                self._posted.append(message)
+            self._wake.notify()
+
+    # -- the engine's thread ------------------------------------------------------------
+
+    def run(self) -> None:
+        """Handle what is posted and step while there is something to run; otherwise sleep.
+
+        After a :class:`Shutdown` all requests are aborted and their last updates sent. Raises
+        whatever the engine raises; it is then of no more use.
+        """
+        try:
+            while self._handle_posted():
+                if self.engine.has_unfinished:
+                    self.step()
+            for handle in list(self._ids):
+                self._end(handle, tell=True)
+            self.flush()
+        finally:
+            with self._wake:
+                self._is_closed = True
+
+    def _handle_posted(self) -> bool:
+        """Whether to go on."""
+        with self._wake:
+            while not (self._posted or self._is_closed or self.engine.has_unfinished):
+                self._wake.wait()
+            goes_on = not self._is_closed
+        while self._posted:
+            self.handle(self._posted.popleft())
+        if not self.engine.has_unfinished:
+            self._settled()
+        self.flush()
+        return goes_on
+
+    def handle(self, message: ToEngine) -> None:
+        match message:
+            case Add():
+                self._add(message)
+            case Abort():
+                self._end(message.handle, tell=message.tell)
+            case Ask():
+                self._answer(message)
+            case Unpin():
+                self._unpin(message.pin)
+            case Ping():
+                self._send(Pong(message.serial))
+            case _:
+                raise TypeError(f"{type(message).__name__} is no message to a running engine")
+
+    def step(self) -> None:
+        result = self.engine.step()
+        self._settled()
+        self._publish(result)
+
+    # -- requests -----------------------------------------------------------------------
+
+    def _add(self, message: Add) -> None:
+        handle, request_id = message.handle, message.request_id
+        try:
+            self.engine.add_checked(
+                request_id, message.prompt_token_ids, message.params, message.terms
+            )
+        except VmserveError as error:
+            self._failures.append((handle, error))
+            return
+        self._ids[handle] = request_id
+        self._handles[request_id] = handle
+        if message.is_stream:
+            self._awaited.add(handle)
+            if self.engine.accepted_output(request_id) is not None:
+                self._accept(handle)
+
+    def _accept(self, handle: int) -> None:
+        if handle in self._awaited:
+            self._awaited.remove(handle)
+            self._accepted.append(handle)
+
+    def _end(self, handle: int, *, tell: bool) -> None:
+        request_id = self._ids.get(handle)
+        if request_id is None:
+            return  # it has ended already
+        update = self.engine.abort(request_id)
+        if update is not None and tell:
+            self._updates.append((handle, self._reduced(handle, update)))
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        handle = self._handles.pop(request_id)
+        del self._ids[handle]
+        self._started.discard(handle)
+        self._awaited.discard(handle)
+
+    # -- questions ----------------------------------------------------------------------
+
+    def _answer(self, message: Ask) -> None:
+        try:
+            value = QUESTIONS[message.question](self, **message.arguments)
+        except (VmserveError, ValueError) as error:
+            self._send(Answer(message.serial, None, error))
+        else:
+            self._send(Answer(message.serial, value))
+
+    def hold_prefix(self, pin: int, token_ids: list[int], cache_salt: str, isolation: str) -> int:
+        """Keep a cached prefix under the client's handle ``pin``; how many tokens are kept."""
+        self._unpin(pin)  # what it held before
+        held = self.engine.hold_prefix(token_ids, cache_salt=cache_salt, isolation=isolation)
+        self._pins[pin] = held.handle
+        return held.num_tokens
+
+    def _unpin(self, pin: int) -> None:
+        if pin in self._pins:
+            self.engine.unpin_prefix(self._pins.pop(pin))
+
+    def reset_prefix_cache(self) -> None:
+        self._pins.clear()
+        self.engine.reset_prefix_cache()
+
+    def set_kv_cache_memory(self, size: int | str) -> int:
+        return self.engine.set_kv_cache_memory(size)
+
+    def snapshot(self) -> EngineSnapshot:
+        return self.engine.snapshot()
+
+    def stats(self) -> dict[str, float | int]:
+        return self.engine.stats()
+
+    # -- news ---------------------------------------------------------------------------
+
+    def _publish(self, result: StepResult) -> None:
+        for update in result.outputs:
+            handle = self._handles[update.request_id]
+            if not (update.outputs or update.finished):
+                self._accept(handle)  # its grammar took a while to compile
+                continue
+            self._updates.append((handle, self._reduced(handle, update)))
+            if update.finished:
+                self._forget(update.request_id)
+        for failure in result.failures:
+            self._failures.append((self._handles[failure.request_id], failure.error))
+            self._forget(failure.request_id)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is new, if anything is."""
+        counts = (self.engine.scheduler.num_running, self.engine.scheduler.num_waiting)
+        if counts == self._counts and not (self._updates or self._accepted or self._failures):
+            return
+        news = StepUpdate(*counts, self._accepted, self._updates, self._failures)
+        self._accepted, self._updates, self._failures = [], [], []
+        self._counts = counts
+        try:
+            self._send(news)
+        except FrameTooLargeError as error:
+            self._send_one_by_one(news, error)
+
+    def _send_one_by_one(self, news: StepUpdate, error: FrameTooLargeError) -> None:
+        """Fail the requests whose update alone is too large for a message, and no others."""
+        for handle, update in news.updates:
+            alone = StepUpdate(news.num_running, news.num_waiting, [], [(handle, update)], [])
+            try:
+                self._send(alone)
+            except FrameTooLargeError:
+                news.failures.append((handle, error))
+                self._end(handle, tell=False)
+        self._send(StepUpdate(*self._counts, news.accepted, [], news.failures))
+
+    def _reduced(self, handle: int, update: RequestUpdate) -> RequestUpdate:
+        """The update without its request id, and with metrics at the first tokens and the end."""
+        is_first = bool(update.outputs) and handle not in self._started
+        if is_first:
+            self._started.add(handle)
+        return RequestUpdate(
+            "",
+            update.outputs,
+            update.finished,
+            update.metrics if is_first or update.finished else None,
+            update.prompt_logprobs,
+            update.embedding,
+        )
+
+
+#: What a client can ask, by name. Answers are plain data.
+QUESTIONS: Mapping[str, Callable[..., Any]] = {
+    "hold_prefix": EngineService.hold_prefix,
+    "reset_prefix_cache": EngineService.reset_prefix_cache,
+    "set_kv_cache_memory": EngineService.set_kv_cache_memory,
+    "snapshot": EngineService.snapshot,
+    "stats": EngineService.stats,
+}
