@@ -315,8 +315,7 @@ class LLMEngine:
         try:
             plan = self.scheduler.schedule(ahead=previous is not None)
         except NoRoomError as error:
-            self.abort(error.request_id)
-            return StepResult(failures=(RequestFailure(error.request_id, error),))
+            return StepResult(failures=(self._fail(error.request_id, error),))
         if plan is None:
             if previous is None:
                 self._idle()
@@ -381,10 +380,10 @@ class LLMEngine:
         if self._flight is None:
             return result
         if self._is_async:
-            waits = flight.blocking_reason()
-            if waits is None:
+            reason = flight.blocking_reason()
+            if reason is None:
                 return result
-            self._waited_for = waits
+            self._waited_for = reason
         self._flight = None
         return self._collect(flight)
 
@@ -413,11 +412,8 @@ class LLMEngine:
             self.scheduler.add(request)
             if request.stream:
                 outputs.append(self._acceptor.queued(request))
-        failures = []
-        for request, error in failed:
-            self.abort(request.request_id)
-            failures.append(RequestFailure(request.request_id, error))
-        return StepResult(tuple(outputs), tuple(failures)) if outputs or failures else None
+        failures = tuple(self._fail(request.request_id, error) for request, error in failed)
+        return StepResult(tuple(outputs), failures) if outputs or failures else None
 
     def _without_broken(self, outputs: list[RequestUpdate]) -> StepResult:
         """Replace the outputs of requests whose grammars met a limit in this step by failures."""
@@ -426,8 +422,7 @@ class LLMEngine:
         for request_id, error in self.structured.take_broken():
             if request_id not in self._requests and request_id not in finished:
                 continue  # aborted since its token was drawn
-            self.abort(request_id)
-            failures.append(RequestFailure(request_id, error))
+            failures.append(self._fail(request_id, error))
         ended = {failure.request_id for failure in failures}
         left = tuple(output for output in outputs if output.request_id not in ended)
         return StepResult(left, tuple(failures))
@@ -436,8 +431,7 @@ class LLMEngine:
         """Abort the requests whose deadlines are over."""
         late = []
         while (request := self._deadlines.pop_late(now)) is not None:
-            late.append(RequestFailure(request.request_id, too_late(request)))
-            self.abort(request.request_id)
+            late.append(self._fail(request.request_id, too_late(request)))
         return late
 
     def _record(self, flight: InFlightStep, outputs: list[RequestUpdate]) -> None:
@@ -470,10 +464,13 @@ class LLMEngine:
         logger.error("a step of %d sequences failed", len(sequences), exc_info=error)
         # Some requests of a step that was launched ahead may have ended.
         request_ids = sorted({seq.request.request_id for seq in sequences} & self._requests.keys())
-        for request_id in request_ids:
-            self.abort(request_id)
         failure = VmserveError("the step that computed this request failed; send it again")
-        return StepResult(failures=tuple(RequestFailure(rid, failure) for rid in request_ids))
+        return StepResult(failures=tuple(self._fail(rid, failure) for rid in request_ids))
+
+    def _fail(self, request_id: str, error: VmserveError) -> RequestFailure:
+        """End a request with an error instead of an output."""
+        self.abort(request_id)
+        return RequestFailure(request_id, error)
 
     def _retire(self, outputs: list[RequestUpdate]) -> None:
         for output in outputs:
@@ -502,9 +499,7 @@ class LLMEngine:
         if self.scheduler.make_room():
             logger.warning("made room: %s", error)
             return StepResult()
-        request = plan.sequences[0].request
-        self.abort(request.request_id)
-        return StepResult(failures=(RequestFailure(request.request_id, error),))
+        return StepResult(failures=(self._fail(plan.sequences[0].request.request_id, error),))
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
         if plan.only_decodes:

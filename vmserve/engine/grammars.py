@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from vmserve.errors import InvalidRequestError, VmserveError
 
 if TYPE_CHECKING:
-    from vmserve.scheduler.sequence import Request
-    from vmserve.scheduler.sequence import Sequence as TokenSequence
+    from collections import abc
+
+    from vmserve.scheduler.sequence import Request, Sequence
     from vmserve.structured.compiler import Grammar, GrammarCompiler
     from vmserve.structured.spec import StructuredOutputsParams
     from vmserve.text.tokenizer import Tokenizer
@@ -99,7 +100,7 @@ class StructuredRequests:
             futures = [future for _, future in self._compiling.values()]
             wait(futures, timeout=_WAIT_SECONDS, return_when=FIRST_COMPLETED)
 
-    def masks(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.bool_] | None]:
+    def masks(self, sequences: abc.Sequence[Sequence]) -> list[NDArray[np.bool_] | None]:
         """For each sequence the tokens that its grammar allows, or None for all."""
         masks: list[NDArray[np.bool_] | None] = [None] * len(sequences)
         rows = [row for row, sequence in enumerate(sequences) if sequence.guide is not None]

@@ -178,7 +178,6 @@ class MemoryManager:
         return self._core.open(tenant, _VIEWS[regime], salt, tokens)
 
     def match(self, seq: int) -> int:
-        """Tokens of the empty sequence in the prefix cache (always fewer than its own)."""
         return self._core.match(seq)
 
     def plan(
@@ -228,7 +227,6 @@ class MemoryManager:
         return self._core.apply_step(again.rows, again.version, _op_tuples(again.ops))
 
     def slots(self, seqs: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
-        """The slots of sequences, -1 without one: int32 ``[len(seqs)]``."""
         return self._core.slots(seqs)
 
     def launched(self, epoch: int) -> None:
@@ -255,7 +253,6 @@ class MemoryManager:
 
     @contextmanager
     def without_waiting(self) -> Iterator[None]:
-        """A context in which plans do not use pages held back by running steps and copies."""
         self._may_wait = False
         try:
             yield
@@ -283,7 +280,6 @@ class MemoryManager:
     def append_tokens(
         self, seqs: Sequence[int] | NDArray[np.int64], tokens: Sequence[int] | NDArray[np.int64]
     ) -> None:
-        """Publish tokens that became known, ``tokens[i]`` of ``seqs[i]``, to the prefix cache."""
         self._core.append_tokens(seqs, tokens)
 
     def release(self, seq: int) -> None:
@@ -436,7 +432,6 @@ class MemoryManager:
         return self._core.last_error()
 
     def check(self) -> None:
-        """Verify the conservation laws; raises ``AssertionError`` naming the broken one."""
         self._core.check()
 
     def require_usable(self) -> None:

@@ -110,7 +110,11 @@ class Request:
     @property
     def first_tokens_due(self) -> list[Sequence]:
         """Followers that draw their first token as soon as the prompt is computed."""
-        return [seq for seq in self.sequences if seq.is_unborn]
+        return [
+            seq
+            for seq in self.sequences
+            if seq.status is SequenceStatus.FOLLOWING and len(seq.tokens) == seq.num_prompt
+        ]
 
     @property
     def finished(self) -> bool:
@@ -174,11 +178,6 @@ class Sequence:
             and self.status is not SequenceStatus.SWAPPED
             and self.num_computed >= self.num_prompt
         )
-
-    @property
-    def is_unborn(self) -> bool:
-        """Whether it is a follower without a token of its own."""
-        return self.status is SequenceStatus.FOLLOWING and len(self.tokens) == self.num_prompt
 
     @property
     def num_unscored(self) -> int:

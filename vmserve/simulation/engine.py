@@ -39,8 +39,8 @@ from vmserve.simulation.requests import (
 from vmserve.types import RequestTerms
 
 if TYPE_CHECKING:
+    from collections import abc
     from collections.abc import Callable
-    from collections.abc import Sequence as Several
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -121,7 +121,7 @@ class _NullTokenizer:
 
     eos_ids = frozenset({END_ID})
 
-    def encode_bad_words(self, words: Several[str]) -> tuple[tuple[int, ...], ...]:
+    def encode_bad_words(self, words: abc.Sequence[str]) -> tuple[tuple[int, ...], ...]:
         return ()
 
 
@@ -150,15 +150,15 @@ class _NullModel:
         self._step = null_logits(plan)
         return self._step
 
-    def start(self, logits: Logits, rows: Several[SamplingRow]) -> None:
+    def start(self, logits: Logits, rows: abc.Sequence[SamplingRow]) -> None:
         """It draws on the host."""
 
-    def sample(self, logits: Logits, rows: Several[SamplingRow]) -> list[SampledToken]:
+    def sample(self, logits: Logits, rows: abc.Sequence[SamplingRow]) -> list[SampledToken]:
         assert self._step is not None
         return [SampledToken(self._engine.next_token(seq), 0.0) for seq in self._step.samplers]
 
     def beam_candidates(
-        self, logits: Logits, num: int, masks: Several[NDArray[np.bool_] | None] = ()
+        self, logits: Logits, num: int, masks: abc.Sequence[NDArray[np.bool_] | None] = ()
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         assert self._step is not None
         beams = self._step.beams

@@ -321,14 +321,14 @@ class Report:
 def check_many(first_seed: int, num_workloads: int, *, progress_s: float = 0.0) -> Report:
     """Check every seed from ``first_seed`` on, and continue after violations."""
     report = Report()
-    told = time.monotonic()
+    reported = time.monotonic()
     for seed in range(first_seed, first_seed + num_workloads):
         try:
             report.tally.update(check_workload(seed))
         except Exception:  # noqa: BLE001  whatever goes wrong is what is looked for
             report.violations[seed] = traceback.format_exc(limit=-6)
-        if progress_s and time.monotonic() - told > progress_s:
-            told = time.monotonic()
+        if progress_s and time.monotonic() - reported > progress_s:
+            reported = time.monotonic()
             print(
                 f"{seed - first_seed + 1} workloads, {report.tally['steps']} steps, "
                 f"{len(report.violations)} violations",
