@@ -75,7 +75,7 @@ def traffic_line(workloads: Json) -> str:
 def present(
     values: Mapping[str, Mapping[str, Any]], metrics: Sequence[Metric] = METRICS
 ) -> list[Metric]:
-    """The metrics that anybody has."""
+    """Metrics that any engine has."""
     return [m for m in metrics if any(m.name in each for each in values.values())]
 
 
@@ -96,7 +96,7 @@ def measured_table(
 
 
 def kept_up(values: Mapping[str, Any]) -> list[str]:
-    """How many requests were unfinished when the last one came: the sign of a queue."""
+    """Requests unfinished when the last one came: the sign of a queue."""
     left = {
         subject: middle["served_unfinished"]
         for subject, middle in medians(values).items()
@@ -118,7 +118,7 @@ def memory_table(values: Mapping[str, Any]) -> list[str]:
 
 
 def offline_table(found: Mapping[str, Any]) -> list[str]:
-    """The offline workload by itself: how steady, on how many cores, in how much memory."""
+    """Table of the offline workload: range, busy cores, memory."""
     if not found.get("rows"):
         return []
 
@@ -159,7 +159,7 @@ def comparison_tables(comparisons: Sequence[Json]) -> list[str]:
 
 
 def interval(rows: Sequence[Json]) -> str:
-    """What stands in brackets."""
+    """Interval in brackets."""
     counts = [each["num_repeats"] for row in rows for each in row["metrics"].values()]
     most = max(counts, default=0)
     if most < MIN_REPEATS:
@@ -196,7 +196,7 @@ def checks(found: Mapping[str, Json]) -> list[str]:
 
 
 def problems(results: Json) -> list[str]:
-    """Who is not in the tables, or not in all of them, and why."""
+    """List engines that are missing from tables, and why."""
     found = [f"- {each['name']}: {one_line(each['reason'])}" for each in results["absent"]]
     found += [
         f"- {run['subject']}, {run['model']}, repeat {run['repeat'] + 1}"
@@ -208,7 +208,7 @@ def problems(results: Json) -> list[str]:
 
 
 def one_line(text: str) -> str:
-    """The line of an error that says most, cut to fit, without this machine's directories."""
+    """The most telling line of an error, cut to fit, without this machine's directories."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     telling = [line for line in lines if "rror" in line]
     line = (telling or lines or ["no reason given"])[-1]
@@ -216,7 +216,7 @@ def one_line(text: str) -> str:
 
 
 def overview(results: Json) -> list[str]:
-    """Every comparison of one file as a row: how many times better vmserve is."""
+    """Rows of one file's comparisons: the factors by which vmserve is better."""
     rows = [(model, each) for model, found in results["comparisons"].items() for each in found]
     metrics = present({str(place): each["metrics"] for place, (_, each) in enumerate(rows)})
     lines = [

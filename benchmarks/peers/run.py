@@ -109,7 +109,7 @@ def say(text: str) -> None:
 
 
 class Bench:
-    """One invocation: what is there, what it is asked, and what came of it."""
+    """State of one invocation: models, subjects, workloads and results."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -127,7 +127,7 @@ class Bench:
         self.runs: list[Json] = []
 
     def prepare(self) -> None:
-        """Installs, writes and converts all that is needed; who cannot take part is noted."""
+        """Install, write and convert what is needed; note engines that cannot take part."""
         options = self.options
         log = options.cache_dir / "logs" / "checkpoint.log"
         for name in options.models:
@@ -195,7 +195,7 @@ class Bench:
             self.absent.append({"name": f"{subject.name}, {model.name}", "reason": str(error)})
 
     def units(self, model: Model) -> list[tuple[Subject, bool]]:
-        """What runs in a process each: engines, and (True) their servers."""
+        """Processes to run: engines, and (True) their servers."""
         asked = self.workloads[model.name]
         present = [each for each in self.options.subjects if (each.name, model.name) in self.files]
         found = [(each, False) for each in present if self._in_process(each, asked)]
@@ -204,12 +204,12 @@ class Bench:
         return found
 
     def _in_process(self, subject: Subject, asked: Json) -> Json:
-        """Of the workloads, those that the engine's worker runs."""
+        """Workloads that the engine's worker runs."""
         is_played = subject.engine == "openvino" or is_continuous(subject)
         return {name: requests for name, requests in asked.items() if name != "served" or is_played}
 
     def measure(self) -> None:
-        """Every engine once per repeat, interleaved: a drawn order, then its reverse."""
+        """Run every engine once per repeat, in a random order, then in its reverse."""
         rng = np.random.default_rng(self.options.seed)
         for model in self.models:
             units = self.units(model)
@@ -265,7 +265,7 @@ class Bench:
         }
 
     def check(self) -> Json:
-        """By model and engine: tokens beside those of one request at a time in float32."""
+        """Compare tokens, by model and engine, with those of single requests in float32."""
         found: Json = {}
         for model in self.models:
             for workload, told in (("offline", ""), ("served", ", served")):
@@ -274,7 +274,7 @@ class Bench:
         return found
 
     def _check(self, model: Model, workload: str) -> Json:
-        """By engine, a report on each of the requests that all have answers to."""
+        """Report, by engine, on each request that all engines answered."""
         asked = self.workloads[model.name].get(workload, [])
         requests, candidates = comparable(asked, self._candidates(model, workload))
         if not requests:
@@ -299,7 +299,7 @@ class Bench:
         return reports
 
     def _candidates(self, model: Model, workload: str) -> dict[str, list[list[int]]]:
-        """By engine, the tokens of its first repeat."""
+        """Tokens of the first repeat, by engine."""
         found: dict[str, list[list[int]]] = {}
         for run in self.runs:
             answers = run["workloads"].get(workload, {}).get("token_ids")
@@ -365,7 +365,7 @@ def comparable(
 
 
 def summarize_check(reports: list[Json]) -> Json:
-    """How many requests have the reference's tokens; the widest margin of a difference."""
+    """Number of requests with the reference's tokens, and the widest margin of a difference."""
     different = [each for each in reports if each["position"] is not None]
     return {
         "num_requests": len(reports),
@@ -376,7 +376,7 @@ def summarize_check(reports: list[Json]) -> Json:
 
 
 def stored(run: Json) -> Json:
-    """A run as it is kept: without its tokens and the times of each."""
+    """Drop tokens and their times from a run."""
     kept = dict(run)
     kept["workloads"] = {
         name: {key: each[key] for key in each if key not in ("token_ids", "times_s", "due_s")}

@@ -48,7 +48,7 @@ class ServerFailedError(Exception):
 
 
 def command(subject: Subject, environment: Environment, job: Json, port: int) -> list[str]:
-    """How the server is started. Raises ServerFailedError for an option that it has not."""
+    """Command of the server. Raises ServerFailedError for an unknown option."""
     threads = str(job["num_threads"])
     where = ["--host", "127.0.0.1", "--port", str(port)]
     if subject.engine == "vmserve":
@@ -101,7 +101,7 @@ def run_server(
     requests: list[Json],
     limit_s: float,
 ) -> Json:
-    """One server from nothing to the last answer, as a worker's result; ``error`` if it failed."""
+    """Measure one server from its start to the last answer; ``error`` if it failed."""
     port = free_port()
     began = time.monotonic()
     try:
@@ -188,7 +188,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 def wait_for(process: subprocess.Popen[Any], url: str, request: Json, deadline: float) -> None:
-    """Until one token comes. Raises ServerFailedError."""
+    """Wait until one token comes. Raises ServerFailedError."""
     body = body_of(request, 1)
     with httpx.Client(timeout=120.0) as client:
         while time.monotonic() < deadline:
@@ -208,7 +208,7 @@ def wait_for(process: subprocess.Popen[Any], url: str, request: Json, deadline: 
 
 
 def body_of(request: Json, num_tokens: int) -> Json:
-    """A request outside of the load: greedy, in one piece."""
+    """Send a request outside the load: greedy, not streamed."""
     return {
         "model": MODEL_NAME,
         "prompt": request["prompt_token_ids"],
@@ -219,7 +219,7 @@ def body_of(request: Json, num_tokens: int) -> Json:
 
 
 def ask(url: str, request: Json) -> list[int]:
-    """Its answer's tokens, alone, outside of the load. Raises ServerFailedError."""
+    """Tokens of an answer outside the load. Raises ServerFailedError."""
     body = body_of(request, request["num_output_tokens"])
     answer = httpx.post(f"{url}/completions", json=body, timeout=CHECK_TIMEOUT_S)
     if not answer.is_success:
@@ -233,7 +233,7 @@ def token_ids_of(text: str) -> list[int]:
 
 
 def send(target: Target, requests: list[Json], vocab_size: int, limit_s: float) -> ServedRun:
-    """All requests at their arrivals. Raises ServerFailedError if one fails, TimeoutError."""
+    """Send all requests at their arrivals. Raises ServerFailedError or TimeoutError."""
     jobs = [
         Job(
             RequestShape(
@@ -261,5 +261,5 @@ def send(target: Target, requests: list[Json], vocab_size: int, limit_s: float) 
 
 
 def own_environment() -> Environment:
-    """That of vmserve: the one this script runs in."""
+    """Interpreter of vmserve: the one that runs this script."""
     return Environment(Path(sys.executable), {}, {})

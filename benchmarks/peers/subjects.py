@@ -1,4 +1,4 @@
-"""Who is compared: engines with the weights that they read and the options they run with.
+"""Subjects of the comparison: engines with their weights and options.
 
 Written on the command line as ENGINE[:WEIGHTS][:OPTION=VALUE,...]; a variant of vmserve as
 NAME[:OPTION=VALUE,...] with its own engine options.
@@ -53,7 +53,7 @@ class Subject:
 
 
 def value_of(text: str) -> Any:
-    """``"4"`` as 4, ``"true"`` as True, ``"none"`` as None, what is none of these as text."""
+    """Parse ``"4"`` as 4, ``"true"`` as True, ``"none"`` as None, else keep the text."""
     named = {"true": True, "false": False, "none": None}
     if text.lower() in named:
         return named[text.lower()]
@@ -66,7 +66,7 @@ def value_of(text: str) -> Any:
 
 
 def options_of(text: str) -> dict[str, Any]:
-    """``a=1,b=x`` as a mapping. Raises ValueError."""
+    """Parse ``a=1,b=x`` as a mapping. Raises ValueError."""
     options: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = part.partition("=")
@@ -102,7 +102,7 @@ def peers_of(text: str) -> list[Subject]:
 
 
 def command_line_options(options: Mapping[str, Any]) -> list[str]:
-    """Engine options as ``vmserve serve`` spells them."""
+    """Spell engine options as ``vmserve serve`` does."""
     found: list[str] = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
@@ -114,7 +114,7 @@ def command_line_options(options: Mapping[str, Any]) -> list[str]:
 
 
 def subjects_of(variants: list[str], peers: list[str]) -> list[Subject]:
-    """All of them, vmserve first. Raises ValueError for two of one name."""
+    """Parse all subjects, vmserve first. Raises ValueError for two of one name."""
     found = [variant_of(text) for text in variants]
     for text in peers:
         found += peers_of(text)

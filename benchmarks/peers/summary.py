@@ -54,7 +54,7 @@ MEMORY = tuple(
 
 
 def metrics_of(run: Json, workloads: Mapping[str, Sequence[Json]]) -> dict[str, float]:
-    """What one run of one engine says; nothing for what it did not get to."""
+    """Metrics of one run of one engine; those that it did not reach are left out."""
     found: dict[str, float] = {}
     measured = run["workloads"]
     if "offline" in measured:
@@ -136,7 +136,7 @@ def medians(values: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Json:
 
 
 def offline_rows(runs: Sequence[Json], requests: Sequence[Json], model: str) -> list[Json]:
-    """Engine by engine, over repeats: speed and its range, cores kept busy, loading, memory."""
+    """Offline figures of each engine: speed, its range, busy cores, loading, memory."""
     num_tokens = sum(each["num_output_tokens"] for each in requests)
     found: dict[str, list[tuple[Json, Json]]] = {}
     for run in runs:
@@ -164,7 +164,7 @@ def offline_rows(runs: Sequence[Json], requests: Sequence[Json], model: str) -> 
 def static_batch_use(
     output_lengths: Sequence[int], batch_sizes: Sequence[int] = (16, 32)
 ) -> dict[str, float]:
-    """By batch size, the share of a static batch's decode rows that yield a requested token."""
+    """Share of a static batch's decode rows that yield a requested token, by batch size."""
     found = {}
     for size in batch_sizes:
         batches = [output_lengths[at : at + size] for at in range(0, len(output_lengths), size)]
@@ -176,7 +176,7 @@ def static_batch_use(
 def advantage(
     metric: Metric, ours: Mapping[str, float], theirs: Mapping[str, float], seed: int = 0
 ) -> Json | None:
-    """How many times better vmserve's median is: above 1, vmserve is ahead, whatever is better.
+    """Factor by which vmserve's median is better; above 1 vmserve is ahead.
 
     Values by repeat; only repeats that both have count. The interval is the percentile bootstrap
     over repeats, resampled together, as both met the same state of the machine. None where there
@@ -200,7 +200,7 @@ def advantage(
 
 
 def compare(values: Mapping[str, Any], subjects: Sequence[Subject]) -> list[Json]:
-    """Every variant of vmserve against every peer with weights as wide, metric by metric."""
+    """Compare every variant of vmserve with every peer of the same width, by metric."""
     found = []
     for ours in subjects:
         for theirs in subjects:

@@ -20,7 +20,7 @@ RATES = {"8m": 2.0, "125m": 2.0, "1b": 0.1}
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of each workload. Lengths in tokens."""
+    """Sizes of the workloads; lengths in tokens."""
 
     num_requests: int = 64
     mean_in: float = 160.0

@@ -80,7 +80,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[WorkloadResult]]:
-    """The variants, and each kind of traffic through all of them."""
+    """Describe the variants and serve each kind of traffic with all of them."""
     settings = settings_of(options)
     variants = [Variant(name, {"kv_regime": options.same or name}) for name in (*FIXED, "auto")]
     common = {} if options.model is None else {"model": options.model}

@@ -36,7 +36,7 @@ CLIENTS = 256
 
 
 def long_streams(count: int, seed: int) -> list[RequestShape]:
-    """As long as the model's context lets a summary of a paper be."""
+    """Long prompts and answers within the model's context, like summaries of papers."""
     return lognormal(
         count, seed, mean_in=1400, mean_out=300, sigma_in=0.2, sigma_out=0.5, max_total_tokens=2048
     )
@@ -76,7 +76,7 @@ def kinds(seed: int) -> dict[str, list[Asked]]:
 
 
 def serve(requests: list[Asked], regime: str, clients: int) -> dict[str, float]:
-    """Seconds of virtual time until all have ended, and what explains them."""
+    """Serve the requests; return seconds of virtual time, and counters that explain them."""
     config = SimulationConfig.of(OPT_13B_A100, regime=regime, max_num_seqs=CLIENTS)
     left = deque(replace(one, arrival_s=0.0) for one in requests)
     virtual = total = 0

@@ -107,7 +107,7 @@ def make_logits(vocab: int, num_rows: int, flat: bool) -> torch.Tensor:
 
 
 def make_row(i: int, vocab: int, params: dict[str, Any]) -> SamplingRow:
-    """In the middle of an answer: 200 tokens of prompt, 100 of output."""
+    """Row in the middle of an answer: 200 tokens of prompt, 100 of output."""
     return SamplingRow(
         params=SamplingParams(max_tokens=None, **params),
         seed=i,

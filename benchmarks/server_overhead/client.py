@@ -1,4 +1,4 @@
-"""A client that does little more than read, so that it takes little from what is measured."""
+"""A client that only reads, so that it takes little time from the server."""
 
 from __future__ import annotations
 

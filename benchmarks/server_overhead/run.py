@@ -1,4 +1,4 @@
-"""What serving costs beside the engine: the same work in process, in two processes, over HTTP.
+"""Cost of serving beside the engine: in process, in two processes, over HTTP.
 
     python benchmarks/server_overhead/run.py [--model DIR] [--rounds 8] [--output FILE]
 
@@ -98,7 +98,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratio(way: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, float | None]:
-    """Of the throughputs, round by round; the 99 % interval needs 6 rounds."""
+    """Ratio of throughputs by round; the 99 % interval needs 6 rounds."""
     logs = [
         math.log(ours["tokens_per_s"] / theirs["tokens_per_s"])
         for ours, theirs in zip(way, base, strict=True)
@@ -108,7 +108,7 @@ def ratio(way: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str
 
 
 def differences(way: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, float]:
-    """Of the idle times to the first token, round by round: median, least and most."""
+    """Differences of idle times to the first token by round: median, least and most."""
     found = sorted(
         ours["idle_ttft_ms"] - theirs["idle_ttft_ms"]
         for ours, theirs in zip(way, base, strict=True)

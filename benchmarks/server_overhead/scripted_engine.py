@@ -1,4 +1,4 @@
-"""An engine that only says things: steps of one token per stream, as fast as they are taken.
+"""An engine that computes nothing: a token per stream and step, at fixed intervals.
 
 Started in the place of ``vmserve.client.engine_main`` by per_token.py. It loads the embedded model
 to describe it, computes nothing, and waits ``VMSERVE_STEP_SECONDS`` between two steps.

@@ -74,7 +74,7 @@ class Subject:
         return Subject(quantization, engine, core)
 
     def decode(self, num_seqs: int, context: int, steps: int) -> None:
-        """Times those steps in which every sequence decodes."""
+        """Time the steps in which every sequence decodes."""
         numbers = random.Random(0)
         vocab = self.engine.model_config.vocab_size
         params = SamplingParams(max_tokens=steps + 8, temperature=0, ignore_eos=True)
@@ -100,7 +100,7 @@ class Subject:
                     self.times.setdefault(part, []).append(seconds)
 
     def line(self) -> str:
-        """Microseconds of each part; forgets the times."""
+        """Format microseconds of each part, and drop the times."""
         times, self.times = self.times, {}
         quarter = {part: sorted(each)[len(each) // 4] * 1e6 for part, each in times.items()}
         return "  ".join(f"{part} {quarter[part]:7.0f}" for part in PARTS)

@@ -31,7 +31,7 @@ _MACHINE = ("cpu", "num_usable_cores", "memory_bytes", "python", "git_revision")
 
 
 def compare_cases(first: Case, other: Case) -> tuple[list[Comparison], str]:
-    """Comparisons, and what was paired: "rounds", "requests" or "" where nothing could be."""
+    """Comparisons, and the pairs: "rounds", "requests", or "" for none."""
     if first.own:
         return _compare_own(first, other), "repeats"
     if first.seeds == other.seeds and len(first.seeds) >= MIN_PAIRS:
@@ -55,7 +55,7 @@ def compare_cases(first: Case, other: Case) -> tuple[list[Comparison], str]:
 
 
 def _compare_own(first: Case, other: Case) -> list[Comparison]:
-    """Columns that both have, as many repeats as both have; a row's columns are judged together."""
+    """Columns and repeats that both have; a row's columns are judged together."""
     families: dict[tuple[str, int], list[str]] = {}
     for name in first.own:
         if name in other.columns:
@@ -100,7 +100,7 @@ def metric_of(case: Case, name: str) -> Metric:
 def regressions(
     case: Case, comparisons: Sequence[Comparison], percent: float
 ) -> tuple[list[str], int]:
-    """Headlines that are surely worse by more than ``percent``; how many had an interval."""
+    """Headlines significantly worse by over ``percent``, and how many had an interval."""
     worse, judged = [], 0
     for one in comparisons:
         metric, effect = metric_of(case, one.metric), one.effect
@@ -120,7 +120,7 @@ def regressions(
 
 
 def warnings(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """What differs between the files besides what was measured."""
+    """Differences between the files besides the measurements."""
     lines = []
     for name in _MACHINE:
         a, b = first["machine"].get(name), other["machine"].get(name)

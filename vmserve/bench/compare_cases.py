@@ -1,4 +1,4 @@
-"""What ``vmserve bench compare`` compares: results files, as columns of numbers with names.
+"""Input of ``vmserve bench compare``: results files as named columns of numbers.
 
 A case of rounds (bench ab, bench serve) has metrics of its rounds and requests. A case of rows
 (the other commands) is a section of a file: each of its columns is one figure of one row, with its
@@ -94,7 +94,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _named(found: dict[str, Any]) -> dict[str, Any]:
-    """With its schema, which older files do not tell."""
+    """Add the schema that older files lack."""
     benchmark = found.get("benchmark")
     if "schema" in found or not isinstance(benchmark, str) or benchmark not in _UNNAMED:
         return found
@@ -104,7 +104,7 @@ def _named(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_cases(document: Mapping[str, Any]) -> list[Case]:
-    """What was measured, by workload and variant."""
+    """Cases of a document, by workload and variant."""
     if document["schema"] == "vmserve-bench-startup":
         phases = document["phases"]
         columns = {name: list(one["seconds"]) for name, one in phases.items()}

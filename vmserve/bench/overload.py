@@ -63,13 +63,13 @@ class Measured:
 
 
 def num_clients(load: float, pool_tokens: int, shapes: Sequence[RequestShape]) -> int:
-    """So many that their requests, at full length, take ``load`` times the pool on average."""
+    """Number of clients whose requests take ``load`` times the pool on average."""
     tokens = sum(shape.num_input_tokens + shape.num_output_tokens for shape in shapes)
     return max(1, round(load * pool_tokens * len(shapes) / tokens))
 
 
 class _Window:
-    """Counts from a quarter of the answers until nothing is left to send."""
+    """Window from a quarter of the answers until nothing is left to send."""
 
     def __init__(self, num_requests: int) -> None:
         self._from = num_requests // 4
@@ -137,7 +137,7 @@ def simulated(
 def real(
     load: float, preempts: Preempts, regime: Regime, *, num_requests: int = 96, seed: int = 0
 ) -> Measured:
-    """The embedded model; a pool of 1,024 tokens, requests of 128 on average."""
+    """Run the embedded model with a pool of 1,024 tokens and requests of 128 on average."""
     shapes = lognormal(
         num_requests,
         seed,
@@ -202,7 +202,7 @@ def _real_engine(preempts: Preempts, regime: Regime) -> LLMEngine:
 
 
 def run(kinds: Sequence[Kind], report: Report, *, seed: int = 0, rounds: int = 3) -> SectionResult:
-    """All loads, preemptions and regimes of each kind.
+    """Measure all loads, preemptions and regimes of each kind.
 
     ``rounds``: of the real engine, whose times differ from run to run; each serves the same
     requests at every load, in a drawn order. The simulated one has one: its times are computed.

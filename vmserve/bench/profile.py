@@ -61,7 +61,7 @@ def profile_command(
 def measured_profile(
     engine: LLMEngine, report: Callable[[float], None] = lambda done: None
 ) -> DeviceProfile:
-    """The profile that the engine measured at start, with the costs of its model's layers.
+    """Add the costs of the model's layers to the profile that the engine measured at start.
 
     The engine must be idle, choose regimes itself and cache no prefixes.
     """
@@ -92,7 +92,7 @@ def measured_profile(
 
 
 def _time_steps(engine: LLMEngine, num_prompt: int) -> list[tuple[float, float]]:
-    """One request: of each step, the seconds in layers outside attention, and outside the model."""
+    """Run a request; return each step's seconds in layers, and outside the model."""
     engine.add_request(
         "profile",
         [index % engine.model_config.vocab_size for index in range(num_prompt)],

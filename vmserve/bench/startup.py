@@ -125,12 +125,12 @@ def startup_command(
 
 
 def has_bytecode() -> bool:
-    """Whether this installation's modules are compiled already, as pip leaves them."""
+    """Return whether this installation's modules are compiled, as pip leaves them."""
     return Path(importlib.util.cache_from_source(__file__)).is_file()
 
 
 def time_offline(options: Mapping[str, Any], samples: Samples) -> dict[str, float]:
-    """Seconds to each phase. Raises RunFailedError with what the process said."""
+    """Run a process; return seconds to each phase. Raises RunFailedError with its output."""
     samples.add_memory("torch", _told("torch", {})["memory"])
     began = time.monotonic()
     told = _told("offline", options)
@@ -156,7 +156,7 @@ def _told(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def time_server(options: Mapping[str, Any], samples: Samples) -> dict[str, float]:
-    """Seconds to an answer of /ready, and to the first token of a request after it."""
+    """Start a server; return seconds to /ready, and to the first token after it."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     began = time.monotonic()
@@ -204,7 +204,7 @@ def _server(command: Sequence[str]) -> Iterator[_Process]:
 
 
 def _wait_ready(client: httpx.Client, process: _Process, began: float) -> None:
-    """The port is open before the engine is loaded: most of the wait is for one answer."""
+    """Wait for /ready. The port opens before the engine is loaded."""
     while time.monotonic() < began + _TIMEOUT_S:
         try:
             if client.get("/ready", timeout=5.0).is_success:
@@ -237,7 +237,7 @@ def _first_token(client: httpx.Client) -> float:
 
 
 def document(options: Mapping[str, Any], samples: Samples) -> dict[str, Any]:
-    """Every sample, ready for JSON."""
+    """Build the results document, with every sample."""
     seconds, cpu_seconds = samples.seconds, samples.cpu_seconds
     return {
         "schema": SCHEMA,
@@ -261,7 +261,7 @@ def document(options: Mapping[str, Any], samples: Samples) -> dict[str, Any]:
 
 
 def table(seconds: Mapping[str, Sequence[float]]) -> Table:
-    """Medians, the fastest and the slowest."""
+    """Table of medians, the fastest and the slowest."""
     show = Metric("", "", "s").format
     rows = tuple(
         (title, *(show(found(seconds[name])) for found in (statistics.median, min, max)))
@@ -277,7 +277,7 @@ def table(seconds: Mapping[str, Sequence[float]]) -> Table:
 
 
 def memory_table(samples: Samples) -> Table:
-    """Medians of the proportional set size, and what it is made of."""
+    """Table of medians of the proportional set size, and of its parts."""
     show = format_size
     rows = tuple(
         (title, *(show(statistics.median(samples.memory[name][kind])) for kind in KINDS))

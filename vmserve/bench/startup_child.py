@@ -1,4 +1,4 @@
-"""The fresh process that ``vmserve bench startup`` measures; it says when it came to what.
+"""The process that ``vmserve bench startup`` measures; it writes when it reached each phase.
 
 Times are of ``time.monotonic``, which all processes of a machine share, so that the parent can
 count them from before this process existed. Imports come late for that reason.
@@ -20,7 +20,7 @@ _PROMPT = list(range(10, 26))
 
 
 def only_torch() -> dict[str, Any]:
-    """What an interpreter takes that has imported torch and done nothing with it."""
+    """Measure an interpreter that imported torch and did nothing with it."""
     import torch  # noqa: PLC0415 - it is what is measured
 
     from vmserve.bench.lab.measure import read_memory  # noqa: PLC0415

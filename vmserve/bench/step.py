@@ -74,13 +74,13 @@ class Case:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Nanoseconds by part, each without what is watched within."""
+    """Nanoseconds by part, each without the watched parts inside it."""
 
     spent: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     _within: int = 0
 
     def watch(self, owner: object, method: str, part: str) -> None:
-        """Each call of ``owner.method`` counts for ``part`` from now on."""
+        """Count each call of ``owner.method`` for ``part`` from now on."""
         call: Callable[..., Any] = getattr(owner, method)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ class SteppedEngine:
         self.engine.close()
 
     def _add_requests(self) -> None:
-        """Prompts of 1 to 128 tokens that nobody shares, so that pages fill in different steps."""
+        """Add prompts of 1 to 128 unshared tokens, so that pages fill in different steps."""
         params = SamplingParams(max_tokens=self._tokens_left, temperature=0.0, ignore_eos=True)
         for index in range(self.case.num_seqs):
             length = 1 + 7 * index % _MAX_PROMPT
@@ -172,7 +172,7 @@ class SteppedEngine:
 
 
 def run(counts: Sequence[int], num_steps: int, report: Report) -> SectionResult:
-    """All regimes for each number of sequences, blocks of their steps interleaved."""
+    """Measure all regimes for each number of sequences, blocks of steps interleaved."""
     rows = []
     for index, num_seqs in enumerate(counts):
         engines = [SteppedEngine(Case(regime, num_seqs), num_steps) for regime in REGIMES]

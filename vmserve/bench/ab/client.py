@@ -1,4 +1,4 @@
-"""The load client: serves jobs by an engine in this process and watches.
+"""Load client: gives jobs to an engine in this process and records what happens.
 
 It does what a server does: requests arrive between steps, every token is seen when the step that
 made it ends.
@@ -32,7 +32,7 @@ _SAMPLE_EVERY_S = 0.005
 
 
 class Clock(Protocol):
-    """Seconds as ``time.monotonic`` has them: the engine's own times are of that clock."""
+    """Seconds of ``time.monotonic``, the clock of the engine's own times."""
 
     def now(self) -> float: ...
 
@@ -55,7 +55,7 @@ class SystemClock:
 
 
 class RunFailedError(VmserveError):
-    """A request of a run failed: its times would not be those of the others."""
+    """A request of a run failed, so the run's times cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def check_jobs(engine: LLMEngine, jobs: Sequence[Job], prompts: Prompts, seed: i
 
 
 def reset(engine: LLMEngine) -> None:
-    """Where every run begins: nothing cached, no rubbish to collect.
+    """Empty the caches and collect garbage before a run.
 
     Pages stay where an idle engine leaves them, as they do in a server between two busy times:
     committed up to a limit, and mapped in parked slots. A new engine's first pages are the
@@ -97,7 +97,7 @@ def serve(
     clock: Clock | None = None,
     on_finished: Callable[[], None] = lambda: None,
 ) -> RunRecord:
-    """All jobs from an empty cache to the last token.
+    """Serve all jobs, from an empty cache to the last token.
 
     Raises :class:`RunFailedError` when a request fails.
     """
@@ -218,7 +218,7 @@ class _Run:
             self._sample_memory(ended)
 
     def _take(self, output: RequestUpdate, now: float) -> int:
-        """What a step told of a request; how many sequences ended by it."""
+        """Record one request's output of a step; return how many sequences ended."""
         active = self._active[output.request_id]
         active.token_times_s.append(now)
         for choice in output.outputs:
@@ -257,7 +257,7 @@ class _Run:
         self._on_finished()
 
     def _go_on(self, job: Job, history: list[int], ended_s: float) -> None:
-        """The conversation's next turn, if there is one: at once, or when the user has thought."""
+        """Queue the conversation's next turn, if any: at once, or after the think time."""
         turn = self._next_turn.get(job.shape.index)
         if turn is None:
             return

@@ -216,7 +216,7 @@ def check_positive(**numbers: float | None) -> None:
 
 
 def _workload_names(text: str | None, *, has_files: bool) -> list[str]:
-    """Those asked for; chat where nothing is, files included."""
+    """Names of the workloads asked for; chat if there are neither names nor files."""
     if text is None:
         return [] if has_files else ["chat"]
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
@@ -245,7 +245,7 @@ def _context(
 
 
 def fresh_output(name: str) -> Path:
-    """In the current directory, never one that is there already."""
+    """A new path in the current directory; never one that exists."""
     stem = f"{name}-{datetime.now(UTC).date().isoformat()}"
     path, count = Path(stem), 1
     while path.exists():

@@ -38,7 +38,7 @@ _WARMUP_SEED = 1_000_000
 
 
 class Progress(Protocol):
-    """Told what runs now, and each time a request has ended."""
+    """Receives what runs now, and a call for each request that ended."""
 
     def starting(self, what: str, num_requests: int) -> None: ...
 
@@ -71,7 +71,7 @@ class Settings:
 
     @property
     def num_runs(self) -> int:
-        """Of each variant, those that do not count among them."""
+        """Runs of each variant, warm-up included."""
         times = -(-self.rounds // self.renew_every) if self.renew_every else 1
         return self.rounds * self.tries + times * self.warmup
 
@@ -97,7 +97,7 @@ class Engines:
 
     @contextmanager
     def use(self, name: str) -> Iterator[LLMEngine]:
-        """The variant's engine, idle."""
+        """Give the variant's engine, idle."""
         engine = self._kept.get(name)
         if engine is None:
             engine = LLMEngine(self._configs[name])
@@ -158,7 +158,7 @@ class WorkloadResult:
 
 
 def orders(names: Sequence[str], num_rounds: int) -> list[tuple[str, ...]]:
-    """Who runs when: rotated every second round, and every second round is the reverse.
+    """Order of the variants: rotated every second round, reversed in every other one.
 
     Over 2 x len(names) rounds every variant runs as often in every place, and as often after
     each other one.
@@ -178,7 +178,7 @@ def run_once(
     seed: int,
     on_finished: Callable[[], None] = lambda: None,
 ) -> RunRecord:
-    """The jobs of one round through one engine."""
+    """Serve the jobs of one round with one engine."""
     special = engine.tokenizer.hf.all_special_ids
     vocab_size = engine.model_config.vocab_size
     reserved = {one for one in (*special, *engine.model_config.eos_token_ids) if one < vocab_size}
@@ -190,7 +190,7 @@ def run_once(
 def run_workload(
     engines: Engines, workload: Workload, settings: Settings, progress: Progress
 ) -> WorkloadResult:
-    """Warm-up rounds, which are forgotten, then the rounds that count."""
+    """Run warm-up rounds, which are dropped, then the rounds that count."""
     rounds = []
     for index, order in enumerate(orders(engines.names, settings.rounds)):
         if index == 0 or (settings.renew_every and index % settings.renew_every == 0):
@@ -212,7 +212,7 @@ def _warm_up(
     order: tuple[str, ...],
     progress: Progress,
 ) -> None:
-    """Before round ``first``. Engines are made in the order of the round."""
+    """Warm up before round ``first``; engines are made in the round's order."""
     for index in range(settings.warmup):
         jobs = workload.make(_WARMUP_SEED + settings.seed + first + index)
         for name in order:

@@ -60,7 +60,7 @@ class Job:
 
 
 def generation_params(job: Job, seed: int) -> GenerationParams:
-    """Exactly the job's number of tokens in every sequence, the same ones in every run.
+    """Sampling parameters for exactly the job's number of tokens, equal in every run.
 
     Tokens are not turned into text: that costs the same whatever the memory looks like.
     """
@@ -81,7 +81,7 @@ def generation_params(job: Job, seed: int) -> GenerationParams:
 
 
 def fit(jobs: Sequence[Job], scale: float, max_len: int) -> list[Job]:
-    """Every length times ``scale``, then cut to the context.
+    """Multiply every length by ``scale``, then cut to the context.
 
     As in a chat: the input is cut to leave room for one token of output, the output to what is
     then left; a turn for which the context has no room ends its conversation. Given prompts keep

@@ -1,4 +1,4 @@
-"""What a run is summed up to: one number per metric."""
+"""Metrics of a run: one number each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Metric:
     is_headline: bool = False
 
     def format(self, value: float | None) -> str:
-        """For people; "-" for what a run has not."""
+        """Format for tables; "-" for a missing value."""
         return "-" if value is None else _FORMATS[self.unit](value)
 
 
@@ -147,7 +147,7 @@ class Slo:
 def summarize(
     record: RunRecord, slo: Slo | None = None, price_per_hour: float | None = None
 ) -> dict[str, float | None]:
-    """Every metric of :data:`METRICS`, in its order; None where the run has no such thing."""
+    """Compute every metric of :data:`METRICS`, in order; None where the run has no data."""
     found: dict[str, float | None] = {
         **_throughput(record, slo or Slo()),
         **_latencies(record),
@@ -261,7 +261,7 @@ def _counts(record: RunRecord) -> dict[str, float | None]:
 
 
 def _attention(counters: Mapping[str, float]) -> dict[str, float | None]:
-    """Time in the kernels of both views; what the device profile says of it, where there is one."""
+    """Attention time of both views and, with a device profile, the predicted time."""
     views = ("virtual", "paged")
     measured = sum(counters[f"attention_{view}_seconds_total"] for view in views)
     predicted = sum(counters[f"attention_{view}_predicted_seconds_total"] for view in views)

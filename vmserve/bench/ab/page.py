@@ -91,7 +91,7 @@ def _workload(names: Sequence[str], workload: Json, plots: Any) -> Json:
 
 
 def _verdicts(name: str, found: Sequence[Json]) -> tuple[str, list[tuple[str, str]], int]:
-    """What was shown, each with its class, and how many headline metrics are left."""
+    """Significant differences, each with its class, and the number of other headline metrics."""
     judged = [one for one in found if one["verdict"] is not None]
     shown = [
         (kind_of(one), f"{METRICS[one['metric']].title} {(one['ratio'] - 1):+.1%}")

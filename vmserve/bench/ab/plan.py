@@ -1,4 +1,4 @@
-"""From the command's options to workloads: what is served, at which load, scaled to what."""
+"""Turn the command's options into workloads: requests, load and scale."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _UNITS = {"s": 1.0, None: 1.0, "ms": 1e-3, "us": 1e-6}
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """As given: None where not."""
+    """Load options as given; None where left out."""
 
     concurrency: int | None = None
     rate: float | None = None
@@ -159,7 +159,7 @@ def make_search(
 
 
 def objectives(ttft: str | None, tpot: str | None) -> Slo:
-    """Of ``--slo-ttft`` and ``--slo-tpot``, where they are given."""
+    """Parse ``--slo-ttft`` and ``--slo-tpot``."""
     return Slo(
         None if ttft is None else duration("--slo-ttft", ttft),
         None if tpot is None else duration("--slo-tpot", tpot),
@@ -167,7 +167,7 @@ def objectives(ttft: str | None, tpot: str | None) -> Slo:
 
 
 def duration(option: str, text: str) -> float:
-    """Seconds of e.g. ``200ms``, ``0.2s`` or ``0.2``. Raises ConfigurationError."""
+    """Parse seconds, e.g. ``200ms``, ``0.2s`` or ``0.2``. Raises ConfigurationError."""
     match = _DURATION.fullmatch(text.strip())
     if match is None or not float(match.group(1)) > 0:
         raise ConfigurationError(f"{option}: {text!r} is no duration: write e.g. 200ms or 0.2s")

@@ -47,7 +47,7 @@ _STYLE: Any = {
 
 
 def workload(names: Sequence[str], workload: Json) -> list[Plot]:
-    """Ratios, distributions of latencies, and what happened over time."""
+    """Plot ratios, distributions of latencies, and values over time."""
     rounds = workload["rounds"]
     return [
         *_forests(names[0], workload["comparisons"]),
@@ -57,7 +57,7 @@ def workload(names: Sequence[str], workload: Json) -> list[Plot]:
 
 
 def search(names: Sequence[str], search: Json) -> list[Plot]:
-    """What was measured at each rate that was tried."""
+    """Plot what was measured at each rate that was tried."""
     plots = []
     for metric, title, factor in (
         ("normalized_mean_s", "normalized latency, ms per token", 1e3),
@@ -246,7 +246,7 @@ def _steps(steps: Json, column: str, factor: float) -> Points:
 
 
 def largest(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    """Few enough points to draw; of each stretch the largest, so that no spike is lost."""
+    """Thin to few points: the largest of each stretch, so that no spike is lost."""
     stretch = -(-len(times) // MAX_POINTS)
     points = []
     for begin in range(0, len(times), stretch):

@@ -1,4 +1,4 @@
-"""What one run leaves behind: a row per request, per step and per sample of the memory."""
+"""Records of one run: a row per request, per step and per sample of the memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RequestSample:
 
     @property
     def tpot_s(self) -> float | None:
-        """Per token after the first; None for an answer of one token."""
+        """Time per output token after the first; None for an answer of one token."""
         if self.num_output_tokens < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
@@ -123,23 +123,23 @@ class MemorySample:
 
     @property
     def mapped_bytes(self) -> int:
-        """Committed and not free: used, cached or parked, or on its way."""
+        """Committed bytes that are not free: used, cached, parked or in transit."""
         return self.committed_bytes - self.state_bytes[4]
 
     @property
     def used_bytes(self) -> int:
-        """Of pages that sequences hold."""
+        """Bytes of the pages that sequences hold."""
         return self.state_bytes[0] + self.state_bytes[1]
 
     @property
     def waste_bytes(self) -> int:
-        """Of those, what holds no token."""
+        """Bytes of those pages that hold no token."""
         return self.state_bytes[1]
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One variant, one round. ``counters``: how far the engine's totals moved."""
+    """Record of one variant in one round. ``counters``: increments of the engine's totals."""
 
     elapsed_s: float
     cpu_s: float

@@ -1,4 +1,4 @@
-"""What is lost by leaving the choice of the regime to the engine.
+"""Regret of leaving the choice of the regime to the engine.
 
 The regret of ``auto`` is its time over that of the better of ``virtual`` and ``paged``, less 1.
 Which of the two is better is not known, only measured: so ``auto`` must be shown to be within the
@@ -63,7 +63,7 @@ class Regret:
 
 
 def regret(auto: Sequence[float], fixed: Mapping[str, Sequence[float]], *, seed: int = 0) -> Regret:
-    """Times of each round, all above 0 and paired."""
+    """Compute the regret from paired times of each round, all above 0."""
     logs = np.stack([np.log(auto) - np.log(times) for times in fixed.values()])
     upper = paired_effects(logs, seed=seed, confidence=CONFIDENCE)
     lower = paired_effects(logs, seed=seed, confidence=_CORRECTED)

@@ -64,7 +64,7 @@ _ALWAYS_SHOWN = (
 
 
 def busy_warning() -> str:
-    """What to say where other work would widen the intervals; "" where the machine is quiet."""
+    """Warn where other work would widen the intervals; "" on a quiet machine."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load < 0.5 * cores:
         return ""
@@ -75,7 +75,7 @@ def busy_warning() -> str:
 
 
 def describe_variants(variants: Sequence[Variant], engines: Engines) -> list[dict[str, Any]]:
-    """What each variant's engine runs with. Makes the engines: what is wrong shows here."""
+    """Describe each variant's resolved options. Makes the engines, so errors show here."""
     described = []
     for variant in variants:
         with engines.use(variant.name) as engine:
@@ -99,7 +99,7 @@ def document(
     workloads: Sequence[WorkloadResult],
     searches: Sequence[SearchResult],
 ) -> dict[str, Any]:
-    """Everything, raw samples included, ready for JSON."""
+    """Build the results document, raw samples included."""
     return {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
@@ -124,7 +124,7 @@ def document(
 
 
 def write(described: Mapping[str, Any], directory: Path) -> list[Path]:
-    """``results.json`` and ``report.html``; the paths of what was written."""
+    """Write ``results.json`` and ``report.html``; return their paths."""
     texts = {"results.json": dump(described), "report.html": render(described)}
     for name, text in texts.items():
         write_text(directory / name, text)
@@ -199,7 +199,7 @@ def judgement(comparison: Comparison, metric: Metric) -> str:
 
 
 def workload_table(result: WorkloadResult, *, everything: bool = False) -> Table:
-    """Medians over rounds, and every variant against the first."""
+    """Table of medians over rounds, and of every variant against the first."""
     names = list(result.rounds[0].records)
     first, others = names[0], names[1:]
     columns = ["", first]
@@ -249,7 +249,7 @@ def _note(result: WorkloadResult) -> str:
 
 
 def search_table(result: SearchResult) -> Table:
-    """The highest rate of each variant."""
+    """Table of the highest rate of each variant."""
     first = next(iter(result.rates))
     rows = []
     for name, rates in result.rates.items():

@@ -53,7 +53,7 @@ class Probe:
 
 @dataclass(slots=True)
 class Bracket:
-    """Between a rate that passes (or none was seen to) and one that fails."""
+    """Bracket between a rate that passes (if any did) and one that fails."""
 
     low: float
     high: float
@@ -72,7 +72,7 @@ class Bracket:
 
     @property
     def found(self) -> float | None:
-        """None where the bracket's end was never left: the rate lies outside."""
+        """The rate found; None if it lies outside the searched range."""
         return self.middle if self.has_passed and self.has_failed else None
 
 
@@ -88,14 +88,14 @@ class SearchResult:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Where the search looked, requests/s."""
+        """Range of the search, requests/s."""
         return self.closed_loop_per_s * _LOWEST, self.closed_loop_per_s * _HIGHEST
 
 
 def search_rate(
     engines: Engines, search: RateSearch, settings: Settings, progress: Progress
 ) -> SearchResult:
-    """Each round finds every variant's rate anew: the pairs of the comparison are rounds."""
+    """Search every variant's rate anew in each round; rounds are the pairs."""
     capacity = _capacity(engines, search, settings, progress)
     probes: list[Probe] = []
     rates: dict[str, list[float | None]] = {name: [] for name in engines.names}
@@ -123,7 +123,7 @@ def search_rate(
 def _capacity(
     engines: Engines, search: RateSearch, settings: Settings, progress: Progress
 ) -> float:
-    """Requests per second with all there at once, of the fastest; this is the warm-up, too."""
+    """Requests per second of the fastest variant, all at once; also the warm-up."""
     jobs = search.make(_SEARCH_SEED + settings.seed, None)
     speeds = []
     for name in engines.names:

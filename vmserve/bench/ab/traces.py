@@ -1,4 +1,4 @@
-"""Requests of one's own: JSONL traces and files of prompts."""
+"""The user's requests: JSONL traces and files of prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 def read_trace(path: Path, block_tokens: int = HASH_BLOCK_TOKENS) -> list[Job]:
-    """One request a line, e.g. {"timestamp": 250, "input_length": 900, "output_length": 40}.
+    """Read lines such as {"timestamp": 250, "input_length": 900, "output_length": 40}.
 
     ``timestamp`` in milliseconds, counted from the first; ``hash_ids`` (optional) names the
     prompt's blocks of ``block_tokens`` in order: equal names, equal tokens. Other fields are
@@ -89,7 +89,7 @@ def at_rate(jobs: list[Job], rate: float) -> list[Job]:
 
 
 def _text_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines that say something, each with where it stands."""
+    """Lines that are not blank, each with its place in the file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

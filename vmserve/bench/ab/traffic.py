@@ -90,7 +90,7 @@ def _long(num_requests: int, seed: int) -> list[Job]:
 
 
 def _long_context(num_requests: int, seed: int) -> list[Job]:
-    """Every length with every ratio in turn, in a drawn order."""
+    """Combine every length with every ratio, in a random order."""
     cases = [(length, ratio) for length in _LONG_PROMPTS for ratio in _PROMPT_TO_DECODE]
     order = np.random.default_rng([seed, _LONG, 1]).permutation(len(cases)).tolist()
     shapes = []
@@ -177,7 +177,7 @@ MIX: Mapping[str, float] = MappingProxyType(
 
 
 def _mix(num_requests: int, seed: int) -> list[Job]:
-    """Parts by largest remainder, conversations whole, in a drawn order."""
+    """Mix parts by largest remainder, conversations whole, in a random order."""
     jobs: list[Job] = []
     for offset, (name, count) in enumerate(_parts(num_requests).items()):
         if count:
@@ -205,7 +205,7 @@ def _moved(job: Job, offset: int, part: str) -> Job:
 
 
 def _shuffled(jobs: list[Job], rng: np.random.Generator) -> list[Job]:
-    """In a drawn order in which turns still follow their conversation."""
+    """Shuffle, with the turns of a conversation still in order."""
     conversations: list[list[Job]] = []
     for job in jobs:
         if job.previous is None:

@@ -1,4 +1,4 @@
-"""What is compared: engine options under a name."""
+"""Variants: engine options under a name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, common: Mapping[str, Any]) -> EngineConfig:
-        """``common``: what all variants have, unless they say otherwise."""
+        """Merge with ``common``, the options of all variants; the variant's own win."""
         try:
             return EngineConfig.from_options({**common, **self.options})
         except ConfigurationError as error:
@@ -87,7 +87,7 @@ def _named(item: str) -> Variant:
 
 
 def _value(variant: str, option: str, text: str) -> Any:
-    """``text`` as the option's type."""
+    """Parse ``text`` as the option's type."""
     hints = get_type_hints(EngineConfig)
     known = [one.name for one in dataclasses.fields(EngineConfig)]
     if option not in known:

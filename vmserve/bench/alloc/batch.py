@@ -55,7 +55,7 @@ SHUFFLES = 21
 def largest_batch(
     regime: Regime, page_tokens: int, pool_tokens: int, shapes: Sequence[RequestShape]
 ) -> int:
-    """How many of these requests, at their full length, fit at once; ValueError if all do."""
+    """Count the requests of full length that fit at once; ValueError if all do."""
     pool = CorePool(regime, page_tokens, pool_tokens)
     memory = pool.memory
     for count, shape in enumerate(shapes):
@@ -72,7 +72,7 @@ def largest_batch(
 
 
 def run(options: Options, report: Report) -> SectionResult:
-    """Batches and waste by page size, and vAttention's block-size table by our planner."""
+    """Measure batches and waste by page size; compute vAttention's block-size table."""
     num_requests, shuffles = (30, 3) if options.quick else (300, SHUFFLES)
     pool_tokens = _QUICK_POOL_TOKENS if options.quick else POOL_TOKENS
     variants = VARIANTS[1::3] if options.quick else VARIANTS

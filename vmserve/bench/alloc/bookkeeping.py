@@ -1,4 +1,4 @@
-"""What the memory's own calls cost a decoding step that maps nothing, by part.
+"""Cost of the memory's own calls in a decoding step that maps nothing, by part.
 
 Every sequence decodes one token a step. Tokens are known (``append_tokens``), so that blocks are
 named and published as they fill, as a server with prefix caching has it. Virtual sequences find
@@ -73,7 +73,7 @@ class Decoder:
         self.before = self.memory.stats()
 
     def _map_slots(self, views: list[_core.View], max_len: int) -> None:
-        """Parks as many fully mapped slots as there are virtual sequences."""
+        """Park as many fully mapped slots as there are virtual sequences."""
         virtual = [view for view in views if view == _core.View.VIRTUAL]
         seqs = open_sequences(self.memory, virtual)
         rows = growths(seqs, [max_len] * len(seqs))
@@ -145,7 +145,7 @@ def _row(regime: Regime, num_seqs: int, decoder: Decoder) -> dict[str, Any]:
 
 
 def _call_overhead(repeats: int) -> dict[str, float]:
-    """Medians: a call that does nothing but lock, and plan and apply of an empty step."""
+    """Medians of a call that only locks, and of plan and apply of an empty step."""
     memory = open_pool(page_tokens=256, token_bytes=16, max_pages=1, max_seqs=1, max_len=256)
     none = growths([], [])
     samples: dict[str, list[int]] = {"begun_epoch": [], "plan_step": [], "apply_step": []}

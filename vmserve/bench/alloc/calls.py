@@ -1,4 +1,4 @@
-"""What a driver call costs, by page size and by how many pages one call takes.
+"""Cost of a driver call, by page size and by the number of pages in the call.
 
 A round goes through the life of a run of pages on fresh addresses: create, map, zero (with the
 first touch of every page), set_access, unmap, map again with the page tables filled in the same
@@ -61,7 +61,7 @@ class CallRig:
 
     @property
     def num_bytes(self) -> int:
-        """Of one call."""
+        """Bytes of one call."""
         return self.page_bytes * self.num_pages
 
     def round(self) -> None:

@@ -54,7 +54,7 @@ def alloc_command(
 
 
 def chosen_sections(section: str | None, driver: str) -> list[str]:
-    """The sections of ``--section``, in the order in which they run.
+    """Sections of ``--section``, in the order in which they run.
 
     Raises ConfigurationError for a name that is none, and for one that the driver cannot have.
     """

@@ -65,7 +65,7 @@ def open_sequences(
 
 
 def growths(seqs: Sequence[int], lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """What plan_step and apply_step take: ``[n, 3]`` of sequence, new length, first token."""
+    """Argument of plan_step and apply_step: ``[n, 3]`` of sequence, new length, first token."""
     rows = np.zeros((len(seqs), 3), dtype=np.int64)
     rows[:, 0] = seqs
     rows[:, 1] = lengths
@@ -73,7 +73,7 @@ def growths(seqs: Sequence[int], lengths: Sequence[int] | NDArray[np.int64]) -> 
 
 
 def grow(memory: _core.KVMemory, rows: NDArray[np.int64]) -> int:
-    """Plan and apply; the epoch that began. Raises OutOfMemoryError if the plan does not fit."""
+    """Plan and apply; return the epoch. Raises OutOfMemoryError if the plan does not fit."""
     plan = memory.plan_step(rows)
     if not plan.fits:
         raise OutOfMemoryError(

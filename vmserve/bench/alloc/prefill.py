@@ -95,7 +95,7 @@ class Prefiller:
         (self._seq,) = open_sequences(self._memory, [_core.View.VIRTUAL])
 
     def _scatter(self, num_pages: int) -> None:
-        """Every second page stays with a sequence that lives on."""
+        """Leave every second page with a sequence that lives on."""
         keep, give = open_sequences(self._memory, [_core.View.VIRTUAL] * 2)
         for page in range(1, num_pages + 1):
             for seq in (keep, give):

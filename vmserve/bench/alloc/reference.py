@@ -1,4 +1,4 @@
-"""Figures that others published, quoted for comparison and never mixed with our own.
+"""Published figures, quoted for comparison and never mixed with our own.
 
 * PagedAttention: Kwon et al., "Efficient Memory Management for Large Language Model Serving
   with PagedAttention", SOSP 2023.

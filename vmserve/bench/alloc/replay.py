@@ -1,4 +1,4 @@
-"""A trace replayed against a fixed pool: who fits, and what the memory holds meanwhile.
+"""Replay of a trace against a fixed pool: which requests fit, what the memory holds.
 
 There is no model: a step gives every running request one token. Requests wait in order of
 arrival, all there at the start, and the first is admitted when its prompt fits; its prompt is in
@@ -76,7 +76,7 @@ class Live:
 
     @property
     def first_length(self) -> int:
-        """What the step that admits it writes: the prompt, and what a preempted one had besides."""
+        """Positions written at admission: the prompt, and tokens computed before preemption."""
         return self.length + 1 if self.length else self.shape.num_input_tokens
 
 
@@ -118,7 +118,7 @@ class Usage:
 
 
 class Pool(Protocol):
-    """Where requests get their memory."""
+    """Source of the requests' memory."""
 
     num_positions: int
 
@@ -130,7 +130,7 @@ class Pool(Protocol):
     def release(self, request: Live) -> None: ...
 
     def count(self, running: Sequence[Live], usage: Usage) -> None:
-        """Adds this moment to ``usage``."""
+        """Add this moment to ``usage``."""
         ...
 
 
@@ -265,7 +265,7 @@ class CorePool:
         self.memory.release(request.handle)
 
     def allocated(self, request: Live, length: int) -> int:
-        """Positions that are the request's: whole pages in the virtual view, else blocks."""
+        """Positions of the request: whole pages in the virtual view, else blocks."""
         virtual = self.view(request) == _core.View.VIRTUAL
         unit = self._page_tokens if virtual else BLOCK_TOKENS
         return -(-length // unit) * unit
@@ -290,7 +290,7 @@ class CorePool:
 
 @dataclass(slots=True)
 class Replay:
-    """What a replay saw. ``batch`` is the number of running requests, of saturated steps."""
+    """Result of a replay. ``batch``: running requests of saturated steps."""
 
     num_steps: int = 0
     num_saturated_steps: int = 0
@@ -322,7 +322,7 @@ class Replay:
 
 
 def replay(pool: Pool, shapes: Sequence[RequestShape]) -> Replay:
-    """Runs the trace to its end. Raises ValueError if nobody ever had to wait."""
+    """Run the trace to its end. Raises ValueError if no request ever waited."""
     result = Replay()
     waiting = deque(Live(shape) for shape in shapes)
     running: list[Live] = []

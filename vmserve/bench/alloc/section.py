@@ -1,4 +1,4 @@
-"""What the sections share: options, and a page driver of their own."""
+"""Options and page driver of the sections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUDA_SECTIONS = ("calls", "bandwidth")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``quick`` measures little, to see that everything runs; ``seed`` draws all that is drawn."""
+    """``quick``: few repeats, to see that everything runs; ``seed``: of all random draws."""
 
     quick: bool = False
     seed: int = 0
@@ -25,7 +25,7 @@ class Options:
 
 
 def make_driver(kind: DriverKind, frame_bytes: int, num_frames: int) -> _core.PageDriver:
-    """A page driver of its own. Raises DriverError where the machine has none of the kind."""
+    """Open a page driver. Raises DriverError where the machine has none of the kind."""
     if kind == "host":
         return _core.HostDriver(frame_bytes, num_frames)
     return _core.CudaDriver(frame_bytes, num_frames)

@@ -71,7 +71,7 @@ class Case(NamedTuple):
 
     @property
     def steps_apart(self) -> int:
-        """From one sequence's crossing to the next one's."""
+        """Steps from one sequence's page boundary to the next one's."""
         return 0 if self.together else max(1, self.page_tokens // self.num_seqs)
 
     @property
@@ -101,7 +101,7 @@ class ModelStandIn:
         np.matmul(self._left, self._right)
 
     def _calibrated(self, seconds: float) -> int:
-        """Rows that take ``seconds`` where nothing disturbs: from the quickest of ten."""
+        """Rows that take ``seconds`` undisturbed, from the quickest of ten runs."""
         probe = 256
         self._left = np.ones((probe, 128), dtype=np.int32)
         times = []
@@ -161,7 +161,7 @@ class Stepper:
         return self._memory.stats()
 
     def restart(self) -> None:
-        """New sequences with their prompts, warmed up: what follows is the steady state."""
+        """Open new sequences with their prompts and warm up, until the steady state."""
         self._release()
         self._open(self._start)
         self._step()
@@ -169,13 +169,13 @@ class Stepper:
         self._before = self._memory.stats()
 
     def ready(self) -> None:
-        """Starts again if the longest sequence has no block of steps left."""
+        """Restart if the longest sequence has no block of steps left."""
         if int(self._lengths.max()) + self._case.block_steps > self._case.max_len:
             self._account()
             self.restart()
 
     def run(self) -> None:
-        """One block of steps, every one timed."""
+        """Run one block of steps and time each."""
         for _ in range(self._case.block_steps):
             start = perf_counter_ns()
             self.memory_ns.append(self._step())
@@ -183,7 +183,7 @@ class Stepper:
         self.num_tokens += self._case.block_steps * len(self._seqs)
 
     def forget(self) -> None:
-        """What was measured so far was warm-up."""
+        """Drop what was measured so far, as warm-up."""
         self.step_ns.clear()
         self.memory_ns.clear()
         self.num_tokens = 0
@@ -197,7 +197,7 @@ class Stepper:
     mapper_seconds = 0.0
 
     def _account(self) -> None:
-        """Adds what happened since the last look; restarts are thus left out."""
+        """Add the counters since the last call, so that restarts are left out."""
         self._memory.settle_mapper()
         before, now = self._before, self._memory.stats()
         self.unhidden_calls += now.unhidden_calls_total - before.unhidden_calls_total
@@ -213,7 +213,7 @@ class Stepper:
         self._memory.close()
 
     def _step(self) -> int:
-        """A token more for every sequence; the nanoseconds that the memory's calls took."""
+        """Grow every sequence by a token; return the nanoseconds of the memory's calls."""
         memory = self._memory
         start = perf_counter_ns()
         epoch = grow(memory, growths(self._seqs, self._lengths + 1))
@@ -307,7 +307,7 @@ def _measure(
 def _of_median_steps(
     yardstick: Stepper, stepper: Stepper, block_steps: int, seed: int
 ) -> dict[str, Any]:
-    """The same of the median step of each block: what most steps feel, without the rare ones."""
+    """Compare the median steps of blocks: the usual step, without rare ones."""
     medians = [
         np.median(np.reshape(each.step_ns, (-1, block_steps)), axis=1)
         for each in (yardstick, stepper)
@@ -338,7 +338,7 @@ def _describe(stepper: Stepper) -> dict[str, Any]:
 
 
 def _percent(result: PairedResult) -> dict[str, Any]:
-    """How much longer the median pair of blocks took, in percent, and its 95 % interval."""
+    """Percent by which the median pair of blocks took longer, with its 95 % interval."""
     return {
         "num_pairs": result.num_pairs,
         "percent": 100 * (result.ratio - 1),

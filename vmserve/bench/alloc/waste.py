@@ -56,7 +56,7 @@ CORES: tuple[tuple[Regime, int], ...] = (
 
 
 def run(options: Options, report: Report) -> SectionResult:
-    """Both traces through every system."""
+    """Replay both traces in every system."""
     if options.quick:
         traces = {"sharegpt": sharegpt(30, options.seed), "alpaca": alpaca(120, options.seed)}
     else:

@@ -93,7 +93,7 @@ class Rig:
 
     @property
     def layer_products(self) -> int:
-        """Multiplications and additions of one layer: what causality leaves of them."""
+        """Multiplications and additions of one causal layer."""
         past = self.context - self.num_new
         pairs = self.num_new * past + self.num_new * (self.num_new + 1) // 2
         return 4 * self.num_seqs * pairs * self.shape.q_heads * self.shape.head_dim
@@ -118,7 +118,7 @@ class Rig:
         )
 
     def read(self) -> Callable[[], object]:
-        """Reads the memory once, with the kernels' threads: what the machine can do."""
+        """Read the memory once, with the kernels' threads: the machine's bandwidth."""
         return lambda: self.backend.fold(self.memory)
 
     def contiguous(self) -> Callable[[], object]:

@@ -29,7 +29,7 @@ CHUNKS = ((0, 512), (0, 2048), (2048, 512))
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``quick`` measures little, to see that everything runs; ``seed`` draws all that is drawn."""
+    """``quick``: few repeats, to see that everything runs; ``seed``: of all random draws."""
 
     quick: bool = False
     seed: int = 0
@@ -45,7 +45,7 @@ class Options:
 
     @property
     def most_bytes(self) -> int:
-        """Points with more are left out: they take long and show what smaller ones do."""
+        """Largest point; larger ones take long and show nothing else."""
         return 1 << 30
 
 
@@ -73,7 +73,7 @@ def decode(options: Options, report: Report) -> SectionResult:
 
 
 def blocks(options: Options, report: Report) -> SectionResult:
-    """The same by block size (PagedAttention, figure 18)."""
+    """Decoding by block size (PagedAttention, figure 18)."""
     context, batch = (256, 1) if options.quick else (4096, 8)
     rows: list[dict[str, Any]] = []
     points = list(itertools.product(SHAPES, DTYPES))

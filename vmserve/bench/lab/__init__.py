@@ -1,1 +1,1 @@
-"""What every benchmark stands on: rounds, statistics, measuring, tables, files, pages."""
+"""Shared by all benchmarks: rounds, statistics, measuring, tables, files."""

@@ -1,4 +1,4 @@
-"""What a measurement ran on, for the results files of benchmarks."""
+"""Description of the machine, for results files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cpu_model() -> str:
 
 
 def cpu_vector_extensions() -> list[str]:
-    """Which of the vector extensions that decide a kernel's speed the processor has."""
+    """The processor's vector extensions, of those that decide a kernel's speed."""
     wanted = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
@@ -84,7 +84,7 @@ def git_revision(directory: Path | None = None) -> str | None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """A free TCP port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

@@ -1,4 +1,4 @@
-"""What processes have in memory, as the kernel counts it.
+"""Memory of processes, as the kernel counts it.
 
 Resident size counts a page once per mapping: an engine that maps pages at two addresses would be
 charged twice. The proportional set size (PSS) divides by the number of mappings. psutil reads the

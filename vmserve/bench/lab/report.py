@@ -1,4 +1,4 @@
-"""What the benchmark commands share: consoles, progress bars and results files."""
+"""Consoles, progress bars and results files of the benchmark commands."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ _PIPED_WIDTH = 160
 
 
 def make_console() -> Console:
-    """Standard output, wide where nobody watches."""
+    """Console on standard output, wide if it is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=_PIPED_WIDTH)
 
 
 def dump(described: Mapping[str, Any]) -> str:
-    """JSON with a line per value, and one for a whole list of numbers (traces are long)."""
+    """Format JSON with a line per value, and one per list of numbers (traces are long)."""
     text = json.dumps(described, indent=1)
     return re.sub(r"\[[\d\s.,eE+-]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 @contextmanager
 def progress(name: str) -> Iterator[Report]:
-    """A bar on standard error for whoever watches."""
+    """Progress bar on standard error, if that is a terminal."""
     columns = (TextColumn(name), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(
@@ -76,7 +76,7 @@ def progress(name: str) -> Iterator[Report]:
 
 
 class RunProgress:
-    """One line: how many runs are done of all, what runs now, how many of its requests ended."""
+    """Progress line: the run of how many, its name, and its requests that ended."""
 
     def __init__(self, bar: Progress, num_runs: int) -> None:
         self._bar = bar
@@ -133,7 +133,7 @@ def fresh_directory(parent: Path, date: datetime.date, cpu: str) -> Path:
 def kept_arguments(
     command: str, script: str, *, plots: bool = False, output: bool = False
 ) -> list[str]:
-    """This process's arguments for ``vmserve bench``, whose files go to a fresh directory.
+    """Arguments for ``vmserve bench`` that write to a fresh directory.
 
     ``results/<date>-<cpu>`` beside ``script`` gets JSON, Markdown and, with ``plots``, pictures;
     with ``output`` the command has one option for all of them.
@@ -160,7 +160,7 @@ def make_directory(path: Path) -> None:
 
 
 def check_writable(path: Path | None) -> Path | None:
-    """``path``, whose directory is there afterwards: told before minutes go into measuring.
+    """Make the directory of ``path`` and check it, before minutes go into measuring.
 
     Raises ConfigurationError for a directory, for what cannot be written, and for "-".
     """
@@ -179,7 +179,7 @@ def check_writable(path: Path | None) -> Path | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Its directory is made. Raises VmserveError where the system refuses: a full disk, say."""
+    """Write a file and make its directory. Raises VmserveError, e.g. on a full disk."""
     make_directory(path.parent)
     try:
         path.write_text(text, encoding="utf-8")

@@ -64,7 +64,7 @@ class PairedResult:
 
     @property
     def verdict(self) -> Verdict:
-        """Who is faster, if the interval excludes 1 and there are 6 pairs or more."""
+        """The faster one, if the interval excludes 1 and there are 6 pairs or more."""
         if self.num_pairs < MIN_PAIRS_FOR_VERDICT:
             return "no difference shown"
         if self.ratio_low > 1.0:
@@ -74,7 +74,7 @@ class PairedResult:
         return "no difference shown"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, every sample included, ready for JSON."""
+        """Plain values for JSON, every sample included."""
         return {
             "label_a": self.label_a,
             "label_b": self.label_b,
@@ -108,7 +108,7 @@ class ManyResult:
     against: Mapping[str, PairedResult]
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Plain values for JSON."""
         return {
             "baseline": self.baseline,
             "against": {name: result.to_dict() for name, result in self.against.items()},
@@ -180,7 +180,7 @@ def compare_many(
 
 
 def orders(count: int, rng: np.random.Generator) -> Iterator[list[int]]:
-    """The order of each round, without end: a drawn one, then its reverse."""
+    """Yield the order of each round, without end: a random one, then its reverse."""
     while True:
         order = rng.permutation(count).tolist()
         yield order

@@ -84,20 +84,20 @@ class Summary:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between two values. Raises ValueError without any, or outside 0 to 100."""
+    """Percentile, linear between two values. Raises ValueError without any, or outside 0 to 100."""
     if not len(values):
         raise ValueError("a percentile needs at least 1 value")
     return float(np.percentile(np.asarray(values, dtype=np.float64), percent))
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Median of the values that are there; None where none is."""
+    """Median of the values that are not None; None without any."""
     there = [value for value in values if value is not None]
     return statistics.median(there) if there else None
 
 
 def summarize(samples: Sequence[float]) -> Summary:
-    """Raises ValueError without samples."""
+    """Summarize samples. Raises ValueError without any."""
     if not len(samples):
         raise ValueError("a summary needs at least 1 sample")
     median, p95, p99, most = np.percentile(np.asarray(samples, dtype=np.float64), (50, 95, 99, 100))
@@ -201,7 +201,7 @@ def paired_effects(
 
 
 def _widening(z: NDArray[np.float64]) -> NDArray[np.float64]:
-    """By how much neighbouring rounds that resemble each other widen the error of a mean.
+    """Factor by which correlation of neighbouring rounds widens the error of a mean.
 
     ``z``: rows of mean 0. The bias of the correlation of few rounds, -1/rounds, is taken off.
     """
@@ -212,12 +212,12 @@ def _widening(z: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _exp(logarithm: float) -> float:
-    """Infinite where one outlier among few rounds leaves the interval without an end."""
+    """Exponential; infinite if one outlier among few rounds leaves no upper end."""
     return math.exp(logarithm) if logarithm < _LARGEST_LOGARITHM else math.inf
 
 
 def _resample_weights(num_pairs: int, num_resamples: int, seed: int) -> NDArray[np.float64]:
-    """How often each pair is drawn, over the number of draws: ``[pairs, resamples]``."""
+    """Share of draws of each pair: ``[pairs, resamples]``."""
     even = np.full(num_pairs, 1.0 / num_pairs)
     counts = np.random.default_rng(seed).multinomial(num_pairs, even, size=num_resamples)
     weights: NDArray[np.float64] = counts.T / num_pairs

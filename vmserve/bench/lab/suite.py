@@ -31,7 +31,7 @@ Options = TypeVar("Options")
 
 
 def chosen(option: str, text: str | None, known: Sequence[str]) -> list[str]:
-    """The names between commas, in the order of ``known``; all of them without a text.
+    """Parse names between commas, in the order of ``known``; all without a text.
 
     Raises ConfigurationError for a name that is not known.
     """
@@ -70,7 +70,7 @@ class Suite(Generic[Options]):
     def run(
         self, names: Sequence[str], options: Options, console: Console
     ) -> dict[str, SectionResult]:
-        """Each section's result, printed as soon as it is there."""
+        """Run each section and print its tables at once."""
         results = {}
         for name in names:
             with progress(name if self.key == "sections" else f"figure {name}") as report:
@@ -80,7 +80,7 @@ class Suite(Generic[Options]):
         return results
 
     def document(self, results: Mapping[str, SectionResult], **told: Any) -> dict[str, Any]:
-        """What is written as JSON; ``told`` stands between the date and the machine."""
+        """Build the results document; ``told`` stands between the date and the machine."""
         return {
             "schema": f"vmserve-bench-{self.name}",
             "schema_version": 1,

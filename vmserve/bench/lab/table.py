@@ -1,4 +1,4 @@
-"""Tables for people: printed, and as Markdown."""
+"""Tables, printed and as Markdown."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _all_experiments() -> Table:
 
 
 def chosen(text: str | None, figures: Mapping[str, object]) -> list[str]:
-    """Those of ``--figure``, in their order; all without. Raises ConfigurationError for others."""
+    """Figures of ``--figure``, in order; all without. Raises ConfigurationError for others."""
     if text is None:
         return list(figures)
     wanted = {name.strip() for name in text.split(",")}

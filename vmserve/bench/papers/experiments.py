@@ -42,7 +42,7 @@ class Experiment(NamedTuple):
 
     @property
     def of_real(self) -> str:
-        """The last column: of the real engine."""
+        """Last column: the real engine."""
         if self.real is None:
             return "–"
         return self.real if self.found is None else f"{self.real}: {self.found}"
@@ -333,7 +333,7 @@ what its figures 2 to 8 and 11 and its tables 2, 5, 6 and 9 are could not be rea
 
 
 def document() -> str:
-    """All of ``docs/experiments.md``."""
+    """Text of ``docs/experiments.md``."""
     lines = []
     for each in EXPERIMENTS:
         ours = each.ours if each.result is None else f"{each.ours} ([tables](../{each.result}))"

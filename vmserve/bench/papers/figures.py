@@ -57,7 +57,7 @@ class Options:
 def _search(
     systems: tuple[str, ...], trace: Trace, report: Callable[[], None], start: float | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The sustained rate of each, and the curve that was measured on the way."""
+    """Search each system's sustained rate; keep the curve measured on the way."""
     found = {}
     for system in systems:
         rate, points = sustained_rate(
@@ -176,7 +176,7 @@ def figure_14(options: Options, report: Report) -> SectionResult:
 
 
 def swap_seconds(device: Device, num_tokens: int, *, is_merged: bool) -> float:
-    """Out and back, of one sequence: a call for each block, or one where blocks are adjacent."""
+    """Seconds to swap a sequence out and in: a call per block, or per adjacent run."""
     block_tokens = device.layout.block_tokens
     num_blocks = -(-num_tokens // block_tokens)
     block_bytes = block_tokens * OPT_13B.token_kv_bytes

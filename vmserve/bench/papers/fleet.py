@@ -31,7 +31,7 @@ _GRANULARITY = 4096
 
 
 class _Sizes(NamedTuple):
-    """Of one layer of a model: bytes of a token's keys and values."""
+    """Bytes of a token's keys and values in one layer."""
 
     num_layers: int
     token_bytes: int
@@ -44,7 +44,7 @@ class _Sizes(NamedTuple):
         return _Sizes(config.num_layers, token_bytes, str(config.dtype).removeprefix("torch."))
 
     def page_bytes(self, page_tokens: int) -> int:
-        """Of one layer; at least so many tokens, in whole pages of the host."""
+        """Page bytes of one layer for at least so many tokens, in whole host pages."""
         return -(-page_tokens * self.token_bytes // _GRANULARITY) * _GRANULARITY
 
     def pool_bytes(self, pool_tokens: int, page_tokens: int) -> int:
@@ -53,7 +53,7 @@ class _Sizes(NamedTuple):
 
 
 class Fleet:
-    """Engines by what they differ in, made when they are first asked for.
+    """Engines by their differences, made at first use.
 
     ``pool_tokens``: of ours; Orca's engine has room for all that is ever admitted.
     """
@@ -131,7 +131,7 @@ class Fleet:
         return ModelConfig.from_directory(resolve_model(self.model)).vocab_size
 
     def serve(self, system: System, jobs: Sequence[Job]) -> Served:
-        """Raises RuntimeError where memory was short behind Orca's gate: it is to be spare."""
+        """Serve jobs. Raises RuntimeError if memory was short behind Orca's gate."""
         served = serve(self.engine(system), jobs, system, self.pool_tokens)
         if system.knowledge is not None and served.num_preemptions:
             raise RuntimeError(f"{served.num_preemptions} preemptions behind the gate")

@@ -1,4 +1,4 @@
-"""What a figure on the real engine is made of: named cases, each metric once per round."""
+"""Data of a figure on the real engine: named cases, each metric once per round."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Points:
         return text if low == high else f"{text} ({low} to {high})"
 
     def ratio(self, case: str, other: str, metric: str) -> str:
-        """``case`` over ``other``, of medians."""
+        """Ratio of medians, ``case`` over ``other``."""
         below = self.median(other, metric)
         return f"{self.median(case, metric) / below:.2f}" if below else "-"
 
@@ -88,7 +88,7 @@ class Points:
 
 
 def shuffled(items: Sequence[_T], rounds: int, seed: int, report: Report) -> Iterator[_T]:
-    """Every item once a round, in a drawn order: what drifts meets all alike."""
+    """Yield every item once a round, in a random order, so that drift meets all alike."""
     rng, done = random.Random(seed), 0
     for _ in range(rounds):
         order = list(items)

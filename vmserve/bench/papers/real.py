@@ -57,7 +57,7 @@ _QUICK_SCALE = 32
 
 
 def _warm(fleet: Fleet, systems: Sequence[System], shapes: Sequence[RequestShape]) -> None:
-    """Whatever is made at first use is made, and pools have grown."""
+    """Warm up: lazy setup is done, and pools have grown."""
     for system in systems:
         fleet.serve(system, make_jobs(shapes[:4], fleet.vocabulary(), 1))
 
@@ -68,7 +68,7 @@ def _saturated(
     shapes: Sequence[RequestShape],
     systems: Mapping[str, System],
 ) -> Points:
-    """All requests there at once, by each system, in rounds."""
+    """Serve all requests at once with each system, in rounds."""
     points = Points()
     with Fleet(options.model) as fleet:
         _warm(fleet, list(systems.values()), shapes)
@@ -140,7 +140,7 @@ def _by_rate(
     draw: Callable[[int], list[RequestShape]],
     note: str,
 ) -> SectionResult:
-    """Normalized latency by the rate of Poisson arrivals, as shares of what ours sustains.
+    """Normalized latency by Poisson rate, as shares of the rate that vmserve sustains.
 
     ``draw``: a trace by its seed. Each round has one of its own, the same for all systems.
     """

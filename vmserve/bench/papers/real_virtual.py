@@ -39,7 +39,7 @@ _HERE = "This machine's processor."
 
 
 def _fleet(options: RealOptions, context: int, num_seqs: int) -> Fleet:
-    """Memory for all of them: nothing is preempted."""
+    """Memory for all requests, so that nothing is preempted."""
     return Fleet(
         options.model,
         context=context,
@@ -50,7 +50,7 @@ def _fleet(options: RealOptions, context: int, num_seqs: int) -> Fleet:
 
 
 def _context(options: RealOptions) -> int:
-    """The model's own."""
+    """Context length of the model."""
     return ModelConfig.from_directory(resolve_model(options.model)).max_position_embeddings
 
 
@@ -64,12 +64,12 @@ def _step(engine: LLMEngine) -> float:
 
 
 def _prompt(num_tokens: int, first: int, vocabulary: int) -> list[int]:
-    """No two of other ``first`` begin alike."""
+    """A prompt; those of different ``first`` have no common prefix."""
     return [8 + (first + 7 * place) % (vocabulary - 8) for place in range(num_tokens)]
 
 
 def _fill(engine: LLMEngine, batch: int, num_prompt: int, num_output: int, name: str) -> None:
-    """Until ``batch`` requests decode, each behind ``num_prompt`` tokens."""
+    """Step until ``batch`` requests decode, each behind ``num_prompt`` tokens."""
     vocabulary = engine.model_config.vocab_size
     params = SamplingParams(
         temperature=0.0, max_tokens=num_output, ignore_eos=True, detokenize=False
@@ -97,7 +97,7 @@ class _Steps(NamedTuple):
 def _decoding(
     engines: dict[str, LLMEngine], batch: int, num_prompt: int, num_steps: int
 ) -> dict[str, _Steps]:
-    """Steps in which ``batch`` requests decode, blocks of the engines' steps in turn."""
+    """Time steps that decode ``batch`` requests, blocks of the engines' steps in turn."""
     # The first ones to decode do so until the last prompt is read.
     num_output = 3 * num_steps + 8 * batch
     for engine in engines.values():
@@ -275,7 +275,7 @@ def figure_8(options: RealOptions, report: Report) -> SectionResult:
 
 
 def figure_9(options: RealOptions, report: Report) -> SectionResult:
-    """Long prompts as they come, by rate and view."""
+    """Long prompts at Poisson arrivals, by rate and view."""
     points = Points()
     loads = (0.8,) if options.quick else (0.6, 0.8)
     with _fleet(options, _LONG_CONTEXT, 32) as fleet:

@@ -1,4 +1,4 @@
-"""The systems that are compared, on the real engine: a tiny pool, or reservations in front of it.
+"""Systems on the real engine: a tiny pool, or reservations in front of it.
 
 Ours serve from a pool of :data:`POOL_TOKENS`. Orca is the same engine with memory to spare, its
 iteration-level scheduling and contiguous KV cache, behind a gate: a request enters when a buddy
@@ -113,7 +113,7 @@ class Served:
 
 
 def scaled(shapes: Iterable[RequestShape], divisor: int = SCALE) -> list[RequestShape]:
-    """Lengths divided, and at least 1."""
+    """Divide lengths; at least 1."""
     return [
         replace(
             shape,
@@ -158,7 +158,7 @@ class _Gate:
         self._places: dict[str, list[tuple[int, int, int]]] = {}
 
     def admits(self, job: Job) -> bool:
-        """Reserves for it, or leaves everything as it is."""
+        """Reserve memory for the request; change nothing if that fails."""
         count = reserved_tokens(self._knowledge, len(job.prompt), job.num_output, self._context)
         places: list[tuple[int, int, int]] = []
         for _ in range(job.width):
@@ -177,7 +177,7 @@ class _Gate:
 
 
 class _OpenGate:
-    """Ours: the engine admits by itself."""
+    """No gate: the engine admits by itself."""
 
     def admits(self, job: Job) -> bool:
         return True
@@ -223,7 +223,7 @@ class _Meter:
 
 
 def serve(engine: LLMEngine, jobs: Sequence[Job], system: System, pool_tokens: int) -> Served:
-    """All jobs through the engine, from their arrivals to their ends, in real time.
+    """Serve all jobs in real time, from their arrivals to their ends.
 
     Raises the failure of the first request that fails, and ValueError for one that no empty pool
     has room for.
@@ -251,7 +251,7 @@ def serve(engine: LLMEngine, jobs: Sequence[Job], system: System, pool_tokens: i
 
 
 class _Run:
-    """What :func:`serve` does. Times are seconds since it began."""
+    """State of :func:`serve`. Times are seconds since it began."""
 
     def __init__(
         self, engine: LLMEngine, jobs: Sequence[Job], system: System, pool_tokens: int
@@ -290,7 +290,7 @@ class _Run:
             self._parts[job.name] = _start(self._engine, job, is_shared=self._is_ours)
 
     def sleep(self) -> None:
-        """Until the next arrival."""
+        """Sleep until the next arrival."""
         if self._held:
             raise ValueError(f"request {self._held[0].name} does not fit into an empty pool")
         self.last_s = self._pending[0].arrival_s

@@ -1,4 +1,4 @@
-"""The systems that are compared, and how one is measured: a trace at a rate, in virtual time."""
+"""Systems to compare, each measured by a trace at a rate, in virtual time."""
 
 from __future__ import annotations
 

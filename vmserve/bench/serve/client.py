@@ -1,4 +1,4 @@
-"""The load client: jobs to a server over HTTP, as their times or their number at once demand."""
+"""Load client: sends jobs to a server over HTTP, by arrival times or concurrency."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Target:
         return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def client(self) -> httpx.AsyncClient:
-        """As many connections as requests need; a server that does not listen shows at once."""
+        """Allow a connection per request, and fail at once if the server does not listen."""
         return httpx.AsyncClient(
             headers=self.headers,
             timeout=httpx.Timeout(self.timeout_s, connect=10.0),
@@ -119,7 +119,7 @@ async def send_load(
     seed: int,
     on_finished: Callable[[], None] = lambda: None,
 ) -> ServedRun:
-    """All jobs, from the first request to the last token. Failures are counted, not raised."""
+    """Send all jobs, from the first request to the last token. Count failures."""
     async with target.client() as client:
         run = _Run(client, target, jobs, load, prompts, seed, on_finished)
         gc.collect()
@@ -191,7 +191,7 @@ class _Run:
             await self._converse(waiting.popleft(), None)
 
     async def _converse(self, turns: Sequence[Job], due_s: float | None) -> None:
-        """One after the other; ``due_s`` None: at once. What follows a failure is not sent."""
+        """Send turns one after the other; ``due_s`` None: at once. Stop after a failure."""
         history: list[int] = []
         messages: list[dict[str, str]] = []
         for place, job in enumerate(turns):
@@ -228,7 +228,7 @@ class _Run:
             self._on_finished()
 
     def _answer_ids(self, job: Job, answer: Answer) -> list[int]:
-        """The answer as part of the next prompt: its tokens, or drawn ones in their place."""
+        """Tokens of the answer for the next prompt; random ones if the server sends none."""
         wanted = job.shape.num_output_tokens
         given = answer.token_ids.get(min(answer.token_ids, default=0), [])
         if given:
@@ -282,7 +282,7 @@ class _Run:
         return answer
 
     async def _stream(self, body: bytes, answer: Answer, attempt: int) -> float | None:
-        """None when the answer is there; else how long to wait before asking again."""
+        """Send once; return the seconds to wait before a retry, None when answered."""
         url = self._target.base_url + _PATHS[self._target.endpoint]
         kind = {"content-type": "application/json"}
         async with self._client.stream("POST", url, content=body, headers=kind) as response:
@@ -323,7 +323,7 @@ class _Run:
 
 
 def _conversations(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs in their order, turns behind the one that they follow."""
+    """Group jobs in order, each turn behind the one that it follows."""
     found: list[list[Job]] = []
     holders: dict[int, list[Job]] = {}
     for job in jobs:
@@ -338,7 +338,7 @@ def _conversations(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 def _as_text(token_ids: Sequence[int]) -> str:
-    """A word for each token; equal tokens, equal words, so that what is shared stays shared."""
+    """Write a word for each token; equal tokens give equal words, so prefixes stay shared."""
     return " ".join(_WORDS[token_id % len(_WORDS)] for token_id in token_ids)
 
 

@@ -216,7 +216,7 @@ class _Client:
         self._progress = progress
 
     def warm_up(self, num_requests: int, seed: int) -> None:
-        """The first requests of a round that does not count.
+        """Send the first requests of a round that does not count.
 
         Raises ConfigurationError where one fails: then all would.
         """
@@ -288,7 +288,7 @@ def _context(max_len: int | None, server: ServerInfo) -> int:
 
 
 def _writable(json_path: Path | None, output: Path | None) -> Path:
-    """Where results go; its directory is there afterwards."""
+    """Path of the results; make its directory."""
     path = json_path or (output or fresh_output("vmserve-serve")) / "results.json"
     check_writable(path)
     return path

@@ -1,4 +1,4 @@
-"""A streamed answer: server-sent events in, the times of tokens out."""
+"""Parse a streamed answer: server-sent events in, times of tokens out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DONE = b"[DONE]"
 
 
 class EventReader:
-    """Splits a stream of bytes into the data of its events, however the network cut it."""
+    """Splits bytes, however the network cut them, into the data of events."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -34,7 +34,7 @@ class EventReader:
 
 @dataclass(slots=True)
 class Answer:
-    """What a stream has told so far.
+    """Content of a stream so far.
 
     ``times_s`` by choice: when an event told something of it. Every event with choices counts,
     one without text as well (its token's text may be held back), except the opening of a chat,
@@ -88,7 +88,7 @@ class Answer:
         return sum(map(len, self.times_s.values()))
 
     def token_times_s(self) -> list[float]:
-        """When the first choice grew, and the end of the last one."""
+        """Times at which the first choice grew, and the end of the last one."""
         first = self.times_s[min(self.times_s)]
         last = max(times[-1] for times in self.times_s.values())
         return [*first, last] if last > first[-1] else list(first)

@@ -52,7 +52,7 @@ class ServedRound:
 
     @property
     def client_share(self) -> float:
-        """Of one core, what the client took."""
+        """Share of one core that the client used."""
         return self.run.record.cpu_s / max(self.run.record.elapsed_s, 1e-9)
 
 
@@ -63,7 +63,7 @@ def document(
     slo: Slo,
     rounds: Sequence[ServedRound],
 ) -> dict[str, Any]:
-    """Everything, raw samples included, ready for JSON. ``machine`` is the client's."""
+    """Build the results document, raw samples included. ``machine`` is the client's."""
     return {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
@@ -95,7 +95,7 @@ def document(
 
 
 def table(server: ServerInfo, workload: Workload, rounds: Sequence[ServedRound]) -> Table:
-    """Every metric that there is; medians where there are several rounds."""
+    """Table of every metric; medians if there are several rounds."""
     rows = []
     for metric in METRICS.values():
         value = median([one.metrics[metric.name] for one in rounds])
@@ -114,7 +114,7 @@ def table(server: ServerInfo, workload: Workload, rounds: Sequence[ServedRound])
 
 
 def notes(rounds: Sequence[ServedRound]) -> list[str]:
-    """What a reader must know beside the numbers; empty where all went as asked."""
+    """Notes on failures and deviations; empty if there were none."""
     lines = []
     if len(rounds) > 1:
         lines.append(f"Medians of {len(rounds)} rounds.")

@@ -1,4 +1,4 @@
-"""Is the server there, does it let us in, and what does it say of itself?"""
+"""Look at the server: does it answer, does it accept the key, what does it serve?"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ServerInfo:
 
 
 def api_url(text: str) -> str:
-    """The address that ends in ``/v1`` or another path. Raises ConfigurationError."""
+    """Normalize the address; it ends in ``/v1`` or another path. Raises ConfigurationError."""
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -91,7 +91,7 @@ def _chosen(
 
 
 def _models(response: httpx.Response) -> list[dict[str, Any]]:
-    """Empty where the server has no such list: then the model must be named."""
+    """List the models; empty if the server has no list, so the model must be named."""
     try:
         listed = response.json()["data"] if response.is_success else []
     except (ValueError, KeyError, TypeError):
@@ -100,7 +100,7 @@ def _models(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def _version(client: httpx.Client, base_url: str) -> str | None:
-    """What ``/version`` beside ``/v1`` tells, where there is such a route."""
+    """Version by ``/version`` beside ``/v1``, if there is such a route."""
     root = urlsplit(base_url)
     url = urlunsplit((root.scheme, root.netloc, root.path.removesuffix("/v1") + "/version", "", ""))
     try:

@@ -1,4 +1,4 @@
-"""How much memory is saved by sharing within a request (PagedAttention, figure 15).
+"""Memory saved by sharing within a request (PagedAttention, figure 15).
 
 All requests wait at the start; each is answered by several samples, or by beams, of the forced
 length. Counted in each step of the engine, once the step has its memory.
@@ -39,7 +39,7 @@ _POPULATION = 20_000
 
 
 def run(options: Options, report: Report) -> SectionResult:
-    """Each workload, method and width by the engine once, and by a replay for each block size."""
+    """Run each workload, method and width once, and replay it for each block size."""
     runs: list[dict[str, Any]] = []
     total = len(options.workloads) * len(METHODS) * len(options.widths)
     for workload in options.workloads:
@@ -64,7 +64,7 @@ def run_engine(
     block_tokens: int = PAPER_BLOCK_TOKENS,
     model: str | None = None,
 ) -> tuple[Recorder, WatchedEngine]:
-    """Runs all requests to their end; the closed engine tells what it had.
+    """Run all requests to their end; return the closed engine's record.
 
     Raises RuntimeError where memory was short: a recording of that would not be general.
     """
@@ -168,7 +168,7 @@ def _measure(
 def _whole_workload(
     workload: str, method: Method, width: int, block_tokens: int, options: Options
 ) -> float | None:
-    """From the lengths of many requests; for beams lengths alone say nothing."""
+    """Compute from the lengths of many requests; not possible for beams."""
     if method == "beam":
         return None
     many = get_workload(workload)(_POPULATION, options.seed)

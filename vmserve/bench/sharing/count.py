@@ -1,4 +1,4 @@
-"""Counting blocks: what sequences list, what there is, and what could be shared at most."""
+"""Count blocks: listed by sequences, existing, and shareable at most."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Tally:
 
 
 def percent(part: float, whole: float) -> float:
-    """0 of nothing."""
+    """Percentage; 0 of nothing."""
     return 100.0 * part / whole if whole else 0.0
 
 
@@ -94,7 +94,7 @@ def common_prefixes(histories: Iterable[list[int]]) -> list[int]:
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """By bisection: a comparison of slices is much faster than one of elements."""
+    """Length of the common prefix, by bisection: slices compare faster than elements."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

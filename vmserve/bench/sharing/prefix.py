@@ -1,4 +1,4 @@
-"""What a common prefix is worth when it is computed once (PagedAttention, figure 16).
+"""Speedup of computing a common prefix once (PagedAttention, figure 16).
 
 Requests shaped like translations with examples: a prefix of 80 or 341 tokens that all have in
 common, 40 to 60 tokens of their own, 40 to 60 tokens out. The same requests with and without the

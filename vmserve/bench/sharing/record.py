@@ -1,4 +1,4 @@
-"""What an engine does with its memory, step by step, and the same again with other blocks.
+"""Record an engine's memory operations by step, and replay them with other blocks.
 
 As long as memory is not short, neither the schedule nor a token depends on the size of a block:
 one run of the engine is recorded, and its forks, growths and releases are done again by a memory
@@ -40,7 +40,7 @@ class ForkOf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Sequences go by numbers of the recording's own, never used twice.
+    """Operations of a step; sequences have numbers of the recording, never reused.
 
     ``prefixes``: :func:`~vmserve.bench.sharing.count.common_prefixes` of each request's sequences.
     """
@@ -54,7 +54,7 @@ class Step:
 
 
 class WatchedEngine(LLMEngine):
-    """Tells ``watch`` of each step, and of every sequence with memory, once memory is there."""
+    """Engine that reports each step, with every sequence that has memory, to ``watch``."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -108,7 +108,7 @@ class Recorder:
 
 
 def count_memory(memory: MemoryManager, seqs: Iterable[int], regime: Regime, tally: Tally) -> None:
-    """Adds what these sequences (all there are) list now: blocks, or pages in the virtual regime.
+    """Add the blocks (pages in the virtual regime) that all sequences list now.
 
     Raises RuntimeError if the memory's own count of what is in use is another one.
     """
@@ -130,7 +130,7 @@ def replay(
     regime: Regime = Regime.PAGED,
     page_tokens: int | None = None,
 ) -> Tally:
-    """The same forks, growths and releases in a memory with blocks of this size."""
+    """Replay forks, growths and releases in a memory with blocks of this size."""
     layout = plan_layout(
         1,
         1,
@@ -181,7 +181,7 @@ def _replay(steps: list[Step], memory: MemoryManager, regime: Regime) -> Tally:
 
 
 def _prefixes(sequences: list[Sequence]) -> tuple[int, ...]:
-    """Beams only: what samples have in common by chance is computed and kept by each."""
+    """Shareable positions of beams; samples keep their own, even if equal by chance."""
     gangs: dict[str, list[list[int]]] = {}
     for sequence in sequences:
         if sequence.request.is_gang:

@@ -1,4 +1,4 @@
-"""Figures of the PagedAttention paper, quoted for comparison and never mixed with our own.
+"""Figures of the PagedAttention paper, for comparison only.
 
 Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
 SOSP 2023, sections 6.3 and 6.4.
