@@ -17,7 +17,7 @@ from tests.memory.support import GROUPS, Memory, grow, make_memory
 from vmserve._core import Health, MapperMode, View, ZeroPolicy
 
 SEALS = (True, False)
-EXIT = 10.0
+EXIT = 100.0
 """Seconds within which every process here ends."""
 
 

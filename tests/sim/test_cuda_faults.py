@@ -147,10 +147,5 @@ def test_every_call_fails_in_turn(config: str, error: str, forever: bool) -> Non
         was_met, failures = run_case(CONFIGS[config], call, ERRORS[error], forever=forever)
         met += was_met
         raised += failures
-    assert met == total
+    assert met == total > 50
     assert raised > total // 2
-
-
-def test_the_plan_covers_well_over_a_thousand_cases() -> None:
-    calls = sum(num_calls(CONFIGS[config]) for config, _, _ in cases())
-    assert calls > 4000
