@@ -1,0 +1,212 @@
+"""One client and one service, whatever carries the messages between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from vmserve import LLM, AsyncLLM, InvalidRequestError, SamplingParams
+from vmserve.client.codec import decode_from_engine, encode
+from vmserve.client.messages import (
+    Abort,
+    Add,
+    Answer,
+    Ask,
+    FromEngine,
+    Ping,
+    Pong,
+    Shutdown,
+    StepUpdate,
+    Unpin,
+)
+from vmserve.client.service import EngineService
+from vmserve.config import EngineConfig
+from vmserve.engine.engine import LLMEngine
+from vmserve.errors import EngineDeadError
+from vmserve.testing import NullRuntime
+from vmserve.text.update import RequestUpdate
+from vmserve.types import RequestTerms
+
+OPTIONS: dict[str, Any] = {"kv_cache_memory": "32MiB", "max_model_len": 512, "device": "cpu"}
+STREAM = RequestTerms(stream=True)
+
+
+def params(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+@pytest.fixture
+def sent() -> list[FromEngine]:
+    """What the service sends."""
+    return []
+
+
+@pytest.fixture
+def service(sent: list[FromEngine]) -> Iterator[EngineService]:
+    engine = LLMEngine(EngineConfig(**OPTIONS), runtime=NullRuntime(token_id=300))
+    yield EngineService(engine, sent.append)
+    engine.close()
+
+
+def taken(sent: list[FromEngine]) -> list[FromEngine]:
+    """What was sent since the last call, which arrives the same through a socket."""
+    messages, sent[:] = list(sent), []
+    for message in messages:
+        arrived = decode_from_engine(encode(message))
+        if isinstance(message, StepUpdate) and message.failures:
+            assert isinstance(arrived, StepUpdate)
+            [(handle, error)], [(other, expected)] = arrived.failures, message.failures
+            assert (handle, type(error), str(error)) == (other, type(expected), str(expected))
+        else:
+            assert arrived == message
+    return messages
+
+
+def updates(message: FromEngine) -> list[tuple[int, RequestUpdate]]:
+    assert isinstance(message, StepUpdate)
+    return message.updates
+
+
+def test_a_request_in_messages(service: EngineService, sent: list[FromEngine]) -> None:
+    service.handle(Add(1, "a", [5, 6], params(3), STREAM, is_stream=True))
+    service.flush()
+    assert taken(sent) == [StepUpdate(0, 1, [1], [], [])]
+    for place in range(3):
+        service.step()
+        [message] = taken(sent)
+        [(handle, update)] = updates(message)
+        [choice] = update.outputs
+        assert (handle, choice.token_ids, update.request_id) == (1, [300], "")
+        assert update.finished == (place == 2)
+        # With the first tokens and at the end.
+        assert (update.metrics is None) == (place == 1)
+    assert not service.engine.has_unfinished
+
+
+def test_each_step_and_acceptance_are_asked_for_apart(
+    service: EngineService, sent: list[FromEngine]
+) -> None:
+    service.handle(Add(1, "whole", [5], params(2), RequestTerms(), is_stream=False))
+    service.handle(Add(2, "steps", [5], params(2), STREAM, is_stream=False))
+    service.flush()
+    assert taken(sent) == [StepUpdate(0, 2, [], [], [])]
+    service.step()
+    assert [handle for handle, _ in updates(taken(sent)[-1])] == [2]
+    service.step()
+    lengths = {handle: len(u.outputs[0].token_ids) for handle, u in updates(taken(sent)[-1])}
+    assert lengths == {1: 2, 2: 1}
+
+
+def test_what_the_engine_refuses(service: EngineService, sent: list[FromEngine]) -> None:
+    service.handle(Add(1, "same", [5], params(9), STREAM, is_stream=False))
+    service.handle(Add(2, "same", [5], params(9), STREAM, is_stream=False))
+    service.flush()
+    [message] = taken(sent)
+    assert isinstance(message, StepUpdate)
+    [(handle, error)] = message.failures
+    assert handle == 2
+    assert isinstance(error, InvalidRequestError)
+    with pytest.raises(TypeError, match="Pong is no message to a running engine"):
+        service.handle(Pong(1))  # type: ignore[arg-type]
+
+
+def test_the_ends_of_requests(service: EngineService, sent: list[FromEngine]) -> None:
+    for handle in (1, 2, 3):
+        service.handle(Add(handle, f"r{handle}", [5], params(99), STREAM, is_stream=False))
+    service.step()
+    taken(sent)
+    service.handle(Abort(1, tell=True))
+    service.handle(Abort(2, tell=False))
+    service.handle(Abort(7, tell=True))  # one that has ended
+    service.flush()
+    [message] = taken(sent)
+    [(handle, update)] = updates(message)
+    assert (handle, update.finished, update.outputs[0].finish_reason) == (1, True, "abort")
+    # A service that runs tells those that are left when it is shut down, and takes nothing more.
+    service.post(Ping(8))
+    service.post(Shutdown())
+    with pytest.raises(EngineDeadError):
+        service.post(Ping(9))
+    service.run()
+    pong, *_, last = taken(sent)
+    assert pong == Pong(8)
+    [(handle, update)] = updates(last)
+    assert (handle, update.finished, update.outputs[0].finish_reason) == (3, True, "abort")
+    assert not service.engine.has_unfinished
+
+
+def test_pins_in_messages(service: EngineService, sent: list[FromEngine]) -> None:
+    def ask(question: str, **arguments: Any) -> Answer:
+        service.handle(Ask(1, question, arguments))
+        [answer] = taken(sent)
+        assert isinstance(answer, Answer)
+        return answer
+
+    def num_pinned() -> float:
+        return service.engine.stats()["pinned_prefixes"]
+
+    prefix = list(range(5, 69))
+    pin = {"pin": 4, "token_ids": prefix, "cache_salt": "", "isolation": ""}
+    service.handle(Ask(1, "hold_prefix", pin))
+    [refused] = sent
+    sent.clear()
+    assert isinstance(refused, Answer)
+    assert isinstance(refused.error, InvalidRequestError)  # nothing is computed yet
+    service.handle(Add(1, "prefix", prefix, params(1), RequestTerms(), is_stream=False))
+    while service.engine.has_unfinished:
+        service.step()
+    taken(sent)
+    for _ in range(2):  # the second takes the place of the first
+        assert ask("hold_prefix", **pin).value == 64
+        assert num_pinned() == 1
+    service.handle(Unpin(4))
+    service.handle(Unpin(4))
+    assert num_pinned() == 0
+    ask("hold_prefix", **pin)
+    ask("reset_prefix_cache")
+    assert num_pinned() == 0
+    service.handle(Unpin(4))
+
+
+def test_event_loops_hear_of_their_own_requests() -> None:
+    llm = AsyncLLM(**OPTIONS)
+
+    async def answer(token_id: int) -> list[list[int]]:
+        """Of four requests at a time, as the loop of one thread gets them."""
+
+        async def one(place: int) -> list[int]:
+            stream = llm.generate([token_id + place], params(30), stream=True)
+            return [i async for output in stream for c in output.outputs for i in c.token_ids]
+
+        return await asyncio.gather(*map(one, range(4)))
+
+    alone = [asyncio.run(answer(token_id)) for token_id in (5, 50, 500)]
+    with ThreadPoolExecutor(3) as pool:
+        together = pool.map(lambda token_id: asyncio.run(answer(token_id)), (5, 50, 500))
+        assert list(together) == alone
+    asyncio.run(llm.shutdown())
+    assert not llm.errored
+
+
+def test_an_interrupt_leaves_nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(**OPTIONS) as llm:
+        expected = llm.generate([[5], [6]], params(4))
+        step, num_steps = llm.engine.step, 0
+
+        def interrupted() -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 3:
+                raise KeyboardInterrupt
+            return step()
+
+        monkeypatch.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5], [6]], params(4))
+        assert not llm.engine.has_unfinished
+        again = llm.generate([[5], [6]], params(4))
+        assert [each.outputs for each in again] == [each.outputs for each in expected]
