@@ -86,11 +86,7 @@ class AsyncLLM(ClientCore):
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Let running requests finish for ``timeout`` seconds, abort the rest, stop the thread."""
         deadline = time.monotonic() + timeout
-        while (
-            any(inbox.requests for inbox in self._inboxes)
-            and self._thread.is_alive
-            and time.monotonic() < deadline
-        ):
+        while any(inbox.requests for inbox in self._inboxes) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         self._send_quietly(Shutdown())
         await asyncio.to_thread(self._thread.join)

@@ -133,16 +133,7 @@ def _ready(engine: LLMEngine) -> Ready:
     return Ready(
         resolved=dataclasses.asdict(engine.resolved),
         limits=engine.limits,
-        model=ModelFacts(
-            architecture=model.architecture,
-            vocab_size=model.vocab_size,
-            num_layers=model.num_layers,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            max_position_embeddings=model.max_position_embeddings,
-            eos_token_ids=tuple(model.eos_token_ids),
-            bos_token_id=model.bos_token_id,
-        ),
+        model=ModelFacts(*(getattr(model, each.name) for each in dataclasses.fields(ModelFacts))),
         default_sampling=dict(model.default_sampling),
         tokenizer=str(Path(resolve_model(engine.config.tokenizer or str(path)))),
         stats=engine.stats(),

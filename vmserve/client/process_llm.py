@@ -180,7 +180,9 @@ class ProcessLLM(ClientCore):
         """Let running requests finish for ``timeout`` seconds, abort the rest, end the process."""
         if not self._ending and self._error is None:
             await self.start()
-            await self._drain(timeout)
+            deadline = time.monotonic() + timeout
+            while self._inbox.requests and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
         self._ending = True
         for task in self._tasks:
             task.cancel()
@@ -189,11 +191,6 @@ class ProcessLLM(ClientCore):
             self._transport.send(Shutdown())
             await asyncio.to_thread(self._process.reap, _END_SECONDS)
         await asyncio.to_thread(self._process.close)
-
-    async def _drain(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while self._inbox.requests and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
 
     # -- the engine's process ---------------------------------------------------------
 

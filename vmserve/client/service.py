@@ -23,7 +23,6 @@ from vmserve.client.messages import (
 )
 from vmserve.engine.engine import LLMEngine, StepResult
 from vmserve.errors import EngineDeadError, VmserveError
-from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.text.update import RequestUpdate
 
 __all__ = ["QUESTIONS", "EngineService"]
@@ -199,15 +198,6 @@ class EngineService:
         self._pins.clear()
         self.engine.reset_prefix_cache()
 
-    def set_kv_cache_memory(self, size: int | str) -> int:
-        return self.engine.set_kv_cache_memory(size)
-
-    def snapshot(self) -> EngineSnapshot:
-        return self.engine.snapshot()
-
-    def stats(self) -> dict[str, float | int]:
-        return self.engine.stats()
-
     # -- news ---------------------------------------------------------------------------
 
     def _publish(self, result: StepResult) -> None:
@@ -267,7 +257,7 @@ class EngineService:
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
     "hold_prefix": EngineService.hold_prefix,
     "reset_prefix_cache": EngineService.reset_prefix_cache,
-    "set_kv_cache_memory": EngineService.set_kv_cache_memory,
-    "snapshot": EngineService.snapshot,
-    "stats": EngineService.stats,
+    "set_kv_cache_memory": lambda service, size: service.engine.set_kv_cache_memory(size),
+    "snapshot": lambda service: service.engine.snapshot(),
+    "stats": lambda service: service.engine.stats(),
 }

@@ -39,10 +39,6 @@ class ThreadTransport:
     def future(self) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().create_future()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
     def join(self) -> None:
         """Wait for the thread's end, after a :class:`Shutdown`."""
         self._thread.join()
