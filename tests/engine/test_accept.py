@@ -27,7 +27,6 @@ def make_request(name: str, *, n: int = 1, max_tokens: int = 2, stream: bool = F
     """A prompt of three tokens that is computed, but for the last one."""
     request = Request(
         request_id=name,
-        prompt=None,
         prompt_token_ids=[5, 6, 7],
         params=SamplingParams(n=n, max_tokens=max_tokens),
         max_tokens=max_tokens,
@@ -101,7 +100,7 @@ def test_what_ends_is_returned_and_keeps_its_status() -> None:
     [accepted] = accept(
         acceptor, computed(ends, goes_on), [SampledToken(EOS, -1.0), SampledToken(9, -2.0)]
     )
-    assert accepted.changes == ([ends.sequences[0]], [])
+    assert (accepted.finished, accepted.forks) == ([ends.sequences[0]], [])
     assert ends.sequences[0].status is SequenceStatus.RUNNING
     final, delta = acceptor.updates(accepted.answers)
     assert (final.request_id, final.finished, final.outputs[0].finish_reason) == ("a", True, "stop")
@@ -118,13 +117,13 @@ def test_forks_of_a_search_are_returned() -> None:
     acceptor = make_acceptor(request)
     _, accepted = accept(acceptor, computed(request), [])
     first, second = request.sequences
-    assert accepted.changes == ([], [(first, second)])
+    assert (accepted.finished, accepted.forks) == ([], [(first, second)])
     assert (second.memory_id, second.status) == (None, SequenceStatus.FOLLOWING)
     assert [seq.output_token_ids for seq in request.sequences] == [[10], [11]]
     assert acceptor.updates(accepted.answers) == []
     second.memory_id, second.num_computed, second.status = 1, 3, SequenceStatus.RUNNING
     _, accepted = accept(acceptor, computed(request), [])
-    assert accepted.changes == ([first, second], [])
+    assert (accepted.finished, accepted.forks) == ([first, second], [])
     [update] = acceptor.updates(accepted.answers)
     assert [choice.token_ids for choice in update.outputs] == [[10, 10], [10, 11]]
 
@@ -134,8 +133,8 @@ def test_one_search_is_told_before_the_next_goes_on() -> None:
     one, two = beam_request("a"), beam_request("b")
     acceptor = make_acceptor(one, two)
     steps = acceptor.accept(computed(one, two), [], Candidates())  # type: ignore[arg-type]
-    assert next(steps).changes == ([], [])
-    assert len(next(steps).changes.forks) == len(one.sequences) - 1 == 1
+    assert next(steps)[1:] == ([], [])
+    assert len(next(steps).forks) == len(one.sequences) - 1 == 1
     assert len(two.sequences) == 1
-    assert len(next(steps).changes.forks) == len(two.sequences) - 1 == 1
+    assert len(next(steps).forks) == len(two.sequences) - 1 == 1
     assert next(steps, None) is None

@@ -17,7 +17,7 @@ from vmserve.engine.answers import Answer, Choice
 from vmserve.runner.model_runner import StepLogits
 from vmserve.sampling import SampledToken, TokenSampler
 from vmserve.sampling.tokens import BeamCandidates, BeamOutput
-from vmserve.scheduler.sequence import Changes, Request, Sequence
+from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.structured.guide import Guide
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.text.scores import PromptScores
@@ -34,10 +34,12 @@ Masks: TypeAlias = "tuple[()] | list[NDArray[np.bool_] | None]"
 
 
 class Accepted(NamedTuple):
-    """``answers``: with something new. ``changes``: what the scheduler has to know."""
+    """Answers with something new, and what the scheduler has to know: ``finished`` sequences,
+    then ``forks``, the parent and child of each."""
 
     answers: Iterable[Answer]
-    changes: Changes
+    finished: list[Sequence]
+    forks: list[tuple[Sequence, Sequence]]
 
 
 class TokenAcceptor:
@@ -96,8 +98,10 @@ class TokenAcceptor:
         The scheduler has to know the changes of one before the next is asked for.
         """
         now = self._clock()
-        self._score_prompts(logits, sampler)
-        self._pool_prompts(logits)
+        if logits.prompt_rows:
+            self._score_prompts(logits, sampler)
+        if logits.pooled_rows:
+            self._pool_prompts(logits)
         yield self._append(logits.samplers, samples, now)
         if logits.beams:
             for request in self._take_candidates(logits, sampler, masks):
@@ -137,7 +141,7 @@ class TokenAcceptor:
             answer = answers[request_id] = open_answers[request_id]
             if append_token(answer, sequence, sample, now):
                 finished.append(sequence)
-        return Accepted(answers.values(), Changes(finished, []))
+        return Accepted(answers.values(), finished, [])
 
     def _append_token(
         self, answer: Answer, sequence: Sequence, sample: SampledToken, now: float
@@ -226,16 +230,16 @@ class TokenAcceptor:
         assert group is not None
         changes = group.advance()
         if changes is None:
-            return Accepted((), Changes([], []))
+            return Accepted((), [], [])
         request.metrics.token_at(now)
         if not group.done:
-            return Accepted((), changes)
+            return Accepted((), *changes)
         answer = self._answers[request.request_id]
         answer.choices = [
             self._beam_choice(answer, index, output) for index, output in enumerate(group.best())
         ]
         self._counters.generation_tokens += sum(len(each.token_ids) for each in answer.choices)
-        return Accepted((answer,), changes)
+        return Accepted((answer,), *changes)
 
     def _beam_choice(self, answer: Answer, index: int, output: BeamOutput) -> Choice:
         choice = self._choice(answer.request, index)
@@ -261,8 +265,6 @@ class TokenAcceptor:
             sequence.num_prompt_scored += len(rows.targets)
 
     def _pool_prompts(self, logits: StepLogits) -> None:
-        if not logits.pooled_rows:
-            return
         assert logits.hidden is not None
         states = logits.hidden.take()
         for rows in logits.pooled_rows:

@@ -152,9 +152,9 @@ class EngineStep:
         masks = self._structured.masks(logits.beams) if logits.beams else ()
         answers: list[Answer] = []
         for accepted in self._acceptor.accept(logits, samples, self._sampler, masks):
-            for sequence in accepted.changes.finished:
+            for sequence in accepted.finished:
                 self._scheduler.finish(sequence)
-            for parent, child in accepted.changes.forks:
+            for parent, child in accepted.forks:
                 self._scheduler.fork(parent, child)
             answers += accepted.answers
         return self._acceptor.updates(answers)

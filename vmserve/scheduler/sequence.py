@@ -32,10 +32,7 @@ class SequenceStatus(enum.Enum):
 
 
 class Changes(NamedTuple):
-    """What new tokens changed and the scheduler has to know: ``finished`` first, then ``forks``.
-
-    ``finished``: sequences with their last token. ``forks``: parent and child of each new beam.
-    """
+    """What a step of a search changed: beams that ended, and parent and child of each new one."""
 
     finished: list[Sequence]
     forks: list[tuple[Sequence, Sequence]]
