@@ -675,7 +675,7 @@ def test_whoever_ends_in_host_memory_is_to_change_no_regime_any_more() -> None:
         run(scheduler, memory)
     scheduler.convert(second, Regime.PAGED)
     scheduler.abort(second)
-    assert not scheduler._regimes.give_up()  # there is no wish left to be given up
+    assert not scheduler._regimes.drop_conversions()  # there is none left
     while run(scheduler, memory) is not None:
         pass
     assert (memory.page_lists, memory.swapped) == ({}, {})

@@ -123,7 +123,7 @@ class LLMEngine:
         #: The running step, whose tokens are not known yet; only with async_scheduling.
         self._flight: InFlightStep | None = None
         #: Why the next step was not launched before the last one's tokens were known.
-        self._waited_for = "idle"
+        self._wait_reason = "idle"
         self._last_ended = 0.0
         trace_file = self.resolved.trace_file
         self._trace = None if trace_file is None else StepTrace(Path(trace_file))
@@ -294,7 +294,7 @@ class LLMEngine:
         previous, self._flight = self._flight, None
         if previous is None:
             following = self._launch()
-            return following if isinstance(following, StepResult) else self._end_alone(following)
+            return following if isinstance(following, StepResult) else self._finish_alone(following)
         previous.was_kept = True
         ahead = self._launch_ahead(previous)
         previous.phases.resume()
@@ -334,7 +334,7 @@ class LLMEngine:
             if previous is None and _reads_prompts_mostly(plan):
                 self._runtime.synchronize()  # else only its launches would be timed
         except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
-            self.steps.give_up(epoch)
+            self.steps.abandon(epoch)
             return self._fail_batch(error, plan)
         seconds = phases.end("model")
         if previous is None:
@@ -345,8 +345,8 @@ class LLMEngine:
     def _launch_ahead(self, previous: InFlightStep) -> InFlightStep | StepResult | None:
         """Launch the step after ``previous`` before its tokens are known; None if that is
         impossible."""
-        self._waited_for = previous.blocking_reason() or "room"
-        if self._waited_for != "room":
+        self._wait_reason = previous.blocking_reason() or "room"
+        if self._wait_reason != "room":
             return None
         with previous.with_placeholder_tokens(), self.memory.without_waiting():
             flight = self._launch(previous)
@@ -360,7 +360,7 @@ class LLMEngine:
         try:
             self.steps.draw(flight)
         except Exception as error:  # noqa: BLE001
-            self.steps.give_up(flight.epoch)
+            self.steps.abandon(flight.epoch)
             return self._fail_batch(error, flight.plan)
         flight.phases.end("sample")
         if not self._requests:  # all have ended meanwhile: there is no next step
@@ -368,14 +368,14 @@ class LLMEngine:
         self._flight = flight
         return StepResult()
 
-    def _end_alone(self, flight: InFlightStep) -> StepResult:
+    def _finish_alone(self, flight: InFlightStep) -> StepResult:
         """Finish a launched step that has no other in flight.
 
         Collects its tokens now, unless the next step is to be launched before they are known.
         """
         if self._is_async:
-            self.counters.synchronous(self._waited_for)
-            self._waited_for = "idle"
+            self.counters.synchronous(self._wait_reason)
+            self._wait_reason = "idle"
         result = self._draw(flight)
         if self._flight is None:
             return result
@@ -383,7 +383,7 @@ class LLMEngine:
             reason = flight.blocking_reason()
             if reason is None:
                 return result
-            self._waited_for = reason
+            self._wait_reason = reason
         self._flight = None
         return self._collect(flight)
 
@@ -392,7 +392,7 @@ class LLMEngine:
         try:
             outputs = self.steps.collect(flight)
         except Exception as error:  # noqa: BLE001
-            self.steps.give_up((following or flight).epoch)
+            self.steps.abandon((following or flight).epoch)
             plans = [flight.plan] if following is None else [flight.plan, following.plan]
             return self._fail_batch(error, *plans)
         if self.resolved.prefix_caching:

@@ -165,7 +165,7 @@ class EngineStep:
         if len(owners):
             self._memory.append_tokens(owners, tokens)
 
-    def give_up(self, epoch: int) -> None:
+    def abandon(self, epoch: int) -> None:
         """Abandon a failed step. Its pages are not used again before the device has ended it."""
         try:
             self._runtime.synchronize()

@@ -131,7 +131,7 @@ class StepDraft:
         return zip(self.sequences, self.num_new, strict=True)
 
     @staticmethod
-    def of_everybody(sequences: list[Sequence], window: int | None) -> StepDraft | None:
+    def one_token_each(sequences: list[Sequence], window: int | None) -> StepDraft | None:
         """One token of each sequence if none has more to compute, else None."""
         columns = Columns.of(sequences, None, window)
         if not columns.takes_last:

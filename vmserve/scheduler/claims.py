@@ -44,7 +44,7 @@ class Claim(NamedTuple):
     victims: list[tuple[list[Sequence], ClaimReason]]
 
 
-class _Holding:
+class _Occupancy:
     """What runs, without the victims chosen so far: places by tenant, and available blocks."""
 
     def __init__(self, running: list[Sequence], by_tenant: Counter[str], num_blocks: int) -> None:
@@ -108,10 +108,10 @@ class Claims:
         candidates = [seq for seq in self._candidates() if self._may_claim(seq, by_tenant)]
         if not candidates:
             return None  # most steps of a busy engine
-        holding = self._holding(by_tenant)
+        occupancy = self._occupancy(by_tenant)
         candidates.sort(key=lambda seq: (seq.rank, by_tenant[_tenant(seq)]))
         for sequence in candidates:
-            claim = self._claim(sequence, holding)
+            claim = self._claim(sequence, occupancy)
             if claim is not None:
                 return claim
         return None
@@ -195,11 +195,11 @@ class Claims:
                 by_tenant[request.tenant] += request.num_branches
         return by_tenant
 
-    def _holding(self, by_tenant: Counter[str]) -> _Holding:
+    def _occupancy(self, by_tenant: Counter[str]) -> _Occupancy:
         owed = sum(self._demand.owed(seq) for seq in self._queues.running)
         owed += sum(self._needs(self._group(seq)) for seq in self.granted)
         blocks = self._memory.available_pages() * self._demand.blocks_per_page - owed
-        return _Holding(self._queues.running, by_tenant, blocks)
+        return _Occupancy(self._queues.running, by_tenant, blocks)
 
     def _group(self, sequence: Sequence) -> list[Sequence]:
         if sequence.status is SequenceStatus.SWAPPED:
@@ -208,11 +208,11 @@ class Claims:
 
     # -- and from whom ------------------------------------------------------------------
 
-    def _claim(self, sequence: Sequence, now: _Holding) -> Claim | None:
+    def _claim(self, sequence: Sequence, now: _Occupancy) -> Claim | None:
         group = self._group(sequence)
         places = num_places([*now.running, *group]) - num_places(now.running)
         needs = self._needs(group)
-        left = _Holding(now.running, now.by_tenant, now.blocks)
+        left = _Occupancy(now.running, now.by_tenant, now.blocks)
         victims: list[tuple[list[Sequence], ClaimReason]] = []
         while (
             left.places + places > self._limits.max_num_seqs
@@ -228,7 +228,7 @@ class Claims:
         return Claim(sequence, victims)
 
     def _next_victim(
-        self, sequence: Sequence, places: int, left: _Holding
+        self, sequence: Sequence, places: int, left: _Occupancy
     ) -> tuple[list[Sequence], ClaimReason] | None:
         if not left.running:
             return None
@@ -246,7 +246,9 @@ class Claims:
                 return group, "fairness"
         return None
 
-    def _is_over(self, tenant: str, given: int, claimant: str, taken: int, left: _Holding) -> bool:
+    def _is_over(
+        self, tenant: str, given: int, claimant: str, taken: int, left: _Occupancy
+    ) -> bool:
         """Whether ``tenant`` can give ``given`` places to ``claimant``, who takes ``taken``."""
         assert self._shares is not None
         held = left.by_tenant[tenant]
@@ -258,7 +260,7 @@ class Claims:
             and self._shares.tokens_of(tenant) + slack >= self._shares.tokens_of(claimant)
         )
 
-    def _goes_first(self, sequence: Sequence, places: int, left: _Holding) -> bool:
+    def _goes_first(self, sequence: Sequence, places: int, left: _Occupancy) -> bool:
         """Whether the sequence goes before earlier arrivals, there being room without victims."""
         queues = self._queues
         if any(queue and queue[0].is_raised for queue in (queues.waiting, queues.swapped)):
@@ -276,7 +278,7 @@ class Claims:
         """Blocks that these need at most, in either regime."""
         return sum(self._demand.at_most(seq) for seq in group)
 
-    def _reserve(self, group: list[Sequence], left: _Holding) -> int:
+    def _reserve(self, group: list[Sequence], left: _Occupancy) -> int:
         """Blocks that must stay free beside these, as for every admission."""
         pages = int(self._limits.watermark * self._memory.limit_pages)
         reserve = pages * self._demand.blocks_per_page

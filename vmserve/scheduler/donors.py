@@ -8,10 +8,10 @@ from vmserve.memory.base import KVMemory
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.scheduler.siblings import has_followers
 
-__all__ = ["Donors", "give_back"]
+__all__ = ["Donors", "release_memory"]
 
 
-def give_back(memory: KVMemory, sequence: Sequence) -> None:
+def release_memory(memory: KVMemory, sequence: Sequence) -> None:
     """Release the sequence's memory, and its start."""
     assert sequence.memory_id is not None
     memory.release(sequence.memory_id)
@@ -70,7 +70,7 @@ class Donors:
         """Release the request's donor."""
         donor = self._kept.pop(request.request_id, None)
         if donor is not None:
-            give_back(self._memory, donor)
+            release_memory(self._memory, donor)
 
     def drop_unwanted(self) -> None:
         """Release donors whose siblings have all started."""

@@ -41,7 +41,7 @@ from vmserve.scheduler.budget import SchedulerLimits, StepBudget
 from vmserve.scheduler.claims import ClaimReason, Claims
 from vmserve.scheduler.copies import CopiesOut
 from vmserve.scheduler.demand import BlockDemand
-from vmserve.scheduler.donors import Donors, give_back
+from vmserve.scheduler.donors import Donors, release_memory
 from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.followers import Followers
 from vmserve.scheduler.preemption import PreemptionPolicy
@@ -49,7 +49,7 @@ from vmserve.scheduler.queues import Queues
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.scheduler.regime_keeper import RegimeKeeper
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
-from vmserve.scheduler.siblings import has_followers, is_fork_of, leads, with_its_gang
+from vmserve.scheduler.siblings import computes_prompt, has_followers, is_fork_of, with_its_gang
 
 __all__ = ["FCFSScheduler", "SchedulerLimits"]
 
@@ -107,9 +107,9 @@ class FCFSScheduler:
         #: until one of them ends, or the refusal would repeat at each step.
         self._admission_paused = False
         #: A step was planned and not applied.
-        self._is_pending = False
+        self._has_unapplied_plan = False
         #: The last reason why admitted newcomers had to wait again.
-        self._unmet: Shortfall | None = None
+        self._last_shortfall: Shortfall | None = None
         self.num_preemptions_total = 0
         #: Of these, the ones for claims.
         self.num_preemptions_by_claim: dict[ClaimReason, int] = {"priority": 0, "fairness": 0}
@@ -160,8 +160,8 @@ class FCFSScheduler:
         sequence.status = SequenceStatus.FINISHED
         request = sequence.request
         if sequence.memory_id is not None and (was_swapped or not self._donors.take(sequence)):
-            give_back(self._memory, sequence)
-        self._followers.lost_one(request)
+            release_memory(self._memory, sequence)
+        self._followers.lost_member(request)
         if not has_followers(request):
             self._donors.drop(request)
         if self._shares is not None and request.finished:
@@ -193,25 +193,22 @@ class FCFSScheduler:
     # -- the step -----------------------------------------------------------------------
 
     def applied(self, plan: StepPlan) -> None:
-        self._is_pending = False
+        self._has_unapplied_plan = False
         if plan.memory.ops:
-            self._started(plan.memory.ops)
+            for sequence in self._running:
+                sequence.start = None
+            self._regimes.converted(plan.memory.ops)
         if self._donors:
             self._donors.drop_unwanted()
-
-    def _started(self, ops: tuple[MemoryOp, ...]) -> None:
-        for sequence in self._running:
-            sequence.start = None
-        self._regimes.converted(ops)
 
     def computed(self, plan: StepPlan) -> None:
         ends = (plan.num_past + plan.num_new).tolist()
         for sequence, num_computed in zip(plan.sequences, ends, strict=True):
             sequence.num_computed = num_computed
         if self._shares is not None:
-            self._charge(plan, self._shares)
+            self._charge_tenants(plan, self._shares)
 
-    def _charge(self, plan: StepPlan, shares: TenantShares) -> None:
+    def _charge_tenants(self, plan: StepPlan, shares: TenantShares) -> None:
         """Charge tenants for what was computed, but not for what a preemption made necessary
         again."""
         columns = plan.sequences, plan.num_past.tolist(), plan.num_new.tolist(), plan.samples
@@ -229,7 +226,7 @@ class FCFSScheduler:
             self._prompts_took = self._clock() - self._prompts_began
             self._prompts_began = None
         plan = self._schedule()
-        while plan is None and self._give_way():
+        while plan is None and self._break_deadlock():
             plan = self._schedule()
         return plan
 
@@ -251,15 +248,15 @@ class FCFSScheduler:
             self._queues.wait(sequence)
         if self._ageing is not None:
             self._ageing.raise_waiting()
-        if self._is_pending:
-            self._renew_starts()
-        self._is_pending = True
+        if self._has_unapplied_plan:
+            self._recheck_starts()
+        self._has_unapplied_plan = True
 
     def _schedule(self) -> StepPlan | None:
         self._begin()
         if self._limits.separates_phases and (prompts := self._schedule_prompts()) is not None:
             return prompts
-        self._meet_claims()
+        self._preempt_for_claims()
         preempted_before = self.num_preemptions_total
         draft, plan = self._schedule_running()
         # If only waiting beams run, the sequence just preempted may be the one to continue.
@@ -269,7 +266,7 @@ class FCFSScheduler:
             plan = self._with_admitted(draft, plan, prompts=mixes)
         return plan if draft else None
 
-    def _meet_claims(self) -> None:
+    def _preempt_for_claims(self) -> None:
         """Preempt the victims of claims; :class:`Admission` then serves the claimants first."""
         if self._admission_paused:
             return
@@ -294,7 +291,7 @@ class FCFSScheduler:
             plan = self._plan_with_newcomers(draft, newcomers)
         return plan if draft else None
 
-    def _give_way(self) -> bool:
+    def _break_deadlock(self) -> bool:
         """Nothing can compute: give up one thing that stands in the way; False if all is done.
 
         Each call leaves less kept or less running. So this ends, with a step or with an error for
@@ -309,7 +306,7 @@ class FCFSScheduler:
         gangs = list(dict.fromkeys(sequence.request for sequence in self._running))
         if gangs:
             # All of them wait for beams for which there is no room beside the others.
-            if len(gangs) > 1 or self._somebody_else_waits(gangs[0]):
+            if len(gangs) > 1 or self._others_wait_first(gangs[0]):
                 victims = [seq for seq in self._running if seq.request is gangs[-1]]
                 self._preempt(victims, may_swap=False)  # if swapped, they would come back first
                 return True
@@ -318,21 +315,21 @@ class FCFSScheduler:
             # Swapped sequences share nothing: they may fit when computed again.
             for sequence in list(self._swapped):
                 self._queues.leave(sequence)
-                self._give_up(sequence)
+                self._release_and_requeue(sequence)
             return True
         if self._waiting:
             request_id = self._admission.next_waiting().request.request_id
             raise NoRoomError(request_id, self._no_room("the next request"))
         return False
 
-    def _somebody_else_waits(self, gang: Request) -> bool:
+    def _others_wait_first(self, gang: Request) -> bool:
         """Whether a sequence before ``gang`` in the order waits, which is why its beams wait."""
         first = [*self._swapped[:1], *([self._admission.next_waiting()] if self._waiting else [])]
         return any(seq.request is not gang for seq in first)
 
     def _no_room(self, who: str) -> str:
-        if self._unmet is not None and self._unmet.missing_mappings:
-            return _no_room_alone(self._unmet)
+        if self._last_shortfall is not None and self._last_shortfall.missing_mappings:
+            return _no_room_alone(self._last_shortfall)
         return (
             f"{who} needs more than the {self._memory.available_pages()} pages of the KV cache "
             f"that can be had, of {self._memory.limit_pages}: raise --kv-cache-memory, unpin "
@@ -340,7 +337,7 @@ class FCFSScheduler:
         )
 
     def make_room(self) -> bool:
-        if self._regimes.give_up():
+        if self._regimes.drop_conversions():
             return True
         if self._donors:
             self._drop_donors()
@@ -409,7 +406,7 @@ class FCFSScheduler:
     def _share_budget(self) -> StepDraft:
         granted = self._claims.granted
         if len(self._running) <= self._limits.max_num_batched_tokens and not granted:
-            everybody = StepDraft.of_everybody(self._running, self._limits.window)
+            everybody = StepDraft.one_token_each(self._running, self._limits.window)
             if everybody is not None:  # most steps: all decode
                 return everybody
         budget = StepBudget.within(self._limits)
@@ -532,7 +529,7 @@ class FCFSScheduler:
             answer = self._plan_memory(draft)
             if isinstance(answer, StepPlan):
                 return answer
-            self._unmet = answer
+            self._last_shortfall = answer
             newcomer = newcomers[-1]
             if isinstance(newcomer.start, SwapIn):
                 self._back_to_swapped(newcomers, draft)
@@ -566,7 +563,7 @@ class FCFSScheduler:
         self._queues.leave(sequence)
         self._regimes.forget(sequence)
         memory_id = sequence.memory_id
-        self._give_up(sequence)
+        self._release_and_requeue(sequence)
         self._send_back_forks({memory_id})
 
     def _drop_donors(self) -> None:
@@ -580,17 +577,19 @@ class FCFSScheduler:
             if child.status is SequenceStatus.RUNNING and is_fork_of(child, sources):
                 self._back_to_waiting(child)
 
-    def _give_up(self, sequence: Sequence) -> None:
+    def _release_and_requeue(self, sequence: Sequence) -> None:
         """Release its memory; it waits, or follows a sibling that computes the prompt."""
-        give_back(self._memory, sequence)
+        release_memory(self._memory, sequence)
         sequence.num_computed = 0
         # One sequence of a request computes the prompt; the others follow.
-        if any(leads(other) for other in sequence.request.sequences if other is not sequence):
+        if any(
+            computes_prompt(other) for other in sequence.request.sequences if other is not sequence
+        ):
             self._followers.add(sequence)
         else:
             self._queues.wait(sequence)
 
-    def _renew_starts(self) -> None:
+    def _recheck_starts(self) -> None:
         """Check the starts of a step that was planned but not applied: cached prefixes may be
         gone."""
         for sequence in self._running:

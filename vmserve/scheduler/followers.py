@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
-from vmserve.scheduler.siblings import leads
+from vmserve.scheduler.siblings import computes_prompt
 
 __all__ = ["Followers"]
 
@@ -36,7 +36,7 @@ class Followers:
             del self._by_request[sequence.request]
         self._num -= 1
 
-    def lost_one(self, request: Request) -> None:
+    def lost_member(self, request: Request) -> None:
         """Note that a sequence of the request has ended: a follower may have to compute the
         prompt."""
         if request in self._by_request:
@@ -57,7 +57,7 @@ class Followers:
             followers = sorted(self._by_request[request], key=attrgetter("index"))
             if request in donating or any(seq.has_prompt for seq in request.sequences):
                 ready += followers
-            elif not any(leads(seq) for seq in request.sequences):
+            elif not any(computes_prompt(seq) for seq in request.sequences):
                 ready.append(followers[0])
         for sequence in ready:
             self.remove(sequence)

@@ -95,7 +95,7 @@ class RegimeKeeper:
         if not self.predicts:
             return self._policy.choose(request)
         around = self._situation(request, num_hit)
-        return self._policy.choose(request, around, lambda: self._moving(around))
+        return self._policy.choose(request, around, lambda: self._cost_of_moving(around))
 
     def keep(self, request: Request, choice: RegimeChoice) -> None:
         """Keep the request in the chosen regime; move the running ones too if the choice says
@@ -115,7 +115,7 @@ class RegimeKeeper:
         """The situation of a request that is admitted now."""
         num_new = len(request.prompt_token_ids) - num_hit + self._policy.expected_output(request)
         use = self._memory.slot_use()
-        num_virtual = sum(self._goal(seq) is Regime.VIRTUAL for seq in self._running)
+        num_virtual = sum(self._target(seq) is Regime.VIRTUAL for seq in self._running)
         self._slots.lost(use.pages_unmapped_total)
         layout = self._memory.layout
         # Assumes that no two of its pages lie in order, as in short sequences.
@@ -139,11 +139,11 @@ class RegimeKeeper:
         left = (self._memory.available_pages() - wanted) / self._memory.limit_pages
         return min(1.0, max(0.0, 1 - left / _SCARCE))
 
-    def _goal(self, sequence: Sequence) -> Regime:
+    def _target(self, sequence: Sequence) -> Regime:
         """The regime that a running sequence has or is to have soon."""
         return self._converting.get(sequence, sequence.regime)
 
-    def _moving(self, around: Situation) -> float | None:
+    def _cost_of_moving(self, around: Situation) -> float | None:
         """Seconds to change all running sequences, which are of one regime, to the other.
 
         Negative if they gain; None if some cannot change, or it is not known.
@@ -201,7 +201,7 @@ class RegimeKeeper:
         self._convert_all(Regime.PAGED, "mappings")
         return len(self._converting) > num_before
 
-    def give_up(self) -> bool:
+    def drop_conversions(self) -> bool:
         """Drop all pending conversions; returns whether there were any."""
         had_some = bool(self._converting)
         self._converting.clear()

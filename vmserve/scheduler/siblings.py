@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from vmserve.memory.base import Fork
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 
-__all__ = ["has_followers", "is_fork_of", "leads", "num_places", "with_its_gang"]
+__all__ = ["computes_prompt", "has_followers", "is_fork_of", "num_places", "with_its_gang"]
 
 
-def leads(sequence: Sequence) -> bool:
+def computes_prompt(sequence: Sequence) -> bool:
     """Whether the sequence computes its request's prompt, will, or has."""
     return sequence.status in (
         SequenceStatus.RUNNING,
