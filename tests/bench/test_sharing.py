@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import typer
 
+from vmserve.bench.lab.suite import numbers
 from vmserve.bench.sharing import SUITE, prefix
 from vmserve.bench.sharing.blocks import MAX_NUM_SEQS, run_engine
-from vmserve.bench.sharing.command import numbers, sharing_command
+from vmserve.bench.sharing.command import sharing_command
 from vmserve.bench.sharing.count import Tally, common_prefixes, parallel_from_lengths
 from vmserve.bench.sharing.prefix import Runner, translation_shapes
 from vmserve.bench.sharing.record import ForkOf, Step, count_memory, replay

@@ -17,6 +17,7 @@ from vmserve.bench.step import (
     PARTS,
     REGIMES,
     Case,
+    Options,
     SteppedEngine,
     Stopwatch,
     run,
@@ -75,7 +76,7 @@ def test_a_part_is_without_what_is_watched_within() -> None:
 
 
 def test_rows_have_every_case() -> None:
-    result = run([1, 3], 2, lambda _: None)
+    result = run(Options((1, 3), 2), lambda _: None)
     rows = result.data["rows"]
     assert [(row["num_seqs"], row["regime"]) for row in rows] == [
         (count, regime) for count in (1, 3) for regime in REGIMES

@@ -10,26 +10,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import typer
 
 from vmserve.bench import options as opt
-from vmserve.bench.lab.machine import machine_info
-from vmserve.bench.lab.report import dump, make_console, progress, write_text
 from vmserve.bench.lab.statistics import summarize
-from vmserve.bench.lab.table import SectionResult, Table, markdown, microseconds, print_table
+from vmserve.bench.lab.suite import Suite, numbers
+from vmserve.bench.lab.table import SectionResult, Table, microseconds
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
-from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.runner.null_runtime import NullRuntime
 from vmserve.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from vmserve.bench.lab.report import Report
 
@@ -38,7 +35,9 @@ __all__ = [
     "GOAL_NS_PER_SEQUENCE",
     "PARTS",
     "REGIMES",
+    "SUITE",
     "Case",
+    "Options",
     "SteppedEngine",
     "run",
     "step_command",
@@ -171,8 +170,14 @@ class SteppedEngine:
         watch(engine.steps, "collect", "output")
 
 
-def run(counts: Sequence[int], num_steps: int, report: Report) -> SectionResult:
+class Options(NamedTuple):
+    counts: tuple[int, ...]
+    num_steps: int
+
+
+def run(options: Options, report: Report) -> SectionResult:
     """Measure all regimes for each number of sequences, blocks of steps interleaved."""
+    counts, num_steps = options
     rows = []
     for index, num_seqs in enumerate(counts):
         engines = [SteppedEngine(Case(regime, num_seqs), num_steps) for regime in REGIMES]
@@ -193,6 +198,9 @@ def run(counts: Sequence[int], num_steps: int, report: Report) -> SectionResult:
     return SectionResult(data, (_goal_table(rows), _beyond_table(rows)))
 
 
+SUITE = Suite[Options]("step", {"step": run}, ("vmserve", "numpy", "torch"))
+
+
 def step_command(
     num_seqs: Annotated[
         str, typer.Option(help="Numbers of decoding sequences, with commas between.")
@@ -204,34 +212,8 @@ def step_command(
     markdown_path: opt.MarkdownPath = None,
 ) -> None:
     """Measure what a decoding step costs beside the model, by part. The model is null."""
-    counts = _counts(num_seqs)
-    with progress("step") as report:
-        results = {"step": run(counts, steps, report)}
-    console = make_console()
-    for table in results["step"].tables:
-        print_table(console, table)
-    described = {
-        "schema": "vmserve-bench-step",
-        "schema_version": 1,
-        "benchmark": "step",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": machine_info(("vmserve", "numpy", "torch")),
-        "sections": {name: dict(result.data) for name, result in results.items()},
-    }
-    for path, text in ((json_path, dump(described)), (markdown_path, markdown(results, described))):
-        if path is not None:
-            write_text(path, text)
-
-
-def _counts(text: str) -> list[int]:
-    """Raises ConfigurationError for what is no number of sequences."""
-    parts = [part.strip() for part in text.split(",")]
-    wrong = [part for part in parts if not part.isdecimal() or not 1 <= int(part) <= 1024]
-    if wrong:
-        raise ConfigurationError(
-            f"--num-seqs: {wrong[0]!r} is no whole number from 1 to 1024; write e.g. 16,256"
-        )
-    return sorted({int(part) for part in parts})
+    options = Options(numbers("num-seqs", num_seqs, most=1024), steps)
+    SUITE.measure(["step"], options, json_path=json_path, markdown_path=markdown_path)
 
 
 def _row(engine: SteppedEngine) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import typer
 from vmserve.bench import options as opt
 from vmserve.bench.alloc import SUITE, Options
 from vmserve.bench.alloc.section import CUDA_SECTIONS, make_driver
-from vmserve.bench.lab.report import make_console
 from vmserve.bench.lab.suite import chosen
 from vmserve.errors import ConfigurationError
 
@@ -41,15 +40,16 @@ def alloc_command(
 ) -> None:
     """Measure what allocating KV memory costs, and how little of it is wasted. No model needed."""
     names = chosen_sections(section, driver.value)
-    SUITE.prepare("--plots", plots)
     options = Options(quick=quick, seed=seed, driver=driver.value)
     if driver is Driver.cuda:
         make_driver("cuda", 2 << 20, 1)  # refuses here, before anything is measured
-    console = make_console()
-    results = SUITE.run(names, options, console)
-    described = SUITE.document(results, quick=quick, seed=seed, driver=options.driver)
-    SUITE.keep(
-        results, described, console, json_path=json_path, markdown_path=markdown_path, plots=plots
+    SUITE.measure(
+        names,
+        options,
+        lambda: {"quick": quick, "seed": seed, "driver": options.driver},
+        json_path=json_path,
+        markdown_path=markdown_path,
+        plots=plots,
     )
 
 

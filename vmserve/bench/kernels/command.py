@@ -11,7 +11,6 @@ import typer
 from vmserve.attention.cpu import CpuBackend
 from vmserve.bench import options as opt
 from vmserve.bench.kernels.sections import SUITE, Options
-from vmserve.bench.lab.report import make_console
 from vmserve.bench.lab.suite import chosen
 
 __all__ = ["kernels_command"]
@@ -32,20 +31,20 @@ def kernels_command(
 ) -> None:
     """Measure the attention kernels against memory bandwidth and the stock kernel. No model."""
     names = chosen("section", section, list(SUITE.sections))
-    SUITE.prepare("--plots", plots)
-    console = make_console()
     load_before = os.getloadavg()[0]
-    results = SUITE.run(names, Options(quick=quick, seed=seed), console)
-    described = SUITE.document(
-        results,
-        quick=quick,
-        seed=seed,
-        isa=CpuBackend().isa,
-        num_threads=torch.get_num_threads(),
-        # The load tells how quiet the machine was: 0 before is quiet.
-        load_average_before=round(load_before, 2),
-        load_average_after=round(os.getloadavg()[0], 2),
-    )
-    SUITE.keep(
-        results, described, console, json_path=json_path, markdown_path=markdown_path, plots=plots
+    SUITE.measure(
+        names,
+        Options(quick=quick, seed=seed),
+        lambda: {
+            "quick": quick,
+            "seed": seed,
+            "isa": CpuBackend().isa,
+            "num_threads": torch.get_num_threads(),
+            # The load tells how quiet the machine was: 0 before is quiet.
+            "load_average_before": round(load_before, 2),
+            "load_average_after": round(os.getloadavg()[0], 2),
+        },
+        json_path=json_path,
+        markdown_path=markdown_path,
+        plots=plots,
     )

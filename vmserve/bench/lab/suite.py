@@ -11,6 +11,7 @@ from vmserve.bench.lab.machine import machine_info
 from vmserve.bench.lab.report import (
     Report,
     dump,
+    make_console,
     make_directory,
     progress,
     require_matplotlib,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["Suite", "chosen"]
+__all__ = ["Suite", "chosen", "numbers"]
 
 Options = TypeVar("Options")
 
@@ -46,6 +47,19 @@ def chosen(option: str, text: str | None, known: Sequence[str]) -> list[str]:
     return [name for name in known if name in wanted]
 
 
+def numbers(option: str, text: str, *, least: int = 1, most: int | None = None) -> tuple[int, ...]:
+    """Parse whole numbers between commas, in rising order. Raises ConfigurationError."""
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.isdecimal() or int(part) < least or (most is not None and int(part) > most):
+            bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+            example = "2,4,6" if most is None else "16,256"
+            raise ConfigurationError(
+                f"--{option}: {part!r} is no whole number {bounds}; write e.g. {example}"
+            )
+    return tuple(sorted({int(part) for part in parts}))
+
+
 @dataclass(frozen=True)
 class Suite(Generic[Options]):
     """``name`` and ``benchmark`` go into the results file, whose sections stand under ``key``.
@@ -60,12 +74,42 @@ class Suite(Generic[Options]):
     benchmark: str = ""
     key: str = "sections"
 
-    def prepare(self, option: str, directory: Path | None, *, plots: bool = True) -> None:
-        """Make the directory that ``option`` names. Raises ConfigurationError before measuring."""
-        if directory is not None:
-            if plots:
-                require_matplotlib(option)
-            make_directory(directory)
+    def measure(
+        self,
+        names: Sequence[str],
+        options: Options,
+        told: Callable[[], Mapping[str, Any]] = dict,
+        *,
+        console: Console | None = None,
+        json_path: Path | None = None,
+        markdown_path: Path | None = None,
+        plots: Path | None = None,
+        output: Path | None = None,
+    ) -> None:
+        """Run sections, print their tables and write the files that were asked for.
+
+        ``told`` is called afterwards for what else the results file says. ``output`` is for JSON,
+        tables and plots. Raises ConfigurationError before measuring if files cannot be written.
+        """
+        for option, directory in (("--plots", plots), ("--output", output)):
+            if directory is not None:
+                if self.plots is not None:
+                    require_matplotlib(option)
+                make_directory(directory)
+        console = console or make_console()
+        results = self.run(names, options, console)
+        described = self.document(results, **told())
+        files = [(json_path, dump(described)), (markdown_path, markdown(results, described))]
+        if output is not None:
+            files += [(output / "results.json", files[0][1]), (output / "tables.md", files[1][1])]
+        for path, text in files:
+            if path is not None:
+                write_text(path, text)
+        directory = plots or output
+        if directory is not None and self.plots is not None:
+            # Optional: plots are drawn with the `bench` extra.
+            for path in importlib.import_module(self.plots).draw(described[self.key], directory):
+                console.print(f"drawn: {path}")
 
     def run(
         self, names: Sequence[str], options: Options, console: Console
@@ -90,27 +134,3 @@ class Suite(Generic[Options]):
             "machine": machine_info(self.packages),
             self.key: {name: dict(result.data) for name, result in results.items()},
         }
-
-    def keep(
-        self,
-        results: Mapping[str, SectionResult],
-        described: Mapping[str, Any],
-        console: Console,
-        *,
-        json_path: Path | None = None,
-        markdown_path: Path | None = None,
-        plots: Path | None = None,
-        output: Path | None = None,
-    ) -> None:
-        """Write the files that were asked for; ``output`` gets JSON, tables and plots."""
-        files = [(json_path, dump(described)), (markdown_path, markdown(results, described))]
-        if output is not None:
-            files += [(output / "results.json", files[0][1]), (output / "tables.md", files[1][1])]
-        for path, text in files:
-            if path is not None:
-                write_text(path, text)
-        directory = plots or output
-        if directory is not None and self.plots is not None:
-            # Optional: plots are drawn with the `bench` extra.
-            for path in importlib.import_module(self.plots).draw(described[self.key], directory):
-                console.print(f"drawn: {path}")

@@ -102,19 +102,20 @@ def papers_command(
         return
     if everything and figure is not None:
         raise ConfigurationError("--all and --figure exclude each other: give one")
-    # Of the real engine there are no plots.
-    simulated = engine is EngineKind.simulated
-    (SIMULATED if simulated else REAL).prepare("--output", output, plots=simulated)
     console = make_console()
-    if not simulated:
+    if engine is EngineKind.real:
         if minutes is not None:
             raise ConfigurationError("--minutes is of simulated traces: leave it out, or --engine")
         if busy := busy_warning():
             console.print(busy)
-        names = chosen(figure, REAL.sections)
-        results = REAL.run(names, RealOptions(quick=quick, seed=seed, model=model), console)
-        data = REAL.document(results, seed=seed, quick=quick, model=model or EMBEDDED_NAME)
-        REAL.keep(results, data, console, json_path=json_path, output=output)
+        REAL.measure(
+            chosen(figure, REAL.sections),
+            RealOptions(quick=quick, seed=seed, model=model),
+            lambda: {"seed": seed, "quick": quick, "model": model or EMBEDDED_NAME},
+            console=console,
+            json_path=json_path,
+            output=output,
+        )
         return
     if model is not None:
         raise ConfigurationError("--model is of the real engine: add --engine real")
@@ -122,10 +123,15 @@ def papers_command(
         raise ConfigurationError("--quick and --minutes exclude each other: give one")
     options = Options(minutes=minutes or (_QUICK_MINUTES if quick else 10.0), seed=seed)
     console.print(f"Simulated: {OPT_13B_A100.name}; no GPU was used.")
-    results = SIMULATED.run(chosen(figure, SIMULATED.sections), options, console)
-    device = described(OPT_13B_A100)
-    data = SIMULATED.document(results, seed=seed, minutes=options.minutes, latency_model=device)
-    SIMULATED.keep(results, data, console, json_path=json_path, output=output)
+    told = {"seed": seed, "minutes": options.minutes, "latency_model": described(OPT_13B_A100)}
+    SIMULATED.measure(
+        chosen(figure, SIMULATED.sections),
+        options,
+        lambda: told,
+        console=console,
+        json_path=json_path,
+        output=output,
+    )
 
 
 def _all_experiments() -> Table:

@@ -8,14 +8,13 @@ from typing import Annotated
 import typer
 
 from vmserve.bench import options as opt
-from vmserve.bench.lab.report import make_console
-from vmserve.bench.lab.suite import chosen
+from vmserve.bench.lab.suite import chosen, numbers
 from vmserve.bench.sharing import SUITE, Options
 from vmserve.bench.sharing.section import MODES
 from vmserve.errors import ConfigurationError
 from vmserve.workloads.shapes import get_workload
 
-__all__ = ["numbers", "sharing_command"]
+__all__ = ["sharing_command"]
 
 
 def sharing_command(
@@ -64,26 +63,11 @@ def sharing_command(
         modes=tuple(one for one in MODES if one in chosen("mode", mode, MODES)),
         model=model,
     )
-    SUITE.prepare("--output", output)
-    console = make_console()
-    results = SUITE.run(names, options, console)
-    described = SUITE.document(results, seed=seed)
-    SUITE.keep(results, described, console, json_path=json_path, output=output)
-
-
-def numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
-    """Whole numbers between commas, in rising order. Raises ConfigurationError for others."""
-    parts = [part.strip() for part in text.split(",")]
-    wrong = [part for part in parts if not part.isdecimal() or int(part) < least]
-    if wrong:
-        raise ConfigurationError(
-            f"--{option}: {wrong[0]!r} is no whole number of at least {least}; write e.g. 2,4,6"
-        )
-    return tuple(sorted({int(part) for part in parts}))
+    SUITE.measure(names, options, lambda: {"seed": seed}, json_path=json_path, output=output)
 
 
 def _block_sizes(text: str) -> tuple[int, ...]:
-    sizes = numbers("block-sizes", text, least=1)
+    sizes = numbers("block-sizes", text)
     wrong = [size for size in sizes if not 1 <= size <= 1024 or size & (size - 1)]
     if wrong:
         raise ConfigurationError(
