@@ -15,11 +15,11 @@ namespace vmserve {
 namespace {
 
 constexpr std::size_t kAlignFloats = 16;
-// Waking another thread takes longer than so many multiplications, or copied elements; where it
-// waits without sleeping, telling it takes longer than so many.
+// Below this many multiplications (kSerialWork) or copied elements, waking a thread costs more than
+// it saves. The limits are lower if workers spin.
 constexpr std::int64_t kSerialWork = 1 << 18, kSerialElements = 1 << 16;
 constexpr std::int64_t kSerialWorkAwake = 1 << 16, kSerialElementsAwake = 1 << 13;
-// No window: further than any two positions are apart.
+// No window: larger than any distance between two positions.
 constexpr std::int64_t kNoWindow = std::int64_t{1} << 40;
 // Tokens of one item of the write.
 constexpr std::int64_t kWriteTokens = 16;
@@ -86,7 +86,7 @@ void check_call(const CpuBatch& batch, const CpuLayerCall& call) {
 
 struct WriteItem {
   std::int32_t seq;
-  std::int64_t token;  // in the sequence's new ones
+  std::int64_t token;  // index among the sequence's new tokens
 };
 
 struct WriteRun {
@@ -146,7 +146,7 @@ struct AttendRun {
   std::size_t scratch_floats;
 };
 
-// Rows of sequence `seq` from its row `row` on, heads from `head` on.
+// Output of rows from `row` on of sequence `seq`, heads from `head` on.
 cpu::Output output_at(const AttendRun& run, std::int64_t seq, std::int64_t row, std::int64_t head) {
   const std::int64_t q_heads = run.plan.q_heads, dim = run.batch.view().head_dim();
   const std::int64_t first = (run.batch.start(seq) + row) * q_heads + head;
@@ -277,7 +277,7 @@ void CpuAttention::set_pool(std::shared_ptr<ThreadPool> pool) {
 void CpuAttention::run(CpuBatch& batch, const CpuLayerCall& call) {
   check_call(batch, call);
   if (batch.num_tokens() == 0) return;
-  cpu::Plan& plan = batch.plan(call.window, call.q.shape[1]);  // refuses before anything is written
+  cpu::Plan& plan = batch.plan(call.window, call.q.shape[1]);  // throws before anything is written
   const std::lock_guard lock(mutex_);
   write(batch, call);
   attend(batch, call, plan);

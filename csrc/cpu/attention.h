@@ -1,12 +1,11 @@
 // Attention on the CPU over either view of the KV memory.
 //
-// A CpuKvView says where K and V lie, once; a CpuBatch lays out one step's sequences, once a step;
-// CpuAttention::run does one layer: rotate q and k, write k and v, attend. What is wrong with the
-// arguments is a MisuseError before anything is touched.
+// A CpuKvView holds the addresses of K and V and is made once. A CpuBatch lays out the sequences of
+// one step. CpuAttention::run executes one layer: it rotates q and k, writes k and v, and attends.
+// Bad arguments raise MisuseError before anything is written.
 //
-// How a sequence is cut into work items depends on that sequence alone, and every item's result
-// goes to a place of its own: the result has the same bits whatever else is in the batch, however
-// many threads there are, and in whichever view the sequence lies.
+// The split of a sequence into work items depends on that sequence alone, and each item writes to
+// its own place. So the result has the same bits for any batch, number of threads and view.
 #pragma once
 
 #include <cstdint>
@@ -28,24 +27,25 @@ struct Sequence;
 
 enum class DType { kFloat32, kBFloat16 };
 
-// A strided tensor of somebody else's. Strides in elements.
+// A strided tensor that the caller owns. Strides in elements.
 struct TensorRef {
   char* data = nullptr;
   DType dtype = DType::kFloat32;
   std::vector<std::int64_t> shape, strides;
 };
 
-// The instruction sets that this processor executes, best first; "generic" and "generic16" (for
-// tests: the shape of the AVX-512 kernels) are always there.
+// Instruction sets that this processor can execute, best first. "generic" and "generic16" (the
+// shape of the AVX-512 kernels in plain C++, for tests) are always among them.
 std::vector<std::string> cpu_isas();
 
-// K and V of every layer. The memory is the caller's and must outlive the view.
+// K and V of every layer. The caller owns the memory and keeps it alive longer than the view.
 class CpuKvView {
  public:
-  // Keys and values [slots, max_len, kv_heads, head_dim] of each layer.
+  // Virtual view: keys and values [slots, max_len, kv_heads, head_dim] of each layer.
   CpuKvView(std::vector<TensorRef> keys, std::vector<TensorRef> values);
-  // Keys and values [pages, page_tokens, kv_heads, head_dim] of each layer, and block tables
-  // int32 [rows, table_width] with rows table_stride apart, which may change between batches.
+  // Paged view: keys and values [pages, page_tokens, kv_heads, head_dim] of each layer, and block
+  // tables int32 [rows, table_width] with rows table_stride apart. Tables may change between
+  // batches.
   CpuKvView(std::vector<TensorRef> keys, std::vector<TensorRef> values, const std::int32_t* tables,
             std::int64_t table_rows, std::int64_t table_width, std::int64_t table_stride,
             std::int64_t block_tokens);
@@ -73,8 +73,8 @@ class CpuKvView {
 // The sequences of one step, in the order of their rows in q, k and v.
 class CpuBatch {
  public:
-  // Sequence i lies at places[i], has num_past[i] tokens and brings num_new[i] > 0. The rows of
-  // the block tables are copied.
+  // Sequence i is in slot or table row places[i], has num_past[i] tokens and adds num_new[i] > 0.
+  // Copies the rows of the block tables.
   CpuBatch(std::shared_ptr<const CpuKvView> view, std::vector<std::int64_t> places,
            std::vector<std::int64_t> num_past, std::vector<std::int64_t> num_new);
   ~CpuBatch();
@@ -85,15 +85,15 @@ class CpuBatch {
   std::int64_t num_past(std::int64_t i) const { return num_past_[i]; }
   std::int64_t num_new(std::int64_t i) const { return num_new_[i]; }
   std::int64_t start(std::int64_t i) const { return starts_[i]; }
-  // The highest position of a new token; -1 without any.
+  // The highest position of a new token, or -1 if there is none.
   std::int64_t last_position() const;
 
-  // Where sequence i's tokens lie in a layer.
+  // Addresses of sequence i in a layer.
   cpu::Sequence sequence(std::int64_t layer, std::int64_t i) const;
-  // The first position that the sequence's new tokens see through a window.
+  // The first position that sequence i's new tokens attend to through a window.
   std::int64_t first_seen(std::int64_t i, std::int64_t window) const;
-  // The work items of a layer; made for the first layer that asks.
-  // Throws if a block that the window shows is no block of the arena.
+  // The work items of a layer, computed for the first layer that asks. Throws MisuseError if a
+  // block inside the window is not in the arena.
   cpu::Plan& plan(std::int64_t window, std::int64_t q_heads);
 
  private:
@@ -104,9 +104,9 @@ class CpuBatch {
   std::shared_ptr<const CpuKvView> view_;
   std::vector<std::int64_t> places_, num_past_, num_new_, starts_;
   std::int64_t num_tokens_ = 0;
-  std::vector<std::int32_t> blocks_;        // all sequences' rows of the tables
-  std::vector<std::int64_t> block_starts_;  // where each sequence's begin
-  std::vector<std::int64_t> usable_from_;   // position behind the last id outside the arena
+  std::vector<std::int32_t> blocks_;        // rows of the tables, sequence after sequence
+  std::vector<std::int64_t> block_starts_;  // of each sequence in blocks_
+  std::vector<std::int64_t> usable_from_;   // position after the last block outside the arena
   std::vector<std::unique_ptr<cpu::Plan>> plans_;
 };
 
@@ -119,7 +119,7 @@ struct CpuLayerCall {
   TensorRef out;                      // [tokens, q_heads, head_dim], contiguous
   float* lse = nullptr;               // [tokens, q_heads], contiguous, or null
   float scale = 1.0F;
-  std::int64_t window = 0;  // positions a query sees, itself included; 0: all
+  std::int64_t window = 0;  // positions a query attends to, its own included; 0: all
   float softcap = 0.0F;     // 0: none
 };
 
@@ -127,7 +127,7 @@ class CpuAttention {
  public:
   // `isa`: one of cpu_isas(), or empty for the first of them.
   CpuAttention(int num_threads, const std::string& isa);
-  // On threads that others use too.
+  // Shares the threads of `pool`.
   CpuAttention(std::shared_ptr<ThreadPool> pool, const std::string& isa);
   ~CpuAttention();
 
@@ -136,10 +136,9 @@ class CpuAttention {
   void set_num_threads(int num_threads);
   void set_pool(std::shared_ptr<ThreadPool> pool);
 
-  // Rotates q and k, writes k and v, attends.
   void run(CpuBatch& batch, const CpuLayerCall& call);
 
-  // The exclusive or of all whole words of 8 bytes, by the same threads.
+  // XOR of all whole 8-byte words, read by all threads.
   std::uint64_t fold(const char* data, std::size_t bytes) const;
 
  private:
@@ -149,18 +148,18 @@ class CpuAttention {
   const cpu::KernelTable* table_;
   mutable std::mutex mutex_;  // one call at a time
   std::shared_ptr<ThreadPool> pool_;
-  std::vector<float> scratch_, partials_;  // grown as needed, kept
+  std::vector<float> scratch_, partials_;  // grow as needed
   std::vector<char> rotated_;              // q after its rotation
 };
 
-// Every byte is read once, as fast as that goes: what benchmarks compare kernels with.
+// Reads every byte once, as fast as memory allows. Benchmarks compare kernels with it.
 std::uint64_t fold_memory(ThreadPool& pool, const char* data, std::size_t bytes);
 
-// The same by simple loops on the caller's thread: what the kernels are tested against.
-// Rotation and write; q_out [tokens, q_heads, head_dim] in the dtype of q.
+// Reference implementations: simple loops on the calling thread, which tests compare kernels with.
+// Rotates and writes. q_out [tokens, q_heads, head_dim] in the dtype of q.
 void write_reference(const CpuBatch& batch, const CpuLayerCall& call, char* q_out);
-// Attention in float64 of q as it is, over what the view holds: float64 out [tokens, q_heads,
-// head_dim] and lse [tokens, q_heads].
+// Attends in float64 with q as given (already rotated): float64 out [tokens, q_heads, head_dim] and
+// lse [tokens, q_heads].
 void attend_reference(const CpuBatch& batch, const CpuLayerCall& call, double* out, double* lse);
 
 }  // namespace vmserve

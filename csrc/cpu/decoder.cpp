@@ -16,15 +16,15 @@
 namespace vmserve {
 namespace {
 
-// Waking another thread takes longer than so many multiplications.
+// Below this many multiplications, waking another thread costs more than it saves.
 constexpr std::int64_t kSerialWork = 1 << 15;
-// What a work item takes of a layer: as many panels as stay in a core's own cache while all rows
-// go by, and of many rows a part, so that there are items for every thread.
+// Weights of a work item: as many panels as stay in a core's own cache while all rows are computed,
+// but few enough that every thread has several items.
 constexpr std::int64_t kItemBytes = 192 << 10;
 constexpr std::int64_t kItemsPerThread = 4;
-// With so few rows a cache has nothing to keep, and kernels want several panels side by side.
+// With so few rows nothing is reused in a cache, and kernels compute several panels side by side.
 constexpr std::int64_t kFewRows = 3, kPanelsOfFewRows = 4;
-// Of the weights of an item that are widened at a time.
+// Weights of an item that are widened at a time.
 constexpr std::int64_t kWidenedBytes = 192 << 10;
 constexpr std::size_t kBigPage = std::size_t{2} << 20;
 
@@ -83,7 +83,7 @@ class Stopwatch {
 
 BigBuffer::BigBuffer(std::size_t bytes) : bytes_(bytes) {
   if (bytes == 0) return;
-  // Aligned by hand: a mapping begins anywhere, a big page does not.
+  // Aligned by hand: mmap does not align to huge pages.
   const std::size_t reserved = (bytes + kBigPage - 1) / kBigPage * kBigPage + kBigPage;
   void* const at = mmap(nullptr, reserved, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -97,7 +97,7 @@ BigBuffer::BigBuffer(std::size_t bytes) : bytes_(bytes) {
   if (data > first) munmap(at, data - first);
   if (first + reserved > end) munmap(reinterpret_cast<void*>(end), first + reserved - end);
   data_ = reinterpret_cast<char*>(data);
-  // A layer smaller than half a big page would waste more than the pages save.
+  // For a smaller layer, the padding would cost more than huge pages save.
   if (bytes >= kBigPage / 2) madvise(data_, end - data, MADV_HUGEPAGE);
 }
 
@@ -116,7 +116,7 @@ BigBuffer& BigBuffer::operator=(BigBuffer&& other) noexcept {
 
 struct CpuDecoder::Linear {
   BigBuffer weights;
-  std::vector<float> scales, bias;  // in the order of the lanes, as long as all the panels
+  std::vector<float> scales, bias;  // in the order of the lanes, for all panels
   const cpu::LinearForm* form = nullptr;
   std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0, panel_bytes = 0;
 
@@ -199,7 +199,7 @@ void CpuDecoder::parallel(std::int64_t num_items, std::int64_t work, const Body&
       body(item);
     }
   };
-  // The pool hands the pointer back as it is.
+  // const_cast: the pool passes the pointer through unchanged.
   pool_->run(num_items, work < kSerialWork ? 1 : ThreadPool::kMaxThreads, call,
              const_cast<Body*>(&body));
 }
@@ -433,7 +433,7 @@ void CpuDecoder::embed(const std::vector<std::int64_t>& token_ids) {
 }
 
 void CpuDecoder::normalise_head(float* head, const float* norm, float* room) const {
-  // A row of its own; packed as a block of one row it stays in order.
+  // One head is one row: packing a block of one row keeps the order of elements.
   cpu::PackRowsArgs args{};
   args.rows = head;
   args.row_stride = shape_.head_dim;
@@ -478,7 +478,7 @@ void CpuDecoder::gather_rotations(const std::vector<Part>& parts, std::int64_t n
   }
 }
 
-// Where q, k and v of the rows are, in the KV cache's type.
+// Returns the address of q, k and v of the rows, in the KV cache's type.
 char* CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
   const std::int64_t row_size = (shape_.q_heads + 2 * shape_.kv_heads) * shape_.head_dim;
   pack_rows(layer.qkv, x_.data(), false, num_rows, layer.attention_norm.data());
@@ -545,7 +545,7 @@ void CpuDecoder::keep(const std::vector<std::int64_t>& wanted) {
   const std::int64_t hidden = shape_.hidden_size, q_size = shape_.q_heads * shape_.head_dim;
   const std::int64_t item = kv_dtype_ == DType::kBFloat16 ? 2 : 4;
   const auto num_wanted = static_cast<std::int64_t>(wanted.size());
-  // Rows may be asked for in any order: what is kept is gathered apart.
+  // Rows may be wanted in any order, so they are gathered in another buffer first.
   grow(kept_, num_wanted * (hidden + q_size));
   auto* const attended = reinterpret_cast<char*>(attended_.data());
   auto* const kept = reinterpret_cast<char*>(kept_.data() + num_wanted * hidden);
@@ -569,7 +569,8 @@ void CpuDecoder::finish_layer(const Layer& layer, std::int64_t num_rows) {
   pack_rows(layer.gate_up, x_.data(), false, num_rows, layer.mlp_norm.data());
   grow(gated_, num_rows * layer.down.depth);
   if (layer.down.row_format().group_depth > 0) {
-    // The scales of a row are known when all of it is.
+    // Scales need the maximum of a whole group of the row, so products are stored first, then
+    // packed.
     multiply(layer.gate_up, packed_.data(), num_rows, cpu::Epilogue::kGateRows, gated_.data(),
              shape_.mlp_size);
     pack_rows(layer.down, gated_.data(), false, num_rows, nullptr);
@@ -611,7 +612,7 @@ void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector
     char* const qkv = project(layer, num_rows);
     attend(layer, index, qkv, parts);
     if (index == num_layers - 1) {
-      // Nothing reads the other rows any more.
+      // Later operations read only the wanted rows.
       keep(wanted);
       num_rows = static_cast<std::int64_t>(wanted.size());
       if (num_rows == 0) return;

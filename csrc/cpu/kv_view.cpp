@@ -23,7 +23,7 @@ void require(bool condition, const std::string& what) {
   if (!condition) throw MisuseError(what);
 }
 
-// Where it is checked for every sequence of a step: nobody builds a message that nobody reads.
+// Checked for every sequence of a step: `text` builds the message only if the check fails.
 template <typename Text>
 void require_each(bool condition, Text what) {
   if (!condition) throw MisuseError(what());
@@ -181,7 +181,7 @@ void CpuBatch::check_blocks(std::int64_t window) const {
     if (first_seen(static_cast<std::int64_t>(i), window) >= usable_from_[i]) continue;
     const std::int64_t index = usable_from_[i] / view_->block_tokens_ - 1;
     const std::int32_t block = blocks_[static_cast<std::size_t>(block_starts_[i] + index)];
-    // A bad block that is partly before the window matters all the same: it would be read.
+    // The kernels read a block even if only part of it is inside the window.
     throw MisuseError("block table row " + text(places_[i]) + ": entry " + text(index) + " is " +
                       std::to_string(block) + ", outside the arena's 0 .. " +
                       text(view_->num_blocks_ - 1));

@@ -7,11 +7,11 @@
 namespace vmserve::cpu {
 namespace {
 
-// Positions of a decode item: an eighth of the sequence, so that one sequence alone keeps several
-// threads busy, within limits that keep the merge small beside the reading.
+// Positions of a decode item: an eighth of the sequence, so that a single sequence occupies several
+// threads, within limits that keep merging cheap compared with reading.
 constexpr std::int64_t kMinPart = 128, kMaxPart = 512, kPartsAimedAt = 8;
-// Rows times heads of a tile item, and how many items a prompt should have before its positions
-// are not cut as well, into parts of so many tokens at least.
+// Rows times heads of a tile item. If a prompt has fewer items than kEnoughTiles, its positions are
+// split too, into parts of at least kMinTilePart tokens.
 constexpr std::int32_t kTileRows = 96;
 constexpr std::int64_t kEnoughTiles = 8, kMinTilePart = 1024;
 constexpr std::int64_t kDecodeAlign = 16, kTileAlign = 64;
@@ -78,7 +78,7 @@ void Plan::add_tiles(const CpuBatch& batch, std::int32_t seq) {
   }
 }
 
-// Cuts [begin, end) behind multiples of `align`.
+// Splits [begin, end) at multiples of `align`.
 void Plan::add_parts(WorkItem item, std::int64_t part_tokens, std::int64_t align) {
   const std::int64_t begin = item.begin, end = item.end;
   if (end - begin <= part_tokens) {

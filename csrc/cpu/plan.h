@@ -1,4 +1,4 @@
-// How one step's attention is cut into work items.
+// The work items of one step's attention.
 #pragma once
 
 #include <atomic>
@@ -10,17 +10,17 @@
 
 namespace vmserve::cpu {
 
-// A decode item is one query row with all its heads, any other `rows` rows of one KV head; over
-// positions [begin, end).
+// A decode item is one query row with all its heads; any other item is `rows` rows of one KV head.
+// Both cover positions [begin, end).
 struct WorkItem {
   std::int32_t seq = 0, kv_head = 0, row = 0, rows = 1;
   bool decode = false;
   std::int64_t begin = 0, end = 0;
-  std::int32_t merge = -1;    // index of the merge that its part goes to; -1: it is alone
-  std::int64_t partial = -1;  // where in the partial outputs, in floats
+  std::int32_t merge = -1;    // index of the merge of its part; -1: it has no other parts
+  std::int64_t partial = -1;  // offset in the partial outputs, in floats
 };
 
-// The parts of the same rows. Whoever finishes the last one merges them, in their order.
+// Parts of the same rows. The thread that finishes the last part merges all of them, in order.
 struct Merge {
   std::int32_t seq = 0, kv_head = 0, row = 0, rows = 1;
   bool decode = false;
@@ -33,14 +33,14 @@ class Plan {
   Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads);
 
   std::int64_t window, q_heads;
-  std::vector<WorkItem> items;  // the most work first
+  std::vector<WorkItem> items;  // most work first
   std::vector<Merge> merges;
   std::int64_t partial_floats = 0;
-  std::int32_t max_rows_and_heads = 0;  // of an item that is not a decode
+  std::int32_t max_rows_and_heads = 0;  // of items that are not decodes
   std::int64_t work = 0;                // multiplications
 
   void restart();
-  // True for the last part of the merge.
+  // Counts a finished part. True for the last one of its merge.
   bool finish_part(std::int32_t merge);
 
  private:

@@ -1,4 +1,4 @@
-// Reads memory as fast as plain C++ does: what benchmarks compare kernels with.
+// Reads memory as fast as plain C++ can: the baseline of kernel benchmarks.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -9,10 +9,11 @@
 namespace vmserve {
 namespace {
 
-// One item of work; four places of it at a time, since a core keeps more lines under way in several
-// streams than in one.
+// Bytes of a work item, which is read in four streams: a core keeps more cache misses in flight
+// over several streams than over one.
 constexpr std::size_t kItemBytes = 1 << 20, kStreams = 4;
-// As wide as every processor has registers; a compiler that does not vectorise loops has them too.
+// 16 bytes: every processor has registers of this size, and GCC uses them without vectorising
+// loops.
 using Words = std::uint64_t __attribute__((vector_size(16)));
 constexpr std::size_t kLineBytes = 64, kLineWords = kLineBytes / sizeof(Words);
 

@@ -1,4 +1,4 @@
-// Attention, rotation and write position by position: slow, and easy to be sure of.
+// Attention, rotation and write position by position: slow and simple.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -22,7 +22,7 @@ float widen(std::uint16_t bits) {
   return x;
 }
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 std::uint16_t narrow(float x) {
   std::uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -58,7 +58,7 @@ float rounded(float x, DType dtype) {
   return dtype == DType::kFloat32 ? x : widen(narrow(x));
 }
 
-// The row of `head` at `position`.
+// Address of `head` at `position`.
 char* cache_row(const cpu::Sequence& seq, const cpu::Plane& plane, std::int64_t position,
                 std::int64_t head, DType dtype) {
   std::int64_t row = seq.row, token = position;
@@ -96,7 +96,7 @@ void rotate(const CpuLayerCall& call, std::int64_t token, const char* from, std:
 struct Query {
   std::vector<double> scores, sums;
 
-  // One head of one row over positions [begin, end).
+  // Attends with one head of one row over positions [begin, end).
   double attend(const cpu::Sequence& seq, const CpuLayerCall& call, const char* q,
                 std::int64_t kv_head, std::int64_t begin, std::int64_t end, std::int64_t dim) {
     const DType dtype = call.q.dtype;

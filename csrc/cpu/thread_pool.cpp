@@ -1,7 +1,7 @@
-// How a run is shared: one word says which run is on, whether workers may join it, and how many
-// have. A worker joins by counting itself in while the run is open; the caller closes it when no
-// item is left, and waits for those that are in. A worker that comes late finds it closed and is
-// not waited for. No lock is taken unless somebody sleeps.
+// How a run is shared: one atomic word has the number of the run, whether workers may join it, and
+// how many have joined. A worker joins by incrementing the count while the run is open. The caller
+// closes the run when no item is left and waits for the workers that joined; a late worker finds
+// it closed. A lock is taken only if a thread sleeps.
 #include "thread_pool.h"
 
 #include <sched.h>
@@ -20,9 +20,9 @@
 namespace vmserve {
 namespace {
 
-// A short wait without sleeping saves a wake-up, and is over before it takes time from anybody's
-// next operation. While the pool is kept awake it is as long as what lies between two runs; in
-// case the core has other work, that goes first every kSpins.
+// Looks at the state before a thread sleeps. A short spin avoids a wake-up without delaying other
+// threads' work. While the pool is kept awake, the spin covers the time between two runs, and
+// yields every kSpins in case the core has other work.
 constexpr int kSpins = 300, kAwakeSpins = 6000;
 
 constexpr std::uint64_t kJoined = (std::uint64_t{1} << 24) - 1;
@@ -38,7 +38,7 @@ inline void pause() {
 #endif
 }
 
-// Whether `done` became true within kSpins looks, or kAwakeSpins while `awake`.
+// Spins until `done` is true, kSpins times, or kAwakeSpins while `awake`. Returns whether it was.
 template <class Condition>
 bool spin(const std::atomic<bool>& awake, const Condition& done) {
   for (int i = 1; i <= (awake.load(std::memory_order_relaxed) ? kAwakeSpins : kSpins); ++i) {
@@ -56,7 +56,7 @@ struct Job {
   ThreadPool::Work work = nullptr;
   void* context = nullptr;
   std::int64_t num_items = 0;
-  int num_helpers = 0;  // workers 0 .. num_helpers - 1 take part
+  int num_helpers = 0;  // workers 0 .. num_helpers - 1 may join
 };
 
 void take_items(const Job& job, std::atomic<std::int64_t>& next, int worker) {
@@ -70,15 +70,15 @@ void take_items(const Job& job, std::atomic<std::int64_t>& next, int worker) {
 }  // namespace
 
 struct ThreadPool::Shared {
-  // Number of the run << 32 | kCallerSleeps | kOpen | workers that are in.
+  // Run number << 32 | kCallerSleeps | kOpen | number of workers that joined.
   std::atomic<std::uint64_t> state = 0;
-  std::atomic<std::int64_t> next = 0;  // item
-  Job job;                             // written while nobody is in, read by those that are
+  std::atomic<std::int64_t> next = 0;  // the next item
+  Job job;                             // written while no worker is in a run
   std::atomic<bool> awake = false;
   std::atomic<int> num_sleeping = 0;  // written under the mutex
   std::mutex mutex;
   std::condition_variable wake, idle;
-  bool stopping = false;  // mutex
+  bool stopping = false;  // guarded by the mutex
   std::vector<std::thread> workers;
 
   std::uint32_t number() const {
@@ -89,21 +89,22 @@ struct ThreadPool::Shared {
     const std::uint64_t number = (state.load(std::memory_order_relaxed) >> kNumberShift) + 1;
     job = next_job;
     next.store(0, std::memory_order_relaxed);
-    // In one order with num_sleeping: either the sleeper is seen here, or it sees the new number.
+    // Sequentially consistent with num_sleeping: either this thread sees the sleeper, or the
+    // sleeper sees the new number.
     state.store(number << kNumberShift | kOpen, std::memory_order_seq_cst);
     wake_sleepers();
   }
 
   void wake_sleepers() {
     if (num_sleeping.load(std::memory_order_seq_cst) == 0) return;
-    // Whoever has looked under the mutex and found nothing sleeps by now.
+    // A worker that checked under the mutex and saw no run is waiting once this lock is taken.
     {
       const std::lock_guard lock(mutex);
     }
     wake.notify_all();
   }
 
-  // Post: nobody is in.
+  // Closes the run. Post: no worker is in it.
   void end() {
     if ((state.fetch_and(~kOpen, std::memory_order_acq_rel) & kJoined) == 0) return;
     const auto is_empty = [this] { return (state.load(std::memory_order_acquire) & kJoined) == 0; };
@@ -113,7 +114,7 @@ struct ThreadPool::Shared {
     idle.wait(lock, is_empty);
   }
 
-  // Whether the caller counts as in the run of that number.
+  // Joins run `number`; false if it is closed.
   bool join(std::uint32_t number) {
     std::uint64_t seen = state.load(std::memory_order_acquire);
     while (seen >> kNumberShift == number && (seen & kOpen) != 0) {
@@ -135,7 +136,7 @@ struct ThreadPool::Shared {
     }
   }
 
-  // Until there is a run after `seen`; false when the pool ends.
+  // Sleeps until a run after `seen` begins; false if the pool ends.
   bool sleep(std::uint32_t seen) {
     std::unique_lock lock(mutex);
     num_sleeping.fetch_add(1, std::memory_order_seq_cst);
@@ -218,7 +219,7 @@ void ThreadPool::serve(Shared& shared, int index) {
 ThreadPool::Awake::Awake(ThreadPool& pool) : pool_(pool) {
   if (pool.num_threads_ == 1 || getpid() != pool.pid_) return;
   pool.shared_->awake.store(true, std::memory_order_relaxed);
-  // A run without items: who sleeps is up by the time of the first one.
+  // A run without items wakes the workers before the first real one.
   const std::lock_guard turn(pool.turn_);
   pool.shared_->begin(Job{});
   pool.shared_->end();

@@ -1,4 +1,4 @@
-// A few persistent worker threads for kernels.
+// Persistent worker threads for kernels.
 #pragma once
 
 #include <sys/types.h>
@@ -9,15 +9,15 @@
 
 namespace vmserve {
 
-// Runs items of work on the caller's thread and num_threads - 1 others, which sleep in between.
-// Who executes an item is left to chance; nothing else is. In a child after fork(), which has no
-// workers, the caller does everything.
+// Runs items of work on the calling thread and num_threads - 1 workers, which sleep between runs.
+// Any thread may execute any item. In a child after fork(), which has no workers, the caller
+// executes all items.
 class ThreadPool {
  public:
   using Work = void (*)(void* context, std::int64_t item, int worker);
 
-  // While one lives, workers look for the next run for a while before they sleep: for calls that
-  // follow each other within microseconds. Made by the one thread that runs; the pool outlives it.
+  // While one is alive, workers spin for a while before they sleep: for runs that follow each other
+  // within microseconds. Made by the thread that calls run; the pool must outlive it.
   class Awake {
    public:
     explicit Awake(ThreadPool& pool);
@@ -29,7 +29,7 @@ class ThreadPool {
     ThreadPool& pool_;
   };
 
-  // Pre: num_threads in 1 .. kMaxThreads. Throws OutOfMemoryError when the system has no more.
+  // Pre: num_threads in 1 .. kMaxThreads. Throws OutOfMemoryError if a thread cannot be started.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -38,12 +38,12 @@ class ThreadPool {
   static constexpr int kMaxThreads = 1024;
 
   int num_threads() const { return num_threads_; }
-  // Whether workers wait without sleeping, so that little work is worth sharing.
+  // Whether workers spin instead of sleeping, so that small runs are worth sharing.
   bool is_awake() const;
 
-  // work(context, i, w) for all i in [0, num_items), each once; w in [0, num_threads) is no two
-  // threads' at a time. Items begin in order. Post: all are done. `work` must not throw, nor call
-  // run. Calls from several threads take turns.
+  // Calls work(context, i, w) once for each i in [0, num_items). w in [0, num_threads) identifies
+  // the thread. Items begin in order. Post: all are done. `work` must not throw or call run.
+  // Concurrent calls wait for one another.
   void run(std::int64_t num_items, int max_threads, Work work, void* context);
 
  private:
@@ -55,7 +55,7 @@ class ThreadPool {
   int num_threads_;
   pid_t pid_;
   std::mutex turn_;  // one run at a time
-  // What the workers use. A child after fork() leaves it be: it can neither join its parent's
+  // State that workers use. A child after fork() never frees it: it can neither join its parent's
   // threads nor destroy what they wait on.
   std::unique_ptr<Shared> shared_;
 };

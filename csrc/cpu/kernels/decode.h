@@ -1,12 +1,11 @@
-// One query row over a stretch of positions: bound by how fast K and V come from memory.
+// Decode: one query row over a range of positions. Bound by memory bandwidth.
 //
-// Tokens are taken kTile at a time: their scores for all heads, the running softmax (Milakov and
-// Gimelshein 2018), their weighted sum. A K or V row is loaded once for all query heads of its
-// group. Both passes sweep the rows of kBlock tokens side by side from the first head to the last:
-// eight streams that the hardware's prefetchers follow, at the rate of a plain read (head by head
-// over more tokens it is half of that; docs/log.md). Both views end up as pointers to token rows,
-// so that the arithmetic, and with it every bit of the result, is the same. Pairs of bfloat16:
-// decode_pairs.h.
+// Takes kTile tokens at a time: scores of all heads, running softmax (Milakov and Gimelshein 2018),
+// weighted sum. A K or V row is loaded once for all query heads of its group. Both passes read the
+// rows of kBlock tokens side by side from the first head to the last: eight streams that the
+// hardware prefetchers follow, as fast as a plain read (head by head over more tokens is half as
+// fast; docs/log.md). Both views become addresses of token rows, so the arithmetic and all bits of
+// the result are the same. Products of bfloat16 pairs: decode_pairs.h.
 #pragma once
 
 #include "decode_pairs.h"
@@ -17,7 +16,7 @@ namespace {
 
 constexpr int kTile = 32;
 constexpr int kBlock = 8;
-// While a line of a token is used, that of the token so many further on is prefetched.
+// A line is prefetched this many tokens before it is used.
 constexpr int kAhead = 16;
 
 template <class T>
@@ -32,7 +31,7 @@ void fill(TileRows<T>& rows, const Sequence& seq, std::int64_t begin, std::int64
   rows.count = static_cast<int>(least<std::int64_t>(kTile, end - begin));
   const int located = static_cast<int>(least<std::int64_t>(kTile + kAhead, end - begin));
   locate(seq, begin, located, rows.k, rows.v);
-  // Whole blocks are scored, and prefetched: the last token stands in for what is not there.
+  // Whole blocks are scored and prefetched: repeat the last token in place of missing ones.
   for (int i = located; i < kTile + kAhead; ++i) {
     rows.k[i] = rows.k[located - 1];
     rows.v[i] = rows.v[located - 1];
@@ -44,8 +43,8 @@ constexpr int tokens_of() {
   return 8 / kHeads;
 }
 
-// sums[g * kTokens + t] += q[g] . k[t] over one pair of vectors. What there is less of stays in
-// registers: the tokens of four heads, else the heads.
+// sums[g * kTokens + t] += q[g] . k[t] over one pair of vectors. Keeps the smaller operand in
+// registers: the tokens for four heads, else the heads.
 template <int kHeads>
 void add_products(const float* q, int q_stride, const Vec::R (*k)[2], Vec::R* sums) {
   constexpr int kTokens = tokens_of<kHeads>();
@@ -61,7 +60,7 @@ void add_products(const float* q, int q_stride, const Vec::R (*k)[2], Vec::R* su
   }
 }
 
-// The lines that one pair of vectors is loaded from, or that begin in it.
+// Prefetches the cache lines of one pair of vectors.
 template <class T>
 inline void prefetch_pair(const T* at) {
   constexpr int kBytes = kPair * static_cast<int>(sizeof(T)), kLine = 64;
@@ -69,7 +68,7 @@ inline void prefetch_pair(const T* at) {
   for (int i = 0; i < kBytes; i += kLine) prefetch_line(reinterpret_cast<const char*>(at) + i);
 }
 
-// kTokens tokens times kHeads query heads (8 products), which share the loads of both.
+// Scores of kTokens tokens times kHeads query heads (8 products), which share the loads of both.
 template <class T, int kHeads>
 void scores_block(const float* q, int q_stride, const T* const* k, std::int64_t k_offset,
                   int head_dim, float* scores) {
@@ -186,8 +185,8 @@ void weigh(float* sums, int stride, const float* factors, const float* weights, 
   }
 }
 
-// Turns the scores of a tile into weights (in pairs: bfloat16, two to a float) relative to the new
-// maximum; returns the factor that brings what was summed before to it.
+// Turns a tile's scores into weights relative to the new maximum (paired: bfloat16, two in a
+// float). Returns the factor for sums relative to the old maximum.
 template <class V, bool kPaired>
 float soften(float* scores, int count, float softcap, float& maximum, float& total) {
   constexpr int kVectors = kTile / Vec::kWidth;
@@ -197,7 +196,7 @@ float soften(float* scores, int count, float softcap, float& maximum, float& tot
   for (int i = 0; i < kVectors; ++i) {
     x[i] = Vec::load(scores + i * Vec::kWidth);
     if (softcap > 0.0F) {
-      // tanh would make the masked lanes finite again
+      // After the softcap: tanh would make masked lanes finite.
       const Vec::R lowest = Vec::set(kLowest);
       x[i] = Vec::where_less(x[i], lowest, x[i], capped(x[i], softcap));
     }
@@ -223,7 +222,7 @@ float soften(float* scores, int count, float softcap, float& maximum, float& tot
   return factor;
 }
 
-// q of all heads: as it is for pairs, else times the scale, in the order in which K is loaded.
+// Converts q of all heads: unchanged for pairs, else scaled and in the order in which K is loaded.
 template <class T>
 void prepare_queries(const DecodeArgs& a, float* to, int stride) {
   if constexpr (kDots<T>) {

@@ -1,9 +1,9 @@
-// The products of decode.h where the processor multiplies pairs of bfloat16 (Vec::kDotsPairs).
+// Products of decode.h for processors that multiply pairs of bfloat16 (Vec::kDotsPairs).
 //
-// Scores: K and q lie in memory as pairs of the head dimension, so nothing is widened and q is as
-// exact as it comes; the scale follows the product. Weighted sums: pairs of two tokens, whose
-// elements are interleaved in registers, times weights that are rounded to bfloat16, as
-// FlashAttention does. `V` is `Vec`, where that has pairs.
+// Scores: K and q are read as pairs along the head dimension, so nothing is widened and q keeps its
+// precision; the scale is applied to the product. Weighted sums: the elements of two tokens are
+// interleaved in registers and multiplied by weights rounded to bfloat16, as in FlashAttention.
+// `V` is `Vec`: a template parameter, because only some have pairs.
 #pragma once
 
 #include "kernel_common.h"
@@ -11,13 +11,13 @@
 namespace vmserve::cpu {
 namespace {
 
-// Token rows of one head, and rows further on, which are asked for line by line meanwhile.
+// Token rows of one head, and later rows to prefetch.
 struct PairRows {
   const Bf16 *const *now, *const *ahead;
-  std::int64_t offset;  // of the head, and of the element
+  std::int64_t offset;  // of the head and the element
 };
 
-// sums[g * kTokens + t] += q[g] . k[t] over one pair of vectors, or what is left of it.
+// sums[g * kTokens + t] += q[g] . k[t] over one pair of vectors, or the rest of the head dimension.
 template <class V, int kHeads, int kTokens, bool kWhole>
 void add_pairs(const Bf16* q, int q_stride, const PairRows& k, int d, int head_dim,
                typename V::R* sums) {
@@ -61,14 +61,14 @@ void score_pairs(const Bf16* q, int q_stride, const PairRows& k, int head_dim, f
   }
 }
 
-// Weights of one query head: words of two tokens each.
+// Weights of one query head: two tokens in a word.
 struct PairWeights {
   const float* words;
   int stride;            // from head to head
-  const float* factors;  // of what was summed before; null: 1
+  const float* factors;  // of the sums so far; null: 1
 };
 
-// acc[g] += weights[g] . V over token t and, where `both`, the next one.
+// acc[g] += weights[g] . V over token t and, if `both`, the next one.
 template <class V, int kHeads, int kPairs, bool kWhole>
 void weigh_two(const PairWeights& weights, const PairRows& v, int t, bool both, int left,
                typename V::R (&acc)[kHeads][2 * kPairs]) {

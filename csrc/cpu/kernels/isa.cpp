@@ -11,7 +11,7 @@ namespace vmserve::cpu {
 #ifdef VMSERVE_X86_KERNELS
 namespace {
 
-// AVX512_BF16; asked of the processor itself, since not every compiler has a name for it.
+// AVX512_BF16. Asks CPUID because not every compiler has a name for it.
 bool multiplies_bf16() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & (1U << 5)) != 0;
@@ -26,7 +26,7 @@ std::vector<const KernelTable*> usable_tables() {
   tables = {&avx512_bf16_kernels(), &avx512_vnni_kernels(), &avx512_kernels()};
 #endif
 #ifdef VMSERVE_X86_KERNELS
-  // These also ask whether the system saves the registers.
+  // __builtin_cpu_supports also checks that the system saves the registers.
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&

@@ -1,4 +1,4 @@
-// Which instruction set's kernels run.
+// Chooses the instruction set at run time.
 #pragma once
 
 #include <string>
@@ -8,10 +8,11 @@
 
 namespace vmserve::cpu {
 
-// Those that this processor executes, best first.
+// Tables that this processor can execute, best first.
 std::vector<const KernelTable*> usable_tables();
 
-// The one of that name, or the best (""). Throws MisuseError for one that it does not execute.
+// The table named `isa`, or the best if it is "". Throws MisuseError if the processor cannot
+// execute it.
 const KernelTable& choose_table(const std::string& isa);
 
 }  // namespace vmserve::cpu

@@ -1,4 +1,4 @@
-// What the kernels share, over the `Vec` of one instruction set: VMSERVE_VEC is its header.
+// Helpers for all kernels, over the `Vec` of one instruction set (VMSERVE_VEC is its header).
 #pragma once
 
 #include <math.h>
@@ -10,7 +10,7 @@
 namespace vmserve::cpu {
 namespace {
 
-// Below every score, and finite: the difference of two of them is a number.
+// Less than any score, and finite, so that differences are numbers.
 constexpr float kLowest = -1.0e30F;
 constexpr float kLog2E = 1.4426950408889634F;
 constexpr float kLn2 = 0.6931471805599453F;
@@ -26,12 +26,12 @@ constexpr I most(I a, I b) {
   return a > b ? a : b;
 }
 
-// head_dim rounded up to whole pairs of vectors; the rest of a scratch row is zero.
+// head_dim rounded up to whole pairs of vectors. The rest of a scratch row is zero.
 constexpr int padded(int head_dim) {
   return (head_dim + kPair - 1) / kPair * kPair;
 }
 
-// Where element d of a row lies after load_pair stored its two vectors one after the other.
+// Position of element d after load_pair has stored its two vectors one after the other.
 template <class T>
 int lane_of(int d);
 template <>
@@ -44,7 +44,7 @@ template <>
   return pair + (rest % 2) * Vec::kWidth + rest / 2;
 }
 
-// The first `count` elements, zeros where there are fewer than a pair; reads nothing behind them.
+// Loads the first `count` elements of a pair of vectors and zeros after them. Reads no more.
 template <class T>
 void load_upto(const T* from, int count, Vec::R& a, Vec::R& b) {
   if (count >= kPair) {
@@ -54,14 +54,14 @@ void load_upto(const T* from, int count, Vec::R& a, Vec::R& b) {
   }
 }
 
-// Whether products are those of pairs of T as they lie in memory (Vec::kDotsPairs).
+// Whether the processor multiplies pairs of T as they are in memory (Vec::kDotsPairs).
 template <class T>
 constexpr bool kDots = false;
 template <>
 constexpr bool kDots<Bf16> = Vec::kDotsPairs;
 
-// Elements as they are, zeros where there are fewer than a pair. `V` is `Vec`, where that has
-// pairs.
+// Loads bfloat16 without converting, with zeros after `count` elements. `V` is `Vec`: a template
+// parameter, because only some have pairs.
 template <class V, bool kWhole>
 typename V::R load_bits_of(const Bf16* from, int count) {
   return kWhole ? V::load_bits(from) : V::load_some_bits(from, count);
@@ -83,8 +83,8 @@ void store_upto(T* to, int count, Vec::R a, Vec::R b) {
   }
 }
 
-// 2^x for x <= 126 with a relative error below 2^-23 (degree 6, minimax on [-1/2, 1/2]); exactly
-// 0 below -126, so that a masked position has no weight at all.
+// 2^x for x <= 126, relative error below 2^-23 (minimax polynomial of degree 6 on [-1/2, 1/2]).
+// Exactly 0 below -126, so that a masked position has no weight.
 inline Vec::R exp2(Vec::R x) {
   const Vec::R floor = Vec::set(-126.0F);
   const Vec::R clipped = Vec::max(x, floor);
@@ -100,7 +100,7 @@ inline Vec::R exp2(Vec::R x) {
   return Vec::where_less(x, floor, Vec::zero(), Vec::scale_by_power(p, n));
 }
 
-// Relative error below 2^-21: an odd polynomial (minimax) up to 5/8, exponentials above.
+// Relative error below 2^-21: an odd minimax polynomial up to 5/8, exponentials above.
 inline Vec::R tanh(Vec::R x) {
   const Vec::R size = Vec::abs(x);
   const Vec::R z = Vec::mul(x, x);
@@ -122,7 +122,7 @@ inline float exp2_of(float x) {
   return lanes[0];
 }
 
-// Scores that products were made for with q * prescale(...): in powers of two from here on.
+// Factor of q, so that scores are exponents of 2.
 inline float prescale(float scale, float softcap) {
   return softcap > 0.0F ? scale / softcap : scale * kLog2E;
 }
@@ -130,14 +130,14 @@ inline Vec::R capped(Vec::R x, float softcap) {
   return Vec::mul(tanh(x), Vec::set(softcap * kLog2E));
 }
 
-// Into the second-level cache: rows of a power of two apart share few lines of the first, where
-// what is fetched ahead would displace what is in use.
+// Prefetches into L2: rows a power of two apart map to few lines of L1, where prefetched data would
+// displace what is in use.
 template <class T>
 void prefetch_line(const T* at) {
   __builtin_prefetch(at, 0, 2);
 }
 
-// Pointers to K and V (head 0) of positions first, first + 1, ... : `count` of them.
+// Addresses of K and V (head 0) of `count` positions from `first` on.
 template <class T>
 void locate(const Sequence& s, std::int64_t first, int count, const T** k, const T** v) {
   const T* const k_base = reinterpret_cast<const T*>(s.k.data);
@@ -168,7 +168,7 @@ void locate(const Sequence& s, std::int64_t first, int count, const T** k, const
   }
 }
 
-// Floats in the order of lane_of<T>, to that of the head dimension.
+// Reorders floats from the order of lane_of<T> to that of the head dimension.
 template <class T>
 void unpair(const float* lanes, int head_dim, float* to) {
   for (int d = 0; d < head_dim; ++d) to[d] = lanes[lane_of<T>(d)];
@@ -185,8 +185,8 @@ template <>
   for (; d < head_dim; ++d) to[d] = lanes[lane_of<Bf16>(d)];
 }
 
-// One finished or partial row. `sums`: in the order of lane_of<T>; `maximum` and `total` of the
-// weights in powers of two.
+// Writes one finished or partial row. `sums`: in the order of lane_of<T>. `maximum` and `total` of
+// the weights are in powers of 2.
 template <class T>
 void emit(const Output& out, int row, int head, int heads, int head_dim, const float* sums,
           float maximum, float total) {

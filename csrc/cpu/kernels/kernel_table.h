@@ -1,4 +1,4 @@
-// The table of one instruction set: VMSERVE_VEC is the header of its `Vec`.
+// Builds the table of one instruction set. VMSERVE_VEC is the header of its `Vec`.
 #pragma once
 
 #include "decode.h"

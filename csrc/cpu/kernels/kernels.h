@@ -1,9 +1,12 @@
-// The instruction-set specific kernels: plain parameter structs and one table of functions for
-// each instruction set.
+// Kernels that depend on the instruction set: parameter structs, and one table of functions for
+// each instruction set. To change or add
+// - a weight form of linear layers (4 bit, say): linear.h
+// - an instruction set: a `Vec` (vec_avx2.h documents its members), kernels_<isa>.cpp with its
+//   compiler flags in CMakeLists.txt, and the choice in isa.cpp
 //
-// The files that implement them are compiled with their own -m flags. They include nothing of the
-// C++ library and keep every function in an unnamed namespace: an inline function that two files
-// share would be kept once by the linker, perhaps in the version this processor cannot execute.
+// The files that implement kernels are compiled with -m flags of their own. They include nothing of
+// the C++ library and keep every function in an unnamed namespace. Otherwise the linker would keep
+// one copy of an inline function for all files, perhaps one that this processor cannot execute.
 #pragma once
 
 #include <cstddef>
@@ -23,9 +26,10 @@ struct Plane {
   std::int64_t head_stride;   // from KV head to KV head
 };
 
-// Where the tokens of one sequence lie. Contiguous: `blocks` is null and the sequence is `row`.
-// Paged: position p lies in block blocks[p / block_tokens], which is part b % blocks_per_page of
-// page (row) b / blocks_per_page. Nothing but the positions that a kernel is given is looked up.
+// Addresses of one sequence's tokens. Contiguous: `blocks` is null and the sequence is in slot
+// `row`. Paged: position p is in block b = blocks[p / block_tokens], which is part
+// b % blocks_per_page of page (row) b / blocks_per_page. Only positions passed to a kernel are
+// looked up.
 struct Sequence {
   Plane k, v;
   std::int64_t row;
@@ -34,8 +38,8 @@ struct Sequence {
   std::int32_t blocks_per_page;
 };
 
-// What one work item leaves behind. Either the finished rows, or (`partial` not null) its part
-// of them, to be merged with the other parts of the same rows by `combine`.
+// The result of a work item: either finished rows or, if `partial` is not null, its part of them,
+// which `combine` merges with the other parts.
 struct Output {
   void* rows;               // row r, head g of `heads`: rows + r * row_stride + g * head_dim
   float* lse;               // null, or natural log-sum-exp: lse + r * lse_stride + g
@@ -44,8 +48,8 @@ struct Output {
   std::int64_t lse_stride;
 };
 
-// One query row over positions [begin, end): all its heads at once, so that the memory of a
-// token is read as one stream.
+// One query row over positions [begin, end), all heads at once, so that a token's memory is read
+// as one stream.
 struct DecodeArgs {
   Sequence seq;
   const void* q;  // [q_heads, head_dim], q_head_stride apart
@@ -58,7 +62,7 @@ struct DecodeArgs {
 };
 
 // `rows` consecutive query rows over positions [begin, end), for one KV head and its group.
-// Row r stands at position first_position + r and sees those in (its own - window, its own].
+// Row r has position first_position + r and attends to (that - window, that].
 struct TileArgs {
   Sequence seq;
   const void* q;  // [rows, group, head_dim] of this KV head
@@ -70,7 +74,7 @@ struct TileArgs {
   Output out;      // heads: group
 };
 
-// Rotates q and k of consecutive tokens of one sequence and writes k and v to their positions.
+// Rotates q and k of consecutive tokens of one sequence, and writes k and v to their positions.
 struct WriteArgs {
   Sequence seq;
   std::int64_t position;
@@ -83,7 +87,7 @@ struct WriteArgs {
   void* q_out;  // [num_tokens, q_heads, head_dim], contiguous; unused without a rotation
 };
 
-// Merges `num_parts` partial outputs of the same rows, in their order.
+// Merges `num_parts` partial outputs of the same rows, in order.
 struct CombineArgs {
   const float* parts;        // part i: parts + i * part_stride
   std::int64_t part_stride;  // floats
@@ -91,7 +95,7 @@ struct CombineArgs {
   Output out;
 };
 
-// What the rows that enter a linear layer are rounded to. Sums are in float32.
+// The type that rows of a linear layer are rounded to. Sums are float32.
 enum RowType : std::int32_t { kRowsFloat32, kRowsBFloat16, kRowsInt16, kRowsInt8, kNumRowTypes };
 
 struct RowFormat {
@@ -100,13 +104,13 @@ struct RowFormat {
   std::int64_t group_depth;  // elements that share a scale (RowGroup); 0: there are no scales
 };
 
-// Short groups lose less precision to one large element, which matters for int8. At most 512
-// elements of int16: 512 products of 128 and 32,767 are just below 2^31, so int32 sums are exact.
+// Shorter groups lose less precision to one large element, which matters for int8. At most 512
+// int16: 512 products of 128 and 32,767 are just below 2^31, so sums in int32 are exact.
 constexpr RowFormat kRowFormats[kNumRowTypes] = {
     {"float32", 4, 0}, {"bfloat16", 2, 0}, {"int16", 2, 512}, {"int8", 1, 128}};
 
-// How a linear layer's weights are stored, and the rows that they are multiplied by: the index of
-// LinearKernels::forms. linear.h says how to add one.
+// The storage of a linear layer's weights and the type of the rows they are multiplied by: the
+// index of LinearKernels::forms.
 enum WeightForm : std::int32_t {
   kWeightsFloat32,        // rows of float32
   kWeightsBFloat16,       // rows of float32
@@ -116,28 +120,28 @@ enum WeightForm : std::int32_t {
   kNumWeightForms
 };
 
-// Of a group of a row's integers, whose products are summed exactly, in int32.
+// One group of a row of integers. Sums of its products are exact, in int32.
 struct RowGroup {
   float scale;
   std::int32_t offset;  // -128 times the sum of the elements: weights are stored as w + 128
 };
 
-// What becomes of a product; see LinearArgs.
+// What happens to the sums of a product; see LinearArgs.
 enum class Epilogue : std::int32_t {
-  kStore,    // rows of floats
-  kNarrow,   // rows of bfloat16
-  kAdd,      // added to rows of floats
-  kGate,     // silu(gate) * up, as packed rows of floats
-  kGateRows  // the same as rows of floats
+  kStore,    // written as rows of float32
+  kNarrow,   // written as rows of bfloat16
+  kAdd,      // added to rows of float32
+  kGate,     // silu(gate) * up, written as packed rows
+  kGateRows  // silu(gate) * up, written as rows of float32
 };
 
-// y = x W^T for some of the outputs of a linear layer, all rows.
+// y = x W^T for some outputs of a linear layer, all rows.
 //
-// Weights are packed: panels of panel_outputs outputs, each [depth, panel_outputs] in the order
-// that the instruction set reads them in (linear_panels.h). `depth` is a multiple of kDepthUnit;
-// what is not there is zero. Rows are packed as well, in blocks of as many as block_rows says; the
-// block whose first row is r begins at element r * depth: chunks of kChunkBytes, [depth / elements
-// of a chunk, rows of the block, elements of a chunk].
+// Weights are packed in panels of panel_outputs outputs, each [depth, panel_outputs] in the order
+// in which the instruction set reads them (linear_panels.h). `depth` is padded to a multiple of
+// kDepthUnit with zeros. Rows are packed in blocks; block_rows says how many rows a block has. The
+// block whose first row is r begins at element r * depth and has chunks of kChunkBytes: [depth /
+// elements of a chunk, rows of the block, elements of a chunk].
 struct LinearArgs {
   const char* weights;
   const float* scales;  // of each output, or null
@@ -147,17 +151,17 @@ struct LinearArgs {
   const RowGroup* row_groups;  // [num_rows, num_groups(depth, type)]; none for rows of floats
   std::int32_t num_rows;
   std::int32_t first_panel, num_panels;
-  std::int32_t num_outputs;  // the last panel may have fewer
+  std::int32_t num_outputs;  // the last panel may be partly filled
   Epilogue epilogue;
-  bool pairs_out;           // kGate: packed in bfloat16
+  bool pairs_out;           // kGate: packs bfloat16 instead of float32
   void* out;                // row r, output n: out + r * out_stride + n; kGate: packed rows
-  std::int64_t out_stride;  // elements; kGate: the depth of what is packed
-  float* scratch;           // for widened weights: a panel's at least, or none
+  std::int64_t out_stride;  // elements; kGate: the padded depth of the packed rows
+  float* scratch;           // for widened weights; may hold fewer than a panel's, or none
   std::int64_t scratch_floats;
 };
 
-// Weights [outputs, depth] of up to three tensors, one after the other (or, gated, the two that a
-// gated MLP multiplies, lane by lane), to panels.
+// Packs weights [outputs, depth] into panels: up to three tensors one after the other or, if gated,
+// the two that a gated MLP multiplies, alternating vector by vector.
 struct PackArgs {
   const void* tensors[3];
   std::int64_t row_strides[3];  // elements; the depth is contiguous
@@ -170,14 +174,14 @@ struct PackArgs {
   float* scales;  // of each output; written if the form has output_scales
 };
 
-// Rows of floats or bfloat16 to one packed block, normalised on the way where `norm` is not null:
+// Packs rows of float32 or bfloat16 into one block. If `norm` is not null, normalises them first:
 // x * norm / sqrt(mean(x^2) + eps) (RMSNorm, Zhang and Sennrich 2019).
 struct PackRowsArgs {
   const void* rows;
   bool from_bf16;
   std::int64_t row_stride;  // elements
   std::int32_t num_rows;    // of the block
-  std::int64_t depth;       // of the rows; the block has it rounded up to kDepthUnit
+  std::int64_t depth;       // of the rows; the block pads it to a multiple of kDepthUnit
   const float* norm;
   float eps;
   void* block;
@@ -191,30 +195,31 @@ constexpr std::int64_t num_groups(std::int64_t depth, RowType type) {
   return group == 0 ? 0 : (depth + group - 1) / group;
 }
 
-// Elements of a row of logits whose maximum, and whose weights' sum, are kept.
+// Elements of a row of logits that share a maximum and a sum of weights.
 constexpr std::int64_t kRowBlock = 128;
 constexpr std::int64_t num_row_blocks(std::int64_t width) {
   return (width + kRowBlock - 1) / kRowBlock;
 }
 
-// What a sampler asks of a row of `width` logits. Every instruction set has the same bits (rows.h).
-// `temperature` divides first, in float32, down to the largest finite number at most; 1 changes
-// nothing.
+// Operations on a row of `width` logits for sampling. All instruction sets give the same bits
+// (rows.h). Logits are divided by `temperature` first, in float32, and limited to the largest
+// finite number; 1 leaves them unchanged.
 struct RowKernels {
   void (*widen)(const Bf16* row, std::int64_t width, float* out);
-  // The largest value, or NaN where one is NaN or +inf; maxima[b] is that of block b.
+  // Returns the largest value, or NaN if a value is NaN or +inf. maxima[b]: the maximum of block b.
   float (*survey)(const float* row, std::int64_t width, float* maxima);
-  // sums[b] = sum of exp(x / temperature - shift) over block b. No x / temperature is above shift.
+  // sums[b] = sum of exp(x / temperature - shift) over block b. Pre: x / temperature <= shift.
   void (*sum_blocks)(const float* row, std::int64_t width, float temperature, float shift,
                      float* sums);
-  // One by one: relative error below 2^-23, exactly 0 below exp(-87).
+  // exp(x / temperature - shift) of each value: relative error below 2^-23, exactly 0 below
+  // exp(-87).
   void (*weights)(const float* values, std::int64_t count, float temperature, float shift,
                   float* out);
-  // x / temperature where that is at least `floor`, and its columns, ascending; how many there are.
-  // Each of `ids` and `values` has room for `width`.
+  // Writes the columns, ascending, and values of x / temperature that are at least `floor`; returns
+  // how many. `ids` and `values` have room for `width`.
   std::int64_t (*at_least)(const float* row, std::int64_t width, const float* maxima,
                            float temperature, float floor, std::int32_t* ids, float* values);
-  // How many columns come before `id`, by value downwards, then by column.
+  // The number of columns before `id` in the order of values (largest first), then of columns.
   std::int64_t (*num_before)(const float* row, std::int64_t width, const float* maxima,
                              std::int64_t id);
 };
@@ -230,7 +235,7 @@ struct LinearForm {
 
 struct LinearKernels {
   std::int32_t panel_outputs;
-  // Rows of the packed block that begins where so many rows are left.
+  // Rows of a packed block, given how many rows are left.
   std::int32_t (*block_rows)(std::int32_t rows_left);
   LinearForm forms[kNumWeightForms];
   void (*pack_rows[kNumRowTypes])(const PackRowsArgs&);  // null if no form reads such rows

@@ -1,5 +1,5 @@
-// AVX-512 with VDPBF16PS as well (Cooper Lake, Zen 4 and later): products of linear layers and of
-// attention over bfloat16, the rest as without it.
+// AVX-512 with VDPBF16PS (Cooper Lake, Zen 4 and later): adds products of bfloat16 pairs in linear
+// layers and attention to the table of avx512_vnni.
 #define VMSERVE_DOTS_PAIRS
 #define VMSERVE_VEC "vec_avx512.h"
 #include "decode.h"

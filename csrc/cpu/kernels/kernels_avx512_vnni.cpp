@@ -1,5 +1,5 @@
-// AVX-512 with VPDPWSSD and VPDPBUSD (Cascade Lake, Zen 4 and later): products of int8 weights, the
-// rest as without them.
+// AVX-512 with VPDPWSSD and VPDPBUSD (Cascade Lake, Zen 4 and later): replaces products of int8
+// weights in the table of avx512.
 #define VMSERVE_DOTS_BYTES
 #define VMSERVE_VEC "vec_avx512.h"
 #include "linear.h"

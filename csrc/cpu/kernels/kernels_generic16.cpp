@@ -1,4 +1,4 @@
-// Plain C++ in the shape of the AVX-512 kernels: tests run it where those cannot run.
+// Plain C++ in the shape of the AVX-512 kernels, for tests on processors without AVX-512.
 #define VMSERVE_GENERIC_WIDTH 16
 #define VMSERVE_VEC "vec_generic.h"
 #include "kernel_table.h"

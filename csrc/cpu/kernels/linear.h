@@ -23,13 +23,13 @@
 namespace vmserve::cpu {
 namespace {
 
-// With few rows several panels at a time: sums that do not wait for one another.
+// With few rows, several panels at a time: independent sums hide latency.
 constexpr int panels_together(int rows) {
-  if (Vec::kLinearRows < 6) return 1;  // plain C++: no registers to fill
+  if (Vec::kLinearRows < 6) return 1;  // plain C++ keeps no sums in registers
   return 4 * rows <= Vec::kLinearRows + 2 ? 4 : 2 * rows <= Vec::kLinearRows ? 2 : 1;
 }
 
-// Rows of the block that begins where so many are left. The first block takes the most: weights
+// Rows of a block, given how many rows are left. The first block is the largest, because weights
 // come from memory while it is computed.
 inline std::int32_t block_rows(std::int32_t rows_left) {
   return least(rows_left, std::int32_t{Vec::kLinearRows});
@@ -66,10 +66,10 @@ void all_rows(const LinearArgs& a, const W* weights, std::int32_t panel, std::in
   }
 }
 
-// Twelve rows share what widens a vector in registers, and read half as much.
+// With blocks of twelve rows, widening in registers is cheap, and reads half as much.
 constexpr bool kWidensOnce = Vec::kLinearRows < 12;
 
-// With many rows the weights are widened once for all of them, into what stays in the cache.
+// With many rows, weights are widened once for all of them into a buffer that stays in the cache.
 template <class W>
 void widened_rows(const LinearArgs& a) {
   constexpr int kStep = Stored<W>::kStep;
@@ -102,7 +102,7 @@ void multiply(const LinearArgs& a) {
   all_rows<W>(a, weights, a.first_panel, a.num_panels);
 }
 
-// `Packed`: a form whose panels lie as those of W do.
+// `Packed`: a form with the same layout of panels as W.
 template <class W, class Packed = W>
 constexpr LinearForm form_of() {
   return {kRowType<typename Stored<W>::Row>, Stored<W>::kOutputScales, &panel_bytes<W>,

@@ -1,8 +1,8 @@
-// Linear layers with weights of float32 or bfloat16, and rows of floats.
+// Linear layers with weights of float32 or bfloat16, and rows of float32.
 //
-// Where the processor multiplies pairs of bfloat16 (Vec::kDotsPairs), rows can be rounded to
-// bfloat16 too: two successive elements then are one lane, as two of the weights are already, and
-// an instruction adds both products.
+// If the processor multiplies pairs of bfloat16 (Vec::kDotsPairs), rows can be rounded to bfloat16
+// too. Two successive elements then share a lane, as two weights do anyway, and one instruction
+// adds both products.
 #pragma once
 
 #include "linear_panels.h"
@@ -33,7 +33,7 @@ struct Stored<Bf16> {
   }
 };
 
-// Weights of bfloat16 for rows of bfloat16.
+// bfloat16 weights for rows of bfloat16.
 struct PairedBf16 {
   std::uint16_t bits;
 };
@@ -45,7 +45,7 @@ struct Stored<PairedBf16> {
   static constexpr bool kPaired = true;
 };
 
-// Word i of a chunk and those after it.
+// Adds the products of word i of a chunk and of the words after it.
 template <class W, int kRows, int kPanels, int i = 0>
 inline void accumulate(const W* weights, std::int64_t panel_stride, const float* x,
                        Sums<kRows, kPanels>& sums) {
@@ -73,7 +73,7 @@ inline void accumulate(const W* weights, std::int64_t panel_stride, const float*
   }
 }
 
-// The same of paired rows. `V` is `Vec`, where that has pairs.
+// Adds the products of a chunk of paired rows. `V` is `Vec`: only some have pairs.
 template <class V, int kRows, int kPanels>
 inline void accumulate_dots(const PairedBf16* weights, std::int64_t panel_stride, const float* x,
                             Sums<kRows, kPanels>& sums) {
@@ -100,7 +100,7 @@ inline void accumulate_dots(const PairedBf16* weights, std::int64_t panel_stride
   }
 }
 
-// `weights`: of `panel` and those after it.
+// Multiplies a block of rows by kPanels panels from `panel` on. `weights`: of `panel`.
 template <int kRows, int kPanels, class W>
 void panels(const LinearArgs& a, const W* weights, std::int32_t first_row, std::int32_t panel) {
   using Row = typename Stored<W>::Row;

@@ -1,11 +1,11 @@
-// Linear layers with int8 weights and rows of integers, int16 or int8, that have a scale for each
-// row and group of the depth: integer products are two or four to a lane and need no conversion of
-// the weights; a group's sum is exact.
+// Linear layers with int8 weights and rows of int16 or int8, which have a scale for each row and
+// group of the depth. A lane takes two or four integer products, weights are not converted, and the
+// sum of a group is exact.
 //
-// A byte of the weights is w + 128. So bytes are widened without regard for a sign, and
-// VPDPBUSD has its unsigned factor. What is too much, 128 times the sum of the row's elements, is
-// taken off before the first product (RowGroup::offset). Four elements of the depth are a lane, in
-// the order 0, 2, 1, 3: a mask leaves the first two as 16 bits, a shift the others.
+// A weight w is stored as the byte w + 128: widening needs no sign extension, and VPDPBUSD takes
+// one unsigned factor. The surplus, 128 times the sum of the row's elements, is subtracted before
+// the first product (RowGroup::offset). A lane has four elements of the depth in the order 0, 2, 1,
+// 3: a mask extracts the first two as 16 bits, a shift the others.
 #pragma once
 
 #include "linear_panels.h"
@@ -29,7 +29,7 @@ struct WholeSums {
   Vec::I at[kPanels][2][kRows];
 };
 
-// What the elements of the rows' word of that number are multiplied by.
+// The weights for word `word` of a step.
 template <class Row>
 inline Vec::S factors(const Int8<Row>* weights, int word) {
   const Vec::S bytes = Vec::load_bytes(weights);
@@ -37,8 +37,8 @@ inline Vec::S factors(const Int8<Row>* weights, int word) {
   return word == 0 ? Vec::even_bytes(bytes) : Vec::odd_bytes(bytes);
 }
 
-// One group of the depth, or what there is of it.
-// groups: of the first row; those of the next are `group_stride` further on.
+// Sums of one group of the depth, or of the `count` elements that are left.
+// groups: of the first row; those of row r begin r * group_stride later.
 template <class Row, int kRows, int kPanels>
 inline WholeSums<kRows, kPanels> group_sums(const Int8<Row>* weights, std::int64_t panel_stride,
                                             const Row* x, const RowGroup* groups,
@@ -52,8 +52,7 @@ inline WholeSums<kRows, kPanels> group_sums(const Int8<Row>* weights, std::int64
     for (int p = 0; p < kPanels; ++p) sums.at[p][0][r] = sums.at[p][1][r] = offset;
   }
   for (std::int64_t k = 0; k < count; k += kDepth * kChunkWords) {
-// Not unrolled: GCC 12 adds the words' products up before it adds them, and has no registers for
-// it.
+// Not unrolled: GCC 12 would compute all words' products before adding them and spill registers.
 #pragma GCC unroll 1
     for (int i = 0; i < kChunkWords; i += kWords) {
 #pragma GCC unroll 2

@@ -1,4 +1,4 @@
-// Weights to panels, rows to blocks; see linear_panels.h for how they lie.
+// Packs weights into panels and rows into blocks; linear_panels.h has the layouts.
 #pragma once
 
 #include "linear_float.h"
@@ -14,7 +14,7 @@ inline float widened(Bf16 value) {
   return x;
 }
 
-// The weights of one lane, or null where there is no such output.
+// The weights of one lane, or null if there is no such output.
 inline const char* lane_weights(const PackArgs& a, std::int32_t panel, int lane) {
   const int item = a.from_bf16 ? 2 : 4;
   std::int32_t tensor = 0, output = panel * kPanelOutputs + lane;
@@ -56,14 +56,14 @@ void store_weight(Int8<Row>* to, float value, float inverse) {
   *to = {static_cast<std::uint8_t>(__builtin_rintf(value * inverse) + 128.0F)};
 }
 
-// Where element k of a step lies in it.
+// Position of element k within a step.
 template <class W>
 std::int64_t place_of(std::int64_t k) {
   if (Stored<W>::kStep != 4) return k;
   return k % 2 * 2 + k / 2;
 }
 
-// Symmetric, a scale for each output: the largest weight becomes 127.
+// The symmetric scale of an output: its largest weight becomes 127.
 inline float scale_of(const PackArgs& a, const char* lane) {
   float largest = 0.0F;
   for (std::int64_t k = 0; k < a.depth; ++k) {
@@ -121,8 +121,8 @@ inline float as_float(Bf16 x) {
   return widened(x);
 }
 
-// `count` elements of a row from `first` on, normalised where there is a norm; zeros behind them,
-// up to `padded_count`.
+// Loads `count` elements of a row from `first` on, normalised if there is a norm. Fills up to
+// `padded_count` with zeros.
 template <class T>
 void take_row(const PackRowsArgs& a, const T* row, float factor, std::int64_t first,
               std::int64_t count, std::int64_t padded_count, float* values) {
@@ -141,8 +141,8 @@ void take_row(const PackRowsArgs& a, const T* row, float factor, std::int64_t fi
   for (; k < padded_count; ++k) values[k] = 0.0F;
 }
 
-// Rounds to the nearest of as many steps as Row has on both sides of zero, between the largest
-// number and its negative. `count`: of whole vectors.
+// Rounds `count` values (whole vectors) to integers in [-kMost, kMost], with the largest absolute
+// value as kMost.
 template <class Row>
 RowGroup to_integers(const float* values, std::int64_t count, Row* to) {
   constexpr float kMost = sizeof(Row) == 1 ? 127.0F : 32767.0F;
@@ -150,11 +150,11 @@ RowGroup to_integers(const float* values, std::int64_t count, Row* to) {
   for (std::int64_t k = 0; k < count; k += Vec::kWidth) {
     const Vec::R x = Vec::load(values + k);
     largest = Vec::max(Vec::abs(x), largest);
-    sound = Vec::add(sound, Vec::sub(x, x));  // of infinities and NaN: NaN
+    sound = Vec::add(sound, Vec::sub(x, x));  // NaN if x is infinite or NaN
   }
   const float highest = Vec::reduce_max(largest);
   const Vec::R inverse = Vec::set(highest > 1.0e-30F ? kMost / highest : 0.0F);
-  const Vec::R lowest = Vec::set(-kMost);  // for what is no number
+  const Vec::R lowest = Vec::set(-kMost);  // replaces NaN
   Vec::R sum = Vec::zero();                // exact: below 2^24
   for (std::int64_t k = 0; k < count; k += Vec::kWidth) {
     const Vec::R x = Vec::mul(Vec::load(values + k), inverse);

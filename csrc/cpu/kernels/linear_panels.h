@@ -1,13 +1,14 @@
-// What all linear layers share: how weights and rows lie, and what is done with the sums.
+// What all linear layers share: the layouts of weights and rows, and what is done with the sums.
 //
-// Outputs lie across the lanes, two vectors to a panel; the elements of x are broadcast. A panel
-// is read once for each block of up to kLinearRows rows, as one stream, and widened in registers:
-// with few rows the memory bus is the limit, with many the multipliers are. Within a panel, `kStep`
-// successive elements of a lane's weights lie side by side, so that widening them takes shifts and
-// masks and no shuffle.
+// Outputs lie across the lanes, two vectors to a panel; elements of x are broadcast. A panel is
+// read once for each block of up to kLinearRows rows, as one stream, and widened in registers: few
+// rows are bound by memory bandwidth, many by arithmetic. Within a panel, `kStep` successive
+// elements of a lane's weights are adjacent, so that widening takes shifts and masks but no
+// shuffles.
 //
-// Packed rows lie in chunks of 16 bytes, those of a block's rows side by side: a vector of a row's
-// elements is stored as it is, and what is broadcast lies at constant offsets from one pointer.
+// Packed rows are cut into chunks of 16 bytes; chunks of a block's rows are adjacent. So a vector
+// of a row's elements is stored unchanged, and broadcasts read at constant offsets from one
+// pointer.
 #pragma once
 
 #include "kernel_common.h"
@@ -17,12 +18,12 @@ namespace {
 
 constexpr int kPanelOutputs = 2 * Vec::kWidth;
 
-// A word of packed rows is what a lane is multiplied by: a float, or as many shorter elements as
-// there is room for.
+// A chunk has words of 4 bytes, which a lane is multiplied by: a float, or several shorter
+// elements.
 constexpr int kChunkWords = kChunkBytes / 4;
 
-// How weights of a form are stored: `Row`, the element of the rows that they are multiplied by;
-// kStep; kOutputScales (LinearForm::output_scales).
+// How the weights of a form are stored. Row: element of the rows they are multiplied by; kStep;
+// kOutputScales: LinearForm::output_scales.
 template <class W>
 struct Stored;
 
@@ -40,7 +41,7 @@ constexpr RowType kRowType<std::int8_t> = kRowsInt8;
 template <class Row>
 constexpr std::int64_t kGroupDepth = kRowFormats[kRowType<Row>].group_depth;
 
-// Elements of the depth in a word of the rows that go with such weights.
+// Elements of the depth in a word of the rows.
 template <class W>
 constexpr int kWordDepth = 4 / static_cast<int>(sizeof(typename Stored<W>::Row));
 
@@ -49,9 +50,8 @@ std::int64_t panel_bytes(std::int64_t depth) {
   return depth * kPanelOutputs * static_cast<std::int64_t>(sizeof(W));
 }
 
-// Weights come from memory in the order in which they lie there, panel after panel: so many bytes
-// ahead they are asked for, twice as many where one panel is read alone. One stream without that
-// keeps the bus less than half busy.
+// Prefetch distance of weights, which are read in memory order; twice that if a single panel is
+// read. Without prefetching, one stream uses less than half of the memory bandwidth.
 constexpr int kWeightsAhead = 2048, kLine = 64;
 
 template <int kRows, int kPanels>
@@ -82,7 +82,7 @@ inline void prefetch_weights(const void* weights, std::int64_t panel_bytes) {
   }
 }
 
-// The first `count` lanes, zeros behind them.
+// Loads the first `count` lanes and zeros after them.
 inline Vec::R load_first(const float* from, int count) {
   if (count == Vec::kWidth) return Vec::load(from);
   float lanes[Vec::kWidth] = {};
@@ -106,12 +106,12 @@ inline Vec::R silu(Vec::R x) {
   return Vec::div(x, Vec::add(Vec::set(1.0F), exp2(power)));
 }
 
-// Where a block of packed rows begins, in elements.
+// Offset of a block of packed rows, in elements.
 inline std::int64_t block_at(std::int32_t first_row, std::int64_t depth) {
   return static_cast<std::int64_t>(first_row) * depth;
 }
 
-// Elements of a row, from `first` on, into row r of a block of `rows` packed rows: whole chunks.
+// Writes elements of a row, from `first` on, into row r of a block of `rows` rows: whole chunks.
 template <class T>
 inline void put_packed(T* block, std::int64_t first, std::int64_t r, std::int64_t rows,
                        const T* elements, std::int64_t count) {
@@ -129,7 +129,7 @@ void put_gated(const LinearArgs& a, std::int32_t first_row, std::int32_t first,
                const Vec::R (&gated)[kRows]) {
   T* const block = static_cast<T*>(a.out) + block_at(first_row, a.out_stride);
   const int count = least(Vec::kWidth, a.num_outputs - first);
-  // The depth of what comes next is padded, in what the last panel writes.
+  // The last panel also writes the zeros that pad the depth of the next product.
   const bool is_last = first + Vec::kWidth >= a.num_outputs;
   const int padded_count = is_last ? static_cast<int>(a.out_stride - first) : Vec::kWidth;
 #pragma GCC unroll 16
@@ -168,7 +168,7 @@ void finish(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
   const int count = least(kPanelOutputs, packed_outputs - first);
 #pragma GCC unroll 2
   for (int v = 0; v < 2; ++v) {
-    // Scales and biases are in the order of the lanes, and as long as all the panels.
+    // Scales and biases are in the order of the lanes, and padded to whole panels.
     const std::int32_t lane = first + v * Vec::kWidth;
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {

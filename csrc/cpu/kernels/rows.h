@@ -1,6 +1,5 @@
-// What a sampler asks of one row of logits; see RowKernels. Nothing here depends on how many lanes
-// a register has: sums have sixteen of them everywhere, and products are fused with sums by `fused`
-// or not at all.
+// Operations on one row of logits; see RowKernels. Results do not depend on the width of a
+// register: sums always have sixteen lanes, and a product is fused with a sum only by `fused`.
 #pragma once
 
 #include <float.h>
@@ -14,8 +13,8 @@ constexpr int kLanes = 16;
 constexpr int kParts = kLanes / Vec::kWidth;
 static_assert((kParts == 1 || kParts == 2) && kRowBlock % kLanes == 0);
 
-// e^x for x <= 0: 2^n e^f, with ln 2 in two parts, and a polynomial (minimax on
-// [-ln 2 / 2, ln 2 / 2]) of degree 6.
+// e^x for x <= 0: 2^n e^f, with ln 2 in two parts and a minimax polynomial of degree 6 on
+// [-ln 2 / 2, ln 2 / 2].
 inline Vec::R exp_of(Vec::R x) {
   const Vec::R floor = Vec::set(-87.0F);
   const Vec::R clipped = Vec::max(x, floor);
@@ -32,19 +31,19 @@ inline Vec::R exp_of(Vec::R x) {
   return Vec::where_less(x, floor, Vec::zero(), Vec::scale_by_power(p, n));
 }
 
-// Logits as the temperature leaves them.
+// Logits after division by the temperature.
 struct Unscaled {
   explicit Unscaled(float) {}
   Vec::R operator()(Vec::R x) const { return x; }
 };
 struct Divided {
   explicit Divided(float temperature) : divisor(Vec::set(temperature)) {}
-  // A small temperature must not make infinities, whose difference is no number.
+  // Limited, because a small temperature must not make infinities: their difference is NaN.
   Vec::R operator()(Vec::R x) const { return Vec::min(Vec::div(x, divisor), Vec::set(FLT_MAX)); }
   Vec::R divisor;
 };
 
-// The vector at `from`, of which `count` elements are there; -inf for the rest.
+// Loads `count` elements from `from`, and -inf after them.
 inline Vec::R load_or_lowest(const float* from, std::int64_t count) {
   if (count >= Vec::kWidth) return Vec::load(from);
   float lanes[Vec::kWidth];
@@ -53,7 +52,7 @@ inline Vec::R load_or_lowest(const float* from, std::int64_t count) {
   return Vec::load(lanes);
 }
 
-// Halves are added to each other until one lane is left.
+// Adds halves of the lanes until one is left.
 inline float sum_of_lanes(const Vec::R* parts) {
   float lanes[Vec::kWidth];
   Vec::store(lanes, kParts == 1 ? parts[0] : Vec::add(parts[0], parts[kParts - 1]));
@@ -115,7 +114,7 @@ inline void weights(const float* values, std::int64_t count, float temperature, 
 
 inline float survey(const float* row, std::int64_t width, float* maxima) {
   float maximum = -INFINITY;
-  // -inf as long as all are finite or -inf, else NaN.
+  // -inf while all values are finite or -inf, else NaN.
   Vec::R sound = Vec::set(-INFINITY);
   for (std::int64_t block = 0; block < num_row_blocks(width); ++block) {
     const std::int64_t begin = block * kRowBlock, end = least(begin + kRowBlock, width);
@@ -143,7 +142,7 @@ std::int64_t gather(const float* row, std::int64_t width, const float* maxima, S
     for (std::int64_t i = begin; i < end; i += Vec::kWidth) {
       const Vec::R x = scale(load_or_lowest(row + i, end - i));
       unsigned found = Vec::at_least(x, least_kept);
-      // What is not there is -inf, which a floor of -inf does not keep out.
+      // Lanes after the end are -inf, which is not below a floor of -inf.
       if (end - i < Vec::kWidth) found &= (1U << (end - i)) - 1U;
       if (found == 0) continue;
       float lanes[Vec::kWidth];

@@ -1,13 +1,12 @@
-// Many query rows of one KV head over a stretch of positions: bound by arithmetic.
+// Attention of many query rows of one KV head over a range of positions. Bound by arithmetic.
 //
-// FlashAttention (Dao et al. 2022) with everything transposed: the rows (new tokens times the
-// heads of a group) lie across the lanes, kPanelVectors vectors to a panel, so that K and V are
-// broadcast operands as they are, no product needs a horizontal sum, and the softmax runs down
-// the columns. S = K . Q^T and O = V^T . P are the same register-blocked product of kRows rows.
-// Where pairs of bfloat16 are multiplied (kDots), the depth of both products is pairs: two elements
-// of the head dimension, and two tokens, whose weights are rounded to bfloat16. Positions are taken
-// in tiles that begin at multiples of kKeys: what a row's result is does not depend on which other
-// rows are computed with it.
+// FlashAttention (Dao et al. 2022), transposed: rows (new tokens times the heads of a group) lie
+// across the lanes, kPanelVectors vectors to a panel. So K and V are broadcast unchanged, products
+// need no horizontal sums, and the softmax runs down the columns. S = K . Q^T and O = V^T . P are
+// the same register-blocked product of kRows rows. If pairs of bfloat16 are multiplied (kDots), the
+// depth of both products is pairs: two elements of the head dimension, or two tokens, whose weights
+// are rounded to bfloat16. Tiles of positions begin at multiples of kKeys, so a row's result does
+// not depend on the other rows.
 #pragma once
 
 #include "kernel_common.h"
@@ -28,8 +27,8 @@ struct Product {
   const float* factors;  // c = c * factors[lane] + a . b; null: c = a . b
 };
 
-// Whole blocks of kRows: `rows` is rounded up, a and c have that many. Paired: elements of a and b
-// are two of bfloat16. `V` is `Vec`.
+// Multiplies whole blocks of kRows rows: `rows` is rounded up, and a and c have that many. Paired:
+// elements of a and b are pairs of bfloat16. `V` is `Vec`.
 template <class V, int kVectors, bool kPaired>
 void multiply(const Product& m) {
   using R = typename V::R;
@@ -78,13 +77,13 @@ void multiply(const Product& m) {
   }
 }
 
-// The rows of one panel: which positions its lanes see, and its running softmax.
+// The rows of one panel: the positions its lanes attend to, and its running softmax.
 struct Panel {
   int lanes, vectors;
-  std::int64_t first_position, last_position;  // of its first and its last row
+  std::int64_t first_position, last_position;  // of its first and last row
   float *q, *sums;                             // [padded, vectors * kWidth]
   float *maxima, *totals, *factors;            // [kPanelLanes]
-  float *newest, *oldest;                      // [kPanelLanes]: positions seen, less `base`
+  float *newest, *oldest;                      // [kPanelLanes]: range attended to, minus `base`
 };
 
 struct TileScratch {
@@ -159,9 +158,10 @@ void start_panel(const TileArgs& a, const Panel& p, int index, int stride, std::
   }
 }
 
-// Tokens of a tile whose values are not all finite. A row that does not see one gives it the
-// weight 0, and 0 times NaN is NaN: it would spread to rows before it, whose blocks other requests
-// may share. So the product takes zeros in their place, and the rows that see them add them after.
+// Tokens of a tile with values that are not finite. A row that does not attend to such a token
+// gives it the weight 0, but 0 times NaN is NaN, which would reach earlier rows, whose blocks other
+// requests may share. So the product takes zeros instead, and the values are added afterwards to
+// the rows that attend to them.
 struct Broken {
   int count = 0;
   int tokens[kKeys];
@@ -172,7 +172,7 @@ Broken find_broken(const TileArgs& a, const T* const* v, int count) {
   Broken found;
   for (int t = 0; t < count; ++t) {
     const T* const row = v[t];
-    Vec::R rest = Vec::zero();  // x - x is 0, or NaN
+    Vec::R rest = Vec::zero();  // x - x is 0 or NaN
     for (int d = 0; d < a.head_dim; d += kPair) {
       Vec::R x, y;
       load_upto(row + d, a.head_dim - d, x, y);
@@ -187,7 +187,7 @@ Broken find_broken(const TileArgs& a, const T* const* v, int count) {
   return found;
 }
 
-// Zeros behind `count` rows of `width` floats, up to a whole block.
+// Fills with zeros after `count` rows of `width` floats, up to a whole block.
 inline void fill_block(float* rows, int count, int width) {
   const int whole = (count + Vec::kRows - 1) / Vec::kRows * Vec::kRows;
   memset(rows + count * width, 0, sizeof(float) * static_cast<size_t>((whole - count) * width));
@@ -211,7 +211,7 @@ void widen_rows(const T* const* rows, int count, int head_dim, int stride, float
   }
 }
 
-// Keys as they are multiplied: [tokens, floats or pairs of the head dimension].
+// Converts keys for the product: [tokens, floats or pairs of the head dimension].
 template <class V, class T>
 void copy_keys(const TileArgs& a, const T* const* k, int count, int stride, float* to) {
   if constexpr (kDots<T>) {
@@ -227,8 +227,8 @@ void copy_keys(const TileArgs& a, const T* const* k, int count, int stride, floa
   }
 }
 
-// Values: [tokens or pairs of them, head dimension in the order of lane_of]. `hidden`: tokens that
-// are taken as zeros.
+// Converts values: [tokens or pairs of them, head dimension in the order of lane_of]. `hidden`:
+// tokens that are replaced by zeros.
 template <class V, class T>
 void copy_values(const TileArgs& a, const T* const* v, int count, int stride, const Broken& hidden,
                  float* to) {
@@ -255,8 +255,8 @@ void copy_values(const TileArgs& a, const T* const* v, int count, int stride, co
   }
 }
 
-// Scores of `count` tokens (the first one `first` behind the base) become weights: floats, or pairs
-// of two tokens.
+// Turns the scores of `count` tokens (the first at base + first) into weights: floats, or pairs of
+// two tokens.
 template <class V, bool kPaired>
 void soften_panel(const TileArgs& a, const Panel& p, float* scores, int count, float first,
                   bool masked) {
@@ -327,12 +327,12 @@ float weight_at(const float* weights, int width, int t, int lane) {
   }
 }
 
-// What the rows that see a broken token get of it: numbers that are none.
+// Adds broken tokens to the rows that attend to them: the results are not finite.
 template <class T>
 void add_broken(const TileArgs& a, const Panel& p, const float* scores, const Broken& broken,
                 const T* const* rows, int seen, float first) {
   const int width = p.vectors * Vec::kWidth;
-  const int stride = padded(a.head_dim);  // pairs of bfloat16 are apart, up to there
+  const int stride = padded(a.head_dim);  // load_pair separates the elements of bfloat16 pairs
   float value[512];
   for (int i = 0; i < broken.count && broken.tokens[i] < seen; ++i) {
     const int t = broken.tokens[i];
@@ -365,7 +365,7 @@ void attend_panel(const TileArgs& a, const Panel& p, const TileScratch& s, int s
       {s.values, 1, stride, s.scores, p.sums, stride, (count + kStep - 1) / kStep, p.factors});
 }
 
-// The positions of [at, end of its tile) that some row of the panel sees are [at, at + count).
+// Number of positions from `at` to the end of its tile that some row of the panel attends to.
 inline int visible(const TileArgs& a, const Panel& p, std::int64_t at, int count) {
   if (at + count - 1 <= p.first_position - a.window) return 0;
   return static_cast<int>(least<std::int64_t>(count, p.last_position + 1 - at));
@@ -383,7 +383,7 @@ void finish_panel(const TileArgs& a, const Panel& p, int index, int stride) {
   }
 }
 
-// Rows of the head from position `at` on; the first `lead` of them are zeros.
+// Addresses of the head's rows from position `at` on; the first `lead` are rows of zeros.
 template <class T>
 void locate_head(const TileArgs& a, std::int64_t at, int lead, int count, const T** k,
                  const T** v) {
@@ -399,21 +399,21 @@ void tile(const TileArgs& a) {
   const int stride = padded(a.head_dim);
   const TileScratch s(a.scratch, stride);
   const int num_panels = (a.rows * a.group + kPanelLanes - 1) / kPanelLanes;
-  // Positions are compared as floats relative to this one: small numbers, hence exact ones.
+  // Positions are compared as floats, relative to this one: small integers are exact.
   const std::int64_t base = a.first_position;
   for (int i = 0; i < num_panels; ++i) {
     start_panel<T>(a, panel_at(a, s, stride, i), i, stride, base);
   }
   for (std::int64_t at = a.begin; at < a.end;) {
     const std::int64_t tile_end = least<std::int64_t>(a.end, (at / kKeys + 1) * kKeys);
-    // Pairs begin at even positions; what is before the first window is not read.
+    // Pairs begin at even positions. Positions before the first window are not read.
     const int lead = kDots<T> ? static_cast<int>(at % 2) : 0;
     at -= lead;
     const int count = static_cast<int>(tile_end - at);
     const T *k[kKeys], *v[kKeys];
     locate_head(a, at, lead, count, k, v);
     copy_keys<Vec>(a, k, count, stride, s.keys);
-    // Only where some row does not see some token.
+    // Masks only if some row does not attend to some token.
     const bool hides =
         tile_end - 1 > a.first_position || at <= a.first_position + a.rows - 1 - a.window;
     const Broken broken = hides ? find_broken(a, v, count) : Broken{};

@@ -1,32 +1,32 @@
-// Eight floats in an AVX2 register. The members that are not plain arithmetic:
+// Eight floats in an AVX2 register. Members that are not plain arithmetic:
 //
 //   fused       a * b + c, rounded once (fma may round twice)
-//   load_pair   2 * kWidth consecutive elements as two vectors: the first and the second half of
-//               floats, the even and the odd ones of bfloat16 (a shift and a mask, no shuffle).
-//               store_pair is its inverse, rounding to nearest even as torch does (not with
-//               VCVTNEPS2BF16, which flushes denormals). `lane_of` in math.h is the order.
-//   load, store also of bfloat16, kWidth consecutive elements, rounded in the same way
-//   load_some   as many of a pair as there are (fewer than 2 * kWidth), zeros for the rest
+//   load_pair   loads 2 * kWidth consecutive elements into two vectors: the first and second half
+//               of floats, the even and odd elements of bfloat16 (a shift and a mask, no shuffle).
+//               store_pair is its inverse and rounds to nearest even as torch does (VCVTNEPS2BF16
+//               would flush denormals). `lane_of` in kernel_common.h has the order.
+//   load, store kWidth consecutive elements; bfloat16 is rounded in the same way
+//   load_some   load_pair of fewer than 2 * kWidth elements, with zeros after them
 //   reduce8     the sums over the lanes of eight vectors
-//   at_least    bit i: whether lane i of the first is at least that of the second
-//   kRows       rows of a matrix product's block: kRows * 3 sums stay in registers
-//   kLinearRows the same of a linear layer: kLinearRows * 2
+//   at_least    bit i: whether lane i of the first is at least lane i of the second
+//   kRows       rows of a block of a matrix product: kRows * 3 sums stay in registers
+//   kLinearRows rows of a block of a linear layer: kLinearRows * 2 sums stay in registers
 //   part<i>     element i of each lane's kWidth groups of 2 bfloat16
-//   S, I        weights in 4 * kWidth bytes, four to a lane, and kWidth int32
-//   even_bytes  the first and the third byte of each lane as 16 bits; odd_bytes: the others
-//   add_products  a lane's two 16-bit weights times the same two int16 in every lane, both added to
-//               it; where kDotsBytes, also four bytes, without a sign, times four int8
-//   store_integers  whole numbers as int16; as int8 in the order in which those are multiplied,
-//               the second and the third of each four exchanged
+//   S, I        weights in 4 * kWidth bytes, four to a lane; kWidth int32
+//   even_bytes  the first and third byte of each lane as 16 bits; odd_bytes: the others
+//   add_products  adds the products of a lane's two 16-bit weights and two int16 (the same in all
+//               lanes); with kDotsBytes, also of four unsigned bytes and four int8
+//   store_integers  stores whole numbers as int16, or as int8 in the order of the products: the
+//               second and third of each four exchanged
 //
-// Where kDotsPairs, two bfloat16 are one lane, the first in its lower half:
+// With kDotsPairs, a lane has two bfloat16, the first in its lower half:
 //
-//   dot_pairs   both products of each lane are added to it
-//   set_pair    the same two in every lane
-//   load_bits   2 * kWidth consecutive elements, or fewer and zeros (load_some_bits)
+//   dot_pairs   adds both products of each lane
+//   set_pair    the same pair in every lane
+//   load_bits   2 * kWidth consecutive elements; load_some_bits: fewer, and zeros
 //   narrow      the lanes of the first, then those of the second, rounded to bfloat16
-//   join        lane i of both, rounded, side by side
-//   interleave  elements i of both side by side: even i, and odd ones
+//   join        lane i of both, rounded, as one pair
+//   interleave  elements i of both as pairs: of even i, and of odd i
 //   reduce16    lane i: the sum over the lanes of vector i
 #pragma once
 
@@ -88,7 +88,7 @@ struct Vec {
     store(out, add(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
   }
 
-  // The bits of the bfloat16 nearest to each lane, in the upper half of it.
+  // The bits of the nearest bfloat16, in the upper half of each lane.
   static __m256i nearest_bf16(R a) {
     const __m256i bits = _mm256_castps_si256(a);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -138,7 +138,7 @@ struct Vec {
   }
 
   using S = __m256i;
-  // Not __m256i, a vector of long long: GCC 12 keeps no array of those in registers.
+  // Not __m256i, a vector of long long: GCC 12 does not keep arrays of those in registers.
   using I = std::int32_t __attribute__((vector_size(32)));
   static constexpr bool kDotsBytes = false;
   static I set_int(std::int32_t a) { return reinterpret_cast<I>(_mm256_set1_epi32(a)); }
@@ -151,7 +151,7 @@ struct Vec {
     std::int32_t lane;
     memcpy(&lane, pair, sizeof lane);
     sum += reinterpret_cast<I>(_mm256_madd_epi16(weights, _mm256_set1_epi32(lane)));
-    // GCC 12 would put off the additions of several words, and has no registers for the products.
+    // Orders the additions: GCC 12 would delay those of several words and spill registers.
     asm("" : "+x"(sum));
     return sum;
   }

@@ -1,5 +1,5 @@
-// Sixteen floats in an AVX-512 register (F, BW, DQ, VL; with VMSERVE_DOTS_PAIRS also BF16, with
-// VMSERVE_DOTS_BYTES also VNNI). See vec_avx2.h for what the members mean.
+// Sixteen floats in an AVX-512 register (F, BW, DQ, VL; BF16 with VMSERVE_DOTS_PAIRS, VNNI with
+// VMSERVE_DOTS_BYTES). vec_avx2.h documents the members.
 #pragma once
 
 #ifdef VMSERVE_EMULATED_AVX512  // scripts/emulate-avx512
@@ -21,7 +21,7 @@ struct Vec {
 #ifdef VMSERVE_DOTS_PAIRS
   static constexpr bool kDotsPairs = true;
   static R set_pair(const float* from) { return _mm512_set1_ps(*from); }
-  // Both products are added one after the other, denormals as zero.
+  // Adds both products one after the other; denormals count as zero.
   static R dot_pairs(R a, R b, R sum) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
@@ -29,9 +29,9 @@ struct Vec {
   static R load_some_bits(const Bf16* from, int count) {
     return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((1U << count) - 1, from));
   }
-  // Flushes denormals, which no weight is.
+  // Flushes denormals, which weights never are.
   static R narrow(R a, R b) { return reinterpret_cast<R>(_mm512_cvtne2ps_pbh(b, a)); }
-  // Two indices of words in each lane: `constant`, and `step` more from lane to lane.
+  // Indices of words: lane i has the pair `constant` + i * `step`.
   static __m512i lanes_times(int step, int constant) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return _mm512_add_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(step)),
@@ -155,7 +155,7 @@ struct Vec {
   }
 
   using S = __m512i;
-  // Not __m512i, a vector of long long: GCC 12 keeps no array of those in registers.
+  // Not __m512i, a vector of long long: GCC 12 does not keep arrays of those in registers.
   using I = std::int32_t __attribute__((vector_size(64)));
   static I set_int(std::int32_t a) { return reinterpret_cast<I>(_mm512_set1_epi32(a)); }
   static S load_bytes(const void* from) { return _mm512_loadu_si512(from); }
@@ -186,7 +186,7 @@ struct Vec {
   static I add_products(I sum, S weights, const std::int16_t* pair) {
     sum += reinterpret_cast<I>(_mm512_madd_epi16(weights, in_all_lanes(pair)));
 #ifndef VMSERVE_EMULATED_AVX512
-    // GCC 12 would put off the additions of several words, and has no registers for the products.
+    // Orders the additions: GCC 12 would delay those of several words and spill registers.
     asm("" : "+v"(sum));
 #endif
     return sum;

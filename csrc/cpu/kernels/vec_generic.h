@@ -1,5 +1,5 @@
-// Eight floats in plain C++, for every processor. See vec_avx2.h for what the members mean.
-// With VMSERVE_GENERIC_WIDTH 16, sixteen (kernels_generic16.cpp).
+// Eight floats in plain C++, for every processor, or sixteen with VMSERVE_GENERIC_WIDTH 16
+// (kernels_generic16.cpp). vec_avx2.h documents the members.
 #pragma once
 
 #include <string.h>
@@ -59,8 +59,8 @@ struct Vec {
 #ifdef __FP_FAST_FMAF
   static float fused_of(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
-  // In double precision the product is exact. A sum that is rounded to odd can be rounded again to
-  // float as if it were exact (Boldo and Melquiond, "Emulation of a FMA", 2008).
+  // The product is exact in double. A sum that is rounded to odd can be rounded to float as if it
+  // were exact (Boldo and Melquiond, "Emulation of a FMA", 2008).
   static float fused_of(float a, float b, float c) {
     const double product = static_cast<double>(a) * static_cast<double>(b);
     const double sum = product + static_cast<double>(c), part = sum - product;
@@ -94,7 +94,7 @@ struct Vec {
     return mask;
   }
   static R round(R a) {
-    // Exact for |x| < 2^22, and to even as the vector instructions do.
+    // Exact for |x| < 2^22; ties to even, as the vector instructions do.
     constexpr float kShift = 12582912.0F;
     for (float& x : a.x) x = (x + kShift) - kShift;
     return a;

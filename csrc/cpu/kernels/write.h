@@ -1,8 +1,8 @@
-// Rotary embedding of q and k with the write of k and v to their positions, and the merge of
-// partial outputs.
+// Rotary embedding of q and k, the write of k and v to their positions, and the merge of partial
+// outputs.
 //
-// The rotation rounds where separate tensor operations in the element type would: after each
-// product and after the sum (vmserve/attention/rotary.py). Nothing here is contracted to an FMA.
+// Rotations round where separate tensor operations in the element type would: after each product
+// and after the sum (vmserve/attention/rotary.py). Nothing is contracted to an FMA.
 #pragma once
 
 #include "kernel_common.h"
@@ -79,7 +79,7 @@ void write(const WriteArgs& a) {
   }
 }
 
-// Partial rows are in the natural order of head_dim; a finished row of floats is, too.
+// Partial rows and finished rows of float32 are both in the order of head_dim.
 template <class T>
 void store_row(const float* from, int head_dim, T* to);
 template <>

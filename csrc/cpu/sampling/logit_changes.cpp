@@ -10,7 +10,7 @@ bool is_ruled_out(const LogitChanges& changes, std::int32_t id) {
   return changes.mask != nullptr && !changes.mask[id];
 }
 
-// Whether a token remained; if none did, the row is as it was.
+// Returns whether a token remains. If none does, the row is unchanged.
 bool keep_allowed(const LogitChanges& changes, float* row, std::int64_t vocab, ChangesRoom& room) {
   room.saved.clear();
   bool remains = false;
@@ -39,7 +39,7 @@ void drop_banned(const LogitChanges& changes, float* row, std::int64_t vocab, Ch
   for (const auto& [id, value] : room.saved) row[id] = value;
 }
 
-// Keskar et al., "CTRL" (2019), section 4.1, with the sign handled as in `transformers`.
+// Keskar et al., "CTRL" (2019), section 4.1; signs are handled as in `transformers`.
 void penalise_repetition(const LogitChanges& changes, float* row, ChangesRoom& room) {
   for (const auto* seen : {&changes.prompt, &changes.output}) {
     for (const std::int32_t id : *seen) {

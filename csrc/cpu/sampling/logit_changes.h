@@ -1,4 +1,4 @@
-// What a request changes in a row of logits before a token is chosen.
+// Changes that a request makes to a row of logits before a token is chosen.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@
 
 namespace vmserve::sampling {
 
-// Room for apply_changes. Between calls `counts` is zero.
+// Buffers of apply_changes. `counts` is all zero between calls.
 struct ChangesRoom {
   std::vector<std::int32_t> counts;                   // [vocab]
-  std::vector<std::pair<std::int32_t, float>> saved;  // at least as many as are allowed or banned
+  std::vector<std::pair<std::int32_t, float>> saved;  // capacity for all allowed or banned ids
 };
 
-// Pre: every id is in [0, vocab).
+// Pre: all ids are in [0, vocab).
 void apply_changes(const LogitChanges& changes, float* row, std::int64_t vocab, ChangesRoom& room);
 
 }  // namespace vmserve::sampling

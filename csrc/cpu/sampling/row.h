@@ -1,6 +1,6 @@
-// One row at work: survey it (block maxima), sum its weights by blocks, choose, tell. What the
-// processor does best - reading a row from end to end - is in kernels/rows.h; here is what is
-// done with the few numbers that come of it, and with the few tokens that can be chosen.
+// Samples from one row of logits: block maxima, sums of weights by blocks, the choice, and
+// log-probabilities. Passes over the whole row are kernels (kernels/rows.h); this file works with
+// the block values and the few tokens that can be chosen.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace vmserve::sampling {
 
-// As the kernels divide.
+// The same division as in the kernels.
 inline float scaled(float x, float temperature) {
   return temperature == 1.0F ? x : std::min(x / temperature, FLT_MAX);
 }
@@ -31,10 +31,10 @@ inline double total_of(const float* values, std::int64_t num) {
 
 struct Place {
   std::int64_t at;
-  double before;  // sum of what lies before it
+  double before;  // sum of the values before it
 };
 
-// The first of the values whose cumulative sum is above `target`, else the last one above 0.
+// The first value whose cumulative sum is above `target`, else the last value above 0.
 inline Place locate(const float* values, std::int64_t num, double target) {
   Place last{0, 0.0};
   double upto = 0.0;
@@ -46,7 +46,7 @@ inline Place locate(const float* values, std::int64_t num, double target) {
   return last;
 }
 
-// Memory that one thread uses row after row. Most is touched by rare requests only.
+// Buffers of one thread, reused for each row. Most are touched only by rare requests.
 struct Workspace {
   explicit Workspace(std::int64_t vocab)
       : num_blocks(cpu::num_row_blocks(vocab)),
@@ -67,7 +67,8 @@ struct Workspace {
     selection.masses = masses.get();
   }
 
-  // For what these requests change: nothing is allocated while rows are worked on.
+  // Allocates for the changes of these requests, so that nothing is allocated while rows are
+  // sampled.
   void make_room(const std::vector<RowRequest>& requests, std::int64_t vocab) {
     for (const RowRequest& request : requests) {
       if (!request.changes) continue;
@@ -81,9 +82,8 @@ struct Workspace {
 
   std::int64_t num_blocks;
   Floats maxima, sums, changed_maxima, changed_sums, ranked_maxima;  // [num_blocks]
-  Floats repaired, changed;                                          // rows
-  // Tokens that can be chosen, or told of: their columns, logits (divided by the temperature),
-  // weights, places.
+  Floats repaired, changed;                                          // [vocab]
+  // Candidates or ranked tokens: columns, logits (divided by the temperature), weights, order.
   std::unique_ptr<std::int32_t[]> ids;
   Floats values, weights;
   std::unique_ptr<std::int64_t[]> order;
@@ -156,12 +156,12 @@ class Row {
     std::copy_n(own_.row, vocab_, row);
     apply_changes(*request.changes, row, vocab_, work_.changes);
     const Logits changed = surveyed(row, work_.changed_maxima.get());
-    // A grammar may let nothing follow that the model has not ruled out.
+    // Nothing is left if a grammar allows only tokens that the model gives -inf.
     if (!(changed.maximum > -INFINITY)) return 0;
     return choose_from(changed, request, nullptr);
   }
 
-  // `sums`: of its weights at temperature 1, or null where they are not known.
+  // `sums`: of the row's weights at temperature 1, or null if unknown.
   std::int64_t choose_from(const Logits& logits, const RowRequest& request, const float* sums) {
     if (request.temperature == 0.0F) return likeliest(logits);
     const double uniform = uniform_of(request.seed, request.index, request.position);
@@ -184,7 +184,7 @@ class Row {
     return id;
   }
 
-  // Inverse CDF in the order of ids: first the block, then the token.
+  // Inverse CDF in the order of ids: finds the block, then the token.
   std::int64_t draw(const Logits& logits, float temperature, const float* sums,
                     double uniform) const {
     const double target = uniform * total_of(sums, work_.num_blocks);
@@ -197,12 +197,12 @@ class Row {
     return begin + locate(weights, num, std::max(target - block.before, 0.0)).at;
   }
 
-  // Of what top-k, then top-p (of what that leaves), then min-p keep; of equal logits at a limit
-  // the lowest ids.
+  // Draws from what top-k, then top-p (relative to the rest), then min-p keep. Among equal logits
+  // at a limit, the lowest ids are kept.
   std::int64_t draw_cut(const Logits& logits, const RowRequest& request, bool limited,
                         const float* sums, double uniform) {
     const float highest = scaled(logits.maximum, request.temperature);
-    double total = 0.0;  // of what top-p has to choose from
+    double total = 0.0;  // weight that top-p is relative to
     std::int64_t num = 0;
     if (limited) {
       num = find_top_k(logits, request.top_k, request.temperature);
@@ -228,7 +228,8 @@ class Row {
     return highest + static_cast<float>(std::log(request.min_p));
   }
 
-  // Takes the tokens at hand that are at least `floor` after the temperature; how many.
+  // Collects the tokens that are at least `floor` after division by the temperature; returns how
+  // many.
   std::int64_t find(const Logits& logits, float temperature, float floor) {
     return kernels_.at_least(logits.row, vocab_, logits.maxima, temperature, floor, work_.ids.get(),
                              work_.values.get());
@@ -238,7 +239,7 @@ class Row {
     kernels_.weights(work_.values.get(), num, 1.0F, highest, work_.weights.get());
   }
 
-  // The `top_k` largest: as many.
+  // Collects the `top_k` largest; returns top_k.
   std::int64_t find_top_k(const Logits& logits, std::int64_t top_k, float temperature) {
     const std::int64_t num = find_at_least(logits, top_k, temperature);
     if (num <= top_k) return num;
@@ -246,10 +247,10 @@ class Row {
     return keep(num, limit_of(work_.values.get(), nullptr, num, wanted, work_.selection));
   }
 
-  // All that top-p can keep, and some more, with their weights. Tokens that have less than
-  // (1 - top_p) / vocab of the weight each have less than 1 - top_p together, so what is kept lies
-  // above (the factor covers rounding). As a rule it lies far above: a higher floor is enough if
-  // the tokens over it have all the weight that is wanted.
+  // Collects all tokens that top-p can keep, and some more, with their weights. Tokens with less
+  // than (1 - top_p) / vocab of the weight have less than 1 - top_p together, so all kept tokens
+  // are above that (the factor covers rounding). They are usually far above: a higher floor is
+  // enough if the tokens over it have all the weight that top-p keeps.
   std::int64_t find_nucleus(const Logits& logits, const RowRequest& request, float highest,
                             double total) {
     const double left_out = (1.0 - request.top_p) * total;
@@ -263,8 +264,8 @@ class Row {
     return num;
   }
 
-  // Takes at least the `num` largest. As many blocks have a value as large as the floor; or, where
-  // there are not as many blocks, each has one, and most have several.
+  // Collects at least the `num` largest. The floor is the num-th largest block maximum, which `num`
+  // blocks reach; with fewer blocks, it is the smallest, and most blocks have several.
   std::int64_t find_at_least(const Logits& logits, std::int64_t num, float temperature) {
     const std::int64_t rank = std::min(num, work_.num_blocks);
     float* const sorted = work_.ranked_maxima.get();
@@ -274,7 +275,8 @@ class Row {
     return found >= num ? found : find(logits, temperature, -INFINITY);
   }
 
-  // Of the first `num` tokens at hand those before the limit, in their order; how many.
+  // Keeps those of the first `num` collected tokens that are before the limit, in order; returns
+  // how many.
   std::int64_t keep(std::int64_t num, Limit limit) {
     std::int64_t kept = 0;
     for (std::int64_t i = 0; i < num; ++i) {
@@ -323,7 +325,7 @@ class Row {
     const std::int64_t num_found = find_at_least(own_, num, 1.0F);
     for (std::int64_t i = 0; i < num_found; ++i) order[i] = i;
     const float* const values = work_.values.get();
-    // By column where values are equal: columns ascend.
+    // Equal values are in the order of columns, because columns ascend.
     std::partial_sort(order, order + num, order + num_found,
                       [values](std::int64_t a, std::int64_t b) {
                         return values[a] > values[b] || (values[a] == values[b] && a < b);
@@ -334,7 +336,7 @@ class Row {
     }
   }
 
-  // A few are counted out; for many the whole row is put in order once.
+  // Counts the larger values of each token if they are few, else sorts the whole row once.
   void rank_listed(const std::vector<std::int32_t>& listed, RowResult& result) {
     constexpr std::size_t kFew = 32;
     if (listed.size() <= kFew) {
@@ -360,7 +362,7 @@ class Row {
   const cpu::RowKernels& kernels_;
   std::int64_t vocab_;
   Workspace& work_;
-  Logits own_{};  // as the model gave them, repaired
+  Logits own_{};  // the model's logits, repaired
   double log_total_ = 0.0;
 };
 

@@ -10,7 +10,7 @@
 namespace vmserve {
 namespace {
 
-// Fewer elements are not worth waking a thread for: about 0.1 ms.
+// Below this many elements, about 0.1 ms of work, waking a thread costs more than it saves.
 constexpr std::int64_t kSerialElements = 1 << 17;
 
 void check_ids(const std::vector<std::int32_t>& ids, std::int64_t vocab) {
@@ -120,7 +120,7 @@ void RowSampler::run(const TensorRef& logits, const std::vector<RowRequest>& req
   const auto call = [](void* context, std::int64_t row, int worker) {
     (*static_cast<Body*>(context))(row, worker);
   };
-  // The pool hands the pointer back as it is.
+  // const_cast: the pool passes the pointer through unchanged.
   pool_->run(num_rows, ThreadPool::kMaxThreads, call,
              const_cast<void*>(static_cast<const void*>(&work)));
 }

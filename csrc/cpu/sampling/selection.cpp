@@ -1,5 +1,5 @@
-// A radix selection over the bits of the floats, highest first: of each bin of values the mass; the
-// one that the limit lies in is looked at again, by its next bits. Linear, whatever the values are.
+// Radix selection over the bits of floats, highest bits first: sums the mass of each bin, then
+// looks at the next bits of the values in the bin with the limit. Linear for all inputs.
 #include "selection.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace vmserve::sampling {
 namespace {
 
-// Unsigned numbers in the order of the floats.
+// An unsigned number with the order of the floats.
 std::uint32_t key_of(float value) {
   const float unsigned_zero = value + 0.0F;
   std::uint32_t bits;
@@ -27,11 +27,11 @@ float value_of(std::uint32_t key) {
 
 struct Found {
   std::uint32_t bin;
-  double above;  // mass of the bins above it
+  double above;  // mass of the bins above
 };
 
-// The bin that brings the mass to `mass`, or the lowest one with something in it, and whether it
-// does bring it there.
+// The bin where the mass from above reaches `mass`, else the lowest bin that is not empty; and
+// whether it was reached.
 std::pair<Found, bool> find_bin(const SelectionRoom::Bin* bins, std::uint32_t last_bin,
                                 double above, double mass) {
   Found lowest{0, above};
@@ -57,7 +57,7 @@ Limit limit_of(const float* values, const float* masses, std::int64_t num, doubl
     room.keys[i] = key;
     room.masses[i] = masses == nullptr ? 1.0F : masses[i];
   }
-  // Bins of the range that there is, or most values would be in a few of them.
+  // Bins cover the range between the smallest and largest key; else most values would share a few.
   int num_bits = 0;
   while (num_bits < 32 && (highest - lowest) >> num_bits != 0) ++num_bits;
   std::int64_t left = num;
@@ -74,7 +74,8 @@ Limit limit_of(const float* values, const float* masses, std::int64_t num, doubl
       ++bin.num;
     }
     const auto [found, is_reached] = find_bin(room.bins, last_bin, above, mass);
-    // Further down, a sum in another order may be the last bit short: the lowest bin it is.
+    // At later levels, sums in another order may miss `mass` by a rounding error: use the lowest
+    // bin.
     if (!is_reached && is_first) return {-INFINITY, num};
     above = found.above;
     std::int64_t kept = 0;

@@ -1,11 +1,11 @@
-// Limits in an order of values, without sorting them.
+// Limits in an ordered list of values, found without sorting.
 #pragma once
 
 #include <cstdint>
 
 namespace vmserve::sampling {
 
-// Room for limit_of, of `capacity` values.
+// Buffers of limit_of for `capacity` values.
 struct SelectionRoom {
   static constexpr int kBinBits = 8;
   struct Bin {
@@ -18,15 +18,16 @@ struct SelectionRoom {
   Bin bins[1 << kBinBits];
 };
 
-// What comes before the limit: all above `value`, and of its equals the first num_equal.
+// Keeps all values above `value` and the first num_equal that are equal to it.
 struct Limit {
   float value;
   std::int64_t num_equal;
 };
 
-// The shortest beginning of the values, ordered downwards, that has `mass` or more; everything if
-// there is not as much. At least one value. `masses`: of each value, the same for equals, or null
-// where each counts 1. No value is NaN; 0 and -0 are equal. Pre: num > 0. Linear in it.
+// The limit of the shortest prefix of the values, in descending order, with at least `mass`; all
+// values if there is less. At least one value. `masses`: one for each value, the same for equal
+// values; null: each counts 1. No value is NaN; 0 and -0 are equal. Pre: num > 0. Takes linear
+// time.
 Limit limit_of(const float* values, const float* masses, std::int64_t num, double mass,
                SelectionRoom& room);
 
