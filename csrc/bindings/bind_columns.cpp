@@ -16,7 +16,7 @@ namespace py = pybind11;
 namespace vmserve {
 namespace {
 
-// An int as it is, -1 for None.
+// An int, or -1 for None.
 std::int64_t as_number(const py::handle value, PyObject* name) {
   if (PyLong_Check(value.ptr())) {
     const long long number = PyLong_AsLongLong(value.ptr());
@@ -31,7 +31,7 @@ py::array_t<std::int64_t> as_array(const std::vector<std::int64_t>& numbers) {
   return py::array_t<std::int64_t>(static_cast<py::ssize_t>(numbers.size()), numbers.data());
 }
 
-// Attributes of a sequence, by name.
+// Names of a sequence's attributes.
 struct Names {
   PyObject* memory_id = PyUnicode_InternFromString("memory_id");
   PyObject* num_computed = PyUnicode_InternFromString("num_computed");
@@ -42,7 +42,7 @@ struct Names {
 };
 
 const Names& names() {
-  static const Names* const kept = new Names();  // the interpreter may be gone before statics are
+  static const Names* const kept = new Names();  // leaked: statics may outlive the interpreter
   return *kept;
 }
 
@@ -72,14 +72,14 @@ std::int64_t token_at(const py::list& tokens, py::ssize_t place) {
   return as_number(item(tokens, place), names().tokens);
 }
 
-// The rows of a step's table; `vmserve.scheduler.base.Columns` has their meaning.
+// Rows of a step's table; `vmserve.scheduler.base.Columns` documents them.
 enum Row : py::ssize_t { kMemoryId, kComputed, kPrompt, kKnown, kLast, kNew, kNumRows };
 
-// What a step needs to know of its sequences, in one pass. `num_new`: their shares, or None for a
-// token of each. `window`: how many positions any layer sees, 0 for all.
-// Returns the table int64 [rows, sequences], growths int64 [sequences, 3], whether every share is
-// all that its sequence has to compute, whether every share is besides one token behind a prompt,
-// and whether any sequence starts in this step.
+// Collects what a step needs to know about its sequences, in one pass. `num_new`: tokens of each
+// sequence, or None for one token each. `window`: the most positions any layer attends to, 0 for
+// all. Returns the table int64 [rows, sequences]; growths int64 [sequences, 3]; whether every
+// sequence computes all its known tokens; whether every sequence computes one token after its
+// prompt; and whether a sequence starts in this step.
 py::tuple step_columns(const py::list& sequences, const std::optional<py::list>& num_new,
                        std::int64_t window) {
   const auto num = static_cast<py::ssize_t>(sequences.size());
@@ -115,9 +115,9 @@ py::tuple step_columns(const py::list& sequences, const std::optional<py::list>&
   return py::make_tuple(table, growths, takes_last, takes_last && only_decodes, starts);
 }
 
-// The tokens of sequences that the KV memory has not been told: sequence by sequence, in two
-// arrays int64 [tokens], whose they are and which. They count as told from here on.
-// `memory_ids[i]`: what sequence i was in memory; one that is not any more has ended.
+// Tokens of sequences that the KV memory has not been given yet: two arrays int64 [tokens], memory
+// ids and token ids. Counts them as published. `memory_ids[i]`: sequence i's id at launch; if it
+// has changed, the sequence has ended.
 py::tuple take_unpublished(const py::list& sequences, const IntArray& memory_ids) {
   if (memory_ids.size() != static_cast<py::ssize_t>(sequences.size())) {
     throw py::value_error("there is not one id for each sequence");

@@ -12,8 +12,8 @@ namespace py = pybind11;
 namespace vmserve {
 namespace {
 
-// Closing waits for the device: not with the interpreter's lock held. The last owner may be an
-// object of C++ that is destroyed without it.
+// Releases the GIL to close the driver, because closing waits for the device. The last owner may be
+// a C++ object that is destroyed without the GIL.
 struct CloseUnlocked {
   void operator()(CudaDriver* driver) const {
     if (PyGILState_Check() == 0) {

@@ -32,7 +32,7 @@ Quantization as_quantization(const std::string& name) {
   throw MisuseError("quantization '" + name + "' is not one of none, int8, int8-dynamic");
 }
 
-// A vector of floats, or nothing.
+// A vector of floats, or null.
 const float* vector_of(std::optional<TensorTuple> tuple, std::int64_t size, const char* name) {
   if (!tuple) return nullptr;
   const TensorRef tensor = as_tensor(std::move(*tuple));
@@ -43,12 +43,12 @@ const float* vector_of(std::optional<TensorTuple> tuple, std::int64_t size, cons
   return reinterpret_cast<const float*>(tensor.data);
 }
 
-// (logits [rows, vocab], seconds of attention in each batch)
+// Returns (logits [rows, vocab], seconds of attention in each batch, hidden states).
 py::tuple forward(CpuDecoder& decoder, const IntArray& token_ids,
                   const std::vector<CpuBatch*>& batches, const std::optional<IntArray>& wanted,
                   std::int64_t num_hidden) {
   const Ints ids = as_ints(token_ids);
-  Ints rows(wanted ? 0 : ids.size());  // all, in order
+  Ints rows(wanted ? 0 : ids.size());  // default: all rows, in order
   std::iota(rows.begin(), rows.end(), 0);
   if (wanted) rows = as_ints(*wanted);
   std::vector<CpuDecoder::Part> parts;

@@ -18,7 +18,7 @@ namespace py = pybind11;
 namespace vmserve {
 namespace {
 
-// Runs cross the boundary as tuples of numbers: (frame, count), (address, frame, count, access),
+// Python passes runs as tuples of numbers: (frame, count), (address, frame, count, access),
 // (address, bytes), (address, bytes, access) and (destination, source, bytes).
 using FrameTuple = std::tuple<FrameId, std::int64_t>;
 using MapTuple = std::tuple<Address, FrameId, std::int64_t, Access>;

@@ -21,7 +21,7 @@ namespace {
 using Token = std::int32_t;
 using Tokens = std::vector<Token>;
 
-// A name, made a Python string once.
+// An attribute name, interned once.
 class Attribute {
  public:
   explicit Attribute(const char* name)
@@ -49,7 +49,7 @@ std::int64_t as_int(py::handle value) {
   return number;
 }
 
-// Ids beyond 32 bits are no vocabulary's: -1 is refused as such later.
+// Ids that do not fit in 32 bits become -1, which is refused as out of vocabulary later.
 Token as_token(py::handle value) {
   const std::int64_t number = as_int(value);
   return number == static_cast<Token>(number) ? static_cast<Token>(number) : -1;
@@ -61,7 +61,7 @@ std::int64_t size_of(const py::object& sequence) {
   return size;
 }
 
-// The items of a list or tuple, or of anything that can be iterated.
+// Items of a list, a tuple or any iterable.
 Tokens as_tokens(const py::object& items) {
   const auto fast =
       py::reinterpret_steal<py::object>(PySequence_Fast(items.ptr(), "token ids are a sequence"));
@@ -72,7 +72,7 @@ Tokens as_tokens(const py::object& items) {
   return tokens;
 }
 
-// A row's prompt and answer, one after the other.
+// A row's prompt and output tokens.
 struct Known {
   py::object tokens;
   std::int64_t num_prompt, size;
@@ -88,13 +88,13 @@ struct Known {
   }
 };
 
-// Reads vmserve.sampling.sampler.SamplingRow, attribute by attribute: a tenth of what packing the
-// rows in Python costs, and the sampler runs once a step.
+// Reads vmserve.sampling.sampler.SamplingRow attribute by attribute, at a tenth of the cost of
+// packing rows in Python; the sampler runs every step.
 class RowReader {
  public:
   RowReader(double greedy_below, std::int64_t vocab) : greedy_below_(greedy_below), vocab_(vocab) {}
 
-  // `masks` keeps the arrays alive that the request points into.
+  // `masks` keeps the arrays alive that the request points to.
   RowRequest read(py::handle row, std::vector<py::object>& masks) const {
     const py::object params = params_.of(row);
     const Known known = read_known(row);
@@ -136,7 +136,7 @@ class RowReader {
     if (request.num_likeliest < 0) request.num_likeliest = vocab_;
   }
 
-  // Whether there are any.
+  // Returns whether there are changes.
   bool read_changes(py::handle row, const py::object& params, const Known& known,
                     LogitChanges& changes, std::vector<py::object>& masks) const {
     const bool limited = read_limits(row, params, known, changes, masks);
@@ -150,7 +150,7 @@ class RowReader {
     return limited || repeats || counts;
   }
 
-  // Bias, and what may be chosen.
+  // Reads bias and allowed tokens.
   bool read_limits(py::handle row, const py::object& params, const Known& known,
                    LogitChanges& changes, std::vector<py::object>& masks) const {
     const py::object bias = bias_.of(params), allowed = allowed_.of(params), mask = mask_.of(row);
@@ -174,8 +174,8 @@ class RowReader {
            changes.mask != nullptr;
   }
 
-  // The last tokens of bad words that the output is about to complete, and the stop ids that
-  // min_tokens holds back. Ids from the tokenizer: it may have more than the model.
+  // Reads the last tokens of bad words that the output is about to complete, and the stop ids that
+  // min_tokens holds back. The tokenizer may have ids that the model lacks.
   void read_banned(py::handle row, const py::object& params, const Known& known,
                    Tokens& banned) const {
     const py::object words = bad_words_.of(row);
@@ -218,7 +218,7 @@ py::object as_top(const RowResult& result) {
   return std::move(top);
 }
 
-// (tokens, log-probabilities, what was asked of each row or None, number of repaired rows)
+// Returns (tokens, log-probabilities, ranked tokens of each row or None, number of repaired rows).
 py::tuple as_tuple(const std::vector<RowResult>& results) {
   const auto num = static_cast<py::ssize_t>(results.size());
   py::list tokens(num), logprobs(num), tops(num);
@@ -273,7 +273,7 @@ class PyRowSampler {
   RowReader reader_;
 };
 
-// What the kernels make of values, one by one; see cpu::RowKernels.
+// Applies RowKernels::weights, for tests.
 py::array_t<float> row_weights(const py::array_t<float, py::array::c_style>& values,
                                float temperature, float shift, const std::string& isa) {
   py::array_t<float> out(values.size());

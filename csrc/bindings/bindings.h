@@ -1,4 +1,4 @@
-// The parts of the Python extension module `vmserve._core`.
+// Parts of the Python extension module `vmserve._core`.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// How a tensor comes from Python.
+// Converts tensors from Python.
 #pragma once
 
 #include <pybind11/numpy.h>

@@ -1,18 +1,19 @@
-// Many query rows: chunks of a prompt, and shared prefixes. Bound by arithmetic.
+// Attention of many query rows: chunks of a prompt, and shared prefixes. Bound by arithmetic.
 //
-// An item has up to 128 rows (tokens x group), in blocks of 16: two for each of the four warps, or
-// one where it has 64 rows at most, or where heads are too long for the registers of two. The warps
-// share the tiles of K and V: while they work on one, the next is in flight. What a warp loads of a
-// tile serves both of its blocks, as shared memory is what limits the tensor cores.
+// An item has up to 128 rows (tokens x group), in blocks of 16. Each of the four warps takes two
+// blocks, or one if there are at most 64 rows, or if heads are so long that two blocks do not fit
+// in registers. The warps share tiles of K and V; the next tile is loaded while they work on one.
+// What a warp loads from a tile serves both of its blocks, because shared memory limits the tensor
+// cores.
 #pragma once
 
 #include "tile.cuh"
 
 constexpr int kAppendWarps = 4;
 constexpr int kAppendStages = 2;
-constexpr int kBlockStride = 16 * kAppendWarps;  // each warp has every fourth block of rows
+constexpr int kBlockStride = 16 * kAppendWarps;  // a warp takes every fourth block of rows
 
-// Blocks of rows that a warp has at most, and the rows of an item.
+// The most blocks of rows of a warp, and rows of an item.
 template <int kHeadDim>
 constexpr int kAppendBlocks = kHeadDim == 256 ? 1 : 2;
 template <int kHeadDim>
@@ -55,7 +56,7 @@ VMS_DEVICE void store_rows(const ItemRows& rows, const RowSums<kHeadDim>& sums, 
 template <class T, int kHeadDim, bool kPaged, int kBlocks>
 VMS_DEVICE void append_item(const ItemRows& rows, const AppendMemory<kHeadDim>& memory) {
   constexpr int kTokens = kAppendTokens;
-  // Too many registers for the queries of two blocks of long heads.
+  // Queries of two blocks of long heads would need too many registers.
   constexpr bool kHeld = kHeadDim * kBlocks <= 128;
   const int lane = ptx::thread() & 31, first = (ptx::thread() >> 5) * 16;
   const WorkItem& item = rows.item;
@@ -85,9 +86,9 @@ VMS_DEVICE void append_item(const ItemRows& rows, const AppendMemory<kHeadDim>& 
   int stage = 0;
   for (int begin = item.kv_begin; begin < item.kv_end; begin += kTokens, stage ^= 1) {
     ptx::copy_wait<0>();
-    ptx::sync_block();  // the tile is there, and every warp is done with the one before
+    ptx::sync_block();  // the tile has arrived, and no warp still uses the one before
     start(begin + kTokens, stage ^ 1);
-    // Warps without rows, and tiles that none of the warp's rows sees.
+    // Skips warps without rows, and tiles that none of the warp's rows attends to.
     bool seen = false;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -109,7 +110,7 @@ VMS_DEVICE void append_item(const ItemRows& rows, const AppendMemory<kHeadDim>& 
 template <class T, int kHeadDim, bool kPaged>
 VMS_DEVICE void attend_append(const AttendArgs& args) {
   const AppendMemory<kHeadDim> memory{ptx::shared()};
-  // Their number is read again each time, as registers are scarce.
+  // Reads num_items again each time, because registers are scarce.
   for (int work = ptx::block(); work < ptx::load(args.num_items) * args.kv_heads;
        work += ptx::num_blocks()) {
     const ItemRows rows(args, work);
@@ -118,6 +119,6 @@ VMS_DEVICE void attend_append(const AttendArgs& args) {
     } else {
       append_item<T, kHeadDim, kPaged, 1>(rows, memory);
     }
-    ptx::sync_block();  // before queries and tiles are overwritten
+    ptx::sync_block();  // all warps are done before queries and tiles are overwritten
   }
 }

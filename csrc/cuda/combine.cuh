@@ -1,5 +1,5 @@
-// Merges the parts of tokens whose keys were split, by the logarithms of their sums; serves split
-// keys and shared prefixes alike. One warp for each row of the output.
+// Merges the parts of tokens whose keys were split, by the logarithms of their sums: split keys and
+// shared prefixes. One warp for each row of the output.
 #pragma once
 
 #include "tile.cuh"
@@ -8,7 +8,7 @@ constexpr int kCombineWarps = 4;
 
 template <class T, int kHeadDim>
 VMS_DEVICE void combine_row(const CombineArgs& args, const int* split, int q_head, int lane) {
-  constexpr int kPairs = kHeadDim / 64;  // of a lane
+  constexpr int kPairs = kHeadDim / 64;  // for each lane
   const int token = ptx::load(split), start = ptx::load(split + 1), count = ptx::load(split + 2);
   const float* const lse = args.part_lse + static_cast<i64>(start) * args.q_heads + q_head;
   float maximum = -ptx::infinity();

@@ -1,8 +1,8 @@
-// Few query rows over a long stretch of keys: bound by how fast K and V come from memory.
+// Attention of few query rows over many keys. Bound by memory bandwidth.
 //
-// The rows of an item (tokens x group, 16 at most) are one fragment. The four warps of a block take
-// turns with tiles of 16 positions; each keeps a ring of tiles in flight for itself, so that no
-// warp waits for another before the end, where their sums are merged in shared memory.
+// The rows of an item (tokens x group, at most 16) are one fragment. The four warps of a block take
+// tiles of 16 positions in turn. Each warp has its own ring of tiles in flight and waits for no
+// other warp until the end, when their sums are merged in shared memory.
 #pragma once
 
 #include "tile.cuh"
@@ -14,12 +14,12 @@ constexpr int kDecodeWarps = 4;
 template <int kHeadDim, int kStages>
 struct DecodeMemory {
   static constexpr int kTileBytes = kDecodeTokens * kHeadDim * 2;
-  static constexpr int kRingBytes = kStages * 2 * kTileBytes;  // of a warp
+  static constexpr int kRingBytes = kStages * 2 * kTileBytes;  // for each warp
   static constexpr int kQueryBytes = kDecodeRows * kHeadDim * 2;
   static constexpr int kStatBytes = kDecodeWarps * kDecodeRows * 2 * 4;
   static constexpr int kBytes = kQueryBytes + kStatBytes + kDecodeWarps * kRingBytes;
-  // Floats of a warp's row of sums, which takes the place of its ring: so far apart that a
-  // fragment's rows lie in different banks.
+  // Stride in floats of a warp's sums, which replace its ring: the rows of a fragment are in
+  // different banks.
   static constexpr int kSumStride = kHeadDim + 8;
   static_assert(kDecodeRows * kSumStride * 4 <= kRingBytes, "two stages at least");
 
@@ -37,7 +37,8 @@ struct DecodeMemory {
   VMS_DEVICE float* sums(int warp) const { return reinterpret_cast<float*>(ring(warp)); }
 };
 
-// This warp's tiles of the item, every fourth. `ready`: has the block's queries in shared memory.
+// Processes this warp's tiles of the item, every fourth. `ready`: the block's queries are in shared
+// memory.
 template <class T, int kHeadDim, bool kPaged, int kStages>
 VMS_DEVICE void decode_tiles(const ItemRows& rows, const DecodeMemory<kHeadDim, kStages>& memory,
                              RowSums<kHeadDim> (&sums)[1]) {
@@ -54,7 +55,7 @@ VMS_DEVICE void decode_tiles(const ItemRows& rows, const DecodeMemory<kHeadDim, 
           rows.args.kv, item.row, rows.head_offset(), first + tile * kStep, item.kv_end, lane,
           memory.k_tile(warp, stage), memory.v_tile(warp, stage));
     }
-    ptx::copy_commit();  // also of nothing: the waits count commits
+    ptx::copy_commit();  // even if empty: waits count commits
   };
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) start(stage, stage);
@@ -74,13 +75,13 @@ VMS_DEVICE void decode_tiles(const ItemRows& rows, const DecodeMemory<kHeadDim, 
     attend_tile<T, kHeadDim, kDecodeTokens>(rows, queries, memory.k_tile(warp, stage),
                                             memory.v_tile(warp, stage), first + tile * kStep, sight,
                                             sums);
-    ptx::sync_warp();  // every lane has read the stage
+    ptx::sync_warp();  // every lane has read the stage before it is overwritten
     start(tile + kStages, stage);
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 }
 
-// Puts the warp's sums where the others find them, in place of its ring.
+// Stores the warp's sums for the other warps, in place of its ring.
 template <int kHeadDim, int kStages>
 VMS_DEVICE void share_sums(const RowSums<kHeadDim>& sums, float scale,
                            const DecodeMemory<kHeadDim, kStages>& memory) {
@@ -102,7 +103,7 @@ VMS_DEVICE void share_sums(const RowSums<kHeadDim>& sums, float scale,
   }
 }
 
-// Merges the four warps' sums, a pair of elements at a time, and stores the rows.
+// Merges the sums of the four warps, two elements at a time, and stores the rows.
 template <class T, int kHeadDim, int kStages>
 VMS_DEVICE void merge_sums(const ItemRows& rows, const DecodeMemory<kHeadDim, kStages>& memory) {
   for (int i = ptx::thread(); i < rows.num_rows * (kHeadDim / 2); i += 32 * kDecodeWarps) {
@@ -140,6 +141,6 @@ VMS_DEVICE void attend_decode(const AttendArgs& args) {
     share_sums(sums[0], args.softcap > 0.0F ? 1.0F : args.scale, memory);
     ptx::sync_block();
     merge_sums<T>(rows, memory);
-    ptx::sync_block();  // before the rings are filled again
+    ptx::sync_block();  // all sums are read before the rings are filled again
   }
 }

@@ -2,8 +2,8 @@
 //   VMS_TYPE      Bf16 or Fp16
 //   VMS_HEAD_DIM  64, 128 or 256
 //   VMS_PAGED     true: block tables; false: slots
-//   VMS_STAGES    tiles that a warp of the decode keeps in flight, 2 or more
-//   VMS_DECODE_BLOCKS, VMS_APPEND_BLOCKS  blocks of a multiprocessor that registers must allow
+//   VMS_STAGES    tiles that a warp of the decode kernel keeps in flight, 2 or more
+//   VMS_DECODE_BLOCKS, VMS_APPEND_BLOCKS  blocks per multiprocessor; limits registers
 #include "append.cuh"
 #include "combine.cuh"
 #include "decode.cuh"

@@ -1,9 +1,9 @@
-// Addresses of K and V, in either view.
+// Addresses of K and V in either view.
 #pragma once
 
 #include "params.h"
 
-// Bytes from position 0 of page 0 to `position`; that block of the table is read.
+// Offset in bytes from position 0 of page 0 to `position`; reads its entry of the block table.
 template <bool kPaged>
 VMS_DEVICE i64 kv_offset(const KvLayer& kv, int row, int position) {
   if (!kPaged) return row * kv.page_stride + position * kv.token_stride;
@@ -17,28 +17,27 @@ VMS_DEVICE i64 kv_offset(const KvLayer& kv, int row, int position) {
          (static_cast<i64>(part << kv.block_shift) + token) * kv.token_stride;
 }
 
-// Where 16 bytes of a row of a tile in shared memory lie: rows of kHeadDim elements, their units
-// exchanged so that the eight rows of a fragment lie in different banks.
+// Address of 16 bytes of a tile's row in shared memory. Rows have kHeadDim elements; their units
+// are swizzled, so that the eight rows of a fragment are in different banks.
 template <int kHeadDim>
 VMS_DEVICE int tile_offset(int row, int unit) {
   return row * kHeadDim * 2 + ((unit ^ (row & 7)) << 4);
 }
 
-// Starts to copy kTokens positions (16 at a time, each 16 in one block) from `begin` on into a K
-// and a V tile; those from `end`, which is behind `begin`, on become zeros, and nothing of them is
-// read.
+// Starts to copy kTokens positions from `begin` on into a K and a V tile, 16 at a time, each 16 in
+// one block. Positions from `end` (> begin) on become zeros and are not read.
 template <int kHeadDim, bool kPaged, int kTokens, int kThreads>
 VMS_DEVICE void start_tiles(const KvLayer& kv, int row, i64 head_offset, int begin, int end,
                             int thread, char* k_tile, char* v_tile) {
-  constexpr int kUnits = kHeadDim / 8;                 // of a row
-  constexpr int kRows = kThreads / kUnits;             // copied at a time
-  constexpr int kSteps = kRows < 16 ? 16 / kRows : 1;  // of 16 rows
+  constexpr int kUnits = kHeadDim / 8;                 // in a row
+  constexpr int kRows = kThreads / kUnits;             // copied at once
+  constexpr int kSteps = kRows < 16 ? 16 / kRows : 1;  // for 16 rows
   constexpr int kSixteens = kTokens / 16;
   static_assert(kRows <= 16, "more threads than 16 rows have units");
   i64 offsets[kSixteens];
 #pragma unroll
   for (int i = 0; i < kSixteens; ++i) {
-    // The table may hold anything behind the end; what is not read has an address that is there.
+    // Table entries after the end are undefined: skipped copies use the first, a valid address.
     if (i > 0) offsets[i] = offsets[0];
     if (i == 0 || begin + 16 * i < end) offsets[i] = kv_offset<kPaged>(kv, row, begin + 16 * i);
   }

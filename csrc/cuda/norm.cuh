@@ -1,4 +1,4 @@
-// RMSNorm over rows of the hidden size, with the addition of a residual before it, in one pass.
+// RMSNorm over rows of the hidden size, after adding a residual, in one pass.
 //
 // Rounds where separate tensor operations in the element type would: after the sum, after the
 // normalisation and after the weight (vmserve/models/blocks.py).
@@ -7,9 +7,9 @@
 #include "write.cuh"
 
 constexpr int kNormThreads = 256;
-constexpr int kNormUnits = 8;  // of 8 elements, held by a thread: rows of 16,384 at most
+constexpr int kNormUnits = 8;  // of 8 elements, for each thread: at most 16,384 in a row
 
-// The two elements of word i of a unit.
+// Both elements of word i of a unit.
 template <class T>
 VMS_DEVICE Pair widened(const u32* words, int i) {
   return Pair{ptx::widen(T{static_cast<u16>(words[i] & 0xffffU)}),
@@ -27,7 +27,7 @@ VMS_DEVICE float warp_sum(float x) {
   return x;
 }
 
-// One block for a row.
+// One block per row.
 template <class T>
 VMS_DEVICE void norm_row(const NormArgs& args) {
   constexpr int kWarps = kNormThreads / 32;

@@ -1,15 +1,15 @@
-// What the host passes to the kernels: plain structures, 8-byte fields first, no padding between.
-// vmserve/attention/cuda/params.py has the same; sizes are checked in both.
+// Kernel arguments: plain structs, 8-byte fields first, without padding. They mirror
+// vmserve/attention/cuda/params.py; both check the sizes.
 #pragma once
 
 #include "ptx.h"
 
-// Where one layer's K and V lie. Position p of the sequence in row r:
+// K and V of one layer. Position p of the sequence in row r:
 // - paged: block b = table[r * table_width + (p >> block_shift)], token p % 2^block_shift of part
 //   b % blocks_per_page of page b / blocks_per_page;
-// - in slots: token p of slot r. The table is not read; page_stride is from slot to slot.
+// - in slots: token p of slot r. The table is not read; page_stride is the distance of slots.
 struct KvLayer {
-  char* keys;    // of position 0 of page 0 (slot 0), head 0
+  char* keys;    // position 0 of page 0 (slot 0), head 0
   char* values;  // the same; K and V share the strides
   const int* table;
   i64 page_stride, token_stride, head_stride;  // bytes, multiples of 16
@@ -17,34 +17,34 @@ struct KvLayer {
 };
 static_assert(sizeof(KvLayer) == 64, "as in params.py");
 
-// Some tokens' queries against one stretch of one sequence's keys; the same for each KV head.
+// Queries of some tokens with a range of one sequence's keys; the same for each KV head.
 struct alignas(16) WorkItem {
-  int row;    // of the table, or the slot
-  int token;  // the first of the ragged batch's tokens, at consecutive positions; -1 - i: tokens
-              // lists[i ..], whose positions are anywhere at or past kv_end
+  int row;    // of the table, or a slot
+  int token;  // first token in the ragged batch, at consecutive positions; or -1 - i: tokens
+              // lists[i ..] at any positions >= kv_end
   int num_tokens;
   int kv_begin, kv_end;            // begin: a multiple of 16
-  int part;                        // which of its tokens' parts this is
-  int min_position, max_position;  // of the tokens
+  int part;                        // index among its tokens' parts
+  int min_position, max_position;  // among the tokens
 };
 static_assert(sizeof(WorkItem) == 32, "as in plan.py");
 
 struct AttendArgs {
   KvLayer kv;
   const char* q;                      // [tokens, q_heads, head_dim]
-  char* out;                          // the same, contiguous
+  char* out;                          // [tokens, q_heads, head_dim], contiguous
   float* lse;                         // [tokens, q_heads] or null: natural logarithms
   float* parts;                       // [parts, q_heads, head_dim]
   float* part_lse;                    // [parts, q_heads]: binary logarithms
   const WorkItem* items;              // [num_items]
   const int* num_items;               // [1]
-  const int* lists;                   // tokens
+  const int* lists;                   // token indices
   const int* positions;               // [tokens]
-  const int* part_starts;             // [tokens]: the first part of each; -1 where there is but one
+  const int* part_starts;             // [tokens]: the first of a token's parts; -1: not split
   i64 q_token_stride, q_head_stride;  // bytes, multiples of 16
-  float scale;  // to binary logarithms: of the raw score, or if capped of what tanh takes, doubled
-  float softcap;  // in binary logarithms; 0: none
-  int window;     // positions that a query sees, itself included; 0: all
+  float scale;    // to base-2 logarithms; with a softcap: of the argument of tanh, times 2
+  float softcap;  // in base-2 logarithms; 0: none
+  int window;     // positions a query attends to, its own included; 0: all
   int kv_heads, group, reserved;
 };
 static_assert(sizeof(AttendArgs) == 64 + 80 + 16 + 24, "as in params.py");
@@ -62,13 +62,13 @@ static_assert(sizeof(CombineArgs) == 56, "as in params.py");
 
 struct WriteArgs {
   KvLayer kv;
-  const char* q;  // not read where nothing is rotated
+  const char* q;  // read only if there is a rotation
   const char* k;
   const char* v;
   const char* cos;       // [tokens, rotary_dim]
-  const char* sin;       // signed, as vmserve/attention/rotary.py says
+  const char* sin;       // signed, as in vmserve/attention/rotary.py
   char* q_out;           // [tokens, q_heads, head_dim], contiguous
-  const int* rows;       // [tokens]: of the table, or the slot; negative: not a token
+  const int* rows;       // [tokens]: of the table, or a slot; negative: no token
   const int* positions;  // [tokens]
   i64 q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;
   i64 cos_stride, sin_stride;  // all in bytes
@@ -76,9 +76,9 @@ struct WriteArgs {
 };
 static_assert(sizeof(WriteArgs) == 64 + 64 + 64 + 16, "as in params.py");
 
-// Rows of `size` elements, contiguous: x += residual, which may be null; then out = RMSNorm of x.
+// Contiguous rows of `size` elements: x += residual, if there is one; then out = RMSNorm of x.
 struct NormArgs {
-  char* x;  // [rows, size], 16-byte aligned, as all here; written where there is a residual
+  char* x;  // [rows, size], 16-byte aligned, like all here; written if there is a residual
   const char* residual;  // the same, or null
   const char* weight;    // [size]
   char* out;             // as x
@@ -87,10 +87,10 @@ struct NormArgs {
 };
 static_assert(sizeof(NormArgs) == 48, "as in params.py");
 
-// Copies, or fills with zeros: runs[i] = {destination, source, bytes, unused}; no two runs overlap.
+// Copies or zero fills: runs[i] = {destination, source, bytes, unused}; runs do not overlap.
 struct MoveArgs {
   const i64* runs;
   const int* num_runs;   // [1]
-  int pieces, reserved;  // blocks that share one run
+  int pieces, reserved;  // blocks that share a run
 };
 static_assert(sizeof(MoveArgs) == 24, "as in params.py");

@@ -1,8 +1,8 @@
-// Everything in the kernels that is not plain C++: the PTX instructions and the threads' meetings.
+// Everything in the kernels that is not plain C++: PTX instructions and thread synchronisation.
 //
-// The kernels touch global memory, shared memory in fragments, other threads and the approximate
-// units through these functions alone, so that a test can run the same source on a CPU: it defines
-// VMSERVE_EMULATED_PTX as a header that has the same functions with the semantics of the PTX ISA.
+// Kernels access global memory, fragments in shared memory, other threads and approximate units
+// only through these functions, so that a test can run the same source on a CPU: it defines
+// VMSERVE_EMULATED_PTX as a header with the same functions and the semantics of the PTX ISA.
 // Needs sm_80.
 #pragma once
 
@@ -10,7 +10,7 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
 
-// Elements are held as their bits; arithmetic is in float.
+// Elements are stored as bits; arithmetic is in float.
 struct Bf16 {
   u16 bits;
 };
@@ -18,7 +18,7 @@ struct Fp16 {
   u16 bits;
 };
 
-// 16 bytes, as they are moved.
+// 16 bytes, the unit of copies.
 struct alignas(16) Unit {
   u32 x, y, z, w;
 };
@@ -61,7 +61,7 @@ VMS_PTX float shuffle_xor(float x, int mask) {
   return __shfl_xor_sync(0xffffffffU, x, mask);
 }
 
-// Global memory. T: 1, 2, 4, 8 or 16 bytes, aligned to its size.
+// Reads global memory. T: 1, 2, 4, 8 or 16 bytes, aligned to its size.
 template <class T>
 VMS_PTX T load(const T* from) {
   return *from;
@@ -75,10 +75,10 @@ VMS_PTX u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// Starts to copy 16 bytes from global to shared memory; zeros instead, and nothing is read, where
-// not `valid` (`from` is memory that is there all the same: the hint may look at it). Copies belong
-// to the next commit; they are there for the thread that started them after the wait, for others
-// after they met it.
+// Starts to copy 16 bytes from global to shared memory, or writes zeros and reads nothing if not
+// `valid` (`from` must be a valid address anyway, because of the prefetch hint). The copy belongs
+// to the next commit. It is visible to this thread after the wait, to others after a barrier as
+// well.
 VMS_PTX void copy_async(void* to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
                "l"(from), "r"(valid ? 16 : 0)
@@ -87,21 +87,21 @@ VMS_PTX void copy_async(void* to, const void* from, bool valid) {
 VMS_PTX void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Waits until at most kPending of the thread's last commits are not complete.
+// Waits until at most kPending of the thread's last commits are incomplete.
 template <int kPending>
 VMS_PTX void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements: lane 8 i + j brings the address of row j of matrix i, and
-// gets of each matrix the elements 2 (lane % 4) and the next of row lane / 4.
+// Loads four 8 x 8 matrices of 16-bit elements. Lane 8 i + j passes the address of row j of matrix
+// i, and gets elements 2 (lane % 4) and the next of row lane / 4 of each matrix.
 VMS_PTX void load_matrices(u32 (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(shared_address(row))
                : "memory");
 }
-// The same of the transposed matrices.
+// Loads four transposed matrices.
 VMS_PTX void load_matrices_transposed(u32 (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -109,7 +109,7 @@ VMS_PTX void load_matrices_transposed(u32 (&to)[4], const void* row) {
                : "memory");
 }
 
-// d += a b: 16 x 16 times 16 x 8, elements of type T, sums in float.
+// d += a b: 16 x 16 times 16 x 8, elements of type T, sums in float32.
 template <class T>
 VMS_PTX void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
 template <>
@@ -129,7 +129,7 @@ VMS_PTX void multiply_add<Fp16>(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats, rounded to nearest even; the first in the low half.
+// Packs two floats, rounded to nearest even; the first in the low half.
 template <class T>
 VMS_PTX u32 pack(float low, float high);
 template <>
@@ -154,7 +154,7 @@ VMS_PTX float widen(Fp16 x) {
   return wide;
 }
 
-// 2^x and log2 x, of the special function unit: 2 units in the last place off, subnormals are 0.
+// 2^x and log2 x of the special function unit: error of 2 ulp, subnormals flushed to 0.
 VMS_PTX float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -170,7 +170,7 @@ VMS_PTX float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// At most 2 units in the last place off.
+// Error of at most 2 ulp.
 VMS_PTX float inverse_root(float x) {
   return rsqrtf(x);
 }
@@ -180,7 +180,7 @@ VMS_PTX float larger(float x, float y) {
 VMS_PTX float multiply_add(float x, float y, float z) {
   return fmaf(x, y, z);
 }
-// Neither is contracted to a multiply-add.
+// Neither is contracted to an FMA.
 VMS_PTX float product(float x, float y) {
   return __fmul_rn(x, y);
 }

@@ -1,4 +1,4 @@
-// What a warp does with blocks of 16 query rows and a tile of keys and values in shared memory.
+// Computes blocks of 16 query rows with a tile of keys and values in shared memory: one warp.
 //
 // Thread t of the warp holds, of every 16 x 8 block of scores or output, columns 2 (t % 4) and the
 // next of rows t / 4 (elements 0 and 1) and t / 4 + 8 (elements 2 and 3).
@@ -6,12 +6,12 @@
 
 #include "kv.cuh"
 
-// The online softmax (Milakov and Gimelshein 2018) of two rows and their sums of values so far.
+// State of the online softmax (Milakov and Gimelshein 2018) of two rows.
 template <int kHeadDim>
 struct RowSums {
   float out[kHeadDim / 8][4];
   float maximum[2];  // of the scores before `scale`; -infinity: no key yet
-  float total[2];    // of this thread's columns alone
+  float total[2];    // over this thread's columns only
 
   VMS_DEVICE void clear() {
 #pragma unroll
@@ -24,14 +24,14 @@ struct RowSums {
   }
 };
 
-// 16 query rows as fragments: in registers, or in shared memory where they would be too many.
+// 16 query rows as fragments: in registers, or in shared memory if they need too many registers.
 template <int kHeadDim, bool kHeld = kHeadDim <= 128>
 struct QueryRows {
   u32 held[kHeld ? kHeadDim / 16 : 1][4];
   const char* tile;
   int row, unit;
 
-  // `first`: of the warp's 16 rows in the tile.
+  // `first`: the first of the warp's 16 rows in the tile.
   VMS_DEVICE void take(const char* queries, int first, int lane) {
     tile = queries;
     row = first + (lane & 15);
@@ -53,7 +53,7 @@ struct QueryRows {
   }
 };
 
-// Keys are loaded once for all blocks of rows.
+// Scores of all blocks of rows; each key is loaded once.
 template <class T, int kHeadDim, int kTokens, int kBlocks, bool kHeld>
 VMS_DEVICE void score(const QueryRows<kHeadDim, kHeld> (&queries)[kBlocks], const char* k_tile,
                       int lane, float (&scores)[kBlocks][kTokens / 8][4]) {
@@ -84,7 +84,7 @@ VMS_DEVICE void score(const QueryRows<kHeadDim, kHeld> (&queries)[kBlocks], cons
   }
 }
 
-// softcap * tanh(score / softcap), in binary logarithms: tanh x = 1 - 2 / (1 + e^2x).
+// softcap * tanh(score / softcap) in base-2 logarithms: tanh x = 1 - 2 / (1 + e^2x).
 template <int kCount>
 VMS_DEVICE void cap(float (&scores)[kCount][4], float scale, float softcap) {
 #pragma unroll
@@ -97,8 +97,7 @@ VMS_DEVICE void cap(float (&scores)[kCount][4], float scale, float softcap) {
   }
 }
 
-// Hides what lies outside [low, high) of each of the two rows; `first` is this thread's first
-// column.
+// Masks scores outside [low, high) of each of the two rows. `first`: this thread's first column.
 template <int kCount>
 VMS_DEVICE void mask(float (&scores)[kCount][4], int first, const int (&low)[2],
                      const int (&high)[2]) {
@@ -121,7 +120,7 @@ VMS_DEVICE float quad_sum(float x) {
   return x + ptx::shuffle_xor(x, 2);
 }
 
-// Scores become weights relative to the new maximum; what was summed before is brought to it.
+// Turns scores into weights relative to the new maximum, and rescales the sums so far.
 template <int kHeadDim, int kCount>
 VMS_DEVICE void soften(float (&scores)[kCount][4], float scale, RowSums<kHeadDim>& sums) {
 #pragma unroll
@@ -132,7 +131,7 @@ VMS_DEVICE void soften(float (&scores)[kCount][4], float scale, RowSums<kHeadDim
       best = ptx::larger(best, ptx::larger(scores[n][2 * half], scores[n][2 * half + 1]));
     }
     best = quad_maximum(best);
-    // A row that has seen no key yet keeps weights of 0, not of NaN.
+    // If a row has no key yet, its weights are 0 instead of NaN.
     const float shift = best == -ptx::infinity() ? 0.0F : best * scale;
     const float factor = ptx::exp2(ptx::multiply_add(sums.maximum[half], scale, -shift));
     sums.maximum[half] = best;
@@ -183,8 +182,8 @@ VMS_DEVICE void weigh(const float (&weights)[kBlocks][kTokens / 8][4], const cha
   }
 }
 
-// Where the rows of an item come from and what they see: row r is query head `head * group + r %
-// group` of the item's token r / group.
+// The rows of an item: row r is query head `head * group + r % group` of the item's token
+// r / group.
 struct ItemRows {
   const AttendArgs& args;
   const WorkItem item;
@@ -210,7 +209,7 @@ struct ItemRows {
   VMS_DEVICE int q_head(int row) const { return head * args.group + row % args.group; }
   VMS_DEVICE i64 head_offset() const { return head * args.kv.head_stride; }
 
-  // Keys that row `row` sees: [low, high). Rows that are not there see what there is.
+  // Range [low, high) of keys that `row` attends to. Rows after the last one get all keys.
   VMS_DEVICE void visible(int row, int& low, int& high) const {
     low = item.kv_begin;
     high = item.kv_end;
@@ -222,7 +221,7 @@ struct ItemRows {
     if (args.window > 0 && position + 1 - args.window > low) low = position + 1 - args.window;
   }
 
-  // The lowest and the highest position of the 16 rows from `first` on.
+  // Lowest and highest position of the 16 rows from `first` on.
   VMS_DEVICE void span(int first, int& lowest, int& highest) const {
     lowest = item.min_position;
     highest = item.max_position;
@@ -233,7 +232,7 @@ struct ItemRows {
   }
 };
 
-// Copies the item's queries into shared memory; rows that are not there become zeros.
+// Copies the item's queries into shared memory; missing rows become zeros.
 template <int kHeadDim, int kRows, int kThreads>
 VMS_DEVICE void load_queries(const ItemRows& rows, char* tile) {
   constexpr int kUnits = kHeadDim / 8;
@@ -250,7 +249,7 @@ VMS_DEVICE void load_queries(const ItemRows& rows, char* tile) {
   }
 }
 
-// Positions of a block of 16 rows, of which `first` is the first in the item.
+// Range of positions of a block of 16 rows, which begins at row `first` of the item.
 struct Sight {
   int first, lowest, highest;
 
@@ -260,7 +259,7 @@ struct Sight {
   }
 };
 
-// One tile of keys and values for one warp's blocks of rows.
+// Computes one tile of keys and values for one warp's blocks of rows.
 template <class T, int kHeadDim, int kTokens, int kBlocks, bool kHeld>
 VMS_DEVICE void attend_tile(const ItemRows& rows,
                             const QueryRows<kHeadDim, kHeld> (&queries)[kBlocks],
@@ -278,7 +277,7 @@ VMS_DEVICE void attend_tile(const ItemRows& rows,
       cap(scores[b], scale, args.softcap);
       scale = 1.0F;
     }
-    // Only tiles at an edge are masked, for which what a row sees is looked up again.
+    // Masks only tiles at an edge; for those, the rows' ranges are computed again.
     if (end > rows.item.kv_end || end > sight[b].lowest + 1 ||
         (args.window > 0 && begin + args.window <= sight[b].highest)) {
       const int row = sight[b].first + (lane >> 2);
@@ -294,9 +293,9 @@ VMS_DEVICE void attend_tile(const ItemRows& rows,
 
 constexpr float kLn2 = 0.6931471805599453F;
 
-// Where a finished row goes.
+// Destination of a finished row.
 struct RowTarget {
-  int token, q_head, part;  // part: -1: the output itself
+  int token, q_head, part;  // part -1: the output
 
   VMS_DEVICE RowTarget(const ItemRows& rows, int row)
       : token(rows.token(row / rows.args.group)), q_head(rows.q_head(row)) {
@@ -308,7 +307,7 @@ struct RowTarget {
   }
 };
 
-// `lse`: a binary logarithm.
+// `lse`: a base-2 logarithm.
 VMS_DEVICE void store_lse(const AttendArgs& args, const RowTarget& target, float lse) {
   if (target.part >= 0) {
     ptx::store(args.part_lse + target.index(args), lse);

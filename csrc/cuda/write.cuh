@@ -1,8 +1,8 @@
-// Rotary embedding of q and k with the write of k and v to their positions, in one pass; and moves
-// of memory for the KV cache.
+// Rotary embedding of q and k and the write of k and v to their positions, in one pass; and memory
+// moves for the KV cache.
 //
-// The rotation rounds where separate tensor operations in the element type would: after each
-// product and after the sum (vmserve/attention/rotary.py).
+// Rotations round where separate tensor operations in the element type would: after each product
+// and after the sum (vmserve/attention/rotary.py).
 #pragma once
 
 #include "kv.cuh"
@@ -22,7 +22,7 @@ VMS_DEVICE float rotated(T x, T partner, T cos, T sin) {
                   rounded<T>(ptx::product(ptx::widen(partner), ptx::widen(sin))));
 }
 
-// Eight elements from d on of a head's row, rotated where they are below `rotary_dim`.
+// Loads eight elements from d on of a head, rotated if below `rotary_dim`.
 template <class T>
 VMS_DEVICE Unit rotate_unit(const T* row, const T* cos, const T* sin, int d, int rotary_dim) {
   union {
@@ -49,8 +49,8 @@ VMS_DEVICE Unit rotate_unit(const T* row, const T* cos, const T* sin, int d, int
   return to.unit;
 }
 
-// One block for a token; its threads share the units of all its heads: q's if it is rotated, k's,
-// then v's.
+// One block per token; its threads share the units of all heads: q if there is a rotation, then k
+// and v.
 template <class T, int kHeadDim, bool kPaged>
 VMS_DEVICE void write_token(const WriteArgs& args) {
   constexpr int kUnits = kHeadDim / 8;
@@ -86,7 +86,7 @@ VMS_DEVICE void write_token(const WriteArgs& args) {
   }
 }
 
-// Runs are shared by `pieces` blocks each; 16 bytes at a time where both ends are aligned.
+// `pieces` blocks share each run, 16 bytes at a time if both ends are aligned.
 template <bool kZero>
 VMS_DEVICE void move_runs(const MoveArgs& args) {
   const int run = ptx::block() / args.pieces, piece = ptx::block() % args.pieces;

@@ -1,8 +1,8 @@
-// The part of the CUDA driver API that CudaDriver calls: types, numbers and a table of functions
-// that is filled when a library is loaded.
+// The part of the CUDA driver API that CudaDriver calls: types, constants and a table of functions,
+// which is filled when a library is loaded.
 //
-// Declared here from the API's documented binary interface, so that one build of this project
-// runs on machines with and without an NVIDIA driver and needs no CUDA toolkit. Nothing is linked.
+// Declared here from the API's documented binary interface, so that one build runs on machines with
+// and without an NVIDIA driver and needs no CUDA toolkit. Nothing is linked.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ using Event = void*;
 using DevicePointer = std::uint64_t;
 using Handle = std::uint64_t;  // of a physical allocation
 
-// CUresult; the names are the API's own without CUDA_ERROR_.
+// CUresult; names as in the API without CUDA_ERROR_.
 enum Result : int {
   kSuccess = 0,
   kInvalidValue = 1,
@@ -91,10 +91,10 @@ struct AccessDescriptor {  // CUmemAccessDesc
 };
 static_assert(sizeof(AccessDescriptor) == 12, "the layout of CUmemAccessDesc");
 
-// Each member is the function whose exported name Api::load() asks for.
+// Each member is named after the exported function that Api::load() looks up.
 struct Api {
-  // Throws DriverError when the library or one of the functions is missing. A library once loaded
-  // stays: the driver's own threads outlive what we could know of.
+  // Throws DriverError if the library or a function is missing. A library stays loaded, because the
+  // driver's own threads may outlive this object.
   static std::shared_ptr<const Api> load(const std::string& library);
 
   std::string library;
@@ -138,7 +138,7 @@ struct Api {
   std::string name(Result result) const;
 };
 
-// Whether the device or its context is lost for good after this result.
+// Whether the device or its context is lost after this result.
 bool is_sticky(Result result);
 
 }  // namespace vmserve::cuda

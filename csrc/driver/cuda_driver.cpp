@@ -1,4 +1,4 @@
-// The calls of PageDriver. Opening, closing and the making of frames are in cuda_frames.cpp.
+// The calls of PageDriver. cuda_frames.cpp opens and closes the driver and makes frames.
 #include "vmserve/cuda_driver.h"
 
 #include <string>
@@ -11,7 +11,7 @@
 namespace vmserve {
 namespace {
 
-// Marks that nobody asks for are looked after once so many wait.
+// Polls pending marks once there are so many.
 constexpr std::size_t kManyPending = 32;
 
 std::vector<AddressRun> mapped_ranges(const SegmentMap& segments) {
@@ -46,7 +46,7 @@ void CudaDriver::enter() {
                       "the CUDA device is lost since this: " + lost_ + "; restart the process", 0,
                       /*sticky=*/true);
   }
-  // Calls come from several threads, and each thread has a current context of its own.
+  // Calls come from several threads, and the current context is a property of a thread.
   const cuda::Result result = api_->context_set_current(context_);
   if (result != cuda::kSuccess) {
     refuse(result, "cuCtxSetCurrent", "making the device current", "restart the process");
@@ -153,8 +153,8 @@ void CudaDriver::map_group(const std::vector<MapRun>& runs, std::size_t first, s
 
 void CudaDriver::map(const std::vector<MapRun>& runs) {
   enter();
-  // Runs that continue one another with equal access are one group: one set-access, and all of
-  // the group is mapped or none. A run that may not be mapped ends the group before it.
+  // Adjacent runs with equal access form a group, which is mapped as a whole or not at all, and
+  // gets one cuMemSetAccess. A run that cannot be mapped ends the group before it.
   std::size_t first = 0;
   const FrameLedger::Reservation* group = nullptr;
   for (std::size_t i = 0; i < runs.size(); ++i) {
@@ -172,7 +172,7 @@ void CudaDriver::map(const std::vector<MapRun>& runs) {
     if (first < i && !continues(runs[i - 1], runs[i])) {
       map_group(runs, first, i);
       first = i;
-      // The group may have taken the addresses of this run.
+      // The group just mapped may have taken this run's addresses.
       reservation = &ledger_.check_mappable(runs[i], i);
     }
     group = reservation;
@@ -197,11 +197,11 @@ void CudaDriver::unmap(const std::vector<AddressRun>& runs) {
 
 void CudaDriver::set_access_one(const AccessRun& run, std::size_t completed) {
   FrameLedger::Reservation& reservation = ledger_.check_accessible(run, completed);
-  // Without read-only mappings everything is writable already.
+  // Without read-only mappings, everything is writable already.
   const cuda::Result result =
       read_only_ ? set_device_access(run.addr, run.bytes, run.access) : cuda::kSuccess;
   if (result != cuda::kSuccess) {
-    // Nothing says that a refused call changed nothing: put back what was.
+    // CUDA does not document that a refused call changes nothing: restore the access.
     cuda::Result undone = cuda::kSuccess;
     reservation.segments.for_each(run.addr, run.bytes,
                                   [&](Address addr, std::size_t bytes, Mapping first) {
@@ -254,10 +254,10 @@ void CudaDriver::copy(const std::vector<CopyRun>& runs) {
   queue_copies(runs, compute_stream());
 }
 
-// -- beside the kernels
+// -- copy stream
 
 cuda::Result CudaDriver::follow(Stream behind, Stream before) {
-  // A wait is for the newest record at the time of the call: one event does for all.
+  // One event is enough: a wait refers to its latest record at the time of the call.
   const cuda::Result result = api_->event_record(order_event_, before);
   return result != cuda::kSuccess ? result : api_->stream_wait_event(behind, order_event_, 0);
 }
@@ -272,12 +272,12 @@ void CudaDriver::copy_out(const std::vector<CopyRun>& runs) {
   queue_copies(runs, copy_stream_);
 }
 
-// Whether what zero and copy were asked for is done, as far as marks tell.
+// Whether all zero and copy calls are known to be done, from the marks.
 bool CudaDriver::is_own_work_done() {
   return own_work_ <= marks_.last && is_reached(marks_, own_work_);
 }
 
-// What the compute stream is given from here on waits for the copies.
+// Makes later work on the compute stream wait for the copies.
 void CudaDriver::join_copies(std::size_t completed) {
   const cuda::Result result = follow(compute_stream(), copy_stream_);
   if (result == cuda::kSuccess || api_->stream_synchronize(copy_stream_) == cuda::kSuccess) return;
@@ -298,7 +298,7 @@ void CudaDriver::copy_in(const std::vector<CopyRun>& runs) {
   try {
     queue_copies(runs, copy_stream_);
   } catch (const Error& error) {
-    // Whoever is given the targets next must not meet a copy that comes late.
+    // Later users of the targets must not see a copy that arrives late.
     if (error.completed > 0) join_copies(error.completed);
     throw;
   }
@@ -367,7 +367,7 @@ bool CudaDriver::is_reached(Marks& marks, Mark mark) {
   if (result != cuda::kSuccess) {
     refuse(result, "cuEventQuery", "asking for a mark", "try again");
   }
-  retire(marks, index + 1);  // marks are reached in their order
+  retire(marks, index + 1);  // marks are reached in order
   return true;
 }
 
@@ -421,7 +421,7 @@ DriverStats CudaDriver::stats() const {
   DriverStats stats;
   stats.created_frames = ledger_.created_frames();
   stats.mapped_frames = ledger_.mapped_frames();
-  // Each frame is mapped by a call of its own, and CUDA documents no limit.
+  // Each frame has its own mapping, and CUDA documents no limit.
   stats.num_mappings = ledger_.mapped_frames();
   stats.max_mappings = std::numeric_limits<std::int64_t>::max();
   const auto held = ledger_.created_frames() + static_cast<std::int64_t>(stray_handles_.size());

@@ -1,4 +1,4 @@
-// CudaDriver's opening and closing, and how its frames come to be and cease.
+// CudaDriver: opening, closing, and the creation and release of frames.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -11,7 +11,7 @@
 namespace vmserve {
 namespace {
 
-// Frames are cleared so many bytes at a time: enough to fill the device's memory bus.
+// Frames are cleared in pieces of this size: large enough to use the full memory bandwidth.
 constexpr std::size_t kScratchBytes = std::size_t{64} << 20;
 
 [[noreturn]] void refuse_device(const cuda::Api& api, cuda::Result result, const char* call,
@@ -59,7 +59,7 @@ std::size_t ask_granularity(const cuda::Api& api, int device, int option) {
   return bytes;
 }
 
-// Closing has no caller to tell: what fails for a reason that may pass is tried once more.
+// Retries once: closing has no caller that could handle a transient failure.
 template <typename Call>
 cuda::Result attempt(Call call) {
   const cuda::Result result = call();
@@ -81,13 +81,13 @@ CudaDriver::CudaDriver(CudaOptions options, Unopened)
       ledger_(options_.frame_bytes, options_.num_frames),
       handles_(options_.num_frames) {}
 
-// The delegated constructor makes a whole object, so that the destructor runs when open() throws.
+// Delegates, so that the object is complete and the destructor runs if open() throws.
 CudaDriver::CudaDriver(CudaOptions options) : CudaDriver(std::move(options), Unopened{}) {
   open();
 }
 
 CudaDriver::~CudaDriver() {
-  // CUDA cannot be used in a fork; everything belongs to the parent.
+  // CUDA cannot be used after a fork; everything belongs to the parent process.
   if (context_ != nullptr && ledger_.in_own_process()) close();
 }
 
@@ -107,7 +107,7 @@ void CudaDriver::open_device() {
                       human_bytes(frame_bytes()) + " may be " +
                       with_commas(static_cast<std::int64_t>(kMost / frame_bytes())) + " at most");
   }
-  // torch uses the primary context too, so that addresses and streams mean the same to both.
+  // torch uses the primary context too, so addresses and streams are valid for both.
   const cuda::Result result = api_->primary_context_retain(&context_, device_);
   if (result != cuda::kSuccess) {
     context_ = nullptr;
@@ -146,7 +146,7 @@ bool CudaDriver::probe_read_only() {
   if (result != cuda::kSuccess) {
     refuse(result, "cuMemCreate", "taking " + human_bytes(frame_bytes()), "free device memory");
   }
-  stray_handles_ = frame;  // until it is released
+  stray_handles_ = frame;  // until it is released below
   map_handles(scratch_, frame, 0, 1, Access::kReadWrite, 0);
   cuda::AccessDescriptor reading;
   reading.location.id = device_;
@@ -157,7 +157,7 @@ bool CudaDriver::probe_read_only() {
   if (cuda::is_sticky(result)) {
     refuse(result, "cuMemSetAccess", "trying a read-only mapping", "restart the process");
   }
-  // Nothing says with what a device refuses; it can do without.
+  // Any refusal means that read-only mappings are not supported; they are optional.
   return result == cuda::kSuccess;
 }
 
@@ -183,7 +183,7 @@ void CudaDriver::clear(const std::vector<Handle>& handles, std::size_t first, st
   cuda::Result waited = cuda::kSuccess;
   if (set == cuda::kSuccess) {
     waited = api_->stream_synchronize(clear_stream_);
-    // Unmapping under a running memset would be a fault of the device: wait, or leave it mapped.
+    // To unmap under a running memset would be a device fault: wait, or leave it mapped.
     if (waited != cuda::kSuccess && api_->stream_synchronize(clear_stream_) != cuda::kSuccess) {
       stray_maps_.push_back({scratch_, bytes});
       lose(waited, "cuStreamSynchronize",

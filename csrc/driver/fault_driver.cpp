@@ -66,7 +66,7 @@ std::int64_t FaultInjectingDriver::run_copies(std::int64_t count) {
 
 void FaultInjectingDriver::copy_out(const std::vector<CopyRun>& runs) {
   std::size_t asked = runs.size();
-  // Also copied now, so that misuse is refused now; what counts is what is there when it is run.
+  // Also copies at once, so that misuse is refused at once. The late copy reads the source again.
   const auto defer = [&] {
     const auto stop = runs.begin() + static_cast<std::ptrdiff_t>(asked);
     if (late_copies_) late_.insert(late_.end(), runs.begin(), stop);

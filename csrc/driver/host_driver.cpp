@@ -17,7 +17,7 @@
 namespace vmserve {
 namespace {
 
-// What is left to the rest of the machine when the pool grows.
+// Memory left to other processes when the pool grows.
 constexpr std::uint64_t kSpareBytes = std::uint64_t{64} << 20;
 
 int protection(Access access) {
@@ -91,7 +91,7 @@ HostDriver::HostDriver(HostOptions options)
                                           : MapAccount::shared(options_.limits)) {}
 
 HostDriver::~HostDriver() {
-  // In a fork this frees the child's own addresses and descriptor: harmless to the parent.
+  // In a forked child this frees only the child's addresses and descriptor.
   for (const auto& [addr, reservation] : ledger_.reservations()) {
     ::munmap(pointer(addr), reservation.segments.bytes());
   }
@@ -172,7 +172,7 @@ void HostDriver::create(const std::vector<FrameRun>& runs) {
   }
   check_memory(frames * frame_bytes(), "growing the KV cache", "--kv-cache-memory");
   for (std::size_t i = 0; i < runs.size(); ++i) {
-    // Taken now and not at first touch: a refusal is an error here, a dead process there.
+    // Allocates now: a refusal is an error here, but SIGBUS at the first touch.
     const int code = fallocate_frames(runs[i], 0);
     if (code == 0) continue;
     for (std::size_t done = 0; done <= i; ++done) {
@@ -192,8 +192,8 @@ void HostDriver::create(const std::vector<FrameRun>& runs) {
 void HostDriver::destroy(const std::vector<FrameRun>& runs) {
   ledger_.check_process();
   for (std::size_t i = 0; i < runs.size(); ++i) {
-    // Reading a punched page takes memory for it again, behind the account's back: not while
-    // it is mapped.
+    // To read a punched page would allocate it again without this driver's knowledge, so frames
+    // must not be mapped.
     ledger_.check_destroyable(runs[i], i);
     const int code = fallocate_frames(runs[i], FALLOC_FL_PUNCH_HOLE);
     if (code != 0) {
@@ -228,8 +228,8 @@ void HostDriver::map(const std::vector<MapRun>& runs) {
 
 void HostDriver::unmap_one(const AddressRun& run, std::size_t completed) {
   FrameLedger::Reservation& reservation = ledger_.check_unmappable(run, completed);
-  // Mapping nothing over it, in place of munmap, keeps the addresses reserved. The limit is
-  // only met where a hole splits a run in two.
+  // Mapping PROT_NONE over the range, instead of munmap, keeps the addresses reserved. The limit
+  // applies only if the hole splits a run in two.
   check_map_count(reservation.segments.growth(run.addr, run.bytes, Mapping{}),
                   account_->most_with_cuts(), completed);
   if (::mmap(pointer(run.addr), run.bytes, protection(reservation.backing),
@@ -248,7 +248,7 @@ void HostDriver::unmap(const std::vector<AddressRun>& runs) {
 
 void HostDriver::set_access_one(const AccessRun& run, std::size_t completed) {
   FrameLedger::Reservation& reservation = ledger_.check_accessible(run, completed);
-  // At most: one cut at either end.
+  // At most one split at each end.
   check_map_count(2, account_->most_with_cuts(), completed);
   if (::mprotect(pointer(run.addr), run.bytes, protection(run.access)) != 0) {
     refuse("mprotect", errno, "changing the access of " + human_bytes(run.bytes),
@@ -283,8 +283,8 @@ Address HostDriver::alloc_host(std::size_t bytes) {
   ledger_.check_process();
   if (bytes == 0) throw MisuseError("cannot allocate 0 bytes of host memory");
   check_memory(bytes, "growing the swap space", "--swap-space");
-  // Taken now, as frames are: the next look at the limits sees it, and no copy is the one that
-  // finds a control group full, which kills the process.
+  // Allocates now, like frames: the next check of the limits sees it, and no copy hits the limit of
+  // a control group, which would kill the process.
   void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (p == MAP_FAILED) {

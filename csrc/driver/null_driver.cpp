@@ -23,7 +23,7 @@ NullDriver::NullDriver(std::size_t frame_bytes, std::int64_t num_frames)
 
 Address NullDriver::take_addresses(std::size_t bytes) {
   const Address addr = next_;
-  // A gap behind each, so that what is one too far lies in none.
+  // Leaves a gap after each reservation, so that an address just past its end is in none.
   const std::size_t taken = (bytes / kGranularity + 2) * kGranularity;
   if (bytes > std::numeric_limits<Address>::max() - addr - 2 * kGranularity) {
     throw OutOfMemoryError("64 bits of addresses do not hold " + std::to_string(bytes) +

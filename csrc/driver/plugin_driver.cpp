@@ -62,7 +62,7 @@ T sized() {
   return value;
 }
 
-// The names of the mandatory functions that the table lacks: "map, query".
+// Names of the mandatory functions that the table lacks: "map, query".
 std::string missing_functions(const vmserve_driver& table) {
   const std::pair<const char*, bool> mandatory[] = {
       {"open", table.open != nullptr},
@@ -101,7 +101,7 @@ SharedLibrary::SharedLibrary(const std::string& path) : handle_(nullptr), pid_(:
 }
 
 SharedLibrary::~SharedLibrary() {
-  // In a fork the library's own clean-up would undo what the parent still uses.
+  // After a fork, the library's own clean-up would release what the parent still uses.
   if (::getpid() == pid_) ::dlclose(handle_);
 }
 
@@ -124,7 +124,7 @@ PluginDriver::PluginDriver(const PluginConfig& config)
 PluginDriver::~PluginDriver() {
   if (context_ == nullptr || ::getpid() != pid_) return;
   vmserve_error error = sized<vmserve_error>();
-  // Whether this fails makes no difference any more: close() never does.
+  // Ignores errors: close() must work anyway.
   if (can(VMSERVE_IS_ASYNCHRONOUS)) table_.fence(context_, &error);
   table_.close(context_);
 }
@@ -249,7 +249,7 @@ void PluginDriver::check_status(const char* name, std::size_t num_runs, std::int
   if (status == VMSERVE_OK) return;
   error.message[sizeof(error.message) - 1] = '\0';
   error.call[sizeof(error.call) - 1] = '\0';
-  // The failing run is not done; a call that is no batch, and create, leave nothing done.
+  // The failing run is not done. Calls without runs, and create, are done completely or not at all.
   const std::uint64_t most = num_runs == 0 ? 0 : num_runs - 1;
   if (error.completed > most) {
     broken(name, "failed with " + std::to_string(error.completed) + " of " +
@@ -278,8 +278,8 @@ void PluginDriver::call(const char* name, std::size_t num_runs,
                         Arguments... arguments) const {
   auto error = sized<vmserve_error>();
   std::int32_t status = VMSERVE_OK;
-  // NOTE: the ABI forbids exceptions, yet a plugin in C++ can let one escape; it must not take
-  // the engine down with it.
+  // NOTE: the ABI forbids exceptions, but a C++ plugin can let one escape, which must not take down
+  // the engine.
   try {
     status = function(context_, arguments..., &error);
   } catch (...) {

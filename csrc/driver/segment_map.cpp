@@ -53,8 +53,8 @@ std::int64_t SegmentMap::growth(Address addr, std::size_t bytes, Mapping first) 
   const auto right = segment_of(stop - 1);
   std::int64_t replaced = std::distance(left, right) + 1;
   std::int64_t added = 1;
-  // What stays on either side is either a part of a segment that is cut, or a whole neighbour;
-  // in both cases it may join the new segment.
+  // On either side there is a part of a segment that is cut, or a whole neighbour; either may merge
+  // with the new segment.
   if (left->first < addr) {
     const Segment kept{addr - left->first, left->second.first};
     added += joins(kept, first) ? 0 : 1;

@@ -11,7 +11,7 @@ namespace {
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
 constexpr std::int64_t kDefaultMaxMapCount = 65530;
 
-// The number in a file that holds one; nothing for "max", for a missing file, for anything else.
+// The number in a file; none for "max", a missing file or anything else.
 std::optional<std::uint64_t> read_number(const std::string& path) {
   std::ifstream file(path);
   std::uint64_t value = 0;
@@ -19,7 +19,7 @@ std::optional<std::uint64_t> read_number(const std::string& path) {
   return std::nullopt;
 }
 
-// The number behind `key` in a file of "key value" lines ("MemAvailable: 123 kB").
+// The number after `key` in a file of "key value" lines ("MemAvailable: 123 kB").
 std::optional<std::uint64_t> read_field(const std::string& path, const std::string& key) {
   std::ifstream file(path);
   std::string line;
@@ -52,8 +52,8 @@ std::optional<AvailableMemory> left_in(const std::string& directory, const Cgrou
   return AvailableMemory{*limit > used ? *limit - used : 0, limit_path};
 }
 
-// Keeps the tighter of `best` and what the cgroup `path` and its ancestors leave. A path that
-// was written outside of a container may not exist inside: the mount's root is always looked at.
+// Lowers `best` to what the cgroup `path` and its ancestors leave. A path from outside of a
+// container may not exist inside, so the root of the mount is always checked.
 void tighten(AvailableMemory& best, const std::string& mount, std::string path,
              const CgroupFiles& files) {
   while (true) {

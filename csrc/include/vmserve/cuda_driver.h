@@ -1,13 +1,12 @@
-// Physical pages of an NVIDIA GPU: the driver API's virtual memory management, from a library
-// that is loaded when it is needed.
+// Pages of GPU memory by CUDA's virtual memory management. The driver library is loaded at run
+// time.
 //
-// A frame is one physical allocation (cuMemCreate); adjacent maps get one cuMemSetAccess, and a
-// run is unmapped by one cuMemUnmap over whole mappings. zero and copy go to the compute stream,
-// copy_out and copy_in to a stream of the driver's own; events order the two where they must be.
+// A frame is one physical allocation (cuMemCreate). Adjacent maps share one cuMemSetAccess, and one
+// cuMemUnmap unmaps a run of whole mappings. zero and copy go to the compute stream, copy_out and
+// copy_in to a stream of the driver's own; events order the two streams where necessary.
 //
-// What CUDA lacks: a reservation has no background, so Backing::kZeros is refused. Whether a
-// mapping can be read-only is tried once; where it cannot, kRead maps writable and
-// capabilities().read_only says so.
+// CUDA has no backing for unmapped addresses, so Backing::kZeros is refused. Whether a mapping can
+// be read-only is tried once; if not, kRead maps writable and capabilities().read_only is false.
 #pragma once
 
 #include <cstdint>
@@ -32,13 +31,13 @@ struct CudaOptions {
   std::size_t frame_bytes = 0;
   std::int64_t num_frames = 0;
   int device = 0;
-  // The CUstream that the kernels run on, whose order zero, copy and mark follow; 0 is the legacy
-  // default stream. It must outlive the driver.
+  // The CUstream of the kernels, which zero, copy and mark also use; 0 is the legacy default
+  // stream. It must outlive the driver.
   std::uintptr_t stream = 0;
   std::string library = "libcuda.so.1";
-  // Device memory that growing leaves to others: torch's weights and activations, libraries.
+  // Device memory left for others when the pool grows: torch's weights and activations, libraries.
   std::uint64_t spare_bytes = std::uint64_t{256} << 20;
-  // Frames must be multiples of the granularity that the device recommends, not of its least.
+  // Frames must be multiples of the device's recommended granularity instead of its minimum.
   bool recommended_granularity = false;
 };
 
@@ -47,15 +46,15 @@ struct CudaGranularity {
   std::size_t recommended;
 };
 
-// The granularities of a device, without making a driver. Throws DriverError.
+// Reads the granularities of a device without making a driver. Throws DriverError.
 CudaGranularity cuda_granularity(int device, const std::string& library);
 
 class CudaDriver final : public PageDriver {
  public:
-  // Throws DriverError where there is no library, device or virtual memory management.
+  // Throws DriverError if there is no library, device or virtual memory management.
   explicit CudaDriver(CudaOptions options);
-  // Waits for the device, then gives everything back. What cannot be waited for stays mapped until
-  // the process ends.
+  // Waits for the device, then releases everything. If waiting fails, what may be in use stays
+  // mapped until the process ends.
   ~CudaDriver() override;
   CudaDriver(const CudaDriver&) = delete;
   CudaDriver& operator=(const CudaDriver&) = delete;
@@ -66,11 +65,11 @@ class CudaDriver final : public PageDriver {
   std::int64_t num_frames() const override { return options_.num_frames; }
 
   Address reserve(std::size_t bytes, Backing backing) override;
-  // Not batched: when it throws, the mappings that stats() no longer counts are gone.
+  // Not batched: after a throw, the mappings that stats() no longer counts are gone.
   void free_reservation(Address addr) override;
   void create(const std::vector<FrameRun>& runs) override;
-  // NOTE: when a release fails after others of the same run, those frames are made anew: they
-  // exist again, and read as zero.
+  // NOTE: if a release fails after others of the same run, the released frames are made again: they
+  // exist and read as zero.
   void destroy(const std::vector<FrameRun>& runs) override;
   void map(const std::vector<MapRun>& runs) override;
   void unmap(const std::vector<AddressRun>& runs) override;
@@ -94,29 +93,30 @@ class CudaDriver final : public PageDriver {
   using Event = void*;
   using Stream = void*;
   struct Unopened {};
-  // The marks of one stream.
+  // Marks of one stream.
   struct Marks {
-    std::deque<Event> pending;  // not known to be reached, the oldest first
+    std::deque<Event> pending;  // not known to be reached; oldest first
     Mark last = 0;
   };
 
-  // Nothing of the device yet: what open() did before it failed is undone by the destructor.
+  // Does not touch the device. The destructor undoes a partial open().
   CudaDriver(CudaOptions options, Unopened);
   void open();
   void open_device();
   bool probe_read_only();
 
-  // Every call starts here: this process, a device that is not lost, the context current.
+  // Called first by every call: checks the process and that the device is not lost, and makes the
+  // context current.
   void enter();
-  // Throws DriverError; after a result that is sticky the device is lost.
+  // Throws DriverError; if the result is sticky, the device is lost.
   [[noreturn]] void refuse(cuda::Result result, const char* call, const std::string& doing,
                            const std::string& remedy, std::size_t completed = 0);
-  // The device and the account disagree, or the device is gone: every later call throws.
+  // Every later call throws: device and ledger disagree, or the device is lost.
   [[noreturn]] void lose(cuda::Result result, const char* call, const std::string& what,
                          std::size_t completed = 0);
 
   cuda::Result set_device_access(Address addr, std::size_t bytes, Access access) const;
-  // Frames of [addr, addr + count frames) show the handles, or nothing changed.
+  // Maps handles to [addr, addr + count frames), or changes nothing.
   void map_handles(Address addr, const std::vector<Handle>& handles, std::size_t first,
                    std::size_t count, Access access, std::size_t completed);
   void undo_maps(Address addr, std::size_t bytes, std::size_t completed);
@@ -126,16 +126,16 @@ class CudaDriver final : public PageDriver {
   void destroy_one(const FrameRun& run, std::size_t completed);
 
   void check_headroom(std::uint64_t bytes);
-  // Handles of new frames that read as zero, or none.
+  // Makes handles of frames that read as zero: all of them or none.
   std::vector<Handle> make_frames(std::size_t count);
   void clear(const std::vector<Handle>& handles, std::size_t first, std::size_t count);
   void keep(const FrameRun& run, const std::vector<Handle>& handles, std::size_t first);
   void release_strays() noexcept;
 
   Stream compute_stream() const { return reinterpret_cast<Stream>(options_.stream); }
-  // On `stream`. Throws with how many runs were queued.
+  // Queues copies on `stream`. Throws with the number of runs that were queued.
   void queue_copies(const std::vector<CopyRun>& runs, Stream stream);
-  // What is given to `behind` from here on waits for what `before` has, or nothing changed.
+  // Makes later work on `behind` wait for the work on `before`, or changes nothing.
   cuda::Result follow(Stream behind, Stream before);
   void join_copies(std::size_t completed);
   bool is_own_work_done();
@@ -149,32 +149,32 @@ class CudaDriver final : public PageDriver {
   CudaOptions options_;
   std::shared_ptr<const cuda::Api> api_;
   FrameLedger ledger_;
-  LazyArray<Handle> handles_;  // of the frames that exist
+  LazyArray<Handle> handles_;  // of existing frames
 
   int device_ = 0;
   void* context_ = nullptr;
   std::size_t granularity_ = 0;
   bool read_only_ = false;
 
-  // Where new frames are cleared, on a stream of its own so that no running step is waited for.
+  // New frames are cleared here, on a stream of its own that waits for no running step.
   void* clear_stream_ = nullptr;
   Address scratch_ = 0;
   std::size_t scratch_frames_ = 0;
 
-  // Of copy_out and copy_in, and the event that puts one stream's work behind the other's.
+  // Stream of copy_out and copy_in, and the event that orders the two streams.
   Stream copy_stream_ = nullptr;
   Event order_event_ = nullptr;
 
   Marks marks_;  // of the compute stream
   Marks copy_marks_;
   std::vector<Event> idle_events_;
-  // What zero and copy were asked for lies before this mark, which need not be made yet.
+  // All zero and copy calls so far are before this mark, which may not exist yet.
   Mark own_work_ = 0;
 
-  // What could not be undone: tried again later, at the latest when the driver closes.
+  // Mappings and handles that could not be released: tried again later, at the latest on closing.
   std::vector<AddressRun> stray_maps_;
   std::vector<Handle> stray_handles_;
-  std::string lost_;  // why the device is lost; empty while it is not
+  std::string lost_;  // why the device is lost; empty if it is not
   int lost_code_ = 0;
 };
 

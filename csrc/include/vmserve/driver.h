@@ -1,4 +1,4 @@
-// The only code that talks to the memory system, behind one small interface.
+// The interface to the memory system. No other code talks to it.
 //
 // Glossary
 //   frame        one unit of physical memory of `frame_bytes()`. A page of the KV memory is one
@@ -14,11 +14,11 @@
 //   * A broken precondition throws MisuseError and a refusal of the system DriverError or
 //     OutOfMemoryError; nothing ever aborts the process or is dropped in silence.
 //   * Calls are not thread-safe; one owner serialises them. They may come from several threads.
-//   * map, unmap, set_access, create and destroy take effect at once and wait for nobody: that no
-//     work in flight uses the addresses is the caller's to know (see mark). zero and copy are
-//     work: they happen in the order of the calls, after the kernels started before them and
-//     before those started after. Copies to and from host memory can have an order of their own,
-//     beside that one: copy_out and copy_in.
+//   * map, unmap, set_access, create and destroy take effect at once without waiting. The caller
+//     guarantees that no work in flight uses the addresses (see mark). zero and copy are work: they
+//     are executed in the order of calls, after kernels started before them and before kernels
+//     started later. copy_out and copy_in copy to and from host memory and can have an order of
+//     their own.
 //   * After a DriverError that is `sticky` the device is lost: every later call may fail.
 //   * A driver belongs to the process that made it: calls in a fork of it throw MisuseError.
 #pragma once
@@ -37,7 +37,7 @@ constexpr FrameId kNoFrame = -1;
 
 enum class Access : std::uint8_t { kNone, kRead, kReadWrite };
 
-// What an address of a reservation shows while nothing is mapped there.
+// What an unmapped address of a reservation shows.
 enum class Backing : std::uint8_t {
   kTrap,   // any access is a fault
   kZeros,  // reads give zero, writes are a fault
@@ -52,8 +52,8 @@ struct MapRun {
   Address addr;
   FrameRun frames;
   Access access;
-  // A hint: the range is about to be touched, so fill the page tables now, in one call in place
-  // of a fault per granule.
+  // A hint: the range is about to be touched, so fill the page tables now, in one call instead of
+  // one fault per granule.
   bool prefault = false;
 };
 
@@ -80,14 +80,14 @@ struct Mapping {
   Access access = Access::kNone;
 };
 
-// What an implementation can do beyond the mandatory core. What an absent one excludes is misuse.
+// Optional abilities of an implementation. To use an absent one is misuse.
 struct Capabilities {
   bool unmap = true;          // without it, frames stay where they were mapped: never multi-tenant
   bool read_only = true;      // Access::kRead traps writes; without it, kRead maps writable
   bool zeros_backing = true;  // Backing::kZeros
   bool host_memory = true;    // alloc_host(), a target and a source of copy()
   bool asynchronous = false;  // zero and copy may still be running when the call returns
-  bool copy_stream = false;   // copy_out and copy_in run beside the kernels; else they are copy()
+  bool copy_stream = false;   // copy_out and copy_in run in parallel to kernels; else as copy()
 };
 
 using Mark = std::uint64_t;
@@ -149,34 +149,33 @@ class PageDriver {
   // Pre:  dst is mapped writable, src is mapped, or they lie in host memory; no overlap.
   virtual void copy(const std::vector<CopyRun>& runs) = 0;
 
-  // Copies that may run beside the kernels. They are done in the order of their calls, both kinds
-  // in one.
-  // copy_out: from device memory to host memory, once all work asked for before it is done. What
-  // is asked for later, kernels too, does not wait for it: until a copy_mark() behind it is reached
-  // nobody writes its sources, and of its targets nobody but copy_out and copy_in has use.
-  // Pre: as copy().
+  // copy_out and copy_in may run in parallel to kernels. Both are executed in the order of calls.
+  // copy_out: from device to host memory, after all work requested before. Later work, kernels
+  // included, does not wait for it: until a copy_mark() after it is reached, nothing may write its
+  // sources, and only copy_out and copy_in may use its targets.
+  // Pre: as for copy().
   virtual void copy_out(const std::vector<CopyRun>& runs) { copy(runs); }
-  // From host memory to device memory, once what zero() and copy() were asked for before is done;
-  // it need not wait for kernels. What is asked for later waits for it, on the device, whether or
-  // not the call throws. Pre: as copy(), and no kernel that was started before uses its targets.
+  // From host to device memory, after all zero() and copy() calls before; it need not wait for
+  // kernels. Later work waits for it on the device, even if the call throws. Pre: as for copy(),
+  // and no kernel that was started before uses its targets.
   virtual void copy_in(const std::vector<CopyRun>& runs) { copy(runs); }
-  // A mark behind all copy_out() and copy_in() so far, and whether it is reached: as mark() and
-  // reached(), which know nothing of them.
+  // A mark after all copy_out() and copy_in() calls so far, and whether it is reached. Like mark()
+  // and reached(), which do not cover these calls.
   virtual Mark copy_mark() { return mark(); }
   virtual bool copy_reached(Mark mark) { return reached(mark); }
 
-  // Waits until all work asked for before is done, copies of either kind too.
+  // Waits for all work requested before, including copy_out and copy_in.
   virtual void fence() = 0;
 
-  // A mark behind all work that was given to the device so far: marks are reached in their order.
+  // A mark after all work requested so far. Marks are reached in order.
   virtual Mark mark() = 0;
-  // Whether everything before the mark is done. Never waits.
+  // Whether all work before the mark is done. Never waits.
   virtual bool reached(Mark mark) = 0;
 
-  // Memory of the host, page-locked where the device wants it so, to swap to; its content is
-  // undefined. Pre: bytes > 0. Post: the memory is really there (or OutOfMemoryError was thrown).
+  // Allocates host memory for swapping, page-locked if the device needs that; its content is
+  // undefined. Pre: bytes > 0. Post: the memory is allocated (or OutOfMemoryError was thrown).
   virtual Address alloc_host(std::size_t bytes) = 0;
-  // Pre: addr came from alloc_host(), no copy on it is running.
+  // Pre:  addr came from alloc_host(); no copy of it is running.
   virtual void free_host(Address addr) = 0;
 
   // What is mapped at `addr`; frame == kNoFrame when nothing is.
@@ -185,8 +184,8 @@ class PageDriver {
 
   virtual DriverStats stats() const = 0;
 
-  // How many mappings more there can be, of all drivers of the process together where the system
-  // counts them so. May be asked beside a call of another thread.
+  // How many more mappings are possible, for all drivers of the process together if the system
+  // counts them so. May be called in parallel to another thread's call.
   virtual std::int64_t mapping_room() const { return kUnlimitedMappings; }
 };
 

@@ -1,6 +1,5 @@
-// The three ways in which the memory core fails, kept apart because they ask for
-// different reactions: misuse is a bug of the caller, a driver error is the memory
-// system refusing a call, out of memory is ordinary and recoverable.
+// Three kinds of failure of the memory core, which callers handle differently: misuse is a bug of
+// the caller, a driver error is a refusal of the system, out of memory is ordinary and recoverable.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +8,8 @@
 
 namespace vmserve {
 
-// Base of all. `completed` is meaningful when a batched driver call threw: that many of
-// its runs are done; the rest, the failing one included, had no effect.
+// Base class. `completed` has a meaning if a batched driver call threw: so many of its runs are
+// done; the others, the failing one included, had no effect.
 class Error : public std::runtime_error {
  public:
   explicit Error(const std::string& what, std::size_t completed = 0)
@@ -24,8 +23,8 @@ class MisuseError : public Error {
   using Error::Error;
 };
 
-// The memory system refused `call` with `code` (an errno, or a CUresult). `sticky`: the device is
-// lost and every later call may fail. Python: vmserve.errors.DriverError.
+// The system refused `call` with `code` (an errno or a CUresult). `sticky`: the device is lost, and
+// every later call may fail. Python: vmserve.errors.DriverError.
 class DriverError : public Error {
  public:
   DriverError(std::string call, int code, const std::string& what, std::size_t completed = 0,
@@ -42,7 +41,7 @@ class OutOfMemoryError : public Error {
   using Error::Error;
 };
 
-// A conservation law is broken: state that must never be observed. Python: AssertionError.
+// A conservation law is broken, which must never happen. Python: AssertionError.
 class InvariantError : public std::logic_error {
  public:
   using std::logic_error::logic_error;

@@ -1,8 +1,8 @@
-// A driver that refuses chosen calls, for tests: every run of a batch counts as one call, so a
-// batch can fail in its middle. What it does not refuse goes to the driver behind it.
+// A driver for tests that refuses chosen calls. Each run of a batch counts as a call, so a batch
+// can fail halfway. Other calls go to the wrapped driver.
 //
-// With `late_copies` it has a copy stream (see Capabilities) which does nothing by itself: what
-// copy_out() was given is copied by run_copies(), or before something that waits for it.
+// With `late_copies` it has a copy stream (see Capabilities) that is idle by itself: runs of
+// copy_out() are copied by run_copies(), or before an operation that waits for them.
 #pragma once
 
 #include <deque>
@@ -18,13 +18,13 @@ class FaultInjectingDriver final : public PageDriver {
   explicit FaultInjectingDriver(std::shared_ptr<PageDriver> inner, bool late_copies = false)
       : inner_(std::move(inner)), late_copies_(late_copies) {}
 
-  // The call-th call from now on fails (1 is the next one) with `code`: once, or that call and
-  // every later one. `sticky`: the error says that the device is lost.
+  // Makes the call-th call from now on (1 is the next) fail with `code`: once, or that call and all
+  // later ones. `sticky`: the error says that the device is lost.
   void arm(std::int64_t call, bool forever, int code, bool sticky = false);
   void disarm() { fail_at_ = 0; }
-  // Calls since construction or the last arm().
+  // Number of calls since construction or the last arm().
   std::int64_t num_calls() const { return num_calls_; }
-  // Does up to `count` of the runs that wait, the oldest first; how many there were.
+  // Copies up to `count` waiting runs, oldest first; returns how many.
   std::int64_t run_copies(std::int64_t count);
 
   Capabilities capabilities() const override;
@@ -63,7 +63,7 @@ class FaultInjectingDriver final : public PageDriver {
   std::shared_ptr<PageDriver> inner_;
   bool late_copies_;
   std::deque<CopyRun> late_;
-  Mark num_copied_ = 0;  // runs of copy_out() that were done late; a mark counts those before it
+  Mark num_copied_ = 0;  // late runs of copy_out() that are done; a mark counts those before it
   std::int64_t num_calls_ = 0;
   std::int64_t fail_at_ = 0;
   bool forever_ = false;

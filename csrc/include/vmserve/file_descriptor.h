@@ -1,4 +1,4 @@
-// An open file that closes itself.
+// A file descriptor that closes itself.
 #pragma once
 
 #include <unistd.h>

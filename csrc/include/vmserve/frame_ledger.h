@@ -1,8 +1,8 @@
-// The account that a driver keeps of its own calls: which frames exist, what is mapped where.
+// A driver's record of its own calls: which frames exist, and what is mapped where.
 //
-// It makes every precondition of `PageDriver` checkable before the system is asked, with the same
-// words for every driver, and the statistics exact. It asks nothing of the system itself: a driver
-// checks here, makes the call, and notes here what the call did.
+// With it, every precondition of `PageDriver` is checked before a system call, with the same error
+// texts in all drivers, and statistics are exact. It makes no system calls: a driver checks here,
+// makes the call, and records its effect here.
 #pragma once
 
 #include <sys/types.h>
@@ -30,33 +30,33 @@ class FrameLedger {
   std::int64_t num_frames() const { return num_frames_; }
   std::int64_t created_frames() const { return created_.size(); }
   std::int64_t mapped_frames() const { return mapped_frames_; }
-  // Runs of equal mappings, and the gaps between them: what the Linux kernel counts.
+  // Runs of equal mappings and the gaps between them, which is what Linux counts.
   std::int64_t num_segments() const { return num_segments_; }
   const std::map<Address, Reservation>& reservations() const { return reservations_; }
   const std::map<Address, std::size_t>& host_memory() const { return host_memory_; }
   const PageSet& created() const { return created_; }
 
-  // Each check throws the MisuseError of `PageDriver`, with `completed`, or passes.
+  // Checks throw the MisuseError of `PageDriver` with `completed`.
   void check_process() const;
   bool in_own_process() const;
   void check_reservable(std::size_t bytes) const;
   void check_frames(const FrameRun& run, bool exist, std::size_t completed) const;
-  // Frames that do not exist, none named twice.
+  // The frames do not exist, and none occurs twice.
   void check_creatable(const std::vector<FrameRun>& runs) const;
-  // Frames that exist and are mapped nowhere.
+  // The frames exist and are not mapped.
   void check_destroyable(const FrameRun& run, std::size_t completed) const;
-  // The reservation of the range, for the note that follows.
+  // Returns the reservation of the range, for the call of note_mapped.
   Reservation& check_mappable(const MapRun& run, std::size_t completed);
   Reservation& check_unmappable(const AddressRun& run, std::size_t completed);
   Reservation& check_accessible(const AccessRun& run, std::size_t completed);
   void check_zeroable(const AddressRun& run, std::size_t completed);
   void check_copyable(const CopyRun& run, std::size_t completed);
 
-  // The reservation or host memory that starts at `addr`; throws MisuseError if none does.
+  // The reservation or host memory that starts at `addr`. Throws MisuseError if there is none.
   Reservation& reservation_at(Address addr);
   std::size_t host_bytes_at(Address addr) const;
 
-  // Notes of what was done. Pre: the check before it passed.
+  // Record what was done. Pre: the check passed.
   void note_created(const FrameRun& run);
   void note_destroyed(const FrameRun& run);
   void note_reserved(Address addr, std::size_t bytes, Backing backing);
@@ -82,7 +82,7 @@ class FrameLedger {
   std::map<Address, Reservation> reservations_;
   std::map<Address, std::size_t> host_memory_;
   PageSet created_;
-  LazyArray<std::uint32_t> map_counts_;  // aliases per frame
+  LazyArray<std::uint32_t> map_counts_;  // aliases of each frame
   std::int64_t mapped_frames_ = 0;
   std::int64_t num_segments_ = 0;
 };

@@ -1,7 +1,6 @@
-// Physical pages on any Linux host: one memfd, mapped with mmap(MAP_FIXED | MAP_SHARED).
-//
-// Real demand paging, real aliasing (one offset of the file at several addresses) and real traps
-// (what is not mapped is PROT_NONE).
+// Pages on any Linux host: one memfd, mapped with mmap(MAP_FIXED | MAP_SHARED). Demand paging,
+// aliasing (one offset of the file at several addresses) and traps (unmapped addresses are
+// PROT_NONE) are real.
 #pragma once
 
 #include <memory>
@@ -17,7 +16,7 @@ namespace vmserve {
 struct HostOptions {
   std::size_t frame_bytes = 0;
   std::int64_t num_frames = 0;
-  // 0: vm.max_map_count, which all drivers of the process share.
+  // 0: vm.max_map_count, shared by all drivers of the process.
   std::int64_t max_map_count = 0;
   SystemLimits limits;
 };
@@ -54,9 +53,9 @@ class HostDriver final : public PageDriver {
  private:
   void check_memory(std::uint64_t bytes, const char* doing, const char* option) const;
   void check_map_count(std::int64_t growth, std::int64_t most, std::size_t completed) const;
-  // The account learns what the ledger has noted.
+  // Updates the account from the ledger.
   void settle_account();
-  // 0, or the errno of the refusal.
+  // Returns 0 or the errno.
   int fallocate_frames(const FrameRun& run, int mode);
   void map_one(const MapRun& run, std::size_t completed);
   void unmap_one(const AddressRun& run, std::size_t completed);

@@ -1,5 +1,5 @@
-// A zero-filled array whose memory is taken when it is first touched: bookkeeping for every
-// page that could exist costs nothing until the page does.
+// A zero-filled array whose memory is allocated at the first touch: bookkeeping for pages that do
+// not exist yet costs nothing.
 #pragma once
 
 #include <sys/mman.h>

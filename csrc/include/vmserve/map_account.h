@@ -1,7 +1,5 @@
-// Memory mappings that the KV caches of one process hold, all of them together.
-//
-// Linux counts mappings per process (vm.max_map_count), so caches beside each other share one
-// account. Thread-safe.
+// Counts memory mappings of all KV caches of a process, because Linux limits them per process
+// (vm.max_map_count). Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -15,13 +13,13 @@ namespace vmserve {
 class MapAccount {
  public:
   // NOTE: at vm.max_map_count even munmap, mprotect and malloc fail. So new mappings stop at the
-  // first share, what cuts mappings in two (unmapping, changes of access) at the second, and the
-  // rest is left to the process.
+  // first share; calls that split mappings (unmap, set_access) stop at the second; the rest is left
+  // to the process.
   static constexpr double kMapShare = 0.8;
   static constexpr double kCutShare = 0.9;
 
   explicit MapAccount(std::int64_t max_map_count);
-  // The one that all drivers with these limits share.
+  // The account shared by all drivers with these limits.
   static std::shared_ptr<MapAccount> shared(const SystemLimits& limits);
 
   std::int64_t held() const { return held_.load(std::memory_order_relaxed); }

@@ -1,8 +1,8 @@
-// Pages that are counted and nothing else: for simulations of pools that no machine at hand has.
+// A driver that only counts pages: for simulations of pools larger than any machine at hand.
 //
-// Keeps the books of the contract, and refuses what breaks it in the same words as any driver, but
-// asks nothing of the system: addresses lead nowhere (a touch is a fault), frames have no content,
-// zero and copy are checked, counted and dropped. The system never refuses a call.
+// Checks the contract with the same error texts as every driver, but makes no system calls. Its
+// addresses are invalid (a touch is a fault), frames have no content, and zero and copy are checked
+// and counted only. It never refuses a valid call.
 #pragma once
 
 #include "vmserve/driver.h"
@@ -12,11 +12,11 @@ namespace vmserve {
 
 class NullDriver final : public PageDriver {
  public:
-  // Bytes that a real driver would have moved; they only grow.
+  // Bytes that a real driver would have moved; only grows.
   struct Work {
     std::int64_t zeroed_bytes = 0;
     std::int64_t copied_bytes = 0;   // within the device
-    std::int64_t swapped_bytes = 0;  // to or from host memory
+    std::int64_t swapped_bytes = 0;  // to and from host memory
   };
 
   NullDriver(std::size_t frame_bytes, std::int64_t num_frames);
@@ -46,7 +46,7 @@ class NullDriver final : public PageDriver {
 
  private:
   static constexpr std::size_t kGranularity = 4096;
-  // Above all that Linux gives to a process (47 bits, unless it asks for more).
+  // Above all addresses that Linux gives to a process (47 bits, unless it asks for more).
   static constexpr Address kNowhere = Address{1} << 48;
 
   Address take_addresses(std::size_t bytes);

@@ -1,8 +1,8 @@
 // A page driver from a shared library: the host's side of drivers_ext/include/vmserve_driver.h.
 //
-// What the library is and returns is checked, not trusted: a wrong version, a missing function or
-// a lie about a capability is refused at loading; an impossible answer of a call (an address that
-// is not aligned, more runs completed than there were) is a sticky error, and no call follows.
+// The library is not trusted. A wrong version, a missing function or a false capability is refused
+// on loading. An impossible answer of a call (an unaligned address, more completed runs than there
+// were) is a sticky error, and no further call is made.
 #pragma once
 
 #include <sys/types.h>
@@ -24,7 +24,7 @@ struct PluginConfig {
   std::vector<std::pair<std::string, std::string>> options;
 };
 
-// dlopen and dlclose. Pre: the path holds a slash, so that no search path is involved.
+// dlopen and dlclose. Pre: the path contains a slash, so that no search path applies.
 class SharedLibrary {
  public:
   explicit SharedLibrary(const std::string& path);
@@ -32,7 +32,7 @@ class SharedLibrary {
   SharedLibrary(const SharedLibrary&) = delete;
   SharedLibrary& operator=(const SharedLibrary&) = delete;
 
-  // nullptr if there is no such symbol.
+  // Returns nullptr if there is no such symbol.
   void* symbol(const char* name) const;
 
  private:
@@ -42,14 +42,14 @@ class SharedLibrary {
 
 class PluginDriver final : public PageDriver {
  public:
-  // Throws MisuseError when the library cannot be loaded or does not keep to the ABI, and what
-  // its open() refuses with.
+  // Throws MisuseError if the library cannot be loaded or breaks the ABI, and the error with which
+  // its open() refuses.
   explicit PluginDriver(const PluginConfig& config);
   ~PluginDriver() override;
   PluginDriver(const PluginDriver&) = delete;
   PluginDriver& operator=(const PluginDriver&) = delete;
 
-  // As the library calls itself.
+  // The library's own name.
   const std::string& name() const { return name_; }
 
   Capabilities capabilities() const override;
@@ -76,14 +76,14 @@ class PluginDriver final : public PageDriver {
 
  private:
   bool can(std::uint64_t capability) const { return (info_.capabilities & capability) != 0; }
-  // Throws unless this process may still use the driver.
+  // Throws unless this process may use the driver.
   void check_usable(const char* name) const;
   // Throws MisuseError unless the driver has the capability.
   void require(std::uint64_t capability, const char* name, const char* remedy) const;
-  // The plugin answered what it never may: nothing that it says is believed from here on.
+  // Throws a sticky error: the plugin broke the ABI. No further call is made.
   [[noreturn]] void broken(const char* name, const std::string& what) const;
-  // Calls `function(context, arguments..., error)`; translates its error. `num_runs` bounds
-  // error.completed: 0 for a call that is no batch.
+  // Calls `function(context, arguments..., error)` and translates its error. `num_runs` is the
+  // limit of error.completed; 0 for calls without runs.
   template <typename... Parameters, typename... Arguments>
   void call(const char* name, std::size_t num_runs,
             std::int32_t (*function)(vmserve_driver_context*, Parameters...),
@@ -102,7 +102,7 @@ class PluginDriver final : public PageDriver {
   pid_t pid_;
   std::map<Address, std::size_t> reservations_;
   Mark last_mark_ = 0;
-  mutable std::string defect_;  // not empty: the plugin broke the ABI
+  mutable std::string defect_;  // how the plugin broke the ABI; empty if it did not
 };
 
 }  // namespace vmserve

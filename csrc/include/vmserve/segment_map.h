@@ -1,8 +1,8 @@
 // A model of one reservation as the kernel sees it: maximal runs of equal mappings.
 //
-// The kernel merges neighbouring mappings of adjacent file offsets with equal protection, and
-// splits them when a part changes. Keeping the same account makes the number of mappings exact
-// (vm.max_map_count is a hard limit on it) and every precondition of the driver checkable.
+// The kernel merges adjacent mappings of adjacent file offsets with equal protection, and splits
+// them if a part changes. This model does the same, so the number of mappings is exact
+// (vm.max_map_count is a hard limit) and every precondition of the driver can be checked.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace vmserve {
 
 class SegmentMap {
  public:
-  // One unmapped segment over the whole reservation. `frame_bytes` turns addresses into frames.
+  // Begins with one unmapped segment. `frame_bytes` converts addresses to frames.
   SegmentMap(Address base, std::size_t bytes, std::size_t frame_bytes);
 
   Address base() const { return base_; }
@@ -27,20 +27,20 @@ class SegmentMap {
     return addr >= base_ && bytes <= bytes_ && addr - base_ <= bytes_ - bytes;
   }
 
-  // Pre (all below): the range is not empty and lies inside.
+  // Pre (of all below): the range is not empty and inside the reservation.
   Mapping at(Address addr) const;
   bool all_mapped(Address addr, std::size_t bytes) const;
   bool all_unmapped(Address addr, std::size_t bytes) const;
   bool all_writable(Address addr, std::size_t bytes) const;
 
-  // By how much assign() with the same arguments would change count().
+  // The change of count() by assign() with the same arguments.
   std::int64_t growth(Address addr, std::size_t bytes, Mapping first) const;
-  // The range shows `first` and the frames after it, or nothing if first.frame == kNoFrame.
+  // Maps `first` and the frames after it to the range, or unmaps it if first.frame == kNoFrame.
   void assign(Address addr, std::size_t bytes, Mapping first);
   // Pre: all_mapped.
   void set_access(Address addr, std::size_t bytes, Access access);
 
-  // Calls visit(address, bytes, first mapping) for each segment's part inside the range.
+  // Calls visit(address, bytes, first mapping) for the part of each segment inside the range.
   template <typename Visit>
   void for_each(Address addr, std::size_t bytes, Visit visit) const {
     const Address stop = addr + bytes;
@@ -68,7 +68,7 @@ class SegmentMap {
   Address base_;
   std::size_t bytes_;
   std::size_t frame_bytes_;
-  Segments segments_;  // by address; no gaps, no two neighbours that join
+  Segments segments_;  // by address; without gaps or neighbours that could merge
 };
 
 }  // namespace vmserve

@@ -1,4 +1,4 @@
-// Numbers as people read them, for error texts.
+// Formats numbers for error texts.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The identifiers of the memory core. All are small integers that are used again.
+// Identifiers of the memory core: small integers that are reused.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ constexpr PageId kNoPage = -1;
 constexpr BlockId kNoBlock = -1;
 constexpr SlotId kNoSlot = -1;
 constexpr SeqId kNoSeq = -1;
-// The owner of data that must be cleared before anybody sees it.
+// Owner of data that must be cleared before any tenant can read it.
 constexpr Tenant kNobody = std::numeric_limits<Tenant>::min();
 
 struct PageRun {
