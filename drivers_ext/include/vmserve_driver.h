@@ -29,21 +29,21 @@
  *   * Lifetime. The table and its strings live as long as the library is loaded. The library
  *     stays loaded while a context is open. Arguments live until the call returns: copy what is
  *     needed later. `close` gives everything back, frames and reservations included.
- *   * Time. map, unmap, set_access, create and destroy take effect at once and wait for nobody:
- *     that no work in flight uses the addresses is the caller's to know. zero and copy are work:
- *     they happen in the order of the calls, after the kernels started before them and before
- *     those started after.
+ *   * Time. map, unmap, set_access, create and destroy take effect at once without waiting. The
+ *     caller guarantees that no work in flight uses the addresses. zero and copy are work: they are
+ *     executed in the order of calls, after kernels started before them and before kernels started
+ *     later.
  *
  * Versions
  *   `abi_version` changes when the meaning of a field changes; vmserve loads only its own.
- *   Fields are only ever added at the end of a struct, and `struct_size` says how much of it the
- *   writer knew. A reader ignores fields that it does not know (struct_size larger than its own)
- *   and takes those beyond the writer's struct_size as zero or NULL.
+ *   Fields are added only at the end of a struct; `struct_size` is the writer's size of it. A
+ *   reader ignores fields that it does not know (struct_size larger than its own) and takes fields
+ *   beyond the writer's struct_size as zero or NULL.
  *
  * Capabilities
- *   The mandatory core is every function that is not marked with a capability below. A marked
- *   pointer may be NULL only where its capability is absent, and vmserve does not call it there:
- *   it answers itself, with a misuse error or, without ASYNCHRONOUS, with "all done".
+ *   Functions that are not marked with a capability below are mandatory. A marked pointer may be
+ *   NULL if its capability is absent. vmserve then does not call it, but answers itself: with a
+ *   misuse error or, without ASYNCHRONOUS, with "all done".
  */
 #ifndef VMSERVE_DRIVER_H
 #define VMSERVE_DRIVER_H
@@ -67,7 +67,7 @@ enum {
   VMSERVE_STICKY = 4         /* the device is lost */
 };
 
-/* Bits of vmserve_driver_info.capabilities. What an absent one excludes is misuse.
+/* Bits of vmserve_driver_info.capabilities. To use an absent one is misuse.
  *   CAN_UNMAP          without it, frames stay where they were mapped: never multi-tenant
  *   CAN_READ_ONLY      VMSERVE_READ traps writes; without it, it maps writable
  *   CAN_ZEROS_BACKING  VMSERVE_BACKING_ZEROS
@@ -81,7 +81,7 @@ enum {
 
 enum { VMSERVE_ACCESS_NONE = 0, VMSERVE_READ = 1, VMSERVE_READ_WRITE = 2 };
 
-/* What an address of a reservation shows while nothing is mapped there. */
+/* What an unmapped address of a reservation shows. */
 enum {
   VMSERVE_BACKING_TRAP = 0, /* any access is a fault */
   VMSERVE_BACKING_ZEROS = 1 /* reads give zero, writes are a fault */
@@ -91,11 +91,11 @@ enum {
 #define VMSERVE_MESSAGE_BYTES 512
 
 /* Filled by a call that does not return VMSERVE_OK. `message` ends with a NUL and says what
- * failed, with which number, and what to do about it. `call` names the system's call. */
+ * failed, with its number and the remedy. `call` names the system call. */
 typedef struct vmserve_error {
   uint32_t struct_size; /* set by vmserve */
   int32_t code;         /* an errno, or the system's own code; 0 if there is none */
-  uint64_t completed;   /* of a batched call: the runs that are done */
+  uint64_t completed;   /* runs of a batched call that are done */
   char call[32];
   char message[VMSERVE_MESSAGE_BYTES];
 } vmserve_error;
@@ -105,24 +105,24 @@ typedef struct vmserve_option {
   const char* value;
 } vmserve_option;
 
-/* What vmserve asks for. */
+/* The driver that vmserve requests. */
 typedef struct vmserve_driver_config {
   uint32_t struct_size;
   uint32_t abi_version;
   uint64_t frame_bytes;
   int64_t num_frames;
-  const vmserve_option* options; /* the user's; refuse a key that you do not know */
+  const vmserve_option* options; /* from the user; refuse unknown keys */
   uint64_t num_options;
 } vmserve_driver_config;
 
-/* What the opened driver is. It does not change until `close`. */
+/* Properties of the opened driver; constant until `close`. */
 typedef struct vmserve_driver_info {
   uint32_t struct_size; /* set by vmserve */
   uint32_t reserved;
   uint64_t capabilities;
   uint64_t granularity; /* sizes and addresses of frames are multiples of this */
-  uint64_t frame_bytes; /* as asked for */
-  int64_t num_frames;   /* as asked for */
+  uint64_t frame_bytes; /* as requested */
+  int64_t num_frames;   /* as requested */
 } vmserve_driver_info;
 
 typedef struct vmserve_frame_run {
@@ -168,11 +168,11 @@ typedef struct vmserve_driver_stats {
   int64_t created_frames;
   int64_t mapped_frames;   /* a frame mapped twice counts twice */
   int64_t num_mappings;    /* what counts against max_mappings */
-  int64_t max_mappings;    /* the driver refuses to go above; INT64_MAX: there is no limit */
+  int64_t max_mappings;    /* the driver's limit; INT64_MAX: none */
   int64_t allocated_bytes; /* physical memory behind the frames now */
 } vmserve_driver_stats;
 
-/* The plugin's own; vmserve only passes it around. */
+/* Defined by the plugin; vmserve only passes it on. */
 typedef struct vmserve_driver_context vmserve_driver_context;
 
 typedef struct vmserve_driver {
@@ -184,7 +184,7 @@ typedef struct vmserve_driver {
    * describes it. On failure nothing is left behind and *context is ignored. */
   int32_t (*open)(const vmserve_driver_config* config, vmserve_driver_context** context,
                   vmserve_driver_info* info, vmserve_error* error);
-  /* Never fails. Work in flight is over: vmserve calls `fence` before, where there is one. */
+  /* Never fails. No work is in flight: vmserve calls `fence` before, if there is one. */
   void (*close)(vmserve_driver_context* context);
 
   /* Pre:  bytes > 0, a multiple of frame_bytes; backing ZEROS only with CAN_ZEROS_BACKING.
@@ -193,13 +193,13 @@ typedef struct vmserve_driver {
   int32_t (*reserve)(vmserve_driver_context* context, uint64_t bytes, uint32_t backing,
                      uint64_t* address, vmserve_error* error);
   /* Pre:  address came from reserve and was not freed.
-   * Post: the range is gone, and every mapping in it. */
+   * Post: the range and all its mappings are gone. */
   int32_t (*free_reservation)(vmserve_driver_context* context, uint64_t address,
                               vmserve_error* error);
 
   /* Pre:  the frames do not exist, and none is twice in the batch.
-   * Post: they exist, are mapped nowhere and read as zero; their memory is really there. All of
-   *       the batch or nothing. */
+   * Post: they exist, are not mapped and read as zero; their memory is allocated. All of the
+   *       batch or nothing. */
   int32_t (*create)(vmserve_driver_context* context, const vmserve_frame_run* runs, uint64_t count,
                     vmserve_error* error);
   /* Pre:  the frames exist and are mapped nowhere.
@@ -228,19 +228,20 @@ typedef struct vmserve_driver {
   int32_t (*copy)(vmserve_driver_context* context, const vmserve_copy_run* runs, uint64_t count,
                   vmserve_error* error);
 
-  /* IS_ASYNCHRONOUS. Waits until all work asked for before is done. */
+  /* IS_ASYNCHRONOUS. Waits for all work requested before. */
   int32_t (*fence)(vmserve_driver_context* context, vmserve_error* error);
-  /* IS_ASYNCHRONOUS. *mark is behind all work given to the device so far. Marks never decrease
-   * and are reached in their order. */
+  /* IS_ASYNCHRONOUS. *mark is after all work requested so far. Marks never decrease and are
+   * reached in order. */
   int32_t (*mark)(vmserve_driver_context* context, uint64_t* mark, vmserve_error* error);
-  /* IS_ASYNCHRONOUS. *reached is 1 if everything before the mark is done, else 0. Never waits. */
+  /* IS_ASYNCHRONOUS. *reached is 1 if all work before the mark is done, else 0. Never waits. */
   int32_t (*reached)(vmserve_driver_context* context, uint64_t mark, uint32_t* reached,
                      vmserve_error* error);
 
-  /* CAN_HOST_MEMORY. Memory of the host to swap to; its content is undefined. Pre: bytes > 0. */
+  /* CAN_HOST_MEMORY. Allocates host memory for swapping; its content is undefined. Pre: bytes > 0.
+   */
   int32_t (*alloc_host)(vmserve_driver_context* context, uint64_t bytes, uint64_t* address,
                         vmserve_error* error);
-  /* CAN_HOST_MEMORY. Pre: address came from alloc_host, no copy on it is running. */
+  /* CAN_HOST_MEMORY. Pre: address came from alloc_host, no copy of it is running. */
   int32_t (*free_host)(vmserve_driver_context* context, uint64_t address, vmserve_error* error);
 
   /* What is mapped at the address. Pre: it lies in a reservation. */
@@ -256,9 +257,9 @@ typedef struct vmserve_driver {
 #define VMSERVE_EXPORT
 #endif
 
-/* The one exported symbol. `host_abi_version` is what the loading vmserve speaks; return a table
- * of that version if you have one, else your newest (vmserve then says what it found), or NULL if
- * the plugin cannot serve at all. */
+/* The one exported symbol. `host_abi_version` is the version of the loading vmserve. Return a table
+ * of that version if you have one, else your newest (vmserve then reports the difference), or NULL
+ * if the plugin cannot work at all. */
 VMSERVE_EXPORT const vmserve_driver* vmserve_driver_entry(uint32_t host_abi_version);
 
 #ifdef __cplusplus

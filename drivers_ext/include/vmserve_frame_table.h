@@ -1,8 +1,8 @@
-// For plugins in C++17, optional: the bookkeeping that every page driver needs.
+// Optional, for plugins in C++17: the bookkeeping of a page driver.
 //
-// FrameTable knows which frames exist and what is mapped where, and checks every precondition of
-// vmserve_driver.h; a plugin that uses it writes only the calls to its own memory system.
-// guarded() and each_run() keep exceptions inside and count `completed`.
+// FrameTable records which frames exist and what is mapped where, and checks every precondition of
+// vmserve_driver.h, so a plugin contains only the calls to its own memory system. guarded() and
+// each_run() catch exceptions and count `completed`.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace vmserve_plugin {
 
-// Thrown inside a plugin, turned into a status and a vmserve_error at its edge.
+// Thrown inside a plugin; converted to a status and a vmserve_error by guarded().
 struct Failure {
   std::int32_t status;
   std::string message;
@@ -38,7 +38,7 @@ inline std::int32_t report(vmserve_error* error, const Failure& failure, std::ui
   return failure.status;
 }
 
-// Calls body(i) for 0 <= i < count; where one throws, the runs before it are the completed ones.
+// Calls body(i) for 0 <= i < count. If one throws, the runs before it count as completed.
 template <typename Body>
 std::int32_t each_run(std::uint64_t count, vmserve_error* error, Body body) noexcept {
   std::uint64_t i = 0;
@@ -82,13 +82,13 @@ class FrameTable {
   void add_reservation(std::uint64_t address, std::uint64_t bytes) {
     reservations_.emplace(address, bytes);
   }
-  // The bytes of the reservation that starts at the address.
+  // Size of the reservation that starts at the address.
   std::uint64_t reservation_bytes(std::uint64_t address) const {
     const auto it = reservations_.find(address);
     if (it == reservations_.end()) misuse("no reservation starts at this address");
     return it->second;
   }
-  // Pre: a reservation starts there. Its mappings go with it.
+  // Removes a reservation with its mappings. Pre: it starts at the address.
   void remove_reservation(std::uint64_t address) {
     const auto it = reservations_.find(address);
     unmapped(address, it->second);
@@ -106,7 +106,7 @@ class FrameTable {
     }
   }
   void check_create(const vmserve_frame_run* runs, std::uint64_t count) const {
-    std::map<std::int64_t, std::int64_t> ends;  // of the batch's runs, by their first frames
+    std::map<std::int64_t, std::int64_t> ends;  // end of each run of the batch, by its first frame
     for (std::uint64_t i = 0; i < count; ++i) {
       const auto [first, num_frames] = runs[i];
       check_frames(first, num_frames, false);
@@ -188,7 +188,7 @@ class FrameTable {
                                  : it->second;
   }
 
-  // The start of the reservation around the range; throws if there is none.
+  // Returns the start of the reservation that contains the range. Throws if there is none.
   std::uint64_t check_range(std::uint64_t address, std::uint64_t bytes, bool whole_frames) const {
     const auto next = reservations_.upper_bound(address);
     if (next != reservations_.begin()) {
@@ -230,12 +230,12 @@ class FrameTable {
   std::map<std::uint64_t, vmserve_mapping> mappings_;  // by the address of the frame
 };
 
-// Which ranges alloc_host() gave out.
+// Ranges allocated by alloc_host().
 class HostRanges {
  public:
   const std::map<std::uint64_t, std::uint64_t>& all() const { return ranges_; }
   void add(std::uint64_t address, std::uint64_t bytes) { ranges_.emplace(address, bytes); }
-  // The bytes of the range that starts at the address.
+  // Size of the range that starts at the address.
   std::uint64_t bytes(std::uint64_t address) const {
     const auto it = ranges_.find(address);
     if (it == ranges_.end()) misuse("no host memory starts at this address");

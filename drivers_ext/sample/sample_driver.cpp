@@ -1,8 +1,8 @@
-// A page driver in one file: the memory is a memfd, a mapping is mmap(MAP_FIXED) of a part of it.
+// A page driver in one file: memory is a memfd, a mapping is mmap(MAP_FIXED) of a part of it.
 //
-// It does what vmserve's own host driver does, to show how little a driver is
-// (drivers_ext/README.md says how to build it). FrameTable checks the preconditions; what is left
-// is one system call per function and the order of things: first check, then call, then remember.
+// It does the same as vmserve's host driver, to show how short a driver can be
+// (drivers_ext/README.md says how to build it). FrameTable checks the preconditions. What remains
+// is one system call in each function, in this order: check, call, record.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -19,7 +19,7 @@ using vmserve_plugin::FrameTable;
 using vmserve_plugin::guarded;
 using vmserve_plugin::misuse;
 
-// The opaque context of the ABI is whatever the plugin needs it to be.
+// The context is opaque in the ABI: a plugin defines it as it likes.
 struct vmserve_driver_context {
   int fd;
   FrameTable frames;
@@ -29,7 +29,7 @@ struct vmserve_driver_context {
 
 namespace {
 
-// Linux lets a process have 65,530 mappings by default and fails even unmapping at the limit.
+// Linux limits a process to 65,530 mappings by default, and fails even to unmap at the limit.
 constexpr std::int64_t kMaxMappings = 52424;
 
 [[noreturn]] void refused(const char* call) {
@@ -47,7 +47,7 @@ int protection(std::uint32_t access) {
   return access == VMSERVE_READ ? PROT_READ : PROT_READ | PROT_WRITE;
 }
 
-// Maps anonymous memory without content: at any address, or over `at`.
+// Maps anonymous memory without content: anywhere, or over `at`.
 void* map_nothing(void* at, std::uint64_t bytes, std::uint32_t backing) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at == nullptr ? 0 : MAP_FIXED);
   const int access = backing == VMSERVE_BACKING_ZEROS ? PROT_READ : PROT_NONE;
@@ -56,12 +56,12 @@ void* map_nothing(void* at, std::uint64_t bytes, std::uint32_t backing) {
   return p;
 }
 
-// An upper bound is enough: each mapped frame may be one mapping and cut one more gap.
+// An upper bound: each mapped frame adds at most one mapping and one gap.
 std::int64_t num_mappings(const FrameTable& frames) {
   return frames.num_reservations() + 2 * frames.mapped_frames();
 }
 
-// The one option, host_memory=on|off. What a driver does not know it refuses.
+// Reads the only option, host_memory=on|off. Refuses unknown options.
 bool wants_host_memory(const vmserve_driver_config& config) {
   bool wanted = true;
   for (std::uint64_t i = 0; i < config.num_options; ++i) {
@@ -133,7 +133,7 @@ int allocate(vmserve_driver_context* c, const vmserve_frame_run& run, int mode) 
 
 constexpr int kPunch = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
 
-// All or nothing: what was taken before the failure goes back, holes read as zero again.
+// All or nothing: on failure, frames created so far are released; holes read as zero again.
 std::int32_t create(vmserve_driver_context* c, const vmserve_frame_run* runs, std::uint64_t count,
                     vmserve_error* error) {
   return guarded(error, [&] {
@@ -185,7 +185,7 @@ std::int32_t unmap(vmserve_driver_context* c, const vmserve_address_run* runs, s
     const auto [address, bytes] = runs[i];
     c->frames.check_mapped(address, bytes);
     const std::uint64_t start = c->frames.check_range(address, bytes, true);
-    // Mapping nothing over it, in place of munmap, keeps the addresses reserved.
+    // Mapping nothing over the range, instead of munmap, keeps the addresses reserved.
     map_nothing(pointer(address), bytes, c->backings.at(start));
     c->frames.unmapped(address, bytes);
   });
@@ -257,7 +257,7 @@ std::int32_t stats(vmserve_driver_context* c, vmserve_driver_stats* stats, vmser
 
 }  // namespace
 
-// Everything is done when the call returns, so fence, mark and reached are vmserve's to answer.
+// All work is done when a call returns, so fence, mark and reached are left to vmserve.
 const vmserve_driver* vmserve_driver_entry(std::uint32_t) {
   static const vmserve_driver table = {
       VMSERVE_DRIVER_ABI_VERSION,

@@ -1,7 +1,7 @@
-// The real device: ioctls on the nvidia-uvm module, everything else through libcuda.so.1.
+// The real device: ioctls on the nvidia-uvm module; everything else through libcuda.so.1.
 //
-// NOTE: none of this has run on a GPU. It is written from the headers of CUDA's driver API and the
-// public sources of the module; README.md lists what is to be checked first.
+// NOTE: has never run on a GPU. Written from the headers of CUDA's driver API and the public
+// sources of the module; README.md lists what to check first.
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -26,7 +26,7 @@ namespace {
 using vmserve_plugin::Failure;
 using vmserve_plugin::guarded;
 
-// The driver API's types as far as they are used here.
+// Types of the driver API that are used here.
 using CuResult = int;
 using CuDevice = int;
 using CuContext = void*;
@@ -40,7 +40,7 @@ constexpr CuResult kNotReady = 600;
 constexpr unsigned kAttachGlobal = 1;
 constexpr unsigned kEventDisableTiming = 2;
 
-// The errors after which the context, or the whole device, is lost.
+// Errors after which the context or the device is lost.
 bool is_sticky(CuResult result) {
   constexpr CuResult kLost[] = {4, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999};
   for (const CuResult lost : kLost) {
@@ -125,7 +125,7 @@ struct Device {
   Cuda cuda;
   CuDevice ordinal = 0;
   CuContext context = nullptr;
-  int fd = -1;  // CUDA's own: not closed here
+  int fd = -1;  // owned by CUDA: not closed here
   std::deque<std::pair<std::uint64_t, CuEvent>> events;
   std::uint64_t last_mark = 0;
 };
@@ -136,7 +136,7 @@ namespace {
 
 using uvm::Device;
 
-// Every call makes the context current: calls may come from any thread.
+// Makes the context current in each call, because calls may come from any thread.
 class Current {
  public:
   explicit Current(Device* device) : cuda_(device->cuda) {
@@ -169,7 +169,7 @@ std::int32_t probe(const char* module_path, std::uint32_t number, void* paramete
   return code;
 }
 
-// The descriptors of this process on the file.
+// This process's descriptors of the file.
 std::vector<int> descriptors_of(const std::string& path) {
   std::vector<int> found;
   DIR* directory = ::opendir("/proc/self/fd");
@@ -186,8 +186,8 @@ std::vector<int> descriptors_of(const std::string& path) {
   return found;
 }
 
-// CUDA opens the module more than once; the one descriptor that answers this harmless question
-// holds its address space.
+// CUDA opens the module more than once. The descriptor that holds the address space is the one that
+// answers this harmless query.
 int address_space_descriptor(const std::string& path) {
   std::vector<int> holding;
   for (const int fd : descriptors_of(path)) {
@@ -258,8 +258,8 @@ std::int32_t free_reservation(Device* device, std::uint64_t address, vmserve_err
                    [&](const Cuda& cuda) { cuda.check(cuda.free(address), "cuMemFree"); });
 }
 
-// Stream 0 is the legacy default stream: it waits for every blocking stream of the context and
-// they for it, which is the order that zero and copy promise.
+// Stream 0 is the legacy default stream: it and all blocking streams of the context wait for each
+// other, which is the order that zero and copy require.
 std::int32_t zero(Device* device, std::uint64_t address, std::uint64_t bytes,
                   vmserve_error* error) {
   return on_device(device, error, [&](const Cuda& cuda) {

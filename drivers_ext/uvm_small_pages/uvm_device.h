@@ -1,7 +1,8 @@
-// The few calls that the driver makes to the system, as a table, so that a simulated device can
-// stand in: a shared library that exports `vmserve_uvm_device` (option ioctl_library=PATH).
+// Calls of the driver to the system, as a table, so that a simulated device can replace it: a
+// shared library that exports `vmserve_uvm_device` (option ioctl_library=PATH).
 //
-// Unless said otherwise a function returns VMSERVE_OK or a class of error, and fills the error.
+// Unless documented otherwise, a function returns VMSERVE_OK, or a class of error and fills
+// `error`.
 #pragma once
 
 #include <cstdint>
@@ -11,21 +12,21 @@
 
 namespace uvm {
 
-struct Device;  // the implementation's own
+struct Device;  // defined by the implementation
 
 struct DeviceTable {
   std::uint32_t struct_size;
 
-  // The ioctl on a descriptor of the module that was opened for it alone: it holds no address
-  // space, so that a module that knows the ioctl refuses it before doing anything. Returns 0 or
-  // an errno.
+  // The ioctl on a descriptor of the module opened only for it. That descriptor has no address
+  // space, so a module that knows the ioctl refuses it before it does anything. Returns 0 or an
+  // errno.
   std::int32_t (*probe)(const char* module_path, std::uint32_t number, void* parameters);
 
   std::int32_t (*open)(const char* module_path, std::int32_t ordinal, Device** device, Uuid* gpu,
                        vmserve_error* error);
   void (*close)(Device* device);
 
-  // The ioctl on the descriptor behind the process's CUDA address space. Returns 0 or an errno.
+  // The ioctl on the descriptor of the process's CUDA address space. Returns 0 or an errno.
   std::int32_t (*ioctl)(Device* device, std::uint32_t number, void* parameters);
 
   // A managed allocation: addresses without memory, a multiple of kBlockBytes.
@@ -33,7 +34,7 @@ struct DeviceTable {
                           vmserve_error* error);
   std::int32_t (*free_reservation)(Device* device, std::uint64_t address, vmserve_error* error);
 
-  // In the order of the calls, after the kernels started before and before those started after.
+  // In the order of calls, after kernels started before and before kernels started later.
   std::int32_t (*zero)(Device* device, std::uint64_t address, std::uint64_t bytes,
                        vmserve_error* error);
   std::int32_t (*copy)(Device* device, std::uint64_t dst, std::uint64_t src, std::uint64_t bytes,
@@ -48,7 +49,7 @@ struct DeviceTable {
   std::int32_t (*free_host)(Device* device, std::uint64_t address, vmserve_error* error);
 };
 
-// The real one: the nvidia-uvm module and libcuda.so.1.
+// The real device: the nvidia-uvm module and libcuda.so.1.
 const DeviceTable* cuda_device();
 
 }  // namespace uvm

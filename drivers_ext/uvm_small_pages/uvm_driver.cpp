@@ -1,8 +1,8 @@
 // The plugin: small GPU pages (64, 128 or 256 KiB) through a modified nvidia-uvm module.
 //
-// Options: device=ORDINAL (0), module=PATH (/dev/nvidia-uvm), ioctl_library=PATH (a device to stand
-// in for the real one, for tests). README.md says what the module does not check and why this
-// driver is never for more than one tenant.
+// Options: device=ORDINAL (0), module=PATH (/dev/nvidia-uvm), ioctl_library=PATH (a device that
+// replaces the real one, for tests). README.md says what the module does not check, and why this
+// driver must not serve more than one tenant.
 #include <dlfcn.h>
 
 #include <cstdlib>
@@ -27,8 +27,8 @@ struct Options {
   std::int32_t ordinal = 0;
 };
 
-// The module files a handle under its offset divided by the size asked for, so that handles of
-// two sizes overwrite each other: one size at a time in this process.
+// The module stores a handle by its offset divided by the requested size, so handles of two sizes
+// overwrite each other. A process uses one size at a time.
 class SizeInUse {
  public:
   explicit SizeInUse(std::uint64_t bytes) {
@@ -59,7 +59,7 @@ class SizeInUse {
   }
 };
 
-// The real device, or the table of a library that stays loaded as long as this lives.
+// The real device, or the table of a library that is loaded as long as this object lives.
 class DeviceLibrary {
  public:
   explicit DeviceLibrary(const std::string& path) {
@@ -195,7 +195,7 @@ std::int32_t create(Context* c, const vmserve_frame_run* runs, std::uint64_t cou
   return guarded(error, [&] { c->memory.create(runs, count); });
 }
 
-// A function of the ABI that calls a member of Memory once for each run.
+// An ABI function that calls a member of Memory for each run.
 template <typename Run, void (Memory::*Member)(const Run&)>
 std::int32_t batch(Context* c, const Run* runs, std::uint64_t count, vmserve_error* error) {
   return each_run(count, error, [&](std::uint64_t i) { (c->memory.*Member)(runs[i]); });

@@ -1,9 +1,9 @@
-// What the modified nvidia-uvm module of vAttention is asked, in our own declarations.
+// The interface of vAttention's modified nvidia-uvm module, in our own declarations.
 //
-// Layouts and numbers as read in the public sources of that module (open driver 545.23.06): the
-// parameter structs of its uvm_ioctl.h and the routing of its uvm.c. NVIDIA's UVM ioctls are plain
-// numbers, not _IOC() ones. An ioctl that the module routed returns 0 and leaves its outcome in
-// `status`, which stands at the end of each struct.
+// Layouts and numbers are from the public sources of that module (open driver 545.23.06): the
+// parameter structs in its uvm_ioctl.h and the routing in its uvm.c. NVIDIA's UVM ioctls are plain
+// numbers, not _IOC() ones. An ioctl that the module routes returns 0 and its result in `status`,
+// the last field of each struct.
 #pragma once
 
 #include <cstddef>
@@ -19,11 +19,11 @@ constexpr std::uint32_t kGetHandle = 200;
 constexpr std::uint32_t kMapHandle = 201;
 constexpr std::uint32_t kFreeHandle = 202;
 constexpr std::uint32_t kCleanUpRange = 203;
-// Of every UVM module: whether pageable memory can be used. Asks nothing else and changes nothing.
+// Every UVM module has it: whether pageable memory can be used. Changes nothing.
 constexpr std::uint32_t kPageableAccess = 39;
 
 constexpr std::uint32_t kOk = 0x00;
-constexpr std::uint32_t kIllegalAction = 0x16;  // this descriptor holds no address space
+constexpr std::uint32_t kIllegalAction = 0x16;  // the descriptor has no address space
 constexpr std::uint32_t kNoMemory = 0x51;
 
 struct GetHandle {
@@ -66,7 +66,7 @@ static_assert(sizeof(FreeHandle) == 40 && offsetof(FreeHandle, status) == 32, "t
 static_assert(sizeof(CleanUpRange) == 40 && offsetof(CleanUpRange, status) == 32, "the module's");
 static_assert(sizeof(PageableAccess) == 8 && offsetof(PageableAccess, status) == 4, "the module's");
 
-// A managed allocation starts and ends on this; the module counts its blocks from the start.
+// Alignment of managed allocations. The module counts blocks of this size from the start.
 constexpr std::uint64_t kBlockBytes = std::uint64_t{2} << 20;
 
 }  // namespace uvm

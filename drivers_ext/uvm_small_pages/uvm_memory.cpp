@@ -20,7 +20,7 @@ std::string hex(std::uint32_t value) {
   return text;
 }
 
-// What of the buffer is no longer kUntouched: first changed byte and the one after the last.
+// Range of the buffer that is not kUntouched any more.
 struct Change {
   std::size_t first;
   std::size_t stop;
@@ -47,7 +47,7 @@ void probe(const DeviceTable& table, const std::string& module_path) {
       {kCleanUpRange, offsetof(CleanUpRange, status)},
   };
   for (const auto& [number, status_at] : expected) {
-    // Larger than any parameters, so that no module writes behind it.
+    // Larger than any parameters, so that no module writes past its end.
     std::vector<unsigned char> buffer(512, kUntouched);
     const std::int32_t code = table.probe(module_path.c_str(), number, buffer.data());
     if (code != 0) {
@@ -81,7 +81,7 @@ Memory::Memory(const DeviceTable& table, Device* device, const Uuid& gpu, std::u
       fresh_(static_cast<std::size_t>(num_frames), false) {}
 
 Memory::~Memory() {
-  // Reservations first: a handle must not be freed while an address shows it.
+  // Reservations first: a handle must not be freed while an address maps it.
   bool all_hidden = true;
   while (!frames_.reservations().empty()) {
     const std::uint64_t address = frames_.reservations().begin()->first;
@@ -93,7 +93,7 @@ Memory::~Memory() {
     }
   }
   for (const Handle handle : held_) {
-    // Otherwise they are left to the module, which frees them with the process if anything does.
+    // Else leave handles to the module, which may free them when the process ends.
     if (!all_hidden) break;
     FreeHandle request{handle, frames_.frame_bytes(), gpu_, kUntouched};
     table_.ioctl(device_, kFreeHandle, &request);
@@ -116,7 +116,7 @@ void Memory::call(Function function, Arguments... arguments) {
 
 template <typename Parameters>
 void Memory::ioctl(std::uint32_t number, Parameters& parameters, const char* name) {
-  parameters.status = ~kOk;  // what is not overwritten is not success
+  parameters.status = ~kOk;  // a status that is not written is no success
   const std::int32_t code = table_.ioctl(device_, number, &parameters);
   if (code != 0) {
     throw Failure{VMSERVE_REFUSED,
@@ -167,7 +167,7 @@ void Memory::drop_handle(Handle handle) {
   try {
     free_handle(handle);
   } catch (const Failure&) {
-    // It stays a spare one, counted in allocated_bytes().
+    // Kept as a spare handle, counted in allocated_bytes().
   }
 }
 
@@ -177,7 +177,7 @@ std::uint64_t Memory::reserve(std::uint64_t bytes) {
   std::uint64_t address = 0;
   call(table_.reserve, whole, &address);
   if (address % kBlockBytes != 0) {
-    // The module counts a range's blocks from its start: it would map beside the address.
+    // The module counts a range's blocks from its start: it would map at other addresses.
     call(table_.free_reservation, address);
     throw Failure{VMSERVE_REFUSED, "the managed allocation does not start on 2 MiB", "reserve", 0};
   }
@@ -192,9 +192,9 @@ void Memory::clean_up(std::uint64_t address, std::uint64_t bytes) {
 
 void Memory::free_reservation(std::uint64_t address) {
   const std::uint64_t bytes = frames_.reservation_bytes(address);
-  // The caller sees to its own work, but knows nothing of the zeroing of new frames.
+  // Callers wait for their own work, but do not know about the zeroing of new frames.
   if (zeroing_) fence();
-  // The module clears a whole managed allocation at a time, which is why there is no unmap.
+  // The module clears whole managed allocations, so there is no unmap.
   clean_up(address, (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes);
   vmserve_error error{};
   error.struct_size = sizeof(error);
@@ -240,8 +240,8 @@ void Memory::destroy(const vmserve_frame_run& run) {
   } else {
     free_handle(first);
   }
-  // From here on the run cannot be undone, so it is finished: what the module refuses to take
-  // back waits for the next create().
+  // From here on the run cannot be undone, so finish it. Handles that the module does not take back
+  // wait for the next create().
   for (std::int64_t id = run.first + 1; id < run.first + run.count; ++id) {
     drop_handle(handles_[at(id)]);
   }

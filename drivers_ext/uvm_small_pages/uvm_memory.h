@@ -1,4 +1,4 @@
-// Frames over the modified module: handles, what they are mapped at, and what cannot be undone.
+// Frames over the modified module: handles, where they are mapped, and what could not be undone.
 #pragma once
 
 #include <cstdint>
@@ -12,21 +12,21 @@
 
 namespace uvm {
 
-// Throws Failure unless the module behind the path is the modified one. Safe on any module: see
-// README.md.
+// Throws Failure unless the module at the path is the modified one. Safe with any module
+// (README.md).
 void probe(const DeviceTable& table, const std::string& module_path);
 
 class Memory {
  public:
   Memory(const DeviceTable& table, Device* device, const Uuid& gpu, std::uint64_t frame_bytes,
          std::int64_t num_frames);
-  // Gives every reservation and every handle back, as far as the module lets it.
+  // Releases all reservations and handles, as far as the module allows.
   ~Memory();
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
   const vmserve_plugin::FrameTable& frames() const { return frames_; }
-  // Physical memory held, behind frames or not.
+  // Physical memory held, with spare handles.
   std::int64_t allocated_bytes() const;
 
   // As in vmserve_driver.h; each takes one run and throws Failure.
@@ -47,21 +47,20 @@ class Memory {
  private:
   using Handle = std::uint64_t;
 
-  // Calls the device's function with the arguments; throws what it refuses with.
+  // Calls the device's function with the arguments; throws the error that it returns.
   template <typename Function, typename... Arguments>
   void call(Function function, Arguments... arguments);
-  // Throws unless the ioctl was routed and its status is good.
+  // Throws unless the ioctl was routed and its status is kOk.
   template <typename Parameters>
   void ioctl(std::uint32_t number, Parameters& parameters, const char* name);
 
   Handle get_handle();
   void free_handle(Handle handle);
-  // Frees it, or keeps it for the next create() where an address still shows it or the module
-  // refuses.
+  // Frees it, or keeps it for the next create() if an address still maps it or the module refuses.
   void drop_handle(Handle handle);
   void show(std::uint64_t address, Handle handle);
   void clean_up(std::uint64_t address, std::uint64_t bytes);
-  // The module shows the run's first `count` frames though the run failed.
+  // Records that the module still maps the run's first `count` frames although the run failed.
   void leave_behind(const vmserve_map_run& run, std::int64_t count);
   void forget_leftover(std::uint64_t address);
   void zero_new_frames(const vmserve_map_run& run);
@@ -74,10 +73,10 @@ class Memory {
   vmserve_plugin::HostRanges host_;
   std::vector<Handle> handles_;                   // by frame
   std::vector<bool> fresh_;                       // by frame: not zeroed since it was created
-  bool zeroing_ = false;                          // of new frames, since the last fence
+  bool zeroing_ = false;                          // new frames were zeroed since the last fence
   std::set<Handle> held_;                         // every handle
-  std::set<Handle> spare_;                        // of those: the ones without a frame
-  std::map<std::uint64_t, Handle> leftovers_;     // by address: shown, though not mapped
+  std::set<Handle> spare_;                        // those without a frame
+  std::map<std::uint64_t, Handle> leftovers_;     // by address: mapped by the module only
   std::map<Handle, std::int64_t> num_leftovers_;  // by handle; none is zero
 };
 

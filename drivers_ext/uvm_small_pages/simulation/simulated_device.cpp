@@ -1,8 +1,8 @@
-// A device to stand in for the modified nvidia-uvm module and libcuda, for tests.
+// Simulates the modified nvidia-uvm module and libcuda, for tests.
 //
-// Physical memory is a memfd, filled with rubbish when it is handed out; a managed allocation is a
-// range of PROT_NONE; work is queued and runs at a fence, or step by step as marks are asked for.
-// What the real module would crash on or corrupt memory with is counted as an oops. The exported
+// Physical memory is a memfd, filled with garbage when it is allocated. A managed allocation is a
+// range of PROT_NONE. Work is queued and executed at a fence, or step by step when marks are
+// polled. What would crash the real module or corrupt memory is counted as an oops. The exported
 // simulated_* functions choose the module, refuse calls and read the counters.
 #include <sys/mman.h>
 #include <unistd.h>
@@ -22,17 +22,17 @@ namespace {
 enum Module { kModified, kStock, kBuiltInTests, kBroken };
 
 struct Refusal {
-  std::int64_t call = 0;  // counted down; refuses when it gets to 0
+  std::int64_t call = 0;  // counted down; refuses at 0
   std::int32_t code = 0;
   std::uint32_t status = 0;
 };
 
-// What the tests set and read, for every device of the process.
+// Settings and counters of tests, for all devices of the process.
 struct Controls {
   int module = kModified;
   std::uint64_t capacity = 8 << 20;
   std::map<std::uint32_t, Refusal> refusals;  // by ioctl
-  std::map<std::int64_t, int> work_refusals;  // by kind of work: calls until it fails
+  std::map<std::int64_t, int> work_refusals;  // by kind of work: calls until failure
   std::int64_t live_handles = 0;
   std::int64_t oopses = 0;
   std::int64_t num_ioctls = 0;
@@ -86,7 +86,7 @@ std::int32_t fail(vmserve_error* error, std::int32_t status, std::int32_t code,
   return status;
 }
 
-// Whether this call of the kind is to fail: tests count kinds as in simulated_refuse_work.
+// Whether to fail this call of the kind; kinds as in simulated_refuse_work.
 bool refused(int kind) {
   const auto it = controls.work_refusals.find(kind);
   if (it == controls.work_refusals.end() || --it->second > 0) return false;
@@ -169,7 +169,7 @@ std::int32_t route(std::uint32_t number, void* parameters,
     if (code == 0) request->status = status;
     return code;
   }
-  // As the module: without an address space nothing is done but this.
+  // Like the module: without an address space it only sets the status.
   request->status = device == nullptr ? uvm::kIllegalAction : function(device, *request);
   return 0;
 }
@@ -195,7 +195,7 @@ std::int32_t modified(Device* device, std::uint32_t number, void* parameters) {
   }
 }
 
-// NVIDIA's own module: from 200 on come its tests, if they are enabled, with other parameters.
+// NVIDIA's module: numbers from 200 on are its tests, if enabled, with other parameters.
 std::int32_t built_in_tests(std::uint32_t number, void* parameters) {
   const std::size_t status_at = number == uvm::kGetHandle ? 24 : 0;
   const std::uint32_t status = uvm::kIllegalAction;
@@ -319,7 +319,7 @@ std::int32_t mark(Device* device, std::uint64_t* mark, vmserve_error*) {
 }
 
 std::int32_t reached(Device* device, std::uint64_t mark, std::uint32_t* reached, vmserve_error*) {
-  // A little happens while somebody looks on.
+  // Work progresses as marks are polled.
   if (device->num_given % 3 == 0 && !device->work.empty()) run_next(device);
   *reached = mark <= device->num_done ? 1 : 0;
   return VMSERVE_OK;
@@ -374,19 +374,20 @@ VMSERVE_EXPORT void simulated_capacity(std::int64_t bytes) {
   controls.capacity = static_cast<std::uint64_t>(bytes);
 }
 
-// The call-th ioctl `number` from now on fails with the errno, or if that is 0 with the status.
+// Makes the call-th ioctl `number` from now on fail with the errno or, if that is 0, with the
+// status.
 VMSERVE_EXPORT void simulated_refuse(int number, std::int64_t call, int code, int status) {
   controls.refusals[static_cast<std::uint32_t>(number)] = {call, code,
                                                            static_cast<std::uint32_t>(status)};
 }
 
-// The call-th call of a kind fails. 1: reserve, 2: free, 3: zero, 4: zero, sticky, 5: copy,
+// Makes the call-th call of a kind fail. 1: reserve, 2: free, 3: zero, 4: zero, sticky, 5: copy,
 // 6: fence, 7: alloc_host.
 VMSERVE_EXPORT void simulated_refuse_work(int kind, int call) {
   controls.work_refusals[kind] = call;
 }
 
-// Back to the start, but for what is open; counters stay.
+// Resets everything except open devices and counters.
 VMSERVE_EXPORT void simulated_reset() {
   controls.module = kModified;
   controls.capacity = 8 << 20;
