@@ -38,7 +38,7 @@ MISTAKES = {
     ),
     "a tile of the decode is overwritten while others read it": (
         "decode.cuh",
-        "    ptx::sync_warp();  // every lane has read the stage\n",
+        "    ptx::sync_warp();  // every lane has read the stage before it is overwritten\n",
         "",
     ),
     "sums are merged before they are there": (
@@ -48,12 +48,12 @@ MISTAKES = {
     ),
     "a block's next item overwrites the one before": (
         "decode.cuh",
-        "    ptx::sync_block();  // before the rings are filled again\n",
+        "    ptx::sync_block();  // all sums are read before the rings are filled again\n",
         "",
     ),
     "the warps of the append do not meet": (
         "append.cuh",
-        "    ptx::sync_block();  // the tile is there, ",
+        "    ptx::sync_block();  // the tile has arrived, ",
         "    // ",
     ),
     "one key too many is read": (
