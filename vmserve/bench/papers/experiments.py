@@ -305,26 +305,28 @@ EXPERIMENTS: Final = (
 _HEAD: Final = """\
 # Experiments of the papers
 
-The experiments of "Efficient Memory Management for Large Language Model Serving with PagedAttention"
-(Kwon et al., SOSP 2023) and of "vAttention: Dynamic Memory Management for Serving LLMs without
-PagedAttention" (Prabhu et al., ASPLOS 2025; arXiv 2405.04437) that are repeated here, the commands,
-and the results next to the papers' figures. `vmserve bench papers --list` prints this table.
+The experiments of "Efficient Memory Management for Large Language Model Serving with
+PagedAttention" (Kwon et al., SOSP 2023) and of "vAttention: Dynamic Memory Management for
+Serving LLMs without PagedAttention" (Prabhu et al., ASPLOS 2025; arXiv 2405.04437) that are
+repeated here, the commands, and the results next to the papers' figures. `vmserve bench papers
+--list` prints this table.
 
 - **measured**: ran on the host's CPU and memory driver; times are those of that machine.
 - **counted**: the real memory core did the work, and pages or blocks were counted; no times.
 - **simulated**: the real scheduler and memory core with a simulated clock; no GPU was used.
 - **needs a GPU**: not repeated. The command would run it there.
 
-The last column is the same experiment with the real engine on two cores, with the embedded model and
-smaller sizes: `vmserve bench papers --engine real --figure NAME`, or `--all`;
-[how, and all tables](../benchmarks/papers/README.md#on-the-real-engine). Results that depend on
-memory (requests at once, shares, hits) can be compared with the papers; rates of a processor cannot.
+The last column is the same experiment with the real engine on two cores, with the embedded
+model and smaller sizes: `vmserve bench papers --engine real --figure NAME`, or `--all`; [how,
+and all tables](../benchmarks/papers/README.md#on-the-real-engine). Results that depend on
+memory (requests at once, shares, hits) can be compared with the papers; rates of a processor
+cannot.
 
 vAttention's figures are numbered as in the scripts of its published artifact
-(`scripts/artifact_asplos25` of microsoft/vattention), which has figures 2 to 4, 6 to 9 and 11 with
-their experiments. Captions of the paper's other figures and of its tables were not available. Rows
-of the preprint have the numbers of a version on arXiv, whose figure 9 is figure 11 here; its figures
-2 to 8 and 11 and its tables 2, 5, 6 and 9 were not available either.
+(`scripts/artifact_asplos25` of microsoft/vattention), which has figures 2 to 4, 6 to 9 and 11
+with their experiments. Captions of the paper's other figures and of its tables were not
+available. Rows of the preprint have the numbers of a version on arXiv, whose figure 9 is figure
+11 here; its figures 2 to 8 and 11 and its tables 2, 5, 6 and 9 were not available either.
 
 | paper | experiment | | state | command | ours | the paper's | real engine |
 |---|---|---|---|---|---|---|---|
