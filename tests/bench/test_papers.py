@@ -55,6 +55,11 @@ def test_a_point_says_what_was_served() -> None:
     assert 0.02 < light.normalized_latency < 0.1
 
 
+def test_a_trace_too_short_for_a_queue_ends_the_search() -> None:
+    rate, points = sustained_rate("Orca (Oracle)", Trace("sharegpt", 1.0, 0.0), 0.2, start=0.5)
+    assert rate == max(point.request_rate for point in points) == 8.0
+
+
 def test_the_sustained_rate_lies_between_what_was_and_was_not() -> None:
     rate, points = sustained_rate("Orca (Max)", SHORT, 0.2, start=4.0, precision=0.3)
     kept = [p.request_rate for p in points if p.normalized_latency <= 0.2]
