@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from vmserve.memory.base import Attach, Fork, KVMemory, Regime, SwapIn
 from vmserve.scheduler.base import StepDraft
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
+from vmserve.scheduler.donors import Donors, open_memory
 from vmserve.scheduler.sequence import SequenceStatus
 from vmserve.scheduler.siblings import num_places, with_its_gang
 
 if TYPE_CHECKING:
     from vmserve.scheduler.claims import Claims
     from vmserve.scheduler.demand import BlockDemand
-    from vmserve.scheduler.donors import Donors
     from vmserve.scheduler.fairness import TenantShares
     from vmserve.scheduler.queues import Queues
     from vmserve.scheduler.regime import RegimeChoice
@@ -188,16 +188,10 @@ class Admission:
         if its prompt turns out to be cached.
         """
         request = sequence.request
-        known = () if donor is not None else sequence.tokens
-        memory_id = self._memory.open(
-            known,
-            regime=sequence.regime,
-            tenant=request.memory_tenant,
-            salt=request.cache_salt,
-        )
+        open_memory(self._memory, sequence, None if donor is not None else sequence.tokens)
+        memory_id = sequence.memory_id
         if memory_id is None:
             return False
-        sequence.memory_id = memory_id
         sequence.borrowed = donor is not None
         if donor is not None:
             assert donor.memory_id is not None
@@ -205,7 +199,7 @@ class Admission:
             sequence.num_computed = sequence.num_published = sequence.num_prompt
             self._regimes.keep(request, choice)
             return True
-        sequence.num_published = len(known)
+        sequence.num_published = len(sequence.tokens)
         # Prompt log-probabilities and mean pooling need the whole prompt computed.
         looks = not (request.params.reads_whole_prompt or sequence.starts_over)
         hit = self._memory.match(memory_id) if looks else 0
@@ -224,11 +218,7 @@ class Admission:
     def _reopen(self, sequence: Sequence, memory_id: int, regime: Regime) -> int:
         """Reopen the sequence in ``regime``, which is cheaper with the cached prefix."""
         self._memory.release(memory_id)
-        request = sequence.request
-        reopened = self._memory.open(
-            sequence.tokens, regime=regime, tenant=request.memory_tenant, salt=request.cache_salt
-        )
-        assert reopened is not None, "one was closed just now"
         sequence.regime = regime
-        sequence.memory_id = reopened
-        return reopened
+        open_memory(self._memory, sequence, sequence.tokens)
+        assert sequence.memory_id is not None, "one was closed just now"
+        return sequence.memory_id

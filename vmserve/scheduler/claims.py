@@ -147,12 +147,16 @@ class Claims:
     def _has_urgent(self) -> bool:
         """Whether a sequence waits with a higher priority than one that runs or is swapped out."""
         queues = self._queues
-        lowest = max(each[-1].rank for each in (queues.running, queues.swapped) if each)
         firsts = (
             next((seq for seq in each if not seq.is_raised), None)
             for each in (queues.waiting, queues.swapped)
         )
-        return any(seq.rank < lowest for seq in firsts if seq is not None)
+        return any(seq is not None and self._outranks_some(seq) for seq in firsts)
+
+    def _outranks_some(self, sequence: Sequence) -> bool:
+        """Whether a running or swapped sequence has a lower priority."""
+        queues = (self._queues.running, self._queues.swapped)
+        return any(queue and queue[-1].rank > sequence.rank for queue in queues)
 
     def _candidates(self) -> list[Sequence]:
         """The first waiting sequence of each tenant: by rank, swapped ones first, then by
@@ -176,10 +180,9 @@ class Claims:
 
     def _may_claim(self, sequence: Sequence, by_tenant: Counter[str]) -> bool:
         """Whether a running or swapped sequence exists that might be a victim."""
-        for queue in (self._queues.running, self._queues.swapped):
-            if queue and queue[-1].rank > sequence.rank:
-                return True
-        return self._shares is not None and max(by_tenant.values()) > by_tenant[_tenant(sequence)]
+        return self._outranks_some(sequence) or (
+            self._shares is not None and max(by_tenant.values()) > by_tenant[_tenant(sequence)]
+        )
 
     def _places_by_tenant(self) -> Counter[str]:
         """Places by tenant, counted as if granted sequences already ran."""
@@ -265,11 +268,11 @@ class Claims:
         queues = self._queues
         if any(queue and queue[0].is_raised for queue in (queues.waiting, queues.swapped)):
             return False
-        for queue in (queues.running, queues.swapped):
-            if queue and queue[-1].rank > sequence.rank:
-                return True
-        return self._shares is not None and any(
-            self._is_over(tenant, 0, _tenant(sequence), places, left) for tenant in left.by_tenant
+        return self._outranks_some(sequence) or (
+            self._shares is not None
+            and any(
+                self._is_over(who, 0, _tenant(sequence), places, left) for who in left.by_tenant
+            )
         )
 
     # -- estimates, in blocks -----------------------------------------------------------

@@ -8,7 +8,15 @@ from vmserve.memory.base import KVMemory
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.scheduler.siblings import has_followers
 
-__all__ = ["Donors", "release_memory"]
+__all__ = ["Donors", "open_memory", "release_memory"]
+
+
+def open_memory(memory: KVMemory, sequence: Sequence, tokens: list[int] | None = None) -> None:
+    """Open the sequence in memory, in its regime; its id is None if no more can be open."""
+    request = sequence.request
+    sequence.memory_id = memory.open(
+        tokens or (), regime=sequence.regime, tenant=request.memory_tenant, salt=request.cache_salt
+    )
 
 
 def release_memory(memory: KVMemory, sequence: Sequence) -> None:

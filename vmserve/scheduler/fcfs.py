@@ -41,7 +41,7 @@ from vmserve.scheduler.budget import SchedulerLimits, StepBudget
 from vmserve.scheduler.claims import ClaimReason, Claims
 from vmserve.scheduler.copies import CopiesOut
 from vmserve.scheduler.demand import BlockDemand
-from vmserve.scheduler.donors import Donors, release_memory
+from vmserve.scheduler.donors import Donors, open_memory, release_memory
 from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.followers import Followers
 from vmserve.scheduler.preemption import PreemptionPolicy
@@ -177,13 +177,9 @@ class FCFSScheduler:
         assert parent.memory_id is not None
         self._regimes.inherit(parent, child)
         child.is_raised = parent.is_raised
-        request = child.request
-        memory_id = self._memory.open(
-            regime=child.regime, tenant=request.memory_tenant, salt=request.cache_salt
-        )
-        assert memory_id is not None, "the beams that were outdone are dropped before the forks"
-        child.memory_id = memory_id
-        child.start = Fork(memory_id, parent.memory_id, parent.num_computed)
+        open_memory(self._memory, child)
+        assert child.memory_id is not None, "beams that ended were finished before the forks"
+        child.start = Fork(child.memory_id, parent.memory_id, parent.num_computed)
         child.num_computed = child.num_published = parent.num_computed
         self._queues.run(child)
 
