@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from vmserve.bench import startup
+from vmserve.bench.ab import results as ab_results
 from vmserve.bench.ab.metrics import METRICS
 from vmserve.bench.compare_cases import SCHEMAS, read, read_cases
+from vmserve.bench.serve import results as serve_results
 from vmserve.cli.bench import app
 from vmserve.errors import ConfigurationError
 
@@ -173,6 +176,18 @@ def test_variants_are_matched_by_name(compare: Compare) -> None:
     assert result.exit_code == 1
     assert "chat, virtual: output tokens/s 0.500" in result.output
     assert "chat, paged: output tokens/s 0.500" in result.output
+
+
+def test_what_the_commands_write_now_is_read() -> None:
+    for module in (ab_results, serve_results, startup):
+        assert SCHEMAS[module.SCHEMA].version == module.SCHEMA_VERSION
+
+
+def test_startups_of_either_version(compare: Compare) -> None:
+    newer = {**startup_file(1.5), "schema_version": 2, "memory_bytes": {}, "sizes_bytes": {}}
+    result = compare([startup_file(1.0), newer])
+    assert result.exit_code == 0, result.output
+    assert "1.500" in result.output
 
 
 def test_startups(compare: Compare) -> None:

@@ -21,7 +21,7 @@ __all__ = ["SCHEMAS", "Case", "read", "read_cases"]
 
 
 class _Schema(NamedTuple):
-    """``command`` writes it; ``version`` is the newest."""
+    """``command`` writes it; ``version`` is the newest, of which older ones are a part."""
 
     command: str
     version: int = 1
@@ -30,7 +30,7 @@ class _Schema(NamedTuple):
 SCHEMAS: Mapping[str, _Schema] = {
     "vmserve-bench-ab": _Schema("bench ab"),
     "vmserve-bench-serve": _Schema("bench serve"),
-    "vmserve-bench-startup": _Schema("bench startup"),
+    "vmserve-bench-startup": _Schema("bench startup", 2),
     "vmserve-bench-step": _Schema("bench step"),
     "vmserve-bench-kernels": _Schema("bench kernels"),
     "vmserve-bench-alloc": _Schema("bench alloc"),
@@ -85,7 +85,7 @@ def read(path: Path) -> dict[str, Any]:
             + (f" (it is of {what})" if isinstance(what, str) else "")
             + f": give those of {', '.join(commands[:-1])} or {commands[-1]}"
         )
-    if found.get("schema_version") != known.version:
+    if found.get("schema_version") not in range(1, known.version + 1):
         raise ConfigurationError(
             f"{path} has version {found.get('schema_version')} of its schema, and "
             f"{known.version} is read here: measure again with this version of vmserve"
