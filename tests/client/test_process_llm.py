@@ -23,6 +23,7 @@ from vmserve import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from vmserve.client.framing import frame
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.sampling import GenerationParams
 from vmserve.text.prompts import Prompt
@@ -232,7 +233,10 @@ def test_an_engine_that_is_started_again() -> None:
         assert stats["limit_pages"] * stats["page_bytes"] == limit
         assert await engine.set_kv_cache_memory("64MiB") == 64 << 20
         await engine.unpin_prefix(pin.handle)
-        os.kill(engine.pid, signal.SIGKILL)
+        # What is no message ends it too.
+        stream = engine._transport._stream
+        assert stream is not None
+        stream.write(frame(b"\xc1"))
         await engine.until_dead()
         assert engine.errored
 

@@ -56,7 +56,6 @@ def test_tokens_come_with_their_text():
     assert deltas(choice, letters("abc")) == ([("a", 1), ("b", 1), ("c", 1)], None)
     assert rest(choice) == ("", 0)
     assert (choice.text, choice.token_ids) == ("abc", letters("abc"))
-    assert choice.cumulative_logprob == -1.5
     assert choice.logprobs is None
 
 

@@ -1,1 +1,1 @@
-"""What users of the library call."""
+"""Clients of an engine: what users of the library call, and the server."""

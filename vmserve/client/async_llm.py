@@ -1,4 +1,4 @@
-"""The engine for many callers at once: a thread that steps, and asyncio streams on top."""
+"""The engine for many callers at once: one thread steps it, callers use asyncio."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["AsyncLLM"]
 
 
 class AsyncLLM(ClientCore):
-    """Streams from one engine to any number of tasks, on any number of event loops.
+    """Streams from one engine to any number of tasks on any number of event loops.
 
     Arguments and errors are those of :class:`vmserve.LLM`. Loading blocks.
 
@@ -61,24 +61,24 @@ class AsyncLLM(ClientCore):
         return self._thread.stats
 
     async def fetch_stats(self) -> dict[str, float | int]:
-        """The engine's metrics; those of the last step are never old in one process."""
+        """The engine's metrics as of its last step, which are never old in one process."""
         return self._thread.stats
 
     async def until_dead(self) -> None:
         """Return when the engine has died by itself."""
         questions, serial = self._inbox.questions, next(self._serials)
-        death = questions[serial] = self._thread.future()  # answered by nothing else
+        death = questions[serial] = self._thread.future()  # no message answers it
         try:
-            if not self._died:  # looked at once it is sure to be told
+            if not self._died:  # checked after the future is registered
                 with contextlib.suppress(EngineDeadError):
                     await death
         finally:
             del questions[serial]
 
     async def snapshot(self) -> EngineSnapshot:
-        """Memory, queues and requests as they are between two steps: for live views.
+        """Take a picture of memory, queues and requests between two steps, for live views.
 
-        Raises :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
+        Raises :class:`~vmserve.errors.EngineDeadError` if the engine has stopped.
         """
         taken: EngineSnapshot = await self.ask("snapshot")
         return taken
@@ -127,11 +127,11 @@ class AsyncLLM(ClientCore):
         self._on_loops(lambda inbox: inbox.fail(dead))
 
     def _on_loops(self, call: Callable[[Inbox], None]) -> None:
-        """From the engine's thread, on each event loop that waits for something."""
+        """Call, from the engine's thread, on each event loop that waits for something."""
         for loop, inbox in list(self._inbox_of.items()):
             if not inbox:
                 continue
             try:
                 loop.call_soon_threadsafe(call, inbox)
-            except RuntimeError:  # it is closed: nobody is left to tell
+            except RuntimeError:  # the loop is closed: nobody waits
                 self._inbox_of.pop(loop, None)

@@ -1,7 +1,7 @@
-"""Messages as msgpack arrays, for an engine in another process.
+"""Encode messages as msgpack arrays, for an engine in another process.
 
-Parameters were checked when they were made and are restored without checking them again. An error
-arrives as the nearest class that both sides know.
+Parameters were checked when they were made, and are restored without another check. An error
+arrives as the nearest base class that is listed here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """Raises ``msgspec.DecodeError`` for what is no such message."""
+    """Decode a message. Raises ``msgspec.DecodeError`` for anything else."""
     message: ToEngine = _to_engine.decode(data)
     if isinstance(message, Add):
         return msgspec.structs.replace(message, params=_unpack_params(message.params))
@@ -65,7 +65,7 @@ def decode_to_engine(data: bytes) -> ToEngine:
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    """Raises ``msgspec.DecodeError`` for what is no such message."""
+    """Decode a message. Raises ``msgspec.DecodeError`` for anything else."""
     message: FromEngine = _from_engine.decode(data)
     return message
 

@@ -1,4 +1,4 @@
-"""What all clients do alike: requests, questions and pinned prefixes as messages."""
+"""What all clients share: requests, questions and pinned prefixes, as messages."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["ClientCore"]
 
 logger = logging.getLogger(__name__)
 
-#: How often a prefix is computed again that was evicted before it could be pinned.
+#: How often a prefix is computed if some of it is evicted before it is pinned.
 _PIN_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """A pinned prefix, kept to compute it again after a reset and in another engine."""
+    """A pinned prefix, to be computed again after a reset and in a restarted engine."""
 
     handle: int
     token_ids: list[int]
@@ -42,15 +42,15 @@ class _Pin:
 
 
 class ClientCore:
-    """A client of one engine, over a transport that :meth:`attach` is given.
+    """A client of one engine, over the transport that :meth:`attach` is given.
 
-    Encodes prompts, checks requests against the model, and makes text of token ids: the engine
-    checks no request again.
+    Encodes prompts, checks requests against the model (the engine does not check them again), and
+    makes text of token ids.
     """
 
-    #: Steps whose tokens one output of a stream has at most.
+    #: Most steps whose tokens are in one output of a stream.
     _most_at_once: ClassVar[int] = 1
-    #: Whether the engine sends each step's tokens for requests that are no streams, too.
+    #: Whether the engine sends each step's tokens also for requests that are not streams.
     _sends_each_step: ClassVar[bool] = False
 
     _transport: Transport
@@ -87,7 +87,7 @@ class ClientCore:
         transport.on(self._receive, self._lost)
 
     async def start(self) -> None:
-        """Begin to listen to the engine on the running event loop. Every call does it."""
+        """Begin to listen to the engine on the running event loop. Every call begins with it."""
 
     def _receive(self, message: FromEngine) -> None:
         self._inbox.take(message)
@@ -98,7 +98,7 @@ class ClientCore:
 
     @property
     def _inbox(self) -> Inbox:
-        """Where the caller's news arrive."""
+        """The inbox of the caller's thread."""
         return self._only_inbox
 
     @property
@@ -109,7 +109,7 @@ class ClientCore:
         self._transport.send(message)
 
     def _send_quietly(self, message: ToEngine) -> None:
-        """Send what does not matter any more if the engine is dead."""
+        """Send a message that does not matter if the engine is dead."""
         with contextlib.suppress(EngineDeadError):
             self._send(message)
 
@@ -128,20 +128,20 @@ class ClientCore:
         timeout: float | None = None,
         stream: bool = False,
     ) -> AsyncIterator[RequestOutput]:
-        """The outputs of one request, until it has finished.
+        """Generate the outputs of one request, until it has finished.
 
-        ``prompt`` and ``params`` are those of :meth:`vmserve.LLM.generate`, for one prompt;
-        :class:`vmserve.BeamSearchParams` are taken too. ``request_id``: what :meth:`abort` takes,
-        of one request at a time; None: one is made up.
+        ``prompt`` and ``params`` are those of :meth:`vmserve.LLM.generate`, for one prompt.
+        ``params`` can be :class:`vmserve.BeamSearchParams` too. ``request_id``: a name for
+        :meth:`abort`, which no other open request has; None: make one up.
 
         ``stream=False``: one final output. ``stream=True``: outputs with ``delta`` set, whose
-        choices hold what is new; the first has no choices and says that the request was
+        choices hold what is new. The first has no choices and says that the request was
         accepted. Leaving the iterator early aborts the request and frees its pages. The other
         arguments are described at :class:`vmserve.types.RequestTerms`.
 
         Raises :class:`~vmserve.errors.InvalidRequestError` before the first output,
         :class:`~vmserve.errors.DeadlineError` when its time is over, and
-        :class:`~vmserve.errors.EngineDeadError` when the engine has stopped.
+        :class:`~vmserve.errors.EngineDeadError` if the engine has stopped.
         """
         terms = RequestTerms(
             priority=priority,
@@ -161,7 +161,7 @@ class ClientCore:
         request_id: str | None,
         terms: RequestTerms,
     ) -> AsyncIterator[RequestOutput]:
-        """:meth:`generate` with its terms as one value."""
+        """Do the same as :meth:`generate`, with its terms as one value."""
         await self.start()
         request = self.open(prompt, params, request_id=request_id, terms=terms)
         with self._sent(request):
@@ -172,7 +172,7 @@ class ClientCore:
                 yield output
 
     async def complete(self, request: OpenRequest) -> RequestOutput:
-        """The output of an opened request that is no stream."""
+        """Send an opened request that is not a stream; returns its output."""
         with self._sent(request):
             return await request.next()
 
@@ -184,7 +184,7 @@ class ClientCore:
         request_id: str | None = None,
         terms: RequestTerms,
     ) -> OpenRequest:
-        """Encode and check a request; nothing is sent yet.
+        """Encode and check a request, without sending it.
 
         Raises :class:`~vmserve.errors.InvalidRequestError`.
         """
@@ -218,7 +218,7 @@ class ClientCore:
                 self._send_quietly(Abort(handle, tell=False))
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its stream gets a last output with finish_reason "abort"."""
+        """End a request. Its stream gets a last output with finish_reason "abort"."""
         for inbox in self._inboxes:
             request = inbox.find(request_id)
             if request is not None:
@@ -239,13 +239,15 @@ class ClientCore:
             del questions[serial]
 
     async def set_kv_cache_memory(self, size: int | str) -> int:
-        """Change how far the KV cache may grow while requests run: see
-        :meth:`vmserve.engine.engine.LLMEngine.set_kv_cache_memory`."""
+        """Change how far the KV cache may grow, while requests run.
+
+        See :meth:`vmserve.engine.engine.LLMEngine.set_kv_cache_memory`.
+        """
         limit: int = await self.ask("set_kv_cache_memory", size=size)
         return limit
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; those that are pinned are computed again."""
+        """Forget every cached prefix, and compute pinned ones again."""
         await self.ask("reset_prefix_cache")
         await self._pin_again()
 
@@ -256,26 +258,26 @@ class ClientCore:
     ) -> PinnedPrefix:
         """Compute a prefix and keep it in memory: see :meth:`vmserve.LLM.pin_prefix`.
 
-        An engine that takes the place of this one computes and keeps it too.
+        A restarted engine computes and keeps it too.
         """
         pin = _Pin(next(self._pin_handles), token_ids, cache_salt, isolation)
         self._pins[pin.handle] = pin
         try:
             return PinnedPrefix(pin.handle, await self._hold(pin))
-        except BaseException:  # also where the caller leaves: the engine may hold it by now
+        except BaseException:  # also a cancelled caller's: the engine may hold it by now
             del self._pins[pin.handle]
             self._send_quietly(Unpin(pin.handle))
             raise
 
     async def unpin_prefix(self, handle: int) -> None:
-        """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
+        """Let the prefix be evicted again. Raises ``ValueError`` for an unknown handle."""
         if handle not in self._pins:
             raise ValueError(f"no prefix is pinned with the handle {handle}")
         del self._pins[handle]
         self._send(Unpin(handle))
 
     async def _hold(self, pin: _Pin) -> int:
-        """Compute a prefix and have the engine hold it; how many tokens are held."""
+        """Compute a prefix and have the engine hold it; returns the number of tokens held."""
         once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         terms = RequestTerms(cache_salt=pin.cache_salt, isolation=pin.isolation)
         block_tokens = self.resolved.block_tokens

@@ -21,8 +21,10 @@ from pathlib import Path
 # Until all is loaded: see vmserve.imports.
 gc.disable()
 
+import msgspec
+
 from vmserve.client.codec import decode_to_engine, encode
-from vmserve.client.framing import receive_frame, send_frame
+from vmserve.client.framing import FrameTooLargeError, receive_frame, send_frame
 from vmserve.client.messages import (
     FromEngine,
     Launch,
@@ -47,7 +49,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    # Both come to whole groups of processes; the server decides what they mean.
+    # Both signals reach whole groups of processes. The server decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
@@ -65,14 +67,14 @@ def main() -> int:
     except Exception:  # as below
         logger.exception("the engine did not start")
         return 1
-    # What is loaded stays: left to the collector, it would be walked through again and again.
+    # Loaded objects stay until the end: the garbage collector need not visit them.
     gc.collect()
     gc.freeze()
     gc.enable()
     _send(sock, _ready(engine))
     try:
         _serve(engine, sock)
-    except Exception:  # the process's boundary: the server sees it end
+    except Exception:  # the process's boundary: the server sees that it ends
         logger.exception("the engine stopped")
         return 1
     finally:
@@ -81,11 +83,11 @@ def main() -> int:
 
 
 def _die_with(parent_pid: int) -> None:
-    """Be killed when the thread that started this process ends, even while stopped or stuck."""
+    """Have the kernel kill this process when the thread that started it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:  # it went before that
+    if os.getppid() != parent_pid:  # it ended before
         sys.exit(_EXIT_ORPHANED)
 
 
@@ -93,7 +95,7 @@ def _load(launch: Launch, sock: socket.socket) -> LLMEngine:
     seen: dict[str, int] = {}
 
     def report(phase: str, done: int, total: int) -> None:
-        """Each percent once: the other side only shows it."""
+        """Send each percent once: the other side only shows it."""
         percent = 100 * done // max(total, 1)
         if seen.get(phase) != percent:
             seen[phase] = percent
@@ -121,9 +123,9 @@ def _read(sock: socket.socket, service: EngineService) -> None:
                 return
     except EngineDeadError:
         return  # the other thread says so
-    except OSError as error:
-        logger.error("the connection to the server broke: %s", error.strerror)
-    # Nobody is there to read another word. What is in memory goes with the process.
+    except (OSError, FrameTooLargeError, msgspec.DecodeError) as error:
+        logger.error("the connection to the server broke: %s", error)
+    # Nobody reads what the engine sends. Its memory goes with the process.
     os._exit(_EXIT_ORPHANED)
 
 

@@ -17,30 +17,32 @@ __all__ = [
     "send_frame",
 ]
 
-#: No message may be longer, in either direction.
+#: Longest message in either direction.
 MAX_FRAME_BYTES = 256 << 20
 
 _LENGTH = struct.Struct("<I")
 
 
 class FrameTooLargeError(VmserveError):
-    """A message above :data:`MAX_FRAME_BYTES`: nothing of it was sent, or read."""
+    """A message is longer than :data:`MAX_FRAME_BYTES`. Nothing of it was sent or read."""
 
 
 def frame(payload: bytes) -> bytes:
-    """Raises :class:`FrameTooLargeError`."""
+    """Put the length before a message. Raises :class:`FrameTooLargeError`."""
     _check(len(payload))
     return _LENGTH.pack(len(payload)) + payload
 
 
 def send_frame(sock: socket.socket, payload: bytes) -> None:
-    """Blocks until the system has taken all of it. Raises ``OSError`` and
-    :class:`FrameTooLargeError`."""
+    """Send a message; blocks until the system has taken all of it.
+
+    Raises ``OSError`` and :class:`FrameTooLargeError`.
+    """
     sock.sendall(frame(payload))
 
 
 def receive_frame(sock: socket.socket) -> bytes | None:
-    """The next message of a blocking socket; None at its end, also in the middle of one.
+    """Receive a message from a blocking socket; None at its end, also within a message.
 
     Raises ``OSError`` and :class:`FrameTooLargeError`.
     """
@@ -64,7 +66,7 @@ def _receive(sock: socket.socket, num_bytes: int) -> bytes | None:
 
 
 class FrameReader:
-    """Puts messages together from whatever pieces arrive."""
+    """Puts messages together from pieces of any length."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

@@ -17,9 +17,9 @@ __all__ = ["Inbox", "OpenRequest"]
 class OpenRequest:
     """A request that has not ended, and what its reader has not taken yet.
 
-    The text of a stream is made when its reader takes it. Steps that came meanwhile, because the
-    reader or the process was slow, then make one output: of ``most_at_once`` steps at most, so
-    that other readers are served in between.
+    The text of a stream is made when the reader takes it. If the reader or the process is slow,
+    one output has the tokens of several steps: ``most_at_once`` at most, so that other readers are
+    served in between.
 
     ``add``: the message that queues the request. ``new_future``: makes what the reader awaits.
     """
@@ -69,7 +69,7 @@ class OpenRequest:
             future.set_result(None)
 
     async def next(self) -> RequestOutput:
-        """Wait for news. Raises what the request failed with."""
+        """Wait for the next output. Raises the error that ended the request."""
         while True:
             if self._outputs:
                 return self._outputs.pop(0)
@@ -87,7 +87,7 @@ class OpenRequest:
 
 
 class Inbox:
-    """The open requests by handle and questions by serial of the callers on one thread."""
+    """The open requests (by handle) and questions (by serial) of the callers on one thread."""
 
     def __init__(self) -> None:
         self.requests: dict[int, OpenRequest] = {}
@@ -101,7 +101,7 @@ class Inbox:
         return next((each for each in requests if each.add.request_id == request_id), None)
 
     def take(self, message: FromEngine) -> None:
-        """Wake whom it concerns. What concerns nobody here is dropped: its caller has gone."""
+        """Give a message to the requests and questions that it is for; drop what is for no one."""
         match message:
             case StepUpdate():
                 self._take_step(message)
@@ -132,7 +132,7 @@ class Inbox:
                 request.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """End everything: the engine is dead."""
+        """Fail everything: the engine is dead."""
         for request in self.requests.values():
             request.fail(error)
         self.requests.clear()

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _InlineFuture:
-    """Wakes the coroutine that awaits it by its number in :meth:`InlineTransport.run`."""
+    """Wakes the coroutine that awaits it, by its number in :meth:`InlineTransport.run`."""
 
     __slots__ = ("_error", "_is_done", "_result", "_woken", "waiter")
 
@@ -53,7 +53,7 @@ class _InlineFuture:
 
 
 class InlineTransport:
-    """Hands messages to the engine as they are sent; :meth:`run` steps it. For one thread."""
+    """Handles messages when they are sent. :meth:`run` steps the engine. For one thread."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
@@ -69,9 +69,9 @@ class InlineTransport:
         return _InlineFuture(self._woken)
 
     def run(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Run the coroutines to their ends, stepping the engine while all of them wait.
+        """Run coroutines to their ends, and step the engine while all of them wait.
 
-        Returns their results in order. Raises what the first one raises; the others are closed.
+        Returns their results in order. If one raises, closes the others and raises the same.
         """
         results: dict[int, T] = {}
         woken = self._woken

@@ -1,4 +1,4 @@
-"""The offline API: prompts in, finished outputs out, in the caller's thread."""
+"""The offline API: prompts in, finished outputs out, computed in the caller's thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LLM:
             print(result.outputs[0].text)
 
     Raises :class:`~vmserve.errors.ConfigurationError` or
-    :class:`~vmserve.errors.OutOfMemoryError`. Threads take turns, a call at a time: use
+    :class:`~vmserve.errors.OutOfMemoryError`. Calls of several threads run one after another: use
     :class:`vmserve.AsyncLLM` for several callers at once.
     """
 
@@ -70,12 +70,12 @@ class LLM:
         self._transport = InlineTransport(engine)
         self._client.attach(self._transport)
         self._ids = itertools.count()
-        #: Held by whoever steps the engine, or takes it apart.
+        #: Held while a thread steps the engine or closes it.
         self._turn = threading.RLock()
 
     @property
     def engine(self) -> LLMEngine:
-        """The engine behind it (memory, scheduler, counters). Closed: an error."""
+        """The engine (memory, scheduler, counters). Raises an error after :meth:`close`."""
         return self._opened()
 
     def _opened(self) -> LLMEngine:
@@ -91,13 +91,13 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Complete the prompts; results come in the order of the prompts.
+        """Complete the prompts; returns results in the order of the prompts.
 
-        ``sampling_params`` and ``priority``: one for all, or one for each. Without
-        ``sampling_params`` the model's own defaults are used. ``use_tqdm`` shows progress.
+        ``sampling_params`` and ``priority``: one for all prompts, or one for each. Without
+        ``sampling_params`` the model's own defaults are used. ``use_tqdm``: show progress.
 
-        Raises :class:`~vmserve.errors.InvalidRequestError`: one bad prompt refuses the whole
-        call, and nothing is left queued.
+        Raises :class:`~vmserve.errors.InvalidRequestError` if one prompt or more cannot be served;
+        nothing is computed then.
         """
         encoded = [encode_prompt(p, self.engine.tokenizer) for p in split_prompts(prompts)]
         return self._run(encoded, sampling_params, priority, use_tqdm)
@@ -115,9 +115,9 @@ class LLM:
         continue_final_message: bool = False,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several, through the chat template.
+        """Answer one conversation (a list of messages) or several, by the chat template.
 
-        ``add_generation_prompt`` None: yes, unless the final message is to be continued.
+        ``add_generation_prompt`` None: True, unless the final message is continued.
         """
         conversations = _conversations(messages)
         encoded = []
@@ -132,7 +132,7 @@ class LLM:
             )
             encoded.append(Prompt(text, token_ids))
         if sampling_params is None:
-            # A chat answer ends by itself: as in the HTTP API, the context is the limit.
+            # A chat answer ends by itself. The context is its limit, as in the HTTP API.
             sampling_params = self.default_sampling_params(max_tokens=None)
         return self._run(encoded, sampling_params, priority, use_tqdm)
 
@@ -143,10 +143,10 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """The ``params.beam_width`` best answers to each prompt, best first.
+        """Find the ``params.beam_width`` best answers to each prompt, best first.
 
-        The same as those of ``transformers``: ranked by the sum of their tokens'
-        log-probabilities / length ** ``length_penalty``.
+        They are those of ``transformers``, ranked by the sum of their tokens' log-probabilities /
+        length ** ``length_penalty``.
         """
         given: Any = params  # callers without a type checker pass anything
         if not isinstance(given, BeamSearchParams):
@@ -165,11 +165,11 @@ class LLM:
         dimensions: int | None = None,
         use_tqdm: bool = False,
     ) -> list[EmbeddingOutput]:
-        """An embedding of each prompt: the model's final hidden states, pooled.
+        """Compute an embedding of each prompt: the model's final hidden states, pooled.
 
-        ``pooling``: the state of the "last" token, the "mean" of all, or what the model was
-        trained for (its ``1_Pooling/config.json``, else "last"). ``dimensions``: keep the first
-        ones only, as models trained for it allow. ``normalize``: to length 1.
+        ``pooling``: the state of the "last" token, the "mean" of all, or "auto" for what the model
+        was trained for (its ``1_Pooling/config.json``, else "last"). ``dimensions``: keep only the
+        first ones, which some models are trained for. ``normalize``: scale to length 1.
 
         Raises :class:`~vmserve.errors.InvalidRequestError`.
         """
@@ -187,29 +187,29 @@ class LLM:
     def pin_prefix(self, prompt: PromptLike, *, cache_salt: str = "") -> PinnedPrefix:
         """Compute a prefix (a system prompt, say) and keep it in memory.
 
-        Requests whose prompts begin with it, of the same ``cache_salt``, find its whole blocks
-        in the prefix cache whatever else is evicted, until :meth:`unpin_prefix`.
+        Until :meth:`unpin_prefix`, its whole blocks stay in the prefix cache. Requests of the same
+        ``cache_salt`` whose prompts begin with it find them there.
 
         Raises :class:`~vmserve.errors.InvalidRequestError` for a prompt that cannot be served,
-        without prefix caching, and when too many are pinned.
+        without prefix caching, and if too many prefixes are pinned.
         """
         token_ids = encode_prompt(prompt, self.engine.tokenizer).token_ids
         return self._wait(lambda: self._client.pin_prefix(token_ids, cache_salt=cache_salt))
 
     def unpin_prefix(self, handle: int) -> None:
-        """The prefix may be evicted again. Raises ``ValueError`` for an unknown handle."""
+        """Let the prefix be evicted again. Raises ``ValueError`` for an unknown handle."""
         self._wait(lambda: self._client.unpin_prefix(handle))
 
     def set_kv_cache_memory(self, size: int | str) -> int:
         """Change how far the KV cache may grow, e.g. to "2GiB"; returns its bytes in whole pages.
 
-        Raises :class:`~vmserve.errors.ConfigurationError` for less than the longest sequence and
-        the pinned prefixes take, and for more than the device has.
+        Raises :class:`~vmserve.errors.ConfigurationError` if the longest sequence and the pinned
+        prefixes do not fit, and for more than the device has.
         """
         return self._wait(lambda: self._client.set_kv_cache_memory(size))
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; those that are pinned are computed again."""
+        """Forget every cached prefix, and compute pinned ones again."""
         self._wait(self._client.reset_prefix_cache)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -225,7 +225,7 @@ class LLM:
         return self.engine.tokenizer.hf
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """What the model's generation_config.json asks for, with ``changes`` applied."""
+        """The sampling parameters of the model's generation_config.json, with ``changes``."""
         return SamplingParams(**{**self.engine.model_config.default_sampling, **changes})
 
     def stats(self) -> dict[str, float | int]:
@@ -233,7 +233,7 @@ class LLM:
         return self.engine.stats()
 
     def close(self) -> None:
-        """Give all memory back. Closing twice is fine; any other call afterwards is an error."""
+        """Free all memory. Any other call afterwards raises an error; closing twice does not."""
         with self._turn:
             if self._engine is not None:
                 self._engine.close()
@@ -251,7 +251,7 @@ class LLM:
         self.close()
 
     def _wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run one call of the client to its end."""
+        """Run one call of the client, and step the engine while it waits."""
         with self._turn:
             self._opened()
             [result] = self._transport.run([work()])
@@ -275,7 +275,7 @@ class LLM:
             else:
                 given = self.default_sampling_params() if params is None else params
                 each_params = _one_each(given, SamplingParams, len(prompts), "sampling_params")
-            # All of them are checked before the first is queued.
+            # All requests are checked before the first is queued.
             opened = [
                 self._client.open(
                     prompt, one, request_id=str(next(self._ids)), terms=RequestTerms(priority=on)
@@ -295,7 +295,7 @@ class LLM:
 
 
 def _conversations(messages: Any) -> list[list[Any]]:
-    """One conversation or several, as a list of lists. What is in a message is checked later."""
+    """List the conversations of an argument. The contents of messages are checked later."""
     if isinstance(messages, Mapping | str) or not isinstance(messages, Sequence | None):
         raise InvalidRequestError(
             f"messages: a list of messages, or of such lists, not {type(messages).__name__}",

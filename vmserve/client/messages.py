@@ -1,8 +1,8 @@
-"""Messages between a client and its engine: the same for every transport.
+"""Messages between a client and its engine, the same for every transport.
 
-In one process they are passed as they are; :mod:`vmserve.client.codec` encodes them for another. A
-client names its requests, questions and pinned prefixes by numbers (*handles*), none of which it
-uses twice. Client and engine are of one installation: there are no versions.
+In one process they are passed as objects. :mod:`vmserve.client.codec` encodes them for another
+process. A client identifies its requests, questions and pinned prefixes by numbers (*handles*) that
+it never uses twice. Client and engine are of one installation, so there are no versions.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Add(_Message, frozen=True):
     """Queue a request that the client has checked.
 
     ``params``: :class:`SamplingParams` or :class:`BeamSearchParams`. ``terms.stream``: send each
-    step's tokens, instead of all at the end. ``is_stream``: it is one for the client's caller, who
-    wants to hear (:attr:`StepUpdate.accepted`) when nothing can refuse the request any more.
+    step's tokens, instead of all at the end. ``is_stream``: the client's caller asked for a stream,
+    so that :attr:`StepUpdate.accepted` has to name the request when nothing can refuse it any more.
     """
 
     handle: int
@@ -69,7 +69,7 @@ class Add(_Message, frozen=True):
 
 
 class Abort(_Message, frozen=True):
-    """End a request. ``tell``: with a last update; otherwise the client has forgotten it."""
+    """End a request. ``tell``: send a last update; otherwise the client has forgotten it."""
 
     handle: int
     tell: bool
@@ -87,7 +87,7 @@ class Ask(_Message, frozen=True):
 
 
 class Unpin(_Message, frozen=True):
-    """Let a pinned prefix be evicted again. Nothing happens if the engine does not hold it."""
+    """Let a pinned prefix be evicted again. Ignored if the engine does not hold it."""
 
     pin: int
 
@@ -145,7 +145,7 @@ class Refused(_Message, frozen=True):
 
 
 class StepUpdate(_Message, frozen=True):
-    """News of one step for all requests, by handle: one message, however many they are."""
+    """What is new of all requests after a step, by handle: one message for any number of them."""
 
     num_running: int
     num_waiting: int

@@ -1,4 +1,4 @@
-"""A transport to an engine in another process: starts the process, and sees that it ends."""
+"""A transport to an engine in another process, which is started, watched and ended here."""
 
 from __future__ import annotations
 
@@ -32,22 +32,21 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: Holds a step's news of hundreds of requests, so that the engine need not wait for the server.
+#: Holds the updates of a step for hundreds of requests: the engine need not wait for the server.
 _SOCKET_BUFFER_BYTES = 4 << 20
-#: What a killed process has to be gone: longer only if the system is stuck.
+#: Time in which a killed process has ended, unless the system is stuck.
 _KILLED_SECONDS = 10.0
-#: Restarts longer ago than this count no more: an engine that dies once a week is no loop.
+#: Older restarts do not count: an engine that dies once a week is not in a loop.
 RESTART_WINDOW_SECONDS = 3600.0
-#: The first pause before an engine is started again; it doubles with each restart in the
-#: window up to the longest.
+#: The first and the longest pause before a restart. It doubles with each restart in the window.
 _RESTART_SECONDS, _LONGEST_RESTART_SECONDS = 0.5, 30.0
 
 
 class EngineProcess:
-    """One engine in a fresh interpreter, and our end of its socket.
+    """One engine in a new interpreter, and our end of its socket.
 
-    The socket is one half of a pair without a name, which the new process inherits: nobody else
-    can connect, nothing is left in a directory, and either side's end is seen by the other. The
+    The socket is one half of a pair without a name, which the new process inherits. So nobody else
+    can connect, nothing is left in a directory, and each side sees when the other ends. The
     process is killed when the *thread* that started it ends. ``program``: what the interpreter
     runs, with the socket's number as its argument.
     """
@@ -69,12 +68,12 @@ class EngineProcess:
                 pass_fds=[theirs.fileno()],
                 env=child_environment(),
                 stdin=subprocess.DEVNULL,
-                # A terminal's Ctrl-C is for the server, which ends the engine.
+                # Ctrl-C in a terminal is meant for the server, which then ends the engine.
                 process_group=0,
             )
         self._reaping = threading.Lock()
         launch = Launch(options, os.getpid(), log_level, log_format)
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, which is seen later
+        with contextlib.suppress(BrokenPipeError):  # it is dead: wait_ready raises
             send_frame(ours, encode(launch))
 
     @property
@@ -82,7 +81,7 @@ class EngineProcess:
         return self._popen.pid
 
     def wait_ready(self, progress: Callable[[str, int, int], None]) -> Ready:
-        """Blocks while the engine loads.
+        """Wait while the engine loads.
 
         Raises what the engine raises for options and models that cannot be used, and
         :class:`~vmserve.errors.EngineDeadError` if it dies.
@@ -102,12 +101,12 @@ class EngineProcess:
         )
 
     def kill(self) -> None:
-        """SIGKILL, which works on a process that is stopped or stuck as well."""
+        """Send SIGKILL, which also ends a process that is stopped or stuck."""
         if self._popen.poll() is None:
             self._popen.kill()
 
     def reap(self, seconds: float) -> int:
-        """Wait for its end, which is forced after ``seconds``; its status as Popen has it."""
+        """Wait for its end, and kill it after ``seconds``; returns the status of Popen."""
         with self._reaping:
             try:
                 return self._popen.wait(seconds)
@@ -117,8 +116,8 @@ class EngineProcess:
                 return self._popen.wait()
 
     def close(self) -> None:
-        """End it, whatever it does."""
-        self.kill()  # first: it has no time to wonder at a socket that ends
+        """Kill it and close the socket."""
+        self.kill()  # first, or it would log that the socket was closed
         self.sock.close()
         self.reap(_KILLED_SECONDS)
 
@@ -128,7 +127,7 @@ class EngineProcess:
 
 
 class ProcessTransport(asyncio.Protocol):
-    """Messages over a connected socket, on the event loop that :meth:`connect` was awaited on."""
+    """Sends messages through a socket, on the event loop on which :meth:`connect` was awaited."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -165,17 +164,16 @@ class ProcessTransport(asyncio.Protocol):
 
 
 def child_environment() -> dict[str, str]:
-    """Modules are found where this process finds them, and nowhere else. Numpy makes no threads
-    for products of matrices as it is imported: the engine has none for it to compute."""
+    """Environment variables for a Python process that finds modules where this process does.
+
+    Numpy's library makes no threads there: the engine multiplies no matrices with it.
+    """
     import_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     return {"OPENBLAS_NUM_THREADS": "1", **os.environ, "PYTHONPATH": import_path}
 
 
 class RestartBudget:
-    """How often an engine may still be started again: ``most`` times in each window.
-
-    ``clock``: seconds.
-    """
+    """Limits restarts of an engine to ``most`` in each window. ``clock``: seconds."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
@@ -184,16 +182,16 @@ class RestartBudget:
 
     @property
     def left(self) -> int:
-        """Restarts that are possible now."""
+        """Number of restarts that are possible now."""
         while self._recent and self._recent[0] <= self._clock() - RESTART_WINDOW_SECONDS:
             self._recent.popleft()
         return self._most - len(self._recent)
 
     def take(self) -> float | None:
-        """Count a restart, and return the pause before it in seconds; None if none is left."""
+        """Count a restart; returns the pause before it in seconds, or None if none is left."""
         if self.left <= 0:
             return None
-        doublings = min(len(self._recent), 16)  # more would be too much for a float in the end
+        doublings = min(len(self._recent), 16)  # a float could not hold the power of more
         pause = min(_RESTART_SECONDS * 2.0**doublings, _LONGEST_RESTART_SECONDS)
         self._recent.append(self._clock())
         return pause

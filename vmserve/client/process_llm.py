@@ -1,7 +1,6 @@
-"""The engine as the server sees it: :class:`vmserve.AsyncLLM`'s interface over another process.
+"""The interface of :class:`vmserve.AsyncLLM` over an engine in another process.
 
-This side turns ids into text, so that the engine's steps need not wait for that.
-It knows when the engine has died (the socket ends) and when it hangs (no word for too long).
+It notices when the engine has died (the socket ends) and when it hangs (no message for too long).
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ __all__ = ["ProcessLLM", "Supervision"]
 
 logger = logging.getLogger(__name__)
 
-#: An engine that was told to end has so long to do it.
+#: Time that an engine has to end after :class:`Shutdown`.
 _END_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supervision:
-    """How the engine's process is looked after.
+    """How the engine's process is watched.
 
-    An engine that says nothing for ``hang_timeout`` seconds, although it is asked every
-    ``ping_seconds``, is killed: no step may take longer. One that has died is started again, up
-    to ``restarts`` times within :data:`~vmserve.client.process.RESTART_WINDOW_SECONDS`.
+    An engine that sends nothing for ``hang_timeout`` seconds, although it is pinged every
+    ``ping_seconds``, is killed: no step may take longer. An engine that has died is started again,
+    up to ``restarts`` times within :data:`~vmserve.client.process.RESTART_WINDOW_SECONDS`.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
@@ -71,14 +70,14 @@ class Supervision:
 class ProcessLLM(ClientCore):
     """Streams from one engine in a process of its own to the tasks of one event loop.
 
-    Arguments and errors are those of :class:`vmserve.AsyncLLM`. Loading blocks; the engine is
-    killed when the thread that made this ends. ``meanwhile`` is called while the engine loads.
+    Arguments and errors are those of :class:`vmserve.AsyncLLM`. Loading blocks. The engine is
+    killed when the thread that made this object ends. ``meanwhile`` is called while it loads.
     """
 
-    # A reader or a process that was slow catches up with fewer outputs.
+    # A slow reader, or a slow process, catches up with fewer outputs.
     _most_at_once = 64
-    # An answer of many log-probabilities would be a message near the limit, and its text a long
-    # stretch of work on the event loop.
+    # At its end, an answer of many log-probabilities would be a message near the limit, and its
+    # text a long stretch of work on the event loop.
     _sends_each_step = True
 
     def __init__(
@@ -92,7 +91,7 @@ class ProcessLLM(ClientCore):
     ) -> None:
         given = {"model": model, **engine_options}
         config = EngineConfig.from_options(given)
-        #: As the configuration has them: a ``Path`` would not go through a socket.
+        #: The configuration's values: a ``Path`` cannot be in a message.
         self._options = {name: getattr(config, name) for name in given}
         self._supervision = supervision or Supervision()
         self._process = self._spawn()
@@ -111,36 +110,34 @@ class ProcessLLM(ClientCore):
         self._stats: dict[str, float | int] = ready.stats
         self._connecting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        #: Why nothing can be asked of the engine, and whether it ended unasked.
+        #: Why nothing can be sent to the engine; and whether it has ended by itself.
         self._error: EngineDeadError | None = None
         self._died = False
         self._ending = False
         self._final = asyncio.Event()
         self._restarts = RestartBudget(self._supervision.restarts)
         self._num_restarts = 0
-        #: Pings since the engine last said anything.
+        #: Pings since the engine's last message.
         self._num_silent = 0
 
     # -- what callers see -------------------------------------------------------------
 
     @property
     def errored(self) -> bool:
-        """Whether there is no engine to serve requests, now."""
+        """Whether no engine serves requests now."""
         return self._died
 
     @property
     def pid(self) -> int:
-        """Of the engine's process."""
+        """Id of the engine's process."""
         return self._process.pid
 
     def stats(self) -> dict[str, float | int]:
-        """The engine's metrics as last fetched; how many requests run and wait is of its last
-        step."""
+        """The engine's metrics as last fetched, with requests counted as of its last step."""
         return self._stats
 
     async def fetch_stats(self) -> dict[str, float | int]:
-        """The engine's metrics now; those last known, if it is in a step that takes long or has
-        died."""
+        """The engine's metrics now. During a long step and after its death: those last known."""
         try:
             async with asyncio.timeout(1.0):
                 self._stats = {**await self.ask("stats"), **self._own_stats()}
@@ -149,9 +146,9 @@ class ProcessLLM(ClientCore):
         return self._stats
 
     async def snapshot(self) -> EngineSnapshot:
-        """Memory, queues and requests as they are between two steps: for live views.
+        """Take a picture of memory, queues and requests between two steps, for live views.
 
-        Raises :class:`~vmserve.errors.EngineDeadError` when there is no engine.
+        Raises :class:`~vmserve.errors.EngineDeadError` if there is no engine.
         """
         taken = msgspec.convert(await self.ask("snapshot"), EngineSnapshot)
         return dataclasses.replace(taken, stats={**taken.stats, **self._own_stats()})
@@ -165,13 +162,12 @@ class ProcessLLM(ClientCore):
         await asyncio.shield(self._connecting)
 
     async def until_dead(self) -> None:
-        """Return when the engine has died, or hung, and is not started again."""
+        """Return when the engine has died or hung and is not started again."""
         await self.start()
         await self._final.wait()
 
     async def set_kv_cache_memory(self, size: int | str) -> int:
-        """See :meth:`vmserve.AsyncLLM.set_kv_cache_memory`. An engine that takes the place of this
-        one has the same."""
+        """See :meth:`vmserve.AsyncLLM.set_kv_cache_memory`. A restarted engine has it too."""
         limit = await super().set_kv_cache_memory(size)
         self._options["kv_cache_memory"] = size
         return limit
@@ -214,10 +210,10 @@ class ProcessLLM(ClientCore):
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self, transport: ProcessTransport) -> None:
-        """Kill an engine from which nothing is heard although it is asked."""
+        """Kill an engine that answers no pings."""
         seconds = self._supervision.ping_seconds
         while self._transport is transport and self._error is None:
-            # Counted in pings, not by the clock: this process may have been stopped itself.
+            # Counted in pings, not in seconds: this process may have been stopped itself.
             if self._num_silent * seconds > self._supervision.hang_timeout:
                 logger.error(
                     "the engine hangs: nothing was heard of it for %g s; killing its process %d",
@@ -289,7 +285,7 @@ def _no_progress(phase: str, done: int, total: int) -> None:
 
 
 def _early_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The tokenizer, while the engine loads; None where that has to fetch it, or refuse it."""
+    """Load the tokenizer while the engine loads; None if only the engine can find or refuse it."""
     source = config.tokenizer or config.model
     if not is_embedded(source) and not Path(str(source)).expanduser().is_dir():
         return None

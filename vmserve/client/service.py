@@ -1,4 +1,4 @@
-"""The engine's side of every transport: handles messages, steps, and sends what came of it."""
+"""The engine's side of every transport: handles messages, steps, and sends updates."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ def _nothing() -> None:
 class EngineService:
     """Serves one engine to one client.
 
-    ``send`` takes messages to the client. ``settled`` is called before the messages of a step are
-    sent, and when the engine has nothing to do. :meth:`post` may be called from any thread, the
-    rest from the thread that owns the engine: either in :meth:`run`, or by :meth:`handle` and
-    :meth:`step`.
+    ``send`` is called with each message for the client, ``settled`` before the messages of a step
+    and when the engine has nothing to do. Any thread may call :meth:`post`. Only the thread that
+    owns the engine may call the rest: :meth:`run`, or :meth:`handle` and :meth:`step`.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class EngineService:
         self._handles: dict[str, int] = {}
         #: Requests whose first metrics were sent.
         self._started: set[int] = set()
-        #: Requests whose client waits to hear that they are accepted.
+        #: Streams that have not been named in :attr:`StepUpdate.accepted`.
         self._awaited: set[int] = set()
         self._accepted: list[int] = []
         self._updates: list[tuple[int, RequestUpdate]] = []
@@ -70,9 +69,10 @@ class EngineService:
     # -- any thread -------------------------------------------------------------------
 
     def post(self, message: ToEngine) -> None:
-        """Leave a message for :meth:`run`, which ends after those before a :class:`Shutdown`.
+        """Queue a message for :meth:`run`.
 
-        Raises :class:`~vmserve.errors.EngineDeadError` after a shutdown and after the end.
+        Raises :class:`~vmserve.errors.EngineDeadError` after a :class:`Shutdown`, and if the engine
+        has failed.
         """
         with self._wake:
             if self._is_closed:
@@ -86,10 +86,10 @@ class EngineService:
     # -- the engine's thread ------------------------------------------------------------
 
     def run(self) -> None:
-        """Handle what is posted and step while there is something to run; otherwise sleep.
+        """Handle messages and step while there is something to run; otherwise sleep.
 
-        After a :class:`Shutdown` all requests are aborted and their last updates sent. Raises
-        whatever the engine raises; it is then of no more use.
+        After a :class:`Shutdown`, abort all requests, send their last updates, and return. Raises
+        what the engine raises, which cannot be used any more.
         """
         try:
             while self._handle_posted():
@@ -103,7 +103,7 @@ class EngineService:
                 self._is_closed = True
 
     def _handle_posted(self) -> bool:
-        """Whether to go on."""
+        """Handle what was posted; sleep while there is nothing to do. False: stop."""
         with self._wake:
             while not (self._posted or self._is_closed or self.engine.has_unfinished):
                 self._wake.wait()
@@ -161,7 +161,7 @@ class EngineService:
     def _end(self, handle: int, *, tell: bool) -> None:
         request_id = self._ids.get(handle)
         if request_id is None:
-            return  # it has ended already
+            return  # it has ended
         update = self.engine.abort(request_id)
         if update is not None and tell:
             self._updates.append((handle, self._reduced(handle, update)))
@@ -184,8 +184,8 @@ class EngineService:
             self._send(Answer(message.serial, value))
 
     def hold_prefix(self, pin: int, token_ids: list[int], cache_salt: str, isolation: str) -> int:
-        """Keep a cached prefix under the client's handle ``pin``; how many tokens are kept."""
-        self._unpin(pin)  # what it held before
+        """Keep a cached prefix under the client's handle; returns the number of tokens kept."""
+        self._unpin(pin)  # what was kept under it before
         held = self.engine.hold_prefix(token_ids, cache_salt=cache_salt, isolation=isolation)
         self._pins[pin] = held.handle
         return held.num_tokens
@@ -198,7 +198,7 @@ class EngineService:
         self._pins.clear()
         self.engine.reset_prefix_cache()
 
-    # -- news ---------------------------------------------------------------------------
+    # -- updates ------------------------------------------------------------------------
 
     def _publish(self, result: StepResult) -> None:
         for update in result.outputs:
@@ -215,31 +215,30 @@ class EngineService:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is new, if anything is."""
+        """Send what is new, if there is anything."""
         counts = (self.engine.scheduler.num_running, self.engine.scheduler.num_waiting)
         if counts == self._counts and not (self._updates or self._accepted or self._failures):
             return
-        news = StepUpdate(*counts, self._accepted, self._updates, self._failures)
+        message = StepUpdate(*counts, self._accepted, self._updates, self._failures)
         self._accepted, self._updates, self._failures = [], [], []
         self._counts = counts
         try:
-            self._send(news)
+            self._send(message)
         except FrameTooLargeError as error:
-            self._send_one_by_one(news, error)
+            self._send_one_by_one(message, error)
 
-    def _send_one_by_one(self, news: StepUpdate, error: FrameTooLargeError) -> None:
+    def _send_one_by_one(self, message: StepUpdate, error: FrameTooLargeError) -> None:
         """Fail the requests whose update alone is too large for a message, and no others."""
-        for handle, update in news.updates:
-            alone = StepUpdate(news.num_running, news.num_waiting, [], [(handle, update)], [])
+        for handle, update in message.updates:
             try:
-                self._send(alone)
+                self._send(StepUpdate(*self._counts, [], [(handle, update)], []))
             except FrameTooLargeError:
-                news.failures.append((handle, error))
+                message.failures.append((handle, error))
                 self._end(handle, tell=False)
-        self._send(StepUpdate(*self._counts, news.accepted, [], news.failures))
+        self._send(StepUpdate(*self._counts, message.accepted, [], message.failures))
 
     def _reduced(self, handle: int, update: RequestUpdate) -> RequestUpdate:
-        """The update without its request id, and with metrics at the first tokens and the end."""
+        """The update as it is sent: no request id, metrics with the first tokens and at the end."""
         is_first = bool(update.outputs) and handle not in self._started
         if is_first:
             self._started.add(handle)

@@ -1,4 +1,4 @@
-"""A transport to a thread of this process that owns the engine."""
+"""A transport to a thread of this process, which owns the engine."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class ThreadTransport:
-    """Calls ``receive`` and ``lost`` in the engine's thread. Futures are of the running loop.
+    """Calls ``receive`` and ``lost`` in the engine's thread. Futures belong to the running loop.
 
-    An idle thread sleeps on a condition. ``stats``: the engine's metrics as of its last step.
+    ``stats``: the engine's metrics as of its last step.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -40,13 +40,13 @@ class ThreadTransport:
         return asyncio.get_running_loop().create_future()
 
     def join(self) -> None:
-        """Wait for the thread's end, after a :class:`Shutdown`."""
+        """Wait until the thread ends, which it does after a :class:`Shutdown`."""
         self._thread.join()
 
     def _run(self) -> None:
         try:
             self._service.run()
-        except BaseException:  # the thread's boundary: nobody above it can be told
+        except BaseException:  # the thread's boundary: nothing above it handles exceptions
             logger.exception("the engine stopped")
             self._lost()
         finally:

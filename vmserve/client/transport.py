@@ -1,4 +1,4 @@
-"""How messages get to an engine and back: in the caller's thread, to a thread, to a process."""
+"""The interface through which messages reach an engine and come back."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Transport(Protocol):
     """Carries messages to one engine and back, in order and each once."""
 
     def on(self, receive: Receive, lost: Lost) -> None:
-        """Call ``receive`` with each message, ``lost`` when the engine has ended by itself."""
+        """Call ``receive`` with each message, and ``lost`` if the engine ends by itself."""
 
     def send(self, message: ToEngine) -> None:
-        """Raises :class:`~vmserve.errors.EngineDeadError` if no engine takes messages any more."""
+        """Send a message. Raises :class:`~vmserve.errors.EngineDeadError` if no engine takes it."""
 
     def future(self) -> Future:
-        """What the caller can await until a message has come."""
+        """Make a future that the caller can await."""

@@ -1,7 +1,7 @@
 """One request at its caller: token ids come in, outputs with text go out.
 
-The engine says when and why a choice ends, also by a stop string: it computes nothing beyond
-one. The text is made and cut here, for all callers.
+The engine decides when and why a choice ends, also at a stop string, beyond which it computes
+nothing. Text is made and cut here, for all clients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["RequestAssembly"]
 
 
 class _Answer:
-    """Text and end of one choice."""
+    """One choice: its text, and how it ended."""
 
     __slots__ = ("cumulative", "finish_reason", "index", "num_tokens", "stop_reason", "stream")
 
@@ -54,7 +54,7 @@ class _Answer:
 
 
 class RequestAssembly:
-    """``take`` each update, and tell the caller what it gives."""
+    """Makes outputs of a request's updates."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class RequestAssembly:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
-        #: As they were asked for; ``_params``: as they are for each choice.
+        #: The parameters of the request; ``_params``: those of each choice.
         self.params = params
         self._params = params.as_sampling()
         self._num_wanted = params.n
@@ -83,16 +83,18 @@ class RequestAssembly:
         self.finished = False
 
     def accepted(self) -> RequestOutput:
-        """A delta without choices, to tell a stream that its request is queued."""
+        """Make a delta without choices, which says that the request is queued."""
         return self._build([], delta=True)
 
     def take(self, updates: Sequence[RequestUpdate], now: float) -> RequestOutput | None:
-        """What there is to tell after ``updates``, the last of which came at ``now`` (monotonic
-        seconds)."""
+        """Make the next output of new updates; None if there is nothing to say yet.
+
+        ``now``: when the last of them came, in monotonic seconds.
+        """
         touched: dict[int, _Answer] = {}
         for update in updates:
             if update.metrics is not None:
-                # The engine's own until the end: it goes on counting.
+                # A copy: the engine keeps counting in its own until the request ends.
                 self.metrics = update.metrics if update.finished else copy(update.metrics)
             elif update.outputs:
                 self.metrics.last_token_time = now
@@ -146,7 +148,7 @@ class RequestAssembly:
         return self._build(outputs, delta=True) if outputs or self.finished else None
 
     def _best(self) -> list[CompletionOutput]:
-        """All choices in order; of ``best_of``, the n of highest log-probability, best first."""
+        """All choices in order; with ``best_of``, the n of highest log-probability, best first."""
         answers = [self._answers[index] for index in sorted(self._answers)]
         outputs = [answer.output(answer.stream.whole()) for answer in answers]
         if self._num_wanted < len(outputs):

@@ -1,8 +1,8 @@
 """A budget for rendering a chat template: time, and how much it may write.
 
-The sandbox in which templates run bounds what they can reach, and not how long they take: a few
-nested loops are enough to take for ever. Here the thread that renders looks at the clock with each
-line of the template's code, and counts what is written before it is joined.
+The sandbox in which templates run limits what they can reach, but not how long they take: a few
+nested loops can take for ever. Here the rendering thread checks the clock at each line of the
+template's code, and counts what is written before it is joined.
 
 NOTE: a single operation is not interrupted, and what a template computes without writing it is
 bounded by time alone. Templates come from the model or from the command line, never from requests.
@@ -17,18 +17,19 @@ from typing import Any, Final
 
 __all__ = ["OverBudgetError", "RenderBudget"]
 
-#: What jinja2 names the code of a template that came as a text.
+#: File names that jinja2 gives to the code of a template that came as a text.
 _TEMPLATE_FILES: Final = frozenset({"<template>", "<unknown>"})
 
 
 class OverBudgetError(Exception):
-    """The template takes too long, or writes too much; the text says which."""
+    """The template takes too long or writes too much; the message says which."""
 
 
 class RenderBudget:
-    """Within it, templates that this thread renders have ``seconds`` and ``num_chars``.
+    """Limits templates that this thread renders inside the ``with`` block.
 
-    Raises :class:`OverBudgetError` from within the template.
+    Raises :class:`OverBudgetError` from inside a template after ``seconds``, and once it has
+    written ``num_chars``.
     """
 
     def __init__(self, seconds: float, num_chars: int) -> None:

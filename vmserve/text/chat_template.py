@@ -1,10 +1,9 @@
-"""From chat messages to the text of a prompt, through the model's own Jinja template.
+"""Render chat messages to the text of a prompt, by the model's Jinja template.
 
-A message can spell a special token. Such text must reach the model as text, while the
-template's own markers stay markers. So before rendering one character of each spelling is
-replaced by a private-use character, which no special token contains and which leaves
-lengths as they are; after rendering it is put back, and its position tells which special
-tokens of the prompt a message wrote.
+A message can spell a special token. Such text must reach the model as text, while the template's
+own markers stay markers. So before rendering, one character of each spelling is replaced by a
+private-use character, which no special token contains. After rendering it is put back, and its
+position says which special tokens of the prompt a message wrote. Lengths do not change.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["RenderedChat", "check_messages", "render_chat"]
 MAX_RENDERED_CHARS = 16 * 2**20
 #: A template that takes longer is stopped.
 MAX_RENDER_SECONDS = 5.0
-#: Arguments of the rendering itself, which a request's template variables cannot be.
+#: Names that a request's template variables cannot have: arguments of the rendering itself.
 _RESERVED = frozenset(
     {
         "add_generation_prompt",
@@ -47,7 +46,7 @@ _RESERVED = frozenset(
         "truncation",
     }
 )
-#: What a template can raise on messages it was not written for.
+#: Exceptions of templates on messages that they were not written for.
 _TEMPLATE_FAULTS = (
     TypeError,
     ValueError,
@@ -56,7 +55,7 @@ _TEMPLATE_FAULTS = (
     ArithmeticError,
     RecursionError,
 )
-#: Fields of a message that hold free text, whose ends may complete a special token.
+#: Fields of a message that hold free text: their ends may complete a special token.
 _TEXT_FIELDS = frozenset({"content", "text", "reasoning_content", "reasoning", "thinking"})
 _FIRST_SENTINEL = 0x100000
 _PRIVATE_PLANE = re.compile("[\U00100000-\U0010ffff]")
@@ -86,12 +85,12 @@ def render_chat(
 ) -> RenderedChat:
     """Render ``messages`` as ``transformers`` does, in its sandboxed environment, on a budget.
 
-    Where the template shows no tools, the conversation tells of them: :mod:`vmserve.tools.told`.
-    ``hf`` is the transformers tokenizer. ``max_chars``: the template is stopped, and refused, when
-    it has written more. Raises
-    :class:`~vmserve.errors.InvalidRequestError` for messages that the template refuses and
-    for a model without a template, :class:`~vmserve.errors.ChatTemplateError` for a
-    template that is no template.
+    If the template shows no tools, the conversation describes them: :mod:`vmserve.tools.told`.
+    ``hf``: the transformers tokenizer. ``max_chars``: stop the template when it has written more.
+
+    Raises :class:`~vmserve.errors.InvalidRequestError` for messages that the template refuses, for
+    too long a text and for a model without a template, and
+    :class:`~vmserve.errors.ChatTemplateError` for a broken template.
     """
     if not (chat_template or hf.chat_template):
         raise InvalidRequestError(
@@ -146,7 +145,7 @@ def _text_of(hf: Any, chat_template: str | None, tools: object) -> str:
 
 def _render(hf: Any, messages: list[Message], max_chars: int, **arguments: Any) -> str:
     try:
-        # A macro's text is counted in its caller's once more.
+        # The text of a macro is counted twice: in the macro and in its caller.
         with RenderBudget(MAX_RENDER_SECONDS, 2 * max_chars):
             return str(hf.apply_chat_template(messages, tokenize=False, **arguments))
     except OverBudgetError as error:
@@ -176,7 +175,7 @@ def _render(hf: Any, messages: list[Message], max_chars: int, **arguments: Any) 
 
 
 def check_messages(messages: object) -> list[Message]:
-    """Copies of the messages, with a content of one text part as the text itself.
+    """Copy the messages, with a content of one text part as a string.
 
     Raises :class:`~vmserve.errors.InvalidRequestError`.
     """
@@ -235,10 +234,10 @@ def _check_part(place: int, part: object) -> str:
 
 
 def _with_parsed_arguments(messages: list[Message], template: str) -> list[Message]:
-    """Tool-call arguments as objects, unless the template itself takes strings.
+    """Parse the arguments of tool calls, unless the template takes strings.
 
-    Clients send them as JSON text; most templates write them with ``tojson``, which would
-    quote that text once more.
+    Clients send them as JSON text. Most templates write them with ``tojson``, which would quote
+    that text once more.
     """
     if "arguments is string" in template:
         return messages
@@ -262,7 +261,7 @@ def _with_object(call: Any) -> Any:
 
 
 def _with_joined_parts(hf: Any, messages: list[Message], options: dict[str, Any]) -> list[Message]:
-    """Several text parts as one text, with line ends between, unless the template takes parts."""
+    """Join text parts with line ends, unless the template takes parts."""
     if not any(isinstance(message.get("content"), list) for message in messages):
         return messages
     if _takes_parts(hf, options["chat_template"]):
@@ -290,7 +289,7 @@ def _takes_system(hf: Any, chat_template: str | None) -> bool:
 
 
 def _tried(hf: Any, messages: list[Message], chat_template: str | None) -> str:
-    """What the template makes of them; empty where it refuses."""
+    """Render messages; empty if the template refuses them."""
     try:
         return _render(
             hf,
@@ -307,11 +306,11 @@ def _tried(hf: Any, messages: list[Message], chat_template: str | None) -> str:
 
 
 class _Guard:
-    """Marks in strings the characters that could begin or complete a special token.
+    """Marks characters of strings that could begin or complete a special token.
 
-    In every string: the first character of each special token spelled out. In free text
-    also the ends, where the template or another part could supply what is missing. Roles
-    and other names are left alone there: templates build their markers from them.
+    In every string it marks the first character of each special token that is spelled out. In free
+    text it also marks ends that the template or another part could complete. Ends of roles and
+    other names are not marked: templates build their markers of them.
     """
 
     def __init__(self, special_tokens: Iterable[str], values: Sequence[Any]) -> None:
@@ -330,7 +329,7 @@ class _Guard:
         self._sentinels: dict[str, str] = {}
 
     def mark(self, value: Any, is_text: bool = False) -> Any:
-        """A copy of a JSON value with its strings marked."""
+        """Copy a JSON value, with marks in its strings."""
         if isinstance(value, str):
             return self._mark_text(value, is_text)
         if isinstance(value, Mapping):
@@ -368,7 +367,7 @@ class _Guard:
             found = self._pattern.search(text, found.start() + 1)  # they may overlap
 
     def _ends(self, text: str) -> Iterator[int]:
-        # Templates often strip, so what counts are the ends without white space.
+        # Templates often strip white space, so it is left out.
         core = text.strip()
         if not core:
             return

@@ -1,9 +1,9 @@
 """Token ids to text, one token at a time, never half a character.
 
-Two kinds of tokenizers are told apart. A byte-level one gives bytes for each token, which
-an incremental UTF-8 decoder joins. For all others a token's text depends on its neighbours
-(the first word of a text has no leading space, "##" joins words, byte tokens form
-characters), so a short window of tokens is decoded, and what it adds is the text.
+There are two kinds of tokenizers. A byte-level tokenizer gives bytes for each token, which an
+incremental UTF-8 decoder joins. With the others a token's text depends on its neighbours: the first
+word of a text has no leading space, "##" joins words, byte tokens form characters. There a short
+window of tokens is decoded, and the text is what the new tokens add to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNKNOWN_CHARACTER = "\ufffd".encode()
 
 
 class TokenTable:
-    """What single tokens of a ``tokenizers`` tokenizer decode to; filled as it is used."""
+    """Caches what single tokens of a ``tokenizers`` tokenizer decode to."""
 
     def __init__(self, backend: Any, special_ids: frozenset[int]) -> None:
         self.backend = backend
@@ -32,7 +32,7 @@ class TokenTable:
         self._bytes: dict[int, int | None] = {}
 
     def piece(self, token_id: int) -> str | bytes:
-        """Of a byte-level token: its text, or its bytes where they are no text by themselves."""
+        """The text of a byte-level token, or its bytes if they are not valid UTF-8."""
         found = self._pieces.get(token_id)
         if found is None:
             data = _byte_level(self.backend.id_to_token(token_id) or "")
@@ -74,7 +74,7 @@ def _decoder_kinds(backend: Any) -> list[str]:
 def _byte_alphabet() -> dict[str, int]:
     """Character -> byte of byte-level BPE (Radford et al., GPT-2, 2019).
 
-    Bytes that print stand for themselves, the others for the characters from U+0100 on.
+    Printable bytes stand for themselves, the others are the characters from U+0100 on.
     """
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(0x100)).difference(printing))
@@ -88,7 +88,7 @@ _ALPHABET = _byte_alphabet()
 def _byte_level(token: str) -> bytes:
     try:
         return bytes([_ALPHABET[char] for char in token])
-    except KeyError:  # an added token, which is written as it is
+    except KeyError:  # an added token, whose string is its text
         return token.encode()
 
 
@@ -102,20 +102,20 @@ class DetokenizerStrategy(Protocol):
 
 
 class IncrementalDetokenizer:
-    """The texts it returns join to ``Tokenizer.decode(all ids, skip_special_tokens)``.
+    """Decodes tokens one by one; the texts join to ``Tokenizer.decode`` of all ids.
 
     ``table``: the tokenizer's.
     """
 
     def __init__(self, table: TokenTable, skip_special_tokens: bool = True) -> None:
         skipped = table.special_ids if skip_special_tokens else frozenset()
-        #: How it is done; for callers that cannot afford a call in between.
+        #: The implementation, for callers that cannot afford a call in between.
         self.strategy: DetokenizerStrategy = (
             _ByteLevel(table, skipped) if table.is_byte_level else _Windowed(table, skipped)
         )
         #: ``push(token_id)`` returns the new text, "" while a character is incomplete.
         self.push = self.strategy.push
-        #: ``flush()`` ends the text: incomplete bytes become U+FFFD. Push nothing after it.
+        #: ``flush()`` ends the text: incomplete bytes become U+FFFD. Nothing can be pushed then.
         self.flush = self.strategy.flush
 
     @property
@@ -149,11 +149,11 @@ class _ByteLevel:
 
 
 class _Windowed:
-    """Decodes the last tokens that gave text together with the new ones.
+    """Decodes new tokens together with the last ones that gave text.
 
-    Byte tokens wait until they form a character. Bytes that cannot become one are U+FFFD
-    each; in the window the tokens of that character stand for them, so that the decoder
-    never sees bytes it would refuse together with good ones.
+    Byte tokens wait until they form a character. Each byte that cannot become part of one is
+    U+FFFD. In the window the tokens of U+FFFD replace such bytes: the decoder would refuse them
+    together with valid ones.
     """
 
     def __init__(self, table: TokenTable, skipped: frozenset[int]) -> None:

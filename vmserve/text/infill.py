@@ -1,4 +1,4 @@
-"""Prompts that ask for what stands between two texts, for models trained with such tokens."""
+"""Prompts for the text between two others, for models that have tokens for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["infill_prompt"]
 
 
 class _Markers(NamedTuple):
-    """Before the prefix, before the suffix, and where the answer begins."""
+    """Tokens before the prefix, before the suffix, and before the answer."""
 
     prefix: str
     suffix: str
@@ -34,9 +34,9 @@ def infill_prompt(
     encode: Callable[[str, bool], list[int]],
     token_id: Callable[[str], int | None],
 ) -> list[int]:
-    """Token ids of a prompt for the text between ``prefix`` and ``suffix``.
+    """Make the token ids of a prompt for the text between ``prefix`` and ``suffix``.
 
-    ``encode(text, add_special_tokens)``; ``token_id(text)``: of a token, None if there is none.
+    ``encode(text, add_special_tokens)``: ids of a text. ``token_id(text)``: id of a token, or None.
 
     Raises :class:`~vmserve.errors.InvalidRequestError` for a model without such tokens.
     """

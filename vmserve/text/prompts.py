@@ -1,4 +1,4 @@
-"""Prompts as users write them, turned into token ids."""
+"""Turn prompts as users write them into token ids."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Prompt:
     token_ids: list[int]
 
 
-#: A string, token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [int, ...]}``; or what has
-#: been made of one before.
+#: A string, token ids, ``{"prompt": str}``, ``{"prompt_token_ids": [int, ...]}`` or a
+#: :class:`Prompt`.
 PromptLike: TypeAlias = str | Sequence[int] | Mapping[str, Any] | Prompt
 
 
 def split_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
-    """One prompt or several, as a list. A list of integers is one prompt."""
+    """List the prompts of an argument. A list of integers is one prompt."""
     if isinstance(prompts, str | Mapping | Prompt):
         return [prompts]
     given: Any = prompts  # callers without a type checker pass anything
@@ -43,7 +43,7 @@ def split_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike
 
 
 def encode_prompt(prompt: PromptLike, tokenizer: Tokenizer) -> Prompt:
-    """Raises :class:`InvalidRequestError` for what is not a prompt, or is empty."""
+    """Encode one prompt. Raises :class:`InvalidRequestError` if it is empty or not a prompt."""
     if isinstance(prompt, Prompt):
         return prompt
     if isinstance(prompt, Mapping):

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt in columns: a thousand positions are a few arrays, not objects."""
+"""Log-probabilities of a prompt in columns: a few arrays instead of objects per position."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from vmserve.types import Logprob
 __all__ = ["Columns", "PromptScores"]
 
 Position = dict[int, Logprob] | None
-#: In this machine's byte order: of each position how many entries it has (int32), of each entry
-#: its id (int32), log-probability (float64) and rank (int32).
+#: In this machine's byte order: the number of entries of each position (int32), then the id
+#: (int32), log-probability (float64) and rank (int32) of each entry.
 Columns = tuple[bytes, bytes, bytes, bytes]
 
 
 class PromptScores(Sequence[Position]):
-    """For each position of a prompt its tokens' log-probabilities, the prompt's own token first.
+    """Log-probabilities of tokens at each position of a prompt, the prompt's own token first.
 
-    The first position has None. Mappings are made as they are asked for. ``text``: of a token, for
+    The first position has None. Mappings are made when they are read. ``text``: returns a token's
     :attr:`Logprob.decoded_token`; None for requests without text.
     """
 
@@ -28,13 +28,13 @@ class PromptScores(Sequence[Position]):
 
     def __init__(self, text: Callable[[int], str] | None) -> None:
         self._text = text
-        #: Where each position's entries end.
+        #: The end of each position's entries.
         self._ends = array("q", [0])
         self._ids, self._logprobs, self._ranks = array("i"), array("d"), array("i")
 
     @classmethod
     def unpack(cls, columns: Columns, text: Callable[[int], str] | None) -> PromptScores:
-        """Of what :meth:`pack` gave."""
+        """Restore what :meth:`pack` returned."""
         scores = cls(text)
         packed_counts, packed_ids, packed_logprobs, packed_ranks = columns
         scores._ends = array("q")
@@ -47,7 +47,7 @@ class PromptScores(Sequence[Position]):
         return scores
 
     def pack(self) -> Columns:
-        """For a socket between two processes of one machine."""
+        """Pack for a message to another process of this machine."""
         counts, begin = array("i"), 0
         for end in self._ends:
             counts.append(end - begin)

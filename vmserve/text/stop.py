@@ -1,4 +1,4 @@
-"""Finding stop strings in a text that comes in pieces."""
+"""Find stop strings in a text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ __all__ = ["StopChecker", "StopWatcher"]
 class StopChecker:
     """Passes text through until a stop string is complete.
 
-    Text that may be the beginning of a stop string is held back: at most as many characters
-    as the longest has, less one. The string that is complete first wins; of those that are
-    complete with the same character the longest. What is released does not depend on how
-    the text was cut into pieces.
+    Text that may be the beginning of a stop string is held back: at most one character less than
+    the longest string has. The string that is complete first wins, and the longest of those that
+    end with the same character. What is released does not depend on how the text was cut.
 
-    One matching automaton per string (Knuth, Morris and Pratt, 1977): each character costs
-    a constant time on average, whatever the strings and the text are.
+    There is one automaton per string (Knuth, Morris and Pratt, 1977), so that a character takes
+    constant time on average for any strings and any text.
     """
 
     def __init__(self, stops: Sequence[str], include_stop_str: bool = False) -> None:
@@ -32,21 +31,21 @@ class StopChecker:
         self._include = include_stop_str
         self._first = frozenset(stop[0] for stop in self._stops)
         self._failures = [_failures(stop) for stop in self._stops]
-        #: How many characters of each string the text ends with.
+        #: For each string, how many of its first characters the text ends with.
         self._matched = [0] * len(self._stops)
         self._held = ""
         self.stopped = False
 
     @property
     def num_held(self) -> int:
-        """Characters held back."""
+        """Number of characters that are held back."""
         return len(self._held)
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """Text that is released by ``piece``, and the stop string that is now complete.
+        """Add a piece; returns the text that it releases and the stop string that it completes.
 
-        The text then ends before the string, or with it (``include_stop_str``); nothing
-        can be pushed after that.
+        With a stop string, the text ends before it (or after it, with ``include_stop_str``), and
+        nothing can be pushed any more.
         """
         if self.stopped:
             raise ValueError("the text has ended with a stop string")
@@ -64,13 +63,13 @@ class StopChecker:
         return text[:cut], None
 
     def flush(self) -> str:
-        """The text held back, which no stop string can claim any more."""
+        """Release the text that was held back: no stop string can claim it any more."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return held
 
     def _advance(self, char: str) -> str | None:
-        """Take one character; returns the longest stop string that it completes."""
+        """Add one character; returns the longest stop string that it completes, or None."""
         for i, stop in enumerate(self._stops):
             length = self._matched[i]
             while length and stop[length] != char:
@@ -94,9 +93,9 @@ class StopWatcher:
         self._checker = StopChecker(params.stop)
 
     def push(self, token_id: int, may_stop: bool) -> str | None:
-        """The stop string that the token completes.
+        """Add a token; returns the stop string that it completes, or None.
 
-        Text of a token that must not stop (``may_stop``) is no part of any stop string.
+        ``may_stop`` False: the token's text is not part of any stop string.
         """
         piece = self._piece(token_id)
         if may_stop:
@@ -106,7 +105,7 @@ class StopWatcher:
 
 
 def _failures(stop: str) -> list[int]:
-    """For each prefix the length of its longest proper suffix that begins ``stop``."""
+    """For each prefix of ``stop``, the length of its longest proper suffix that begins ``stop``."""
     lengths = [0]
     length = 0
     for char in stop[1:]:

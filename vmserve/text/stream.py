@@ -1,8 +1,7 @@
 """The output of one sequence: tokens in, text and log-probabilities out.
 
-A token is released together with its whole text, so that what a stream sends at once
-belongs together: it waits while it ends inside a character, while its text may belong to a
-stop string, and, without any text, for the next token that has some.
+A token is released together with its whole text. It waits while it ends inside a character, while
+its text may be part of a stop string, and, if it has no text, for the next token that has some.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["ChoiceStream", "Delta"]
 
 
 class Delta(NamedTuple):
-    """Text and the tokens it comes from; ``logprobs`` is None where none were asked for."""
+    """Text and the tokens that it comes from; ``logprobs`` is None if none were asked for."""
 
     text: str
     token_ids: list[int]
@@ -33,8 +32,7 @@ class Delta(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     token: SampledToken
-    #: What the token added to the text: "" if it ends inside a character, None if it is
-    #: not in the text.
+    #: Text that the token added: "" if it ends inside a character, None if it is not in the text.
     piece: str | None
     #: Length of the whole text up to here, or -1 if the token ends inside a character.
     end: int
@@ -43,9 +41,9 @@ class _Waiting:
 class ChoiceStream:
     """Text, tokens and log-probabilities of one sequence, as far as they are released.
 
-    A sampled token's ``decoded_token`` is what it added to the text, so that the strings
-    join to the text; of a token that is not in the text (the end token, a special token that
-    is skipped) and of the other tokens of a position it is the token's own string.
+    The ``decoded_token`` of a sampled token is the text that it added, so that these strings join
+    to the text. For tokens that are not in the text (an end token, a skipped special token, the
+    other candidates of a position) it is the token's own string.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -66,7 +64,6 @@ class ChoiceStream:
         self._taken_tokens = 0
         self.token_ids: list[int] = []
         self.logprobs: LogprobsList | None = None if params.logprobs is None else []
-        self.cumulative_logprob = 0.0
 
     @property
     def text(self) -> str:
@@ -77,11 +74,11 @@ class ChoiceStream:
     def push(
         self, token: SampledToken, *, may_stop: bool = True, hidden: bool = False
     ) -> str | None:
-        """Add a token; returns the stop string that it completes.
+        """Add a token; returns the stop string that it completes, or None.
 
-        Text of a token that must not stop (``may_stop``) is no part of any stop string.
-        ``hidden``: a stop token, which belongs to the ids but not to the text (unless the
-        request includes stop strings in its output).
+        ``may_stop`` False: the token's text is not part of any stop string. ``hidden``: the token
+        ended the sequence. Its id is released and its text is not, unless the request includes
+        stop strings in its output.
         """
         if self._ended:
             raise ValueError("the text has ended: nothing can be added")
@@ -94,7 +91,7 @@ class ChoiceStream:
             return None
         piece = detokenizer.push(token.token_id)
         if self._checker is None and piece and not self._waiting and not detokenizer.pending:
-            # The usual case, without detours.
+            # The usual case, on the shortest path.
             self._num_chars += len(piece)
             self._num_free = self._num_released = self._num_chars
             self._pieces.append(piece)
@@ -119,7 +116,7 @@ class ChoiceStream:
         return stop
 
     def finish(self) -> None:
-        """The sequence has ended: release what waits; incomplete bytes become U+FFFD."""
+        """End the sequence: release what waits. Incomplete bytes become U+FFFD."""
         if self._ended:
             return
         self._ended = True
@@ -133,7 +130,7 @@ class ChoiceStream:
         self._release(len(self._waiting))
 
     def take_delta(self) -> Delta:
-        """What was released since the last call."""
+        """Return what was released since the last call."""
         text = "".join(self._pieces[self._taken_pieces :])
         logprobs = None if self.logprobs is None else self.logprobs[self._taken_tokens :]
         delta = Delta(text, self.token_ids[self._taken_tokens :], logprobs)
@@ -142,13 +139,13 @@ class ChoiceStream:
         return delta
 
     def whole(self) -> Delta:
-        """All that was released."""
+        """Return all that was released."""
         return Delta(self.text, self.token_ids, self.logprobs)
 
     # -- release ------------------------------------------------------------------------
 
     def _check(self, piece: str, may_stop: bool) -> str | None:
-        """Count the piece, and how much of the text no stop string can claim."""
+        """Count the piece's characters and those that no stop string can claim any more."""
         self._num_chars += len(piece)
         if self._checker is None:
             self._num_free = self._num_chars
@@ -162,7 +159,7 @@ class ChoiceStream:
         return stop
 
     def _num_ready(self) -> int:
-        """How many waiting tokens can go: up to the last whose text is complete and free."""
+        """Number of waiting tokens up to the last one whose text is complete and free."""
         ready = 0
         for num, waiting in enumerate(self._waiting, start=1):
             if waiting.end > self._num_free:
@@ -176,7 +173,7 @@ class ChoiceStream:
             return
         going, self._waiting = self._waiting[:num], self._waiting[num:]
         text = "".join(waiting.piece or "" for waiting in going)
-        # After a stop string the free text ends before that of the tokens.
+        # With a stop string, the free text ends before the tokens' text.
         text = text[: self._num_free - self._num_released]
         self._num_released += len(text)
         if text:
@@ -185,9 +182,8 @@ class ChoiceStream:
             self._release_token(waiting.token, waiting.piece)
 
     def _release_token(self, token: SampledToken, piece: str | None) -> None:
-        """``piece`` None: the token is not in the text."""
+        """Add a token to the released ones. ``piece`` None: it is not in the text."""
         self.token_ids.append(token.token_id)
-        self.cumulative_logprob += token.logprob
         if self.logprobs is None or token.top is None:
             return
         if self._detokenizer is None:

@@ -1,9 +1,9 @@
 """Text to token ids and back.
 
-A thin layer over the tokenizer that ``transformers`` would load (never with remote code): what
-it returns is what transformers returns, except that special tokens which a chat message
-merely spells stay text. ``transformers`` itself is imported for chats, and for tokenizers that
-are more than their files (see :mod:`vmserve.text.tokenizer_files`).
+A thin layer over the tokenizer that ``transformers`` would load, never with remote code. It
+returns what transformers returns, with one exception: special tokens that a chat message spells
+stay text. ``transformers`` is imported only for chats, and for tokenizers that are more than their
+files (see :mod:`vmserve.text.tokenizer_files`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
-#: Characters, or tokens, of a text from which on other threads run meanwhile: of the library's
-#: calls only those for batches release the interpreter's lock.
+#: Longest text, in characters or tokens, that is encoded or decoded under the interpreter's lock.
+#: The library releases the lock in its calls for batches only.
 _MOST_WITH_LOCK: Final = 1024
-#: Of a text that may be too long, so many characters for each token that may be are tried first.
+#: Characters per allowed token in the first beginning of a text that is tried for its length.
 _CHARS_PER_TOKEN: Final = 8
+#: Tokens that a cut text may have above those of the whole text.
 _CUT_TOKENS: Final = 64
-#: A chat template is stopped when it has written so many for each.
+#: Characters per allowed token that a chat template may write.
 _MOST_CHARS_PER_TOKEN: Final = 128
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model directory in Hugging Face layout.
+    """Load the tokenizer of a model directory in Hugging Face layout.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
@@ -59,10 +60,12 @@ def _eos_ids(directory: Path) -> list[int]:
 
 
 class Tokenizer:
-    """``hf``: a transformers tokenizer backed by the ``tokenizers`` library, or one from files.
+    """Encodes and decodes text, and renders chats. Safe to call from several threads.
 
-    ``eos_ids``: ids that end a text besides the tokenizer's own. Safe to call from several
-    threads. Raises :class:`~vmserve.errors.ConfigurationError` for other tokenizers.
+    ``hf``: a transformers tokenizer backed by the ``tokenizers`` library, or one from files.
+    ``eos_ids``: ids that end a text in addition to the tokenizer's own.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for other tokenizers.
     """
 
     def __init__(self, hf: Any, eos_ids: Iterable[int] = ()) -> None:
@@ -92,9 +95,9 @@ class Tokenizer:
         self._strings: dict[int, str] = {}
 
     def _unknown_ids(self) -> list[int]:
-        """The id of unknown text, which is no marker although it may count as special.
+        """The id of unknown text, which is not a marker although it may count as special.
 
-        Byte-level tokenizers know all text; many name their end token as the unknown one.
+        Byte-level tokenizers know all text, and many name their end token as the unknown one.
         """
         hf = self._hf
         if self.table.is_byte_level or hf.unk_token_id is None:
@@ -104,7 +107,7 @@ class Tokenizer:
 
     @cached_property
     def hf(self) -> Any:
-        """The transformers tokenizer, for users: a copy, since its calls change its state."""
+        """A copy of the transformers tokenizer for users: calls of it change its state."""
         return deepcopy(self._complete)
 
     @property
@@ -112,7 +115,7 @@ class Tokenizer:
         return self._hf.complete if isinstance(self._hf, FileTokenizer) else self._hf
 
     def prepare_chat(self) -> None:
-        """Do now what would make the first chat slow; nothing for a model without a template."""
+        """Import now what the first chat needs. Nothing happens for a model without a template."""
         if self._hf.chat_template:
             _ = self._complete
 
@@ -125,10 +128,10 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """As transformers does: special tokens spelled in ``text`` become special tokens.
+        """Encode a text as transformers does: special tokens spelled in it become special tokens.
 
-        Raises :class:`~vmserve.errors.InvalidRequestError` for what is no text, and for a text
-        that begins with more than ``max_tokens`` tokens, without encoding the rest.
+        Raises :class:`~vmserve.errors.InvalidRequestError` for a value that is not a text, and for
+        a text that begins with more than ``max_tokens`` tokens, without encoding the rest.
         """
         return list(self._encode(text, add_special_tokens, max_tokens).ids)
 
@@ -141,11 +144,11 @@ class Tokenizer:
         return self._encoding(text, add_special_tokens)
 
     def _refuse_longer(self, text: str, max_tokens: int) -> None:
-        """Encode beginnings of ``text``, each four times as long as the one before."""
+        """Encode beginnings of ``text``, each four times as long, until one has too many tokens."""
         num_chars = _CHARS_PER_TOKEN * max_tokens
         while num_chars < len(text):
             num_tokens = len(self._encoding(text[:num_chars], add_special_tokens=False).ids)
-            # Where it is cut the beginning may have some tokens more than in the whole text.
+            # A cut beginning can have more tokens than it has within the whole text.
             if num_tokens > max_tokens + _CUT_TOKENS:
                 raise InvalidRequestError(
                     f"This model's maximum context length is {max_tokens} tokens, but the first "
@@ -167,11 +170,11 @@ class Tokenizer:
             ) from None
 
     def encode_plain(self, text: str) -> list[int]:
-        """``text`` as from the middle of a longer one, with no special or added token in it."""
+        """Encode ``text`` as the middle of a longer text, without special or added tokens."""
         ids = self._plain_inside(text)
         if self._markers.isdisjoint(ids):
             return ids
-        # The model has the whole spelling as a piece: take it apart.
+        # The vocabulary has the whole spelling as one piece: encode its characters one by one.
         parts = [token_id for char in text for token_id in self._plain_inside(char)]
         return [token_id for token_id in parts if token_id not in self._markers]
 
@@ -192,9 +195,10 @@ class Tokenizer:
         return [token.id for word in words for token in backend.model.tokenize(word)]
 
     def encode_infill(self, prefix: str, suffix: str, max_tokens: int | None = None) -> list[int]:
-        """A prompt for what stands between two texts: :func:`vmserve.text.infill.infill_prompt`.
+        """Encode a prompt for the text between two others.
 
-        ``max_tokens``: of each text, as in :meth:`encode`.
+        See :func:`vmserve.text.infill.infill_prompt`. ``max_tokens``: limit of each text, as in
+        :meth:`encode`.
         """
 
         def encode(text: str, add_special_tokens: bool) -> list[int]:
@@ -203,7 +207,7 @@ class Tokenizer:
         return infill_prompt(prefix, suffix, encode, self._backend.token_to_id)
 
     def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences of each word: at the start of a text, after a space, inside."""
+        """Encode each word as it is at the start of a text, after a space, and inside a word."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             bare = word.lstrip(" ") or word
@@ -220,7 +224,7 @@ class Tokenizer:
 
     @property
     def chat_template_text(self) -> str:
-        """The model's template (of several, all of them); empty where it has none."""
+        """The model's chat templates, joined by line ends; empty if it has none."""
         template = self._hf.chat_template
         return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
@@ -236,16 +240,15 @@ class Tokenizer:
         add_special_tokens: bool = False,
         max_tokens: int | None = None,
     ) -> tuple[str, list[int]]:
-        """The prompt of a conversation: its text and its ids.
+        """Render a conversation; returns the prompt's text and ids.
 
-        The ids are those of encoding the whole text, except that the spelling of a special
-        token that a message brings is encoded as text. ``add_generation_prompt`` is True
-        unless the final message is continued; ``add_special_tokens`` adds what the
-        tokenizer puts around a text, but never a second BOS. A prompt that has more than
-        ``max_tokens`` is refused early: neither rendered nor encoded to its end.
+        The ids are those of the whole text, except that a special token that a message spells
+        is encoded as text. ``add_generation_prompt`` None: True unless the final message is
+        continued. ``add_special_tokens``: add what the tokenizer puts around a text, but never a
+        second BOS. ``max_tokens``: stop rendering and encoding a longer prompt early.
 
         Raises :class:`~vmserve.errors.InvalidRequestError` for messages that the template
-        refuses, for a prompt that is too long and for a model without a template.
+        refuses, for a prompt that is too long, and for a model without a template.
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
@@ -290,11 +293,11 @@ class Tokenizer:
     # -- ids to text --------------------------------------------------------------------
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``; incomplete characters become U+FFFD, unknown ids nothing.
+        """Decode ids. Incomplete characters become U+FFFD, unknown ids become nothing.
 
-        As transformers decodes, without cleaning up spaces. Only where a tokenizer with
-        byte tokens meets bytes that are no UTF-8 this differs: characters completed before
-        them are kept, so that text once streamed stays right.
+        The result is that of transformers without cleaning up spaces, with one exception: if byte
+        tokens form invalid UTF-8, complete characters before them are kept, so that text that
+        was streamed stays right.
         """
         known = [token_id for token_id in ids if 0 <= token_id < 2**32]
         text: str
@@ -308,11 +311,11 @@ class Tokenizer:
         return text
 
     def token_str(self, token_id: int) -> str:
-        """The vocabulary's own string of an id (``Ġthe``); empty for an id it does not have."""
+        """The vocabulary's string of an id (``Ġthe``); empty for an unknown id."""
         return (self._backend.id_to_token(token_id) or "") if token_id >= 0 else ""
 
     def token_text(self, token_id: int) -> str:
-        """The text of one id by itself, special tokens spelled out."""
+        """Decode one id by itself, with special tokens spelled out."""
         text = self._strings.get(token_id)
         if text is None:
             text = self._strings[token_id] = self.decode([token_id], skip_special_tokens=False)

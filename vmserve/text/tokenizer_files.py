@@ -1,8 +1,8 @@
-"""A tokenizer's files, read with the ``tokenizers`` library alone.
+"""Read a tokenizer's files with the ``tokenizers`` library alone.
 
-``transformers`` takes seconds to import, and adds nothing to most tokenizers: what it loads is
-their tokenizer.json. A reading is the same as its own, or it is none: wherever ``transformers``
-would build the tokenizer anew, add a token to it or change how it works, the files are left to it.
+``transformers`` takes seconds to import and adds nothing to most tokenizers: it loads their
+tokenizer.json. Where it would do more (rebuild the tokenizer, add a token, change how it works),
+nothing is read here and ``transformers`` is used. So the result is always the same.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from vmserve.text.tokenizer_transformers import chosen_class, load_from_transfor
 
 __all__ = ["FileTokenizer", "read_tokenizer"]
 
-#: Model types for which transformers takes tokenizer.json as it is, if the class is a general one.
+#: Model types whose tokenizer.json transformers uses unchanged, if the class is a general one.
 _MODEL_TYPES = frozenset(("gpt2", "llama", "mistral", "opt", "qwen3"))
 _CLASSES = frozenset(("PreTrainedTokenizerFast", "TokenizersBackend"))
-#: Mistral tokenizers of this size and more may get another pre-tokenizer.
+#: Above this size, transformers may give Mistral tokenizers another pre-tokenizer.
 _PATCHED_VOCABULARY = 100_000
 
 _NAMED = (
@@ -38,8 +38,8 @@ _NAMED = (
     "cls_token",
     "mask_token",
 )
-#: Keys of tokenizer_config.json that say nothing about ids and texts, or that are read below. The
-#: BOS and EOS switches do not count beside a tokenizer.json, whose post-processor decides.
+#: Keys of tokenizer_config.json that do not change ids and texts, or that are read below. The
+#: switches for BOS and EOS change nothing: the post-processor of tokenizer.json decides.
 _UNDERSTOOD = frozenset(
     (*_NAMED, "add_bos_token", "add_eos_token", "added_tokens_decoder", "additional_special_tokens",
      "backend", "chat_template", "clean_up_tokenization_spaces", "errors", "extra_special_tokens",
@@ -47,22 +47,22 @@ _UNDERSTOOD = frozenset(
      "name_or_path", "padding_side", "sp_model_kwargs", "spaces_between_special_tokens",
      "tokenizer_class", "truncation_side", "use_default_system_prompt")
 )  # fmt: skip
-#: The same, where they are off.
+#: Keys that change nothing while they are off.
 _SWITCHES = frozenset(("add_prefix_space", "split_special_tokens"))
-#: Files and folders that would be read too.
+#: Files and folders that transformers would read too.
 _OTHERS = ("additional_chat_templates", "tekken.json")
 _LEGACY = ("added_tokens.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """What a class builds around the vocabulary of a tokenizer.json, whatever else is in there."""
+    """What a class of transformers builds around the vocabulary, ignoring the rest of the file."""
 
-    #: Special tokens that it assumes where tokenizer_config.json does not name them.
+    #: Special tokens that it assumes if tokenizer_config.json does not name them.
     tokens: Mapping[str, str]
     normalizer: Callable[[], Any] | None
     pre_tokenizer: Callable[[], Any]
-    #: It adds its special tokens once more, without flags.
+    #: Whether it adds its special tokens once more, without flags.
     adds_again: bool = False
 
 
@@ -93,7 +93,7 @@ _PIPELINES: Mapping[str, _Pipeline] = {
 
 @dataclass(frozen=True)
 class FileTokenizer:
-    """In place of a tokenizer of ``transformers``, as far as none of its methods is needed."""
+    """Replaces a tokenizer of ``transformers`` for those who need none of its methods."""
 
     directory: Path
     backend_tokenizer: Backend
@@ -126,12 +126,12 @@ class FileTokenizer:
 
     @cached_property
     def complete(self) -> Any:
-        """The same as a tokenizer of ``transformers``, which is imported for it."""
+        """The tokenizer as ``transformers`` loads it, which is imported now."""
         return load_from_transformers(self.directory)
 
 
 def read_tokenizer(directory: Path) -> FileTokenizer | None:
-    """The tokenizer of a directory; None if it is better read by ``transformers``.
+    """Read the tokenizer of a directory; None if ``transformers`` has to load it.
 
     Raises :class:`~vmserve.errors.ConfigurationError` for a damaged tokenizer.json.
     """
@@ -158,7 +158,7 @@ def read_tokenizer(directory: Path) -> FileTokenizer | None:
     special = {*named.values(), *map(_content, extra)}
     known = {str(token.content) for token in backend.get_added_tokens_decoder().values()}
     if not known.issuperset(special):
-        return None  # they would be added, or are none
+        return None  # transformers would add them
     if pipeline is not None and not _would_be_built(backend, pipeline, config, special):
         return None
     if not _same_added_tokens(backend, config) or backend.padding is not None:
@@ -166,7 +166,7 @@ def read_tokenizer(directory: Path) -> FileTokenizer | None:
     if model["model_type"] == "mistral" and backend.get_vocab_size() > _PATCHED_VOCABULARY:
         return None
     if backend.post_processor is None:
-        # Nothing is put around a text; of a pair (which nobody gives us) the second is marked.
+        # Put nothing around a text. The template of a pair is required, and never used.
         backend.post_processor = processors.TemplateProcessing(
             single="$A:0", pair="$A:0 $B:1", special_tokens=[]
         )
@@ -202,14 +202,14 @@ def _load_backend(path: Path) -> Backend:
 
 
 def _content(token: object) -> str:
-    """Of a token that is written as text or as an object; "" for anything else, which is none."""
+    """The text of a token that is given as a string or an object; "" for anything else."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""
 
 
 def _same_added_tokens(backend: Backend, config: Mapping[str, Any]) -> bool:
-    """Whether tokenizer_config.json, where it lists added tokens, lists those of the tokenizer."""
+    """Whether all added tokens that tokenizer_config.json lists are the tokenizer's."""
     listed = config.get("added_tokens_decoder", {})
     if not isinstance(listed, dict):
         return False
@@ -223,7 +223,7 @@ def _same_added_tokens(backend: Backend, config: Mapping[str, Any]) -> bool:
 def _would_be_built(
     backend: Backend, pipeline: _Pipeline, config: Mapping[str, Any], special: set[str]
 ) -> bool:
-    """Whether the class would build what the file has: then it need not."""
+    """Whether the class would build exactly what the file has."""
     model = backend.model
     if not isinstance(model, models.BPE):
         return False
@@ -242,7 +242,7 @@ def _would_be_built(
 def _would_be_added(
     backend: Backend, pipeline: _Pipeline, config: Mapping[str, Any], special: set[str]
 ) -> bool:
-    """Whether the added tokens, added one by one to the vocabulary, would be as they are."""
+    """Whether adding the file's tokens one by one to the vocabulary would give the same ids."""
     added = backend.get_added_tokens_decoder()
     for token in added.values():
         plain = AddedToken(token.content, special=True)
@@ -262,7 +262,7 @@ def _would_be_added(
 
 
 def _state(part: Any) -> Any:
-    """A part of a pipeline as JSON, without what only tells where tokens came from in a text."""
+    """A part of a pipeline as JSON, without the switch that only changes tokens' offsets."""
 
     def trimmed(fields: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in fields.items() if name != "trim_offsets"}
@@ -271,7 +271,7 @@ def _state(part: Any) -> Any:
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> Any:
-    """A text, several by name, or None; a list for what is no template."""
+    """The template as a text, several by name, or None; an empty list for an invalid value."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         try:

@@ -1,4 +1,4 @@
-"""Tokenizers that ``transformers`` loads, by the shortest way to the class that it would choose."""
+"""Load tokenizers by ``transformers``, and choose their class without AutoTokenizer."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["chosen_class", "load_from_transformers"]
 
 _GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _BUILT = ("GPT2Tokenizer", "Qwen2Tokenizer")
-#: Files that hold a vocabulary; the first is what nearly every model brings.
+#: Files that hold a vocabulary; nearly every model has the first.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _MODEL_TYPES = ("gpt2", "llama", "opt", "qwen3")
 
 
 def load_from_transformers(directory: Path) -> Any:
-    """Raises :class:`~vmserve.errors.ConfigurationError`."""
+    """Load a directory's tokenizer. Raises :class:`~vmserve.errors.ConfigurationError`."""
     name = _class_name(directory)
     try:
-        # Only now: transformers is slow to import, and its AutoTokenizer, which imports every
-        # configuration and torch, much slower than the classes of tokenizers.
+        # Imported late because it is slow. Its AutoTokenizer is much slower than the classes of
+        # tokenizers, because it imports every configuration and torch.
         import transformers  # noqa: PLC0415
 
         if name is not None:
@@ -45,7 +45,7 @@ def load_from_transformers(directory: Path) -> Any:
 
 
 def _class_name(directory: Path) -> str | None:
-    """What AutoTokenizer would choose, if that is known without it."""
+    """The class that AutoTokenizer would choose, or None if only it knows."""
     try:
         config = read_json(directory / "tokenizer_config.json")
         model = read_json(directory / "config.json")
@@ -55,11 +55,11 @@ def _class_name(directory: Path) -> str | None:
 
 
 def chosen_class(model: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """By config.json and tokenizer_config.json; None where AutoTokenizer has to say."""
+    """Choose by config.json and tokenizer_config.json; None if AutoTokenizer has to choose."""
     if "auto_map" in config or "model_name" in model or "tokenizer_class" in model:
         return None
     model_type, given = model.get("model_type"), config.get("tokenizer_class")
-    if model_type == "qwen2":  # whatever is given: it is known to be wrong in many repositories
+    if model_type == "qwen2":  # the class that is given is wrong in many repositories
         return "Qwen2Tokenizer"
     if model_type not in _MODEL_TYPES or not isinstance(given, str | None):
         return None

@@ -1,4 +1,4 @@
-"""What the engine tells of a request: token ids, which become text in vmserve.text.assembly."""
+"""What the engine returns of a request: token ids. vmserve.text.assembly makes text of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vmserve.types import FinishReason, RequestMetrics
 __all__ = ["ChoiceUpdate", "RequestUpdate"]
 
 
-# Thousands a second of these, without cycles: the collector need not know of them.
+# There are thousands a second, without cycles: the garbage collector does not track them.
 class ChoiceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What is new of one choice.
 
-    ``hides_last``: the last token ended the choice and is no part of its text.
+    ``hides_last``: the last token ended the choice and is not part of its text.
     """
 
     index: int
@@ -28,11 +28,11 @@ class ChoiceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What is new of one request, or all of it at its end where it is no stream.
+    """What is new of one request; all of it at the end if the request is not a stream.
 
     The prompt's log-probabilities come with the first tokens, the embedding (float32) at the end.
-    Between processes ``request_id`` is empty, a handle standing beside the update, and ``metrics``
-    come with the first tokens and at the end alone.
+    In messages ``request_id`` is empty, because a handle is sent with the update, and ``metrics``
+    are sent with the first tokens and at the end only.
     """
 
     request_id: str
