@@ -323,7 +323,8 @@ void bind_reading(py::class_<KVMemory>& memory) {
           },
           py::arg("max_cells"))
       .def("last_error", &KVMemory::last_error, unlocked())
-      .def("check", &KVMemory::check, unlocked());
+      .def("check", &KVMemory::check, unlocked())
+      .def("fingerprint", &KVMemory::fingerprint, unlocked());
 }
 
 }  // namespace

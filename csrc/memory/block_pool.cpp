@@ -5,6 +5,7 @@
 #include <string>
 
 #include "vmserve/errors.h"
+#include "vmserve/mix.h"
 #include "vmserve/text.h"
 
 namespace vmserve {
@@ -39,6 +40,77 @@ std::int64_t BlockPool::total_refs(PageId page) const {
   return total;
 }
 
+// -- what changes, and is undone after a trial
+
+BlockPool::Page& BlockPool::change(PageId id) noexcept {
+  if (trial_.runs) trial_.pages.emplace_back(id, pages_[id]);
+  return pages_[id];
+}
+
+BlockPool::Block& BlockPool::change_block(BlockId id) noexcept {
+  if (trial_.runs) trial_.blocks.emplace_back(id, blocks_[id]);
+  return blocks_[id];
+}
+
+BlockPool::List& BlockPool::change_split(Tenant tenant) noexcept {
+  List& list = split_[tenant];
+  if (trial_.runs) trial_.split.emplace_back(tenant, list);
+  return list;
+}
+
+void BlockPool::set_free(PageId id, bool is_free) noexcept {
+  if (trial_.runs) trial_.moved.push_back(id);
+  const std::int64_t extent = id / extent_pages_;
+  if (is_free) {
+    free_.insert(id);
+    if (++free_in_extent_[extent] == extent_pages_) whole_.insert(extent);
+  } else {
+    free_.erase(id);
+    if (free_in_extent_[extent]-- == extent_pages_) whole_.erase(extent);
+  }
+}
+
+// The index finds the block by the digest, or does not.
+void BlockPool::set_name(BlockId id, const Digest& digest, bool is_published) {
+  if (trial_.runs) trial_.named.emplace_back(id, digest);
+  if (is_published) {
+    digests_[id] = digest;
+    index_.emplace(digest, id);
+  } else {
+    index_.erase(digest);
+  }
+}
+
+void BlockPool::begin_trial() {
+  trial_.summary = summary_;
+  trial_.runs = true;
+}
+
+void BlockPool::end_trial() noexcept {
+  trial_.runs = false;
+  for (auto at = trial_.pages.rbegin(); at != trial_.pages.rend(); ++at)
+    pages_[at->first] = at->second;
+  for (auto at = trial_.blocks.rbegin(); at != trial_.blocks.rend(); ++at)
+    blocks_[at->first] = at->second;
+  for (auto at = trial_.moved.rbegin(); at != trial_.moved.rend(); ++at)
+    set_free(*at, !free_.contains(*at));
+  for (auto at = trial_.named.rbegin(); at != trial_.named.rend(); ++at)
+    set_name(at->first, at->second, find(at->second) == kNoBlock);
+  for (auto at = trial_.split.rbegin(); at != trial_.split.rend(); ++at) {
+    if (at->second.head == kNoPage) {
+      split_.erase(at->first);
+    } else {
+      split_[at->first] = at->second;
+    }
+  }
+  summary_ = trial_.summary;
+  trial_.pages.clear();
+  trial_.blocks.clear();
+  trial_.moved.clear();
+  trial_.named.clear();
+  trial_.split.clear();
+}
+
 // -- states
 
 PageState BlockPool::state_for(PageId id) const {
@@ -60,36 +132,32 @@ void BlockPool::link(List& list, PageId id) noexcept {
 }
 
 void BlockPool::link_behind(List& list, PageId id, PageId before) noexcept {
-  Page& page = pages_[id];
+  Page& page = change(id);
   page.prev = before;
   page.next = before == kNoPage ? list.head : pages_[before].next;
-  (page.prev == kNoPage ? list.head : pages_[page.prev].next) = id;
-  (page.next == kNoPage ? list.tail : pages_[page.next].prev) = id;
+  (page.prev == kNoPage ? list.head : change(page.prev).next) = id;
+  (page.next == kNoPage ? list.tail : change(page.next).prev) = id;
 }
 
 void BlockPool::unlink(List& list, PageId id) noexcept {
   const Page& page = pages_[id];
-  (page.prev == kNoPage ? list.head : pages_[page.prev].next) = page.next;
-  (page.next == kNoPage ? list.tail : pages_[page.next].prev) = page.prev;
+  (page.prev == kNoPage ? list.head : change(page.prev).next) = page.next;
+  (page.next == kNoPage ? list.tail : change(page.next).prev) = page.prev;
 }
 
 void BlockPool::leave(PageId id) noexcept {
-  Page& page = pages_[id];
-  --counts_[static_cast<int>(page.state)];
-  if (page.state == PageState::kFree) {
-    free_.erase(id);
-    const std::int64_t extent = id / extent_pages_;
-    if (free_in_extent_[extent]-- == extent_pages_) whole_.erase(extent);
-  }
+  Page& page = change(id);
+  --summary_.counts[static_cast<int>(page.state)];
+  if (page.state == PageState::kFree) set_free(id, false);
   if (page.state == PageState::kIdle) {
-    if (last_worthless_ == id) last_worthless_ = page.prev;
+    if (summary_.last_worthless == id) summary_.last_worthless = page.prev;
     page.worthless = false;
-    unlink(idle_, id);
-    num_idle_mapped_ -= page.counted_mapped ? 1 : 0;
+    unlink(summary_.idle, id);
+    summary_.num_idle_mapped -= page.counted_mapped ? 1 : 0;
     page.counted_mapped = false;
   }
   if (page.state == PageState::kSplit) {
-    List& list = split_[page.tenant];
+    List& list = change_split(page.tenant);
     unlink(list, id);
     list.free_blocks -= page.offered;
     page.offered = 0;
@@ -98,25 +166,23 @@ void BlockPool::leave(PageId id) noexcept {
 }
 
 void BlockPool::enter(PageId id) noexcept {
-  Page& page = pages_[id];
-  ++counts_[static_cast<int>(page.state)];
+  Page& page = change(id);
+  ++summary_.counts[static_cast<int>(page.state)];
   if (page.state == PageState::kFree) {
-    free_.insert(id);
+    set_free(id, true);
     page.owner = kNoSeq;
-    const std::int64_t extent = id / extent_pages_;
-    if (++free_in_extent_[extent] == extent_pages_) whole_.insert(extent);
   }
   if (page.state == PageState::kIdle && page.worthless) {
-    link_behind(idle_, id, last_worthless_);
-    last_worthless_ = id;
+    link_behind(summary_.idle, id, summary_.last_worthless);
+    summary_.last_worthless = id;
   } else if (page.state == PageState::kIdle) {
-    link(idle_, id);
+    link(summary_.idle, id);
   }
-  if (page.state == PageState::kSplit) link(split_[page.tenant], id);
+  if (page.state == PageState::kSplit) link(change_split(page.tenant), id);
 }
 
 void BlockPool::settle(PageId id) noexcept {
-  Page& page = pages_[id];
+  Page& page = change(id);
   const PageState wanted = state_for(id);
   if (wanted != page.state) {
     // What the mapper has mapped ahead of somebody comes from its hands, and is wanted soon.
@@ -128,12 +194,12 @@ void BlockPool::settle(PageId id) noexcept {
   }
   if (wanted == PageState::kSplit) {
     const std::int32_t offers = spare_blocks(page);
-    split_[page.tenant].free_blocks += offers - page.offered;
+    change_split(page.tenant).free_blocks += offers - page.offered;
     page.offered = offers;
   }
   if (wanted == PageState::kIdle && page.counted_mapped != (page.maps > 0)) {
     page.counted_mapped = page.maps > 0;
-    num_idle_mapped_ += page.counted_mapped ? 1 : -1;
+    summary_.num_idle_mapped += page.counted_mapped ? 1 : -1;
   }
 }
 
@@ -177,7 +243,7 @@ std::vector<PageRun> BlockPool::highest_free(std::int64_t count) const {
 
 void BlockPool::commit_held(const PageRun& run) noexcept {
   for (PageId id = run.first; id < run.first + run.count; ++id) {
-    --counts_[static_cast<int>(PageState::kAbsent)];
+    --summary_.counts[static_cast<int>(PageState::kAbsent)];
     committed_.insert(id);
     Page fresh{};
     fresh.owner = kNoSeq;
@@ -195,14 +261,14 @@ void BlockPool::uncommit(const PageRun& run) noexcept {
     leave(id);
     committed_.erase(id);
     pages_[id] = Page{};  // kAbsent
-    ++counts_[static_cast<int>(PageState::kAbsent)];
+    ++summary_.counts[static_cast<int>(PageState::kAbsent)];
   }
 }
 
 // -- taking
 
 PageId BlockPool::take_page(PageId previous, bool grows) noexcept {
-  has_growing_runs_ = has_growing_runs_ || (grows && extent_pages_ > 1);
+  summary_.has_growing_runs = summary_.has_growing_runs || (grows && extent_pages_ > 1);
   const bool adjacent = previous != kNoPage && free_.contains(std::int64_t{previous} + 1);
   std::int64_t first = grows && !adjacent ? whole_.lowest() : -1;
   first = first < 0 ? free_.lowest() : first * extent_pages_;
@@ -229,84 +295,84 @@ std::int64_t BlockPool::num_split_blocks(Tenant tenant) const {
 }
 
 void BlockPool::hold(PageId page) noexcept {
-  ++pages_[page].held;
+  ++change(page).held;
   settle(page);
 }
 
 void BlockPool::unhold(PageId page) noexcept {
-  --pages_[page].held;
+  --change(page).held;
   settle(page);
 }
 
 void BlockPool::add_ref(BlockId id) noexcept {
-  Block& block = blocks_[id];
+  Block& block = change_block(id);
   const PageId page_id = page_of(id);
-  Page& page = pages_[page_id];
+  Page& page = change(page_id);
   ++block.refs;
   if (block.refs == 2) {
-    ++num_shared_blocks_;
-    if (++page.shared == 1) ++num_shared_pages_;
+    ++summary_.num_shared_blocks;
+    if (++page.shared == 1) ++summary_.num_shared_pages;
   }
   if (block.refs > 1) return;
   ++page.used;
-  ++num_used_blocks_;
+  ++summary_.num_used_blocks;
   if (block.published) {
     --page.cached;
-    --num_cached_blocks_;
+    --summary_.num_cached_blocks;
   }
   settle(page_id);
 }
 
 void BlockPool::drop_ref(BlockId id, Epoch epoch) noexcept {
-  Block& block = blocks_[id];
+  Block& block = change_block(id);
   const PageId page_id = page_of(id);
-  Page& page = pages_[page_id];
+  Page& page = change(page_id);
   if (epoch > page.retire) {
     page.retire = epoch;
     if (epoch > completed_) waiting_.emplace_back(epoch, page_id);
   }
   --block.refs;
   if (block.refs == 1) {
-    --num_shared_blocks_;
-    if (--page.shared == 0) --num_shared_pages_;
+    --summary_.num_shared_blocks;
+    if (--page.shared == 0) --summary_.num_shared_pages;
   }
   if (block.refs > 0) return settle(page_id);  // it may have to wait
   --page.used;
-  --num_used_blocks_;
+  --summary_.num_used_blocks;
   if (block.published) {
     ++page.cached;
-    ++num_cached_blocks_;
+    ++summary_.num_cached_blocks;
   }
   settle(page_id);
 }
 
 void BlockPool::begin_copy(BlockId block) noexcept {
-  ++blocks_[block].copies;
-  ++pages_[page_of(block)].copying;
-  ++num_copies_;
+  ++change_block(block).copies;
+  ++change(page_of(block)).copying;
+  ++summary_.num_copies;
   settle(page_of(block));
 }
 
 void BlockPool::end_copy(BlockId block) noexcept {
-  --blocks_[block].copies;
-  --pages_[page_of(block)].copying;
-  --num_copies_;
+  --change_block(block).copies;
+  --change(page_of(block)).copying;
+  --summary_.num_copies;
   settle(page_of(block));
 }
 
 void BlockPool::add_map(PageId page, std::int32_t index) noexcept {
-  ++pages_[page].maps;
+  ++change(page).maps;
   pages_[page].index = index;
   settle(page);
 }
 
 void BlockPool::drop_map(PageId page) noexcept {
-  --pages_[page].maps;
+  --change(page).maps;
   settle(page);
 }
 
 void BlockPool::set_owner(PageId page, SeqId owner) noexcept {
-  pages_[page].owner = owner;
+  change(page).owner = owner;
   settle(page);
 }
 
@@ -318,25 +384,25 @@ BlockId BlockPool::find(const Digest& digest) const {
 }
 
 bool BlockPool::publish(BlockId id, const Digest& digest) {
-  if (!index_.emplace(digest, id).second) return false;
-  digests_[id] = digest;
-  Block& block = blocks_[id];
+  if (find(digest) != kNoBlock) return false;
+  set_name(id, digest, true);
+  Block& block = change_block(id);
   block.published = true;
   if (block.refs == 0) {
-    ++pages_[page_of(id)].cached;
-    ++num_cached_blocks_;
+    ++change(page_of(id)).cached;
+    ++summary_.num_cached_blocks;
   }
   settle(page_of(id));
   return true;
 }
 
 void BlockPool::unpublish(BlockId id) noexcept {
-  Block& block = blocks_[id];
-  index_.erase(digests_[id]);
+  Block& block = change_block(id);
+  set_name(id, digests_[id], false);
   block.published = false;
   if (block.refs == 0) {
-    --pages_[page_of(id)].cached;
-    --num_cached_blocks_;
+    --change(page_of(id)).cached;
+    --summary_.num_cached_blocks;
   }
   settle(page_of(id));
 }
@@ -369,8 +435,9 @@ bool BlockPool::needs_zero(PageId page, Tenant tenant) const {
 }
 
 void BlockPool::mark_written(PageId page, Tenant tenant) noexcept {
-  pages_[page].known_zero = false;
-  pages_[page].tenant = tenant;
+  Page& written = change(page);
+  written.known_zero = false;
+  written.tenant = tenant;
 }
 
 // -- laws
@@ -398,6 +465,34 @@ void BlockPool::check_page(PageId id) const {
   }
 }
 
+std::uint64_t BlockPool::fingerprint() const {
+  Mix mix;
+  mix.add(limit_, completed_, summary_.last_worthless, summary_.has_growing_runs);
+  for (const std::int64_t count : summary_.counts) mix.add(count);
+  mix.add(summary_.num_idle_mapped, summary_.num_shared_pages, summary_.num_used_blocks,
+          summary_.num_shared_blocks, summary_.num_cached_blocks, summary_.num_copies);
+  mix.add(free_.size(), whole_.size(), index_.size(), split_.size(), waiting_.size());
+  const auto add_list = [&](const List& list) {
+    mix.add(list.tail, list.free_blocks);
+    for (PageId id = list.head; id != kNoPage; id = pages_[id].next) mix.add(id, pages_[id].prev);
+  };
+  add_list(summary_.idle);
+  for (std::int64_t id = committed_.lowest(); id >= 0; id = committed_.lowest(id + 1)) {
+    const Page& page = pages_[id];
+    mix.add(id, page.used, page.cached, page.shared, page.held, page.maps, page.copying,
+            page.index);
+    mix.add(page.owner, page.offered, static_cast<int>(page.state), page.known_zero,
+            page.counted_mapped, page.worthless, page.tenant, page.retire, free_.contains(id));
+    if (page.state == PageState::kSplit && page.prev == kNoPage) add_list(split_.at(page.tenant));
+    const BlockId first = first_block(static_cast<PageId>(id));
+    for (BlockId b = first; b < first + blocks_per_page_; ++b) {
+      mix.add(blocks_[b].refs, blocks_[b].copies, blocks_[b].published);
+      if (blocks_[b].published) mix.add(find(digests_[b]));
+    }
+  }
+  return mix.value();
+}
+
 void BlockPool::check() const {
   std::int64_t counted[7] = {};
   std::int64_t published = 0;
@@ -410,14 +505,15 @@ void BlockPool::check() const {
     }
   }
   for (int state = 1; state < 7; ++state) {
-    if (counted[state] != counts_[state]) {
+    if (counted[state] != summary_.counts[state]) {
       throw InvariantError("counted " + std::to_string(counted[state]) + " pages in state " +
-                           std::to_string(state) + ", recorded " + std::to_string(counts_[state]));
+                           std::to_string(state) + ", recorded " +
+                           std::to_string(summary_.counts[state]));
     }
   }
   std::int64_t idle = 0;
   PageId last_worthless = kNoPage;
-  for (PageId id = idle_.head; id != kNoPage; id = pages_[id].next) {
+  for (PageId id = summary_.idle.head; id != kNoPage; id = pages_[id].next) {
     ++idle;
     if (!pages_[id].worthless) continue;
     if (pages_[id].prev != last_worthless) {
@@ -425,10 +521,10 @@ void BlockPool::check() const {
     }
     last_worthless = id;
   }
-  if (last_worthless != last_worthless_) {
+  if (last_worthless != summary_.last_worthless) {
     throw InvariantError("the idle list's worthless pages end elsewhere");
   }
-  if (idle != counts_[static_cast<int>(PageState::kIdle)]) {
+  if (idle != summary_.counts[static_cast<int>(PageState::kIdle)]) {
     throw InvariantError("the idle list has " + std::to_string(idle) + " pages");
   }
   for (std::int64_t extent = 0; extent < whole_.capacity(); ++extent) {

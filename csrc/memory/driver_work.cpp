@@ -263,11 +263,8 @@ std::vector<AddressRun> DriverWork::entry_ranges(SlotId slot, std::int64_t first
 }
 
 Cut DriverWork::forget(SlotId id, std::int64_t first, std::int64_t count) {
-  Cut cut{id, {}, entry_ranges(id, first, count)};
-  for (std::int64_t i = first; i < first + count; ++i) {
-    const PageId page = slots_[id].entries[i].page;
-    if (page != kNoPage) cut.pages.push_back(page);
-  }
+  const auto begin = slots_[id].entries.begin() + first;
+  Cut cut{id, {begin, begin + count}, entry_ranges(id, first, count)};
   ledger_.forget_entries(id, first, count);
   ++ledger_.version;
   return cut;
@@ -275,6 +272,10 @@ Cut DriverWork::forget(SlotId id, std::int64_t first, std::int64_t count) {
 
 bool DriverWork::unmap(const Cut& cut) {
   if (cut.ranges.empty()) return true;
+  std::vector<PageId> pages;
+  for (const SlotEntry& entry : cut.entries) {
+    if (entry.page != kNoPage) pages.push_back(entry.page);
+  }
   Repair repair;
   std::string error_text;
   mapper->wait(slots_[cut.slot].last_command);  // it may be changing the access of these very pages
@@ -288,12 +289,12 @@ bool DriverWork::unmap(const Cut& cut) {
     error_text = error.what();
   }
   const auto num_calls = static_cast<std::int64_t>(cut.ranges.size() - repair.steps.size());
-  ledger_.totals.pages_unmapped += static_cast<std::int64_t>(cut.pages.size());
+  ledger_.totals.pages_unmapped += static_cast<std::int64_t>(pages.size());
   ledger_.totals.unmap_calls += num_calls;
   ledger_.totals.unhidden_calls += num_calls;
   if (repair.steps.empty()) return true;
-  for (const PageId page : cut.pages) pool_.hold(page);
-  repair.held = cut.pages;
+  for (const PageId page : pages) pool_.hold(page);
+  repair.held = std::move(pages);
   repair.slots = {cut.slot};
   add_repair(std::move(repair), error_text);
   return false;
@@ -319,6 +320,7 @@ bool DriverWork::make_cuts(Change& change) {
 }
 
 void DriverWork::prepare(Change& change) {
+  for (const SlotId slot : change.uses) require_whole(slot);
   if (!make_cuts(change)) throw DriverError("unmap", EIO, last_error);
   if (change.swap_taken.empty()) return;
   const auto driving = lock();

@@ -23,7 +23,15 @@ Change::SavedSlot& Change::saved(SlotId id) {
   for (Change::SavedSlot& slot : slots) {
     if (slot.slot == id) return slot;
   }
-  slots.push_back({id, slots_[id].seq, slots_[id].size(), slots_[id].retire, {}, {}});
+  const Slot& slot = slots_[id];
+  slots.push_back({id,
+                   slot.seq,
+                   slot.size(),
+                   slot.num_sealed,
+                   slot.size() - slot.num_pending,
+                   slot.retire,
+                   {},
+                   {}});
   return slots.back();
 }
 

@@ -88,7 +88,7 @@ KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& confi
       work_(std::move(driver), ledger_),
       room_(ledger_, work_),
       ops_(ledger_, work_, room_),
-      planner_(ledger_, work_),
+      planner_(ledger_, work_, room_, ops_),
       ahead_(ledger_, work_) {
   if (config_.null_page) {
     room_.commit_pages(1);
@@ -201,17 +201,17 @@ Plan KVMemory::plan(const std::vector<Op>& ops) {
   // Only asking what there is leaves an earlier plan as good as it was, and what is attached has
   // been found already.
   if (!ops.empty() && !Planner::attaches(ops)) room_.shed();
-  const std::vector<Op> wanted = planner_.merged(ops);
-  planner_.validate(wanted);
-  bool dense = false;
-  Plan plan = planner_.assess(wanted, dense);
-  if (!plan.fits() && (work_.works_ahead() || !work_.repairs.empty())) {
+  asked_ = ops;
+  planned_ = planner_.merged(ops);
+  planner_.validate(planned_);
+  assessed_ = planner_.assess(planned_);
+  if (!assessed_.plan.fits() && (work_.works_ahead() || !work_.repairs.empty())) {
     // Pages that the mapper or a repair has in hand are nobody's yet.
     ahead_.settle();
     if (work_.failure.empty()) work_.retry_repairs();
-    plan = planner_.assess(wanted, dense);
+    assessed_ = planner_.assess(planned_);
   }
-  return plan;
+  return assessed_.plan;
 }
 
 Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
@@ -221,16 +221,21 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
     throw MisuseError("the plan is stale: something was changed or released since; plan again");
   }
   const auto start = Clock::now();
-  const std::vector<Op> wanted = planner_.merged(ops);
+  const bool is_planned = assessed_.plan.version == version && asked_ == ops;
+  if (!is_planned) planned_ = planner_.merged(ops);
+  asked_.clear();  // what was planned is carried out once
+  const std::vector<Op>& wanted = planned_;
   planner_.validate(wanted);
   work_.retry_repairs();
-  Change change(ledger_, *work_.driver);
-  Plan plan = planner_.assess(wanted, change.dense);
-  if (wait_for_mapper(wanted, plan)) plan = planner_.assess(wanted, change.dense);
-  if (plan.needed_mappings > work_.mapping_room()) {
+  // Packing costs copies and cached blocks: whether it is still needed is looked at again.
+  const bool holds = is_planned && assessed_.plan.fits() && assessed_.packing == Packing::kNone;
+  Assessed now = holds ? assessed_ : planner_.assess(wanted);
+  if (wait_for_mapper(wanted, now.plan)) now = planner_.assess(wanted);
+  if (now.plan.needed_mappings > work_.mapping_room()) {
     ahead_.settle();  // what the mapper has made is counted, what it may make is not
-    plan = planner_.assess(wanted, change.dense);
+    now = planner_.assess(wanted);
   }
+  const Plan& plan = now.plan;
   if (!plan.fits()) {
     throw OutOfMemoryError("the plan needs " + with_commas(plan.needed_pages) + " pages, " +
                            with_commas(plan.available_pages) + " can be had, and lacks " +
@@ -239,20 +244,11 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
                            with_commas(plan.needed_mappings) + " memory mappings, " +
                            with_commas(plan.available_mappings) + " can be had");
   }
+  Change change(ledger_, *work_.driver, now.packing != Packing::kNone, /*is_trial=*/false);
   try {
     room_.make_mapping_room(plan.needed_mappings);
-    // Packing forgets what split pages have cached, which an attach relies on.
-    if (change.dense && !Planner::attaches(wanted)) room_.squeeze();
-    ops_.hold_matches(change, wanted);
-    ops_.note_targets(change, wanted);
-    std::unordered_map<BlockId, SwapId> copied;
-    for (const Op& op : wanted) {
-      if (op.kind == OpKind::kSwapOut) {
-        ops_.stage_swap_out(change, op, copied);
-      } else {
-        ops_.stage(change, op);
-      }
-    }
+    if (now.packing == Packing::kSqueezed) room_.squeeze();
+    ops_.stage(change, wanted);
     work_.prepare(change);
     ops_.assign_fresh(change);
     work_.execute(change);

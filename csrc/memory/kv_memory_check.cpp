@@ -4,6 +4,7 @@
 
 #include "vmserve/errors.h"
 #include "vmserve/kv_memory.h"
+#include "vmserve/mix.h"
 
 namespace vmserve {
 namespace {
@@ -230,6 +231,14 @@ MemoryStats KVMemory::stats() {
 #include "vmserve/stats.def"
   s.mapper_seconds_total = work_.mapper->cpu_seconds();
   return s;
+}
+
+std::uint64_t KVMemory::fingerprint() const {
+  const auto lock = enter();
+  Mix mix;
+  mix.add(ledger_.fingerprint(), work_.swap->num_used());
+  for (SwapId id = 0; id < work_.swap->capacity(); ++id) mix.add(work_.swap->refs(id));
+  return mix.value();
 }
 
 void KVMemory::check() {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "vmserve/memory/require.h"
+#include "vmserve/mix.h"
 
 namespace vmserve {
 
@@ -289,6 +290,28 @@ void Ledger::forget_entries(SlotId id, std::int64_t first, std::int64_t count) {
     if (page != kNoPage) pool.drop_map(page);
   }
   if (is_tail) slot.entries.resize(static_cast<std::size_t>(first));
+}
+
+std::uint64_t Ledger::fingerprint() const {
+  Mix mix;
+  mix.add(pool.fingerprint(), version, parkings, begun, completed, records.size(), num_open,
+          may_reopen, slots.size());
+  for (const Sequence& seq : seqs) {
+    mix.add(seq.open, static_cast<int>(seq.has.view), seq.has.slot, seq.has.length, seq.has.sealed,
+            seq.has.seal_limit, seq.has.num_trimmed, seq.has.num_published, seq.has.swapped,
+            seq.tokens.size(), seq.nameless, seq.digests.size());
+    for (const BlockId block : seq.has.blocks) mix.add(block);
+    for (const SwapId swap : seq.has.swap) mix.add(swap);
+  }
+  for (const Slot& slot : slots) {
+    mix.add(slot.seq, slot.num_pending, slot.num_sealed, slot.in_repair, slot.retire,
+            slot.parked_at, slot.last_command, slot.last_map);
+    for (const SlotEntry& entry : slot.entries) mix.add(entry.page, entry.read_only);
+  }
+#define VMSERVE_COUNTER(type, name, what) mix.add(totals.name);
+#include "vmserve/stats.def"
+  mix.add(recent.pages_now, recent.newcomers_now, recent.newest_tenant);
+  return mix.value();
 }
 
 // Whether a write to the page concerns nobody but the sequence that has it.

@@ -14,7 +14,21 @@ constexpr double kRememberedOfNewcomers = 0.98;
 
 }  // namespace
 
-void Ops::stage(Change& change, const Op& op) {
+void Ops::stage(Change& change, const std::vector<Op>& ops) {
+  if (!change.is_trial) change.grows.reserve(ops.size());
+  hold_matches(change, ops);
+  note_targets(change, ops);
+  std::unordered_map<BlockId, SwapId> copied;
+  for (const Op& op : ops) {
+    if (op.kind == OpKind::kSwapOut) {
+      stage_swap_out(change, op, copied);
+    } else {
+      stage_one(change, op);
+    }
+  }
+}
+
+void Ops::stage_one(Change& change, const Op& op) {
   switch (op.kind) {
     case OpKind::kAttach:
       return stage_attach(change, op);
@@ -47,6 +61,12 @@ void Ops::hold_matches(Change& change, const std::vector<Op>& ops) {
       }
       if (pool_.page_of(block) == last) continue;
       last = pool_.page_of(block);
+      if (change.is_trial && pool_.state(last) != PageState::kIdle) {
+        // It may become idle before the plan is carried out. Held by this very change it counts
+        // once.
+        const auto held = std::find(change.held.begin(), change.held.end(), last);
+        change.num_coming += held == change.held.end() ? 1 : 0;
+      }
       change.held.push_back(last);
       pool_.hold(last);
     }
@@ -104,7 +124,8 @@ void Ops::stage_fork(Change& change, const Op& op) {
 // Positions that an epoch is still to write stay writable until they are sealed.
 void Ops::seal_shared(Change& change, const Sequence& parent, const Op& op) {
   if (!config_.access_under_readers || parent.has.slot == kNoSlot) return;
-  work_.require_whole(parent.has.slot);
+  change.uses.push_back(parent.has.slot);
+  change.saved(parent.has.slot);
   Slot& slot = slots_[parent.has.slot];
   // A paged child shares blocks of the last page: it is sealed as a whole, or not yet. A virtual
   // child has a copy of a partial one.
@@ -170,13 +191,15 @@ void Ops::stage_swap_out(Change& change, const Op& op,
     change.drops.push_back(block);
     if (i >= total) continue;
     const auto [at, is_new] = copied.emplace(block, kNoSwap);
-    if (is_new) {
+    if (is_new && change.is_trial && work_.swap->num_free() == 0) {
+      ++change.missing_swap_blocks;
+    } else if (is_new) {
       at->second = work_.swap->take();
       change.swap_out.push_back({op.seq, i, block, at->second});
-    } else {
+    } else if (at->second != kNoSwap) {
       work_.swap->share(at->second);
     }
-    change.swap_taken.push_back(at->second);
+    if (at->second != kNoSwap) change.swap_taken.push_back(at->second);
     seq.has.swap.push_back(at->second);
   }
   change.leave_slot(op.seq);
@@ -220,7 +243,7 @@ void Ops::stage_swap_in(Change& change, const Op& op) {
 
 void Ops::stage_grow(Change& change, const Op& op) {
   Sequence& seq = seqs_[op.seq];
-  change.grows.push_back(op);
+  if (!change.is_trial) change.grows.push_back(op);
   if (op.num_tokens == 0 && seq.has.view == View::kVirtual && seq.has.slot == kNoSlot) {
     change.save(op.seq);
     take_slot(change, op.seq, {}, 0);
@@ -246,7 +269,7 @@ void Ops::grow_virtual(Change& change, SeqId id, std::int64_t num_tokens) {
     ledger_.recent.first_pages =
         std::max(static_cast<double>(want), ledger_.recent.first_pages * kRememberedOfNewcomers);
   } else {
-    work_.require_whole(seq.has.slot);
+    change.uses.push_back(seq.has.slot);
     change.grown.push_back({id, seq.has.blocks.size(), -1, kNoBlock});
     change.touched.push_back(id);
   }
@@ -264,6 +287,8 @@ void Ops::grow_virtual(Change& change, SeqId id, std::int64_t num_tokens) {
 void Ops::cut(Change& change, SlotId slot, std::int64_t index) {
   const std::int64_t count = slots_[slot].size() - index;
   if (count <= 0) return;
+  Change::SavedSlot& before = change.saved(slot);
+  before.size = std::min(before.size, index);
   change.cuts.reserve(change.cuts.size() + 1);  // what the books forget is not to be lost
   change.cuts.push_back(work_.forget(slot, index, count));
 }
@@ -276,9 +301,10 @@ bool Ops::claim_spare(Change& change, SeqId id, std::int64_t index) {
   Slot& slot = slots_[slot_id];
   if (index >= slot.size()) return false;
   const PageId page = slot.entries[index].page;
-  if (page == kNoPage || pool_.state(page) != PageState::kIdle) {
-    Change::SavedSlot& before = change.saved(slot_id);
-    before.size = std::min(before.size, index);
+  const bool is_coming =
+      change.is_trial && slot.num_pending > 0 && index >= change.saved(slot_id).first_pending;
+  change.num_coming += is_coming ? 1 : 0;
+  if (!is_coming && (page == kNoPage || pool_.state(page) != PageState::kIdle)) {
     cut(change, slot_id, index);
     return false;
   }
@@ -486,12 +512,17 @@ SlotId Ops::choose_slot(const Change& change, Tenant tenant, const std::vector<B
 
 void Ops::take_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound,
                     std::int64_t want) {
+  change.num_cut_gaps += want > 0 || !bound.empty() ? 1 : 0;
   want = std::max(want, ledger_.pages_for(std::min(
                             config_.max_len, static_cast<std::int64_t>(seqs_[id].tokens.size()))));
   const std::int64_t at_hand = pool_.num_free() + pool_.limit() - pool_.num_committed();
   const bool pressed = at_hand < want - static_cast<std::int64_t>(bound.size());
-  const SlotId slot_id = choose_slot(change, seqs_[id].tenant, bound, want, pressed);
-  if (slot_id == kNoSlot) {
+  SlotId slot_id = choose_slot(change, seqs_[id].tenant, bound, want, pressed);
+  if (slot_id == kNoSlot && change.is_trial) {
+    ++change.missing_slots;
+    slot_id = static_cast<SlotId>(slots_.size());
+    slots_.emplace_back();
+  } else if (slot_id == kNoSlot) {
     throw OutOfMemoryError("all " + std::to_string(config_.num_slots) +
                            " slots are taken: raise --max-num-seqs");
   }
@@ -505,8 +536,8 @@ void Ops::take_slot(Change& change, SeqId id, const std::vector<BoundPage>& boun
   for (std::int64_t i = matched; i < keep; ++i) {
     if (shows_foreign(slot.entries[i].page, seqs_[id].tenant)) keep = i;
   }
-  cut(change, slot_id, keep);
   change.saved(slot_id);
+  cut(change, slot_id, keep);
   slot.seq = id;
   seqs_[id].has.slot = slot_id;
   change.counts.adopted_slots += slot.empty() ? 0 : 1;
@@ -608,6 +639,48 @@ BlockId Ops::fresh_block(Change& change, SeqId id, BlockId before) {
   return block;
 }
 
+void Ops::undo_sequences(Change& change) {
+  for (auto grown = change.grown.rbegin(); grown != change.grown.rend(); ++grown) {
+    std::vector<BlockId>& blocks = seqs_[grown->seq].has.blocks;
+    blocks.resize(grown->num_blocks);
+    if (grown->cow_index >= 0) blocks[grown->cow_index] = grown->cow_block;
+  }
+  for (auto holding = change.holdings.rbegin(); holding != change.holdings.rend(); ++holding) {
+    seqs_[holding->first].has = std::move(holding->second);
+  }
+  for (const SwapId swap : change.swap_taken) work_.swap->drop(swap);
+}
+
+void Ops::end_trial(Change& change) {
+  for (auto saved = change.slots.rbegin(); saved != change.slots.rend(); ++saved) {
+    Slot& slot = slots_[saved->slot];
+    slot.entries.resize(static_cast<std::size_t>(saved->size));
+    slot.seq = saved->seq;
+    slot.num_sealed = saved->num_sealed;
+    slot.retire = saved->retire;
+  }
+  // The last one first: each is the tail of what the ones before it left.
+  for (auto cut = change.cuts.rbegin(); cut != change.cuts.rend(); ++cut) {
+    std::vector<SlotEntry>& entries = slots_[cut->slot].entries;
+    entries.insert(entries.end(), cut->entries.begin(), cut->entries.end());
+  }
+  for (const Change::SavedSlot& saved : change.slots) {
+    std::vector<SlotEntry>& entries = slots_[saved.slot].entries;
+    for (const std::int64_t index : saved.made_writable) {
+      if (index < slots_[saved.slot].size()) entries[index].read_only = true;
+    }
+    for (const std::int64_t index : saved.made_read_only) {
+      if (index < slots_[saved.slot].size()) entries[index].read_only = false;
+    }
+  }
+  slots_.resize(static_cast<std::size_t>(config_.num_slots));  // those that were missing
+  undo_sequences(change);
+  pool_.end_trial();
+  ledger_.version = change.before.version;
+  ledger_.recent = change.before.recent;
+  ledger_.totals = change.before.totals;
+}
+
 void Ops::rollback(Change& change) {
   work_.make_cuts(change);  // the books have them
   Unfinished unfinished;
@@ -624,11 +697,8 @@ void Ops::rollback(Change& change) {
     for (const std::int64_t index : saved->made_writable) {
       if (index < saved->size) slot.entries[index].read_only = true;
     }
-    for (const std::int64_t index : saved->made_read_only) {
-      slot.entries[index].read_only = false;
-      slot.num_sealed = std::min(slot.num_sealed, index);
-    }
-    slot.num_sealed = std::min(slot.num_sealed, saved->size);
+    for (const std::int64_t index : saved->made_read_only) slot.entries[index].read_only = false;
+    slot.num_sealed = std::min(saved->num_sealed, saved->size);
     while (slot.size() > saved->size) {
       const PageId page = slot.entries.back().page;
       slot.entries.pop_back();
@@ -651,15 +721,7 @@ void Ops::rollback(Change& change) {
   // What was queued before the failure may have cleared them, or copied to them: nobody's data, so
   // that whoever comes next has them cleared.
   for (const PageId page : change.zero_pages) pool_.mark_written(page, kNobody);
-  for (auto grown = change.grown.rbegin(); grown != change.grown.rend(); ++grown) {
-    std::vector<BlockId>& blocks = seqs_[grown->seq].has.blocks;
-    blocks.resize(grown->num_blocks);
-    if (grown->cow_index >= 0) blocks[grown->cow_index] = grown->cow_block;
-  }
-  for (auto holding = change.holdings.rbegin(); holding != change.holdings.rend(); ++holding) {
-    seqs_[holding->first].has = std::move(holding->second);
-  }
-  for (const SwapId swap : change.swap_taken) work_.swap->drop(swap);
+  undo_sequences(change);
   if (!is_clean) work_.add_repair(std::move(repair), unfinished.error);
 }
 

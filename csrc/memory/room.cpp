@@ -233,10 +233,10 @@ void Room::shed() {
   }
 }
 
-void Room::squeeze() {
+void Room::squeeze(Change* trial) {
   for (auto& [tenant, pages] : ledger_.loose_pages()) {
     for (const PageId page : pages) loosen(page);
-    pack(pages);
+    pack(pages, trial);
   }
 }
 
@@ -247,7 +247,7 @@ void Room::loosen(PageId page) {
 }
 
 // Moves blocks until as few of the (loose) pages as possible hold them; how many it emptied.
-std::int64_t Room::pack(std::vector<PageId> pages) {
+std::int64_t Room::pack(std::vector<PageId> pages, Change* trial) {
   std::int64_t used = 0;
   for (const PageId page : pages) used += pool_.used(page);
   const std::int64_t capacity = config_.blocks_per_page;
@@ -288,13 +288,14 @@ std::int64_t Room::pack(std::vector<PageId> pages) {
     ++emptied;
   }
   if (moves.empty()) return 0;
-  move_blocks(moves);
+  if (trial == nullptr) copy_blocks(moves);
+  move_blocks(moves, trial);
   ++ledger_.totals.compactions;
   ledger_.totals.compacted_blocks += static_cast<std::int64_t>(moves.size());
   return emptied;
 }
 
-void Room::move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves) {
+void Room::copy_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves) {
   const auto bytes = static_cast<std::size_t>(config_.block_tokens * config_.token_bytes);
   std::vector<CopyRun> copies;
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
@@ -303,11 +304,12 @@ void Room::move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves) {
                         work_.space->arena(group) + static_cast<std::size_t>(from) * bytes, bytes});
     }
   }
-  {
-    const auto driving = work_.lock();
-    work_.driver->copy(copies);
-    work_.driver->fence();
-  }
+  const auto driving = work_.lock();
+  work_.driver->copy(copies);
+  work_.driver->fence();
+}
+
+void Room::move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves, Change* trial) {
   const std::unordered_map<BlockId, BlockId> places(moves.begin(), moves.end());
   for (SeqId id = 0; id < config_.max_seqs; ++id) {
     Sequence& seq = seqs_[id];
@@ -316,12 +318,13 @@ void Room::move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves) {
     for (BlockId& block : seq.has.blocks) {
       const auto place = places.find(block);
       if (place == places.end()) continue;
+      if (!is_touched && trial != nullptr) trial->save(id);
       pool_.add_ref(place->second);
       pool_.drop_ref(block, ledger_.begun);
       block = place->second;
       is_touched = true;
     }
-    if (is_touched) ledger_.write_table(id, 0);
+    if (is_touched && trial == nullptr) ledger_.write_table(id, 0);
   }
   for (const auto& [from, to] : moves) {
     if (pool_.is_published(from)) pool_.move_published(from, to);

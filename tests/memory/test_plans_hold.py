@@ -11,8 +11,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.memory.support import Memory, Op, attach, convert, grow, make_memory, swap_in, swap_out
-from vmserve._core import MapperMode, View, ZeroPolicy
+from tests.memory.support import (
+    Memory,
+    Op,
+    attach,
+    convert,
+    fork,
+    grow,
+    make_memory,
+    swap_in,
+    swap_out,
+)
+from vmserve._core import MapperMode, OpKind, View, ZeroPolicy
 
 #: Where a plan that fitted was refused: pages evicted beyond the plan's count while the mapper had
 #: the slot in hand, more in use than a lowered limit allows, an attach of what is converted,
@@ -25,6 +35,7 @@ STEPS = 120
 class Life:
     seed: int
     lengths: dict[int, int] = field(default_factory=dict)
+    tenants: dict[int, int] = field(default_factory=dict)
     swapped: set[int] = field(default_factory=set)
     running: list[int] = field(default_factory=list)
 
@@ -55,9 +66,11 @@ class Life:
         if todo < 0.15 and len(self.lengths) < 8:
             view = dice.choice([View.VIRTUAL, View.PAGED])
             tokens = [1] * dice.randint(1, 30)  # all share one prefix
-            seq = core.open(dice.choice([0, 0, 1]), view, b"", tokens)
+            tenant = dice.choice([0, 0, 1])
+            seq = core.open(tenant, view, b"", tokens)
             assert seq is not None
             self.lengths[seq] = 0
+            self.tenants[seq] = tenant
         elif todo < 0.25 and self.lengths:
             seq = dice.choice(list(self.lengths))
             core.release(seq)
@@ -100,7 +113,11 @@ class Life:
         dice, core = self.dice, self.memory.core
         if not ops:
             return
+        core.plan(ops)  # may wait for the mapper,
+        core.plan(ops)  # and gives back what is above the limit
+        state = core.fingerprint()
         plan = core.plan(ops)
+        assert core.fingerprint() == state  # nothing changed, to the bit
         if not plan.fits:
             return
         if dice.random() < 0.5:
@@ -114,6 +131,31 @@ class Life:
             self.lengths[seq] = max(self.lengths[seq], num_tokens)
             if kind.name.startswith("SWAP"):
                 (self.swapped.add if kind.name == "SWAP_OUT" else self.swapped.discard)(seq)
+
+
+class ForkingLife(Life):
+    """New sequences are often forks of others."""
+
+    def draw(self) -> list[Op]:
+        dice, ops = self.dice, super().draw()
+        changed = {op[1] for op in ops}
+        busy = {op[1] for op in ops if op[0] is not OpKind.GROW} | self.swapped
+        empty = [seq for seq, n in self.lengths.items() if n == 0 and seq not in changed]
+        parents = [seq for seq, n in self.lengths.items() if n > 0 and seq not in busy]
+        pairs = [(c, p) for c in empty for p in parents if self.tenants[c] == self.tenants[p]]
+        if pairs and dice.random() < 0.5:
+            child, parent = dice.choice(pairs)
+            ops.insert(0, fork(child, parent, dice.randint(1, self.lengths[parent])))
+        return ops
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_plan_that_forks_and_fits_is_not_refused(seed: int) -> None:
+    life = ForkingLife(seed)
+    for _ in range(STEPS):
+        life.turn()
+    life.memory.core.settle_mapper()
+    life.memory.core.check()
 
 
 @pytest.mark.parametrize("seed", [*range(40), *FOUND])

@@ -8,8 +8,7 @@
 //   waiting  given up, but an epoch that could read it is not complete, or a block of it is being
 //            copied to host memory
 //   idle     evictable: it has cached blocks or a slot shows it. First those that were used and
-//   have
-//            nothing cached, then the others, oldest use first
+//            have nothing cached, then the others, oldest use first
 //   held     without references, but a repair or a command of the mapper has it
 // Laws
 //   * the state is a function of the counters (state_for), and the page is in that state's list
@@ -58,14 +57,14 @@ class BlockPool {
 
   std::int64_t num_committed() const { return committed_.size(); }
   std::int64_t num_free() const { return free_.size(); }
-  std::int64_t count(PageState state) const { return counts_[static_cast<int>(state)]; }
-  std::int64_t num_idle_mapped() const { return num_idle_mapped_; }
-  std::int64_t num_shared_pages() const { return num_shared_pages_; }
-  std::int64_t num_used_blocks() const { return num_used_blocks_; }
-  std::int64_t num_shared_blocks() const { return num_shared_blocks_; }
-  std::int64_t num_cached_blocks() const { return num_cached_blocks_; }
+  std::int64_t count(PageState state) const { return summary_.counts[static_cast<int>(state)]; }
+  std::int64_t num_idle_mapped() const { return summary_.num_idle_mapped; }
+  std::int64_t num_shared_pages() const { return summary_.num_shared_pages; }
+  std::int64_t num_used_blocks() const { return summary_.num_used_blocks; }
+  std::int64_t num_shared_blocks() const { return summary_.num_shared_blocks; }
+  std::int64_t num_cached_blocks() const { return summary_.num_cached_blocks; }
   // Copies of blocks to host memory that run.
-  std::int64_t num_copies() const { return num_copies_; }
+  std::int64_t num_copies() const { return summary_.num_copies; }
   // How many pages can be had: free, idle, and absent ones within the limit. Negative while so
   // many more are in use, waiting or held than a lowered limit allows.
   std::int64_t num_available() const;
@@ -106,7 +105,7 @@ class BlockPool {
   // room. Pre: num_free() > 0.
   PageId take_page(PageId previous, bool grows = false) noexcept;
   // A run that is to grow has been asked for, and there is no extent for the next one.
-  bool lacks_extent() const { return has_growing_runs_ && whole_.size() == 0; }
+  bool lacks_extent() const { return summary_.has_growing_runs && whole_.size() == 0; }
   std::int64_t extent_pages() const { return extent_pages_; }
   // A block of one of the tenant's split pages, with its first reference; kNoBlock if none is left.
   BlockId take_block(Tenant tenant) noexcept;
@@ -130,7 +129,7 @@ class BlockPool {
   void complete(Epoch epoch) noexcept;
 
   // -- idle pages, in the order in which they are to be evicted.
-  PageId oldest_idle() const { return idle_.head; }
+  PageId oldest_idle() const { return summary_.idle.head; }
   PageId next_idle(PageId page) const { return pages_[page].next; }
 
   // -- prefix cache. The block of this digest, or kNoBlock.
@@ -150,13 +149,21 @@ class BlockPool {
   // -- content
   bool needs_zero(PageId page, Tenant tenant) const;
   ZeroPolicy zero_policy() const { return policy_; }
-  void mark_zero(PageId page) noexcept { pages_[page].known_zero = true; }
+  void mark_zero(PageId page) noexcept { change(page).known_zero = true; }
   // The page holds, or is about to hold, the tenant's data.
   void mark_written(PageId page, Tenant tenant) noexcept;
   bool known_zero(PageId page) const { return pages_[page].known_zero; }
 
+  // -- trials. What is changed from here on is undone by end_trial(), to the bit and in the order
+  // of every list. Pre: no trial runs; until it ends nothing is committed, uncommitted or given up
+  // to an epoch that runs.
+  void begin_trial();
+  void end_trial() noexcept;
+
   // Throws InvariantError naming the law that does not hold.
   void check() const;
+  // Of all that decides what happens next: equal before and after a trial.
+  std::uint64_t fingerprint() const;
 
  private:
   struct Page {
@@ -166,8 +173,8 @@ class BlockPool {
     std::int32_t offered;  // blocks counted in its tenant's split list
     PageState state;
     bool known_zero;
-    bool counted_mapped;  // counted in num_idle_mapped_
-    bool worthless;       // idle, and among the first: see last_worthless_
+    bool counted_mapped;  // counted in summary_.num_idle_mapped
+    bool worthless;       // idle, and among the first: see summary_.last_worthless
     Tenant tenant;        // whose data it holds, or held last
     Epoch retire;         // the last epoch that may read it
     PageId prev, next;    // in the idle list or its tenant's split list
@@ -182,7 +189,32 @@ class BlockPool {
     PageId tail = kNoPage;
     std::int64_t free_blocks = 0;  // split lists only
   };
+  struct Summary {
+    List idle;
+    // The idle list begins with pages that are only mapped where somebody was: losing one costs a
+    // map call at most, losing a cached block costs computing it again.
+    PageId last_worthless = kNoPage;
+    bool has_growing_runs = false;
+    std::int64_t counts[7] = {};
+    std::int64_t num_idle_mapped = 0, num_shared_pages = 0, num_used_blocks = 0,
+                 num_shared_blocks = 0, num_cached_blocks = 0, num_copies = 0;
+  };
+  // What was there before each change of a trial.
+  struct Trial {
+    bool runs = false;
+    Summary summary;
+    std::vector<std::pair<PageId, Page>> pages;
+    std::vector<std::pair<BlockId, Block>> blocks;
+    std::vector<std::pair<Tenant, List>> split;
+    std::vector<PageId> moved;                      // into or out of the free ones
+    std::vector<std::pair<BlockId, Digest>> named;  // published, or unpublished
+  };
 
+  Page& change(PageId page) noexcept;
+  Block& change_block(BlockId block) noexcept;
+  List& change_split(Tenant tenant) noexcept;
+  void set_free(PageId page, bool is_free) noexcept;
+  void set_name(BlockId block, const Digest& digest, bool is_published);
   PageState state_for(PageId page) const;
   // After any change of a page's counters: it goes to where it now belongs.
   void settle(PageId page) noexcept;
@@ -205,20 +237,14 @@ class BlockPool {
   std::int64_t extent_pages_;
   PageSet whole_;  // extents of which every page is free
   LazyArray<std::int32_t> free_in_extent_;
-  bool has_growing_runs_ = false;
   LazyArray<Page> pages_;
   LazyArray<Block> blocks_;
   LazyArray<Digest> digests_;
   std::unordered_map<Digest, BlockId, DigestHash> index_;
-  List idle_;
-  // The idle list begins with pages that are only mapped where somebody was: losing one costs a map
-  // call at most, losing a cached block costs computing it again.
-  PageId last_worthless_ = kNoPage;
   std::unordered_map<Tenant, List> split_;
   std::deque<std::pair<Epoch, PageId>> waiting_;
-  std::int64_t counts_[7] = {};
-  std::int64_t num_idle_mapped_ = 0, num_shared_pages_ = 0, num_used_blocks_ = 0,
-               num_shared_blocks_ = 0, num_cached_blocks_ = 0, num_copies_ = 0;
+  Summary summary_;
+  Trial trial_;
 };
 
 }  // namespace vmserve

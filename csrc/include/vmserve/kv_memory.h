@@ -157,6 +157,8 @@ class KVMemory {
   MemoryMap memory_map(std::int64_t max_cells);
   std::string last_error() const;  // why the newest repair was needed; empty if none was
   void check();
+  // A number of the whole state: equal before and after a plan().
+  std::uint64_t fingerprint() const;
 
   // Throws MisuseError in a fork of the process, and once the memory is closed.
   void require_usable() const;
@@ -183,6 +185,10 @@ class KVMemory {
   Room room_;
   Ops ops_;
   Planner planner_;
+  // The last plan(), which holds while its version does: what happens behind callers brings more
+  // than it counted on.
+  std::vector<Op> asked_, planned_;
+  Assessed assessed_;
   Ahead ahead_;
   std::uint64_t weights_epoch_ = 0;
 };

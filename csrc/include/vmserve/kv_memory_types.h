@@ -73,6 +73,10 @@ struct Op {
   std::int64_t first_token = 0;
   SeqId other = kNoSeq;
   View view = View::kVirtual;
+  bool operator==(const Op& other_op) const {
+    return kind == other_op.kind && seq == other_op.seq && num_tokens == other_op.num_tokens &&
+           first_token == other_op.first_token && other == other_op.other && view == other_op.view;
+  }
 };
 
 // The ops fit if nothing is missing: needed_pages <= available_pages, needed_mappings <=

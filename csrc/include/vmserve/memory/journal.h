@@ -39,10 +39,10 @@ struct SwapCopy {
   SwapId swap;
 };
 
-// Pages that a slot shows no more in the books, and the driver's part of that.
+// Entries that a slot has no more in the books, and the driver's part of that.
 struct Cut {
   SlotId slot;
-  std::vector<PageId> pages;
+  std::vector<SlotEntry> entries;
   std::vector<AddressRun> ranges;
 };
 
@@ -52,7 +52,9 @@ struct Attached {
 };
 
 // A mutation under way: what was done to the books, and so what to undo; and what the driver is
-// to do before it is true.
+// to do before it is true. In a trial the ops are staged to be counted, and undone to the bit:
+// what they lack is counted, not refused, and pages that the mapper has in hand for a slot count as
+// if it had finished.
 class Change : OnLedger {
  public:
   struct Grown {
@@ -65,11 +67,18 @@ class Change : OnLedger {
     SlotId slot;
     SeqId seq;
     std::int64_t size;
+    std::int64_t num_sealed;
+    std::int64_t first_pending;
     Epoch retire;
     std::vector<std::int64_t> made_writable;
     std::vector<std::int64_t> made_read_only;
   };
-  Change(Ledger& ledger, PageDriver& driver) : OnLedger(ledger), tx(driver) {}
+  Change(Ledger& ledger, PageDriver& driver, bool dense, bool is_trial)
+      : OnLedger(ledger),
+        tx(driver),
+        dense(dense),
+        is_trial(is_trial),
+        before{ledger.version, ledger.recent, ledger.totals} {}
 
   SavedSlot& saved(SlotId slot);
   void make_writable(SlotId slot, std::int64_t index);
@@ -80,10 +89,22 @@ class Change : OnLedger {
   void prepare_page(PageId page, Tenant tenant);
 
   Transaction tx;
-  bool dense = false;
+  const bool dense;  // no page is set aside for a sequence
+  const bool is_trial;
+  // Of a trial.
+  std::int64_t num_coming = 0;  // pages that are to be idle, or in a slot, any moment
+  std::int64_t missing_slots = 0;
+  std::int64_t missing_swap_blocks = 0;
+  struct {
+    std::uint64_t version;
+    RecentDemand recent;
+    MemoryCounters totals;
+  } before;
+  std::int64_t num_cut_gaps = 0;  // slots that begin to show something
   // Before anything is assigned or written. Cuts stand even if the change fails.
   std::vector<Cut> cuts;
   std::uint64_t wait_for = 0;  // the mapper's command that may concern what slots show
+  std::vector<SlotId> uses;    // slots whose mappings must be as the books say
   std::vector<std::pair<SeqId, Holding>> holdings;
   std::vector<Grown> grown;
   std::vector<SavedSlot> slots;

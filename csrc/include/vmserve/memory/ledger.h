@@ -123,6 +123,8 @@ class Ledger {
   void publish(Sequence& seq);
   bool offers_more(PageId page, std::int32_t count) const;
   bool is_clearing_late(PageId page) const;
+  // Of all that decides what happens next: equal before and after a trial.
+  std::uint64_t fingerprint() const;
 
   const MemoryConfig config;
   const bool traps_writes;

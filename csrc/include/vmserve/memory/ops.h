@@ -1,5 +1,5 @@
-// What each op does to the books, with a log of what to undo. Until rollback() and assign_fresh(),
-// which finds pages, no driver call.
+// What each op does to the books, with a log of what to undo. No driver call but in assign_fresh(),
+// which finds pages, and in rollback().
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,20 @@ class Ops : OnLedger {
  public:
   Ops(Ledger& ledger, DriverWork& work, Room& room) : OnLedger(ledger), work_(work), room_(room) {}
 
-  void stage(Change& change, const Op& op);
+  void stage(Change& change, const std::vector<Op>& ops);
+  std::int64_t pages_for_fresh(const Change& change) const;
+  void assign_fresh(Change& change);
+  // What cannot stay as it was without the driver stays changed: cuts, pages that were found.
+  void rollback(Change& change);
+  // All is as before the trial, to the bit.
+  void end_trial(Change& change);
+
+ private:
+  void stage_one(Change& change, const Op& op);
   void stage_swap_out(Change& change, const Op& op, std::unordered_map<BlockId, SwapId>& copied);
   void hold_matches(Change& change, const std::vector<Op>& ops);
   static void note_targets(Change& change, const std::vector<Op>& ops);
-  void assign_fresh(Change& change);
-  void rollback(Change& change);
-
- private:
+  void undo_sequences(Change& change);
   void stage_attach(Change& change, const Op& op);
   void stage_fork(Change& change, const Op& op);
   void stage_convert(Change& change, const Op& op);
@@ -50,7 +56,6 @@ class Ops : OnLedger {
   void cut(Change& change, SlotId slot, std::int64_t index);
   bool claim_spare(Change& change, SeqId id, std::int64_t index);
   void seal_shared(Change& change, const Sequence& parent, const Op& op);
-  std::int64_t pages_for_fresh(const Change& change) const;
   PageId fresh_page(Change& change, BlockId before, Tenant tenant, bool grows);
   BlockId fresh_whole_page(Change& change, SeqId id, BlockId before);
   BlockId fresh_block(Change& change, SeqId id, BlockId before);

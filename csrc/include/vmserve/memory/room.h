@@ -22,13 +22,15 @@ class Room : OnLedger {
   std::int64_t drop_idle(std::int64_t keep);
   void give_back_excess();
   void shed();
-  void squeeze();
-  std::int64_t pack(std::vector<PageId> pages);
+  // `trial`: in the books alone, to be undone.
+  void squeeze(Change* trial = nullptr);
+  std::int64_t pack(std::vector<PageId> pages, Change* trial = nullptr);
 
  private:
   bool evict(PageId page, std::int64_t wanted);
   void loosen(PageId page);
-  void move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves);
+  void copy_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves);
+  void move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves, Change* trial);
 
   DriverWork& work_;
 };
