@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -135,23 +134,6 @@ def test_chunks_longer_than_a_tile(past: int) -> None:
 def test_bfloat16_is_as_exact_as_its_mantissa() -> None:
     batch = RaggedBatch.build([2, 0, 1], [17, 0, 5], [1, 9, 4])
     check(batch, 2, 2, (None, 6), torch.bfloat16, tolerance=2**-6)
-
-
-def test_masks_are_shared_by_layers_and_by_equal_sequences(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    built = []
-    make: Callable[..., torch.Tensor] = sdpa._mask
-
-    def counting(rows: int, length: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        built.append((rows, length, window))
-        return make(rows, length, window, like)
-
-    monkeypatch.setattr(sdpa, "_mask", counting)
-    batch = RaggedBatch.build([0, 1, 2, 3], [8, 8, 0, 30], [4, 4, 6, 1])
-    check(batch, 1, 1, (None, None, 5, 5))
-    # Neither the decode row nor the prompt without a past needs one, except for its window.
-    assert sorted(built, key=str) == [(4, 12, None), (4, 8, 5), (6, 6, 5)]
 
 
 def test_a_new_view_is_noticed() -> None:

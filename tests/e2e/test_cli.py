@@ -220,20 +220,6 @@ def test_a_piped_plan_cuts_no_column_short() -> None:
     assert "…" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("command", "usage"),
-    [
-        (["serve"], "[OPTIONS] [MODEL]"),
-        (["chat"], "[OPTIONS] [URL]"),
-        (["top"], "[OPTIONS] [URL]"),
-        (["bench", "compare"], "[OPTIONS] {FILE}..."),
-    ],
-)
-def test_usage_names_arguments(command: list[str], usage: str) -> None:
-    first = vmserve(*command, "--help").stdout.splitlines()[0]
-    assert first == f"Usage: vmserve {' '.join(command)} {usage}"
-
-
 def test_version_and_help_name_every_command() -> None:
     assert vmserve("--version").stdout.strip()
     done = vmserve("--help")

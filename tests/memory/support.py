@@ -247,6 +247,6 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )

@@ -73,12 +73,6 @@ def test_numbers_are_those_of_the_stream(seed: int, index: int, position: int) -
     assert _core.uniform_of(seed, index, position) == uniforms([seed], [index], [position])[0]
 
 
-def test_seeds_are_taken_modulo_two_to_the_64th() -> None:
-    logits = torch.zeros(3, 5000)
-    rows = [row(-5), row(2**64 - 5), row(2**70 - 5)]
-    assert len({token.token_id for token in Sampler(5000).sample(logits, rows)}) == 1
-
-
 # -- drawing ----------------------------------------------------------------------------
 
 

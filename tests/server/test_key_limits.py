@@ -14,7 +14,6 @@ import pytest
 from tests.server.conftest import Running, error_of, until
 from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.server.auth import ApiKey, KeyLimits, read_key_file
-from vmserve.server.config import ServerConfig
 from vmserve.server.errors import ApiError
 from vmserve.server.key_limits import KeyLedger
 from vmserve.testing import ScriptedEngine
@@ -318,13 +317,6 @@ def test_time_spent_waiting_for_a_place_counts(start: Start) -> None:
         first.read()
     assert len(engine.requests) == 1
     assert server.complete(prompt="x")["choices"][0]["text"] == "hello"
-
-
-@pytest.mark.parametrize("name", ["max_key_sequences", "max_key_requests", "key_tokens_per_minute"])
-def test_limits_below_one(name: str) -> None:
-    options: dict[str, Any] = {name: 0}
-    with pytest.raises(ConfigurationError, match=f"{name}: 0 is below the least value, 1"):
-        ServerConfig(served_model_names=("m",), **options)
 
 
 def test_what_a_key_says_comes_before_the_options(start: Start) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import socket
@@ -334,23 +333,6 @@ def test_enforced_calls_in_the_responses_api(client: openai.OpenAI) -> None:
     call: Any = reply.output[-1]
     assert call.name == "get_weather"
     jsonschema.validate(json.loads(call.arguments), WEATHER)
-
-
-def test_the_asynchronous_client(real: Running) -> None:
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{real.url}/v1", api_key="x") as client:
-            extra = {"structured_outputs": {"choice": ["one", "two"]}}
-            stream = await client.chat.completions.create(
-                model="embedded", messages=MESSAGES, stream=True, extra_body=extra
-            )
-            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-            parsed = await client.chat.completions.parse(
-                model="embedded", messages=MESSAGES, response_format=Answer
-            )
-            assert parsed.choices[0].message.parsed is not None
-            return [text]
-
-    assert asyncio.run(ask())[0] in ("one", "two")
 
 
 def test_langchain(real: Running) -> None:

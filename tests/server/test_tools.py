@@ -171,22 +171,6 @@ def test_a_call_that_is_cut_off(start: Start) -> None:
     )
 
 
-def test_the_official_client_joins_a_stream(start: Start) -> None:
-    running = server(start, CALLS)
-    with (
-        running.openai() as client,
-        client.chat.completions.stream(model="fake", messages=MESSAGES, tools=TOOLS) as stream,
-    ):
-        final = stream.get_final_completion()
-    calls = final.choices[0].message.tool_calls
-    assert calls is not None
-    assert [(c.function.name, c.function.arguments) for c in calls] == [
-        ("get_weather", '{"city": "Köln"}'),
-        ("now", "{}"),
-    ]
-    assert final.choices[0].finish_reason == "tool_calls"
-
-
 def test_the_parser_comes_from_the_template_or_by_name(start: Start) -> None:
     text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
     [plain] = server(start, text).chat(tools=TOOLS)["choices"]
