@@ -95,7 +95,7 @@ def instructions(cubin: bytes, kernel: str) -> dict[str, int]:
 
 
 def _section(elf: bytes, wanted: str) -> bytes:
-    """Of a little-endian 64-bit ELF."""
+    """Find a section of a little-endian 64-bit ELF."""
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     size, number, names = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(number)]

@@ -32,6 +32,8 @@ from vmserve import SamplingParams  # first: it sets how torch's threads wait
 import torch  # isort: skip
 import vmserve.engine.build  # isort: skip
 from vmserve.bench.lab.machine import machine_info
+from vmserve.bench.lab.report import replace_text
+from vmserve.bench.lab.table import markdown_table
 from vmserve.config import EngineConfig
 from vmserve.dtypes import DType
 from vmserve.engine.engine import LLMEngine
@@ -171,7 +173,7 @@ class Bench:
             yield engine
         finally:
             engine.close()
-            vars(engine).clear()  # whoever has it in a variable keeps no weights and pages alive
+            vars(engine).clear()  # a variable with the engine keeps no weights and pages alive
             gc.collect()
             if self.device == "cuda":
                 torch.cuda.empty_cache()
@@ -187,7 +189,7 @@ class Bench:
         return False
 
     def free_bytes(self) -> int:
-        """Of the device as the driver sees it; 0 on the CPU, where others use it too."""
+        """Free device memory by the driver; 0 on the CPU, whose memory is shared."""
         return int(torch.cuda.mem_get_info()[0]) if self.device == "cuda" else 0
 
 
@@ -611,11 +613,8 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 def table(title: str, rows: list[Row]) -> str:
     """The rows in Markdown, numbers to four figures."""
     names = list(rows[0]) if rows else []
-    lines = [f"**{title}**", "", "| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-    for row in rows:
-        cells = [_cell(row.get(name)) for name in names]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    cells = ([_cell(row.get(name)) for name in names] for row in rows)
+    return "\n".join([f"**{title}**", "", *markdown_table(names, cells, len(names)), ""])
 
 
 def _cell(value: Any) -> str:
@@ -664,9 +663,7 @@ class Report:
             ("results.json", json.dumps(self.results, indent=1) + "\n"),
             ("engine.md", "\n".join(texts)),
         ):
-            part = self._out / f"{name}.part"
-            part.write_text(text)
-            part.replace(self._out / name)
+            replace_text(self._out / name, text)
 
 
 DRY = "Dry run on a CPU: no figure means anything.\n"

@@ -69,7 +69,7 @@ def check_tokens(job: Job) -> Job:
 
 
 def first_divergence(expected: list[int], tokens: list[int], logits: Any) -> Job:
-    """Where ``tokens`` first differ from ``expected``, and by what margin; None if nowhere.
+    """First difference of ``tokens`` from ``expected``, with its margin; None if equal.
 
     ``logits[position][0]`` holds the reference's logits at that position.
     """

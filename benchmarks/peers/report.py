@@ -15,6 +15,8 @@ from typing import Any
 
 from summary import MEMORY, METRICS, MIN_REPEATS, Metric, medians
 
+from vmserve.bench.lab.table import markdown_table
+
 Json = dict[str, Any]
 
 #: From so many repeats on an interval is narrower than the range of what was seen.
@@ -79,20 +81,16 @@ def present(
     return [m for m in metrics if any(m.name in each for each in values.values())]
 
 
-def heading(first: str, metrics: Sequence[Metric], *, with_units: bool) -> list[str]:
-    titles = [f"{m.title}, {m.unit}" if with_units else m.title for m in metrics]
-    return ["| " + " | ".join([first, *titles]) + " |", "|---|" + "---:|" * len(metrics)]
-
-
 def measured_table(
     values: Mapping[str, Any], among: Sequence[Metric] = METRICS, first: str = "engine"
 ) -> list[str]:
     metrics = present(values, among)
-    lines = heading(first, metrics, with_units=among is METRICS)
-    for subject, middle in medians(values).items():
-        cells = [shown(m, middle.get(m.name)) for m in metrics]
-        lines.append("| " + " | ".join([subject, *cells]) + " |")
-    return lines
+    titles = (f"{m.title}, {m.unit}" if among is METRICS else m.title for m in metrics)
+    rows = (
+        [subject, *(shown(m, middle.get(m.name)) for m in metrics)]
+        for subject, middle in medians(values).items()
+    )
+    return markdown_table([first, *titles], rows)
 
 
 def kept_up(values: Mapping[str, Any]) -> list[str]:
@@ -125,24 +123,22 @@ def offline_table(found: Mapping[str, Any]) -> list[str]:
     def mebibytes(size: int | None) -> str:
         return "n/a" if size is None else f"{size / 2**20:.0f}"
 
-    lines = [
-        "",
-        (
-            "| offline | output tokens/s | range | busy cores | load, s "
-            "| PSS loaded, MiB | PSS peak, MiB | RSS peak, MiB |"
-        ),
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    head = ("offline", "output tokens/s", "range", "busy cores", "load, s")
+    head += ("PSS loaded, MiB", "PSS peak, MiB", "RSS peak, MiB")
+    rows = []
     for row in found["rows"]:
         rates = row["tokens_per_s"]
         memory = (row[f"{each}_bytes"] for each in ("loaded_pss", "peak_pss", "peak_rss"))
-        lines.append(
-            f"| {row['subject']} | {statistics.median(rates):.1f} "
-            f"| {min(rates):.1f} to {max(rates):.1f} | {row['median_busy_cores']:.2f} "
-            f"| {row['median_load_s']:.1f} | {' | '.join(map(mebibytes, memory))} |"
-        )
+        cells = (f"{statistics.median(rates):.1f}", f"{min(rates):.1f} to {max(rates):.1f}")
+        cells += (f"{row['median_busy_cores']:.2f}", f"{row['median_load_s']:.1f}")
+        rows.append([row["subject"], *cells, *map(mebibytes, memory)])
     used = ", ".join(f"{use:.0%} in one of {n}" for n, use in found["static_batch_use"].items())
-    return [*lines, "", f"Decode rows of a static batch that yield a requested token: {used}."]
+    return [
+        "",
+        *markdown_table(head, rows),
+        "",
+        f"Decode rows of a static batch that yield a requested token: {used}.",
+    ]
 
 
 def comparison_tables(comparisons: Sequence[Json]) -> list[str]:
@@ -151,10 +147,8 @@ def comparison_tables(comparisons: Sequence[Json]) -> list[str]:
         rows = [each for each in comparisons if each["vmserve"] == ours]
         metrics = present({each["peer"]: each["metrics"] for each in rows})
         lines += ["", f"How many times better {ours} is (above 1: ahead{interval(rows)}):", ""]
-        lines += heading("than", metrics, with_units=False)
-        for each in rows:
-            cells = [times(each["metrics"].get(m.name)) for m in metrics]
-            lines.append("| " + " | ".join([each["peer"], *cells]) + " |")
+        cells = ([each["peer"], *ratios(each, metrics)] for each in rows)
+        lines += markdown_table(["than", *(m.title for m in metrics)], cells)
     return lines
 
 
@@ -181,6 +175,10 @@ def times(result: Json | None) -> str:
         return "-"
     text = f"{result['ratio']:.2f}"
     return text if result["low"] is None else f"{text} [{result['low']:.2f}, {result['high']:.2f}]"
+
+
+def ratios(comparison: Json, metrics: Sequence[Metric]) -> list[str]:
+    return [times(comparison["metrics"].get(m.name)) for m in metrics]
 
 
 def checks(found: Mapping[str, Json]) -> list[str]:
@@ -219,14 +217,11 @@ def overview(results: Json) -> list[str]:
     """Rows of one file's comparisons: the factors by which vmserve is better."""
     rows = [(model, each) for model, found in results["comparisons"].items() for each in found]
     metrics = present({str(place): each["metrics"] for place, (_, each) in enumerate(rows)})
-    lines = [
-        "| " + " | ".join(["model", "variant", "than", *(m.title for m in metrics)]) + " |",
-        "|---|---|---|" + "---:|" * len(metrics),
-    ]
-    for model, each in rows:
-        cells = [times(each["metrics"].get(m.name)) for m in metrics]
-        ours = each["vmserve"].removeprefix("vmserve ")
-        lines.append("| " + " | ".join([model, ours, each["peer"], *cells]) + " |")
+    cells = (
+        [model, each["vmserve"].removeprefix("vmserve "), each["peer"], *ratios(each, metrics)]
+        for model, each in rows
+    )
+    lines = markdown_table(["model", "variant", "than", *(m.title for m in metrics)], cells, 3)
     note = interval([each for _, each in rows]).removeprefix("; ")
     return [f"Above 1: vmserve is ahead; {note}.", "", *lines]
 

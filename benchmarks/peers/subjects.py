@@ -23,7 +23,7 @@ WEIGHTS: Mapping[str, Mapping[str, Width]] = {
 DEFAULT_WEIGHTS: Mapping[str, tuple[str, ...]] = {
     engine: tuple(weights) for engine, weights in WEIGHTS.items()
 }
-#: As ``--peers`` takes them: every engine with all its weights.
+#: Default of ``--peers``: every engine with all its weights.
 DEFAULT_PEERS = (*WEIGHTS, "transformers:bf16:batching=continuous")
 
 

@@ -98,7 +98,7 @@ def latencies(served: Json) -> dict[str, float]:
     found = {
         "served_ttft_p50_s": percentile(first, 50),
         "served_ttft_p99_s": percentile(first, 99),
-        # Of an engine that keeps up, a few; one that does not has a queue by then.
+        # A few if the engine keeps up; else it has a queue by then.
         "served_unfinished": float(sum(times[-1] > last_due for _, times in pairs)),
     }
     per_token = [(times[-1] - times[0]) / (len(times) - 1) for _, times in pairs if len(times) > 1]

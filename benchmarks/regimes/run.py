@@ -172,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = "\n".join([f"{head}{how}.\n", *(one.to_markdown() for one in tables)])
     (directory / "tables.md").write_text(text, encoding="utf-8")
     written = write(measured, directory)
-    if not options.raw:  # the report has been drawn from it; megabytes that nobody reads again
+    if not options.raw:  # the report has been drawn; these are megabytes
         for one in (one for workload in measured["workloads"] for one in workload["rounds"]):
             del one["runs"]
         (directory / "results.json").write_text(dump(measured), encoding="utf-8")

@@ -23,6 +23,7 @@ from typing import Any
 
 from vmserve.bench.lab.machine import cpu_model
 from vmserve.bench.lab.report import fresh_directory
+from vmserve.bench.lab.table import markdown_table
 from vmserve.sampling import Sampler, SamplingParams, SamplingRow
 
 import torch  # isort: skip  after vmserve, which sets how torch's threads wait
@@ -133,17 +134,15 @@ def in_turns(calls: list[Callable[[], object]], seconds: float) -> list[float]:
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
-    lines = [
-        "| vocabulary | rows | request | torch, µs | core, µs | times faster |",
-        "|---:|---:|---|---:|---:|---:|",
-    ]
-    for r in results:
-        ratio = r["torch_us"] / r["core_us"]
-        lines.append(
-            f"| {r['vocab']:,} | {r['rows']} | {r['case']} | {r['torch_us']:,.0f} "
-            f"| {r['core_us']:,.0f} | {ratio:.1f} |"
+    head = ("vocabulary", "rows", "request", "torch, µs", "core, µs", "times faster")
+    rows = (
+        (
+            f"{r['vocab']:,}", str(r["rows"]), r["case"], f"{r['torch_us']:,.0f}",
+            f"{r['core_us']:,.0f}", f"{r['torch_us'] / r['core_us']:.1f}",
         )
-    return "\n".join(lines)
+        for r in results
+    )  # fmt: skip
+    return "\n".join(markdown_table(head, rows, 3))
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
         firsts = [await send_all(prompts(1), 2) for _ in range(args.singles)]
     return {
         "tokens_per_s": num_tokens / seconds,
-        # Of the process that callers talk to, and of the one that steps; they may be the same.
+        # The process that callers talk to, and the one that steps; they may be the same.
         **{f"{name}_cpu_us_per_token": 1e6 * cpu[name] / num_tokens for name in processes},
         "idle_ttft_ms": 1000 * statistics.median(firsts),
     }

@@ -39,7 +39,7 @@ LOADS = (0.5, 1.0, 2.0, 4.0)
 Preempts = Literal["recompute", "swap"]
 Regime = Literal["virtual", "paged"]
 Kind = Literal["simulated", "real"]
-#: Of the best point, at 1, 2 and 4 times the pool.
+#: Goal at 1, 2 and 4 times the pool, as a share of the best point.
 GOAL = 0.9
 
 _REAL_POOL_TOKENS = 1024

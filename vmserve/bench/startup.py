@@ -73,7 +73,7 @@ class Samples:
     """One value per process in each list."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    #: Of the processor, up to a phase.
+    #: Processor time up to a phase.
     cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
     #: Process -> kind of memory -> bytes.
     memory: dict[str, dict[str, list[int]]] = field(default_factory=dict)

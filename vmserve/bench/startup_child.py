@@ -52,7 +52,7 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
 
         return call
 
-    # This process ends with the measurement, so that nobody else meets these.
+    # This process ends with the measurement, so nothing else meets these.
     for name, phase in (("create_memory", "kv_pool"), ("load_model", "model")):
         setattr(build, name, stamped(phase, getattr(build, name)))
     engine = LLMEngine(EngineConfig.from_options(options))

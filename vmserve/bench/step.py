@@ -49,16 +49,16 @@ REGIMES: tuple[Regimes, ...] = get_args(Regimes)
 PARTS = ("schedule", "plan", "apply", "inputs", "complete")
 #: What else a step does, the null model included.
 BEYOND = ("model", "sample", "output", "rest")
-#: Of all parts together, where 256 sequences decode.
+#: Goal for all parts together, when 256 sequences decode.
 GOAL_NS_PER_SEQUENCE = 3_000
 GOAL_NUM_SEQS = 256
 
 _MAX_PROMPT = 128
-#: Steps that nobody looks at: at most so many read prompts, then caches are cold and pools grow.
+#: Steps that are not timed: at most so many read prompts, then caches warm up and pools grow.
 _FILL, _WARM_UP = 64, 24
 #: What the context of the embedded model, whose shape is used, leaves after a prompt.
 _MAX_STEPS = 8192 - _MAX_PROMPT - _FILL - _WARM_UP - 8
-#: So many steps of one regime, then of the next: whatever disturbs them disturbs all.
+#: Steps of one regime before the next has its turn, so that disturbances meet all alike.
 _BLOCK = 25
 _BATCHED_TOKENS = 4096
 #: Keys and values of the embedded model, whose sizes the KV memory has.

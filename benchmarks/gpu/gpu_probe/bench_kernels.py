@@ -25,6 +25,7 @@ from torch import Tensor
 
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda import CudaLauncher, CudaPagedBackend, Launcher
+from vmserve.bench.lab.report import replace_text
 from vmserve.bench.lab.statistics import percentile
 from vmserve.memory.views import ContiguousView, KVView, PagedView
 
@@ -72,7 +73,7 @@ class Point:
 
     @property
     def flops(self) -> float:
-        """Of the two products over the pairs that are seen."""
+        """Operations of the two products over visible pairs."""
         pairs = self.q_len * (self.context - self.q_len) + self.q_len * (self.q_len + 1) / 2
         return 4.0 * self.batch * self.shape.q_heads * self.shape.head_dim * pairs
 
@@ -112,7 +113,7 @@ def points_of(part: str, dry_run: bool, max_bytes: int) -> tuple[list[Point], li
 
 
 class Machine:
-    """Where the kernels run and how they are timed."""
+    """Device that runs the kernels and times them."""
 
     device: torch.device
     launcher: Launcher
@@ -138,7 +139,7 @@ class Gpu(Machine):
         self.max_bytes = int(torch.cuda.mem_get_info(self.device)[0] * 0.6)
 
     def seconds(self, work: Callable[[], None]) -> list[float]:
-        """Of each of some replays of one graph."""
+        """Times of single replays of one graph."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -277,7 +278,7 @@ class Bench:
         return work, last
 
     def error(self, view: KVView, out: Tensor) -> float:
-        """Of some rows of the last sequence, in the last layer, against float64: relative."""
+        """Relative error of some rows of the last sequence, in the last layer, against float64."""
         point, layer = self.point, self.num_layers - 1
         keys, values = view.keys[layer][-1:], view.values[layer][-1:]
         if isinstance(view, PagedView):
@@ -386,10 +387,7 @@ class Report:
             return
         results = [asdict(result) for result in self.results]
         report = {**self._head, "results": results, "left_out": self.left_out}
-        self._out.parent.mkdir(parents=True, exist_ok=True)
-        part = self._out.with_suffix(".part")
-        part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        part.replace(self._out)
+        replace_text(self._out, json.dumps(report, indent=1) + "\n")
 
 
 def measure(part: str, point: Point, machine: Machine, rate: float, report: Report) -> None:

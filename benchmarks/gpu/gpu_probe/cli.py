@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from vmserve.bench.lab.report import replace_text
 from vmserve.errors import ConfigurationError
 from vmserve.memory.cuda_driver import driver_refusal
 
@@ -135,9 +136,7 @@ def write_report(report: Report, out: Path) -> None:
         "report.txt": render(report) + "\n",
     }
     for name, text in texts.items():
-        part = out / f"{name}.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(out / name)
+        replace_text(out / name, text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

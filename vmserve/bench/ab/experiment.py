@@ -149,7 +149,7 @@ class WorkloadResult:
     workload: Workload
     rounds: tuple[Round, ...]
     comparisons: Mapping[str, Sequence[Comparison]]
-    #: Of each variant: answers that are the first variant's to the token, of how many.
+    #: Answers equal to the first variant's, token by token, and all answers, by variant.
     same_answers: Mapping[str, tuple[int, int]]
 
     def values(self, variant: str, metric: str) -> list[float | None]:

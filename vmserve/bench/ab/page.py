@@ -19,7 +19,7 @@ __all__ = ["COLORS", "kind_of", "render"]
 
 Json = dict[str, Any]
 
-#: Of the variants, in their order: Okabe and Ito's (2008).
+#: Colours of the variants in order: Okabe and Ito's (2008).
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
 
 

@@ -67,7 +67,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where requests come from: ``make(seed)`` gives them unscaled.
+    """Source of requests: ``make(seed)`` gives them unscaled.
 
     ``has_times``: they bring arrivals of their own. ``context`` None: lengths stay as they are,
     cut to the context, unless ``--scale`` is given.

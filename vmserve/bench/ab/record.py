@@ -39,7 +39,7 @@ class RequestSample:
     num_preemptions: int
     kv_regime: str
     kv_regime_reason: str
-    #: Of all sequences' tokens: equal digests, equal answers.
+    #: Digest of all sequences' tokens: equal answers have equal digests.
     digest: str
 
     @property

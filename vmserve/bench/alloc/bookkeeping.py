@@ -62,7 +62,7 @@ class Decoder:
         self._map_slots(views, max_len)
         self.seqs = []
         for index, (view, length) in enumerate(zip(views, start.tolist(), strict=True)):
-            # Each its own: nobody shares a prefix.
+            # Prompts have no common prefix.
             (seq,) = open_sequences(self.memory, [view], [index] * length)
             self.seqs.append(seq)
         self._lengths = start

@@ -14,7 +14,7 @@ are waiting, that is while the pool is as full as the policy gets it:
 * ``reserved``: belong to a live request that will write them before it ends;
 * ``unused``: belong to a live request that never will;
 * ``split``: free blocks of pages that are partly in use (only blocks of the paged view fit there);
-* ``free``: the rest: nobody's, or too little, or in the wrong place, for who waits.
+* ``free``: the rest: unowned, too little, or in the wrong place for waiting requests.
 
 They add up to the pool. ``states`` in percent of the pool is the measure of figure 2 of the
 PagedAttention paper. ``states`` in percent of ``states + reserved + unused`` leaves out what the

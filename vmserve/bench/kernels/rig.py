@@ -38,7 +38,7 @@ class Shape(NamedTuple):
         return 2 * self.kv_heads * self.head_dim * dtype.itemsize
 
 
-#: Grouped heads: rows of 256 numbers, which are short for whoever fetches them.
+#: Grouped heads have rows of 256 numbers, which are short to fetch.
 SHAPES = (Shape("125M", 12, 12, 64), Shape("125M GQA", 12, 4, 64), Shape("8B", 32, 8, 128))
 
 

@@ -43,6 +43,7 @@ __all__ = [
     "make_console",
     "make_directory",
     "progress",
+    "replace_text",
     "require_matplotlib",
     "watch",
     "write_text",
@@ -185,3 +186,11 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise VmserveError(f"cannot write {path}: {error.strerror}") from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one go, so that it is whole at any time. Makes its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

@@ -51,7 +51,7 @@ __all__ = [
     "summarize",
 ]
 
-#: Of the intervals, and 1 - CONFIDENCE is the rate of false verdicts per comparison.
+#: Confidence of the intervals; 1 - CONFIDENCE is the rate of false verdicts per comparison.
 CONFIDENCE = 0.99
 #: With fewer, resamples without any spread are so frequent that intervals have no end.
 MIN_PAIRS = 6

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table as RichTable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rich.console import Console
 
-__all__ = ["SectionResult", "Table", "markdown", "microseconds", "print_table"]
+__all__ = ["SectionResult", "Table", "markdown", "markdown_table", "microseconds", "print_table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,7 @@ class Table:
                 raise ValueError(f"{self.title}: {len(self.columns)} columns, a row of {len(row)}")
 
     def to_markdown(self) -> str:
-        lines = [f"**{self.title}**", "", _markdown_row(self.columns)]
-        lines.append("|---" + "|---:" * (len(self.columns) - 1) + "|")
-        lines += [_markdown_row(row) for row in self.rows]
+        lines = [f"**{self.title}**", "", *markdown_table(self.columns, self.rows)]
         if self.note:
             lines += ["", self.note]
         return "\n".join(lines) + "\n"
@@ -76,5 +74,10 @@ def microseconds(nanoseconds: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def markdown_table(
+    columns: Sequence[str], rows: Iterable[Iterable[str]], num_left: int = 1
+) -> list[str]:
+    """Lines of a table; all columns but the first ``num_left`` are aligned to the right."""
+    rule = "|" + "---|" * num_left + "---:|" * (len(columns) - num_left)
+    head, *body = (f"| {' | '.join(cells)} |" for cells in (columns, *rows))
+    return [head, rule, *body]

@@ -30,7 +30,7 @@ __all__ = ["FIGURES", "LATENCY_BOUND", "Options", "swap_seconds"]
 #: "Similar latency": the highest rate at which the mean is at most so many s/token. Curves are
 #: nearly vertical there.
 LATENCY_BOUND = 0.2
-#: Where the search for it begins, in requests/s.
+#: Start of the search, requests/s.
 _START = {"sharegpt": 1.0, "alpaca": 8.0}
 #: More than any system sustains: memory is what limits who runs.
 _SATURATING = {"sharegpt": 4.0, "alpaca": 60.0}

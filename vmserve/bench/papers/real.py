@@ -50,7 +50,7 @@ _NOTE = (
     "runs at once compares with the paper, rates do not."
 )
 _TRACES = "Medians of rounds, each with a trace of its own."
-#: Of what ours sustains with everything there at once.
+#: Shares of the rate that vmserve sustains with all requests at once.
 _RATES = (0.5, 0.7, 0.85, 1.0)
 #: What lengths are divided by where very little is to be measured.
 _QUICK_SCALE = 32

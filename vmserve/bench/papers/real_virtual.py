@@ -234,7 +234,7 @@ def figure_7(options: RealOptions, report: Report) -> SectionResult:
 
 
 _LONG_CONTEXT = 1024
-#: Of Azure's code requests, whose longest prompts are 7,436 tokens at the 99th percentile.
+#: Divisor of Azure's code requests, whose prompts have 7,436 tokens at the 99th percentile.
 _LONG_SCALE = 8
 
 

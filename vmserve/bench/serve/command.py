@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "serve_load_command"]
 
-#: Where the server does not tell its context.
+#: Context if the server does not tell its own.
 _DEFAULT_MAX_LEN = 2048
 #: First ids of a vocabulary are often special tokens or single bytes.
 _NUM_RESERVED = 100

@@ -46,7 +46,7 @@ class Answer:
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     num_prompt_tokens: int | None = None
     num_cached_tokens: int = 0
-    #: Of all choices together; None where the server does not say.
+    #: All choices together; None if the server does not say.
     num_output_tokens: int | None = None
     error: str = ""
     is_complete: bool = False

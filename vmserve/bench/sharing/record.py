@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ForkOf", "Recorder", "Step", "WatchedEngine", "count_memory", "replay"]
 
-#: Of a replay: two bytes for each of 64 dimensions of K and V, 256 bytes a token.
+#: Head dimension in a replay, whose K and V take 256 bytes a token.
 _HEAD_DIM = 64
 _POOL_BYTES = 1 << 30
 
@@ -77,7 +77,7 @@ class Recorder:
     steps: list[Step] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     _numbers: dict[Sequence, int] = field(default_factory=dict)
-    #: Of the last step: numbers by the memory's own ids.
+    #: Numbers of the last step's sequences, by the memory's ids.
     _by_id: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, plan: StepPlan, sequences: list[Sequence]) -> None:
