@@ -172,7 +172,7 @@ void HostDriver::create(const std::vector<FrameRun>& runs) {
   }
   check_memory(frames * frame_bytes(), "growing the KV cache", "--kv-cache-memory");
   for (std::size_t i = 0; i < runs.size(); ++i) {
-    // Allocates now: a refusal is an error here, but SIGBUS at the first touch.
+    // Allocates now: a refusal is an error here; at the first touch it would kill the process.
     const int code = fallocate_frames(runs[i], 0);
     if (code == 0) continue;
     for (std::size_t done = 0; done <= i; ++done) {

@@ -67,7 +67,7 @@ enum {
   VMSERVE_STICKY = 4         /* the device is lost */
 };
 
-/* Bits of vmserve_driver_info.capabilities. To use an absent one is misuse.
+/* Bits of vmserve_driver_info.capabilities. Calls that need an absent one are misuse.
  *   CAN_UNMAP          without it, frames stay where they were mapped: never multi-tenant
  *   CAN_READ_ONLY      VMSERVE_READ traps writes; without it, it maps writable
  *   CAN_ZEROS_BACKING  VMSERVE_BACKING_ZEROS

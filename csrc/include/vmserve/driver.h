@@ -80,7 +80,7 @@ struct Mapping {
   Access access = Access::kNone;
 };
 
-// Optional abilities of an implementation. To use an absent one is misuse.
+// Optional abilities of an implementation. Calls that need an absent one are misuse.
 struct Capabilities {
   bool unmap = true;          // without it, frames stay where they were mapped: never multi-tenant
   bool read_only = true;      // Access::kRead traps writes; without it, kRead maps writable

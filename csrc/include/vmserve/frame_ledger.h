@@ -45,7 +45,7 @@ class FrameLedger {
   void check_creatable(const std::vector<FrameRun>& runs) const;
   // The frames exist and are not mapped.
   void check_destroyable(const FrameRun& run, std::size_t completed) const;
-  // Returns the reservation of the range, for the call of note_mapped.
+  // Returns the reservation of the range, for the note that follows.
   Reservation& check_mappable(const MapRun& run, std::size_t completed);
   Reservation& check_unmappable(const AddressRun& run, std::size_t completed);
   Reservation& check_accessible(const AccessRun& run, std::size_t completed);
