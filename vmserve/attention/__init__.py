@@ -1,4 +1,4 @@
-"""Attention backends: kernel families over a view of the KV memory, by name."""
+"""Attention backends by name: kernel families over a view of the KV memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["BACKENDS", "PREFERRED", "check_backend", "create_backend"]
 
 
 def _imported(module: str, name: str) -> Callable[[], AttentionBackend]:
-    """Make a backend and import its module only then: only our own kernels need no torch."""
+    """Make a backend, and import its module only then: only our own kernels need no torch."""
 
     def create() -> AttentionBackend:
         backend: AttentionBackend = getattr(importlib.import_module(module), name)()
@@ -39,7 +39,7 @@ BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
     "sdpa": _imported("vmserve.attention.sdpa", "SdpaBackend"),
     "torch-flash": _imported("vmserve.attention.flash", "torch_flash"),
 }
-#: What "auto" tries on each type of device, in this order.
+#: Backends that "auto" tries on each type of device, in this order.
 PREFERRED: Mapping[str, tuple[str, ...]] = {
     "cpu": ("cpu", "sdpa", "reference"),
     "cuda": (
@@ -62,16 +62,16 @@ def create_backend(
     layers: Sequence[LayerAttention] = (),
     device: str = "cpu",
 ) -> AttentionBackend:
-    """The backend called ``name`` if it reads the regime's view, else the best that does.
+    """The backend called ``name`` if it reads the regime's view, else the best one that does.
 
-    "auto" is the best one for the type of ``device``, of those that have the head size and the
-    dtype. On a CPU: our own kernels, which are ahead of the stock ones there (benchmarks/kernels),
-    then the stock ones, then the slow but general reference. On a GPU: FlashAttention over the
-    slots. ``layers``: what the model asks for.
+    "auto" is the best one for the type of ``device`` that supports the head size and dtype. On a
+    CPU: our own kernels, which are faster there than the stock ones (benchmarks/kernels), then the
+    stock ones, then the slow but general reference. On a GPU: FlashAttention over the slots.
+    ``layers``: the model's needs.
 
-    Raises :class:`~vmserve.errors.ConfigurationError` for an unknown name, or a backend that
-    cannot serve such heads on that device, and :class:`~vmserve.errors.UnsupportedError` for one
-    that lacks what the layers need.
+    Raises :class:`~vmserve.errors.ConfigurationError` for an unknown name, or a backend that cannot
+    serve such heads on that device, and :class:`~vmserve.errors.UnsupportedError` for one that
+    lacks what the layers need.
     """
     if name != "auto" and name not in BACKENDS:
         raise ConfigurationError(

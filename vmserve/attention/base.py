@@ -1,9 +1,9 @@
 """The interface between models and attention: one call per layer.
 
-The KV cache is written and read behind :class:`AttentionCall`; a model passes the
-queries, keys and values of a *ragged* batch (all sequences' new tokens, one after
-the other) and gets the attention output back. Which view of the memory is behind
-it (the virtual slots or the block-table arena) is decided before the model runs.
+The KV cache is written and read behind :class:`AttentionCall`. A model passes the queries, keys and
+values of a *ragged* batch (all sequences' new tokens, one after the other) and gets the attention
+output back. Which view of the memory is used (the virtual slots or the block-table arena) is
+decided before the model runs.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = [
 class RaggedBatch:
     """The sequences of one step, in the order of their tokens in the ragged batch.
 
-    Sequence ``i`` brings ``num_new[i]`` tokens at positions ``num_past[i] ...`` and
-    owns rows ``starts[i] : starts[i] + num_new[i]`` of q, k and v. It lies in slot, or in
-    row of the block tables, ``places[i]``.
+    Sequence ``i`` has ``num_new[i]`` tokens at positions ``num_past[i] ...`` and owns rows
+    ``starts[i] : starts[i] + num_new[i]`` of q, k and v. It is in slot, or in row of the block
+    tables, ``places[i]``.
     """
 
     #: int64 ``[num_sequences]``
@@ -58,7 +58,7 @@ class RaggedBatch:
         """Whether each sequence has one new token."""
         return self.num_tokens == len(self.places)
 
-    # What only some kernels ask for is made when it is asked for.
+    # Computed when first needed: only some kernels use these.
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -96,8 +96,8 @@ class RaggedBatch:
 class LayerAttention:
     """One layer's parameters of attention.
 
-    ``window``: how many positions a query sees, itself included (None: all of them).
-    ``softcap``: scores become ``softcap * tanh(score / softcap)`` (None: as they are).
+    ``window``: how many positions a query sees, itself included (None: all). ``softcap``: scores
+    become ``softcap * tanh(score / softcap)`` (None: unchanged).
     """
 
     layer: int
@@ -129,12 +129,12 @@ class AttentionBackend(Protocol):
     """A kernel family over one or both views of the KV memory."""
 
     name: str
-    #: How many tokens past a sequence's length the kernels may read. Pages that far must
-    #: stay mapped and hold finite numbers.
+    #: How many tokens past a sequence's length the kernels may read. Pages up to there must stay
+    #: mapped and hold finite numbers.
     read_slack_tokens: int
-    #: How many tokens before the first one that a window shows they may read: whole tiles.
+    #: How many tokens before a window's first one the kernels may read: whole tiles.
     head_slack_tokens: int
-    #: Whether it computes ``LayerAttention.softcap``. Windows and scales every backend must.
+    #: Whether it supports ``LayerAttention.softcap``. Every backend supports windows and scales.
     softcap: bool
 
     @property
@@ -152,11 +152,13 @@ class AttentionBackend(Protocol):
 
 
 class AttentionPlan(Protocol):
-    """A step over buffers of a fixed size and address, for CUDA graphs."""
+    """A step over buffers of fixed size and address, for CUDA graphs."""
 
     def update(self, batch: RaggedBatch) -> None:
-        """Make it ``batch``'s; asynchronous, on the current stream. Raises ``ValueError`` for a
-        batch that does not fit."""
+        """Put ``batch`` into the buffers; asynchronous, on the current stream.
+
+        Raises ``ValueError`` for a batch that does not fit.
+        """
         ...
 
     def call(
@@ -168,16 +170,18 @@ class AttentionPlan(Protocol):
         rotary: Rotary | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As :class:`AttentionCall`, and can be captured. Rows of q, k and v past the batch's are
-        nobody's: no page changes by them, and their results mean nothing."""
+        """:class:`AttentionCall` that can be captured.
+
+        Rows of q, k and v past the batch's change no page, and their results mean nothing.
+        """
         ...
 
 
 @runtime_checkable
 class PlansAhead(Protocol):
-    """A backend with steps that CUDA graphs can capture."""
+    """A backend whose steps CUDA graphs can capture."""
 
-    #: Whether a captured step is frozen to ``max_len``, by which the kernels split the keys; else
+    #: Whether a captured step is frozen to ``max_len``, by which its kernels split the keys. Else
     #: one plan serves every length equally well.
     plans_by_length: bool
 
@@ -192,10 +196,9 @@ class PlansAhead(Protocol):
         q_heads: int,
         windows: Sequence[int | None],
     ) -> AttentionPlan:
-        """For batches of up to so many sequences, new tokens in all and of a sequence, and tokens
-        of a sequence.
+        """Make a plan for batches up to these sizes; ``max_new``, ``max_len``: of one sequence.
 
-        ``windows``: those that the layers ask for. Plans of one backend share what they work in:
-        one is used at a time, in the order of a stream.
+        ``windows``: those of the layers. Plans of one backend share working memory: only one may be
+        in use at a time, in the order of a stream.
         """
         ...

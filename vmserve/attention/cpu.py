@@ -1,7 +1,7 @@
 """Our C++ kernels over either view: decode, prefill and the write of K and V, on the CPU.
 
-``csrc/cpu`` has the kernels, for the instruction sets that the processor may have. The
-result has the same bits whatever else is in the batch, in either view, on any number of threads.
+The kernels are in ``csrc/cpu``, for several instruction sets. Results have the same bits whatever
+else is in the batch, in either view, on any number of threads.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def head_refusal(head_dim: int, dtype: DType) -> str | None:
 class CpuBackend:
     """Reads no position that is not written: ``read_slack_tokens`` is 0.
 
-    ``num_threads``: None follows :func:`vmserve.threads.num_threads`. ``isa``: None is what
-    ``VMSERVE_CPU_ISA`` says, else the best that the processor has. Raises
-    :class:`~vmserve.errors.ConfigurationError` for an instruction set that it has not.
+    ``num_threads``: None follows :func:`vmserve.threads.num_threads`. ``isa``: None is
+    ``VMSERVE_CPU_ISA``, else the best that the processor has. Raises
+    :class:`~vmserve.errors.ConfigurationError` for an instruction set that the processor lacks.
     """
 
     name = "cpu"
@@ -62,7 +62,7 @@ class CpuBackend:
         except ValueError as error:
             told = f"{ISA_VARIABLE}: {error}" if isa is None else str(error)
             raise ConfigurationError(told) from None
-        #: A view of tensors, and the same as the kernels take it.
+        #: A view of tensors, and the same for the kernels.
         self._view: tuple[TensorView, HostView] | None = None
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
@@ -70,7 +70,7 @@ class CpuBackend:
 
     @property
     def isa(self) -> str:
-        """The instruction set whose kernels run."""
+        """The instruction set of the kernels."""
         return self._kernels.isa
 
     def fold(self, tensor: torch.Tensor) -> int:
@@ -93,7 +93,7 @@ class CpuBackend:
             return CpuCall(self._kernels, view, batch)
         known = self._view
         if known is None or known[0] is not view:
-            # NOTE: another thread may bind in between: the one kept may be its view.
+            # NOTE: another thread may bind in between, so the kept view may be its view.
             known = self._view = view, _host_view(view)
         return CpuCall(self._kernels, known[1], batch)
 
@@ -109,7 +109,7 @@ class CpuCall:
     def attend(
         self, spec: LayerAttention, q: TensorTuple, k: TensorTuple, v: TensorTuple, out: TensorTuple
     ) -> None:
-        """As :meth:`__call__`, for heads that are rotated already, into ``out``."""
+        """:meth:`__call__` for heads that are rotated already, into ``out``."""
         window, softcap = spec.window or 0, spec.softcap or 0.0
         self._kernels.run(
             self.batch, spec.layer, q, k, v, None, out, spec.scale, window, softcap, 0
@@ -124,8 +124,8 @@ class CpuCall:
         rotary: Rotary | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As the protocol says. ``lse``: float32 ``[tokens, q_heads]``, contiguous, to be filled
-        with the natural logarithm of the sum of the exponentials of each row's scores.
+        """See the protocol. ``lse``: float32 ``[tokens, q_heads]``, contiguous, receives the
+        natural logarithm of the sum of the exponentials of each row's scores.
 
         Raises ``ValueError`` for shapes or strides that do not agree, before anything is written.
         """

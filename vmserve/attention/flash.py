@@ -1,9 +1,9 @@
 """Stock FlashAttention (Dao et al.) over the slots of the virtual view, unmodified.
 
-Every sequence is one contiguous range of its slot, so that a kernel written for dense keys and
-values reads it in place: no block table, no gather. Which kernel that is, is one class with one
-call, :class:`SlotKernel`; all else (rotating, writing K and V, laying out the batch, buffers for
-CUDA graphs) is the same for all of them. ``docs/kernels.md`` adds one as an example.
+Every sequence is one contiguous range of its slot. So a kernel written for dense keys and values
+reads it in place: no block table, no gather. :class:`SlotKernel` is the one class with the one call
+that differs between kernels; the rest (rotating, writing K and V, laying out the batch, buffers for
+CUDA graphs) is common. ``docs/kernels.md`` adds a kernel as an example.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ __all__ = [
 #: Kernels count the tokens of all slots in 32 bits.
 MAX_FLAT_TOKENS = 2**31
 MAX_HEAD_DIM = 256
-#: Tokens of the largest tile of keys that any FlashAttention has.
+#: Tokens of the largest tile of keys in any FlashAttention.
 LARGEST_TILE = 256
 _HALF = (DType.FLOAT16, DType.BFLOAT16)
 
 
 class SlotTensors:
-    """The virtual view as kernels take it; made once.
+    """The virtual view for kernels; made once.
 
-    ``view.keys[layer]`` and ``view.values[layer]``: ``[slots, max_len, kv_heads, head_dim]``, and
-    ``flat_keys``, ``flat_values``: the same as one row of tokens, ``[tokens, kv_heads,
-    head_dim]``, where slot s starts at token ``s * slot_tokens``.
+    ``view.keys[layer]`` and ``view.values[layer]``: ``[slots, max_len, kv_heads, head_dim]``.
+    ``flat_keys``, ``flat_values``: the same as one row of tokens, ``[tokens, kv_heads, head_dim]``;
+    slot s starts at token ``s * slot_tokens``.
 
     Raises :class:`~vmserve.errors.ConfigurationError` for a view that is too large.
     """
@@ -83,12 +83,12 @@ class SlotTensors:
 class SlotPart:
     """Some sequences of a batch, whose rows of q lie one after the other.
 
-    All on the device: ``q_starts``, int32 ``[sequences + 1]``, the first row of each and the end;
+    On the device: ``q_starts``, int32 ``[sequences + 1]``, the first row of each and the end;
     ``k_starts``, int32 ``[sequences + 1]``, the first token of its slot in the flat view (the last
     entry means nothing); ``lengths``, int32 ``[sequences]``, its tokens with the new ones, the
     queries being the last of them; ``slots``, int32 ``[sequences]``. A length of 0 is no sequence.
 
-    On the host: ``num_new``, how many queries each has; ``max_len``, no less than any length.
+    On the host: ``num_new``, the number of queries of each; ``max_len``, at least every length.
     """
 
     q_starts: torch.Tensor
@@ -104,15 +104,15 @@ class SlotPart:
 
     @property
     def only_decodes(self) -> bool:
-        """One query of each, which sees all: nothing is hidden from it."""
+        """Whether each sequence has one query, from which nothing is hidden."""
         return self.max_new == 1
 
 
 class SlotKernel(Protocol):
-    """A stock kernel: the one call by which attention is swapped."""
+    """A stock kernel: the one call that differs between kernels."""
 
     name: str
-    #: How far past a sequence's length, and before its window, it may load; see
+    #: How far past a sequence's length, and before its window, it may read; see
     #: ``AttentionBackend``.
     read_slack_tokens: int
     head_slack_tokens: int
@@ -125,7 +125,7 @@ class SlotKernel(Protocol):
     def __call__(
         self, q: torch.Tensor, slots: SlotTensors, part: SlotPart, spec: LayerAttention
     ) -> torch.Tensor:
-        """q ``[rows, q_heads, head_dim]`` of the part's sequences; the result is like it.
+        """Attend q ``[rows, q_heads, head_dim]`` of the part's sequences; returns the same shape.
 
         K and V of the new tokens are in the slots already.
         """
@@ -133,18 +133,18 @@ class SlotKernel(Protocol):
 
 
 def _window(spec: LayerAttention) -> tuple[int, int]:
-    """(-1, -1) sees all: any other pair turns off the kernels' split along the keys."""
+    """(-1, -1) sees all. Any other pair turns off the kernels' split along the keys."""
     return (-1, -1) if spec.window is None else (spec.window - 1, 0)
 
 
 class TorchFlash:
-    """FlashAttention 2 as torch has it built in.
+    """FlashAttention 2 as built into torch.
 
     ``seqused_k`` ends each sequence, so only the starts of ``cum_seq_k`` are read, and slots may
-    come in any order. Decoding is split along the keys only with fewer heads of K than of Q,
-    without a window and without causal masking: so a decode asks for none of the two.
+    come in any order. Decoding is split along the keys only with fewer heads of K than of Q, and
+    without a window and causal masking: so decodes ask for neither.
 
-    ``op``: in place of ``aten::_flash_attention_forward``, for tests.
+    ``op``: replaces ``aten::_flash_attention_forward``, for tests.
     """
 
     name = "torch-flash"
@@ -211,7 +211,7 @@ class FlashAttn2:
         equal = len(set(part.num_new)) == 1
         if equal:
             return self._attend_equal(q, slots, part, spec, slice(None), part.max_new)
-        # It takes equally many queries of each sequence: otherwise one after the other.
+        # It takes equally many queries of each sequence; otherwise call it for one after the other.
         outputs, row = [], 0
         for i, rows in enumerate(part.num_new):
             chunk = q[row : row + rows]
@@ -243,7 +243,7 @@ class FlashAttn2:
         **options: Any,
     ) -> torch.Tensor:
         assert self._function is not None, "refusal() comes first"
-        # The kernels split the keys by how long the cache is, not by how long the sequences are.
+        # The kernels split the keys by the length of the cache, not by those of the sequences.
         keys, values = (
             tensors[spec.layer][:, : part.max_len]
             for tensors in (slots.view.keys, slots.view.values)
@@ -299,7 +299,7 @@ def _half_refusal(head_dim: int, dtype: DType) -> str | None:
 
 
 class FlashBackend:
-    """A :class:`SlotKernel` as an attention backend."""
+    """Attention with a :class:`SlotKernel`."""
 
     views: tuple[type[KVView], ...] = (ContiguousView,)
     plans_by_length = True
@@ -336,7 +336,7 @@ class FlashBackend:
         q_heads: int,
         windows: Sequence[int | None],
     ) -> DecodePlan:
-        """For steps that decode, ``max_tokens`` sequences or fewer, to be captured once.
+        """A plan for steps that decode at most ``max_tokens`` sequences.
 
         Raises :class:`~vmserve.errors.UnsupportedError` for more than one token of a sequence.
         """
@@ -362,8 +362,7 @@ def torch_flash() -> FlashBackend:
 class SlotCall:
     """One step; see :class:`vmserve.attention.base.AttentionCall`.
 
-    Sequences with one new token are attended by a call of their own beside those with more: the
-    kernels have a faster way for them.
+    Sequences with one new token are attended by a separate call, for which the kernels are faster.
     """
 
     def __init__(self, kernel: SlotKernel, slots: SlotTensors, batch: RaggedBatch) -> None:
@@ -373,7 +372,7 @@ class SlotCall:
         places = batch.token_places * slots.slot_tokens + batch.positions
         self._written = upload(places, device)
         few = batch.num_new == 1
-        #: The rows of each part (None: all there are) and its sequences.
+        #: The rows of each part (None: all) and its sequences.
         self._parts: list[tuple[torch.Tensor | None, SlotPart]] = []
         for chosen in (few, ~few):
             if not chosen.any():
@@ -425,17 +424,17 @@ def _part(
 
 
 class DecodePlan:
-    """A decoding step over buffers that stay where they are: what a CUDA graph captures.
+    """A decoding step over buffers that stay where they are, for CUDA graphs.
 
-    Rows past the batch's are no sequences (their length is 0), and write what the first row
-    writes, to where that does: no page but the batch's own is touched.
+    Rows past the batch's are no sequences (length 0). They write what the first row writes, to the
+    same place, so that only the batch's own pages are touched.
     """
 
     def __init__(self, kernel: SlotKernel, slots: SlotTensors, num_rows: int, max_len: int) -> None:
         self._kernel = kernel
         self._slots = slots
         device = slots.view.keys[0].device
-        #: Rows: where each row's K and V go, and from which row they come.
+        #: Where each row's K and V go, and the row that they come from.
         self._moves = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
         self._columns = torch.zeros(3, num_rows + 1, dtype=torch.int32, device=device)
         starts, lengths, places = self._columns
@@ -449,7 +448,7 @@ class DecodePlan:
         )
 
     def update(self, batch: RaggedBatch) -> None:
-        """The next step's sequences, one new token each. Nobody waits.
+        """Put the next step's sequences, one new token each, into the buffers. Does not wait.
 
         Raises ``ValueError`` for a batch that does not fit.
         """
@@ -479,7 +478,7 @@ class DecodePlan:
         rotary: Rotary | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As an ``AttentionCall``; the result is copied to ``out`` if that is given."""
+        """See ``AttentionCall``. Copies the result to ``out`` if given."""
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         written, source = self._moves

@@ -1,9 +1,9 @@
 """FlashInfer (Ye et al., MLSys 2025) over either view: its kernels for paged caches, unmodified.
 
-They take a table of pages for each sequence. In the paged regime that is the block table; a slot
-is its own blocks in order, so that its table is counted and not looked up. One call attends
-prompts and decodes together: FlashInfer splits long sequences along the keys by its own plan, which
-is made once a step for each kind of layer.
+They take a table of pages for each sequence. In the paged regime that is the block table. A slot is
+its own blocks in order, so its table is computed. One call attends prompts and decodes together:
+FlashInfer splits long sequences along the keys by its own plan, made once a step for each kind of
+layer.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from vmserve.memory.views import ContiguousView, KVView, PagedView, tensor_view
 
 __all__ = ["BlockTensors", "FlashInferBackend"]
 
-#: Where FlashInfer keeps what its splits along the keys computed, as its documentation advises.
+#: Room for results of FlashInfer's splits along the keys, as its documentation advises.
 WORKSPACE_BYTES = 128 << 20
-#: Tokens that a slot's rows are counted in; slots are whole pages, which hold whole blocks.
+#: Block size for slots, which are whole pages of whole blocks.
 SLOT_BLOCK_TOKENS = 16
 HEAD_DIMS = (64, 128, 256)
 _HALF = (DType.FLOAT16, DType.BFLOAT16)
@@ -87,7 +87,7 @@ class BlockTensors:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a plan depends on beside the batch."""
+    """What a plan depends on besides the batch."""
 
     scale: float
     window: int | None
@@ -97,7 +97,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class _Tables:
-    """A batch as FlashInfer takes it: int32, on the host but for ``indices``."""
+    """A batch for FlashInfer: int32, on the host except ``indices``."""
 
     q_starts: torch.Tensor
     starts: torch.Tensor
@@ -111,7 +111,7 @@ class _Tables:
         lengths = batch.num_past + batch.num_new
         first = np.zeros_like(lengths)
         if window is not None:
-            # What no query sees may be mapped no more. Queries are counted from the end.
+            # Positions that no query sees may be unmapped. Queries are counted from the end.
             first = np.maximum(batch.num_past - window + 1, 0) // tensors.block_tokens
         counts = -(-lengths // tensors.block_tokens) - first
         starts = np.concatenate([[0], np.cumsum(counts)])
@@ -126,11 +126,11 @@ class _Tables:
 
 
 class FlashInferBackend:
-    """``module``: in place of the package ``flashinfer``, for tests.
+    """``module``: replaces the package ``flashinfer``, for tests.
 
-    Keys past a sequence's length are loaded by none of its kernels of the family ``fa2``, which
-    this asks for: each load of a row is on condition that the row is one of the sequence's. Steps
-    are captured in pieces (``runner/graphs.py``): a plan is made by the host.
+    Kernels of the family ``fa2``, which are used here, load no keys past a sequence's length: each
+    load of a row is conditional. Steps are captured in pieces (``runner/graphs.py``), because plans
+    are made by the host.
     """
 
     name = "flashinfer"
@@ -143,7 +143,7 @@ class FlashInferBackend:
         self._module = module
         self._tensors: BlockTensors | None = None
         self._workspace: torch.Tensor | None = None
-        #: By turns: what a plan was written to is read while the step after it is planned.
+        #: Used in turns: a plan's memory is still read while the next step is planned.
         self._wrappers: tuple[dict[LayerKind, Any], dict[LayerKind, Any]] = ({}, {})
         self._turn = 0
 
@@ -166,10 +166,10 @@ class FlashInferBackend:
         return FlashInferCall(self, self._tensors, batch, self._turn)
 
     def wrapper(self, kind: LayerKind, turn: int, device: torch.device) -> Any:
-        """FlashInfer's object that holds a plan, for such layers of every other step."""
+        """FlashInfer's plan object for such layers, one for every other step."""
         wrappers = self._wrappers[turn]
         if kind not in wrappers:
-            if self._workspace is None:  # zeros, as FlashInfer wants it at first
+            if self._workspace is None:  # zeroed, as FlashInfer needs it at first
                 self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             make = self._module.BatchPrefillWithPagedKVCacheWrapper
             wrappers[kind] = make(self._workspace, "NHD", backend="fa2")

@@ -1,7 +1,7 @@
-"""Attention written out, over either view: what the kernels are checked against.
+"""Attention written out, over either view; tests compare the kernels with it.
 
-Each sequence's keys and values are gathered, position by position as the view says where they
-lie, and attended in float32. Slow, and free of every trick that the kernels use.
+Each sequence's keys and values are gathered position by position and attended in float32. Slow, and
+without any trick of the kernels.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Rotary(NamedTuple):
     signed_sin: torch.Tensor
 
     def rows(self, first: int, end: int) -> Rotary:
-        """Of the tokens ``first`` to ``end`` alone."""
+        """The rotations of the tokens ``first`` to ``end`` only."""
         return Rotary(self.cos[first:end], self.signed_sin[first:end])
 
 

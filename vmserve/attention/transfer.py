@@ -1,4 +1,4 @@
-"""Numbers of one step on their way to the device."""
+"""Copy a step's arrays to the device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["upload"]
 def upload(
     array: NDArray[Any], device: torch.device, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``array`` on ``device``, in the first rows of ``out`` if given. Nobody waits for it.
+    """``array`` on ``device``, in the first rows of ``out`` if given. Does not wait.
 
     Without ``out``, on the CPU, the tensor shares the array's memory.
     """
     source = torch.from_numpy(array)
     if device.type != "cpu":
-        # Page-locked, or the copy would be made at once; torch keeps the memory until it is done.
+        # Page-locked memory makes the copy asynchronous; torch keeps the memory until it is done.
         source = source.pin_memory()
     elif out is None:
         return source

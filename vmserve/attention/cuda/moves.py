@@ -19,8 +19,8 @@ _MAX_PIECES = 64
 
 
 class Mover:
-    """Runs on the current stream. Byte ranges may lie at any address; within a call no destination
-    overlaps another run."""
+    """Copies and zeros on the current stream. Byte ranges may have any alignment; in one call no
+    destination may overlap another run."""
 
     def __init__(self, launcher: Launcher, variant: Variant = _VARIANT) -> None:
         self._launcher = launcher

@@ -13,19 +13,19 @@ from vmserve.attention.cuda.variant import HEAD_DIMS, Variant
 __all__ = ["NormKernel", "norm_kernel"]
 
 logger = logging.getLogger(__name__)
-#: Elements of a row: what a block's threads hold, and of what they move at once.
+#: Elements of a row: the most that a block's threads hold, and how many they move at once.
 _MAX_SIZE, _UNIT = 16384, 8
 
 
 class NormKernel:
-    """On the current stream. ``variant``: of the kernels; only its dtype matters."""
+    """The kernel, on the current stream. ``variant``: of the kernels; only its dtype matters."""
 
     def __init__(self, launcher: Launcher, variant: Variant) -> None:
         self._launcher = launcher
         self._variant = variant
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether rows are as the kernel wants them."""
+        """Whether the kernel supports these rows."""
         return (
             x.ndim == 2
             and x.is_contiguous()
@@ -56,8 +56,11 @@ class NormKernel:
 
 
 def norm_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> NormKernel | None:
-    """Loaded, so that it may be captured; None where the device cannot run it: torch's operations
-    do the same. ``head_dim``: the model's, whose variant attention may have compiled already."""
+    """The kernel, loaded so that it may be captured; None if the device cannot run it.
+
+    Torch's operations do the same. ``head_dim``: the model's, whose variant attention may have
+    compiled already.
+    """
     variant = Variant(dtype, head_dim if head_dim in HEAD_DIMS else HEAD_DIMS[0], True)
     refusal = Variant.refusal(variant.head_dim, dtype)
     if refusal is None:

@@ -38,12 +38,12 @@ __all__ = [
 DECODE_ROWS, APPEND_ROWS = 16, 64
 #: Keys are cut at multiples of this: one turn of the decode kernel's four warps, or one tile.
 CHUNK_UNIT = 64
-#: Chunks are not shorter than this.
+#: Smallest chunk.
 LEAST_CHUNK = 128
-#: What an item costs beside its keys, and what it costs to combine, in keys of one item: estimates
-#: that order the choices, not yet measured on a device.
+#: Cost of an item besides its keys, and of combining, in keys of one item: estimates that rank the
+#: choices, not measured on a device yet.
 ITEM_COST, SPLIT_COST = 32, 64
-#: Splits make at most so many items for each block that runs at once.
+#: Splits make at most this many items for each block that runs at once.
 MAX_WAVES = 4
 
 ITEM_FIELDS = (
@@ -86,8 +86,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Sequences (indices into the batch) whose first ``num_tokens`` positions, a multiple of 16,
-    are the same memory. All of them must be past: at most the least ``num_past``."""
+    """Sequences (indices into the batch) whose first ``num_tokens`` positions are the same memory.
+
+    ``num_tokens`` is a multiple of 16, and at most the smallest ``num_past`` of the members.
+    """
 
     members: tuple[int, ...]
     num_tokens: int
@@ -95,9 +97,12 @@ class SharedPrefix:
 
 @dataclass(frozen=True)
 class CudaPlan:
-    """``decode`` and ``append``: int32 ``[items, 8]``, columns :data:`ITEM_FIELDS` (params.h says
-    what they mean). ``lists``: tokens of the items that have no consecutive ones. ``part_starts``:
-    int32 ``[tokens]``. ``split``: int32 ``[tokens with parts, 4]``: token, first part, parts, 0."""
+    """The work items of a batch.
+
+    ``decode`` and ``append``: int32 ``[items, 8]``, columns :data:`ITEM_FIELDS` (explained in
+    params.h). ``lists``: tokens of items whose tokens are not consecutive. ``part_starts``: int32
+    ``[tokens]``. ``split``: int32 ``[tokens with parts, 4]``: token, first part, parts, 0.
+    """
 
     decode: NDArray[np.int32]
     append: NDArray[np.int32]
@@ -135,11 +140,10 @@ def chunk_limit(resident: int, kv_heads: int) -> int:
 
 
 def choose_chunk(lengths: IntArray, kv_heads: int, resident: int) -> int:
-    """The number of keys of a chunk with which items of such lengths are done soonest.
+    """The chunk size, in keys, with which items of such lengths are done soonest.
 
-    Splits the longest into 1, 2, 3, 4, 6, 8, 12 ... chunks and estimates: a chunk and its cost, or
-    as many whole waves as there are blocks for, of the mean item; and the combination, if anything
-    is split.
+    Tries the longest item in 1, 2, 3, 4, 6, 8, 12 ... chunks. Estimates for each: the larger of one
+    chunk and the whole waves of mean items, plus the combination if anything is split.
     """
     longest = int(lengths.max())
     most = max(1, longest // LEAST_CHUNK)
@@ -167,9 +171,9 @@ def make_plan(
     window: int | None = None,
     prefixes: Sequence[SharedPrefix] = (),
 ) -> CudaPlan:
-    """Items that cover every pair of a new token and a key that it sees exactly once.
+    """Items that cover every pair of a new token and a key visible to it exactly once.
 
-    Raises ``ValueError`` for a shared prefix that is none of its members' past.
+    Raises ``ValueError`` for a shared prefix that is not in all members' past.
     """
     shared = _shared_lengths(step, prefixes)
     few = step.num_new * heads.group <= DECODE_ROWS
@@ -267,11 +271,11 @@ def _prefix_tiles(
     per_tile: int,
     window: int | None,
 ) -> _Tiles:
-    """All tiles see the same keys, so that every member has as many parts before its own."""
+    """Tiles over prefixes. All see the same keys, so every member has equally many prefix parts."""
     begin = int(_first_visible(np.asarray(positions.min()), window))
     starts = np.arange(0, len(positions), per_tile)
     if begin >= prefix.num_tokens:
-        starts = starts[:0]  # the window has left it behind
+        starts = starts[:0]  # the window has moved past it
     ends = np.minimum(starts + per_tile, len(positions))
     one = np.ones(len(starts), np.int64)
     return _Tiles(
@@ -315,7 +319,7 @@ def _with_parts(
         _chunks(tiles, heads.kv_heads, blocks)
         for tiles, blocks in zip((decode, append), resident, strict=True)
     ]
-    # Parts of a prefix come before a sequence's own; all tiles of a prefix have as many.
+    # A prefix's parts come before a sequence's own; all tiles of a prefix have equally many.
     prefix_parts = np.zeros(len(prefixes) + 1, np.int64)  # the last one: of no prefix
     prefix_of = np.full(len(step.rows), len(prefixes))
     for index, prefix in enumerate(prefixes):
@@ -367,7 +371,7 @@ def _parts_of_tokens(
 def _items(
     tiles: _Tiles, counts: IntArray, sizes: IntArray, parts_before: IntArray
 ) -> NDArray[np.int32]:
-    """The chunks of all tiles, the longest first: what runs last should be short."""
+    """The chunks of all tiles, the longest first, so that short ones run last."""
     if not len(counts):
         return np.zeros((0, len(ITEM_FIELDS)), np.int32)
     tile = np.repeat(np.arange(len(counts)), counts)
@@ -402,10 +406,11 @@ def find_shared_prefixes(
     min_tokens: int = 1024,
     min_members: int = 4,
 ) -> list[SharedPrefix]:
-    """Groups of sequences whose block tables start alike: those with the same first block, as far
-    as all of them agree, where that is ``min_tokens`` or more.
+    """Groups of sequences whose block tables begin with the same blocks.
 
-    ``tables``: ``[sequences, blocks]``; entries past a sequence's blocks may be anything.
+    Sequences with the same first block form a group, as far as all agree, if that is at least
+    ``min_tokens``. ``tables``: ``[sequences, blocks]``; entries past a sequence's blocks may be
+    anything.
     """
     whole = num_past // block_tokens
     groups: list[SharedPrefix] = []

@@ -1,4 +1,4 @@
-"""Which kernels there are, and what each needs of the device."""
+"""The variants of the CUDA kernels, and their needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 HEAD_DIMS = (64, 128, 256)
 _TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 _WARPS, _DECODE_ROWS, _DECODE_TOKENS, _APPEND_TOKENS = 4, 16, 16, 32
-#: What the device keeps of each block's shared memory for itself.
+#: Shared memory of each block that the device reserves.
 _RESERVED_BYTES = 1024
 
 
@@ -59,7 +59,7 @@ class Variant:
 
 
 class Kernel(NamedTuple):
-    """``shared_bytes``: of a block, where :class:`Sizes` says nothing of the kernel."""
+    """``shared_bytes``: of a block, for kernels that :class:`Sizes` does not mention."""
 
     name: str
     threads: int
@@ -78,8 +78,8 @@ KERNELS = (
 
 
 class Sizes(NamedTuple):
-    """``stages``: tiles that a warp of the decode keeps in flight. ``*_blocks``: so many are to run
-    at once on a multiprocessor. ``*_bytes``: shared memory of a block."""
+    """``stages``: tiles that a warp of the decode keeps in flight. ``*_blocks``: blocks that are to
+    run at once on a multiprocessor. ``*_bytes``: shared memory of a block."""
 
     stages: int
     decode_blocks: int
@@ -92,12 +92,11 @@ class Sizes(NamedTuple):
 
 
 def sizes_for(head_dim: int, block_bytes: int, multiprocessor_bytes: int) -> Sizes:
-    """What fits shared memory of ``block_bytes`` for a block and ``multiprocessor_bytes`` in all.
+    """Sizes for shared memory of ``block_bytes`` in a block, ``multiprocessor_bytes`` in all.
 
-    The decode takes two blocks, and of 2 to 4 stages as many as they leave room for; one block
-    where two do not fit. More blocks than are asked for here would not have their registers without
-    spills (benchmarks/gpu/compile_matrix.py). Raises ``ValueError``, with the numbers, where not
-    even that fits.
+    The decode takes two blocks, with as many stages (2 to 4) as fit; one block if two do not fit.
+    More blocks would not have their registers without spills (benchmarks/gpu/compile_matrix.py).
+    Raises ``ValueError``, with the numbers, if not even one fits.
     """
     stage = _WARPS * 2 * _DECODE_TOKENS * head_dim * 2
     fixed = _DECODE_ROWS * head_dim * 2 + _WARPS * _DECODE_ROWS * 2 * 4
@@ -123,7 +122,7 @@ def sizes_for(head_dim: int, block_bytes: int, multiprocessor_bytes: int) -> Siz
 
 
 def append_rows(head_dim: int) -> int:
-    """Query rows of an item of the append kernel: as many as a warp's registers have room for."""
+    """Query rows of an item of the append kernel: limited by a warp's registers."""
     return 64 if head_dim == 256 else 128
 
 

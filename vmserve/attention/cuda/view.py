@@ -1,4 +1,4 @@
-"""Where the tensors of a view lie, in the kernels' terms."""
+"""Addresses and strides of a view's tensors for the kernels."""
 
 from __future__ import annotations
 
@@ -107,5 +107,5 @@ class DeviceView:
             to.block_shift = self.block_tokens.bit_length() - 1
             to.blocks_per_page = page_tokens // self.block_tokens
             if to.page_stride == page_tokens * to.token_stride:
-                # Blocks lie at one distance all over the arena: no need to divide.
+                # Blocks lie at one distance all over the arena, so no division is needed.
                 to.page_stride, to.blocks_per_page = self.block_tokens * to.token_stride, 1
