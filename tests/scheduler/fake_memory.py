@@ -40,6 +40,7 @@ class CountingMemory:
             page_tokens=page_tokens,
             block_tokens=page_tokens,
             total_page_bytes=4096,
+            blocks_per_page=1,
             pages_for=self._pages_for,
         )
         self.num_slots = num_slots

@@ -36,6 +36,7 @@ __all__ = [
     "SlotUse",
     "SwapIn",
     "SwapOut",
+    "unit_tokens",
 ]
 
 
@@ -48,6 +49,11 @@ class Regime(enum.Enum):
     @property
     def other(self) -> Regime:
         return Regime.PAGED if self is Regime.VIRTUAL else Regime.VIRTUAL
+
+
+def unit_tokens(layout: KVLayout, regime: Regime) -> int:
+    """Tokens that a sequence takes, or shares, at a time: a page's (virtual) or a block's."""
+    return layout.page_tokens if regime is Regime.VIRTUAL else layout.block_tokens
 
 
 class Health(enum.Enum):

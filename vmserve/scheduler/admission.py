@@ -14,8 +14,8 @@ from vmserve.scheduler.siblings import num_places, with_its_gang
 
 if TYPE_CHECKING:
     from vmserve.scheduler.claims import Claims
-    from vmserve.scheduler.demand import BlockDemand
     from vmserve.scheduler.fairness import TenantShares
+    from vmserve.scheduler.forecast import BlockForecast
     from vmserve.scheduler.queues import Queues
     from vmserve.scheduler.regime import RegimeChoice
     from vmserve.scheduler.regime_keeper import RegimeKeeper
@@ -44,7 +44,7 @@ class Admission:
         self,
         memory: KVMemory,
         limits: SchedulerLimits,
-        demand: BlockDemand,
+        forecast: BlockForecast,
         queues: Queues,
         donors: Donors,
         regimes: RegimeKeeper,
@@ -53,7 +53,7 @@ class Admission:
     ) -> None:
         self._memory = memory
         self._limits = limits
-        self._demand = demand
+        self._forecast = forecast
         self._queues = queues
         self._donors = donors
         self._regimes = regimes
@@ -75,12 +75,12 @@ class Admission:
         budget = StepBudget.within(self._limits)
         budget.spend(draft)
         # What a newcomer may take: the memory that no running sequence is owed.
-        blocks_per_page = self._demand.blocks_per_page
+        blocks_per_page = self._forecast.blocks_per_page
         opening = _Opening(
             draft,
             budget,
             room=self._memory.available_pages() * blocks_per_page
-            - sum(self._demand.owed(seq) for seq in self._queues.running),
+            - sum(self._forecast.owed(seq) for seq in self._queues.running),
             watermark=int(self._limits.watermark * self._memory.limit_pages) * blocks_per_page,
         )
         for sequence in self._claimants(draft):
@@ -131,11 +131,11 @@ class Admission:
         donor = self._donors.find(sequence)
         shared = sequence.num_prompt if donor else 0
         reserve = 0 if alone else opening.watermark
-        if self._demand.at_least(sequence, shared) + reserve > opening.room:
+        if self._forecast.at_least(sequence, shared) + reserve > opening.room:
             return False  # no room in either regime: skip choosing one at every step
         choice = self._regimes.choose(request)
         sequence.regime = choice.regime
-        blocks = self._demand.next_token(sequence) - self._demand.shared(sequence, shared)
+        blocks = self._forecast.next_token(sequence) - self._forecast.shared(sequence, shared)
         if sequence.was_preempted and not alone:
             reserve = max(reserve, self._headroom([sequence]))
         if blocks + reserve > opening.room:
@@ -156,7 +156,7 @@ class Admission:
         if opening.budget.tokens <= 0:
             return False
         group = with_its_gang(first, self._queues.swapped)
-        blocks = sum(self._demand.next_token(seq) for seq in group)
+        blocks = sum(self._forecast.next_token(seq) for seq in group)
         alone = not self._queues.running
         reserve = 0 if alone else self._headroom(group)
         num_after = num_places([*self._queues.running, first])
@@ -179,7 +179,9 @@ class Admission:
         Without them they would be preempted again after a few steps, and the copying or computing
         would be wasted.
         """
-        return self._demand.headroom([*self._queues.running, *newcomers], self._regimes.mean_output)
+        return self._forecast.headroom(
+            [*self._queues.running, *newcomers], self._regimes.mean_output
+        )
 
     def _open(self, sequence: Sequence, donor: Sequence | None, choice: RegimeChoice) -> bool:
         """Open the sequence in memory and set its start; False if memory has no place for it.

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from vmserve.memory.base import KVMemory
     from vmserve.scheduler.budget import SchedulerLimits
-    from vmserve.scheduler.demand import BlockDemand
     from vmserve.scheduler.fairness import TenantShares
+    from vmserve.scheduler.forecast import BlockForecast
     from vmserve.scheduler.queues import Queues
     from vmserve.scheduler.regime_keeper import RegimeKeeper
     from vmserve.scheduler.sequence import Sequence
@@ -70,14 +70,14 @@ class Claims:
         self,
         memory: KVMemory,
         limits: SchedulerLimits,
-        demand: BlockDemand,
+        forecast: BlockForecast,
         queues: Queues,
         regimes: RegimeKeeper,
         shares: TenantShares | None,
     ) -> None:
         self._memory = memory
         self._limits = limits
-        self._demand = demand
+        self._forecast = forecast
         self._queues = queues
         self._regimes = regimes
         self._shares = shares
@@ -199,9 +199,9 @@ class Claims:
         return by_tenant
 
     def _occupancy(self, by_tenant: Counter[str]) -> _Occupancy:
-        owed = sum(self._demand.owed(seq) for seq in self._queues.running)
+        owed = sum(self._forecast.owed(seq) for seq in self._queues.running)
         owed += sum(self._needs(self._group(seq)) for seq in self.granted)
-        blocks = self._memory.available_pages() * self._demand.blocks_per_page - owed
+        blocks = self._memory.available_pages() * self._forecast.blocks_per_page - owed
         return _Occupancy(self._queues.running, by_tenant, blocks)
 
     def _group(self, sequence: Sequence) -> list[Sequence]:
@@ -279,25 +279,25 @@ class Claims:
 
     def _needs(self, group: Iterable[Sequence]) -> int:
         """Blocks that these need at most, in either regime."""
-        return sum(self._demand.at_most(seq) for seq in group)
+        return sum(self._forecast.at_most(seq) for seq in group)
 
     def _reserve(self, group: list[Sequence], left: _Occupancy) -> int:
         """Blocks that must stay free beside these, as for every admission."""
         pages = int(self._limits.watermark * self._memory.limit_pages)
-        reserve = pages * self._demand.blocks_per_page
+        reserve = pages * self._forecast.blocks_per_page
         if any(seq.was_preempted for seq in group):
-            ahead = self._demand.headroom([*left.running, *group], self._regimes.mean_output)
+            ahead = self._forecast.headroom([*left.running, *group], self._regimes.mean_output)
             reserve = max(reserve, ahead)
         return reserve
 
     def _freed(self, sequence: Sequence) -> int:
         """Blocks that a victim frees at least: without a prompt that others may share."""
-        has = self._demand.blocks(sequence, sequence.num_computed)
+        has = self._forecast.blocks(sequence, sequence.num_computed)
         if sequence.start is not None:
             has = 0
         elif sequence.borrowed or sequence.request.num_branches > 1:
-            has -= self._demand.shared(sequence, min(sequence.num_prompt, sequence.num_computed))
-        return has + self._demand.owed(sequence)
+            has -= self._forecast.shared(sequence, min(sequence.num_prompt, sequence.num_computed))
+        return has + self._forecast.owed(sequence)
 
 
 def _tenant(sequence: Sequence) -> str:

@@ -9,7 +9,7 @@ from vmserve.scheduler.base import StepDraft
 
 if TYPE_CHECKING:
     from vmserve.memory.base import KVMemory
-    from vmserve.scheduler.demand import BlockDemand
+    from vmserve.scheduler.forecast import BlockForecast
     from vmserve.scheduler.preemption import PreemptionPolicy
 
 __all__ = ["CopiesOut"]
@@ -22,9 +22,9 @@ class CopiesOut:
     out for longer.
     """
 
-    def __init__(self, memory: KVMemory, demand: BlockDemand, policy: PreemptionPolicy) -> None:
+    def __init__(self, memory: KVMemory, forecast: BlockForecast, policy: PreemptionPolicy) -> None:
         self._memory = memory
-        self._demand = demand
+        self._forecast = forecast
         self._policy = policy
         self._num_bytes = 0
         self._began = 0.0
@@ -53,8 +53,8 @@ class CopiesOut:
             return kept
         self._left_out = True
         for sequence, num_new in draft:
-            has = self._demand.blocks(sequence, sequence.num_computed)
-            wants = self._demand.blocks(sequence, sequence.num_computed + num_new)
+            has = self._forecast.blocks(sequence, sequence.num_computed)
+            wants = self._forecast.blocks(sequence, sequence.num_computed + num_new)
             if has == wants and sequence.start is None and not sequence.request.is_gang:
                 kept.append((sequence, num_new))
         return kept

@@ -40,10 +40,10 @@ from vmserve.scheduler.base import NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
 from vmserve.scheduler.claims import ClaimReason, Claims
 from vmserve.scheduler.copies import CopiesOut
-from vmserve.scheduler.demand import BlockDemand
 from vmserve.scheduler.donors import Donors, open_memory, release_memory
 from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.followers import Followers
+from vmserve.scheduler.forecast import BlockForecast
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.queues import Queues
 from vmserve.scheduler.regime import RegimePolicy
@@ -70,9 +70,9 @@ class FCFSScheduler:
     ) -> None:
         self._memory = memory
         self._limits = limits
-        self._demand = BlockDemand(memory.layout)
+        self._forecast = BlockForecast(memory.layout)
         self._preemption = preemption or PreemptionPolicy("recompute")
-        self._copies = CopiesOut(memory, self._demand, self._preemption)
+        self._copies = CopiesOut(memory, self._forecast, self._preemption)
         self._shares = shares
         self._clock = clock
         #: Seconds of the last step with prompts only, and the start of one that still runs.
@@ -87,11 +87,11 @@ class FCFSScheduler:
             regimes or RegimePolicy("virtual"), memory, self._running, self._waiting
         )
         self._donors = Donors(memory, limits.window)
-        self._claims = Claims(memory, limits, self._demand, self._queues, self._regimes, shares)
+        self._claims = Claims(memory, limits, self._forecast, self._queues, self._regimes, shares)
         self._admission = Admission(
             memory,
             limits,
-            self._demand,
+            self._forecast,
             self._queues,
             self._donors,
             self._regimes,
@@ -500,8 +500,8 @@ class FCFSScheduler:
         sources = {seq.memory_id for seq in victims}
         if any(is_fork_of(seq, sources) for seq in self._running):
             return False
-        num_blocks = sum(self._demand.blocks(seq, seq.num_computed) for seq in victims)
-        num_bytes = num_blocks * self._demand.block_bytes
+        num_blocks = sum(self._forecast.blocks(seq, seq.num_computed) for seq in victims)
+        num_bytes = num_blocks * self._forecast.block_bytes
         if not self._preemption.swaps(sum(seq.num_computed for seq in victims), num_bytes):
             return False
         memory_ids = [seq.memory_id for seq in victims if seq.memory_id is not None]

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from vmserve.memory.base import Regime
+from vmserve.memory.base import Regime, unit_tokens
 from vmserve.scheduler.attention_ratio import AttentionRatio
-from vmserve.scheduler.demand import unit_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping

@@ -7,7 +7,7 @@ import torch
 from tests.scheduler.test_fcfs import make_request
 from vmserve.memory.base import Regime
 from vmserve.memory.layout import plan_layout
-from vmserve.scheduler.demand import BlockDemand
+from vmserve.scheduler.forecast import BlockForecast
 from vmserve.scheduler.sequence import Sequence
 
 #: 32 tokens a page of 2 blocks.
@@ -23,39 +23,41 @@ def sequence(num_tokens: int, *, left: int = 1000, regime: Regime = Regime.PAGED
 
 
 def test_if_nobody_ends_each_grows_by_32_tokens() -> None:
-    demand = BlockDemand(LAYOUT)
+    forecast = BlockForecast(LAYOUT)
     # 20 + 32 tokens are 4 blocks, or 2 pages of 2; with the next token they have 2, or 1 page.
-    assert demand.headroom([sequence(20)], ENDLESS) == 2
-    assert demand.headroom([sequence(20, regime=Regime.VIRTUAL)], ENDLESS) == 2
-    assert demand.headroom([sequence(20), sequence(31)], ENDLESS) == 2 + 2
-    assert demand.headroom([], ENDLESS) == 0
+    assert forecast.headroom([sequence(20)], ENDLESS) == 2
+    assert forecast.headroom([sequence(20, regime=Regime.VIRTUAL)], ENDLESS) == 2
+    assert forecast.headroom([sequence(20), sequence(31)], ENDLESS) == 2 + 2
+    assert forecast.headroom([], ENDLESS) == 0
 
 
 def test_who_is_about_to_end_takes_no_more_than_until_then() -> None:
-    demand = BlockDemand(LAYOUT)
-    assert demand.headroom([sequence(20, left=3)], ENDLESS) == 0
-    assert demand.headroom([sequence(28, left=8)], ENDLESS) == 1
+    forecast = BlockForecast(LAYOUT)
+    assert forecast.headroom([sequence(20, left=3)], ENDLESS) == 0
+    assert forecast.headroom([sequence(28, left=8)], ENDLESS) == 1
     # What the one leaves, the other may take.
-    assert demand.headroom([sequence(20), sequence(100, left=7)], ENDLESS) == 0
+    assert forecast.headroom([sequence(20), sequence(100, left=7)], ENDLESS) == 0
 
 
 def test_of_many_some_will_have_ended() -> None:
-    demand = BlockDemand(LAYOUT)
+    forecast = BlockForecast(LAYOUT)
     many = [sequence(16 * 20) for _ in range(100)]
     # In 32 steps each would take two blocks more than its 21 ...
-    assert demand.headroom(many, ENDLESS) == 100
+    assert forecast.headroom(many, ENDLESS) == 100
     # ... but of such as generate 32 tokens two thirds have ended by then.
-    assert demand.headroom(many, 32.0) == 0
+    assert forecast.headroom(many, 32.0) == 0
     # 16 steps of 2,000: 99.2 of 100 go on with 21 blocks, and 0.9 more of them may.
-    assert 0 < demand.headroom(many, 2000.0) < 100
+    assert 0 < forecast.headroom(many, 2000.0) < 100
 
 
 def test_no_regime_takes_less_than_the_least() -> None:
-    demand = BlockDemand(LAYOUT)
+    forecast = BlockForecast(LAYOUT)
     for num_tokens in range(1, 100):
         for num_shared in (0, num_tokens // 2, num_tokens):
             takes = {}
             for regime in Regime:
                 one = sequence(num_tokens, regime=regime)
-                takes[regime] = demand.next_token(one) - demand.shared(one, num_shared)
-            assert demand.at_least(one, num_shared) == takes[Regime.PAGED] <= takes[Regime.VIRTUAL]
+                takes[regime] = forecast.next_token(one) - forecast.shared(one, num_shared)
+            assert (
+                forecast.at_least(one, num_shared) == takes[Regime.PAGED] <= takes[Regime.VIRTUAL]
+            )

@@ -1,4 +1,7 @@
-"""What sequences take of the KV memory, in blocks: estimates; a memory plan has the last word."""
+"""Forecast the blocks that sequences will take, for admission and fairness.
+
+What a step takes is not forecast but planned: ``KVMemory.plan`` stages the operations and counts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vmserve.memory.base import Regime, SwapIn
+from vmserve.memory.base import Regime, SwapIn, unit_tokens
 from vmserve.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -15,51 +18,46 @@ if TYPE_CHECKING:
 
     from vmserve.memory.layout import KVLayout
 
-__all__ = ["BlockDemand", "unit_tokens"]
+__all__ = ["BlockForecast"]
 
-#: A preempted sequence comes back when all can go on for so many steps, as is to be expected.
+#: A preempted sequence returns when all running ones are expected to go on for these many steps.
 _STEPS_AHEAD = (4, 8, 16, 32)
 
 
-def unit_tokens(layout: KVLayout, regime: Regime) -> int:
-    """Sequences take, and share, so many tokens at a time."""
-    return layout.page_tokens if regime is Regime.VIRTUAL else layout.block_tokens
-
-
-class BlockDemand:
-    """A virtual sequence takes whole pages, a paged one blocks."""
+class BlockForecast:
+    """Forecasts in blocks. A virtual sequence takes whole pages, a paged one blocks."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
-        self.blocks_per_page = layout.page_tokens // layout.block_tokens
+        self.blocks_per_page = layout.blocks_per_page
         self.block_bytes = layout.total_page_bytes // self.blocks_per_page
 
     def blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """What ``num_tokens`` take in the sequence's regime."""
+        """Blocks of ``num_tokens`` in the sequence's regime."""
         unit = unit_tokens(self._layout, sequence.regime)
         return -(-num_tokens // unit) * (unit // self._layout.block_tokens)
 
     def next_token(self, sequence: Sequence) -> int:
-        """What all known tokens take, and the one that will be sampled."""
+        """Blocks of all known tokens and the next one."""
         return self.blocks(sequence, sequence.num_tokens + 1)
 
     def shared(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many blocks a fork at ``num_tokens`` shares for good."""
+        """Blocks that a fork at ``num_tokens`` shares for good."""
         unit = unit_tokens(self._layout, sequence.regime)
         return num_tokens // unit * (unit // self._layout.block_tokens)
 
     def at_least(self, sequence: Sequence, num_shared: int) -> int:
-        """What a start with ``num_shared`` tokens of a sibling takes, in whichever regime."""
+        """Fewest blocks of a start that shares ``num_shared`` tokens with a sibling."""
         unit = unit_tokens(self._layout, Regime.PAGED)
         return -(-(sequence.num_tokens + 1) // unit) - num_shared // unit
 
     def at_most(self, sequence: Sequence) -> int:
-        """What a start without any sharing takes, in whichever regime."""
+        """Most blocks of a start that shares nothing, in any regime."""
         pages = self._layout.pages_for(sequence.num_tokens + 1)
         return pages * self.blocks_per_page
 
     def owed(self, sequence: Sequence) -> int:
-        """What a running sequence has yet to take for its known tokens and the next one."""
+        """Blocks that a running sequence still lacks for its known tokens and the next one."""
         has = self.blocks(sequence, sequence.num_computed)
         if isinstance(sequence.start, SwapIn):
             has = 0
