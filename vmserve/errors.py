@@ -8,7 +8,8 @@
     ├── OutOfMemoryError (also a MemoryError)     recoverable: carries numbers and a remedy
     ├── DeadlineError (also a TimeoutError)       the request's time was over before its answer
     ├── DriverError (also an OSError)             the memory system refused a call
-    └── EngineDeadError                           the engine stopped; nothing more can be served
+    ├── EngineDeadError                           the engine stopped; nothing more can be served
+    └── FrameTooLargeError                        an answer is too long for a message of a socket
 
 Every message names the number that broke the rule and what to do about it, and
 never contains a traceback or an address.
@@ -22,6 +23,7 @@ __all__ = [
     "DeadlineError",
     "DriverError",
     "EngineDeadError",
+    "FrameTooLargeError",
     "InvalidRequestError",
     "OutOfMemoryError",
     "UnsupportedError",
@@ -78,3 +80,7 @@ class DriverError(VmserveError, OSError):
 
 class EngineDeadError(VmserveError):
     """The engine has stopped and cannot serve this or any further request."""
+
+
+class FrameTooLargeError(VmserveError):
+    """A message between two processes is too long. Nothing of it was sent or read."""

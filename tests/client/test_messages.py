@@ -11,13 +11,18 @@ from vmserve.client import framing
 from vmserve.client.codec import decode_from_engine, decode_to_engine, encode
 from vmserve.client.framing import (
     FrameReader,
-    FrameTooLargeError,
     frame,
     receive_frame,
     send_frame,
 )
 from vmserve.client.messages import Add, Answer, Ping
-from vmserve.errors import DeadlineError, InvalidRequestError, OutOfMemoryError, VmserveError
+from vmserve.errors import (
+    DeadlineError,
+    FrameTooLargeError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    VmserveError,
+)
 from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.scheduler.base import NoRoomError
 from vmserve.structured.spec import StructuredOutputsParams

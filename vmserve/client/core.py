@@ -201,8 +201,8 @@ class ClientCore:
             arrival_time=time.monotonic(),
             stream=terms.stream,
         )
-        told = replace(terms, stream=True) if self._sends_each_step else terms
-        add = Add(next(self._handles), name, encoded.token_ids, asked, told, terms.stream)
+        sent_terms = replace(terms, stream=True) if self._sends_each_step else terms
+        add = Add(next(self._handles), name, encoded.token_ids, asked, sent_terms, terms.stream)
         return OpenRequest(add, assembly, self._transport.future, self._most_at_once)
 
     @contextlib.contextmanager

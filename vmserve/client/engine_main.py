@@ -24,7 +24,7 @@ gc.disable()
 import msgspec
 
 from vmserve.client.codec import decode_to_engine, encode
-from vmserve.client.framing import FrameTooLargeError, receive_frame, send_frame
+from vmserve.client.framing import receive_frame, send_frame
 from vmserve.client.messages import (
     FromEngine,
     Launch,
@@ -37,7 +37,7 @@ from vmserve.client.messages import (
 from vmserve.client.service import EngineService
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
-from vmserve.errors import EngineDeadError, VmserveError
+from vmserve.errors import EngineDeadError, FrameTooLargeError, VmserveError
 from vmserve.logs import configure_logging
 from vmserve.models import resolve_model
 

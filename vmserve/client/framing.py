@@ -6,12 +6,11 @@ import socket
 import struct
 from collections.abc import Iterator
 
-from vmserve.errors import VmserveError
+from vmserve.errors import FrameTooLargeError
 
 __all__ = [
     "MAX_FRAME_BYTES",
     "FrameReader",
-    "FrameTooLargeError",
     "frame",
     "receive_frame",
     "send_frame",
@@ -21,10 +20,6 @@ __all__ = [
 MAX_FRAME_BYTES = 256 << 20
 
 _LENGTH = struct.Struct("<I")
-
-
-class FrameTooLargeError(VmserveError):
-    """A message is longer than :data:`MAX_FRAME_BYTES`. Nothing of it was sent or read."""
 
 
 def frame(payload: bytes) -> bytes:

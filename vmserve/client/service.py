@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vmserve.client.framing import FrameTooLargeError
 from vmserve.client.messages import (
     Abort,
     Add,
@@ -22,7 +21,7 @@ from vmserve.client.messages import (
     Unpin,
 )
 from vmserve.engine.engine import LLMEngine, StepResult
-from vmserve.errors import EngineDeadError, VmserveError
+from vmserve.errors import EngineDeadError, FrameTooLargeError, VmserveError
 from vmserve.text.update import RequestUpdate
 
 __all__ = ["QUESTIONS", "EngineService"]

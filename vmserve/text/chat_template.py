@@ -165,10 +165,12 @@ def _render(hf: Any, messages: list[Message], max_chars: int, **arguments: Any) 
         ) from None
     except _TEMPLATE_FAULTS as error:
         if arguments["continue_final_message"]:
-            told = "the chat template does not end with the final message: it cannot be continued"
+            problem = (
+                "the chat template does not end with the final message: it cannot be continued"
+            )
         else:
-            told = f"the chat template cannot render these messages ({type(error).__name__})"
-        raise InvalidRequestError(told, "messages") from None
+            problem = f"the chat template cannot render these messages ({type(error).__name__})"
+        raise InvalidRequestError(problem, "messages") from None
 
 
 # -- messages ---------------------------------------------------------------------------
