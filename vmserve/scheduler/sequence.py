@@ -145,7 +145,7 @@ class Sequence:
     borrowed: bool = False
     #: It did not fit even alone with borrowed blocks: it does without them.
     starts_over: bool = False
-    #: Tokens that the prefix cache of the KV memory has been told.
+    #: Tokens published to the prefix cache of the KV memory so far.
     num_published: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     #: Prompt positions whose log-probabilities or hidden states are taken. A preempted sequence
