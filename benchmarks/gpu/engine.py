@@ -33,6 +33,7 @@ import torch  # isort: skip
 import vmserve.engine.build  # isort: skip
 from vmserve.bench.lab.machine import machine_info
 from vmserve.bench.lab.report import replace_text
+from vmserve.bench.lab.statistics import percentile
 from vmserve.bench.lab.table import markdown_table
 from vmserve.config import EngineConfig
 from vmserve.dtypes import DType
@@ -511,7 +512,7 @@ def part_mapping(bench: Bench) -> Iterator[Row]:
             "mapping": "synchronous" if mapper == "off" else "overlapped",
             "batch": batch,
             "median_ms": 1e3 * statistics.median(times),
-            "p99_ms": 1e3 * times[int(0.99 * (len(times) - 1))],
+            "p99_ms": 1e3 * percentile(times, 99),
             "max_ms": 1e3 * times[-1],
         }
 

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-from pathlib import Path
 
-from vmserve.bench.lab.machine import cpu_model, machine_info
-from vmserve.bench.lab.report import dump, fresh_directory, make_console, progress
+from vmserve.bench.lab.machine import machine_info
+from vmserve.bench.lab.report import keep, make_console, progress, results_directory
 from vmserve.bench.lab.table import markdown, print_table
 from vmserve.bench.overload import run
 from vmserve.simulation.devices import OPT_13B_A100, described
-
-RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main() -> None:
@@ -27,7 +24,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3, help="Of the real engine.")
     arguments = parser.parse_args()
-    now = datetime.datetime.now(datetime.UTC)
     console = make_console()
     with progress("overload") as report:
         result = run(
@@ -37,16 +33,13 @@ def main() -> None:
         print_table(console, table)
     data = {
         "benchmark": "overload",
-        "date": now.strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "seed": arguments.seed,
         "machine": machine_info(("vmserve", "torch")),
         "latency_model": described(OPT_13B_A100),
         "results": dict(result.data),
     }
-    directory = fresh_directory(RESULTS, now.date(), cpu_model())
-    directory.mkdir(parents=True)
-    (directory / "results.json").write_text(dump(data), encoding="utf-8")
-    (directory / "tables.md").write_text(markdown({"overload": result}, data), encoding="utf-8")
+    keep(results_directory(__file__), data, markdown({"overload": result}, data))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ a regret of more than 5 % is shown.
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,11 @@ from vmserve.bench.ab.results import (
     write,
 )
 from vmserve.bench.ab.variants import Variant
-from vmserve.bench.lab.machine import cpu_model
-from vmserve.bench.lab.report import dump, fresh_directory, make_console, make_directory, watch
+from vmserve.bench.lab.report import dump, make_console, make_directory, results_directory, watch
 from vmserve.bench.lab.statistics import median
 from vmserve.bench.lab.table import Table, print_table
 from vmserve.errors import VmserveError
 
-RESULTS = Path(__file__).resolve().parent / "results"
 #: Traffic, its requests in a run and the context that it is scaled to: a few tenths of a second.
 SIZES = {
     "chat": (12, 1024),
@@ -154,8 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
         print_table(console, workload_table(result))
     summary = table(results)
     print_table(console, summary)
-    today = datetime.datetime.now(datetime.UTC).date()
-    directory = options.output or fresh_directory(RESULTS, today, cpu_model())
+    directory = options.output or results_directory(__file__)
     make_directory(directory)
     given = {name: str(value) for name, value in vars(options).items() if name != "output"}
     settings = settings_of(options)

@@ -16,20 +16,18 @@ import datetime
 import random
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vmserve.bench.lab.machine import machine_info
-from vmserve.bench.lab.report import dump, fresh_directory, make_console
+from vmserve.bench.lab.report import keep, make_console, results_directory
 from vmserve.bench.lab.table import SectionResult, Table, markdown, print_table
 from vmserve.simulation import SimulatedEngine, SimulationConfig
 from vmserve.simulation.devices import OPT_13B_A100, described
 from vmserve.simulation.requests import Asked, asked
 from vmserve.workloads.shapes import RequestShape, lognormal, shared_prefix, sharegpt
 
-RESULTS = Path(__file__).resolve().parent / "results"
 REGIMES = ("virtual", "paged", "auto")
 #: Requests at once; long streams come one at a time.
 CLIENTS = 256
@@ -152,18 +150,14 @@ def main() -> None:
 
 
 def write(table: Table, data: dict[str, Any]) -> None:
-    now = datetime.datetime.now(datetime.UTC)
-    directory = fresh_directory(RESULTS, now.date(), "simulated")
-    directory.mkdir(parents=True)
     results = {"regimes-simulated": SectionResult(data, (table,))}
     record = {
         "benchmark": "regimes-simulated",
-        "date": now.strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine_info(("vmserve", "numpy")),
         **data,
     }
-    (directory / "results.json").write_text(dump(record), encoding="utf-8")
-    (directory / "tables.md").write_text(markdown(results, record), encoding="utf-8")
+    keep(results_directory(__file__, device="simulated"), record, markdown(results, record))
 
 
 if __name__ == "__main__":

@@ -13,16 +13,13 @@ this file, or prints only with ``--out -``; an earlier result is never overwritt
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from vmserve.bench.lab.machine import cpu_model
-from vmserve.bench.lab.report import fresh_directory
+from vmserve.bench.lab.report import keep, results_directory
 from vmserve.bench.lab.table import markdown_table
 from vmserve.sampling import Sampler, SamplingParams, SamplingRow
 
@@ -30,7 +27,6 @@ import torch  # isort: skip  after vmserve, which sets how torch's threads wait
 
 from vmserve.sampling.torch_sampler import TorchSampler
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -56,12 +52,8 @@ def main() -> None:
     table = markdown(results)
     print(table)
     if args.out != "-":
-        root = Path(args.out) if args.out else RESULTS
-        directory = fresh_directory(root, datetime.datetime.now(datetime.UTC).date(), cpu_model())
-        directory.mkdir(parents=True)
         described = {"arguments": vars(args), "cpu": cpu_model(), "results": results}
-        (directory / "results.json").write_text(json.dumps(described, indent=1) + "\n")
-        (directory / "tables.md").write_text(table + "\n")
+        keep(results_directory(__file__, root=args.out), described, table + "\n")
 
 
 def parse() -> argparse.Namespace:

@@ -39,12 +39,14 @@ __all__ = [
     "check_writable",
     "dump",
     "fresh_directory",
+    "keep",
     "kept_arguments",
     "make_console",
     "make_directory",
     "progress",
     "replace_text",
     "require_matplotlib",
+    "results_directory",
     "watch",
     "write_text",
 ]
@@ -131,6 +133,22 @@ def fresh_directory(parent: Path, date: datetime.date, cpu: str) -> Path:
     return path
 
 
+def results_directory(script: str, *, device: str | None = None, root: str = "") -> Path:
+    """A new ``<date>-<device>`` in ``root``, by default in ``results`` beside ``script``.
+
+    ``device``: by default the processor.
+    """
+    today = datetime.datetime.now(datetime.UTC).date()
+    parent = Path(root) if root else Path(script).resolve().parent / "results"
+    return fresh_directory(parent, today, device or cpu_model())
+
+
+def keep(directory: Path, described: Mapping[str, Any], tables: str) -> None:
+    """Write ``results.json`` and ``tables.md``."""
+    write_text(directory / "results.json", dump(described))
+    write_text(directory / "tables.md", tables)
+
+
 def kept_arguments(
     command: str, script: str, *, plots: bool = False, output: bool = False
 ) -> list[str]:
@@ -139,8 +157,7 @@ def kept_arguments(
     ``results/<date>-<cpu>`` beside ``script`` gets JSON, Markdown and, with ``plots``, pictures;
     with ``output`` the command has one option for all of them.
     """
-    today = datetime.datetime.now(datetime.UTC).date()
-    directory = fresh_directory(Path(script).resolve().parent / "results", today, cpu_model())
+    directory = results_directory(script)
     files = ["--json", str(directory / "results.json"), "--markdown", str(directory / "tables.md")]
     if output:
         files = ["--output", str(directory)]
