@@ -7,13 +7,13 @@ import asyncio
 import pytest
 
 from vmserve import EngineDeadError, SamplingParams
-from vmserve.client.inbox import OpenRequest
-from vmserve.client.messages import Add
+from vmserve.client.inbox import Inbox, OpenRequest
+from vmserve.client.messages import Add, StepUpdate
 from vmserve.models import resolve_model
 from vmserve.text.assembly import RequestAssembly
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 from vmserve.text.update import ChoiceUpdate, RequestUpdate
-from vmserve.types import FinishReason, RequestMetrics, RequestTerms
+from vmserve.types import FinishReason, RequestMetrics, RequestOutput, RequestTerms
 
 MOST_AT_ONCE = 64
 WORDS = [300, 301, 302, 303]
@@ -103,13 +103,35 @@ def test_a_whole_answer_is_told_once(tokenizer: Tokenizer) -> None:
     async def read() -> None:
         opened = request(tokenizer, stream=False)
         waiting = asyncio.ensure_future(opened.next())
-        for token_id in WORDS:
+        tokens = WORDS * MOST_AT_ONCE
+        for token_id in tokens:
             opened.update(update(token_id), 1.0)
             await asyncio.sleep(0)
             assert not waiting.done()
         opened.update(update(WORDS[0], "length"), 2.0)
         [choice] = (await waiting).outputs
-        assert choice.token_ids == [*WORDS, WORDS[0]]
-        assert choice.text == tokenizer.decode([*WORDS, WORDS[0]])
+        assert choice.token_ids == [*tokens, WORDS[0]]
+        assert choice.text == tokenizer.decode([*tokens, WORDS[0]])
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_text_that_cannot_be_made_fails_its_own_reader(tokenizer: Tokenizer, stream: bool) -> None:
+    """And not those whose updates are in the same message."""
+
+    async def read() -> None:
+        inbox = Inbox()
+        broken, fine = request(tokenizer, stream=stream), request(tokenizer, stream=stream)
+        inbox.requests.update({1: broken, 2: fine})
+        updates = [(handle, update(token, "length")) for handle, token in ((1, -1), (2, WORDS[0]))]
+        waiting = [asyncio.ensure_future(each.next()) for each in (broken, fine)]
+        await asyncio.sleep(0)
+        inbox.take(StepUpdate(0, 0, [], updates, []))
+        error, output = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(error, OverflowError)
+        assert isinstance(output, RequestOutput)
+        assert output.outputs[0].token_ids == [WORDS[0]]
+        assert not inbox
 
     asyncio.run(read())

@@ -17,9 +17,8 @@ __all__ = ["Inbox", "OpenRequest"]
 class OpenRequest:
     """A request that has not ended, and what its reader has not taken yet.
 
-    The text of a stream is made when the reader takes it. If the reader or the process is slow,
-    one output has the tokens of several steps: ``most_at_once`` at most, so that other readers are
-    served in between.
+    Text is made when the reader takes it, of ``most_at_once`` steps at most, so that other readers
+    are served in between. If the reader of a stream is slow, one output has several steps' tokens.
 
     ``add``: the message that queues the request. ``new_future``: makes what the reader awaits.
     """
@@ -49,14 +48,10 @@ class OpenRequest:
         self._wake()
 
     def update(self, update: RequestUpdate, now: float) -> None:
-        if self.add.is_stream:
-            self._updates.append(update)
-            self._received_at = now
-        elif (output := self._assembly.take((update,), now)) is not None:
-            self._outputs.append(output)
-        else:
-            return
-        self._wake()
+        self._updates.append(update)
+        self._received_at = now
+        if self.add.is_stream or update.finished or len(self._updates) >= self._most_at_once:
+            self._wake()
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` to the reader, once it has taken what came before."""
