@@ -698,7 +698,8 @@ void Ops::rollback(Change& change) {
       if (index < saved->size) slot.entries[index].read_only = true;
     }
     for (const std::int64_t index : saved->made_read_only) slot.entries[index].read_only = false;
-    slot.num_sealed = std::min(saved->num_sealed, saved->size);
+    // Pages that were evicted on the way may have cut it shorter, or left a hole.
+    slot.num_sealed = std::min({slot.num_sealed, saved->num_sealed, saved->size});
     while (slot.size() > saved->size) {
       const PageId page = slot.entries.back().page;
       slot.entries.pop_back();

@@ -337,3 +337,19 @@ def test_check_notices_a_mapping_that_is_not_recorded() -> None:
     with pytest.raises(AssertionError, match="page 0 of group 1 is not mapped as recorded in its"):
         memory.core.check()
     assert GROUPS == 2
+
+
+@pytest.mark.parametrize("call", range(1, 16))
+def test_a_slot_that_eviction_cut_short_is_sealed_no_further_than_it_shows(call: int) -> None:
+    """A newcomer takes a sealed slot, its tail is evicted for another, and the driver refuses."""
+    memory = make_memory(limit_pages=6, prefix_caching=False, seal_read_only=True)
+    memory.release(memory.start(PROMPT[:16]))  # its slot shows four sealed pages
+    first, second = memory.open([1] * 4), memory.open([2] * 16)
+    ops = [grow(first, 4), grow(second, 16)]
+    plan = memory.core.plan(ops)
+    memory.faults.arm(call)
+    with pytest.raises((DriverError, OutOfMemoryError)):
+        memory.core.apply(ops, plan.version)
+    memory.core.check()
+    memory.do(*ops)
+    assert memory.core.stats().pages_unmapped_total >= 2
