@@ -71,8 +71,8 @@ void BlockPool::set_free(PageId id, bool is_free) noexcept {
 }
 
 // The index finds the block by the digest, or does not.
-void BlockPool::set_name(BlockId id, const Digest& digest, bool is_published) {
-  if (trial_.runs) trial_.named.emplace_back(id, digest);
+void BlockPool::set_digest(BlockId id, const Digest& digest, bool is_published) {
+  if (trial_.runs) trial_.digests.emplace_back(id, digest);
   if (is_published) {
     digests_[id] = digest;
     index_.emplace(digest, id);
@@ -94,8 +94,8 @@ void BlockPool::end_trial() noexcept {
     blocks_[at->first] = at->second;
   for (auto at = trial_.moved.rbegin(); at != trial_.moved.rend(); ++at)
     set_free(*at, !free_.contains(*at));
-  for (auto at = trial_.named.rbegin(); at != trial_.named.rend(); ++at)
-    set_name(at->first, at->second, find(at->second) == kNoBlock);
+  for (auto at = trial_.digests.rbegin(); at != trial_.digests.rend(); ++at)
+    set_digest(at->first, at->second, find(at->second) == kNoBlock);
   for (auto at = trial_.split.rbegin(); at != trial_.split.rend(); ++at) {
     if (at->second.head == kNoPage) {
       split_.erase(at->first);
@@ -107,7 +107,7 @@ void BlockPool::end_trial() noexcept {
   trial_.pages.clear();
   trial_.blocks.clear();
   trial_.moved.clear();
-  trial_.named.clear();
+  trial_.digests.clear();
   trial_.split.clear();
 }
 
@@ -128,10 +128,10 @@ PageState BlockPool::state_for(PageId id) const {
 }
 
 void BlockPool::link(List& list, PageId id) noexcept {
-  link_behind(list, id, list.tail);
+  link_after(list, id, list.tail);
 }
 
-void BlockPool::link_behind(List& list, PageId id, PageId before) noexcept {
+void BlockPool::link_after(List& list, PageId id, PageId before) noexcept {
   Page& page = change(id);
   page.prev = before;
   page.next = before == kNoPage ? list.head : pages_[before].next;
@@ -145,13 +145,13 @@ void BlockPool::unlink(List& list, PageId id) noexcept {
   (page.next == kNoPage ? list.tail : change(page.next).prev) = page.prev;
 }
 
-void BlockPool::leave(PageId id) noexcept {
+void BlockPool::leave_state(PageId id) noexcept {
   Page& page = change(id);
   --summary_.counts[static_cast<int>(page.state)];
   if (page.state == PageState::kFree) set_free(id, false);
   if (page.state == PageState::kIdle) {
-    if (summary_.last_worthless == id) summary_.last_worthless = page.prev;
-    page.worthless = false;
+    if (summary_.last_expendable == id) summary_.last_expendable = page.prev;
+    page.expendable = false;
     unlink(summary_.idle, id);
     summary_.num_idle_mapped -= page.counted_mapped ? 1 : 0;
     page.counted_mapped = false;
@@ -159,43 +159,43 @@ void BlockPool::leave(PageId id) noexcept {
   if (page.state == PageState::kSplit) {
     List& list = change_split(page.tenant);
     unlink(list, id);
-    list.free_blocks -= page.offered;
-    page.offered = 0;
+    list.free_blocks -= page.offered_blocks;
+    page.offered_blocks = 0;
     if (list.head == kNoPage) split_.erase(page.tenant);
   }
 }
 
-void BlockPool::enter(PageId id) noexcept {
+void BlockPool::enter_state(PageId id) noexcept {
   Page& page = change(id);
   ++summary_.counts[static_cast<int>(page.state)];
   if (page.state == PageState::kFree) {
     set_free(id, true);
     page.owner = kNoSeq;
   }
-  if (page.state == PageState::kIdle && page.worthless) {
-    link_behind(summary_.idle, id, summary_.last_worthless);
-    summary_.last_worthless = id;
+  if (page.state == PageState::kIdle && page.expendable) {
+    link_after(summary_.idle, id, summary_.last_expendable);
+    summary_.last_expendable = id;
   } else if (page.state == PageState::kIdle) {
     link(summary_.idle, id);
   }
   if (page.state == PageState::kSplit) link(change_split(page.tenant), id);
 }
 
-void BlockPool::settle(PageId id) noexcept {
+void BlockPool::update_state(PageId id) noexcept {
   Page& page = change(id);
   const PageState wanted = state_for(id);
   if (wanted != page.state) {
     // What the mapper has mapped ahead of somebody comes from its hands, and is wanted soon.
     const bool was_used = page.state != PageState::kHeld && page.state != PageState::kFree;
-    leave(id);
+    leave_state(id);
     page.state = wanted;
-    page.worthless = wanted == PageState::kIdle && was_used && page.cached == 0;
-    enter(id);
+    page.expendable = wanted == PageState::kIdle && was_used && page.cached == 0;
+    enter_state(id);
   }
   if (wanted == PageState::kSplit) {
     const std::int32_t offers = spare_blocks(page);
-    change_split(page.tenant).free_blocks += offers - page.offered;
-    page.offered = offers;
+    change_split(page.tenant).free_blocks += offers - page.offered_blocks;
+    page.offered_blocks = offers;
   }
   if (wanted == PageState::kIdle && page.counted_mapped != (page.maps > 0)) {
     page.counted_mapped = page.maps > 0;
@@ -208,7 +208,7 @@ void BlockPool::complete(Epoch epoch) noexcept {
   while (!waiting_.empty() && waiting_.front().first <= completed_) {
     const PageId page = waiting_.front().second;
     waiting_.pop_front();
-    settle(page);
+    update_state(page);
   }
 }
 
@@ -252,13 +252,13 @@ void BlockPool::commit_held(const PageRun& run) noexcept {
     fresh.state = PageState::kHeld;
     fresh.prev = fresh.next = kNoPage;
     pages_[id] = fresh;
-    enter(id);
+    enter_state(id);
   }
 }
 
 void BlockPool::uncommit(const PageRun& run) noexcept {
   for (PageId id = run.first; id < run.first + run.count; ++id) {
-    leave(id);
+    leave_state(id);
     committed_.erase(id);
     pages_[id] = Page{};  // kAbsent
     ++summary_.counts[static_cast<int>(PageState::kAbsent)];
@@ -296,12 +296,12 @@ std::int64_t BlockPool::num_split_blocks(Tenant tenant) const {
 
 void BlockPool::hold(PageId page) noexcept {
   ++change(page).held;
-  settle(page);
+  update_state(page);
 }
 
 void BlockPool::unhold(PageId page) noexcept {
   --change(page).held;
-  settle(page);
+  update_state(page);
 }
 
 void BlockPool::add_ref(BlockId id) noexcept {
@@ -320,7 +320,7 @@ void BlockPool::add_ref(BlockId id) noexcept {
     --page.cached;
     --summary_.num_cached_blocks;
   }
-  settle(page_id);
+  update_state(page_id);
 }
 
 void BlockPool::drop_ref(BlockId id, Epoch epoch) noexcept {
@@ -336,44 +336,44 @@ void BlockPool::drop_ref(BlockId id, Epoch epoch) noexcept {
     --summary_.num_shared_blocks;
     if (--page.shared == 0) --summary_.num_shared_pages;
   }
-  if (block.refs > 0) return settle(page_id);  // it may have to wait
+  if (block.refs > 0) return update_state(page_id);  // it may have to wait
   --page.used;
   --summary_.num_used_blocks;
   if (block.published) {
     ++page.cached;
     ++summary_.num_cached_blocks;
   }
-  settle(page_id);
+  update_state(page_id);
 }
 
 void BlockPool::begin_copy(BlockId block) noexcept {
   ++change_block(block).copies;
   ++change(page_of(block)).copying;
   ++summary_.num_copies;
-  settle(page_of(block));
+  update_state(page_of(block));
 }
 
 void BlockPool::end_copy(BlockId block) noexcept {
   --change_block(block).copies;
   --change(page_of(block)).copying;
   --summary_.num_copies;
-  settle(page_of(block));
+  update_state(page_of(block));
 }
 
 void BlockPool::add_map(PageId page, std::int32_t index) noexcept {
   ++change(page).maps;
   pages_[page].index = index;
-  settle(page);
+  update_state(page);
 }
 
 void BlockPool::drop_map(PageId page) noexcept {
   --change(page).maps;
-  settle(page);
+  update_state(page);
 }
 
 void BlockPool::set_owner(PageId page, SeqId owner) noexcept {
   change(page).owner = owner;
-  settle(page);
+  update_state(page);
 }
 
 // -- prefix cache
@@ -385,26 +385,26 @@ BlockId BlockPool::find(const Digest& digest) const {
 
 bool BlockPool::publish(BlockId id, const Digest& digest) {
   if (find(digest) != kNoBlock) return false;
-  set_name(id, digest, true);
+  set_digest(id, digest, true);
   Block& block = change_block(id);
   block.published = true;
   if (block.refs == 0) {
     ++change(page_of(id)).cached;
     ++summary_.num_cached_blocks;
   }
-  settle(page_of(id));
+  update_state(page_of(id));
   return true;
 }
 
 void BlockPool::unpublish(BlockId id) noexcept {
   Block& block = change_block(id);
-  set_name(id, digests_[id], false);
+  set_digest(id, digests_[id], false);
   block.published = false;
   if (block.refs == 0) {
     --change(page_of(id)).cached;
     --summary_.num_cached_blocks;
   }
-  settle(page_of(id));
+  update_state(page_of(id));
 }
 
 std::int32_t BlockPool::drop_cached(PageId page) noexcept {
@@ -467,7 +467,7 @@ void BlockPool::check_page(PageId id) const {
 
 std::uint64_t BlockPool::fingerprint() const {
   Mix mix;
-  mix.add(limit_, completed_, summary_.last_worthless, summary_.has_growing_runs);
+  mix.add(limit_, completed_, summary_.last_expendable, summary_.has_growing_runs);
   for (const std::int64_t count : summary_.counts) mix.add(count);
   mix.add(summary_.num_idle_mapped, summary_.num_shared_pages, summary_.num_used_blocks,
           summary_.num_shared_blocks, summary_.num_cached_blocks, summary_.num_copies);
@@ -481,8 +481,8 @@ std::uint64_t BlockPool::fingerprint() const {
     const Page& page = pages_[id];
     mix.add(id, page.used, page.cached, page.shared, page.held, page.maps, page.copying,
             page.index);
-    mix.add(page.owner, page.offered, static_cast<int>(page.state), page.known_zero,
-            page.counted_mapped, page.worthless, page.tenant, page.retire, free_.contains(id));
+    mix.add(page.owner, page.offered_blocks, static_cast<int>(page.state), page.known_zero,
+            page.counted_mapped, page.expendable, page.tenant, page.retire, free_.contains(id));
     if (page.state == PageState::kSplit && page.prev == kNoPage) add_list(split_.at(page.tenant));
     const BlockId first = first_block(static_cast<PageId>(id));
     for (BlockId b = first; b < first + blocks_per_page_; ++b) {
@@ -512,17 +512,17 @@ void BlockPool::check() const {
     }
   }
   std::int64_t idle = 0;
-  PageId last_worthless = kNoPage;
+  PageId last_expendable = kNoPage;
   for (PageId id = summary_.idle.head; id != kNoPage; id = pages_[id].next) {
     ++idle;
-    if (!pages_[id].worthless) continue;
-    if (pages_[id].prev != last_worthless) {
+    if (!pages_[id].expendable) continue;
+    if (pages_[id].prev != last_expendable) {
       throw InvariantError("page " + std::to_string(id) + " is to be evicted too late");
     }
-    last_worthless = id;
+    last_expendable = id;
   }
-  if (last_worthless != summary_.last_worthless) {
-    throw InvariantError("the idle list's worthless pages end elsewhere");
+  if (last_expendable != summary_.last_expendable) {
+    throw InvariantError("the idle list's expendable pages end elsewhere");
   }
   if (idle != summary_.counts[static_cast<int>(PageState::kIdle)]) {
     throw InvariantError("the idle list has " + std::to_string(idle) + " pages");

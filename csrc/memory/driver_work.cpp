@@ -54,9 +54,9 @@ void append(std::vector<AddressRun>& runs, const AddressRun& run) {
 }  // namespace
 
 DriverWork::DriverWork(std::shared_ptr<PageDriver> page_driver, Ledger& ledger)
-    : OnLedger(ledger),
+    : LedgerClient(ledger),
       driver(std::move(page_driver)),
-      copies_beside(driver->capabilities().copy_stream) {
+      has_copy_stream(driver->capabilities().copy_stream) {
   space = std::make_shared<AddressSpace>(
       driver, AddressSpace::Shape{config_.num_groups, config_.num_slots, ledger.pages_per_slot,
                                   config_.max_pages});
@@ -79,7 +79,7 @@ void DriverWork::fail_if_sticky(const Error& error) {
   if (refusal != nullptr && refusal->sticky && failure.empty()) failure = error.what();
 }
 
-void DriverWork::require_whole(SlotId slot) const {
+void DriverWork::require_not_in_repair(SlotId slot) const {
   if (!slots_[slot].in_repair) return;
   throw DriverError(
       "repair", EBUSY,
@@ -117,7 +117,7 @@ std::vector<CopyRun> DriverWork::copy_runs(const Change& change) const {
   std::vector<CopyRun> runs;
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
     for (const BlockCopy& copy : change.copies) {
-      const BlockId block = seqs_[copy.seq].has.blocks[copy.index];
+      const BlockId block = seqs_[copy.seq].kv.blocks[copy.index];
       append(runs, {space->arena(group) + static_cast<std::size_t>(block) * block_bytes,
                     space->arena(group) + static_cast<std::size_t>(copy.source) * block_bytes,
                     static_cast<std::size_t>(copy.num_tokens * config_.token_bytes)});
@@ -156,7 +156,7 @@ std::vector<AccessRun> DriverWork::access_runs(const Change& change, bool writab
 }
 
 void DriverWork::execute(Change& change) {
-  for (SwapCopy& copy : change.swap_in) copy.block = seqs_[copy.seq].has.blocks[copy.index];
+  for (SwapCopy& copy : change.swap_in) copy.block = seqs_[copy.seq].kv.blocks[copy.index];
   std::vector<AddressRun> zeros;
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
     for (const PageId page : change.zero_pages) {
@@ -185,7 +185,7 @@ void DriverWork::execute(Change& change) {
   driver->copy_out(out);  // before anything is written
   // NOTE: without a mark nobody would know when they end: refused, the change is undone, and what
   // was copied for nothing lies in host memory that the next copies take, behind these.
-  if (!out.empty() && copies_beside) change.copy_mark = driver->copy_mark();
+  if (!out.empty() && has_copy_stream) change.copy_mark = driver->copy_mark();
   driver->zero(zeros);
   driver->copy(copies);
   driver->copy_in(in);
@@ -229,8 +229,8 @@ std::int64_t DriverWork::available_mappings(std::int64_t needed) const {
   return std::max<std::int64_t>(0, available);
 }
 
-// Ahead of need only what leaves the reserve to those who need it now.
-bool DriverWork::has_room_ahead(std::int64_t num_pages) const {
+// Background of need only what leaves the reserve to those who need it now.
+bool DriverWork::may_map_ahead(std::int64_t num_pages) const {
   return mapping_room() - mapping_reserve / 2 >= (1 + num_pages) * mappings_per_run();
 }
 
@@ -262,66 +262,68 @@ std::vector<AddressRun> DriverWork::entry_ranges(SlotId slot, std::int64_t first
   return ranges;
 }
 
-Cut DriverWork::forget(SlotId id, std::int64_t first, std::int64_t count) {
+RemovedEntries DriverWork::remove_entries(SlotId id, std::int64_t first, std::int64_t count) {
   const auto begin = slots_[id].entries.begin() + first;
-  Cut cut{id, {begin, begin + count}, entry_ranges(id, first, count)};
-  ledger_.forget_entries(id, first, count);
+  RemovedEntries removed{id, {begin, begin + count}, entry_ranges(id, first, count)};
+  ledger_.remove_entries(id, first, count);
   ++ledger_.version;
-  return cut;
+  return removed;
 }
 
-bool DriverWork::unmap(const Cut& cut) {
-  if (cut.ranges.empty()) return true;
+bool DriverWork::unmap(const RemovedEntries& removed) {
+  if (removed.ranges.empty()) return true;
   std::vector<PageId> pages;
-  for (const SlotEntry& entry : cut.entries) {
+  for (const SlotEntry& entry : removed.entries) {
     if (entry.page != kNoPage) pages.push_back(entry.page);
   }
   Repair repair;
   std::string error_text;
-  mapper->wait(slots_[cut.slot].last_command);  // it may be changing the access of these very pages
+  mapper->wait(
+      slots_[removed.slot].last_command);  // it may be changing the access of these very pages
   try {
     const auto driving = lock();
-    driver->unmap(cut.ranges);
+    driver->unmap(removed.ranges);
   } catch (const Error& error) {
     fail_if_sticky(error);
-    repair.steps.assign(cut.ranges.begin() + static_cast<std::ptrdiff_t>(error.completed),
-                        cut.ranges.end());
+    repair.steps.assign(removed.ranges.begin() + static_cast<std::ptrdiff_t>(error.completed),
+                        removed.ranges.end());
     error_text = error.what();
   }
-  const auto num_calls = static_cast<std::int64_t>(cut.ranges.size() - repair.steps.size());
+  const auto num_calls = static_cast<std::int64_t>(removed.ranges.size() - repair.steps.size());
   ledger_.totals.pages_unmapped += static_cast<std::int64_t>(pages.size());
   ledger_.totals.unmap_calls += num_calls;
   ledger_.totals.unhidden_calls += num_calls;
   if (repair.steps.empty()) return true;
   for (const PageId page : pages) pool_.hold(page);
   repair.held = std::move(pages);
-  repair.slots = {cut.slot};
+  repair.slots = {removed.slot};
   add_repair(std::move(repair), error_text);
   return false;
 }
 
 bool DriverWork::truncate(SlotId slot, std::int64_t index) {
   const std::int64_t count = slots_[slot].size() - index;
-  return count <= 0 || unmap(forget(slot, index, count));
+  return count <= 0 || unmap(remove_entries(slot, index, count));
 }
 
 // A hole, also at the end: what lies behind may come back, or be the sequence's own to grow into.
 bool DriverWork::punch(SlotId slot, std::int64_t index) {
-  const bool done = unmap(forget(slot, index, 1));
+  const bool done = unmap(remove_entries(slot, index, 1));
   if (slots_[slot].size() == index) slots_[slot].entries.push_back({kNoPage, false});
   return done;
 }
 
-bool DriverWork::make_cuts(Change& change) {
-  if (change.wait_for > 0) mapper->wait(change.wait_for);
+bool DriverWork::unmap_removed(Change& change) {
+  if (change.awaited_command > 0) mapper->wait(change.awaited_command);
   bool done = true;
-  for (const Cut& cut : std::exchange(change.cuts, {})) done = unmap(cut) && done;
+  for (const RemovedEntries& removed : std::exchange(change.removed, {}))
+    done = unmap(removed) && done;
   return done;
 }
 
 void DriverWork::prepare(Change& change) {
-  for (const SlotId slot : change.uses) require_whole(slot);
-  if (!make_cuts(change)) throw DriverError("unmap", EIO, last_error);
+  for (const SlotId slot : change.used_slots) require_not_in_repair(slot);
+  if (!unmap_removed(change)) throw DriverError("unmap", EIO, last_error);
   if (change.swap_taken.empty()) return;
   const auto driving = lock();
   swap->back();

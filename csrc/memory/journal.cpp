@@ -15,11 +15,11 @@ void Change::add_ref(BlockId block) {
 }
 
 void Change::save(SeqId id) {
-  holdings.emplace_back(id, seqs_[id].has);
+  saved_kv.emplace_back(id, seqs_[id].kv);
   touched.push_back(id);
 }
 
-Change::SavedSlot& Change::saved(SlotId id) {
+Change::SavedSlot& Change::saved_slot(SlotId id) {
   for (Change::SavedSlot& slot : slots) {
     if (slot.slot == id) return slot;
   }
@@ -38,7 +38,7 @@ Change::SavedSlot& Change::saved(SlotId id) {
 void Change::make_writable(SlotId slot, std::int64_t index) {
   SlotEntry& entry = slots_[slot].entries[index];
   if (!entry.read_only) return;
-  saved(slot).made_writable.push_back(index);
+  saved_slot(slot).made_writable.push_back(index);
   entry.read_only = false;
   slots_[slot].num_sealed = std::min(slots_[slot].num_sealed, index);
 }
@@ -46,16 +46,16 @@ void Change::make_writable(SlotId slot, std::int64_t index) {
 void Change::make_read_only(SlotId slot, std::int64_t index) {
   SlotEntry& entry = slots_[slot].entries[index];
   if (entry.read_only || !ledger_.traps_writes) return;
-  saved(slot).made_read_only.push_back(index);
+  saved_slot(slot).made_read_only.push_back(index);
   entry.read_only = true;
 }
 
 // What it shows stays mapped: epochs that run may read it, and if the change fails it is still the
 // sequence's.
 void Change::leave_slot(SeqId id) {
-  const SlotId slot = std::exchange(seqs_[id].has.slot, kNoSlot);
+  const SlotId slot = std::exchange(seqs_[id].kv.slot, kNoSlot);
   if (slot == kNoSlot) return;
-  saved(slot);
+  saved_slot(slot);
   slots_[slot].seq = kNoSeq;
   slots_[slot].retire = ledger_.begun + 1;
 }

@@ -89,7 +89,7 @@ KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& confi
       room_(ledger_, work_),
       ops_(ledger_, work_, room_),
       planner_(ledger_, work_, room_, ops_),
-      ahead_(ledger_, work_) {
+      background_(ledger_, work_) {
   if (config_.null_page) {
     room_.commit_pages(1);
     pool_.hold(0);  // for ever
@@ -134,9 +134,9 @@ std::optional<SeqId> KVMemory::open(Tenant tenant, View view, const std::string&
   fresh.open = true;
   fresh.generation = seqs_[id].generation + 1;
   fresh.tenant = tenant;
-  fresh.has.view = view;
+  fresh.kv.view = view;
   fresh.tokens = tokens;
-  fresh.nameless = tokens.empty();
+  fresh.tokens_unknown = tokens.empty();
   fresh.root = prefix_root(tenant, weights_epoch_, salt);
   ledger_.extend_digests(fresh);
   seqs_[id] = std::move(fresh);
@@ -151,7 +151,7 @@ void KVMemory::append_tokens(const std::vector<SeqId>& seqs,
   for (const SeqId seq : seqs) ledger_.open_seq(seq);
   for (std::size_t i = 0; i < seqs.size(); ++i) {
     Sequence& seq = seqs_[seqs[i]];
-    if (seq.nameless) continue;
+    if (seq.tokens_unknown) continue;
     seq.tokens.push_back(tokens[i]);
     ledger_.extend_digests(seq);
   }
@@ -165,19 +165,19 @@ std::int64_t KVMemory::match(SeqId id) const {
 void KVMemory::release(SeqId id) {
   const auto lock = enter();
   Sequence& seq = ledger_.open_seq(id);
-  if (!config_.deferred_reclamation && seq.has.slot != kNoSlot) ahead_.settle();
+  if (!config_.deferred_reclamation && seq.kv.slot != kNoSlot) background_.drain_mapper();
   // Tail first: it is the tail of a prefix that is evicted first.
-  for (auto block = seq.has.blocks.rbegin(); block != seq.has.blocks.rend(); ++block) {
+  for (auto block = seq.kv.blocks.rbegin(); block != seq.kv.blocks.rend(); ++block) {
     if (*block == kNoBlock) continue;
     const PageId page = pool_.page_of(*block);
-    ledger_.may_reopen = ledger_.may_reopen || pool_.refs(*block) > 1;
+    ledger_.may_restore_access = ledger_.may_restore_access || pool_.refs(*block) > 1;
     pool_.drop_ref(*block, ledger_.begun);
     if (pool_.owner(page) == id) pool_.set_owner(page, kNoSeq);
   }
-  for (const SwapId swap : seq.has.swap) {
+  for (const SwapId swap : seq.kv.swap) {
     if (swap != kNoSwap) work_.swap->drop(swap);
   }
-  const SlotId slot = seq.has.slot;
+  const SlotId slot = seq.kv.slot;
   const std::uint32_t generation = seq.generation;
   seq = Sequence{};
   seq.generation = generation;
@@ -189,27 +189,27 @@ void KVMemory::release(SeqId id) {
     const bool is_over = slots_[slot].retire <= ledger_.completed && !slots_[slot].in_repair;
     if (!config_.deferred_reclamation && is_over) work_.truncate(slot, 0);
   }
-  ahead_.reopen_pages();
-  room_.shed();
+  background_.restore_write_access();
+  room_.try_give_back_excess();
 }
 
 // -- plans
 
 Plan KVMemory::plan(const std::vector<Op>& ops) {
   const auto lock = enter();
-  ahead_.absorb();
+  background_.apply_finished_work();
   // Only asking what there is leaves an earlier plan as good as it was, and what is attached has
   // been found already.
-  if (!ops.empty() && !Planner::attaches(ops)) room_.shed();
-  asked_ = ops;
-  planned_ = planner_.merged(ops);
-  planner_.validate(planned_);
-  assessed_ = planner_.assess(planned_);
-  if (!assessed_.plan.fits() && (work_.works_ahead() || !work_.repairs.empty())) {
+  if (!ops.empty() && !Planner::has_attach(ops)) room_.try_give_back_excess();
+  last_ops_ = ops;
+  merged_ops_ = planner_.merge_grows(ops);
+  planner_.validate(merged_ops_);
+  assessed_ = planner_.assess(merged_ops_);
+  if (!assessed_.plan.fits() && (work_.has_mapper() || !work_.repairs.empty())) {
     // Pages that the mapper or a repair has in hand are nobody's yet.
-    ahead_.settle();
+    background_.drain_mapper();
     if (work_.failure.empty()) work_.retry_repairs();
-    assessed_ = planner_.assess(planned_);
+    assessed_ = planner_.assess(merged_ops_);
   }
   return assessed_.plan;
 }
@@ -221,10 +221,10 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
     throw MisuseError("the plan is stale: something was changed or released since; plan again");
   }
   const auto start = Clock::now();
-  const bool is_planned = assessed_.plan.version == version && asked_ == ops;
-  if (!is_planned) planned_ = planner_.merged(ops);
-  asked_.clear();  // what was planned is carried out once
-  const std::vector<Op>& wanted = planned_;
+  const bool is_planned = assessed_.plan.version == version && last_ops_ == ops;
+  if (!is_planned) merged_ops_ = planner_.merge_grows(ops);
+  last_ops_.clear();  // what was planned is carried out once
+  const std::vector<Op>& wanted = merged_ops_;
   planner_.validate(wanted);
   work_.retry_repairs();
   // Packing costs copies and cached blocks: whether it is still needed is looked at again.
@@ -232,7 +232,7 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   Assessed now = holds ? assessed_ : planner_.assess(wanted);
   if (wait_for_mapper(wanted, now.plan)) now = planner_.assess(wanted);
   if (now.plan.needed_mappings > work_.mapping_room()) {
-    ahead_.settle();  // what the mapper has made is counted, what it may make is not
+    background_.drain_mapper();  // what the mapper has made is counted, what it may make is not
     now = planner_.assess(wanted);
   }
   const Plan& plan = now.plan;
@@ -247,7 +247,7 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   Change change(ledger_, *work_.driver, now.packing != Packing::kNone, /*is_trial=*/false);
   try {
     room_.make_mapping_room(plan.needed_mappings);
-    if (now.packing == Packing::kSqueezed) room_.squeeze();
+    if (now.packing == Packing::kCompacted) room_.compact_all();
     ops_.stage(change, wanted);
     work_.prepare(change);
     ops_.assign_fresh(change);
@@ -262,16 +262,16 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   }
   commit(change);
   ledger_.totals.map_seconds += change.counts.map_calls > 0 ? seconds_since(start) : 0;
-  ahead_.tend(change.grows);
-  ahead_.reopen_pages();
-  room_.shed();
+  background_.schedule_work(change.grows);
+  background_.restore_write_access();
+  room_.try_give_back_excess();
   return ledger_.begun;
 }
 
 // What the ops touch must not be in the mapper's hands. In the steady state nothing is.
 // True if its outcomes were entered, which may change what a plan needs.
 bool KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
-  if (!work_.works_ahead()) return false;
+  if (!work_.has_mapper()) return false;
   std::uint64_t until = 0;
   const std::int64_t at_hand = pool_.num_free();
   if (plan.needed_pages > at_hand) until = work_.mapper->last_id();
@@ -280,12 +280,12 @@ bool KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
     if (op.kind != OpKind::kGrow && op.kind != OpKind::kAttach) {
       until = work_.mapper->last_id();
     } else if (op.kind == OpKind::kAttach ||
-               (seq.has.view == View::kVirtual &&
+               (seq.kv.view == View::kVirtual &&
                 ledger_.pages_for(op.num_tokens) > ledger_.num_pages(seq))) {
-      const bool has_slot = seq.has.slot != kNoSlot;
+      const bool has_slot = seq.kv.slot != kNoSlot;
       // Sealing what lies behind may take its time: growth goes on behind it, and a newcomer waits
       // for that of the slot which it takes alone.
-      until = std::max(until, has_slot ? slots_[seq.has.slot].last_map : work_.last_mapping);
+      until = std::max(until, has_slot ? slots_[seq.kv.slot].last_map : work_.last_mapping);
     }
   }
   if (until == 0) return false;
@@ -294,7 +294,7 @@ bool KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
     ++ledger_.totals.mapper_waits;
     ledger_.totals.mapper_wait_seconds += seconds_since(start);
   }
-  ahead_.absorb();
+  background_.apply_finished_work();
   return true;
 }
 
@@ -303,27 +303,27 @@ void KVMemory::commit(Change& change) {
   ++ledger_.version;
   for (const PageId page : change.held) pool_.unhold(page);
   for (const BlockId block : change.matched) pool_.drop_ref(block, 0);
-  ahead_.begin_copies(change);
+  background_.begin_copies(change);
   for (auto block = change.drops.rbegin(); block != change.drops.rend(); ++block) {
     pool_.drop_ref(*block, ledger_.begun);
   }
   // What is converted was bound as if it were shared.
-  ledger_.may_reopen =
-      ledger_.may_reopen || !change.drops.empty() || change.counts.converted_to_virtual > 0;
+  ledger_.may_restore_access =
+      ledger_.may_restore_access || !change.drops.empty() || change.counts.converted_to_virtual > 0;
   for (const SwapId swap : change.swap_drops) work_.swap->drop(swap);
   for (const Change::SavedSlot& slot : change.slots) {
     if (!slots_[slot.slot].active()) ledger_.park(slot.slot, ledger_.begun);
   }
-  Record record{ledger_.begun, {}};
+  EpochRecord record{ledger_.begun, {}};
   record.written.reserve(change.grows.size());
   for (const Op& op : change.grows) {
     Sequence& seq = seqs_[op.seq];
-    const std::int64_t before = seq.has.length;
-    seq.has.length = std::max(before, op.num_tokens);
-    record.written.push_back({op.seq, seq.generation, before, seq.has.length});
+    const std::int64_t before = seq.kv.length;
+    seq.kv.length = std::max(before, op.num_tokens);
+    record.written.push_back({op.seq, seq.generation, before, seq.kv.length});
   }
   ledger_.records.push_back(std::move(record));
-  for (const Forked& fork : change.forked) ledger_.inherit(fork);
+  for (const Forked& fork : change.forked) ledger_.inherit_prefix(fork);
   for (const Op& op : change.grows) {
     if (op.first_token > 0) ledger_.trim_front(op.seq, op.first_token);
   }
@@ -354,26 +354,26 @@ void KVMemory::complete(Epoch epoch) {
   const auto lock = enter();
   require(epoch <= ledger_.begun,
           [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
-  ahead_.complete(epoch, /*sealed=*/true);
-  ahead_.absorb();
+  background_.complete(epoch, /*sealed=*/true);
+  background_.apply_finished_work();
 }
 
 void KVMemory::abandon_epoch(Epoch epoch) {
   const auto lock = enter();
   require(epoch <= ledger_.begun,
           [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
-  ahead_.complete(epoch, /*sealed=*/false);
+  background_.complete(epoch, /*sealed=*/false);
 }
 
 bool KVMemory::is_copying() {
   const auto lock = enter();
-  ahead_.absorb();
-  return !ahead_.copying().empty();
+  background_.apply_finished_work();
+  return !background_.copies_in_flight().empty();
 }
 
 bool KVMemory::finish_copies() {
   const auto lock = enter();
-  return ahead_.finish_copies();
+  return background_.finish_copies();
 }
 
 void KVMemory::launched(Epoch epoch) {
@@ -382,7 +382,7 @@ void KVMemory::launched(Epoch epoch) {
           [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
   work_.require_alive();
   const auto driving = work_.lock();
-  ahead_.mark(epoch);
+  background_.record_mark(epoch);
 }
 
 void KVMemory::clear_cache() {
@@ -392,11 +392,11 @@ void KVMemory::clear_cache() {
   for (Sequence& seq : seqs_) {
     // What was computed with the old weights is not offered under any name.
     seq.digests.clear();
-    seq.nameless = true;
+    seq.tokens_unknown = true;
   }
   ++ledger_.version;
-  ledger_.may_reopen = true;
-  ahead_.reopen_pages();
+  ledger_.may_restore_access = true;
+  background_.restore_write_access();
 }
 
 // -- the pool
@@ -405,10 +405,10 @@ std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle_too) {
   const auto lock = enter();
   require(keep_pages >= 0, [&] { return std::string("keep_pages must not be negative"); });
   work_.require_alive();
-  ahead_.settle();
-  ahead_.finish_copies();
+  background_.drain_mapper();
+  background_.finish_copies();
   work_.retry_repairs();
-  if (drop_idle_too) room_.drop_idle(keep_pages);
+  if (drop_idle_too) room_.evict_idle(keep_pages);
   if (work_.swap->num_used() == 0) {
     const auto driving = work_.lock();
     work_.driver->fence();
@@ -426,8 +426,8 @@ void KVMemory::set_limit(std::int64_t limit_pages) {
            with_commas(config_.max_pages);
   });
   work_.require_alive();
-  ahead_.settle();
-  ahead_.finish_copies();
+  background_.drain_mapper();
+  background_.finish_copies();
   work_.retry_repairs();
   pool_.set_limit(limit_pages);
   ++ledger_.version;
@@ -437,31 +437,32 @@ void KVMemory::set_limit(std::int64_t limit_pages) {
 std::int64_t KVMemory::compact() {
   const auto lock = enter();
   work_.require_alive();
-  ahead_.settle();
+  background_.drain_mapper();
   work_.retry_repairs();
   std::int64_t emptied = 0;
-  for (auto& [tenant, pages] : ledger_.loose_pages()) emptied += room_.pack(std::move(pages));
-  room_.shed();
+  for (auto& [tenant, pages] : ledger_.compactable_pages())
+    emptied += room_.compact(std::move(pages));
+  room_.try_give_back_excess();
   return emptied;
 }
 
 std::int64_t KVMemory::run_mapper(std::int64_t max_commands) {
   const auto lock = enter();
   const std::int64_t count = work_.mapper->run(max_commands);
-  ahead_.absorb();
+  background_.apply_finished_work();
   return count;
 }
 
 void KVMemory::settle_mapper() {
   const auto lock = enter();
-  ahead_.settle(/*counts=*/false);
+  background_.drain_mapper(/*is_waited_for=*/false);
 }
 
 void KVMemory::enable_shadow() {
   const auto lock = enter();
   if (work_.space->has_shadow()) return;
   work_.require_alive();
-  ahead_.settle();
+  background_.drain_mapper();
   work_.retry_repairs();
   work_.space->reserve_shadow();
   std::vector<MapRun> runs;
@@ -488,7 +489,7 @@ void KVMemory::enable_shadow() {
 
 std::vector<BlockId> KVMemory::blocks(SeqId seq) const {
   const auto lock = enter();
-  return ledger_.open_seq(seq).has.blocks;
+  return ledger_.open_seq(seq).kv.blocks;
 }
 
 std::vector<PageId> KVMemory::slot_pages(SlotId slot) const {
@@ -504,27 +505,27 @@ std::vector<PageId> KVMemory::slot_pages(SlotId slot) const {
 
 std::int64_t KVMemory::length(SeqId seq) const {
   const auto lock = enter();
-  return ledger_.open_seq(seq).has.length;
+  return ledger_.open_seq(seq).kv.length;
 }
 
 std::int64_t KVMemory::sealed(SeqId seq) const {
   const auto lock = enter();
-  return ledger_.open_seq(seq).has.sealed;
+  return ledger_.open_seq(seq).kv.sealed;
 }
 
 View KVMemory::view(SeqId seq) const {
   const auto lock = enter();
-  return ledger_.open_seq(seq).has.view;
+  return ledger_.open_seq(seq).kv.view;
 }
 
 bool KVMemory::swapped(SeqId seq) const {
   const auto lock = enter();
-  return ledger_.open_seq(seq).has.swapped;
+  return ledger_.open_seq(seq).kv.swapped;
 }
 
 std::optional<SlotId> KVMemory::slot(SeqId seq) const {
   const auto lock = enter();
-  const SlotId slot = ledger_.open_seq(seq).has.slot;
+  const SlotId slot = ledger_.open_seq(seq).kv.slot;
   return slot == kNoSlot ? std::nullopt : std::optional<SlotId>(slot);
 }
 
@@ -532,7 +533,7 @@ std::vector<SlotId> KVMemory::slots(const std::vector<SeqId>& seqs) const {
   const auto lock = enter();
   std::vector<SlotId> slots;
   slots.reserve(seqs.size());
-  for (const SeqId seq : seqs) slots.push_back(ledger_.open_seq(seq).has.slot);
+  for (const SeqId seq : seqs) slots.push_back(ledger_.open_seq(seq).kv.slot);
   return slots;
 }
 

@@ -21,28 +21,28 @@ std::string page_text(PageId page) {
 }
 
 // Every reference is a sequence's, and every sequence has what its length needs.
-void check_references(const Ledger& ledger, const std::deque<Copying>& copyings) {
+void check_references(const Ledger& ledger, const std::deque<InFlightCopies>& copies) {
   std::unordered_map<BlockId, std::int32_t> counted;
   for (SeqId id = 0; id < ledger.config.max_seqs; ++id) {
     const Sequence& seq = ledger.seqs[id];
     const std::string name = "sequence " + std::to_string(id);
-    if (!seq.open || seq.has.swapped) {
-      law(seq.has.blocks.empty() && seq.has.slot == kNoSlot, name + " has blocks and is away");
+    if (!seq.open || seq.kv.swapped) {
+      law(seq.kv.blocks.empty() && seq.kv.slot == kNoSlot, name + " has blocks and is away");
       continue;
     }
-    const auto there = static_cast<std::int64_t>(seq.has.blocks.size());
-    const bool is_virtual = seq.has.view == View::kVirtual;
-    const std::int64_t least =
-        is_virtual ? ledger.pages_for(seq.has.length) * ledger.config.blocks_per_page
-                   : ledger.blocks_for(seq.has.length);
+    const auto there = static_cast<std::int64_t>(seq.kv.blocks.size());
+    const bool is_virtual = seq.kv.view == View::kVirtual;
+    const std::int64_t least = is_virtual
+                                   ? ledger.pages_for(seq.kv.length) * ledger.config.blocks_per_page
+                                   : ledger.blocks_for(seq.kv.length);
     law(there >= least, name + " has " + std::to_string(there) + " blocks for " +
-                            std::to_string(seq.has.length) + " tokens");
-    law(seq.has.sealed <= seq.has.length, name + " is sealed beyond its length");
-    law(is_virtual ? there == 0 || seq.has.slot != kNoSlot : seq.has.slot == kNoSlot,
+                            std::to_string(seq.kv.length) + " tokens");
+    law(seq.kv.sealed <= seq.kv.length, name + " is sealed beyond its length");
+    law(is_virtual ? there == 0 || seq.kv.slot != kNoSlot : seq.kv.slot == kNoSlot,
         name + " has a slot and should not, or the reverse");
     for (std::int64_t i = 0; i < there; ++i) {
-      const BlockId block = seq.has.blocks[i];
-      law(block != kNoBlock || i < seq.has.num_trimmed, name + " has a hole");
+      const BlockId block = seq.kv.blocks[i];
+      law(block != kNoBlock || i < seq.kv.num_trimmed, name + " has a hole");
       const BlockId shown = ledger.tables[id * ledger.blocks_per_row + i];
       law(shown == std::max(block, BlockId{0}), name + " has another block table than blocks");
       if (block == kNoBlock) continue;
@@ -60,9 +60,9 @@ void check_references(const Ledger& ledger, const std::deque<Copying>& copyings)
   }
   std::unordered_map<BlockId, std::int32_t> copied;
   std::int64_t num_copies = 0;
-  for (const Copying& copying : copyings) {
-    for (const BlockId block : copying.blocks) ++copied[block];
-    num_copies += static_cast<std::int64_t>(copying.blocks.size());
+  for (const InFlightCopies& batch : copies) {
+    for (const BlockId block : batch.blocks) ++copied[block];
+    num_copies += static_cast<std::int64_t>(batch.blocks.size());
   }
   for (const auto& [block, count] : copied) {
     law(ledger.pool.copies(block) == count,
@@ -95,25 +95,25 @@ void check_slots(const Ledger& ledger, DriverWork& work) {
     }
     if (!slot.active()) continue;
     const Sequence& seq = ledger.seqs[slot.seq];
-    law(seq.open && seq.has.slot == id && seq.has.view == View::kVirtual,
+    law(seq.open && seq.kv.slot == id && seq.kv.view == View::kVirtual,
         name + " is not its sequence's");
     law(ledger.num_pages(seq) <= slot.size(), name + " shows less than its sequence has");
     for (std::int64_t i = 0; i < ledger.num_pages(seq); ++i) {
       const SlotEntry& entry = slot.entries[i];
       const std::int32_t width = ledger.config.blocks_per_page;
       for (std::int32_t j = 0; j < width; ++j) {
-        const BlockId block = seq.has.blocks[i * width + j];
+        const BlockId block = seq.kv.blocks[i * width + j];
         law(block == kNoBlock || block == ledger.pool.first_block(entry.page) + j,
             name + " shows other pages than its sequence has");
         law(block == kNoBlock || ledger.pool.refs(block) < 2 || entry.read_only ||
-                (i + 1) * ledger.config.page_tokens() > seq.has.sealed ||
+                (i + 1) * ledger.config.page_tokens() > seq.kv.sealed ||
                 !ledger.config.seal_read_only || !work.last_error.empty(),
             page_text(entry.page) + " is sealed and shared but writable in a slot");
       }
-      law(!entry.read_only || (i + 1) * ledger.config.page_tokens() <= seq.has.length,
+      law(!entry.read_only || (i + 1) * ledger.config.page_tokens() <= seq.kv.length,
           name + " is read-only where its sequence writes");
       law(!entry.read_only || entry.page == kNoPage || ledger.config.seal_read_only ||
-              ledger.may_reopen || !ledger.is_sole(entry.page),
+              ledger.may_restore_access || !ledger.is_exclusive(entry.page),
           page_text(entry.page) + " is one sequence's alone, but read-only in its slot");
     }
   }
@@ -173,7 +173,7 @@ void check_mappings(const Ledger& ledger, DriverWork& work) {
 
 MemoryStats KVMemory::stats() {
   const auto lock = enter();
-  ahead_.absorb();
+  background_.apply_finished_work();
   MemoryStats s{};
   DriverStats driver;
   {
@@ -209,13 +209,13 @@ MemoryStats KVMemory::stats() {
   const std::int64_t block_bytes = config_.num_groups * config_.block_tokens * config_.token_bytes;
   for (const Sequence& seq : seqs_) {
     if (!seq.open) continue;
-    (seq.has.view == View::kVirtual ? s.virtual_seqs : s.paged_seqs) += 1;
-    s.swapped_seqs += seq.has.swapped ? 1 : 0;
-    if (seq.has.swapped) continue;
-    const auto there = static_cast<std::int64_t>(seq.has.blocks.size());
-    s.used_tokens += seq.has.length;
+    (seq.kv.view == View::kVirtual ? s.virtual_seqs : s.paged_seqs) += 1;
+    s.swapped_seqs += seq.kv.swapped ? 1 : 0;
+    if (seq.kv.swapped) continue;
+    const auto there = static_cast<std::int64_t>(seq.kv.blocks.size());
+    s.used_tokens += seq.kv.length;
     s.tail_waste_bytes +=
-        there * block_bytes - seq.has.length * config_.token_bytes * config_.num_groups;
+        there * block_bytes - seq.kv.length * config_.token_bytes * config_.num_groups;
   }
   s.swap_blocks = work_.swap->num_used();
   s.swap_capacity_blocks = work_.swap->capacity();
@@ -243,9 +243,9 @@ std::uint64_t KVMemory::fingerprint() const {
 
 void KVMemory::check() {
   const auto lock = enter();
-  ahead_.settle();
+  background_.drain_mapper();
   pool_.check();
-  check_references(ledger_, ahead_.copying());
+  check_references(ledger_, background_.copies_in_flight());
   check_slots(ledger_, work_);
   check_mappings(ledger_, work_);
 }

@@ -72,7 +72,7 @@ void draw_cells(MemoryMap& map, const BlockPool& pool, const std::vector<std::ui
 MemoryMap KVMemory::memory_map(std::int64_t max_cells) {
   if (max_cells < 1) throw MisuseError("a map has at least one cell");
   const auto lock = enter();
-  ahead_.absorb();
+  background_.apply_finished_work();
   // What lies above the limit, after it was lowered, is shown until it has gone.
   std::int64_t num_pages_shown = pool_.limit();
   for (std::int64_t page = pool_.next_committed(num_pages_shown); page >= 0;
@@ -91,9 +91,9 @@ MemoryMap KVMemory::memory_map(std::int64_t max_cells) {
     }
   }
   for (const Sequence& seq : seqs_) {
-    if (!seq.open || seq.has.swapped) continue;
-    const std::uint8_t use = seq.has.view == View::kVirtual ? kVirtualUse : kPagedUse;
-    for (const BlockId block : seq.has.blocks) {
+    if (!seq.open || seq.kv.swapped) continue;
+    const std::uint8_t use = seq.kv.view == View::kVirtual ? kVirtualUse : kPagedUse;
+    for (const BlockId block : seq.kv.blocks) {
       if (block != kNoBlock) uses[pool_.page_of(block)] |= use;
     }
   }

@@ -43,11 +43,11 @@ std::int64_t Ledger::blocks_for(std::int64_t num_tokens) const {
 }
 
 std::int64_t Ledger::num_pages(const Sequence& seq) const {
-  return static_cast<std::int64_t>(seq.has.blocks.size()) / config.blocks_per_page;
+  return static_cast<std::int64_t>(seq.kv.blocks.size()) / config.blocks_per_page;
 }
 
 void Ledger::extend_digests(Sequence& seq) {
-  if (!config.prefix_caching || seq.nameless) return;
+  if (!config.prefix_caching || seq.tokens_unknown) return;
   const std::int32_t width = config.block_tokens;
   const std::size_t full = seq.tokens.size() / static_cast<std::size_t>(width);
   while (seq.digests.size() < full) {
@@ -75,7 +75,7 @@ void Ledger::park(SlotId id, Epoch retire) {
 }
 
 void Ledger::write_table(SeqId id, std::size_t from) {
-  const std::vector<BlockId>& blocks = seqs[id].has.blocks;
+  const std::vector<BlockId>& blocks = seqs[id].kv.blocks;
   BlockId* row = &tables[id * blocks_per_row];
   for (std::size_t i = from; i < blocks.size(); ++i) row[i] = std::max(blocks[i], BlockId{0});
   for (std::size_t i = blocks.size(); i < row_sizes[id]; ++i) row[i] = 0;
@@ -84,19 +84,19 @@ void Ledger::write_table(SeqId id, std::size_t from) {
 
 void Ledger::seal(SeqId id, std::int64_t length) {
   Sequence& seq = seqs[id];
-  length = std::min(length, seq.has.seal_limit);
-  if (seq.has.swapped || length <= seq.has.sealed) return;
-  seq.has.sealed = length;
+  length = std::min(length, seq.kv.seal_limit);
+  if (seq.kv.swapped || length <= seq.kv.sealed) return;
+  seq.kv.sealed = length;
   publish(seq);
 }
 
 void Ledger::publish(Sequence& seq) {
   const std::int64_t full =
-      std::min(seq.has.sealed / config.block_tokens, static_cast<std::int64_t>(seq.digests.size()));
-  for (; seq.has.num_published < full; ++seq.has.num_published) {
-    const BlockId block = seq.has.blocks[seq.has.num_published];
+      std::min(seq.kv.sealed / config.block_tokens, static_cast<std::int64_t>(seq.digests.size()));
+  for (; seq.kv.num_published < full; ++seq.kv.num_published) {
+    const BlockId block = seq.kv.blocks[seq.kv.num_published];
     if (block == kNoBlock || pool.is_published(block)) continue;
-    totals.published_blocks += pool.publish(block, seq.digests[seq.has.num_published]) ? 1 : 0;
+    totals.published_blocks += pool.publish(block, seq.digests[seq.kv.num_published]) ? 1 : 0;
   }
 }
 
@@ -116,7 +116,7 @@ bool Ledger::takes_whole_page(std::int64_t block_index, bool dense) const {
 }
 
 // Whether the prefix cache would lose something with the page's blocks from `count` on.
-bool Ledger::offers_more(PageId page, std::int32_t count) const {
+bool Ledger::has_published_from(PageId page, std::int32_t count) const {
   for (std::int32_t j = count; j < config.blocks_per_page; ++j) {
     if (pool.is_published(pool.first_block(page) + j)) return true;
   }
@@ -125,7 +125,7 @@ bool Ledger::offers_more(PageId page, std::int32_t count) const {
 
 // Whether an epoch that runs may read what clearing the page's other blocks, which is done at once,
 // would take from it. (Writing them would not: the kernels that do come after it.)
-bool Ledger::is_clearing_late(PageId page) const {
+bool Ledger::zeroing_races_readers(PageId page) const {
   return config.zero_policy == ZeroPolicy::kAlways && pool.retire(page) > completed;
 }
 
@@ -152,8 +152,8 @@ std::vector<BoundPage> Ledger::bind_pages(const std::vector<BlockId>& blocks,
     } else if (in_order && is_full) {
       bound.push_back({Kind::kShare, page, count});
     } else if (in_order && pool.total_refs(page) == (own ? count : 0) &&
-               !offers_more(page, count) && pool.held(page) <= held && !is_clearing_late(page) &&
-               pool.copying(page) == 0) {
+               !has_published_from(page, count) && pool.held(page) <= held &&
+               !zeroing_races_readers(page) && pool.copying(page) == 0) {
       bound.push_back({Kind::kClaim, page, count});
     } else {
       bound.push_back({Kind::kCopy, kNoPage, count});
@@ -162,18 +162,18 @@ std::vector<BoundPage> Ledger::bind_pages(const std::vector<BlockId>& blocks,
   return bound;
 }
 
-// Pages that squeeze() may take apart: of paged sequences, with blocks that are free, cached or set
-// aside for one of them. While an epoch runs that may write them there are none, and none of which
-// a block is copied.
-std::unordered_map<Tenant, std::vector<PageId>> Ledger::loose_pages() const {
+// Pages that compact_all() may take apart: of paged sequences, with blocks that are free, cached or
+// set aside for one of them. While an epoch runs that may write them there are none, and none of
+// which a block is copied.
+std::unordered_map<Tenant, std::vector<PageId>> Ledger::compactable_pages() const {
   std::unordered_map<Tenant, std::vector<PageId>> pages;
   if (completed != begun) return pages;
   for (std::int64_t id = pool.next_committed(0); id >= 0; id = pool.next_committed(id + 1)) {
     const auto page = static_cast<PageId>(id);
     const std::int32_t used = pool.used(page);
-    const bool is_loose = used > 0 && used < config.blocks_per_page && pool.maps(page) == 0 &&
-                          pool.held(page) == 0 && pool.copying(page) == 0;
-    if (is_loose) pages[pool.tenant(page)].push_back(page);
+    const bool is_compactable = used > 0 && used < config.blocks_per_page && pool.maps(page) == 0 &&
+                                pool.held(page) == 0 && pool.copying(page) == 0;
+    if (is_compactable) pages[pool.tenant(page)].push_back(page);
   }
   return pages;
 }
@@ -186,21 +186,21 @@ std::int64_t Ledger::num_usable_slots() const {
 
 // Pages in use whose gaps are nobody's to fill, and not to be packed, while an epoch or a copy
 // runs; and those of which a block is copied, which is not written to meanwhile.
-std::int64_t Ledger::num_restless_pages() const {
+std::int64_t Ledger::num_uncompactable_pages() const {
   if (completed == begun && pool.num_copies() == 0) return 0;
-  std::int64_t restless = 0;
+  std::int64_t pages = 0;
   for (std::int64_t id = pool.next_committed(0); id >= 0; id = pool.next_committed(id + 1)) {
     const auto page = static_cast<PageId>(id);
     const bool has_gaps = pool.used(page) > 0 && pool.used(page) < config.blocks_per_page;
-    const bool is_loose = has_gaps && pool.maps(page) == 0 && pool.held(page) == 0;
+    const bool has_free_blocks = has_gaps && pool.maps(page) == 0 && pool.held(page) == 0;
     const bool is_copied = pool.used(page) > 0 && pool.copying(page) > 0;
-    restless += is_loose || is_copied ? 1 : 0;
+    pages += has_free_blocks || is_copied ? 1 : 0;
   }
-  return restless;
+  return pages;
 }
 
 // Blocks that the sequence can have behind `block` in a page of its own.
-std::int64_t Ledger::num_own_behind(SeqId id, BlockId block) const {
+std::int64_t Ledger::num_own_blocks_after(SeqId id, BlockId block) const {
   const PageId page = pool.page_of(block);
   if (pool.owner(page) != id || !pool.is_at_rest(page)) return 0;
   const BlockId end = pool.first_block(page) + config.blocks_per_page;
@@ -210,19 +210,19 @@ std::int64_t Ledger::num_own_behind(SeqId id, BlockId block) const {
 }
 
 // The child's prefix has the parent's name.
-void Ledger::inherit(const Forked& fork) {
+void Ledger::inherit_prefix(const Forked& fork) {
   const Sequence& parent = seqs[fork.parent];
   Sequence& child = seqs[fork.child];
   const auto known = std::min(parent.tokens.size(), static_cast<std::size_t>(fork.num_tokens));
-  child.nameless = parent.nameless || known < static_cast<std::size_t>(fork.num_tokens);
+  child.tokens_unknown = parent.tokens_unknown || known < static_cast<std::size_t>(fork.num_tokens);
   child.root = parent.root;
   child.tokens.assign(parent.tokens.begin(),
                       parent.tokens.begin() + static_cast<std::ptrdiff_t>(known));
   // What epochs that run still write of it is sealed, or worthless, with them.
-  for (Record& record : records) {
+  for (EpochRecord& record : records) {
     if (record.epoch == begun) break;
-    const auto of_parent =
-        std::find_if(record.written.begin(), record.written.end(), [&](const Written& written) {
+    const auto of_parent = std::find_if(
+        record.written.begin(), record.written.end(), [&](const WrittenRange& written) {
           return written.seq == fork.parent && written.generation == parent.generation;
         });
     if (of_parent == record.written.end()) continue;
@@ -239,20 +239,20 @@ void Ledger::inherit(const Forked& fork) {
 void Ledger::trim_front(SeqId id, std::int64_t first_token) {
   Sequence& seq = seqs[id];
   const std::int64_t unit =
-      seq.has.view == View::kVirtual ? config.page_tokens() : config.block_tokens;
+      seq.kv.view == View::kVirtual ? config.page_tokens() : config.block_tokens;
   const std::int64_t stop = std::min(first_token / unit * unit / config.block_tokens,
-                                     static_cast<std::int64_t>(seq.has.blocks.size()));
-  if (stop <= seq.has.num_trimmed) return;
-  for (std::int64_t i = seq.has.num_trimmed; i < stop; ++i) {
-    BlockId& block = seq.has.blocks[i];
+                                     static_cast<std::int64_t>(seq.kv.blocks.size()));
+  if (stop <= seq.kv.num_trimmed) return;
+  for (std::int64_t i = seq.kv.num_trimmed; i < stop; ++i) {
+    BlockId& block = seq.kv.blocks[i];
     if (block == kNoBlock) continue;
     const PageId page = pool.page_of(block);
-    may_reopen = may_reopen || pool.refs(block) > 1;
+    may_restore_access = may_restore_access || pool.refs(block) > 1;
     pool.drop_ref(block, begun);
     if (pool.owner(page) == id && pool.used(page) == 0) pool.set_owner(page, kNoSeq);
     block = kNoBlock;
   }
-  seq.has.num_trimmed = stop;
+  seq.kv.num_trimmed = stop;
   write_table(id, 0);
 }
 
@@ -280,7 +280,7 @@ SlotId Ledger::oldest_parked() const {
 }
 
 // The books' side of unmapping entries: the tail is cut off, a hole stays inside.
-void Ledger::forget_entries(SlotId id, std::int64_t first, std::int64_t count) {
+void Ledger::remove_entries(SlotId id, std::int64_t first, std::int64_t count) {
   Slot& slot = slots[id];
   const bool is_tail = first + count == slot.size();
   slot.num_sealed = std::min(slot.num_sealed, first);
@@ -295,13 +295,13 @@ void Ledger::forget_entries(SlotId id, std::int64_t first, std::int64_t count) {
 std::uint64_t Ledger::fingerprint() const {
   Mix mix;
   mix.add(pool.fingerprint(), version, parkings, begun, completed, records.size(), num_open,
-          may_reopen, slots.size());
+          may_restore_access, slots.size());
   for (const Sequence& seq : seqs) {
-    mix.add(seq.open, static_cast<int>(seq.has.view), seq.has.slot, seq.has.length, seq.has.sealed,
-            seq.has.seal_limit, seq.has.num_trimmed, seq.has.num_published, seq.has.swapped,
-            seq.tokens.size(), seq.nameless, seq.digests.size());
-    for (const BlockId block : seq.has.blocks) mix.add(block);
-    for (const SwapId swap : seq.has.swap) mix.add(swap);
+    mix.add(seq.open, static_cast<int>(seq.kv.view), seq.kv.slot, seq.kv.length, seq.kv.sealed,
+            seq.kv.seal_limit, seq.kv.num_trimmed, seq.kv.num_published, seq.kv.swapped,
+            seq.tokens.size(), seq.tokens_unknown, seq.digests.size());
+    for (const BlockId block : seq.kv.blocks) mix.add(block);
+    for (const SwapId swap : seq.kv.swap) mix.add(swap);
   }
   for (const Slot& slot : slots) {
     mix.add(slot.seq, slot.num_pending, slot.num_sealed, slot.in_repair, slot.retire,
@@ -315,7 +315,7 @@ std::uint64_t Ledger::fingerprint() const {
 }
 
 // Whether a write to the page concerns nobody but the sequence that has it.
-bool Ledger::is_sole(PageId page) const {
+bool Ledger::is_exclusive(PageId page) const {
   if (pool.shared(page) > 0) return false;
   for (std::int32_t j = 0; j < config.blocks_per_page; ++j) {
     if (pool.is_published(pool.first_block(page) + j)) return false;

@@ -116,13 +116,13 @@ void Mapper::loop() {
   }
 }
 
-bool Mapper::wait(std::uint64_t id, bool counts) {
+bool Mapper::wait(std::uint64_t id, bool is_waited_for) {
   {
     const std::lock_guard<std::mutex> lock(queue_mutex_);
     if (done_id_ >= id) return false;
   }
   // Under the execution lock the queue's front is the next command: nothing is half done.
-  while (run_one(id, /*waited=*/counts)) {
+  while (run_one(id, /*waited=*/is_waited_for)) {
   }
   return true;
 }

@@ -17,7 +17,7 @@ constexpr double kRememberedOfNewcomers = 0.98;
 void Ops::stage(Change& change, const std::vector<Op>& ops) {
   if (!change.is_trial) change.grows.reserve(ops.size());
   hold_matches(change, ops);
-  note_targets(change, ops);
+  collect_growth_targets(change, ops);
   std::unordered_map<BlockId, SwapId> copied;
   for (const Op& op : ops) {
     if (op.kind == OpKind::kSwapOut) {
@@ -73,7 +73,7 @@ void Ops::hold_matches(Change& change, const std::vector<Op>& ops) {
   }
 }
 
-void Ops::note_targets(Change& change, const std::vector<Op>& ops) {
+void Ops::collect_growth_targets(Change& change, const std::vector<Op>& ops) {
   for (const Op& op : ops) {
     if (op.kind == OpKind::kConvert) change.targets.emplace(op.seq, 0);
   }
@@ -97,25 +97,24 @@ void Ops::stage_attach(Change& change, const Op& op) {
       std::find_if(change.attached.begin(), change.attached.end(),
                    [&](const Attached& candidate) { return candidate.seq == op.seq; });
   bind(change, op.seq, attached->blocks, op.num_tokens, /*own=*/false);
-  seq.has.length = seq.has.sealed = op.num_tokens;
-  seq.has.num_published = op.num_tokens / config_.block_tokens;
-  change.counts.prefix_hit_blocks += seq.has.num_published;
+  seq.kv.length = seq.kv.sealed = op.num_tokens;
+  seq.kv.num_published = op.num_tokens / config_.block_tokens;
+  change.counts.prefix_hit_blocks += seq.kv.num_published;
 }
 
 void Ops::stage_fork(Change& change, const Op& op) {
   const Sequence& parent = seqs_[op.other];
   Sequence& child = seqs_[op.seq];
   change.save(op.seq);
-  std::vector<BlockId> blocks(parent.has.blocks.begin(),
-                              parent.has.blocks.begin() + ledger_.blocks_for(op.num_tokens));
-  child.has.num_trimmed = std::min(parent.has.num_trimmed, ledger_.blocks_for(op.num_tokens));
+  std::vector<BlockId> blocks(parent.kv.blocks.begin(),
+                              parent.kv.blocks.begin() + ledger_.blocks_for(op.num_tokens));
+  child.kv.num_trimmed = std::min(parent.kv.num_trimmed, ledger_.blocks_for(op.num_tokens));
   if (op.num_tokens > 0) bind(change, op.seq, blocks, op.num_tokens, /*own=*/false);
-  child.has.length = op.num_tokens;
-  child.has.sealed = std::min(parent.has.sealed, op.num_tokens);
+  child.kv.length = op.num_tokens;
+  child.kv.sealed = std::min(parent.kv.sealed, op.num_tokens);
   // What is worthless of the parent may lie behind the fork.
-  if (parent.has.seal_limit < op.num_tokens) child.has.seal_limit = parent.has.seal_limit;
-  child.has.num_published =
-      std::min(parent.has.num_published, op.num_tokens / config_.block_tokens);
+  if (parent.kv.seal_limit < op.num_tokens) child.kv.seal_limit = parent.kv.seal_limit;
+  child.kv.num_published = std::min(parent.kv.num_published, op.num_tokens / config_.block_tokens);
   seal_shared(change, parent, op);
   change.forked.push_back({op.seq, op.other, op.num_tokens});
 }
@@ -123,51 +122,51 @@ void Ops::stage_fork(Change& change, const Op& op) {
 // What a fork shares is read-only for the parent, too: a write that was not copied first is a trap.
 // Positions that an epoch is still to write stay writable until they are sealed.
 void Ops::seal_shared(Change& change, const Sequence& parent, const Op& op) {
-  if (!config_.access_under_readers || parent.has.slot == kNoSlot) return;
-  change.uses.push_back(parent.has.slot);
-  change.saved(parent.has.slot);
-  Slot& slot = slots_[parent.has.slot];
+  if (!config_.access_under_readers || parent.kv.slot == kNoSlot) return;
+  change.used_slots.push_back(parent.kv.slot);
+  change.saved_slot(parent.kv.slot);
+  Slot& slot = slots_[parent.kv.slot];
   // A paged child shares blocks of the last page: it is sealed as a whole, or not yet. A virtual
   // child has a copy of a partial one.
   const std::int64_t width = config_.page_tokens();
-  const std::int64_t slack = seqs_[op.seq].has.view == View::kPaged ? width - 1 : 0;
-  const std::int64_t stop = std::min(parent.has.sealed / width, (op.num_tokens + slack) / width);
+  const std::int64_t slack = seqs_[op.seq].kv.view == View::kPaged ? width - 1 : 0;
+  const std::int64_t stop = std::min(parent.kv.sealed / width, (op.num_tokens + slack) / width);
   for (std::int64_t i = slot.num_sealed; i < stop; ++i) {
-    if (slot.entries[i].page != kNoPage) change.make_read_only(parent.has.slot, i);
+    if (slot.entries[i].page != kNoPage) change.make_read_only(parent.kv.slot, i);
   }
   slot.num_sealed = std::max(slot.num_sealed, stop);
 }
 
 void Ops::stage_convert(Change& change, const Op& op) {
   Sequence& seq = seqs_[op.seq];
-  if (seq.has.view == op.view) return;
+  if (seq.kv.view == op.view) return;
   change.save(op.seq);
   if (op.view == View::kVirtual) {
-    const std::vector<BlockId> before = seq.has.blocks;
-    seq.has.view = View::kVirtual;
-    seq.has.blocks.clear();
-    if (seq.has.length > 0) bind(change, op.seq, before, seq.has.length, /*own=*/true);
+    const std::vector<BlockId> before = seq.kv.blocks;
+    seq.kv.view = View::kVirtual;
+    seq.kv.blocks.clear();
+    if (seq.kv.length > 0) bind(change, op.seq, before, seq.kv.length, /*own=*/true);
     for (const BlockId block : before) {
       if (block != kNoBlock) change.drops.push_back(block);
     }
     ++change.counts.converted_to_virtual;
     return;
   }
-  seq.has.view = View::kPaged;
+  seq.kv.view = View::kPaged;
   // What it grows into in the same plan it has already.
   const auto growth = change.targets.find(op.seq);
   const std::int64_t target = growth == change.targets.end() ? 0 : growth->second;
   const auto keep =
-      std::min(static_cast<std::size_t>(ledger_.blocks_for(std::max(seq.has.length, target))),
-               seq.has.blocks.size());
-  while (seq.has.blocks.size() > keep) {
-    if (seq.has.blocks.back() != kNoBlock) change.drops.push_back(seq.has.blocks.back());
-    seq.has.blocks.pop_back();
+      std::min(static_cast<std::size_t>(ledger_.blocks_for(std::max(seq.kv.length, target))),
+               seq.kv.blocks.size());
+  while (seq.kv.blocks.size() > keep) {
+    if (seq.kv.blocks.back() != kNoBlock) change.drops.push_back(seq.kv.blocks.back());
+    seq.kv.blocks.pop_back();
   }
   change.leave_slot(op.seq);
-  if (keep > 0 && seq.has.blocks.back() != kNoBlock) {
+  if (keep > 0 && seq.kv.blocks.back() != kNoBlock) {
     // The rest of the tail page stays this sequence's to fill.
-    const PageId tail = pool_.page_of(seq.has.blocks.back());
+    const PageId tail = pool_.page_of(seq.kv.blocks.back());
     if (pool_.owner(tail) == kNoSeq && keep % config_.blocks_per_page != 0) {
       change.owners.emplace_back(tail, kNoSeq);
       pool_.set_owner(tail, op.seq);
@@ -181,11 +180,11 @@ void Ops::stage_swap_out(Change& change, const Op& op,
                          std::unordered_map<BlockId, SwapId>& copied) {
   Sequence& seq = seqs_[op.seq];
   change.save(op.seq);
-  const std::int64_t total = ledger_.blocks_for(seq.has.length);
-  for (std::int64_t i = 0; i < static_cast<std::int64_t>(seq.has.blocks.size()); ++i) {
-    const BlockId block = seq.has.blocks[i];
+  const std::int64_t total = ledger_.blocks_for(seq.kv.length);
+  for (std::int64_t i = 0; i < static_cast<std::int64_t>(seq.kv.blocks.size()); ++i) {
+    const BlockId block = seq.kv.blocks[i];
     if (block == kNoBlock) {
-      if (i < total) seq.has.swap.push_back(kNoSwap);
+      if (i < total) seq.kv.swap.push_back(kNoSwap);
       continue;
     }
     change.drops.push_back(block);
@@ -200,39 +199,39 @@ void Ops::stage_swap_out(Change& change, const Op& op,
       work_.swap->share(at->second);
     }
     if (at->second != kNoSwap) change.swap_taken.push_back(at->second);
-    seq.has.swap.push_back(at->second);
+    seq.kv.swap.push_back(at->second);
   }
   change.leave_slot(op.seq);
-  seq.has.blocks.clear();
-  seq.has.swapped = true;
+  seq.kv.blocks.clear();
+  seq.kv.swapped = true;
 }
 
 void Ops::stage_swap_in(Change& change, const Op& op) {
   Sequence& seq = seqs_[op.seq];
   change.save(op.seq);
-  const std::vector<SwapId> swap = std::move(seq.has.swap);
-  seq.has.swap.clear();
-  seq.has.swapped = false;
+  const std::vector<SwapId> swap = std::move(seq.kv.swap);
+  seq.kv.swap.clear();
+  seq.kv.swapped = false;
   const auto total = static_cast<std::int64_t>(swap.size());
   std::int64_t holes = 0;
   while (holes < total && swap[holes] == kNoSwap) ++holes;
-  if (seq.has.view == View::kVirtual) {
+  if (seq.kv.view == View::kVirtual) {
     // Pages that lie wholly in the past stay given up.
     const std::int64_t hole_pages = holes / config_.blocks_per_page;
     if (total > 0) {
       const std::vector<BoundPage> past(static_cast<std::size_t>(hole_pages),
                                         {BoundPage::Kind::kHole, kNoPage, 0});
-      take_slot(change, op.seq, past, ledger_.pages_for(seq.has.length));
-      seq.has.blocks.assign(static_cast<std::size_t>(hole_pages * config_.blocks_per_page),
-                            kNoBlock);
-      grow_virtual(change, op.seq, seq.has.length);
+      assign_slot(change, op.seq, past, ledger_.pages_for(seq.kv.length));
+      seq.kv.blocks.assign(static_cast<std::size_t>(hole_pages * config_.blocks_per_page),
+                           kNoBlock);
+      grow_virtual(change, op.seq, seq.kv.length);
     }
   } else {
-    seq.has.blocks.assign(static_cast<std::size_t>(holes), kNoBlock);
-    const std::int64_t length = seq.has.length;
-    seq.has.length = 0;  // nothing there to copy on write
+    seq.kv.blocks.assign(static_cast<std::size_t>(holes), kNoBlock);
+    const std::int64_t length = seq.kv.length;
+    seq.kv.length = 0;  // nothing there to copy on write
     grow_paged(change, op.seq, length);
-    seq.has.length = length;
+    seq.kv.length = length;
   }
   for (std::int64_t i = 0; i < total; ++i) {
     if (swap[i] == kNoSwap) continue;
@@ -244,12 +243,12 @@ void Ops::stage_swap_in(Change& change, const Op& op) {
 void Ops::stage_grow(Change& change, const Op& op) {
   Sequence& seq = seqs_[op.seq];
   if (!change.is_trial) change.grows.push_back(op);
-  if (op.num_tokens == 0 && seq.has.view == View::kVirtual && seq.has.slot == kNoSlot) {
+  if (op.num_tokens == 0 && seq.kv.view == View::kVirtual && seq.kv.slot == kNoSlot) {
     change.save(op.seq);
-    take_slot(change, op.seq, {}, 0);
+    assign_slot(change, op.seq, {}, 0);
   }
-  if (op.num_tokens <= seq.has.length) return;
-  if (seq.has.view == View::kVirtual) {
+  if (op.num_tokens <= seq.kv.length) return;
+  if (seq.kv.view == View::kVirtual) {
     grow_virtual(change, op.seq, op.num_tokens);
   } else {
     grow_paged(change, op.seq, op.num_tokens);
@@ -261,21 +260,21 @@ void Ops::grow_virtual(Change& change, SeqId id, std::int64_t num_tokens) {
   const std::int64_t have = ledger_.num_pages(seq);
   const std::int64_t want = ledger_.pages_for(num_tokens);
   if (want <= have) return;
-  if (seq.has.slot == kNoSlot) {
+  if (seq.kv.slot == kNoSlot) {
     change.save(id);
-    take_slot(change, id, {}, want);
+    assign_slot(change, id, {}, want);
     ++ledger_.recent.newcomers_now;
     ledger_.recent.newest_tenant = seq.tenant;
     ledger_.recent.first_pages =
         std::max(static_cast<double>(want), ledger_.recent.first_pages * kRememberedOfNewcomers);
   } else {
-    change.uses.push_back(seq.has.slot);
-    change.grown.push_back({id, seq.has.blocks.size(), -1, kNoBlock});
+    change.used_slots.push_back(seq.kv.slot);
+    change.grown.push_back({id, seq.kv.blocks.size(), -1, kNoBlock});
     change.touched.push_back(id);
   }
-  change.saved(seq.has.slot);
-  Slot& slot = slots_[seq.has.slot];
-  seq.has.blocks.resize(static_cast<std::size_t>(want * config_.blocks_per_page), kNoBlock);
+  change.saved_slot(seq.kv.slot);
+  Slot& slot = slots_[seq.kv.slot];
+  seq.kv.blocks.resize(static_cast<std::size_t>(want * config_.blocks_per_page), kNoBlock);
   for (std::int64_t index = have; index < want; ++index) {
     if (claim_spare(change, id, index)) continue;
     slot.entries.push_back({kNoPage, false});
@@ -284,28 +283,28 @@ void Ops::grow_virtual(Change& change, SeqId id, std::int64_t num_tokens) {
 }
 
 // The slot shows nothing from `index` on.
-void Ops::cut(Change& change, SlotId slot, std::int64_t index) {
+void Ops::truncate_entries(Change& change, SlotId slot, std::int64_t index) {
   const std::int64_t count = slots_[slot].size() - index;
   if (count <= 0) return;
-  Change::SavedSlot& before = change.saved(slot);
+  Change::SavedSlot& before = change.saved_slot(slot);
   before.size = std::min(before.size, index);
-  change.cuts.reserve(change.cuts.size() + 1);  // what the books forget is not to be lost
-  change.cuts.push_back(work_.forget(slot, index, count));
+  change.removed.reserve(change.removed.size() + 1);  // what the books forget is not to be lost
+  change.removed.push_back(work_.remove_entries(slot, index, count));
 }
 
 // The slot's page at `index`, which its last sequence or the mapper left there, becomes the
 // sequence's. False if there is none, or it is somebody's; then the slot ends before it.
 bool Ops::claim_spare(Change& change, SeqId id, std::int64_t index) {
   Sequence& seq = seqs_[id];
-  const SlotId slot_id = seq.has.slot;
+  const SlotId slot_id = seq.kv.slot;
   Slot& slot = slots_[slot_id];
   if (index >= slot.size()) return false;
   const PageId page = slot.entries[index].page;
   const bool is_coming =
-      change.is_trial && slot.num_pending > 0 && index >= change.saved(slot_id).first_pending;
+      change.is_trial && slot.num_pending > 0 && index >= change.saved_slot(slot_id).first_pending;
   change.num_coming += is_coming ? 1 : 0;
   if (!is_coming && (page == kNoPage || pool_.state(page) != PageState::kIdle)) {
-    cut(change, slot_id, index);
+    truncate_entries(change, slot_id, index);
     return false;
   }
   ledger_.totals.evicted_blocks += pool_.drop_cached(page);
@@ -313,7 +312,7 @@ bool Ops::claim_spare(Change& change, SeqId id, std::int64_t index) {
   for (std::int32_t j = 0; j < config_.blocks_per_page; ++j) {
     const BlockId block = pool_.first_block(page) + j;
     change.add_ref(block);
-    seq.has.blocks[index * config_.blocks_per_page + j] = block;
+    seq.kv.blocks[index * config_.blocks_per_page + j] = block;
   }
   change.make_writable(slot_id, index);
   ++change.counts.adopted_pages;
@@ -322,22 +321,22 @@ bool Ops::claim_spare(Change& change, SeqId id, std::int64_t index) {
 
 // Of those that all go on from the block in one step the last one stays.
 bool Ops::needs_copy(const Change& change, BlockId block) const {
-  const auto left = change.left.find(block);
-  const std::int32_t gone = left == change.left.end() ? 0 : left->second;
-  return ledger_.needs_copy(block, gone);
+  const auto replaced = change.replaced_refs.find(block);
+  const std::int32_t num_replaced = replaced == change.replaced_refs.end() ? 0 : replaced->second;
+  return ledger_.needs_copy(block, num_replaced);
 }
 
 void Ops::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
   Sequence& seq = seqs_[id];
-  const auto have = static_cast<std::int64_t>(seq.has.blocks.size());
+  const auto have = static_cast<std::int64_t>(seq.kv.blocks.size());
   const std::int64_t want = ledger_.blocks_for(num_tokens);
-  Change::Grown grown{id, seq.has.blocks.size(), -1, kNoBlock};
-  const std::int64_t tail = seq.has.length / config_.block_tokens;
-  const std::int64_t written = seq.has.length % config_.block_tokens;
-  if (written > 0 && seq.has.blocks[tail] != kNoBlock && needs_copy(change, seq.has.blocks[tail])) {
+  Change::Grown grown{id, seq.kv.blocks.size(), -1, kNoBlock};
+  const std::int64_t tail = seq.kv.length / config_.block_tokens;
+  const std::int64_t written = seq.kv.length % config_.block_tokens;
+  if (written > 0 && seq.kv.blocks[tail] != kNoBlock && needs_copy(change, seq.kv.blocks[tail])) {
     grown.cow_index = tail;
-    grown.cow_block = seq.has.blocks[tail];
-    ++change.left[grown.cow_block];
+    grown.cow_block = seq.kv.blocks[tail];
+    ++change.replaced_refs[grown.cow_block];
     change.copies.push_back({id, tail, grown.cow_block, written});
     change.drops.push_back(grown.cow_block);
     change.fresh.push_back({Fresh::Kind::kBlock, id, tail});
@@ -346,8 +345,8 @@ void Ops::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
   if (want <= have && grown.cow_index < 0) return;
   change.grown.push_back(grown);
   change.touched.push_back(id);
-  if (grown.cow_index >= 0) seq.has.blocks[tail] = kNoBlock;
-  seq.has.blocks.resize(static_cast<std::size_t>(std::max(have, want)), kNoBlock);
+  if (grown.cow_index >= 0) seq.kv.blocks[tail] = kNoBlock;
+  seq.kv.blocks.resize(static_cast<std::size_t>(std::max(have, want)), kNoBlock);
   for (std::int64_t index = have; index < want; ++index) {
     const auto kind = ledger_.takes_whole_page(index, change.dense) ? Fresh::Kind::kWholePage
                                                                     : Fresh::Kind::kBlock;
@@ -358,20 +357,20 @@ void Ops::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
 void Ops::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks,
                std::int64_t num_tokens, bool own) {
   Sequence& seq = seqs_[id];
-  if (seq.has.view == View::kPaged) {
+  if (seq.kv.view == View::kPaged) {
     for (const BlockId block : blocks) {
       if (block != kNoBlock) change.add_ref(block);
     }
-    seq.has.blocks = blocks;
+    seq.kv.blocks = blocks;
     return;
   }
   const std::int32_t width = config_.blocks_per_page;
   const std::vector<BoundPage> bound = ledger_.bind_pages(blocks, num_tokens, own, own ? 0 : 1);
   // Whole pages from here on: one that is needed in part has all its blocks again.
-  seq.has.num_trimmed = seq.has.num_trimmed / width * width;
-  take_slot(change, id, bound, ledger_.pages_for(num_tokens));
-  Slot& slot = slots_[seq.has.slot];
-  seq.has.blocks.assign(bound.size() * static_cast<std::size_t>(width), kNoBlock);
+  seq.kv.num_trimmed = seq.kv.num_trimmed / width * width;
+  assign_slot(change, id, bound, ledger_.pages_for(num_tokens));
+  Slot& slot = slots_[seq.kv.slot];
+  seq.kv.blocks.assign(bound.size() * static_cast<std::size_t>(width), kNoBlock);
   bool is_free = true;
   for (std::size_t i = 0; i < bound.size(); ++i) {
     const auto index = static_cast<std::int64_t>(i);
@@ -394,7 +393,7 @@ void Ops::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks,
 // The page at `index` is a new one, with copies of the blocks.
 void Ops::bind_copy(Change& change, SeqId id, std::int64_t index,
                     const std::vector<BlockId>& blocks, std::int64_t num_tokens) {
-  Slot& slot = slots_[seqs_[id].has.slot];
+  Slot& slot = slots_[seqs_[id].kv.slot];
   if (index >= slot.size() || !claim_spare(change, id, index)) {
     slot.entries.push_back({kNoPage, false});
     change.fresh.push_back({Fresh::Kind::kSlotPage, id, index});
@@ -414,7 +413,7 @@ void Ops::bind_copy(Change& change, SeqId id, std::int64_t index,
 void Ops::bind_page(Change& change, SeqId id, std::int64_t index, const BoundPage& bound,
                     std::int64_t num_tokens) {
   Sequence& seq = seqs_[id];
-  Slot& slot = slots_[seq.has.slot];
+  Slot& slot = slots_[seq.kv.slot];
   const std::int64_t first = index * config_.blocks_per_page;
   for (std::int32_t j = 0; j < config_.blocks_per_page; ++j) {
     const BlockId block = pool_.first_block(bound.page) + j;
@@ -428,22 +427,22 @@ void Ops::bind_page(Change& change, SeqId id, std::int64_t index, const BoundPag
     const bool is_left = j >= bound.num_blocks && config_.zero_policy == ZeroPolicy::kAlways;
     if (is_left) change.zero_blocks.push_back(block);
     change.add_ref(block);
-    seq.has.blocks[first + j] = block;
+    seq.kv.blocks[first + j] = block;
   }
   const bool shares = bound.kind == BoundPage::Kind::kShare;
   if (index >= slot.size()) {
     slot.entries.push_back({bound.page, shares});
     pool_.add_map(bound.page, static_cast<std::int32_t>(index));
-    change.maps.push_back({seq.has.slot, index, shares});
+    change.maps.push_back({seq.kv.slot, index, shares});
   } else if (!shares) {
-    change.make_writable(seq.has.slot, index);
+    change.make_writable(seq.kv.slot, index);
   } else {
-    change.make_read_only(seq.has.slot, index);
+    change.make_read_only(seq.kv.slot, index);
     ++change.counts.adopted_pages;
   }
 }
 
-bool Ops::shows_foreign(PageId page, Tenant tenant) const {
+bool Ops::shows_other_tenant(PageId page, Tenant tenant) const {
   return page != kNoPage && config_.zero_policy != ZeroPolicy::kNever &&
          pool_.tenant(page) != tenant && !pool_.known_zero(page);
 }
@@ -461,11 +460,11 @@ std::int64_t Ops::num_shown(const Slot& slot, const std::vector<BoundPage>& boun
 
 // Whether somebody would miss what the slot shows from `first` on: cached blocks, pages in use, or
 // another tenant's (which would have to be unmapped).
-bool Ops::is_missed(const Slot& slot, std::int64_t first, Tenant tenant) const {
+bool Ops::has_needed_pages(const Slot& slot, std::int64_t first, Tenant tenant) const {
   return std::any_of(slot.entries.begin() + first, slot.entries.end(), [&](const SlotEntry& entry) {
     const PageId page = entry.page;
     return page == kNoPage || pool_.used(page) > 0 || pool_.cached(page) > 0 ||
-           shows_foreign(page, tenant);
+           shows_other_tenant(page, tenant);
   });
 }
 
@@ -474,23 +473,23 @@ bool Ops::is_missed(const Slot& slot, std::int64_t first, Tenant tenant) const {
 // would miss; if memory is short, the one that was parked longest ago, in place; an empty one; any.
 std::pair<std::int64_t, std::int64_t> Ops::rank_slot(const Slot& slot, Tenant tenant,
                                                      const std::vector<BoundPage>& bound,
-                                                     std::int64_t want, bool pressed) const {
+                                                     std::int64_t want, bool short_of_pages) const {
   const std::int64_t oldest = -static_cast<std::int64_t>(slot.parked_at);
   if (slot.empty()) return {1, 0};
   const std::int64_t shown = num_shown(slot, bound);
-  const bool missed = is_missed(slot, shown, tenant);
+  const bool missed = has_needed_pages(slot, shown, tenant);
   const bool fits = shown == static_cast<std::int64_t>(bound.size()) || slot.size() == shown;
-  if (shown > 0 && fits && (!missed || pressed)) return {4, shown};
+  if (shown > 0 && fits && (!missed || short_of_pages)) return {4, shown};
   if (!bound.empty()) return {0, oldest};
   // The least that is enough, else the most.
   constexpr std::int64_t kEnough = std::int64_t{1} << 40;
   if (!missed) return {3, slot.size() >= want ? kEnough - slot.size() : slot.size()};
   // All of it would be evicted anyway, tail first.
-  return {pressed && want >= slot.size() ? 2 : 0, oldest};
+  return {short_of_pages && want >= slot.size() ? 2 : 0, oldest};
 }
 
 SlotId Ops::choose_slot(const Change& change, Tenant tenant, const std::vector<BoundPage>& bound,
-                        std::int64_t want, bool pressed) const {
+                        std::int64_t want, bool short_of_pages) const {
   SlotId best = kNoSlot;
   std::pair<std::int64_t, std::int64_t> best_rank;
   for (SlotId id = 0; id < config_.num_slots; ++id) {
@@ -501,7 +500,7 @@ SlotId Ops::choose_slot(const Change& change, Tenant tenant, const std::vector<B
                     [&](const Change::SavedSlot& before) { return before.slot == id; })) {
       continue;
     }
-    const auto rank = rank_slot(slot, tenant, bound, want, pressed);
+    const auto rank = rank_slot(slot, tenant, bound, want, short_of_pages);
     if (best == kNoSlot || rank > best_rank) {
       best = id;
       best_rank = rank;
@@ -510,14 +509,14 @@ SlotId Ops::choose_slot(const Change& change, Tenant tenant, const std::vector<B
   return best;
 }
 
-void Ops::take_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound,
-                    std::int64_t want) {
-  change.num_cut_gaps += want > 0 || !bound.empty() ? 1 : 0;
+void Ops::assign_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound,
+                      std::int64_t want) {
+  change.num_split_gaps += want > 0 || !bound.empty() ? 1 : 0;
   want = std::max(want, ledger_.pages_for(std::min(
                             config_.max_len, static_cast<std::int64_t>(seqs_[id].tokens.size()))));
   const std::int64_t at_hand = pool_.num_free() + pool_.limit() - pool_.num_committed();
-  const bool pressed = at_hand < want - static_cast<std::int64_t>(bound.size());
-  SlotId slot_id = choose_slot(change, seqs_[id].tenant, bound, want, pressed);
+  const bool short_of_pages = at_hand < want - static_cast<std::int64_t>(bound.size());
+  SlotId slot_id = choose_slot(change, seqs_[id].tenant, bound, want, short_of_pages);
   if (slot_id == kNoSlot && change.is_trial) {
     ++change.missing_slots;
     slot_id = static_cast<SlotId>(slots_.size());
@@ -527,19 +526,19 @@ void Ops::take_slot(Change& change, SeqId id, const std::vector<BoundPage>& boun
                            " slots are taken: raise --max-num-seqs");
   }
   Slot& slot = slots_[slot_id];
-  change.wait_for = std::max(change.wait_for, slot.last_command);
+  change.awaited_command = std::max(change.awaited_command, slot.last_command);
   const std::int64_t matched = num_shown(slot, bound);
   const auto most = std::min<std::int64_t>(slot.size(), static_cast<std::int64_t>(bound.size()));
   const bool conflicts = matched < most || (!bound.empty() && matched == 0 && !slot.empty());
   std::int64_t keep = conflicts ? matched : slot.size();
   // Nobody's addresses show what another tenant left, not even beyond the length.
   for (std::int64_t i = matched; i < keep; ++i) {
-    if (shows_foreign(slot.entries[i].page, seqs_[id].tenant)) keep = i;
+    if (shows_other_tenant(slot.entries[i].page, seqs_[id].tenant)) keep = i;
   }
-  change.saved(slot_id);
-  cut(change, slot_id, keep);
+  change.saved_slot(slot_id);
+  truncate_entries(change, slot_id, keep);
   slot.seq = id;
-  seqs_[id].has.slot = slot_id;
+  seqs_[id].kv.slot = slot_id;
   change.counts.adopted_slots += slot.empty() ? 0 : 1;
   for (std::size_t i = 0; i < bound.size() && bound[i].kind == BoundPage::Kind::kHole; ++i) {
     if (static_cast<std::int64_t>(i) >= slot.size()) slot.entries.push_back({kNoPage, false});
@@ -559,9 +558,9 @@ std::int64_t Ops::pages_for_fresh(const Change& change) const {
       continue;
     }
     const Sequence& seq = seqs_[fresh.seq];
-    const BlockId before = fresh.index > 0 ? seq.has.blocks[fresh.index - 1] : kNoBlock;
+    const BlockId before = fresh.index > 0 ? seq.kv.blocks[fresh.index - 1] : kNoBlock;
     std::int64_t& left = own[fresh.seq];
-    if (before != kNoBlock) left = ledger_.num_own_behind(fresh.seq, before);
+    if (before != kNoBlock) left = ledger_.num_own_blocks_after(fresh.seq, before);
     blocks[seq.tenant] += left > 0 ? 0 : 1;
     left = std::max<std::int64_t>(0, left - 1);
   }
@@ -582,21 +581,21 @@ void Ops::assign_fresh(Change& change) {
     const std::int32_t width = config_.blocks_per_page;
     const bool is_slot_page = fresh.kind == Fresh::Kind::kSlotPage;
     const std::int64_t at = is_slot_page ? fresh.index * width : fresh.index;
-    const BlockId before = at > 0 ? seq.has.blocks[at - 1] : kNoBlock;
+    const BlockId before = at > 0 ? seq.kv.blocks[at - 1] : kNoBlock;
     if (!is_slot_page) {
-      seq.has.blocks[at] = fresh.kind == Fresh::Kind::kWholePage
-                               ? fresh_whole_page(change, fresh.seq, before)
-                               : fresh_block(change, fresh.seq, before);
+      seq.kv.blocks[at] = fresh.kind == Fresh::Kind::kWholePage
+                              ? fresh_whole_page(change, fresh.seq, before)
+                              : fresh_block(change, fresh.seq, before);
       continue;
     }
     const PageId page = fresh_page(change, before, seq.tenant, /*grows=*/true);
     for (std::int32_t j = 0; j < width; ++j) {
       change.add_ref(pool_.first_block(page) + j);
-      seq.has.blocks[at + j] = pool_.first_block(page) + j;
+      seq.kv.blocks[at + j] = pool_.first_block(page) + j;
     }
-    slots_[seq.has.slot].entries[fresh.index].page = page;
+    slots_[seq.kv.slot].entries[fresh.index].page = page;
     pool_.add_map(page, static_cast<std::int32_t>(fresh.index));
-    change.maps.push_back({seq.has.slot, fresh.index, false});
+    change.maps.push_back({seq.kv.slot, fresh.index, false});
   }
 }
 
@@ -621,7 +620,7 @@ BlockId Ops::fresh_whole_page(Change& change, SeqId id, BlockId before) {
 
 // The next block of the sequence's own page, or one of a split page.
 BlockId Ops::fresh_block(Change& change, SeqId id, BlockId before) {
-  if (before != kNoBlock && ledger_.num_own_behind(id, before) > 0) {
+  if (before != kNoBlock && ledger_.num_own_blocks_after(id, before) > 0) {
     if (config_.zero_policy == ZeroPolicy::kAlways) change.zero_blocks.push_back(before + 1);
     change.add_ref(before + 1);
     return before + 1;
@@ -641,12 +640,12 @@ BlockId Ops::fresh_block(Change& change, SeqId id, BlockId before) {
 
 void Ops::undo_sequences(Change& change) {
   for (auto grown = change.grown.rbegin(); grown != change.grown.rend(); ++grown) {
-    std::vector<BlockId>& blocks = seqs_[grown->seq].has.blocks;
+    std::vector<BlockId>& blocks = seqs_[grown->seq].kv.blocks;
     blocks.resize(grown->num_blocks);
     if (grown->cow_index >= 0) blocks[grown->cow_index] = grown->cow_block;
   }
-  for (auto holding = change.holdings.rbegin(); holding != change.holdings.rend(); ++holding) {
-    seqs_[holding->first].has = std::move(holding->second);
+  for (auto holding = change.saved_kv.rbegin(); holding != change.saved_kv.rend(); ++holding) {
+    seqs_[holding->first].kv = std::move(holding->second);
   }
   for (const SwapId swap : change.swap_taken) work_.swap->drop(swap);
 }
@@ -660,9 +659,9 @@ void Ops::end_trial(Change& change) {
     slot.retire = saved->retire;
   }
   // The last one first: each is the tail of what the ones before it left.
-  for (auto cut = change.cuts.rbegin(); cut != change.cuts.rend(); ++cut) {
-    std::vector<SlotEntry>& entries = slots_[cut->slot].entries;
-    entries.insert(entries.end(), cut->entries.begin(), cut->entries.end());
+  for (auto removed = change.removed.rbegin(); removed != change.removed.rend(); ++removed) {
+    std::vector<SlotEntry>& entries = slots_[removed->slot].entries;
+    entries.insert(entries.end(), removed->entries.begin(), removed->entries.end());
   }
   for (const Change::SavedSlot& saved : change.slots) {
     std::vector<SlotEntry>& entries = slots_[saved.slot].entries;
@@ -682,7 +681,7 @@ void Ops::end_trial(Change& change) {
 }
 
 void Ops::rollback(Change& change) {
-  work_.make_cuts(change);  // the books have them
+  work_.unmap_removed(change);  // the books have them
   Unfinished unfinished;
   {
     const auto driving = work_.lock();

@@ -22,15 +22,15 @@ void Planner::validate(const std::vector<Op>& ops) const {
              with_commas(config_.max_len);
     });
     if (op.kind == OpKind::kGrow) {
-      require(seen[op.seq] != 2 && (!seq.has.swapped || seen[op.seq] == 1),
+      require(seen[op.seq] != 2 && (!seq.kv.swapped || seen[op.seq] == 1),
               [&] { return name(op.seq) + " is swapped out"; });
-      require(op.first_token >= 0 && op.first_token <= std::max(op.num_tokens, seq.has.length),
+      require(op.first_token >= 0 && op.first_token <= std::max(op.num_tokens, seq.kv.length),
               [&] { return name(op.seq) + " cannot give up tokens that it does not have"; });
       continue;
     }
     require(seen[op.seq] == 0, [&] { return name(op.seq) + " has two ops in one plan"; });
     seen[op.seq] = op.kind == OpKind::kSwapOut ? 2 : 1;
-    const bool is_empty = seq.has.length == 0 && seq.has.blocks.empty() && !seq.has.swapped;
+    const bool is_empty = seq.kv.length == 0 && seq.kv.blocks.empty() && !seq.kv.swapped;
     switch (op.kind) {
       case OpKind::kAttach:
         require(is_empty, [&] { return name(op.seq) + " is not empty"; });
@@ -49,24 +49,24 @@ void Planner::validate(const std::vector<Op>& ops) const {
         require(op.other != op.seq && is_empty, [&] { return name(op.seq) + " is not empty"; });
         require(parent.tenant == seq.tenant,
                 [&] { return std::string("a fork stays with its parent's tenant"); });
-        require(!parent.has.swapped && seen[op.other] == 0,
+        require(!parent.kv.swapped && seen[op.other] == 0,
                 [&] { return name(op.other) + " is swapped out, or changes in the same plan"; });
-        require(op.num_tokens <= parent.has.length, [&] {
+        require(op.num_tokens <= parent.kv.length, [&] {
           return "cannot fork " + name(op.other) + " at " + with_commas(op.num_tokens) +
-                 " tokens: it holds " + with_commas(parent.has.length);
+                 " tokens: it holds " + with_commas(parent.kv.length);
         });
         break;
       }
       case OpKind::kSwapIn:
-        require(seq.has.swapped, [&] { return name(op.seq) + " is not swapped out"; });
+        require(seq.kv.swapped, [&] { return name(op.seq) + " is not swapped out"; });
         break;
       default:
-        require(!seq.has.swapped, [&] { return name(op.seq) + " is swapped out"; });
+        require(!seq.kv.swapped, [&] { return name(op.seq) + " is swapped out"; });
     }
   }
 }
 
-std::vector<Op> Planner::merged(const std::vector<Op>& ops) const {
+std::vector<Op> Planner::merge_grows(const std::vector<Op>& ops) const {
   std::vector<Op> result;
   result.reserve(ops.size());
   std::vector<std::int32_t> grows(seqs_.size(), -1);
@@ -103,7 +103,7 @@ std::vector<Op> Planner::merged(const std::vector<Op>& ops) const {
 }
 
 // Packing forgets what split pages have cached, which an attach relies on.
-bool Planner::attaches(const std::vector<Op>& ops) {
+bool Planner::has_attach(const std::vector<Op>& ops) {
   return std::any_of(ops.begin(), ops.end(),
                      [](const Op& op) { return op.kind == OpKind::kAttach && op.num_tokens > 0; });
 }
@@ -136,8 +136,8 @@ std::int64_t num_index_runs(std::vector<std::int64_t> indices) {
 }  // namespace
 
 // Runs of pages that slots are to show, of one group, at most.
-std::int64_t Planner::num_runs(const Change& change) const {
-  std::int64_t runs = change.num_cut_gaps;
+std::int64_t Planner::max_mapping_runs(const Change& change) const {
+  std::int64_t runs = change.num_split_gaps;
   for (const Fresh& fresh : change.fresh) runs += fresh.kind == Fresh::Kind::kSlotPage ? 1 : 0;
   SlotMap last{kNoSlot, 0, false};
   PageId last_page = kNoPage;
@@ -163,7 +163,7 @@ Assessed Planner::trial(const std::vector<Op>& ops, Packing packing) {
   Plan& plan = found.plan;
   Trial trial(ledger_, work_, ops_, packing != Packing::kNone);
   Change& change = trial.change;
-  if (packing == Packing::kSqueezed) room_.squeeze(&change);
+  if (packing == Packing::kCompacted) room_.compact_all(&change);
   const std::int64_t available = pool_.num_available();
   ops_.stage(change, ops);
   // Idle pages that the ops take leave those that can be had, as fresh ones do.
@@ -172,7 +172,7 @@ Assessed Planner::trial(const std::vector<Op>& ops, Packing packing) {
   plan.available_pages = available + change.num_coming;
   plan.missing_slots = change.missing_slots;
   plan.missing_swap_blocks = change.missing_swap_blocks;
-  plan.needed_mappings = num_runs(change) * work_.mappings_per_run();
+  plan.needed_mappings = max_mapping_runs(change) * work_.mappings_per_run();
   return found;
 }
 
@@ -181,9 +181,9 @@ Assessed Planner::assess(const std::vector<Op>& ops) {
     return of.plan.needed_pages - std::max<std::int64_t>(0, of.plan.available_pages);
   };
   Assessed best = trial(ops, Packing::kNone);
-  for (const Packing packing : {Packing::kDense, Packing::kSqueezed}) {
+  for (const Packing packing : {Packing::kDense, Packing::kCompacted}) {
     if (lacking(best) <= 0 || config_.blocks_per_page == 1) break;
-    if (packing == Packing::kSqueezed && attaches(ops)) break;
+    if (packing == Packing::kCompacted && has_attach(ops)) break;
     Assessed packed = trial(ops, packing);
     if (lacking(packed) < lacking(best)) best = packed;
   }
@@ -194,7 +194,7 @@ Assessed Planner::assess(const std::vector<Op>& ops) {
   plan.available_mappings = work_.available_mappings(plan.needed_mappings);
   if (plan.needed_mappings > plan.available_mappings)
     plan.waiting_pages += ledger_.num_retiring_pages();
-  if (!plan.fits()) plan.waiting_pages += ledger_.num_restless_pages();
+  if (!plan.fits()) plan.waiting_pages += ledger_.num_uncompactable_pages();
   plan.version = ledger_.version;
   return best;
 }

@@ -137,7 +137,7 @@ bool Room::evict(PageId page, std::int64_t wanted) {
 }
 
 // Idle pages are evicted, oldest first, until free and idle ones are no more than `keep`.
-std::int64_t Room::drop_idle(std::int64_t keep) {
+std::int64_t Room::evict_idle(std::int64_t keep) {
   const std::int64_t at_hand = pool_.num_free() + pool_.count(PageState::kIdle);
   std::int64_t wanted = std::min(at_hand - keep, pool_.count(PageState::kIdle));
   std::int64_t dropped = 0;
@@ -217,14 +217,15 @@ void Room::give_back_excess() {
   const std::int64_t excess = pool_.num_committed() - pool_.limit();
   if (excess <= 0) return;
   if (excess > pool_.num_free()) {
-    drop_idle(std::max<std::int64_t>(0, pool_.num_free() + pool_.count(PageState::kIdle) - excess));
+    evict_idle(
+        std::max<std::int64_t>(0, pool_.num_free() + pool_.count(PageState::kIdle) - excess));
   }
   give_back(std::min(pool_.num_free(), excess));
 }
 
 // The same where pages may have become free or idle. Nobody asked for it: what the driver refuses
 // stays until the next time. NOTE: plans that were made before are stale afterwards.
-void Room::shed() {
+void Room::try_give_back_excess() {
   if (!work_.failure.empty()) return;
   try {
     give_back_excess();
@@ -233,26 +234,26 @@ void Room::shed() {
   }
 }
 
-void Room::squeeze(Change* trial) {
-  for (auto& [tenant, pages] : ledger_.loose_pages()) {
-    for (const PageId page : pages) loosen(page);
-    pack(pages, trial);
+void Room::compact_all(Change* trial) {
+  for (auto& [tenant, pages] : ledger_.compactable_pages()) {
+    for (const PageId page : pages) release_gaps(page);
+    compact(pages, trial);
   }
 }
 
 // Every block of the page that has no references can be handed out to its tenant.
-void Room::loosen(PageId page) {
+void Room::release_gaps(PageId page) {
   if (pool_.owner(page) != kNoSeq) pool_.set_owner(page, kNoSeq);
   ledger_.totals.evicted_blocks += pool_.drop_cached(page);
 }
 
 // Moves blocks until as few of the (loose) pages as possible hold them; how many it emptied.
-std::int64_t Room::pack(std::vector<PageId> pages, Change* trial) {
+std::int64_t Room::compact(std::vector<PageId> pages, Change* trial) {
   std::int64_t used = 0;
   for (const PageId page : pages) used += pool_.used(page);
   const std::int64_t capacity = config_.blocks_per_page;
   if (static_cast<std::int64_t>(pages.size()) == (used + capacity - 1) / capacity) return 0;
-  for (const PageId page : pages) loosen(page);
+  for (const PageId page : pages) release_gaps(page);
   std::stable_sort(pages.begin(), pages.end(),
                    [&](PageId a, PageId b) { return pool_.used(a) > pool_.used(b); });
   // From the emptiest page's blocks to the fullest page's gaps, until the two meet.
@@ -315,7 +316,7 @@ void Room::move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves, Ch
     Sequence& seq = seqs_[id];
     if (!seq.open) continue;
     bool is_touched = false;
-    for (BlockId& block : seq.has.blocks) {
+    for (BlockId& block : seq.kv.blocks) {
       const auto place = places.find(block);
       if (place == places.end()) continue;
       if (!is_touched && trial != nullptr) trial->save(id);

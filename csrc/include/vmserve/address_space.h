@@ -1,8 +1,8 @@
-// The reservations of one KV memory, and where everything lies in them.
+// The address reservations of one KV memory, and its layout in them.
 //
-// Per layer group: an arena of max_pages pages, and a slot area of num_slots x slot_pages pages;
-// on request also a shadow, a second slot area that reads as zero where nothing is mapped.
-// Page p of group g is frame g * max_pages + p.
+// Each layer group has an arena of max_pages pages and a slot area of num_slots x slot_pages pages.
+// On request it has a shadow: a second slot area that reads as zero where nothing is mapped. Page p
+// of group g is frame g * max_pages + p.
 #pragma once
 
 #include <memory>
@@ -23,7 +23,7 @@ class AddressSpace {
   };
 
   AddressSpace(std::shared_ptr<PageDriver> driver, Shape shape);
-  // Tensors over the memory share ownership: it goes when the last of them does.
+  // Tensors over the memory share ownership: the last owner frees it.
   ~AddressSpace();
   AddressSpace(const AddressSpace&) = delete;
   AddressSpace& operator=(const AddressSpace&) = delete;
@@ -57,7 +57,7 @@ class AddressSpace {
   std::shared_ptr<PageDriver> driver_;
   Shape shape_;
   std::size_t page_bytes_;
-  std::vector<Address> all_;  // every reservation, for the destructor
+  std::vector<Address> all_;  // all reservations, for the destructor
   std::vector<Address> arenas_;
   std::vector<Address> slots_;
   std::vector<Address> shadows_;

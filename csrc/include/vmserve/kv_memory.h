@@ -1,47 +1,47 @@
 // KV memory: one pool of pages under two views.
 //
 // Glossary
-//   block      block_tokens tokens of every layer; what the paged view and the prefix cache share
+//   block      block_tokens tokens of every layer; the unit of the paged view and the prefix cache
 //   page       blocks_per_page blocks; one frame per layer group, mapped together.
-//              block id = page id x blocks_per_page + its place in the page
-//   arena      where each committed page is mapped, at page id x page bytes, while committed
-//   slot       a contiguous range of addresses; pages are mapped there a second time, in order
+//              block id = page id x blocks_per_page + its index in the page
+//   arena      where every committed page is mapped, at page id x page bytes
+//   slot       a contiguous address range; pages are mapped there a second time, in order
 //   sequence   an ordered list of blocks. In the virtual view they fill whole pages, which its slot
-//              shows in order; in the paged view they lie anywhere and a block table names them
-//   spare      a page that a slot shows beyond its sequence: mapped ahead of need (look-ahead,
-//              eager), or left by an earlier sequence (a *parked* slot). Whoever grows into it
-//              needs no map call
-//   epoch      one step: begun by apply(), over with complete(). Kernels of a begun epoch may
-//              touch what its sequences own, launched or not
+//              shows in order. In the paged view they lie anywhere and a block table names them
+//   spare      a page that a slot shows beyond its sequence: mapped before it is needed
+//              (look-ahead, eager), or left by an earlier sequence (a *parked* slot). A sequence
+//              that grows into it needs no map call
+//   epoch      one step: begun by apply(), ended by complete(). Kernels of a begun epoch may use
+//              all memory of its sequences, before and after they are launched
 //   sealed     positions that a completed epoch has written; they never change again
-//   published  a sealed block that the prefix cache names by the digest of all tokens up to its end
-//   copied     being copied to host memory beside the kernels, where the driver can: nobody writes
-//              to the block, has it again or packs its page before the copy has ended
+//   published  a sealed block that the prefix cache finds by the digest of all tokens up to its end
+//   copied     being copied to host memory while kernels run. Until the copy ends, the block is
+//              not written, not handed out again, and its page is not compacted
 //
-// What a page is (see block_pool.h for the ledger)
+// States of a page (BlockPool in block_pool.h)
 //   absent  -> free -> in use -> waiting(epoch) -> idle -> free -> absent
-//   free     committed and nobody's
+//   free     committed and unused
 //   in use   a sequence references one of its blocks
-//   waiting  given up, but an epoch that could read it is not complete, or a copy reads it
-//   idle     evictable: cached blocks, or spare in a slot; in order of last use
-//   held     a mapper's command or a repair has it
+//   waiting  released, but a running epoch or copy may still read it
+//   idle     evictable: it has cached blocks, or is a spare in a slot; in order of last use
+//   held     reserved for a mapper command or a repair
 //
 // Laws, executed by check()
-//   * refs(block) = the sequences that list it
+//   * refs(block) = number of sequences that list it
 //   * a digest names one published block; a published block without references is cached
-//   * blocks of one page belong to one tenant
-//   * the pages of a virtual sequence are those that its slot shows first, in order; every slot
-//     entry is mapped in every group with the recorded access; committed pages are mapped writable
-//     in the arena; nothing else is mapped
-//   * a page in a slot is not read-only where its sequence may still write: every read-only entry
-//     of a live sequence lies wholly below its sealed length
-//   * without seal_read_only, a live sequence's page is read-only only while somebody shares it, or
-//     the prefix cache names it
-//   * a block is copied as often as the copies that run have it
+//   * all blocks of a page belong to one tenant
+//   * the first pages of a slot are those of its sequence, in order. Every slot entry is mapped in
+//     every group with the recorded access; committed pages are mapped writable in the arena;
+//     nothing else is mapped
+//   * every read-only entry of a live sequence lies wholly below its sealed length: a page is
+//     writable where its sequence may still write
+//   * without seal_read_only, a live sequence's page is read-only only while it is shared or
+//     published
+//   * copies(block) = number of copies in flight that read it
 //   * committed = free + in use + waiting + idle + held, and committed <= max_pages
 //   * while more is committed than a lowered limit allows, nothing is free or idle after a plan, an
-//     apply or a release (unless the driver refused to take it back)
-//   * blocks_for(length) blocks, or pages_for(length) pages, at least, belong to each sequence
+//     apply or a release (unless the driver refused to take pages back)
+//   * each sequence has at least blocks_for(length) blocks or pages_for(length) pages
 #pragma once
 
 #include <sys/types.h>
@@ -54,15 +54,15 @@
 #include <vector>
 
 #include "vmserve/kv_memory_types.h"
-#include "vmserve/memory/ahead.h"
+#include "vmserve/memory/background.h"
 #include "vmserve/memory/ops.h"
 #include "vmserve/memory/planner.h"
 #include "vmserve/memory/room.h"
 
 namespace vmserve {
 
-// Thread-safe: one lock around every call. Every mutation happens as a whole or not at all; what a
-// failed one may cost is cached prefixes, never a sequence's state.
+// Thread-safe: one lock around every call. A mutation happens completely or not at all. A failed
+// one may lose cached prefixes, never a sequence's state.
 class KVMemory {
  public:
   KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& config);
@@ -72,105 +72,106 @@ class KVMemory {
 
   const MemoryConfig& config() const { return config_; }
 
-  // An empty sequence, without memory or slot; nothing when max_seqs are open. `tokens` are those
-  // known so far (the prompt): the prefix cache shares between sequences of equal tenant, salt and
-  // tokens. Without tokens nothing is matched or published.
+  // Opens an empty sequence without memory or slot. Nullopt if max_seqs are open. `tokens`: token
+  // ids known so far (the prompt). The prefix cache shares blocks between sequences of equal
+  // tenant, salt and tokens. Without tokens, nothing is matched or published.
   std::optional<SeqId> open(Tenant tenant, View view, const std::string& salt,
                             const std::vector<std::int32_t>& tokens);
 
-  // How many tokens of the (empty) sequence are in the prefix cache: whole blocks, at most one
-  // token less than the sequence has. Read-only.
+  // Counts the tokens of an empty sequence that are in the prefix cache: whole blocks, and at least
+  // one token less than the sequence has. Read-only.
   std::int64_t match(SeqId seq) const;
 
-  // Read-only. What the ops need and what there is.
+  // Counts what the ops need and what is available. Changes nothing that callers can see.
   Plan plan(const std::vector<Op>& ops);
 
-  // Pre: `version` is that of the last plan(), which fitted, and nothing was mutated since.
-  // Begins an epoch and returns it. Throws OutOfMemoryError (the system has less than the limit
-  // promises) or DriverError; then no sequence changed and no epoch was begun.
+  // Begins an epoch with the ops and returns it. Pre: `version` is that of the last plan(), which
+  // fitted, and nothing was mutated since. Throws DriverError, or OutOfMemoryError if the system
+  // has less than the limit promises. Then no sequence changed and no epoch began.
   Epoch apply(const std::vector<Op>& ops, std::uint64_t version);
 
-  // The epochs up to `epoch` are over: what they wrote is sealed and published.
+  // Ends all epochs up to `epoch`: what they wrote is sealed and published.
   void complete(Epoch epoch);
-  // They are over, but what they wrote is worthless (the kernels failed): nothing is sealed.
+  // Ends them without sealing what they wrote, because the kernels failed.
   void abandon_epoch(Epoch epoch);
-  // The epoch's work has been given to the device: it is complete when the device has done it,
-  // which every later call looks for (an asynchronous driver's events).
+  // Notes that the epoch's kernels are launched. It completes when the device has executed them,
+  // which later calls check (asynchronous drivers).
   void launched(Epoch epoch);
-  // Waits until the copies to host memory that run have ended. False if there are none, or if the
-  // driver cannot wait: then they go on.
+  // Waits until all copies to host memory have ended. False if none is in flight, or if the driver
+  // cannot wait; then the copies continue.
   bool finish_copies();
   bool is_copying();
   Epoch begun_epoch() const;
   Epoch completed_epoch() const;
 
-  // Tokens that became known (sampled), one for each sequence.
+  // Appends newly known (sampled) token ids, one per sequence.
   void append_tokens(const std::vector<SeqId>& seqs, const std::vector<std::int32_t>& tokens);
 
-  // The sequence is gone; its blocks stay cached where they are published, its slot is parked.
-  // Never fails for the driver's sake and, with deferred reclamation, calls it not at all.
+  // Closes the sequence. Its published blocks stay cached and its slot is parked. Never fails
+  // because of the driver; with deferred reclamation, does not call it.
   void release(SeqId seq);
 
-  // Cached blocks are forgotten and none that is published so far is found again (new weights).
+  // Clears the prefix cache. Blocks published before are never found again (new weights).
   void clear_cache();
 
-  // Gives free pages above `keep_pages` back to the system, highest ids first; with `drop_idle`
-  // free and idle ones, which are evicted for it, oldest first. Returns how many pages went back.
+  // Returns free pages above `keep_pages` to the system, highest ids first. With `drop_idle`, idle
+  // pages too: they are evicted, oldest first. Returns the number of pages.
   std::int64_t trim(std::int64_t keep_pages, bool drop_idle);
 
-  // A lower limit gives back what is free or idle above it at once, the rest as soon as it is.
-  // The limit holds even when giving back throws DriverError; trim() then tries again.
+  // Sets the limit of the pool. Above a lower limit, free and idle pages are returned at once,
+  // other pages when they become free. The limit holds even if the call throws DriverError; trim()
+  // tries again.
   void set_limit(std::int64_t limit_pages);
 
-  // Moves blocks of paged sequences so that fewer pages hold them, unless an epoch runs; returns
-  // how many pages it emptied.
+  // Moves blocks of paged sequences into fewer pages, unless an epoch runs. Returns the number of
+  // pages that became empty.
   std::int64_t compact();
 
-  // Runs up to `max_commands` of the mapper's commands here and now; how many there were.
-  // With MapperMode::kManual nobody else does.
+  // Executes up to `max_commands` mapper commands on this thread; returns their number. With
+  // MapperMode::kManual no other thread does.
   std::int64_t run_mapper(std::int64_t max_commands);
-  // Waits until the mapper has nothing to do.
+  // Waits until the mapper is idle.
   void settle_mapper();
 
   // -- reading
-  std::vector<BlockId> blocks(SeqId seq) const;  // kNoBlock where given up
+  std::vector<BlockId> blocks(SeqId seq) const;  // kNoBlock: dropped by a sliding window
   std::vector<PageId> slot_pages(SlotId slot) const;
   std::int64_t length(SeqId seq) const;
   std::int64_t sealed(SeqId seq) const;
   View view(SeqId seq) const;
   bool swapped(SeqId seq) const;
   std::optional<SlotId> slot(SeqId seq) const;
-  std::vector<SlotId> slots(const std::vector<SeqId>& seqs) const;  // kNoSlot where there is none
+  std::vector<SlotId> slots(const std::vector<SeqId>& seqs) const;  // kNoSlot: paged or empty
   std::int32_t block_refs(BlockId block) const;
 
-  // Block tables of all sequences, `[max_seqs, blocks_per_row()]`, kept current: block 0 beyond the
-  // end. It stays valid until this object goes.
+  // Block tables of all sequences, `[max_seqs, blocks_per_row()]`, always current; block 0 beyond a
+  // sequence's end. Valid as long as this object.
   const BlockId* block_tables() const { return &ledger_.tables[0]; }
   std::int64_t blocks_per_row() const { return ledger_.blocks_per_row; }
 
-  // Makes the shadow (a read-only view of the slots that reads as zero where nothing is mapped),
-  // which is kept in step from then on.
+  // Creates the shadow, a read-only copy of all slot mappings that reads as zero where nothing is
+  // mapped. Later changes are mapped in both.
   void enable_shadow();
 
   MemoryStats stats();
-  // A picture of the pool in at most `max_cells` cells. Takes time in proportion to the pages.
+  // Describes the pool in at most `max_cells` cells. O(pages).
   MemoryMap memory_map(std::int64_t max_cells);
-  std::string last_error() const;  // why the newest repair was needed; empty if none was
+  std::string last_error() const;  // text of the last driver error; empty if none
   void check();
-  // A number of the whole state: equal before and after a plan().
+  // A hash of the whole state: equal before and after plan().
   std::uint64_t fingerprint() const;
 
-  // Throws MisuseError in a fork of the process, and once the memory is closed.
+  // Throws MisuseError in a fork of the process, or after close().
   void require_usable() const;
-  // Post: every other call throws MisuseError. The memory itself goes with its last tensor.
+  // Closes the memory: later calls throw MisuseError. The memory is freed with its last tensor.
   void close();
   bool closed() const;
 
-  // For tensors over the memory, which keep it alive.
+  // The memory itself, whose ownership tensors share.
   std::shared_ptr<AddressSpace> address_space() const;
 
  private:
-  std::unique_lock<std::mutex> enter() const;  // refuses a fork and a closed memory, then locks
+  std::unique_lock<std::mutex> enter() const;  // refuses forks and a closed memory, then locks
   bool wait_for_mapper(const std::vector<Op>& ops, const Plan& plan);
   void commit(Change& change);
 
@@ -185,11 +186,11 @@ class KVMemory {
   Room room_;
   Ops ops_;
   Planner planner_;
-  // The last plan(), which holds while its version does: what happens behind callers brings more
-  // than it counted on.
-  std::vector<Op> asked_, planned_;
+  // The last plan(). It is valid while its version is: background work only adds to what it counted
+  // on.
+  std::vector<Op> last_ops_, merged_ops_;
   Assessed assessed_;
-  Ahead ahead_;
+  Background background_;
   std::uint64_t weights_epoch_ = 0;
 };
 

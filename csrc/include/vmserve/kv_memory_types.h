@@ -1,5 +1,5 @@
-// What goes into KV memory and comes out of it: options, operations, plans, figures and the
-// map of the pool. Terms are those of kv_memory.h.
+// Inputs and outputs of KV memory: configuration, operations, plans, statistics and the memory map.
+// Terms: kv_memory.h.
 #pragma once
 
 #include <cstdint>
@@ -18,54 +18,53 @@ struct MemoryConfig {
   std::int32_t num_groups = 1;
   std::int32_t block_tokens = 16;
   std::int32_t blocks_per_page = 1;
-  std::int64_t token_bytes = 0;  // from one token to the next, in one group
-  std::int32_t max_seqs = 0;     // sequences that can be open
+  std::int64_t token_bytes = 0;  // bytes from one token to the next, in one group
+  std::int32_t max_seqs = 0;     // maximum of open sequences
   std::int32_t num_slots = 0;
   std::int64_t max_len = 0;      // tokens
-  std::int64_t read_slack = 0;   // tokens past the length that kernels may read, virtual view
-  std::int64_t limit_pages = 0;  // cap of the pool
-  std::int64_t max_pages = 0;    // cap of the cap: sizes the arena's reservation
-  std::int64_t grow_pages = 1;   // the pool commits at least this many at a time
-  std::int64_t ready_pages = 0;  // free pages committed at start, and ahead of need by the mapper
+  std::int64_t read_slack = 0;   // tokens past the length that kernels may read (virtual view)
+  std::int64_t limit_pages = 0;  // limit of the pool
+  std::int64_t max_pages = 0;    // highest possible limit; sizes the arena's reservation
+  std::int64_t grow_pages = 1;   // pages committed at a time, at least
+  std::int64_t ready_pages = 0;  // free pages committed at start and kept ready by the mapper
   ZeroPolicy zero_policy = ZeroPolicy::kTenant;
   bool prefix_caching = true;
-  // Page 0 is kept, zero for ever: block 0 stands in block tables where nothing is needed.
+  // Reserves page 0, which stays zero: block tables name block 0 where no block is needed.
   bool null_page = false;
   bool deferred_reclamation = true;  // else release() unmaps at once
-  bool seal_read_only = true;        // slots map pages read-only once they are sealed
+  bool seal_read_only = true;        // slots map sealed pages read-only
   bool access_under_readers = true;  // else a page's access changes only while no epoch runs
-  std::int64_t swap_blocks = 0;      // most blocks in host memory
+  std::int64_t swap_blocks = 0;      // maximum of blocks in host memory
 
   MapperMode mapper = MapperMode::kOff;
-  std::int64_t lookahead_tokens = 0;  // mapped ahead of a virtual sequence; 0: nothing is
-  // Unused slots kept with eager_pages pages mapped. If those are 0, what newcomers take is learnt:
-  // as many slots and pages as that, but no more slots.
+  std::int64_t lookahead_tokens = 0;  // tokens mapped ahead of a virtual sequence; 0: none
+  // Unused slots kept ready with eager_pages mapped pages each. If eager_pages is 0, the demand of
+  // new sequences decides pages and slots, and eager_slots is the maximum.
   std::int32_t eager_slots = 0;
   std::int64_t eager_pages = 0;
-  double reclaim_share = 0.10;  // parked slots are unmapped while less of the pool is at hand
+  double reclaim_share = 0.10;  // Below this share of available pages, parked slots are unmapped.
 
   std::int64_t page_tokens() const { return std::int64_t{block_tokens} * blocks_per_page; }
 };
 
 enum class OpKind : std::uint8_t { kAttach, kFork, kConvert, kSwapOut, kSwapIn, kGrow };
 
-// One thing to be done to one sequence. In one plan a sequence has at most one op other than
-// kGrow, and at most one kGrow (repeated growths: the largest counts); a parent of forks may grow.
-//   kAttach   `seq` is empty: its first `num_tokens` (whole blocks, at most match(seq)) come from
-//             the prefix cache. Length and sealed become num_tokens
-//   kFork     `seq` is empty, of `other`'s tenant: it gets other's first `num_tokens` (<= length).
-//             Whole pages (virtual) or blocks (paged) are shared, the rest is copied at once
-//             (virtual) or when one of the two writes (paged). Its known tokens become other's
-//             first `num_tokens`; later ones come by append_tokens()
-//   kConvert  `seq` is in the view `view` afterwards
-//   kSwapOut  `seq`'s blocks go to host memory and its pages are given up
-//   kSwapIn   and back, into the view it had
-//             NOTE: copies are asked for when apply() is called; kernels of epochs that have begun
-//             and are not launched yet must not write what is copied. Where they run beside the
-//             kernels, those that are launched later do not wait for the copies out
-//   kGrow     positions up to `num_tokens` can be used; those from the length on are written in the
-//             epoch that this apply begins. Never shrinks. Positions before `first_token` are not
-//             needed any more (sliding window): what lies wholly before it is given up
+// One operation on one sequence. In one plan, a sequence has at most one op other than kGrow, and
+// its kGrow ops are merged (the largest counts). Parents of forks may grow.
+//   kAttach   takes the first `num_tokens` from the prefix cache: whole blocks, at most match(seq).
+//             `seq` is empty before. Length and sealed become num_tokens
+//   kFork     gives `seq` the first `num_tokens` (<= length) of `other`, its parent. `seq` is empty
+//             and of the same tenant. Whole pages (virtual) or blocks (paged) are shared. The rest
+//             is copied at once (virtual) or when one of the two writes (paged). `seq` inherits
+//             the parent's known tokens up to num_tokens; append_tokens() adds later ones
+//   kConvert  changes the view of `seq` to `view`
+//   kSwapOut  copies the blocks of `seq` to host memory and releases its pages
+//   kSwapIn   copies them back, into the view that `seq` had
+//             NOTE: apply() requests these copies. Kernels of earlier epochs that are launched
+//             later must not write what is copied: with a copy stream they do not wait for it
+//   kGrow     makes positions up to `num_tokens` usable; never shrinks. The epoch that apply()
+//             begins writes those from the length on. Positions before `first_token` are no longer
+//             needed (sliding window): blocks or pages wholly before it are dropped
 struct Op {
   OpKind kind;
   SeqId seq;
@@ -79,13 +78,16 @@ struct Op {
   }
 };
 
-// The ops fit if nothing is missing: needed_pages <= available_pages, needed_mappings <=
-// available_mappings, and neither slots nor swap blocks are short. Mappings are what the system
-// limits (vm.max_map_count): needed are those of slots, at most, if no fresh page lies behind the
-// one before it; available are also those of parked slots. While a lowered limit is exceeded
-// nothing is available, and `excess_pages` must become free before the first page is.
-// `waiting_pages` become available when the epochs that run are complete and the copies that run
-// have ended; where the ops do not fit, blocks of them do.
+// What ops need and what is available. They fit if needed_pages <= available_pages, needed_mappings
+// <= available_mappings, and no slots or swap blocks are missing.
+//
+// Mappings are limited by the system (vm.max_map_count). needed_mappings is an upper bound for
+// slots: it assumes that fresh pages are not adjacent. available_mappings includes those that
+// unmapping parked slots frees.
+//
+// While a lowered limit is exceeded, no page is available, and `excess_pages` must become free
+// first. `waiting_pages` become available when running epochs and copies end. If the ops do not
+// fit, pages that cannot be compacted before that count as waiting, too.
 struct Plan {
   std::int64_t needed_pages = 0;
   std::int64_t available_pages = 0;
@@ -118,33 +120,33 @@ struct MemoryStats {
   Health health = Health::kHealthy;
 };
 
-// What a page is used for: the low four bits of a code in MemoryMap.
+// How a page is used: the low four bits of a code in MemoryMap.
 enum class PageUse : std::uint8_t {
-  kAbsent,  // no memory behind it
+  kAbsent,  // not committed
   kFree,
-  kVirtual,  // live sequences of the virtual view have it
+  kVirtual,  // used by sequences of the virtual view
   kPaged,
-  kBoth,     // sequences of both views
-  kCached,   // nobody's, but the prefix cache can find its blocks
-  kParked,   // shown by a slot without a sequence
+  kBoth,     // used by sequences of both views
+  kCached,   // unused; the prefix cache finds its blocks
+  kParked,   // mapped in a slot without a sequence
   kSpare,    // mapped ahead of a live sequence
-  kWaiting,  // given up, but a running epoch may read it
-  kHeld,     // in the hands of the mapper or of a repair
+  kWaiting,  // released, but a running epoch may read it
+  kHeld,     // reserved for a mapper command or a repair
 };
-constexpr std::uint8_t kPageShared = 16;  // a block of it has several references
-constexpr std::uint8_t kPageMapped = 32;  // a slot shows it
+constexpr std::uint8_t kPageShared = 16;  // one of its blocks has several references
+constexpr std::uint8_t kPageMapped = 32;  // mapped in a slot
 constexpr int kNumPageCodes = 64;
 
 struct MemoryMap {
   struct SlotRow {
-    SeqId seq;            // kNoSeq: nobody's
-    std::int32_t mapped;  // pages that it shows
-    std::int32_t used;    // of those, its sequence's
+    SeqId seq;            // kNoSeq: unused slot
+    std::int32_t mapped;  // mapped pages
+    std::int32_t used;    // of those, pages of its sequence
   };
-  std::int64_t num_pages = 0;       // the limit, or more while a lower one is being reached
+  std::int64_t num_pages = 0;       // the limit, or more while a lower limit is being reached
   std::int64_t pages_per_cell = 1;  // the last cell may have fewer
   std::vector<std::uint8_t> cells;
-  std::vector<std::int64_t> counts;  // pages by code
+  std::vector<std::int64_t> counts;  // number of pages by code
   std::vector<SlotRow> slots;
 };
 

@@ -1,5 +1,5 @@
-// A zero-filled array whose memory is allocated at the first touch: bookkeeping for pages that do
-// not exist yet costs nothing.
+// A zero-filled array whose memory is allocated when first touched: entries for pages that do not
+// exist yet cost nothing.
 #pragma once
 
 #include <sys/mman.h>

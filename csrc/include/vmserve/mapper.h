@@ -1,9 +1,8 @@
-// The mapper: one long-lived thread that talks to the driver while a step computes.
+// The mapper: a thread that calls the driver while a step computes.
 //
-// It executes commands in the order in which they were given and keeps no books: pages and
-// addresses in a command are set aside for it by whoever submitted it, who learns of the outcome by
-// take_outcomes(). Whoever cannot wait for the thread to be scheduled executes the queue himself
-// (wait), so that a command is never slower than a direct call.
+// It executes commands in order and has no ledger. The submitter reserves the pages and addresses
+// of a command and gets its result from take_outcomes(). wait() executes the queue on the caller's
+// thread, so that a command is never slower than a direct call.
 #pragma once
 
 #include <condition_variable>
@@ -23,7 +22,7 @@
 namespace vmserve {
 
 enum class MapperMode : std::uint8_t {
-  kOff,     // nothing is done in the background
+  kOff,     // no background work
   kManual,  // commands wait for run() or wait(): for tests
   kThread,
 };
@@ -31,19 +30,19 @@ enum class MapperMode : std::uint8_t {
 struct Command {
   enum class Kind : std::uint8_t { kMap, kUnmap, kSeal, kGrow };
   Kind kind = Kind::kMap;
-  // Executed in this order, all or (as far as the driver lets us) nothing.
+  // Executed in this order, completely or, if the driver can undo it, not at all.
   std::vector<FrameRun> create;
   std::vector<AddressRun> zero;
   std::vector<MapRun> map;
   std::vector<AddressRun> unmap;
-  std::vector<AccessRun> access;  // from kReadWrite
-  // For whoever submitted it.
+  std::vector<AccessRun> access;  // all are kReadWrite before
+  // For the submitter.
   SlotId slot = kNoSlot;
   std::int64_t first_index = 0;
   std::vector<PageId> pages;
   std::vector<PageRun> runs;
   std::vector<std::pair<SlotId, std::int64_t>> sealed;
-  std::int64_t num_mappings = 0;  // that it may make, at most
+  std::int64_t num_mappings = 0;  // upper bound of new mappings
   std::uint64_t id = 0;
 };
 
@@ -51,9 +50,9 @@ struct Outcome {
   Command command;
   bool done = false;
   bool sticky = false;
-  bool waited = false;  // somebody needed it, and executed it himself
+  bool waited = false;  // executed by a caller of wait() who needed it
   std::string error;
-  // What could not be undone of a command that failed; of an unmap, what is left to do.
+  // Undo steps that failed; of an unmap, the runs still to unmap.
   Unfinished unfinished;
   std::int64_t num_calls = 0;
 };
@@ -61,23 +60,23 @@ struct Outcome {
 class Mapper {
  public:
   Mapper(std::shared_ptr<PageDriver> driver, MapperMode mode);
-  ~Mapper();  // executes nothing any more; joins
+  ~Mapper();  // joins; queued commands are dropped
   Mapper(const Mapper&) = delete;
   Mapper& operator=(const Mapper&) = delete;
 
   MapperMode mode() const { return mode_; }
   std::uint64_t submit(Command command);
-  // Post: command `id` and those before it are executed, by whom ever. True if it had to be waited
-  // for. `counts`: what is executed here counts as waited for.
-  bool wait(std::uint64_t id, bool counts = true);
-  // Executes up to `max_commands` on this thread; how many there were.
+  // Post: command `id` and all before it are executed. True if they were not yet. `is_waited_for`:
+  // mark the commands executed here as waited for.
+  bool wait(std::uint64_t id, bool is_waited_for = true);
+  // Executes up to `max_commands` on this thread; returns their number.
   std::int64_t run(std::int64_t max_commands);
   std::uint64_t last_id() const { return last_id_; }
   std::vector<Outcome> take_outcomes();
   bool has_outcomes();
-  // Processor time spent on commands, by whom ever, in seconds.
+  // CPU seconds of commands, on all threads.
   double cpu_seconds();
-  // Direct calls of the driver are made under this lock.
+  // Protects direct driver calls against the mapper's.
   std::unique_lock<std::mutex> lock_driver() { return std::unique_lock<std::mutex>(execution_); }
 
  private:
@@ -87,12 +86,12 @@ class Mapper {
 
   std::shared_ptr<PageDriver> driver_;
   MapperMode mode_;
-  std::mutex execution_;  // taken before queue_mutex_
+  std::mutex execution_;  // locked before queue_mutex_
   std::mutex queue_mutex_;
   std::condition_variable wake_;
   std::deque<Command> queue_;
   std::vector<Outcome> outcomes_;
-  std::uint64_t last_id_ = 0;  // of the submitter's thread
+  std::uint64_t last_id_ = 0;  // used only by the submitter
   std::uint64_t done_id_ = 0;
   double cpu_seconds_ = 0;
   bool stopping_ = false;

@@ -1,4 +1,5 @@
-// One number of many: tells two states of the books apart. Not for names: see prefix_digest.h.
+// Hashes many values into one, to compare two states of the ledger. Not cryptographic: see
+// prefix_digest.h.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// A set of small integers as a bitmap: ordered, without allocation after construction, and
-// cheap for "the lowest member" and "the members from here on".
+// A set of small integers as a bitmap: ordered, no allocation after construction, fast search for
+// the next member or non-member.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ class PageSet {
   void insert(std::int64_t id) noexcept;
   void erase(std::int64_t id) noexcept;
 
-  // The lowest member >= from, the lowest non-member >= from (< capacity), the highest member
+  // The lowest member >= from, the lowest non-member >= from (< capacity), and the highest member
   // <= from; -1 if there is none.
   std::int64_t lowest(std::int64_t from = 0) const noexcept;
   std::int64_t lowest_absent(std::int64_t from = 0) const noexcept;
@@ -34,7 +34,7 @@ class PageSet {
   LazyArray<std::uint64_t> words_;
   std::int64_t capacity_ = 0;
   std::int64_t size_ = 0;
-  // No word below the first holds a member; none below the second misses one.
+  // No word before first_word_ has a member; every word before first_absent_word_ is full.
   mutable std::int64_t first_word_ = 0;
   mutable std::int64_t first_absent_word_ = 0;
 };

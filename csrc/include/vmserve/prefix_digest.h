@@ -1,8 +1,8 @@
-// Names of prefixes: SHA-256 (FIPS 180-4) chains over blocks of tokens.
+// Digests of prefixes: SHA-256 (FIPS 180-4) chains over blocks of tokens.
 //
-// digest(block k) = SHA-256(digest(block k - 1) || tokens of block k), and the chain starts from a
-// root made of tenant, salt and the epoch of the weights: equal digests mean equal prefixes in an
-// equal context, and nobody can make two that collide.
+// digest(block k) = SHA-256(digest(block k - 1) || tokens of block k). The chain starts from a root
+// of tenant, salt and weights epoch. Equal digests mean equal prefixes in an equal context, and
+// collisions cannot be constructed.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ namespace vmserve {
 
 using Digest = std::array<std::uint8_t, 32>;
 
-// A digest is uniform already: its first bytes are a good hash.
+// A digest is uniform: its first bytes are a good hash.
 struct DigestHash {
   std::size_t operator()(const Digest& digest) const {
     std::size_t value = 0;

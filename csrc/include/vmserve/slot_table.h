@@ -1,7 +1,7 @@
-// Slots: which pages each contiguous range of addresses shows, in order.
+// Slots: which pages each contiguous address range shows, in order.
 //
-// A slot's first entries are those of the sequence that has it; the others are spares. Entries of
-// a sliding window's past are kNoPage. The last `num_pending` entries are still being mapped.
+// A slot's first entries are the pages of its sequence; the others are spares. Entries dropped by a
+// sliding window are kNoPage. The last `num_pending` entries are still being mapped.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +20,12 @@ struct Slot {
   SeqId seq = kNoSeq;
   std::vector<SlotEntry> entries;
   std::int64_t num_pending = 0;
-  std::int64_t num_sealed = 0;  // none of the first entries, so many, is writable
+  std::int64_t num_sealed = 0;  // the first `num_sealed` entries are not writable
   bool in_repair = false;
-  Epoch retire = 0;                // the last epoch whose kernels may use these addresses
+  Epoch retire = 0;                // last epoch whose kernels may use these addresses
   std::uint64_t parked_at = 0;     // order of parking
-  std::uint64_t last_command = 0;  // of the mapper, that concerns these addresses
-  std::uint64_t last_map = 0;      // of those, the last one that changes what is mapped
+  std::uint64_t last_command = 0;  // newest mapper command for these addresses
+  std::uint64_t last_map = 0;      // newest one that changes mappings
 
   bool active() const { return seq != kNoSeq; }
   bool empty() const { return entries.empty(); }

@@ -1,8 +1,8 @@
-// Blocks in host memory, for sequences that wait their turn.
+// Blocks in host memory for swapped-out sequences.
 //
-// Memory is taken from the driver (page-locked where the device wants it so) when it is needed, and
-// goes back when nothing is swapped. Adjacent ids are handed out where possible, so that a sequence
-// is copied in few runs.
+// Memory is allocated from the driver (page-locked if the device requires it) when needed and freed
+// when nothing is swapped out. Adjacent ids are handed out if possible, so that a sequence is
+// copied in few runs.
 #pragma once
 
 #include <cstddef>
@@ -31,22 +31,22 @@ class SwapSpace {
   std::int64_t num_used() const { return used_.size(); }
   std::int64_t num_free() const { return capacity_ - num_used(); }
 
-  // Memory behind every used block, or OutOfMemoryError and nothing changed: what the system does
-  // not have now it may have later.
+  // Allocates memory behind every used block. Throws OutOfMemoryError without effect; a later call
+  // may succeed.
   void back();
-  // Pre: num_free() > 0. Nothing is behind it until back() has seen to it.
+  // Pre: num_free() > 0. The block has no memory until back() is called.
   SwapId take() noexcept;
   void share(SwapId id) noexcept { ++refs_[id]; }
   void drop(SwapId id) noexcept;
   std::int32_t refs(SwapId id) const { return refs_[id]; }
 
   Address address(std::int32_t group, SwapId id) const;
-  // Gives the host memory back. Pre: nothing is used. After an error no block is backed any more;
-  // what is left goes back with the next call.
+  // Frees the host memory. Pre: nothing is used. After an error no block has memory; the next call
+  // frees the rest.
   void release_memory();
 
  private:
-  // Memory behind `count` ids from `first` on: [group][block].
+  // Memory for ids `first` .. `first + count - 1`: [group][block].
   struct Chunk {
     std::int64_t first;
     std::int64_t count;
@@ -63,8 +63,8 @@ class SwapSpace {
   std::int64_t capacity_;
   PageSet used_;
   std::vector<std::int32_t> refs_;
-  std::vector<Chunk> chunks_;       // by their ids
-  std::vector<Address> leftovers_;  // back no block: the driver refused to free them
+  std::vector<Chunk> chunks_;       // in order of ids
+  std::vector<Address> leftovers_;  // allocations that the driver refused to free; unused
 };
 
 }  // namespace vmserve

@@ -1,8 +1,7 @@
-// Driver calls that happen together or not at all.
+// Driver calls that succeed together or are undone together.
 //
-// Every run that a driver completes is logged with its inverse. A rollback runs the inverses,
-// last first; what refuses to be undone is returned, so that its owner can quarantine the pages
-// concerned and try again later.
+// Each completed run is logged with its inverse. rollback() executes the inverses in reverse order.
+// It returns those that fail; their owner quarantines the pages and tries again later.
 #pragma once
 
 #include <string>
@@ -20,16 +19,16 @@ struct Destroy {
   FrameRun frames;
 };
 
-// One driver run that is still to be done to get back to a known state.
+// One driver run of an undo.
 using UndoStep = std::variant<Create, Destroy, MapRun, AddressRun, AccessRun>;
 
-// What a rollback could not undo: the steps still to run, in order, and the first refusal.
+// Undo steps that failed, in order, and the first error.
 struct Unfinished {
   std::vector<UndoStep> steps;
   std::string error;
 };
 
-// Runs the steps in order; those that fail are returned.
+// Executes the steps in order and returns those that failed.
 Unfinished run_steps(PageDriver& driver, const std::vector<UndoStep>& steps);
 
 class Transaction {
@@ -37,10 +36,10 @@ class Transaction {
   explicit Transaction(PageDriver& driver) : driver_(driver) {}
 
   void create(const std::vector<FrameRun>& runs);
-  // NOTE: undone by creating the frames again, empty: only for frames without content.
+  // NOTE: its undo creates the frames again, empty. Use it only for frames without content.
   void destroy(const std::vector<FrameRun>& runs);
   void map(const std::vector<MapRun>& runs);
-  // The runs say what is mapped there now, so that it can be mapped again.
+  // The runs say what is mapped there, for the undo.
   void unmap(const std::vector<MapRun>& runs);
   void set_access(const std::vector<AccessRun>& runs, Access before);
 

@@ -1,5 +1,5 @@
-// The driver's part: what changes ask of it, what slots let go of, and what it refused to undo.
-// Every call of the driver is made here, by the parts that share it, or by the mapper.
+// Driver calls for changes and slots, and the repair of calls that could not be undone. All driver
+// calls are made by this class, by parts that hold its lock, or by the mapper.
 #pragma once
 
 #include <cstdint>
@@ -16,57 +16,63 @@
 
 namespace vmserve {
 
-// Driver calls that could not be undone: the pages concerned are held, and the slots unusable,
-// until the calls succeed, which every later mutation tries first.
+// Driver calls that could not be undone. Until they succeed, their pages are held and their slots
+// are unusable. Every later mutation retries them first.
 struct Repair {
   std::vector<UndoStep> steps;
   std::vector<PageId> held;
-  std::vector<PageRun> created;  // shall not exist afterwards; held too
+  std::vector<PageRun> created;  // pages to uncommit afterwards; held too
   std::vector<SlotId> slots;
 };
 
-class DriverWork : OnLedger {
+class DriverWork : LedgerClient {
  public:
   DriverWork(std::shared_ptr<PageDriver> page_driver, Ledger& ledger);
 
-  // Direct calls of the driver are made under this lock.
+  // Protects direct driver calls against the mapper's.
   std::unique_lock<std::mutex> lock() { return mapper->lock_driver(); }
-  void require_alive() const;  // throws once the pool has failed
+  void require_alive() const;  // throws after a sticky driver error
   void fail_if_sticky(const Error& error);
-  void require_whole(SlotId slot) const;  // throws while it is in a repair
-  // What the change relies on: the mapper is done with its slots, cuts are made, and there is
-  // memory behind what it swaps out. Throws if the driver refuses.
+  void require_not_in_repair(SlotId slot) const;  // throws while a repair includes the slot
+  // Prepares the driver for the change: waits for mapper commands on its slots, unmaps removed
+  // entries and allocates swap memory. Throws if the driver refuses.
   void prepare(Change& change);
-  // Post: no cut is left to be made; false if the driver refused one (a repair is left).
-  bool make_cuts(Change& change);
+  // Unmaps the change's removed entries. Post: change.removed is empty. False if the driver
+  // refused; then a repair exists.
+  bool unmap_removed(Change& change);
+  // Makes the driver calls of a staged change. Pre: its memory is assigned.
   void execute(Change& change);
   std::int64_t mappings_per_run() const;
-  std::int64_t mapping_room() const;  // that no command of the mapper may take
+  // Mappings still possible, less those that queued mapper commands may take.
+  std::int64_t mapping_room() const;
+  // mapping_room() plus, if that is less than `needed`, what unmapping parked slots frees.
   std::int64_t available_mappings(std::int64_t needed) const;
-  bool has_room_ahead(std::int64_t num_pages) const;
+  // Whether mapping `num_pages` before they are needed leaves the reserve for urgent mappings.
+  bool may_map_ahead(std::int64_t num_pages) const;
   std::uint64_t submit(Command command);
-  // Post: the entries are the slot's no more; false if the driver refused (a repair is left).
+  // Unmaps the slot's entries from `index` on, or only entry `index` (punch). Post: the ledger does
+  // not have them. False if the driver refused; then a repair exists.
   bool truncate(SlotId slot, std::int64_t index);
   bool punch(SlotId slot, std::int64_t index);
-  // The books' side of unmapping entries; no driver call.
-  Cut forget(SlotId slot, std::int64_t first, std::int64_t count);
+  // Removes entries from the ledger and returns what is to be unmapped. No driver call.
+  RemovedEntries remove_entries(SlotId slot, std::int64_t first, std::int64_t count);
   std::vector<AddressRun> entry_ranges(SlotId slot, std::int64_t first, std::int64_t count) const;
   void retry_repairs();
   void add_repair(Repair repair, const std::string& error);
-  bool works_ahead() const { return mapper->mode() != MapperMode::kOff; }
+  bool has_mapper() const { return mapper->mode() != MapperMode::kOff; }
   std::int64_t num_quarantined() const;
 
   std::shared_ptr<PageDriver> driver;
-  std::shared_ptr<AddressSpace> space;  // null once closed
+  std::shared_ptr<AddressSpace> space;  // null after close()
   std::unique_ptr<Mapper> mapper;
   std::unique_ptr<SwapSpace> swap;
   std::vector<Repair> repairs;
   std::string last_error;
-  std::string failure;                // why the pool has failed; empty if it has not
-  std::int64_t mapping_reserve = 0;   // parked slots are unmapped while there is less room
-  std::int64_t pending_mappings = 0;  // that the mapper's commands may make, at most
-  std::uint64_t last_mapping = 0;     // the mapper's newest command that is more than sealing
-  bool copies_beside;                 // the driver's copy stream
+  std::string failure;                // text of the sticky error; empty while healthy
+  std::int64_t mapping_reserve = 0;   // with less room, parked slots are unmapped
+  std::int64_t pending_mappings = 0;  // upper bound for queued mapper commands
+  std::uint64_t last_mapping = 0;     // newest mapper command other than kSeal
+  bool has_copy_stream;               // copies to host memory run in parallel to kernels
 
  private:
   std::vector<AccessRun> access_runs(const Change& change, bool writable) const;
@@ -74,7 +80,7 @@ class DriverWork : OnLedger {
   std::vector<CopyRun> swap_runs(const std::vector<SwapCopy>& copies, bool out) const;
   void map_runs(const Change& change, std::vector<MapRun>& runs) const;
   std::int64_t parked_mappings(const Slot& slot) const;
-  bool unmap(const Cut& cut);
+  bool unmap(const RemovedEntries& removed);
   bool retry(Repair& repair);
 };
 

@@ -1,4 +1,5 @@
-// What a mutation did to the books, and so what to undo; and what is still to be done for it.
+// The journal of one mutation: its effects on the ledger, how to undo them, and the driver calls
+// that it still needs.
 #pragma once
 
 #include <optional>
@@ -12,11 +13,11 @@
 
 namespace vmserve {
 
-// Memory that a change still has to find.
+// Memory that a change needs and that is not assigned yet.
 struct Fresh {
   enum class Kind { kSlotPage, kWholePage, kBlock } kind;
   SeqId seq;
-  std::int64_t index;  // kSlotPage: of the page; else of the block
+  std::int64_t index;  // kSlotPage: index of the page; else of the block
 };
 
 struct BlockCopy {
@@ -34,13 +35,13 @@ struct SlotMap {
 
 struct SwapCopy {
   SeqId seq;
-  std::int64_t index;  // of the block, which swapping in finds last
+  std::int64_t index;  // index of the block; swap-in fills in `block` when memory is assigned
   BlockId block;
   SwapId swap;
 };
 
-// Entries that a slot has no more in the books, and the driver's part of that.
-struct Cut {
+// Slot entries removed from the ledger, and the address ranges to unmap for them.
+struct RemovedEntries {
   SlotId slot;
   std::vector<SlotEntry> entries;
   std::vector<AddressRun> ranges;
@@ -51,11 +52,12 @@ struct Attached {
   std::vector<BlockId> blocks;
 };
 
-// A mutation under way: what was done to the books, and so what to undo; and what the driver is
-// to do before it is true. In a trial the ops are staged to be counted, and undone to the bit:
-// what they lack is counted, not refused, and pages that the mapper has in hand for a slot count as
-// if it had finished.
-class Change : OnLedger {
+// A mutation in progress: saved state for its undo, and the driver calls that make it effective.
+//
+// In a trial, ops are staged only to count what they need, and are undone completely. A shortage is
+// counted instead of refused. Pages of a slot's pending mapper command count as if the command had
+// finished.
+class Change : LedgerClient {
  public:
   struct Grown {
     SeqId seq;
@@ -74,25 +76,31 @@ class Change : OnLedger {
     std::vector<std::int64_t> made_read_only;
   };
   Change(Ledger& ledger, PageDriver& driver, bool dense, bool is_trial)
-      : OnLedger(ledger),
+      : LedgerClient(ledger),
         tx(driver),
         dense(dense),
         is_trial(is_trial),
         before{ledger.version, ledger.recent, ledger.totals} {}
 
-  SavedSlot& saved(SlotId slot);
+  // The slot's state before this change, saved at the first call.
+  SavedSlot& saved_slot(SlotId slot);
+  // Change the recorded access; the driver's access changes in DriverWork::execute().
   void make_writable(SlotId slot, std::int64_t index);
   void make_read_only(SlotId slot, std::int64_t index);
+  // Parks the sequence's slot. Its pages stay mapped.
   void leave_slot(SeqId id);
   void add_ref(BlockId block);
+  // Saves the sequence's state and marks its block table as changed.
   void save(SeqId id);
+  // Records that the tenant will write the page, and zeroes it first if the policy requires it.
   void prepare_page(PageId page, Tenant tenant);
 
   Transaction tx;
-  const bool dense;  // no page is set aside for a sequence
+  const bool dense;  // no page is reserved for one sequence
   const bool is_trial;
-  // Of a trial.
-  std::int64_t num_coming = 0;  // pages that are to be idle, or in a slot, any moment
+  // Results of a trial.
+  // Coming pages: not idle yet, but idle or mapped in the slot before the plan is applied.
+  std::int64_t num_coming = 0;
   std::int64_t missing_slots = 0;
   std::int64_t missing_swap_blocks = 0;
   struct {
@@ -100,30 +108,32 @@ class Change : OnLedger {
     RecentDemand recent;
     MemoryCounters totals;
   } before;
-  std::int64_t num_cut_gaps = 0;  // slots that begin to show something
-  // Before anything is assigned or written. Cuts stand even if the change fails.
-  std::vector<Cut> cuts;
-  std::uint64_t wait_for = 0;  // the mapper's command that may concern what slots show
-  std::vector<SlotId> uses;    // slots whose mappings must be as the books say
-  std::vector<std::pair<SeqId, Holding>> holdings;
+  std::int64_t num_split_gaps = 0;  // first mappings of slots; each splits an unmapped range
+  // Driver work before memory is assigned. Removed entries stay removed even if the change fails.
+  std::vector<RemovedEntries> removed;
+  std::uint64_t awaited_command = 0;  // last mapper command on these slots
+  std::vector<SlotId> used_slots;     // slots that must not be in a repair
+  std::vector<std::pair<SeqId, KvState>> saved_kv;
   std::vector<Grown> grown;
   std::vector<SavedSlot> slots;
   std::vector<BlockId> refs;
-  std::vector<BlockId> matched;                     // kept while memory is sought
-  std::unordered_map<SeqId, std::int64_t> targets;  // tokens that what is converted grows to
+  std::vector<BlockId> matched;  // referenced so that finding memory cannot evict them
+  // Lengths to which converted sequences grow in the same plan.
+  std::unordered_map<SeqId, std::int64_t> targets;
   std::vector<PageId> held;
   std::vector<std::pair<PageId, SeqId>> owners;
   std::vector<SwapId> swap_taken;
   std::vector<Fresh> fresh;
   std::vector<BlockCopy> copies;
   std::vector<SwapCopy> swap_out, swap_in;
-  std::optional<Mark> copy_mark;  // behind swap_out, where that runs beside the kernels
+  std::optional<Mark> copy_mark;  // reached when swap_out is done; set with a copy stream
   std::vector<Attached> attached;
-  std::unordered_map<BlockId, std::int32_t> left;  // by so many, each to a copy of its own
+  // References that the change replaces by private copies (copy on write).
+  std::unordered_map<BlockId, std::int32_t> replaced_refs;
   std::vector<PageId> zero_pages;
   std::vector<BlockId> zero_blocks;
   std::vector<SlotMap> maps;
-  // At the commit.
+  // Applied by commit().
   std::vector<BlockId> drops;
   std::vector<SwapId> swap_drops;
   std::vector<Op> grows;

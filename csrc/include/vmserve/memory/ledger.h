@@ -1,5 +1,5 @@
-// The books: sequences, slots, pages and blocks, and the epochs that use them. No driver call.
-// Terms and laws are those of kv_memory.h.
+// The ledger: sequences, slots, pages, blocks, and the epochs that use them. No driver call. Terms
+// and laws: kv_memory.h.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +17,15 @@
 
 namespace vmserve {
 
-// What a sequence has in memory.
-struct Holding {
+// The KV memory of one sequence.
+struct KvState {
   View view = View::kVirtual;
   SlotId slot = kNoSlot;
   std::int64_t length = 0;
   std::int64_t sealed = 0;
-  std::int64_t seal_limit = std::numeric_limits<std::int64_t>::max();  // worthless from here on
-  std::int64_t num_trimmed = 0;                                        // leading blocks given up
+  // Positions from here on were not computed (abandoned epoch); they are never sealed.
+  std::int64_t seal_limit = std::numeric_limits<std::int64_t>::max();
+  std::int64_t num_trimmed = 0;    // leading blocks dropped (sliding window)
   std::int64_t num_published = 0;  // leading blocks offered to the prefix cache
   std::vector<BlockId> blocks;
   bool swapped = false;
@@ -33,20 +34,21 @@ struct Holding {
 
 struct Sequence {
   bool open = false;
-  std::uint32_t generation = 0;  // tells apart those that had the same id
+  std::uint32_t generation = 0;  // distinguishes sequences that had the same id
   Tenant tenant = 0;
-  Holding has;
+  KvState kv;
   std::vector<std::int32_t> tokens;
-  bool nameless = false;  // its tokens are not (or not all) known: nothing is published
+  bool tokens_unknown = false;  // No or not all token ids are known: nothing is published.
   Digest root{};
-  std::vector<Digest> digests;  // of the first full blocks
+  std::vector<Digest> digests;  // of the leading full blocks
 };
 
-// How one page of a virtual sequence comes about from blocks that exist.
+// How one page of a virtual sequence is made from existing blocks: nothing there, the page shared,
+// the page taken over, or the blocks copied.
 struct BoundPage {
   enum class Kind { kHole, kShare, kClaim, kCopy } kind;
   PageId page;
-  std::int32_t num_blocks;  // that hold its tokens
+  std::int32_t num_blocks;  // blocks that hold its tokens
 };
 
 struct Forked {
@@ -55,21 +57,22 @@ struct Forked {
   std::int64_t num_tokens;
 };
 
-// Positions [start, length) that an epoch writes of a sequence.
-struct Written {
+// Positions [start, length) of a sequence that an epoch writes.
+struct WrittenRange {
   SeqId seq;
   std::uint32_t generation;
   std::int64_t start;
   std::int64_t length;
 };
 
-struct Record {
+struct EpochRecord {
   Epoch epoch;
-  std::vector<Written> written;
+  std::vector<WrittenRange> written;
 };
 
-// Pages and newcomers of a step, and pages that a newcomer with nothing cached began with: those
-// of the change that is being made, and the most of late, which is forgotten by and by.
+// Demand of recent steps. `*_now` counts the change in progress. The others are the maximum of
+// recent steps and decay slowly. `first_pages`: pages that a new sequence without cached tokens
+// started with.
 struct RecentDemand {
   std::int64_t pages_now = 0;
   std::int64_t newcomers_now = 0;
@@ -85,7 +88,6 @@ inline std::int64_t round_up_div(std::int64_t a, std::int64_t b) {
 
 class Ledger {
  public:
-  // `extent_pages`: see BlockPool. `traps_writes`: pages can be mapped read-only.
   Ledger(const MemoryConfig& config, std::int64_t extent_pages, bool traps_writes);
 
   const Sequence& open_seq(SeqId seq) const;
@@ -98,36 +100,37 @@ class Ledger {
   void seal(SeqId id, std::int64_t length);
   void park(SlotId slot, Epoch retire);
   void write_table(SeqId seq, std::size_t from);
-  // `own`: the sequence has these blocks already. `held`: how often a page may be held and still
-  // be had as a whole.
+  // How each page can be made from `blocks`. `own`: the sequence already has these blocks. `held`:
+  // holds of this change on a page, which do not prevent taking it over.
   std::vector<BoundPage> bind_pages(const std::vector<BlockId>& blocks, std::int64_t num_tokens,
                                     bool own, std::int32_t held) const;
-  std::int64_t num_restless_pages() const;
+  std::int64_t num_uncompactable_pages() const;
   std::vector<BlockId> matched_blocks(const Sequence& seq, std::int64_t num_tokens) const;
   bool takes_whole_page(std::int64_t block_index, bool dense) const;
-  std::unordered_map<Tenant, std::vector<PageId>> loose_pages() const;
+  std::unordered_map<Tenant, std::vector<PageId>> compactable_pages() const;
   std::int64_t num_usable_slots() const;
   std::int64_t num_retiring_pages() const;
-  std::int64_t num_own_behind(SeqId seq, BlockId block) const;
-  void inherit(const Forked& fork);
+  std::int64_t num_own_blocks_after(SeqId seq, BlockId block) const;
+  void inherit_prefix(const Forked& fork);
   void trim_front(SeqId id, std::int64_t first_token);
   bool can_unmap(const Slot& slot) const;
   SlotId oldest_parked() const;
-  void forget_entries(SlotId slot, std::int64_t first, std::int64_t count);
-  bool is_sole(PageId page) const;
-  // Copy on write: others read the block, or may find it, and its rest is about to be written.
-  // `gone`: how many of them will have copies of their own. A copy to host memory reads it too.
-  bool needs_copy(BlockId block, std::int32_t gone = 0) const {
-    return pool.refs(block) - gone > 1 || pool.is_published(block) || pool.copies(block) > 0;
+  void remove_entries(SlotId slot, std::int64_t first, std::int64_t count);
+  bool is_exclusive(PageId page) const;
+  // Whether a write to the block needs a copy first: it is shared, published, or being copied to
+  // host memory. `num_replaced`: references that the same change replaces by copies.
+  bool needs_copy(BlockId block, std::int32_t num_replaced = 0) const {
+    return pool.refs(block) - num_replaced > 1 || pool.is_published(block) ||
+           pool.copies(block) > 0;
   }
   void publish(Sequence& seq);
-  bool offers_more(PageId page, std::int32_t count) const;
-  bool is_clearing_late(PageId page) const;
-  // Of all that decides what happens next: equal before and after a trial.
+  bool has_published_from(PageId page, std::int32_t count) const;
+  bool zeroing_races_readers(PageId page) const;
+  // A hash of all state that affects later decisions: equal before and after a trial.
   std::uint64_t fingerprint() const;
 
   const MemoryConfig config;
-  const bool traps_writes;
+  const bool traps_writes;  // the driver can map pages read-only
   BlockPool pool;
   std::vector<Sequence> seqs;
   std::vector<Slot> slots;
@@ -135,23 +138,23 @@ class Ledger {
   std::int64_t blocks_per_row;
   LazyArray<BlockId> tables;
   std::vector<std::size_t> row_sizes;
-  // Raised by what callers change, not by what happens behind them: that brings more than a plan
-  // counted on or, if the driver refuses, is found out when the plan is carried out.
+  // Incremented by callers' changes, not by background work. That only adds to what a plan counted
+  // on; a driver refusal is found when the plan is applied.
   std::uint64_t version = 0;
   std::uint64_t parkings = 0;
   Epoch begun = 0;
   Epoch completed = 0;
-  std::deque<Record> records;
+  std::deque<EpochRecord> records;
   std::int64_t num_open = 0;
-  bool may_reopen = false;  // a page may be read-only that nobody shares any more
+  bool may_restore_access = false;  // a page may be read-only and no longer shared
   RecentDemand recent;
   MemoryCounters totals;
 };
 
-// The ledger's parts, by the names that whoever works on it calls them.
-class OnLedger {
+// Base class with short names for the ledger's parts.
+class LedgerClient {
  protected:
-  explicit OnLedger(Ledger& ledger)
+  explicit LedgerClient(Ledger& ledger)
       : ledger_(ledger),
         config_(ledger.config),
         pool_(ledger.pool),

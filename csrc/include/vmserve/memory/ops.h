@@ -1,5 +1,5 @@
-// What each op does to the books, with a log of what to undo. No driver call but in assign_fresh(),
-// which finds pages, and in rollback().
+// What each op changes in the ledger, with a journal to undo it. Only assign_fresh(), which finds
+// pages, and rollback() call the driver.
 #pragma once
 
 #include <cstdint>
@@ -12,23 +12,28 @@
 
 namespace vmserve {
 
-class Ops : OnLedger {
+class Ops : LedgerClient {
  public:
-  Ops(Ledger& ledger, DriverWork& work, Room& room) : OnLedger(ledger), work_(work), room_(room) {}
+  Ops(Ledger& ledger, DriverWork& work, Room& room)
+      : LedgerClient(ledger), work_(work), room_(room) {}
 
+  // Applies the ops to the ledger and records in `change` what the driver has to do.
   void stage(Change& change, const std::vector<Op>& ops);
+  // Free pages that assign_fresh() will take.
   std::int64_t pages_for_fresh(const Change& change) const;
+  // Assigns pages and blocks to change.fresh; commits and evicts pages for that.
   void assign_fresh(Change& change);
-  // What cannot stay as it was without the driver stays changed: cuts, pages that were found.
+  // Undoes a failed change. Removed slot entries stay removed, and pages that were found stay
+  // committed.
   void rollback(Change& change);
-  // All is as before the trial, to the bit.
+  // Restores the state before the trial exactly.
   void end_trial(Change& change);
 
  private:
   void stage_one(Change& change, const Op& op);
   void stage_swap_out(Change& change, const Op& op, std::unordered_map<BlockId, SwapId>& copied);
   void hold_matches(Change& change, const std::vector<Op>& ops);
-  static void note_targets(Change& change, const std::vector<Op>& ops);
+  static void collect_growth_targets(Change& change, const std::vector<Op>& ops);
   void undo_sequences(Change& change);
   void stage_attach(Change& change, const Op& op);
   void stage_fork(Change& change, const Op& op);
@@ -45,15 +50,16 @@ class Ops : OnLedger {
   void bind_page(Change& change, SeqId id, std::int64_t index, const BoundPage& bound,
                  std::int64_t num_tokens);
   std::int64_t num_shown(const Slot& slot, const std::vector<BoundPage>& bound) const;
-  bool is_missed(const Slot& slot, std::int64_t first, Tenant tenant) const;
+  bool has_needed_pages(const Slot& slot, std::int64_t first, Tenant tenant) const;
   std::pair<std::int64_t, std::int64_t> rank_slot(const Slot& slot, Tenant tenant,
                                                   const std::vector<BoundPage>& bound,
-                                                  std::int64_t want, bool pressed) const;
+                                                  std::int64_t want, bool short_of_pages) const;
   SlotId choose_slot(const Change& change, Tenant tenant, const std::vector<BoundPage>& bound,
-                     std::int64_t want, bool pressed) const;
-  bool shows_foreign(PageId page, Tenant tenant) const;
-  void take_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound, std::int64_t want);
-  void cut(Change& change, SlotId slot, std::int64_t index);
+                     std::int64_t want, bool short_of_pages) const;
+  bool shows_other_tenant(PageId page, Tenant tenant) const;
+  void assign_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound,
+                   std::int64_t want);
+  void truncate_entries(Change& change, SlotId slot, std::int64_t index);
   bool claim_spare(Change& change, SeqId id, std::int64_t index);
   void seal_shared(Change& change, const Sequence& parent, const Op& op);
   PageId fresh_page(Change& change, BlockId before, Tenant tenant, bool grows);

@@ -1,4 +1,4 @@
-// What ops need and what there is: the ops are staged, counted, and undone to the bit.
+// Plans ops: stages them in the ledger, counts what they need, and undoes them.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@
 
 namespace vmserve {
 
-// What is done for paged sequences where pages are short. Whatever happens behind callers, none
-// of these needs more than it did.
+// How paged sequences get blocks when pages are short. Work in the background never makes a mode
+// need more than was planned.
 enum class Packing {
-  kNone,      // long ones take whole pages
-  kDense,     // blocks of split pages go first
-  kSqueezed,  // and split pages are packed before
+  kNone,       // long sequences take whole pages
+  kDense,      // blocks of split pages are used first
+  kCompacted,  // kDense, after compacting split pages
 };
 
 struct Assessed {
@@ -23,20 +23,22 @@ struct Assessed {
   Packing packing = Packing::kNone;
 };
 
-class Planner : OnLedger {
+class Planner : LedgerClient {
  public:
   Planner(Ledger& ledger, DriverWork& work, Room& room, Ops& ops)
-      : OnLedger(ledger), work_(work), room_(room), ops_(ops) {}
+      : LedgerClient(ledger), work_(work), room_(room), ops_(ops) {}
 
+  // Throws MisuseError unless the ops follow the rules of `Op`.
   void validate(const std::vector<Op>& ops) const;
-  std::vector<Op> merged(const std::vector<Op>& ops) const;
-  static bool attaches(const std::vector<Op>& ops);
-  // How the ops need the least of what is short. Post: the books are as before.
+  // One kGrow per sequence, after all other ops; parents of forks last.
+  std::vector<Op> merge_grows(const std::vector<Op>& ops) const;
+  static bool has_attach(const std::vector<Op>& ops);
+  // Plans the ops with the packing that lacks the fewest pages. Post: the ledger is unchanged.
   Assessed assess(const std::vector<Op>& ops);
 
  private:
   Assessed trial(const std::vector<Op>& ops, Packing packing);
-  std::int64_t num_runs(const Change& change) const;
+  std::int64_t max_mapping_runs(const Change& change) const;
 
   DriverWork& work_;
   Room& room_;

@@ -1,4 +1,4 @@
-// Finding pages, and giving them back.
+// Finds pages for changes and returns pages to the system.
 #pragma once
 
 #include <cstdint>
@@ -9,26 +9,34 @@
 
 namespace vmserve {
 
-class Room : OnLedger {
+class Room : LedgerClient {
  public:
-  Room(Ledger& ledger, DriverWork& work) : OnLedger(ledger), work_(work) {}
+  Room(Ledger& ledger, DriverWork& work) : LedgerClient(ledger), work_(work) {}
 
+  // Unmaps parked slots until `needed` mappings are possible, else throws OutOfMemoryError.
   void make_mapping_room(std::int64_t needed);
+  // Commits or evicts pages until `num_pages` are free, else throws OutOfMemoryError.
   void make_room(std::int64_t num_pages);
+  // Commits at least `count` pages, config.grow_pages if possible. create_pages: exactly `count`.
   void commit_pages(std::int64_t count);
   void create_pages(std::int64_t count);
+  // Returns up to `count` free pages to the system, highest ids first; how many were returned.
   std::int64_t give_back(std::int64_t count);
   void give_back(const PageRun& run);
-  std::int64_t drop_idle(std::int64_t keep);
+  // Evicts idle pages, oldest first, until at most `keep` are free or idle; how many.
+  std::int64_t evict_idle(std::int64_t keep);
+  // Returns free and idle pages above a lowered limit to the system.
   void give_back_excess();
-  void shed();
-  // `trial`: in the books alone, to be undone.
-  void squeeze(Change* trial = nullptr);
-  std::int64_t pack(std::vector<PageId> pages, Change* trial = nullptr);
+  // The same without throwing: what the driver refuses is tried again later.
+  void try_give_back_excess();
+  // Compacts all pages that allow it. `trial`: only in the ledger, to be undone.
+  void compact_all(Change* trial = nullptr);
+  // Moves blocks of the pages into as few of them as possible; how many pages became empty.
+  std::int64_t compact(std::vector<PageId> pages, Change* trial = nullptr);
 
  private:
   bool evict(PageId page, std::int64_t wanted);
-  void loosen(PageId page);
+  void release_gaps(PageId page);
   void copy_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves);
   void move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves, Change* trial);
 

@@ -1,6 +1,6 @@
 // What is done while steps compute: the mapper is told what to do, and its outcomes are entered in
 // the books. Pages and addresses in a command belong to nobody else until its outcome is in.
-#include "vmserve/memory/ahead.h"
+#include "vmserve/memory/background.h"
 
 #include <algorithm>
 #include <cmath>
@@ -20,21 +20,21 @@ constexpr std::int64_t kMostAhead = 8;
 
 }  // namespace
 
-void Ahead::complete(Epoch epoch, bool sealed) {
+void Background::complete(Epoch epoch, bool sealed) {
   if (epoch <= ledger_.completed) return;
   ledger_.completed = epoch;
   pool_.complete(epoch);
   std::vector<SeqId> grown;
   while (!ledger_.records.empty() && ledger_.records.front().epoch <= epoch) {
-    const Record record = std::move(ledger_.records.front());
+    const EpochRecord record = std::move(ledger_.records.front());
     ledger_.records.pop_front();
-    for (const Written& written : record.written) {
+    for (const WrittenRange& written : record.written) {
       Sequence& seq = seqs_[written.seq];
       if (!seq.open || seq.generation != written.generation) continue;
       if (!sealed) {
         // What was to be written is worthless, and so is what is computed from it.
         if (written.start < written.length) {
-          seq.has.seal_limit = std::min(seq.has.seal_limit, written.start);
+          seq.kv.seal_limit = std::min(seq.kv.seal_limit, written.start);
         }
         continue;
       }
@@ -43,16 +43,16 @@ void Ahead::complete(Epoch epoch, bool sealed) {
     }
   }
   if (config_.seal_read_only && work_.failure.empty()) seal_slots(grown);
-  reopen_pages();
+  restore_write_access();
 }
 
-void Ahead::absorb() {
-  if (!marks_.empty()) absorb_marks();
-  if (!copying_.empty()) absorb_copies();
-  for (Outcome& outcome : work_.mapper->take_outcomes()) absorb(std::move(outcome));
+void Background::apply_finished_work() {
+  if (!marks_.empty()) apply_reached_marks();
+  if (!copies_in_flight_.empty()) apply_finished_copies();
+  for (Outcome& outcome : work_.mapper->take_outcomes()) apply_outcome(std::move(outcome));
 }
 
-void Ahead::absorb_marks() {
+void Background::apply_reached_marks() {
   while (!marks_.empty()) {
     bool reached = false;
     try {
@@ -69,12 +69,12 @@ void Ahead::absorb_marks() {
   }
 }
 
-void Ahead::absorb_copies() {
+void Background::apply_finished_copies() {
   try {
-    while (!copying_.empty()) {
+    while (!copies_in_flight_.empty()) {
       {
         const auto driving = work_.lock();
-        if (!work_.driver->copy_reached(copying_.front().mark)) return;
+        if (!work_.driver->copy_reached(copies_in_flight_.front().mark)) return;
       }
       end_oldest_copies();
     }
@@ -83,13 +83,13 @@ void Ahead::absorb_copies() {
   }
 }
 
-void Ahead::end_oldest_copies() {
-  for (const BlockId block : copying_.front().blocks) pool_.end_copy(block);
-  copying_.pop_front();
+void Background::end_oldest_copies() {
+  for (const BlockId block : copies_in_flight_.front().blocks) pool_.end_copy(block);
+  copies_in_flight_.pop_front();
 }
 
-bool Ahead::finish_copies() {
-  if (copying_.empty()) return false;
+bool Background::finish_copies() {
+  if (copies_in_flight_.empty()) return false;
   try {
     const auto driving = work_.lock();
     work_.driver->fence();
@@ -98,11 +98,11 @@ bool Ahead::finish_copies() {
     work_.fail_if_sticky(error);
     return false;
   }
-  while (!copying_.empty()) end_oldest_copies();
+  while (!copies_in_flight_.empty()) end_oldest_copies();
   return true;
 }
 
-void Ahead::absorb(Outcome outcome) {
+void Background::apply_outcome(Outcome outcome) {
   if (!outcome.done) {
     work_.last_error = outcome.error;
     if (outcome.sticky && work_.failure.empty()) work_.failure = outcome.error;
@@ -112,59 +112,59 @@ void Ahead::absorb(Outcome outcome) {
   work_.pending_mappings -= outcome.command.num_mappings;
   switch (outcome.command.kind) {
     case Command::Kind::kMap:
-      premapped(outcome);
+      apply_map(outcome);
       break;
     case Command::Kind::kUnmap:
-      unmapped(outcome);
+      apply_unmap(outcome);
       break;
     case Command::Kind::kGrow:
-      grew(outcome);
+      apply_grow(outcome);
       break;
     case Command::Kind::kSeal:
       ledger_.totals.access_calls += outcome.num_calls;
-      if (!outcome.done) unseal(outcome.command, std::move(outcome.unfinished));
+      if (!outcome.done) undo_seal(outcome.command, std::move(outcome.unfinished));
       break;
   }
 }
 
-void Ahead::settle(bool counts) {
+void Background::drain_mapper(bool is_waited_for) {
   std::uint64_t settled = 0;
   do {
     settled = work_.mapper->last_id();
-    work_.mapper->wait(settled, counts);
-    absorb();  // an epoch that is found complete has pages to seal
+    work_.mapper->wait(settled, is_waited_for);
+    apply_finished_work();  // an epoch that is found complete has pages to seal
   } while (work_.mapper->last_id() != settled);
 }
 
-void Ahead::tend(const std::vector<Op>& grows) {
-  if (!work_.works_ahead() || !work_.failure.empty()) return;
+void Background::schedule_work(const std::vector<Op>& grows) {
+  if (!work_.has_mapper() || !work_.failure.empty()) return;
   if (config_.lookahead_tokens > 0) {
     for (const Op& op : grows) {
-      if (seqs_[op.seq].has.view == View::kVirtual) look_ahead(op.seq, op.num_tokens);
+      if (seqs_[op.seq].kv.view == View::kVirtual) map_lookahead(op.seq, op.num_tokens);
     }
   }
-  note_demand();
+  update_recent_demand();
   grow_ahead();
   evict_ahead();
   reclaim_ahead();
-  keep_eager_slots();
+  map_eager_slots();
 }
 
-void Ahead::look_ahead(SeqId id, std::int64_t target) {
+void Background::map_lookahead(SeqId id, std::int64_t target) {
   const Sequence& seq = seqs_[id];
-  if (seq.has.slot == kNoSlot) return;
-  const Slot& slot = slots_[seq.has.slot];
+  if (seq.kv.slot == kNoSlot) return;
+  const Slot& slot = slots_[seq.kv.slot];
   if (slot.num_pending > 0 || slot.in_repair) return;
   // Decoding asks for a token a step; a prompt that is read in chunks for as much as this time.
-  const std::int64_t unread = static_cast<std::int64_t>(seq.tokens.size()) - seq.has.length;
+  const std::int64_t unread = static_cast<std::int64_t>(seq.tokens.size()) - seq.kv.length;
   const std::int64_t ahead =
-      std::max(config_.lookahead_tokens, std::min(target - seq.has.sealed, unread));
-  const std::int64_t want = ledger_.pages_for(std::min(seq.has.length + ahead, config_.max_len));
+      std::max(config_.lookahead_tokens, std::min(target - seq.kv.sealed, unread));
+  const std::int64_t want = ledger_.pages_for(std::min(seq.kv.length + ahead, config_.max_len));
   const std::int64_t count = std::min(want - slot.size(), pool_.num_free());
-  if (count > 0 && work_.has_room_ahead(count)) premap(seq.has.slot, count, seq.tenant);
+  if (count > 0 && work_.may_map_ahead(count)) submit_map(seq.kv.slot, count, seq.tenant);
 }
 
-void Ahead::premap(SlotId slot_id, std::int64_t count, Tenant tenant) {
+void Background::submit_map(SlotId slot_id, std::int64_t count, Tenant tenant) {
   Slot& slot = slots_[slot_id];
   Command command;
   command.kind = Command::Kind::kMap;
@@ -207,7 +207,7 @@ void Ahead::premap(SlotId slot_id, std::int64_t count, Tenant tenant) {
   slot.last_command = slot.last_map = work_.submit(std::move(command));
 }
 
-void Ahead::premapped(const Outcome& outcome) {
+void Background::apply_map(const Outcome& outcome) {
   const Command& command = outcome.command;
   Slot& slot = slots_[command.slot];
   const auto count = static_cast<std::int64_t>(command.pages.size());
@@ -222,7 +222,7 @@ void Ahead::premapped(const Outcome& outcome) {
     ledger_.totals.map_calls += static_cast<std::int64_t>(command.map.size());
     return;
   }
-  ledger_.forget_entries(command.slot, command.first_index, count);
+  ledger_.remove_entries(command.slot, command.first_index, count);
   if (outcome.unfinished.steps.empty()) {
     for (const PageId page : command.pages) pool_.unhold(page);
     return;
@@ -235,7 +235,7 @@ void Ahead::premapped(const Outcome& outcome) {
 }
 
 // Whether a newcomer could have what the slot shows: nobody uses it, or would miss it.
-bool Ahead::is_ready(const Slot& slot) const {
+bool Background::is_free_for_newcomer(const Slot& slot) const {
   return !slot.empty() &&
          std::all_of(slot.entries.begin(), slot.entries.end(), [&](const SlotEntry& entry) {
            return entry.page != kNoPage && pool_.used(entry.page) == 0 &&
@@ -246,7 +246,7 @@ bool Ahead::is_ready(const Slot& slot) const {
 // So many slots, with so many pages, as are asked for; or, if that is left open, as newcomers of a
 // step took lately and one more. Where no slot is empty the one that was parked longest ago is
 // unmapped for it.
-void Ahead::keep_eager_slots() {
+void Background::map_eager_slots() {
   const bool learns = config_.eager_pages == 0;
   const std::int64_t most = work_.space->shape().slot_pages;
   const std::int64_t pages =
@@ -263,7 +263,7 @@ void Ahead::keep_eager_slots() {
     if (slot.active() || slot.in_repair) continue;
     if (slot.empty()) {
       if (slot.retire <= ledger_.completed) empty.push_back(id);
-    } else if (slot.size() >= pages && is_ready(slot)) {
+    } else if (slot.size() >= pages && is_free_for_newcomer(slot)) {
       --missing;
     } else if (learns && ledger_.can_unmap(slot)) {
       parked.push_back(id);
@@ -275,7 +275,7 @@ void Ahead::keep_eager_slots() {
   const auto reserve =
       static_cast<std::int64_t>(config_.reclaim_share * static_cast<double>(pool_.limit()));
   for (; missing > 0; --missing) {
-    if (pool_.num_free() - pages < std::min(reserve, pages) || !work_.has_room_ahead(pages)) return;
+    if (pool_.num_free() - pages < std::min(reserve, pages) || !work_.may_map_ahead(pages)) return;
     if (empty.empty()) {
       if (parked.empty()) return;
       const SlotId oldest = parked.front();
@@ -283,12 +283,12 @@ void Ahead::keep_eager_slots() {
       reclaim(oldest, slots_[oldest].size());
       empty.push_back(oldest);
     }
-    premap(empty.front(), pages, ledger_.recent.newest_tenant);
+    submit_map(empty.front(), pages, ledger_.recent.newest_tenant);
     empty.erase(empty.begin());
   }
 }
 
-void Ahead::note_demand() {
+void Background::update_recent_demand() {
   ledger_.recent.step_pages = std::max(static_cast<double>(ledger_.recent.pages_now),
                                        ledger_.recent.step_pages * kRemembered);
   ledger_.recent.step_newcomers = std::max(static_cast<double>(ledger_.recent.newcomers_now),
@@ -298,17 +298,17 @@ void Ahead::note_demand() {
 
 // Free pages that are to be at hand: two steps' worth of what one took lately, as the mapper may
 // not be done with one of them when the next one comes, and what slots for newcomers take.
-std::int64_t Ahead::wanted_free() const {
+std::int64_t Background::target_free_pages() const {
   const bool learns = config_.eager_slots > 0 && config_.eager_pages == 0;
   const double recent =
       2 * ledger_.recent.step_pages + (learns ? 2 * ledger_.recent.first_pages : 0);
   return std::min(static_cast<std::int64_t>(recent), pool_.limit() / kMostAhead);
 }
 
-void Ahead::grow_ahead() {
+void Background::grow_ahead() {
   const std::int64_t growable = pool_.limit() - pool_.num_committed();
   const std::int64_t wanted =
-      std::max({wanted_free(), config_.ready_pages, (config_.grow_pages + 1) / 2});
+      std::max({target_free_pages(), config_.ready_pages, (config_.grow_pages + 1) / 2});
   if (is_growing_ || growable <= 0) return;
   if (pool_.num_free() >= wanted && !pool_.lacks_extent()) return;
   Command command;
@@ -329,7 +329,7 @@ void Ahead::grow_ahead() {
   work_.submit(std::move(command));
 }
 
-void Ahead::grew(Outcome& outcome) {
+void Background::apply_grow(Outcome& outcome) {
   is_growing_ = false;
   const std::vector<PageRun>& runs = outcome.command.runs;
   if (outcome.done) {
@@ -353,17 +353,17 @@ void Ahead::grew(Outcome& outcome) {
 // The pool is as large as it may be: cached pages are given up before anybody waits for it, several
 // of a prefix together, so that they make one run. Those that no slot shows; where there are not
 // enough among the oldest, those of the slot that was parked longest ago once it is unmapped.
-void Ahead::evict_ahead() {
+void Background::evict_ahead() {
   // They came back as the newest idle ones, but were the oldest. NOTE: not as they come back, since
   // somebody may count on having found what is cached there.
   const std::vector<PageId> reclaimed = std::exchange(reclaimed_, {});
   if (pool_.num_committed() < pool_.limit()) return;
   for (const PageId page : reclaimed) {
-    if (pool_.num_free() >= wanted_free()) break;
+    if (pool_.num_free() >= target_free_pages()) break;
     const bool is_idle = pool_.state(page) == PageState::kIdle && pool_.maps(page) == 0;
     if (is_idle) ledger_.totals.evicted_blocks += pool_.drop_cached(page);
   }
-  std::int64_t wanted = wanted_free() - pool_.num_free();
+  std::int64_t wanted = target_free_pages() - pool_.num_free();
   PageId page = pool_.oldest_idle();
   for (std::int64_t looked = 0; wanted > 0 && page != kNoPage && looked < kReclaimBatch; ++looked) {
     const PageId next = pool_.next_idle(page);
@@ -379,7 +379,7 @@ void Ahead::evict_ahead() {
 
 // Parked slots let go of their oldest pages before anybody has to wait for it. What is cached stays
 // so, in the arena.
-void Ahead::reclaim_ahead() {
+void Background::reclaim_ahead() {
   const auto threshold =
       static_cast<std::int64_t>(config_.reclaim_share * static_cast<double>(pool_.limit()));
   const std::int64_t unmapped = pool_.count(PageState::kIdle) - pool_.num_idle_mapped();
@@ -393,18 +393,18 @@ void Ahead::reclaim_ahead() {
 }
 
 // Its last `num_pages` pages.
-void Ahead::reclaim(SlotId slot, std::int64_t num_pages) {
+void Background::reclaim(SlotId slot, std::int64_t num_pages) {
   const std::int64_t first = std::max<std::int64_t>(0, slots_[slot].size() - num_pages);
   Command command;
   command.kind = Command::Kind::kUnmap;
   command.slot = slot;
   command.unmap = work_.entry_ranges(slot, first, slots_[slot].size() - first);
-  command.pages = reclaim_slot(slot, first);
+  command.pages = detach_pages(slot, first);
   slots_[slot].last_map = work_.submit(std::move(command));
   slots_[slot].last_command = slots_[slot].last_map;
 }
 
-std::vector<PageId> Ahead::reclaim_slot(SlotId id, std::int64_t first) {
+std::vector<PageId> Background::detach_pages(SlotId id, std::int64_t first) {
   std::vector<PageId> pages;
   const Slot& slot = slots_[id];
   // Tail first, the order in which they would be evicted.
@@ -413,12 +413,12 @@ std::vector<PageId> Ahead::reclaim_slot(SlotId id, std::int64_t first) {
     pool_.hold(slot.entries[i].page);
     pages.push_back(slot.entries[i].page);
   }
-  ledger_.forget_entries(id, first, slot.size() - first);
+  ledger_.remove_entries(id, first, slot.size() - first);
   ++ledger_.version;
   return pages;
 }
 
-void Ahead::unmapped(Outcome& outcome) {
+void Background::apply_unmap(Outcome& outcome) {
   if (outcome.done) {
     for (const PageId page : outcome.command.pages) {
       pool_.unhold(page);
@@ -437,17 +437,17 @@ void Ahead::unmapped(Outcome& outcome) {
 
 // Pages whose every position is written for good become read-only in the slot: a stray write is a
 // trap there, and not somebody's wrong answer.
-void Ahead::seal_slots(const std::vector<SeqId>& seqs) {
+void Background::seal_slots(const std::vector<SeqId>& seqs) {
   Command command;
   command.kind = Command::Kind::kSeal;
   const std::size_t bytes = work_.space->page_bytes();
   for (const SeqId id : seqs) {
     const Sequence& seq = seqs_[id];
-    if (seq.has.view != View::kVirtual || seq.has.slot == kNoSlot) continue;
-    Slot& slot = slots_[seq.has.slot];
+    if (seq.kv.view != View::kVirtual || seq.kv.slot == kNoSlot) continue;
+    Slot& slot = slots_[seq.kv.slot];
     if (slot.in_repair) continue;
     const std::int64_t stop =
-        std::min(seq.has.sealed / config_.page_tokens(), slot.size() - slot.num_pending);
+        std::min(seq.kv.sealed / config_.page_tokens(), slot.size() - slot.num_pending);
     // What is read-only already (shared) or given up lies anywhere among what is not.
     const auto is_writable = [&](std::int64_t i) {
       return slot.entries[i].page != kNoPage && !slot.entries[i].read_only;
@@ -457,26 +457,26 @@ void Ahead::seal_slots(const std::vector<SeqId>& seqs) {
       for (; slot.num_sealed < stop && is_writable(slot.num_sealed); ++slot.num_sealed) {
         SlotEntry& entry = slot.entries[slot.num_sealed];
         entry.read_only = true;
-        command.sealed.emplace_back(seq.has.slot, slot.num_sealed);
+        command.sealed.emplace_back(seq.kv.slot, slot.num_sealed);
         command.pages.push_back(entry.page);
       }
       const std::int64_t count = slot.num_sealed - first;
       for (std::int32_t group = 0; count > 0 && group < config_.num_groups; ++group) {
-        command.access.push_back({work_.space->slot(group, seq.has.slot, first),
+        command.access.push_back({work_.space->slot(group, seq.kv.slot, first),
                                   static_cast<std::size_t>(count) * bytes, Access::kRead});
       }
       while (slot.num_sealed < stop && !is_writable(slot.num_sealed)) ++slot.num_sealed;
     }
   }
   if (command.sealed.empty()) return;
-  if (!work_.works_ahead()) return seal_now(command);
+  if (!work_.has_mapper()) return seal_now(command);
   std::vector<SlotId> touched;
   for (const auto& entry : command.sealed) touched.push_back(entry.first);
   const std::uint64_t id = work_.submit(std::move(command));
   for (const SlotId slot : touched) slots_[slot].last_command = id;
 }
 
-void Ahead::seal_now(const Command& command) {
+void Background::seal_now(const Command& command) {
   Transaction tx(*work_.driver);
   const auto driving = work_.lock();
   try {
@@ -487,32 +487,32 @@ void Ahead::seal_now(const Command& command) {
     // A safeguard less, and nothing lost: the pages stay writable.
     work_.last_error = error.what();
     work_.fail_if_sticky(error);
-    unseal(command, tx.rollback());
+    undo_seal(command, tx.rollback());
   }
 }
 
 // Without sealing, sequences may write again what they wrote: pages that were read-only for being
 // shared are writable when they are one sequence's alone. Refused, they are tried again with the
 // next change.
-void Ahead::reopen_pages() {
-  if (!ledger_.may_reopen || config_.seal_read_only || !work_.failure.empty()) return;
+void Background::restore_write_access() {
+  if (!ledger_.may_restore_access || config_.seal_read_only || !work_.failure.empty()) return;
   if (!config_.access_under_readers && ledger_.completed != ledger_.begun) return;
-  ledger_.may_reopen = false;
+  ledger_.may_restore_access = false;
   std::vector<std::pair<SlotId, std::int64_t>> reopened;
   std::vector<AccessRun> runs;
   for (SlotId id = 0; id < config_.num_slots; ++id) {
     const Slot& slot = slots_[id];
     const std::int64_t size = slot.active() ? ledger_.num_pages(seqs_[slot.seq]) : 0;
     if (slot.in_repair) {  // may still make it read-only
-      ledger_.may_reopen = true;
+      ledger_.may_restore_access = true;
       continue;
     }
     for (std::int64_t i = 0; i < size; ++i) {
       const std::int64_t first = i;
-      const auto is_needless = [&](const SlotEntry& entry) {
-        return entry.page != kNoPage && entry.read_only && ledger_.is_sole(entry.page);
+      const auto is_exclusive_page = [&](const SlotEntry& entry) {
+        return entry.page != kNoPage && entry.read_only && ledger_.is_exclusive(entry.page);
       };
-      for (; i < size && is_needless(slot.entries[i]); ++i) reopened.emplace_back(id, i);
+      for (; i < size && is_exclusive_page(slot.entries[i]); ++i) reopened.emplace_back(id, i);
       const auto bytes = static_cast<std::size_t>(i - first) * work_.space->page_bytes();
       for (std::int32_t group = 0; bytes > 0 && group < config_.num_groups; ++group) {
         runs.push_back({work_.space->slot(group, id, first), bytes, Access::kReadWrite});
@@ -525,7 +525,7 @@ void Ahead::reopen_pages() {
   try {
     tx.set_access(runs, Access::kRead);
   } catch (const Error& error) {
-    ledger_.may_reopen = true;
+    ledger_.may_restore_access = true;
     work_.last_error = error.what();
     work_.fail_if_sticky(error);
     Unfinished unfinished = tx.rollback();
@@ -542,7 +542,7 @@ void Ahead::reopen_pages() {
   ledger_.totals.unhidden_calls += static_cast<std::int64_t>(runs.size());
 }
 
-void Ahead::unseal(const Command& command, Unfinished unfinished) {
+void Background::undo_seal(const Command& command, Unfinished unfinished) {
   Repair repair;
   for (std::size_t i = 0; i < command.sealed.size(); ++i) {
     const auto& [slot, index] = command.sealed[i];
@@ -557,15 +557,15 @@ void Ahead::unseal(const Command& command, Unfinished unfinished) {
   work_.add_repair(std::move(repair), unfinished.error);
 }
 
-void Ahead::begin_copies(const Change& change) {
+void Background::begin_copies(const Change& change) {
   if (!change.copy_mark) return;
-  Copying copying{*change.copy_mark, {}};
-  copying.blocks.reserve(change.swap_out.size());
+  InFlightCopies copies{*change.copy_mark, {}};
+  copies.blocks.reserve(change.swap_out.size());
   for (const SwapCopy& copy : change.swap_out) {
-    copying.blocks.push_back(copy.block);
+    copies.blocks.push_back(copy.block);
     pool_.begin_copy(copy.block);
   }
-  copying_.push_back(std::move(copying));
+  copies_in_flight_.push_back(std::move(copies));
 }
 
 }  // namespace vmserve

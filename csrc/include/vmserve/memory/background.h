@@ -1,0 +1,75 @@
+// Work that runs while steps compute: background mapping, copies in flight, completed epochs.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "vmserve/memory/driver_work.h"
+
+namespace vmserve {
+
+// Blocks that are being copied to host memory while kernels run.
+struct InFlightCopies {
+  Mark mark;
+  std::vector<BlockId> blocks;
+};
+
+class Background : LedgerClient {
+ public:
+  Background(Ledger& ledger, DriverWork& work) : LedgerClient(ledger), work_(work) {}
+
+  // Ends all epochs up to `epoch`. `sealed`: seal what they wrote; else it is never sealed.
+  void complete(Epoch epoch, bool sealed);
+  // Applies mapper outcomes, reached marks and finished copies to the ledger.
+  void apply_finished_work();
+  // Waits until no copy is in flight. False if none was, or if the driver failed to wait.
+  bool finish_copies();
+  void apply_outcome(Outcome outcome);
+  // Waits until the mapper is idle and applies its outcomes. `is_waited_for`: count the driver
+  // calls made here as calls that a step waited for.
+  void drain_mapper(bool is_waited_for = true);
+  // Submits the mapper commands that the next steps will need: growth, mapping, eviction,
+  // unmapping.
+  void schedule_work(const std::vector<Op>& grows);
+  // Makes pages writable again that were read-only because they were shared.
+  void restore_write_access();
+  // Asks the driver for a mark. The epoch is complete when the driver reaches it.
+  void record_mark(Epoch epoch) { marks_.emplace_back(epoch, work_.driver->mark()); }
+  const std::deque<InFlightCopies>& copies_in_flight() const { return copies_in_flight_; }
+  void begin_copies(const Change& change);
+
+ private:
+  void apply_reached_marks();
+  void apply_finished_copies();
+  void end_oldest_copies();
+  void map_lookahead(SeqId id, std::int64_t target);
+  // Maps `count` free pages behind the slot's entries.
+  void submit_map(SlotId slot, std::int64_t count, Tenant tenant);
+  void apply_map(const Outcome& outcome);
+  void apply_unmap(Outcome& outcome);
+  void apply_grow(Outcome& outcome);
+  // Marks the pages of a failed kSeal command as writable.
+  void undo_seal(const Command& command, Unfinished unfinished);
+  // Removes the slot's entries from `first` on; their pages are held until they are unmapped.
+  std::vector<PageId> detach_pages(SlotId slot, std::int64_t first);
+  void map_eager_slots();
+  void update_recent_demand();
+  std::int64_t target_free_pages() const;
+  void grow_ahead();
+  void evict_ahead();
+  void reclaim_ahead();
+  void reclaim(SlotId slot, std::int64_t num_pages);
+  bool is_free_for_newcomer(const Slot& slot) const;
+  void seal_slots(const std::vector<SeqId>& seqs);
+  void seal_now(const Command& command);
+
+  DriverWork& work_;
+  std::deque<std::pair<Epoch, Mark>> marks_;
+  std::deque<InFlightCopies> copies_in_flight_;
+  std::vector<PageId> reclaimed_;  // unmapped by the mapper since the last step began
+  bool is_growing_ = false;        // a kGrow command is in flight
+};
+
+}  // namespace vmserve
