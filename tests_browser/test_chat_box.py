@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.server.conftest import Running, until
+from tests.helpers import until
+from tests.server.conftest import Running
 from tests_browser.chromium import Browser, Page
 from tests_browser.test_live_page import LOADED, healthy
 from vmserve.testing import ScriptedEngine

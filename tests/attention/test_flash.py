@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,11 @@ import vmserve  # noqa: F401  first: it sets how torch's threads wait
 import torch  # isort: skip
 
 from tests.attention.flash_op import EmulatedFlash, flash_op
+from tests.attention.views import attention_inputs, fill_past
 from vmserve.attention import BACKENDS, PREFERRED, create_backend
 from vmserve.attention.base import LayerAttention, PlansAhead, RaggedBatch
 from vmserve.attention.flash import FlashAttn2, FlashAttn3, FlashBackend, SlotTensors, TorchFlash
 from vmserve.attention.reference import ReferenceBackend
-from vmserve.attention.rotary import Rotary
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
@@ -35,20 +36,7 @@ def slot_view(fill: float = float("nan"), layers: int = 2) -> ContiguousView:
     return ContiguousView(keys, values)
 
 
-def fill_past(view: ContiguousView, batch: RaggedBatch, seed: int = 0) -> None:
-    torch.manual_seed(seed)
-    for tensor in (*view.keys, *view.values):
-        for slot, past in zip(batch.places, batch.num_past, strict=True):
-            tensor[slot, :past] = torch.randn(past, KV_HEADS, DIM)
-
-
-def inputs(rows: int, q_heads: int, seed: int = 1) -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(seed)
-    angles = torch.randn(rows, 1, DIM // 2)
-    cos, sin = angles.cos(), angles.sin()
-    rotary = Rotary(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
-    q, k, v = (torch.randn(rows, heads, DIM) for heads in (q_heads, KV_HEADS, KV_HEADS))
-    return q, k, v, rotary  # type: ignore[return-value]
+inputs = functools.partial(attention_inputs, kv_heads=KV_HEADS, head_dim=DIM)
 
 
 BATCHES = {

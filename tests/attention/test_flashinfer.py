@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -12,12 +12,11 @@ import vmserve  # noqa: F401  first: it sets how torch's threads wait
 
 import torch  # isort: skip
 
-from tests.attention.views import dense_view
+from tests.attention.views import attention_inputs, dense_view, fill_past
 from vmserve.attention import create_backend
 from vmserve.attention.base import LayerAttention, PlansAhead, RaggedBatch
 from vmserve.attention.flashinfer import FlashInferBackend
 from vmserve.attention.reference import ReferenceBackend
-from vmserve.attention.rotary import Rotary
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
@@ -122,10 +121,7 @@ BATCHES = {
 def filled(batch: RaggedBatch) -> ContiguousView:
     """Slots with the batch's past; all else is NaN."""
     view = dense_view(2, 5, MAX_LEN, KV_HEADS, DIM)
-    torch.manual_seed(0)
-    for tensor in (*view.keys, *view.values):
-        for slot, past in zip(batch.places, batch.num_past, strict=True):
-            tensor[slot, :past] = torch.randn(past, KV_HEADS, DIM)
+    fill_past(view, batch)
     return view
 
 
@@ -148,12 +144,7 @@ def as_paged(dense: ContiguousView, block_tokens: int, blocks_per_page: int) -> 
     return PagedView(keys, values, tables, block_tokens)
 
 
-def inputs(rows: int, q_heads: int, seed: int = 1) -> tuple[Any, ...]:
-    torch.manual_seed(seed)
-    angles = torch.randn(rows, 1, DIM // 2)
-    cos, sin = angles.cos(), angles.sin()
-    rotary = Rotary(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
-    return (*(torch.randn(rows, heads, DIM) for heads in (q_heads, KV_HEADS, KV_HEADS)), rotary)
+inputs = functools.partial(attention_inputs, kv_heads=KV_HEADS, head_dim=DIM)
 
 
 def view_of(dense: ContiguousView, kind: str) -> KVView:

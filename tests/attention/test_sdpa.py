@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention.views import dense_view
+from tests.attention.views import dense_view, fill_past
 from vmserve.attention import PREFERRED, create_backend, sdpa
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.sdpa import SdpaBackend
@@ -49,15 +49,6 @@ def random_qkv(
         return (2 * torch.randn(tokens, heads, HEAD_DIM, generator=generator)).to(dtype)
 
     return draw(q_heads), draw(kv_heads), draw(kv_heads)
-
-
-def fill_past(view: ContiguousView, batch: RaggedBatch, seed: int) -> None:
-    """Give every position before the batch a random key and value; the rest stays NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in (*view.keys, *view.values):
-        for slot, past in zip(batch.places, batch.num_past, strict=True):
-            past_shape = (past, *tensor.shape[2:])
-            tensor[slot, :past] = torch.randn(past_shape, generator=generator).to(tensor.dtype)
 
 
 def check(

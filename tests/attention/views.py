@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from vmserve.attention.base import RaggedBatch
+from vmserve.attention.rotary import Rotary
 from vmserve.memory.views import ContiguousView, PagedView
 
 
@@ -70,3 +72,27 @@ def paged_view(
         block_tables=torch.tensor(tables, dtype=torch.int32),
         block_tokens=block_tokens,
     )
+
+
+def fill_past(view: ContiguousView, batch: RaggedBatch, seed: int = 0) -> None:
+    """Random numbers at every position before the batch; all others stay as they are."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in (*view.keys, *view.values):
+        for slot, past in zip(batch.places, batch.num_past, strict=True):
+            numbers = torch.randn(past, *tensor.shape[2:], generator=generator)
+            tensor[slot, :past] = numbers.to(tensor.dtype)
+
+
+def attention_inputs(
+    rows: int, q_heads: int, kv_heads: int, head_dim: int, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Rotary]:
+    """Queries, keys, values and a rotation for each row."""
+    generator = torch.Generator().manual_seed(seed)
+    angles = torch.randn(rows, 1, head_dim // 2, generator=generator)
+    cos, sin = angles.cos(), angles.sin()
+    rotary = Rotary(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    q, k, v = (
+        torch.randn(rows, heads, head_dim, generator=generator)
+        for heads in (q_heads, kv_heads, kv_heads)
+    )
+    return q, k, v, rotary

@@ -11,7 +11,7 @@ import pytest
 from tests.conformance.conftest import Bench
 from tests.conformance.gates import lacks, needs
 from tests.conformance.subjects import Subject
-from tests.memory.support import run_python
+from tests.helpers import run_python
 from vmserve._core import Access, Backing
 
 RW, RO, NONE = Access.READ_WRITE, Access.READ, Access.NONE

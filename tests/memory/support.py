@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,16 +234,3 @@ def kernel_mappings(address: int, num_bytes: int) -> int:
         start, end = (int(part, 16) for part in line.split()[0].split("-"))
         count += start < address + num_bytes and end > address
     return count
-
-
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    """The code in a process of its own, which it may crash; it imports what this one imports."""
-    path = [*sys.path, str(Path(__file__).parents[2])]
-    return subprocess.run(
-        [sys.executable, *(["-S"] if sys.flags.no_site else []), "-c", code],
-        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import run_python
 from tests.memory.support import (
     BLOCK_TOKENS,
     GROUPS,
@@ -23,7 +24,6 @@ from tests.memory.support import (
     kernel_mappings,
     make_memory,
     pool_pss_bytes,
-    run_python,
 )
 from vmserve import _core
 from vmserve._core import ZeroPolicy

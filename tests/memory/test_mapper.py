@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers import run_python, start_python
 from tests.memory.support import GROUPS, Memory, grow, make_memory
 from vmserve._core import Health, MapperMode, View, ZeroPolicy
 
 SEALS = (True, False)
-EXIT = 100.0
-"""Seconds within which every process here ends."""
 
 
 def manual(**options: Any) -> Memory:
@@ -341,36 +337,9 @@ def live(core, rng, steps):
 """
 
 
-def start(code: str) -> subprocess.Popen[str]:
-    path = [*sys.path, str(Path(__file__).parents[2])]
-    return subprocess.Popen(
-        [
-            sys.executable,
-            *(["-S"] if sys.flags.no_site else []),
-            "-c",
-            PRELUDE + textwrap.dedent(code),
-        ],
-        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Its status and what it wrote; a process that hangs fails the test."""
-    try:
-        out, err = process.communicate(timeout=EXIT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        pytest.fail(f"the process hangs: {out}\n{err}")
-    return process.returncode, out, err
-
-
 def run(code: str) -> None:
-    status, out, err = finish(start(code))
-    assert (status, out) == (0, "done\n"), f"status {status}: {out}\n{err}"
+    done = run_python(PRELUDE + textwrap.dedent(code))
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 def test_a_step_and_other_threads_do_not_disturb_each_other() -> None:
@@ -483,11 +452,12 @@ while True:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_process_though_the_mapper_is_busy(number: signal.Signals) -> None:
     shared = sorted(Path("/dev/shm").iterdir())
-    process = start(BUSY)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
-    status, _, err = finish(process)
+    with start_python(PRELUDE + BUSY) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=110)
+    status = process.returncode
     if number == signal.SIGTERM:
         assert status == -signal.SIGTERM, err
     else:

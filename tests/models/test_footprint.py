@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers import peak_bytes
 from tests.models.checkpoints import FOREIGN, VARIANTS, save
 from vmserve.config import EngineConfig, resolve
 from vmserve.models import load_model
@@ -45,22 +46,11 @@ def assert_within_the_bound(path: Path) -> None:
     ) -> torch.Tensor:
         return torch.empty_like(q)
 
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with (
-        torch.inference_mode(),
-        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
-    ):
-        model.network.forward(
-            torch.zeros(num_tokens, dtype=torch.int64),
-            torch.arange(num_tokens) % 256,
-            attend,
-            torch.arange(num_rows),
+    ids, positions = torch.zeros(num_tokens, dtype=torch.int64), torch.arange(num_tokens) % 256
+    with torch.inference_mode():
+        peak = peak_bytes(
+            lambda: model.network.forward(ids, positions, attend, torch.arange(num_rows))
         )
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
     bound = activation_bytes(config, num_tokens, num_rows)
     assert peak > 0.1 * bound  # it was measured, and the bound is not absurd
     assert peak <= bound

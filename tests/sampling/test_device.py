@@ -11,6 +11,7 @@ import vmserve  # noqa: F401  first: it sets how torch's threads wait
 
 import torch  # isort: skip
 
+from tests.helpers import peak_bytes
 from vmserve.runner.torch_runtime import TorchCpuRuntime
 from vmserve.sampling import DeviceSampler, Sampler, SamplingParams, SamplingRow
 from vmserve.sampling.tokens import sampling_bytes
@@ -129,15 +130,7 @@ def test_memory_is_within_the_bound(params: dict[str, Any]) -> None:
     logits = torch.zeros(num_rows, vocab)
     sampler = DeviceSampler(vocab, TorchCpuRuntime())
     assert 2 * sampler.part_rows <= num_rows
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        sampler.sample(logits, rows)
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    assert 0 < peak <= sampling_bytes(vocab, num_rows)
+    assert 0 < peak_bytes(lambda: sampler.sample(logits, rows)) <= sampling_bytes(vocab, num_rows)
 
 
 @pytest.mark.parametrize(

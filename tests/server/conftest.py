@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -123,14 +122,6 @@ class Running:
     def openai(self, **options: Any) -> openai.OpenAI:
         options.setdefault("api_key", "none")
         return openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, **options)
-
-
-def until(holds: Callable[[], bool], seconds: float = 60) -> None:
-    """Wait for what another thread brings about."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.01)
 
 
 #: Routes whose errors have Anthropic's shape: its clients read no other.

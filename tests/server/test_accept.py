@@ -20,7 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Running, error_of, until
+from tests.helpers import until
+from tests.server.conftest import Running, error_of
 from vmserve.errors import ConfigurationError
 from vmserve.server import accept
 from vmserve.server.accept import Tally, counted_address

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import openai
 import pytest
 
-from tests.server.conftest import Running, error_of, until
+from tests.helpers import until
+from tests.server.conftest import Running, error_of
 from vmserve.errors import InvalidRequestError
 from vmserve.server.admission import Admission
 from vmserve.server.errors import ApiError

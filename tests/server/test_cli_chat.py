@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import typer
 
-from tests.server.conftest import Running, until
+from tests.helpers import until
+from tests.server.conftest import Running
 from vmserve.cli.chat import LocalBackend, Message, RemoteBackend, chat_command, converse
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
 from vmserve.testing import ByteTokenizer, ScriptedEngine

@@ -10,8 +10,9 @@ import openai
 import pytest
 
 import vmserve
+from tests.helpers import until
 from tests.profiles import write_profile
-from tests.server.conftest import Body, Running, error_of, until
+from tests.server.conftest import Body, Running, error_of
 from tests.server.test_lifecycle import raw_request
 from vmserve import AsyncLLM
 from vmserve.client.process_llm import ProcessLLM

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Running, error_of, until
+from tests.helpers import until
+from tests.server.conftest import Running, error_of
 from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.server.auth import ApiKey, KeyLimits, read_key_file
 from vmserve.server.errors import ApiError

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.conftest import Running, error_of, until
+from tests.helpers import until
+from tests.server.conftest import Running, error_of
 from vmserve import AsyncLLM
 from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.server.auth import ApiKey, KeyRing, read_key_file

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Body, Running, error_of, until
+from tests.helpers import until
+from tests.server.conftest import Body, Running, error_of
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.server.config import ServerConfig
 from vmserve.server.listen import bind

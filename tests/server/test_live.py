@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Running, error_of, until
+from tests.helpers import until
+from tests.server.conftest import Running, error_of
 from vmserve.server.live import LIVE_PAGE_PATHS
 from vmserve.server.recent import RecentLatencies
 from vmserve.telemetry.snapshot import PAGE_USES

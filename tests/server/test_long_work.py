@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Body, Running, error_of, until
+from tests.helpers import until
+from tests.server.conftest import Body, Running, error_of
 from vmserve.models import resolve_model
 from vmserve.server import admission as admission_module
 from vmserve.server import body as body_module

@@ -7,7 +7,8 @@ import json
 import threading
 from collections.abc import Callable
 
-from tests.server.conftest import Running, error_of, until
+from tests.helpers import until
+from tests.server.conftest import Running, error_of
 from vmserve.testing import ScriptedEngine
 
 JSON = {"content-type": "application/json", "authorization": "Bearer k"}

@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.conftest import Running, until
+from tests.helpers import until
+from tests.server.conftest import Running
 from vmserve.cli.main import main
 
 # A process imports torch, which takes its time on a busy machine.

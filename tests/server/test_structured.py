@@ -15,7 +15,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.server.conftest import Body, Running, until
+from tests.helpers import until
+from tests.server.conftest import Body, Running
 from tests.structured.gate import Gate
 from vmserve import AsyncLLM
 from vmserve.server.auth import ApiKey

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cuda.bindings import driver as nvidia
 
-from tests.memory.support import run_python
+from tests.helpers import run_python
 from tests.sim.simcuda import ABI
 
 HEADER = (ABI / "cuda_api.h").read_text()

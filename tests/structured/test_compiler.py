@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers import until
 from tests.structured.gate import Gate
 from vmserve.errors import InvalidRequestError
 from vmserve.models import resolve_model
@@ -61,13 +61,6 @@ def compiler(tokenizer: str) -> Iterator[GrammarCompiler]:
     made = GrammarCompiler(tokenizer, VOCAB, [EOS])
     yield made
     made.close()
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def is_alive(pid: int) -> bool:
@@ -261,10 +254,7 @@ def test_the_process_ends_with_its_input(tokenizer: str) -> None:
     assert child is not None
     assert child.stdin is not None
     child.stdin.close()
-    deadline = time.monotonic() + 60
-    while child.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: child.poll() is not None)
     assert process.vet(StructuredOutputsParams(regex="a").constraint).grammar
     process.close()
 
