@@ -104,6 +104,12 @@ class Running:
         assert response.status_code == status, response.text
         return error_of(response, path)
 
+    @property
+    def prompt(self) -> str:
+        """The text of the prompt that the scripted engine was given last."""
+        engine: Any = self.engine
+        return str(engine.requests[-1][2]["prompt"])
+
     def stream(self, path: str, body: Body) -> list[Body]:
         """The chunks of a stream that must end with [DONE]."""
         events = list(self.events(path, body))
@@ -149,7 +155,10 @@ def start() -> Iterator[Callable[..., Running]]:
     """Starts servers that are stopped at the end of the test."""
     started: list[Running] = []
 
-    def begin(engine: ScriptedEngine | None = None, **options: Any) -> Running:
+    def begin(engine: ScriptedEngine | str | None = None, **options: Any) -> Running:
+        """``engine``: also the answer of one with a context of 1,024 tokens."""
+        if isinstance(engine, str):
+            engine = ScriptedEngine(engine, max_model_len=1024)
         running = Running(engine or ScriptedEngine(), **options)
         started.append(running)
         return running

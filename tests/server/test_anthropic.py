@@ -10,7 +10,6 @@ import anthropic
 import pytest
 
 from tests.server.conftest import Body, Running
-from vmserve.testing import ScriptedEngine
 
 PATH = "/v1/messages"
 CALL = 'Wait.<tool_call>{"name": "now", "arguments": {"zone": "CET"}}</tool_call>'
@@ -20,21 +19,12 @@ HELLO: Any = [{"role": "user", "content": "Hi"}]
 Start = Callable[..., Running]
 
 
-def server(start: Start, text: str = "hello", **options: Any) -> Running:
-    return start(ScriptedEngine(text, max_model_len=1024), **options)
-
-
-def prompt_of(running: Running) -> str:
-    engine: Any = running.engine
-    return str(engine.requests[-1][2]["prompt"])
-
-
 @pytest.fixture
 def claude(start: Start) -> Iterator[Callable[..., tuple[Running, anthropic.Anthropic]]]:
     clients = []
 
     def make(text: str = "hello", **options: Any) -> tuple[Running, anthropic.Anthropic]:
-        running = server(start, text, **options)
+        running = start(text, **options)
         client = anthropic.Anthropic(base_url=running.url, api_key="first", max_retries=0)
         clients.append(client)
         return running, client
@@ -51,7 +41,7 @@ def test_a_message(claude: Any) -> None:
     assert (block.type, block.text) == ("text", "hello")
     assert (reply.role, reply.model, reply.stop_reason) == ("assistant", "fake", "end_turn")
     text = "[system]Be brief.|[user]Hi|[assistant]"
-    assert prompt_of(running) == text
+    assert running.prompt == text
     assert (reply.usage.input_tokens, reply.usage.output_tokens) == (len(text), 6)
 
 
@@ -92,7 +82,7 @@ def test_tools_are_called_and_answered(claude: Any, stream: bool) -> None:
         {"role": "user", "content": turn},
     ]
     client.messages.create(model="fake", max_tokens=9, tools=TOOLS, messages=history)
-    assert prompt_of(running).endswith("[assistant]Wait.|[tool]12:00|[user]So?|[assistant]")
+    assert running.prompt.endswith("[assistant]Wait.|[tool]12:00|[user]So?|[assistant]")
 
 
 def test_a_forced_tool_is_used(claude: Any) -> None:
@@ -120,7 +110,7 @@ def test_thoughts_are_blocks_of_their_own(claude: Any, stream: bool) -> None:
 
 
 def test_ends_of_an_answer(start: Start) -> None:
-    running = server(start)
+    running = start("hello")
     body: Body = {"max_tokens": 3, "messages": HELLO}
     assert running.ok(PATH, body)["stop_reason"] == "max_tokens"
     stopped = running.ok(PATH, {**body, "max_tokens": 9, "stop_sequences": ["ll"]})
@@ -129,9 +119,9 @@ def test_ends_of_an_answer(start: Start) -> None:
 
 
 def test_an_answer_goes_on_from_what_it_began_with(start: Start) -> None:
-    running = server(start)
+    running = start("hello")
     running.ok(PATH, {"max_tokens": 3, "messages": [*HELLO, {"role": "assistant", "content": "A"}]})
-    assert prompt_of(running) == "[user]Hi|[assistant]A"
+    assert running.prompt == "[user]Hi|[assistant]A"
 
 
 def test_an_answer_in_a_format(claude: Any) -> None:
@@ -182,7 +172,7 @@ def test_keys_come_as_anthropics_clients_send_them(claude: Any) -> None:
 def test_what_is_wrong_is_refused_in_anthropics_shape(
     start: Start, change: Body, word: str
 ) -> None:
-    running = server(start)
+    running = start("hello")
     body = {"max_tokens": 9, "messages": HELLO, **change}
     response = running.http.post(PATH, json=body)
     assert response.status_code == (404 if "model" in change else 400)
@@ -193,7 +183,7 @@ def test_what_is_wrong_is_refused_in_anthropics_shape(
 
 
 def test_an_error_within_a_stream_is_an_event(start: Start) -> None:
-    running = server(start)
+    running = start("hello")
     engine: Any = running.engine
     engine.fail = RuntimeError("a defect")
     text = running.http.post(PATH, json={"max_tokens": 9, "messages": HELLO, "stream": True}).text

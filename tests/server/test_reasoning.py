@@ -10,7 +10,6 @@ import pytest
 from tests.server.conftest import Body, Running
 from vmserve.errors import ConfigurationError
 from vmserve.server.config import ServerConfig
-from vmserve.testing import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -19,13 +18,8 @@ THOUGHT = "<think>\nwell\n</think>\n\nyes"
 Start = Callable[..., Running]
 
 
-def server(start: Start, text: str, **options: Any) -> Running:
-    options.setdefault("reasoning_parser", "think")
-    return start(ScriptedEngine(text, max_model_len=1024), **options)
-
-
 def test_a_thought_is_a_field_of_its_own(start: Start) -> None:
-    running = server(start, THOUGHT)
+    running = start(THOUGHT, reasoning_parser="think")
     [choice] = running.ok(CHAT, {"messages": MESSAGES})["choices"]
     assert choice["message"]["reasoning_content"] == "well"
     assert choice["message"]["content"] == "yes"
@@ -33,7 +27,7 @@ def test_a_thought_is_a_field_of_its_own(start: Start) -> None:
 
 
 def test_a_thought_is_streamed_before_the_answer(start: Start) -> None:
-    running = server(start, THOUGHT)
+    running = start(THOUGHT, reasoning_parser="think")
     chunks = running.stream(CHAT, {"messages": MESSAGES, "stream": True})
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
@@ -44,14 +38,14 @@ def test_a_thought_is_streamed_before_the_answer(start: Start) -> None:
 
 
 def test_a_thought_that_never_ends_is_no_answer(start: Start) -> None:
-    running = server(start, "<think>on and on")
+    running = start("<think>on and on", reasoning_parser="think")
     [choice] = running.ok(CHAT, {"messages": MESSAGES})["choices"]
     assert choice["message"]["content"] is None
     assert choice["message"]["reasoning_content"] == "on and on"
 
 
 def test_a_prompt_may_begin_the_thought(start: Start) -> None:
-    running = server(start, "well</think>yes", chat_template="")
+    running = start("well</think>yes", chat_template="", reasoning_parser="think")
     body: Body = {
         "messages": [*MESSAGES, {"role": "assistant", "content": "<think>"}],
         "continue_final_message": True,
@@ -63,20 +57,20 @@ def test_a_prompt_may_begin_the_thought(start: Start) -> None:
 
 @pytest.mark.parametrize("parser", ["auto", "none"])
 def test_answers_stay_whole_where_the_model_does_not_think(start: Start, parser: str) -> None:
-    running = server(start, THOUGHT, reasoning_parser=parser)
+    running = start(THOUGHT, reasoning_parser=parser)
     [choice] = running.ok(CHAT, {"messages": MESSAGES})["choices"]
     assert choice["message"]["content"] == THOUGHT
     assert "reasoning_content" not in choice["message"]
 
 
 def test_the_template_tells_that_a_model_thinks(start: Start) -> None:
-    running = server(start, THOUGHT, reasoning_parser="auto", chat_template="</think>")
+    running = start(THOUGHT, reasoning_parser="auto", chat_template="</think>")
     [choice] = running.ok(CHAT, {"messages": MESSAGES})["choices"]
     assert choice["message"]["reasoning_content"] == "well"
 
 
 def test_a_constrained_answer_is_no_thought(start: Start) -> None:
-    running = server(start, THOUGHT)
+    running = start(THOUGHT, reasoning_parser="think")
     body = {"messages": MESSAGES, "structured_outputs": {"regex": "(?s).*"}}
     [choice] = running.ok(CHAT, body)["choices"]
     assert choice["message"]["content"] == THOUGHT
@@ -84,7 +78,7 @@ def test_a_constrained_answer_is_no_thought(start: Start) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_has_a_thought_as_an_item(start: Start, stream: bool) -> None:
-    running = server(start, THOUGHT)
+    running = start(THOUGHT, reasoning_parser="think")
     with running.openai() as client:
         if stream:
             events: Any = list(client.responses.create(model="fake", input="Hi", stream=True))

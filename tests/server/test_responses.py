@@ -23,17 +23,8 @@ CALL = 'Wait.<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'
 Start = Callable[..., Running]
 
 
-def server(start: Start, text: str = "hello", **options: Any) -> Running:
-    return start(ScriptedEngine(text, max_model_len=1024), **options)
-
-
-def prompt_of(running: Running, index: int = -1) -> str:
-    engine: Any = running.engine
-    return str(engine.requests[index][2]["prompt"])
-
-
 def test_a_text(start: Start) -> None:
-    running = server(start)
+    running = start("hello")
     with running.openai() as client:
         reply = client.responses.create(
             model="fake", input="Hi", instructions="Be brief.", metadata={"k": "v"}, temperature=0.5
@@ -41,14 +32,14 @@ def test_a_text(start: Start) -> None:
     assert reply.output_text == "hello"
     assert (reply.object, reply.status, reply.model) == ("response", "completed", "fake")
     assert (reply.temperature, reply.metadata) == (0.5, {"k": "v"})
-    assert prompt_of(running) == "[system]Be brief.|[user]Hi|[assistant]"
+    assert running.prompt == "[system]Be brief.|[user]Hi|[assistant]"
     assert reply.usage is not None
     assert (reply.usage.output_tokens, reply.usage.input_tokens_details.cached_tokens) == (6, 0)
     assert reply.usage.total_tokens == reply.usage.input_tokens + 6
 
 
 def test_a_stream_has_the_events_in_order(start: Start) -> None:
-    running = server(start, "hey")
+    running = start("hey")
     with running.openai() as client:
         events = list(client.responses.create(model="fake", input="Hi", stream=True))
     assert [event.type for event in events] == [
@@ -76,7 +67,7 @@ def test_a_stream_has_the_events_in_order(start: Start) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_of_functions(start: Start, stream: bool) -> None:
-    running = server(start, CALL)
+    running = start(CALL)
     with running.openai() as client:
         if stream:
             with client.responses.stream(model="fake", input="Hi", tools=TOOLS) as opened:
@@ -106,10 +97,10 @@ def test_calls_of_functions(start: Start, stream: bool) -> None:
 
 
 def test_a_conversation_goes_on_without_the_old_instructions(start: Start) -> None:
-    running = server(start)
+    running = start("hello")
     first = running.ok(PATH, {"input": "One", "instructions": "A"})
     running.ok(PATH, {"input": "Two", "instructions": "B", "previous_response_id": first["id"]})
-    text = prompt_of(running)
+    text = running.prompt
     assert text.startswith("[system]B|[user]One|[assistant]")
     assert "hello" in text
     assert text.endswith("[user]Two|[assistant]")
@@ -117,7 +108,7 @@ def test_a_conversation_goes_on_without_the_old_instructions(start: Start) -> No
 
 
 def test_stored_responses(start: Start) -> None:
-    running = server(start)
+    running = start("hello")
     with running.openai() as client:
         kept = client.responses.create(model="fake", input="Hi")
         assert client.responses.retrieve(kept.id).output_text == "hello"
@@ -139,7 +130,7 @@ def test_a_response_that_is_not_kept_says_so(
     start: Start, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(response_store, "MAX_STORED_BYTES", ENTRY + 2048)
-    running = server(start)
+    running = start("hello")
     for text, kept in (("Hi", True), ("x" * 1000, False)):
         body = {"input": [{"role": "user", "content": text}], "metadata": {"a": text[:500]}}
         if stream:
@@ -154,7 +145,7 @@ def test_a_response_that_is_not_kept_says_so(
 
 
 def test_what_one_key_stores_another_does_not_find(start: Start) -> None:
-    running = server(start, api_keys=("one", "two"))
+    running = start("hello", api_keys=("one", "two"))
     with running.openai(api_key="one") as one, running.openai(api_key="two") as two:
         kept = one.responses.create(model="fake", input="secret")
         assert one.responses.retrieve(kept.id).id == kept.id
@@ -171,7 +162,7 @@ def test_a_limit_and_a_schema(start: Start) -> None:
     class Answer(BaseModel):
         a: int
 
-    running = server(start, '{"a": 5}')
+    running = start('{"a": 5}')
     with running.openai() as client:
         cut = client.responses.create(model="fake", input="Hi", max_output_tokens=3)
         assert cut.status == "incomplete"

@@ -32,10 +32,6 @@ NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 Start = Callable[..., Running]
 
 
-def server(start: Start, text: str, **options: Any) -> Running:
-    return start(ScriptedEngine(text, max_model_len=1024), **options)
-
-
 def joined(chunks: list[Body]) -> tuple[str, list[tuple[str, str]], str]:
     """Content, calls and finish_reason of a stream of one choice; its shape is checked."""
     role, *rest = [chunk["choices"][0] for chunk in chunks]
@@ -92,7 +88,7 @@ def joined(chunks: list[Body]) -> tuple[str, list[tuple[str, str]], str]:
 def test_calls(
     start: Start, text: str, choice: Any, content: str, calls: list[tuple[str, str]], reason: str
 ) -> None:
-    running = server(start, text)
+    running = start(text)
     body: Body = {"messages": MESSAGES, "tools": TOOLS, "return_token_ids": True}
     if choice is not None:
         body["tool_choice"] = choice
@@ -137,7 +133,7 @@ def test_what_is_enforced(start: Start) -> None:
 
 
 def test_one_call_at_most(start: Start) -> None:
-    running = server(start, CALLS)
+    running = start(CALLS)
     body: Body = {"messages": MESSAGES, "tools": TOOLS, "parallel_tool_calls": False}
     [choice] = running.ok(CHAT, body)["choices"]
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather"]
@@ -146,7 +142,7 @@ def test_one_call_at_most(start: Start) -> None:
 
 
 def test_several_choices_have_their_own_calls(start: Start) -> None:
-    running = server(start, '<tool_call>{"name": "now", "arguments": {}}</tool_call>')
+    running = start('<tool_call>{"name": "now", "arguments": {}}</tool_call>')
     body: Body = {"messages": MESSAGES, "tools": TOOLS, "n": 2}
     for choice in running.ok(CHAT, body)["choices"]:
         [call] = choice["message"]["tool_calls"]
@@ -155,7 +151,7 @@ def test_several_choices_have_their_own_calls(start: Start) -> None:
 
 
 def test_a_call_that_is_cut_off(start: Start) -> None:
-    running = server(start, FORCED)
+    running = start(FORCED)
     body: Body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "max_tokens": 45}
     [choice] = running.ok(CHAT, body)["choices"]
     assert choice["finish_reason"] == "length"
@@ -173,7 +169,7 @@ def test_a_call_that_is_cut_off(start: Start) -> None:
 
 def test_the_parser_comes_from_the_template_or_by_name(start: Start) -> None:
     text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
-    [plain] = server(start, text).chat(tools=TOOLS)["choices"]
+    [plain] = start(text).chat(tools=TOOLS)["choices"]
     assert plain["message"]["content"] == text
     engine = ScriptedEngine(text)
     for options in ({"tool_call_parser": "mistral"}, {"chat_template": "{{ tools }}[TOOL_CALLS]"}):
@@ -204,7 +200,7 @@ def test_calls_of_a_conversation_reach_the_template_as_they_are(
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
     ]
-    server(start, "Noon.").chat(messages=messages, tools=TOOLS)
+    start("Noon.").chat(messages=messages, tools=TOOLS)
     [(given, tools)] = seen
     assert tools == TOOLS
     assert given[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
