@@ -87,10 +87,8 @@ def test_decodes_go_apart_from_chunks_and_nothing_is_copied() -> None:
     call = FlashBackend(TorchFlash(seen)).bind(view, batch)
     q, k, v, _ = inputs(batch.num_tokens, 4)
     call(LayerAttention(0, 0.25), q, k, v)
-    assert [(each["max_q"], each["seqused_k"].tolist()) for each in seen.calls] == [
-        (1, [13, 6]),
-        (11, [38, 11]),
-    ]
+    found = [(c["max_q"], c["is_causal"], c["seqused_k"].tolist()) for c in seen.calls]
+    assert found == [(1, False, [13, 6]), (11, True, [38, 11])]
     assert {each["key"].data_ptr() for each in seen.calls} == {view.keys[0].data_ptr()}
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tests.server.conftest import Running
 from vmserve.cli import serve as cli_serve
 from vmserve.cli.options import ENGINE_OPTIONS
-from vmserve.cli.serve import ServeCommand, check_template, serve_command
+from vmserve.cli.serve import ServeCommand, check_template, repeat_option, serve_command
 from vmserve.errors import ChatTemplateError, ConfigurationError
 from vmserve.models.hub import EMBEDDED_NAME, resolve_model
 from vmserve.server.config import ServerConfig
@@ -66,7 +66,6 @@ def test_the_model(parse: Parse, args: list[str]) -> None:
         ["--served-model-name", "a", "b", "c", "--port", "1", "m"],
         ["--port", "1", "m", "--served-model-name", "a", "b", "--served-model-name", "c"],
         ["--served-model-name=a", "--served-model-name", "b", "c", "--model=m", "--port=1"],
-        ["--port=1", "--served-model-name", "a", "b", "c", "--", "m"],
     ],
 )
 def test_several_names(parse: Parse, args: list[str]) -> None:
@@ -74,6 +73,11 @@ def test_several_names(parse: Parse, args: list[str]) -> None:
     assert config.served_model_names == ("a", "b", "c")
     assert config.port == 1
     assert options["model"] == "m"
+
+
+def test_what_follows_two_dashes_is_no_option() -> None:
+    args = ["--n", "a", "b", "--", "--n", "c", "d"]
+    assert repeat_option(args, "--n") == ["--n", "a", "--n", "b", "--", "--n", "c", "d"]
 
 
 def test_options_of_the_server(parse: Parse, tmp_path: Path) -> None:
