@@ -29,7 +29,7 @@ std::vector<std::int32_t> narrow(const Ints& numbers) {
   for (py::ssize_t i = 0; i < numbers.size(); ++i) {
     const std::int64_t number = numbers.data()[i];
     result.push_back(static_cast<std::int32_t>(number));
-    if (result.back() != number) throw MisuseError(std::to_string(number) + " is no 32-bit id");
+    if (result.back() != number) throw MisuseError(std::to_string(number) + " is not a 32-bit id");
   }
   return result;
 }
@@ -43,10 +43,10 @@ std::vector<Op> as_ops(const std::vector<OpTuple>& tuples) {
   return ops;
 }
 
-// `grows`: int64 [n, 3] of (sequence, tokens, first token), the hot part of every step.
+// `grows`: int64 [n, 3] of (sequence, tokens, first token). An array, because every step passes it.
 void append_grows(std::vector<Op>& ops, const Ints& grows) {
   if (grows.ndim() != 2 || grows.shape(1) != 3) {
-    throw MisuseError("growths are an array of shape [n, 3]");
+    throw MisuseError("grows must be an int64 array of shape [n, 3]");
   }
   const auto rows = grows.unchecked<2>();
   ops.reserve(ops.size() + static_cast<std::size_t>(rows.shape(0)));
@@ -55,7 +55,7 @@ void append_grows(std::vector<Op>& ops, const Ints& grows) {
   }
 }
 
-// `rows` x `row_bytes` of the reservation at `addr`; the array keeps the reservation alive.
+// A [rows, row_bytes] array over the reservation at `addr`; it keeps the reservation alive.
 py::array_t<std::uint8_t> buffer(std::shared_ptr<AddressSpace> space, Address addr,
                                  std::int64_t rows, std::size_t row_bytes) {
   auto* owner = new std::shared_ptr<AddressSpace>(std::move(space));
@@ -103,16 +103,16 @@ py::array_t<T> as_array(const std::vector<T>& values) {
 }
 
 void bind_enums(py::module_& m) {
-  py::native_enum<ZeroPolicy>(m, "ZeroPolicy", "enum.Enum", "When pages are cleared.")
+  py::native_enum<ZeroPolicy>(m, "ZeroPolicy", "enum.Enum", "When pages are zeroed.")
       .value("ALWAYS", ZeroPolicy::kAlways)
       .value("TENANT", ZeroPolicy::kTenant)
       .value("NEVER", ZeroPolicy::kNever)
       .finalize();
-  py::native_enum<View>(m, "View", "enum.Enum", "How kernels see a sequence.")
+  py::native_enum<View>(m, "View", "enum.Enum", "How kernels address a sequence's KV memory.")
       .value("VIRTUAL", View::kVirtual)
       .value("PAGED", View::kPaged)
       .finalize();
-  py::native_enum<OpKind>(m, "OpKind", "enum.Enum", "What is to be done to a sequence.")
+  py::native_enum<OpKind>(m, "OpKind", "enum.Enum", "An operation on a sequence.")
       .value("ATTACH", OpKind::kAttach)
       .value("FORK", OpKind::kFork)
       .value("CONVERT", OpKind::kConvert)
@@ -120,12 +120,15 @@ void bind_enums(py::module_& m) {
       .value("SWAP_IN", OpKind::kSwapIn)
       .value("GROW", OpKind::kGrow)
       .finalize();
-  py::native_enum<MapperMode>(m, "MapperMode", "enum.Enum", "Who executes background commands.")
+  py::native_enum<MapperMode>(m, "MapperMode", "enum.Enum",
+                              "Which thread executes mapper commands.")
       .value("OFF", MapperMode::kOff)
       .value("MANUAL", MapperMode::kManual)
       .value("THREAD", MapperMode::kThread)
       .finalize();
-  py::native_enum<Health>(m, "Health", "enum.Enum", "Whether the pool can be relied on.")
+  py::native_enum<Health>(
+      m, "Health", "enum.Enum",
+      "Health of the pool: DEGRADED while a repair is pending, FAILED after a sticky driver error.")
       .value("HEALTHY", Health::kHealthy)
       .value("DEGRADED", Health::kDegraded)
       .value("FAILED", Health::kFailed)
@@ -161,7 +164,7 @@ void bind_stats(py::module_& m) {
 #include "vmserve/stats.def"
 }
 
-// (pages, pages per cell, a code per cell, pages by code, int32 [slots, 3])
+// (pages, pages per cell, code of each cell, pages by code, int32 [slots, 3])
 py::tuple as_tuple(const MemoryMap& map) {
   static_assert(sizeof(MemoryMap::SlotRow) == 3 * sizeof(std::int32_t));
   const auto num_slots = static_cast<py::ssize_t>(map.slots.size());

@@ -29,8 +29,7 @@ AddressSpace::~AddressSpace() {
     try {
       driver_->free_reservation(addr);
     } catch (const Error&) {
-      // In a fork the addresses are the parent's to free; elsewhere the driver frees them
-      // itself when it goes.
+      // In a fork, the parent frees the addresses. Else the driver frees them when it is destroyed.
       return;
     }
   }

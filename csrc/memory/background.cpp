@@ -1,5 +1,5 @@
-// What is done while steps compute: the mapper is told what to do, and its outcomes are entered in
-// the books. Pages and addresses in a command belong to nobody else until its outcome is in.
+// Submits mapper commands and applies their outcomes. Pages and addresses of a command stay
+// reserved until its outcome is applied.
 #include "vmserve/memory/background.h"
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 namespace vmserve {
 namespace {
 
-// Most pages that one command unmaps: a newcomer waits for one command, not for all.
+// Maximum of pages per unmap command: a new sequence waits for one command at most.
 constexpr std::int64_t kReclaimBatch = 64;
-// What is remembered of a demand from one step, or one newcomer, to the next.
+// Decay of recent demand per step.
 constexpr double kRemembered = 0.998;
-// Most of the pool, as a part of it, that is kept free for steps like the last ones.
+// At most 1/8 of the pool is kept free for demand like that of recent steps.
 constexpr std::int64_t kMostAhead = 8;
 
 }  // namespace
@@ -32,7 +32,8 @@ void Background::complete(Epoch epoch, bool sealed) {
       Sequence& seq = seqs_[written.seq];
       if (!seq.open || seq.generation != written.generation) continue;
       if (!sealed) {
-        // What was to be written is worthless, and so is what is computed from it.
+        // The kernels failed: positions from here on must never be sealed, and nothing computed
+        // from them.
         if (written.start < written.length) {
           seq.kv.seal_limit = std::min(seq.kv.seal_limit, written.start);
         }
@@ -132,7 +133,7 @@ void Background::drain_mapper(bool is_waited_for) {
   do {
     settled = work_.mapper->last_id();
     work_.mapper->wait(settled, is_waited_for);
-    apply_finished_work();  // an epoch that is found complete has pages to seal
+    apply_finished_work();  // completed epochs submit kSeal commands
   } while (work_.mapper->last_id() != settled);
 }
 
@@ -155,7 +156,8 @@ void Background::map_lookahead(SeqId id, std::int64_t target) {
   if (seq.kv.slot == kNoSlot) return;
   const Slot& slot = slots_[seq.kv.slot];
   if (slot.num_pending > 0 || slot.in_repair) return;
-  // Decoding asks for a token a step; a prompt that is read in chunks for as much as this time.
+  // Decoding grows by one token per step. A prompt computed in chunks grows by chunks of the same
+  // size as this one.
   const std::int64_t unread = static_cast<std::int64_t>(seq.tokens.size()) - seq.kv.length;
   const std::int64_t ahead =
       std::max(config_.lookahead_tokens, std::min(target - seq.kv.sealed, unread));
@@ -234,7 +236,7 @@ void Background::apply_map(const Outcome& outcome) {
   work_.add_repair(std::move(repair), outcome.unfinished.error);
 }
 
-// Whether a newcomer could have what the slot shows: nobody uses it, or would miss it.
+// Whether a new sequence can take the slot without loss: its pages are neither used nor cached.
 bool Background::is_free_for_newcomer(const Slot& slot) const {
   return !slot.empty() &&
          std::all_of(slot.entries.begin(), slot.entries.end(), [&](const SlotEntry& entry) {
@@ -243,9 +245,9 @@ bool Background::is_free_for_newcomer(const Slot& slot) const {
          });
 }
 
-// So many slots, with so many pages, as are asked for; or, if that is left open, as newcomers of a
-// step took lately and one more. Where no slot is empty the one that was parked longest ago is
-// unmapped for it.
+// Keeps config.eager_slots slots with eager_pages pages mapped. If eager_pages is 0, keeps one slot
+// more than the new sequences of recent steps, with as many pages as they took. If no slot is
+// empty, unmaps the one parked longest ago.
 void Background::map_eager_slots() {
   const bool learns = config_.eager_pages == 0;
   const std::int64_t most = work_.space->shape().slot_pages;
@@ -296,8 +298,8 @@ void Background::update_recent_demand() {
   ledger_.recent.pages_now = ledger_.recent.newcomers_now = 0;
 }
 
-// Free pages that are to be at hand: two steps' worth of what one took lately, as the mapper may
-// not be done with one of them when the next one comes, and what slots for newcomers take.
+// Free pages to keep: twice the recent demand of a step, because the mapper may still be busy when
+// the next step comes, plus the pages of eager slots.
 std::int64_t Background::target_free_pages() const {
   const bool learns = config_.eager_slots > 0 && config_.eager_pages == 0;
   const double recent =
@@ -313,7 +315,7 @@ void Background::grow_ahead() {
   if (pool_.num_free() >= wanted && !pool_.lacks_extent()) return;
   Command command;
   command.kind = Command::Kind::kGrow;
-  // Wherever it begins, one extent of it is whole.
+  // Contains one whole extent wherever it begins.
   const std::int64_t extents = pool_.lacks_extent() ? 2 * pool_.extent_pages() : 0;
   const std::int64_t count = std::max({config_.grow_pages, wanted - pool_.num_free(), extents});
   command.runs = pool_.lowest_absent(std::min(growable, count));
@@ -350,12 +352,12 @@ void Background::apply_grow(Outcome& outcome) {
   work_.add_repair(std::move(repair), outcome.unfinished.error);
 }
 
-// The pool is as large as it may be: cached pages are given up before anybody waits for it, several
-// of a prefix together, so that they make one run. Those that no slot shows; where there are not
-// enough among the oldest, those of the slot that was parked longest ago once it is unmapped.
+// Evicts cached pages before a step has to wait, when the pool has its full size. Evicting several
+// pages of a prefix together frees one run. Takes the oldest pages not mapped in slots. If these
+// are too few, unmaps the slot parked longest ago.
 void Background::evict_ahead() {
-  // They came back as the newest idle ones, but were the oldest. NOTE: not as they come back, since
-  // somebody may count on having found what is cached there.
+  // The mapper's unmapped pages were the oldest, but returned as the newest idle pages. NOTE: they
+  // are not evicted on return, because a plan may rely on blocks cached in them.
   const std::vector<PageId> reclaimed = std::exchange(reclaimed_, {});
   if (pool_.num_committed() < pool_.limit()) return;
   for (const PageId page : reclaimed) {
@@ -377,8 +379,8 @@ void Background::evict_ahead() {
   if (oldest != kNoSlot) reclaim(oldest, std::max(wanted, pool_.extent_pages()));
 }
 
-// Parked slots let go of their oldest pages before anybody has to wait for it. What is cached stays
-// so, in the arena.
+// Unmaps the oldest pages of parked slots before a step has to wait. Cached blocks stay readable in
+// the arena.
 void Background::reclaim_ahead() {
   const auto threshold =
       static_cast<std::int64_t>(config_.reclaim_share * static_cast<double>(pool_.limit()));
@@ -392,7 +394,7 @@ void Background::reclaim_ahead() {
   if (oldest != kNoSlot) reclaim(oldest, wanted);
 }
 
-// Its last `num_pages` pages.
+// Unmaps the slot's last `num_pages` pages.
 void Background::reclaim(SlotId slot, std::int64_t num_pages) {
   const std::int64_t first = std::max<std::int64_t>(0, slots_[slot].size() - num_pages);
   Command command;
@@ -407,7 +409,7 @@ void Background::reclaim(SlotId slot, std::int64_t num_pages) {
 std::vector<PageId> Background::detach_pages(SlotId id, std::int64_t first) {
   std::vector<PageId> pages;
   const Slot& slot = slots_[id];
-  // Tail first, the order in which they would be evicted.
+  // Tail first: eviction order.
   for (std::int64_t i = slot.size() - 1; i >= first; --i) {
     if (slot.entries[i].page == kNoPage) continue;
     pool_.hold(slot.entries[i].page);
@@ -435,8 +437,8 @@ void Background::apply_unmap(Outcome& outcome) {
   work_.add_repair(std::move(repair), outcome.error);
 }
 
-// Pages whose every position is written for good become read-only in the slot: a stray write is a
-// trap there, and not somebody's wrong answer.
+// Makes fully sealed pages read-only in the slot: a stray write then traps instead of corrupting
+// another sequence's result.
 void Background::seal_slots(const std::vector<SeqId>& seqs) {
   Command command;
   command.kind = Command::Kind::kSeal;
@@ -448,7 +450,7 @@ void Background::seal_slots(const std::vector<SeqId>& seqs) {
     if (slot.in_repair) continue;
     const std::int64_t stop =
         std::min(seq.kv.sealed / config_.page_tokens(), slot.size() - slot.num_pending);
-    // What is read-only already (shared) or given up lies anywhere among what is not.
+    // Shared (read-only) and dropped pages lie anywhere among writable ones.
     const auto is_writable = [&](std::int64_t i) {
       return slot.entries[i].page != kNoPage && !slot.entries[i].read_only;
     };
@@ -484,16 +486,16 @@ void Background::seal_now(const Command& command) {
     ledger_.totals.access_calls += static_cast<std::int64_t>(command.access.size());
     ledger_.totals.unhidden_calls += static_cast<std::int64_t>(command.access.size());
   } catch (const Error& error) {
-    // A safeguard less, and nothing lost: the pages stay writable.
+    // Only a safeguard is lost: the pages stay writable.
     work_.last_error = error.what();
     work_.fail_if_sticky(error);
     undo_seal(command, tx.rollback());
   }
 }
 
-// Without sealing, sequences may write again what they wrote: pages that were read-only for being
-// shared are writable when they are one sequence's alone. Refused, they are tried again with the
-// next change.
+// Without seal_read_only, a sequence may write again what it wrote. Pages that were read-only
+// because they were shared become writable when one sequence owns them. If the driver refuses, the
+// next change tries again.
 void Background::restore_write_access() {
   if (!ledger_.may_restore_access || config_.seal_read_only || !work_.failure.empty()) return;
   if (!config_.access_under_readers && ledger_.completed != ledger_.begun) return;
@@ -503,7 +505,7 @@ void Background::restore_write_access() {
   for (SlotId id = 0; id < config_.num_slots; ++id) {
     const Slot& slot = slots_[id];
     const std::int64_t size = slot.active() ? ledger_.num_pages(seqs_[slot.seq]) : 0;
-    if (slot.in_repair) {  // may still make it read-only
+    if (slot.in_repair) {  // the repair may still make it read-only
       ledger_.may_restore_access = true;
       continue;
     }

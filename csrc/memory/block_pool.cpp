@@ -40,7 +40,7 @@ std::int64_t BlockPool::total_refs(PageId page) const {
   return total;
 }
 
-// -- what changes, and is undone after a trial
+// -- changes, logged for the end of a trial
 
 BlockPool::Page& BlockPool::change(PageId id) noexcept {
   if (trial_.runs) trial_.pages.emplace_back(id, pages_[id]);
@@ -70,7 +70,7 @@ void BlockPool::set_free(PageId id, bool is_free) noexcept {
   }
 }
 
-// The index finds the block by the digest, or does not.
+// Adds the digest to the index or removes it.
 void BlockPool::set_digest(BlockId id, const Digest& digest, bool is_published) {
   if (trial_.runs) trial_.digests.emplace_back(id, digest);
   if (is_published) {
@@ -117,9 +117,9 @@ PageState BlockPool::state_for(PageId id) const {
   const Page& page = pages_[id];
   if (!committed_.contains(id)) return PageState::kAbsent;
   if (page.used > 0) {
-    const bool splits =
-        page.maps == 0 && page.owner == kNoSeq && page.held == 0 && spare_blocks(page) > 0 &&
-        is_at_rest(id);  // an epoch may still write the block that was given up, or a copy read it
+    const bool splits = page.maps == 0 && page.owner == kNoSeq && page.held == 0 &&
+                        spare_blocks(page) > 0 &&
+                        is_at_rest(id);  // an epoch or copy may still use the released block
     return splits ? PageState::kSplit : PageState::kInUse;
   }
   if (page.held > 0) return PageState::kHeld;
@@ -185,7 +185,7 @@ void BlockPool::update_state(PageId id) noexcept {
   Page& page = change(id);
   const PageState wanted = state_for(id);
   if (wanted != page.state) {
-    // What the mapper has mapped ahead of somebody comes from its hands, and is wanted soon.
+    // Pages mapped ahead leave kHeld and will be needed soon: they are not expendable.
     const bool was_used = page.state != PageState::kHeld && page.state != PageState::kFree;
     leave_state(id);
     page.state = wanted;
@@ -336,7 +336,7 @@ void BlockPool::drop_ref(BlockId id, Epoch epoch) noexcept {
     --summary_.num_shared_blocks;
     if (--page.shared == 0) --summary_.num_shared_pages;
   }
-  if (block.refs > 0) return update_state(page_id);  // it may have to wait
+  if (block.refs > 0) return update_state(page_id);  // the page may have to wait
   --page.used;
   --summary_.num_used_blocks;
   if (block.published) {
@@ -461,7 +461,8 @@ void BlockPool::check_page(PageId id) const {
     throw InvariantError("page " + std::to_string(id) + " counts its blocks wrongly");
   }
   if (state_for(id) != page.state || free_.contains(id) != (page.state == PageState::kFree)) {
-    throw InvariantError("page " + std::to_string(id) + " is not in the state of its counters");
+    throw InvariantError("page " + std::to_string(id) +
+                         " has a state that its counters contradict");
   }
 }
 
@@ -517,12 +518,13 @@ void BlockPool::check() const {
     ++idle;
     if (!pages_[id].expendable) continue;
     if (pages_[id].prev != last_expendable) {
-      throw InvariantError("page " + std::to_string(id) + " is to be evicted too late");
+      throw InvariantError("page " + std::to_string(id) +
+                           " is expendable but not in front of the idle list");
     }
     last_expendable = id;
   }
   if (last_expendable != summary_.last_expendable) {
-    throw InvariantError("the idle list's expendable pages end elsewhere");
+    throw InvariantError("the last expendable page of the idle list is not the recorded one");
   }
   if (idle != summary_.counts[static_cast<int>(PageState::kIdle)]) {
     throw InvariantError("the idle list has " + std::to_string(idle) + " pages");

@@ -7,10 +7,10 @@
 namespace vmserve {
 namespace {
 
-// Of the mappings that there may be, the part that is kept for those who need them at once.
+// 1/8 of all possible mappings is reserved for urgent ones.
 constexpr std::int64_t kReserveShare = 8;
 
-// Appends a run, merged with the last one where the two are adjacent.
+// Appends a run, merged with the last one if adjacent.
 void append(std::vector<MapRun>& runs, const MapRun& run, std::size_t frame_bytes) {
   if (!runs.empty()) {
     MapRun& last = runs.back();
@@ -182,9 +182,9 @@ void DriverWork::execute(Change& change) {
     return;
   }
   const auto driving = lock();
-  driver->copy_out(out);  // before anything is written
-  // NOTE: without a mark nobody would know when they end: refused, the change is undone, and what
-  // was copied for nothing lies in host memory that the next copies take, behind these.
+  driver->copy_out(out);  // before anything is overwritten
+  // NOTE: if the driver refuses the mark, the end of the copies is unknown and the change is
+  // undone. Their targets in host memory are reused safely: later copies run after these.
   if (!out.empty() && has_copy_stream) change.copy_mark = driver->copy_mark();
   driver->zero(zeros);
   driver->copy(copies);
@@ -195,7 +195,6 @@ void DriverWork::execute(Change& change) {
   change.counts.swap_copy_runs = static_cast<std::int64_t>(out.size() + in.size());
 }
 
-// One in every group, and as many in the shadow.
 std::int64_t DriverWork::mappings_per_run() const {
   return std::int64_t{config_.num_groups} * (space->has_shadow() ? 2 : 1);
 }
@@ -205,7 +204,7 @@ std::int64_t DriverWork::mapping_room() const {
   return room == kUnlimitedMappings ? room : room - pending_mappings;
 }
 
-// What unmapping the slot gives back, at least: its runs join the gap behind them.
+// Mappings freed by unmapping the slot, at least: its runs merge with the gap behind them.
 std::int64_t DriverWork::parked_mappings(const Slot& slot) const {
   std::int64_t runs = 0;
   SlotEntry last{kNoPage, false};
@@ -219,7 +218,6 @@ std::int64_t DriverWork::parked_mappings(const Slot& slot) const {
   return std::max<std::int64_t>(0, has_gap_behind ? runs : runs - 1) * mappings_per_run();
 }
 
-// Looks at the parked slots only where there are not as many without them.
 std::int64_t DriverWork::available_mappings(std::int64_t needed) const {
   std::int64_t available = mapping_room();
   if (available >= needed) return available;
@@ -229,13 +227,12 @@ std::int64_t DriverWork::available_mappings(std::int64_t needed) const {
   return std::max<std::int64_t>(0, available);
 }
 
-// Background of need only what leaves the reserve to those who need it now.
 bool DriverWork::may_map_ahead(std::int64_t num_pages) const {
   return mapping_room() - mapping_reserve / 2 >= (1 + num_pages) * mappings_per_run();
 }
 
 std::uint64_t DriverWork::submit(Command command) {
-  // A mapping can cut a gap in two, a change of access a run in three.
+  // A map call can split a gap in two, an access change a run in three.
   command.num_mappings = static_cast<std::int64_t>(2 * command.map.size() + command.unmap.size() +
                                                    2 * command.access.size());
   pending_mappings += command.num_mappings;
@@ -278,8 +275,7 @@ bool DriverWork::unmap(const RemovedEntries& removed) {
   }
   Repair repair;
   std::string error_text;
-  mapper->wait(
-      slots_[removed.slot].last_command);  // it may be changing the access of these very pages
+  mapper->wait(slots_[removed.slot].last_command);  // it may be changing the access of these pages
   try {
     const auto driving = lock();
     driver->unmap(removed.ranges);
@@ -306,7 +302,7 @@ bool DriverWork::truncate(SlotId slot, std::int64_t index) {
   return count <= 0 || unmap(remove_entries(slot, index, count));
 }
 
-// A hole, also at the end: what lies behind may come back, or be the sequence's own to grow into.
+// Leaves a hole even at the end: the sequence may have or get entries behind it.
 bool DriverWork::punch(SlotId slot, std::int64_t index) {
   const bool done = unmap(remove_entries(slot, index, 1));
   if (slots_[slot].size() == index) slots_[slot].entries.push_back({kNoPage, false});
@@ -357,7 +353,7 @@ void DriverWork::retry_repairs() {
   const auto repaired =
       std::remove_if(repairs.begin(), repairs.end(), [&](Repair& repair) { return retry(repair); });
   repairs.erase(repaired, repairs.end());
-  // A slot can be part of several repairs.
+  // A slot can be in several repairs.
   for (const Repair& repair : repairs) {
     for (const SlotId slot : repair.slots) slots_[slot].in_repair = true;
   }

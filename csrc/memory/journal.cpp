@@ -50,8 +50,8 @@ void Change::make_read_only(SlotId slot, std::int64_t index) {
   entry.read_only = true;
 }
 
-// What it shows stays mapped: epochs that run may read it, and if the change fails it is still the
-// sequence's.
+// The slot's pages stay mapped: running epochs may read them, and if the change fails the sequence
+// keeps the slot.
 void Change::leave_slot(SeqId id) {
   const SlotId slot = std::exchange(seqs_[id].kv.slot, kNoSlot);
   if (slot == kNoSlot) return;

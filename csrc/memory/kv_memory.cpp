@@ -1,4 +1,4 @@
-// Sequences, epochs and the public face: plans are made and carried out.
+// Sequences, epochs and the public interface: planning and applying ops.
 #include "vmserve/kv_memory.h"
 
 #include <unistd.h>
@@ -33,8 +33,8 @@ void check_sizes(const MemoryConfig& config) {
           [&] { return std::string("reclaim_share must lie between 0 and 1"); });
 }
 
-// Where mappings are limited slots grow in extents: an eighth of a slot's share of the pool, which
-// may lie idle behind each, but no more pages than there is anything to gain by.
+// Pages per extent if mappings are limited, else 1: an eighth of a slot's share of the pool, which
+// may lie unused behind each slot, and at most 32, beyond which nothing is gained.
 std::int64_t extent_pages(const PageDriver& driver, const MemoryConfig& config) {
   constexpr std::int64_t kMost = 32;
   const std::int64_t share = config.limit_pages / config.num_slots / 8;
@@ -99,18 +99,17 @@ KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& confi
   try {
     room_.create_pages(std::min(ready, pool_.limit() - pool_.num_committed()));
   } catch (const OutOfMemoryError& error) {
-    work_.last_error = error.what();  // the device has less now than the limit promises
+    work_.last_error = error.what();  // the device has less memory now than the limit promises
   }
 }
 
 KVMemory::~KVMemory() {
-  // In a fork the mapper's thread does not exist: joining it, or taking down what it was waiting
-  // on, would wait for ever.
+  // A fork has no mapper thread: joining it would wait for ever.
   if (::getpid() != pid_) static_cast<void>(work_.mapper.release());
 }
 
 std::unique_lock<std::mutex> KVMemory::enter() const {
-  // NOTE: before the lock: in a fork, another thread of the parent may have held it for ever.
+  // NOTE: check before locking: in a fork, the lock may be held for ever by a thread of the parent.
   require(::getpid() == pid_, [&] {
     return "this KV memory belongs to process " + std::to_string(pid_) +
            " and was used in its fork " + std::to_string(::getpid()) +
@@ -147,7 +146,8 @@ std::optional<SeqId> KVMemory::open(Tenant tenant, View view, const std::string&
 void KVMemory::append_tokens(const std::vector<SeqId>& seqs,
                              const std::vector<std::int32_t>& tokens) {
   const auto lock = enter();
-  require(seqs.size() == tokens.size(), [&] { return std::string("one token for each sequence"); });
+  require(seqs.size() == tokens.size(),
+          [&] { return std::string("append_tokens needs one token per sequence"); });
   for (const SeqId seq : seqs) ledger_.open_seq(seq);
   for (std::size_t i = 0; i < seqs.size(); ++i) {
     Sequence& seq = seqs_[seqs[i]];
@@ -166,7 +166,7 @@ void KVMemory::release(SeqId id) {
   const auto lock = enter();
   Sequence& seq = ledger_.open_seq(id);
   if (!config_.deferred_reclamation && seq.kv.slot != kNoSlot) background_.drain_mapper();
-  // Tail first: it is the tail of a prefix that is evicted first.
+  // Tail first, so that the tail of a prefix is evicted first.
   for (auto block = seq.kv.blocks.rbegin(); block != seq.kv.blocks.rend(); ++block) {
     if (*block == kNoBlock) continue;
     const PageId page = pool_.page_of(*block);
@@ -198,15 +198,15 @@ void KVMemory::release(SeqId id) {
 Plan KVMemory::plan(const std::vector<Op>& ops) {
   const auto lock = enter();
   background_.apply_finished_work();
-  // Only asking what there is leaves an earlier plan as good as it was, and what is attached has
-  // been found already.
+  // An empty plan must not invalidate an earlier one, and an attach relies on cached blocks that
+  // were found.
   if (!ops.empty() && !Planner::has_attach(ops)) room_.try_give_back_excess();
   last_ops_ = ops;
   merged_ops_ = planner_.merge_grows(ops);
   planner_.validate(merged_ops_);
   assessed_ = planner_.assess(merged_ops_);
   if (!assessed_.plan.fits() && (work_.has_mapper() || !work_.repairs.empty())) {
-    // Pages that the mapper or a repair has in hand are nobody's yet.
+    // Wait for pages that the mapper or a repair holds.
     background_.drain_mapper();
     if (work_.failure.empty()) work_.retry_repairs();
     assessed_ = planner_.assess(merged_ops_);
@@ -223,16 +223,16 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   const auto start = Clock::now();
   const bool is_planned = assessed_.plan.version == version && last_ops_ == ops;
   if (!is_planned) merged_ops_ = planner_.merge_grows(ops);
-  last_ops_.clear();  // what was planned is carried out once
+  last_ops_.clear();  // a plan is applied once
   const std::vector<Op>& wanted = merged_ops_;
   planner_.validate(wanted);
   work_.retry_repairs();
-  // Packing costs copies and cached blocks: whether it is still needed is looked at again.
+  // Packing costs copies and cached blocks: check again whether it is needed.
   const bool holds = is_planned && assessed_.plan.fits() && assessed_.packing == Packing::kNone;
   Assessed now = holds ? assessed_ : planner_.assess(wanted);
   if (wait_for_mapper(wanted, now.plan)) now = planner_.assess(wanted);
   if (now.plan.needed_mappings > work_.mapping_room()) {
-    background_.drain_mapper();  // what the mapper has made is counted, what it may make is not
+    background_.drain_mapper();  // replaces the mapper's upper bound by the mappings it made
     now = planner_.assess(wanted);
   }
   const Plan& plan = now.plan;
@@ -268,8 +268,8 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   return ledger_.begun;
 }
 
-// What the ops touch must not be in the mapper's hands. In the steady state nothing is.
-// True if its outcomes were entered, which may change what a plan needs.
+// Waits for mapper commands that concern the ops; usually there are none. True if outcomes were
+// applied, which may change what a plan needs.
 bool KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
   if (!work_.has_mapper()) return false;
   std::uint64_t until = 0;
@@ -283,8 +283,8 @@ bool KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
                (seq.kv.view == View::kVirtual &&
                 ledger_.pages_for(op.num_tokens) > ledger_.num_pages(seq))) {
       const bool has_slot = seq.kv.slot != kNoSlot;
-      // Sealing what lies behind may take its time: growth goes on behind it, and a newcomer waits
-      // for that of the slot which it takes alone.
+      // Growth need not wait for kSeal commands on earlier pages. A new sequence waits only for
+      // those of the slot that it takes.
       until = std::max(until, has_slot ? slots_[seq.kv.slot].last_map : work_.last_mapping);
     }
   }
@@ -307,7 +307,7 @@ void KVMemory::commit(Change& change) {
   for (auto block = change.drops.rbegin(); block != change.drops.rend(); ++block) {
     pool_.drop_ref(*block, ledger_.begun);
   }
-  // What is converted was bound as if it were shared.
+  // A conversion shares pages with the old blocks until these are dropped.
   ledger_.may_restore_access =
       ledger_.may_restore_access || !change.drops.empty() || change.counts.converted_to_virtual > 0;
   for (const SwapId swap : change.swap_drops) work_.swap->drop(swap);
@@ -390,7 +390,7 @@ void KVMemory::clear_cache() {
   ++weights_epoch_;
   pool_.clear_index();
   for (Sequence& seq : seqs_) {
-    // What was computed with the old weights is not offered under any name.
+    // KV data of the old weights is never published.
     seq.digests.clear();
     seq.tokens_unknown = true;
   }
@@ -554,7 +554,7 @@ void KVMemory::require_usable() const {
 }
 
 void KVMemory::close() {
-  if (::getpid() != pid_) return;  // it is the parent's to close
+  if (::getpid() != pid_) return;  // the parent closes it
   const std::lock_guard<std::mutex> lock(mutex_);
   work_.mapper.reset();
   work_.swap.reset();

@@ -1,4 +1,4 @@
-// The laws of KVMemory, executed, and its statistics.
+// Checks the laws of KVMemory and collects its statistics.
 #include <algorithm>
 #include <string>
 
@@ -13,21 +13,23 @@ void law(bool holds, const std::string& broken) {
   if (!holds) throw InvariantError(broken);
 }
 
-// Where nothing limits them: what every reader of numbers can hold.
+// Reported if unlimited: exact in a double.
 constexpr std::int64_t kMostMappings = std::int64_t{1} << 53;
 
 std::string page_text(PageId page) {
   return "page " + std::to_string(page);
 }
 
-// Every reference is a sequence's, and every sequence has what its length needs.
+// Checks that references match the sequences' blocks, and that every sequence has what its length
+// needs.
 void check_references(const Ledger& ledger, const std::deque<InFlightCopies>& copies) {
   std::unordered_map<BlockId, std::int32_t> counted;
   for (SeqId id = 0; id < ledger.config.max_seqs; ++id) {
     const Sequence& seq = ledger.seqs[id];
     const std::string name = "sequence " + std::to_string(id);
     if (!seq.open || seq.kv.swapped) {
-      law(seq.kv.blocks.empty() && seq.kv.slot == kNoSlot, name + " has blocks and is away");
+      law(seq.kv.blocks.empty() && seq.kv.slot == kNoSlot,
+          name + " is closed or swapped out, but has blocks or a slot");
       continue;
     }
     const auto there = static_cast<std::int64_t>(seq.kv.blocks.size());
@@ -39,12 +41,13 @@ void check_references(const Ledger& ledger, const std::deque<InFlightCopies>& co
                             std::to_string(seq.kv.length) + " tokens");
     law(seq.kv.sealed <= seq.kv.length, name + " is sealed beyond its length");
     law(is_virtual ? there == 0 || seq.kv.slot != kNoSlot : seq.kv.slot == kNoSlot,
-        name + " has a slot and should not, or the reverse");
+        name + " has a slot in the paged view, or none in the virtual view");
     for (std::int64_t i = 0; i < there; ++i) {
       const BlockId block = seq.kv.blocks[i];
       law(block != kNoBlock || i < seq.kv.num_trimmed, name + " has a hole");
       const BlockId shown = ledger.tables[id * ledger.blocks_per_row + i];
-      law(shown == std::max(block, BlockId{0}), name + " has another block table than blocks");
+      law(shown == std::max(block, BlockId{0}),
+          name + " has a block table that differs from its blocks");
       if (block == kNoBlock) continue;
       ++counted[block];
       law(ledger.pool.tenant(ledger.pool.page_of(block)) == seq.tenant,
@@ -85,7 +88,7 @@ void check_slots(const Ledger& ledger, DriverWork& work) {
     law(slot.size() <= work.space->shape().slot_pages,
         name + " shows more pages than it has room for");
     law(slot.num_pending == 0, name + " is still being mapped");
-    law(slot.num_sealed <= slot.size(), name + " seals more than it shows");
+    law(slot.num_sealed <= slot.size(), name + " has more sealed entries than entries");
     for (std::int64_t i = 0; i < slot.size(); ++i) {
       const SlotEntry& entry = slot.entries[i];
       if (entry.page != kNoPage) ++shown[entry.page];
@@ -96,7 +99,7 @@ void check_slots(const Ledger& ledger, DriverWork& work) {
     if (!slot.active()) continue;
     const Sequence& seq = ledger.seqs[slot.seq];
     law(seq.open && seq.kv.slot == id && seq.kv.view == View::kVirtual,
-        name + " is not its sequence's");
+        name + " is not the slot of its sequence");
     law(ledger.num_pages(seq) <= slot.size(), name + " shows less than its sequence has");
     for (std::int64_t i = 0; i < ledger.num_pages(seq); ++i) {
       const SlotEntry& entry = slot.entries[i];
@@ -114,7 +117,7 @@ void check_slots(const Ledger& ledger, DriverWork& work) {
           name + " is read-only where its sequence writes");
       law(!entry.read_only || entry.page == kNoPage || ledger.config.seal_read_only ||
               ledger.may_restore_access || !ledger.is_exclusive(entry.page),
-          page_text(entry.page) + " is one sequence's alone, but read-only in its slot");
+          page_text(entry.page) + " belongs to one sequence but is read-only in its slot");
     }
   }
   for (std::int64_t id = ledger.pool.next_committed(0); id >= 0;
@@ -131,7 +134,7 @@ void check_mappings(const Ledger& ledger, DriverWork& work) {
   const auto expect = [&](Address addr, std::int32_t group, PageId page, bool is_read_only,
                           const char* where) {
     const Mapping found = work.driver->query(addr);
-    // A driver that cannot trap writes reports what was asked for all the same.
+    // A driver that cannot trap writes reports the requested access.
     const Access access = is_read_only ? Access::kRead : Access::kReadWrite;
     law(found.frame == work.space->frame(group, page) && found.access == access,
         page_text(page) + " of group " + std::to_string(group) + " is not mapped as recorded in " +

@@ -1,4 +1,4 @@
-// A picture of the pool, for people: what each page is used for, and what each slot shows.
+// The memory map: how each page is used, and what each slot shows.
 #include <algorithm>
 #include <array>
 
@@ -15,7 +15,7 @@ std::uint8_t code(PageUse use, bool shared, bool mapped) {
                                    (mapped ? kPageMapped : 0));
 }
 
-// `uses`: which views of live sequences have the page.
+// `uses`: the views of live sequences that use the page.
 std::uint8_t code_of(const BlockPool& pool, PageId page, std::uint8_t uses) {
   switch (pool.state(page)) {
     case PageState::kAbsent:
@@ -42,7 +42,7 @@ std::uint8_t code_of(const BlockPool& pool, PageId page, std::uint8_t uses) {
   return code(use, pool.shared(page) > 0, pool.maps(page) > 0);
 }
 
-// A cell of several pages has the code that most of them have; of equals, the lowest.
+// A cell of several pages has their most frequent code; of equally frequent ones, the lowest.
 void draw_cells(MemoryMap& map, const BlockPool& pool, const std::vector<std::uint8_t>& uses,
                 std::int64_t max_cells) {
   const auto num_pages_shown = static_cast<std::int64_t>(uses.size());
@@ -70,10 +70,10 @@ void draw_cells(MemoryMap& map, const BlockPool& pool, const std::vector<std::ui
 }  // namespace
 
 MemoryMap KVMemory::memory_map(std::int64_t max_cells) {
-  if (max_cells < 1) throw MisuseError("a map has at least one cell");
+  if (max_cells < 1) throw MisuseError("a memory map has at least one cell");
   const auto lock = enter();
   background_.apply_finished_work();
-  // What lies above the limit, after it was lowered, is shown until it has gone.
+  // Pages above a lowered limit are shown until they are returned.
   std::int64_t num_pages_shown = pool_.limit();
   for (std::int64_t page = pool_.next_committed(num_pages_shown); page >= 0;
        page = pool_.next_committed(page + 1)) {

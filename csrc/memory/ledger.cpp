@@ -59,7 +59,7 @@ void Ledger::extend_digests(Sequence& seq) {
 
 std::int64_t Ledger::num_matched(const Sequence& seq) const {
   if (seq.tokens.empty()) return 0;
-  // One token at least is computed: its logits are what the caller wants.
+  // At least one token must be computed: the caller needs its logits.
   const auto most = (static_cast<std::int64_t>(seq.tokens.size()) - 1) / config.block_tokens;
   const std::int64_t end = std::min(most, static_cast<std::int64_t>(seq.digests.size()));
   std::int64_t matched = 0;
@@ -109,13 +109,13 @@ std::vector<BlockId> Ledger::matched_blocks(const Sequence& seq, std::int64_t nu
 }
 
 bool Ledger::takes_whole_page(std::int64_t block_index, bool dense) const {
-  // Short sequences share split pages; a longer one takes whole pages where they start, so that
-  // its blocks fill them in order and the virtual view costs no copy.
+  // Short sequences share split pages. A longer one takes whole pages from each page start on: its
+  // blocks fill them in order, and a conversion to the virtual view needs no copy.
   return !dense && config.blocks_per_page > 1 && block_index >= config.blocks_per_page &&
          block_index % config.blocks_per_page == 0;
 }
 
-// Whether the prefix cache would lose something with the page's blocks from `count` on.
+// Whether the page has published blocks from its block `count` on.
 bool Ledger::has_published_from(PageId page, std::int32_t count) const {
   for (std::int32_t j = count; j < config.blocks_per_page; ++j) {
     if (pool.is_published(pool.first_block(page) + j)) return true;
@@ -123,8 +123,8 @@ bool Ledger::has_published_from(PageId page, std::int32_t count) const {
   return false;
 }
 
-// Whether an epoch that runs may read what clearing the page's other blocks, which is done at once,
-// would take from it. (Writing them would not: the kernels that do come after it.)
+// Whether zeroing the page's other blocks, which happens at once, would race with a running epoch
+// that may read them. (Writes by kernels would not: they are ordered after it.)
 bool Ledger::zeroing_races_readers(PageId page) const {
   return config.zero_policy == ZeroPolicy::kAlways && pool.retire(page) > completed;
 }
@@ -146,7 +146,8 @@ std::vector<BoundPage> Ledger::bind_pages(const std::vector<BlockId>& blocks,
     }
     using Kind = BoundPage::Kind;
     const bool is_full = (first + width) * config.block_tokens <= num_tokens;
-    // All given up; what is still to be written behind it needs memory all the same.
+    // All blocks were dropped. A partial page needs memory anyway, for the tokens still to be
+    // written.
     if (present == 0 && is_full) {
       bound.push_back({Kind::kHole, kNoPage, 0});
     } else if (in_order && is_full) {
@@ -162,9 +163,8 @@ std::vector<BoundPage> Ledger::bind_pages(const std::vector<BlockId>& blocks,
   return bound;
 }
 
-// Pages that compact_all() may take apart: of paged sequences, with blocks that are free, cached or
-// set aside for one of them. While an epoch runs that may write them there are none, and none of
-// which a block is copied.
+// Pages that compact_all() may take apart: used only by paged sequences, with unused, cached or
+// reserved blocks. None while an epoch runs that may write them; none with a copy in flight.
 std::unordered_map<Tenant, std::vector<PageId>> Ledger::compactable_pages() const {
   std::unordered_map<Tenant, std::vector<PageId>> pages;
   if (completed != begun) return pages;
@@ -184,8 +184,8 @@ std::int64_t Ledger::num_usable_slots() const {
   });
 }
 
-// Pages in use whose gaps are nobody's to fill, and not to be packed, while an epoch or a copy
-// runs; and those of which a block is copied, which is not written to meanwhile.
+// Pages that cannot be compacted yet: pages in use with gaps, while an epoch or a copy runs, and
+// pages with a copy in flight.
 std::int64_t Ledger::num_uncompactable_pages() const {
   if (completed == begun && pool.num_copies() == 0) return 0;
   std::int64_t pages = 0;
@@ -199,7 +199,7 @@ std::int64_t Ledger::num_uncompactable_pages() const {
   return pages;
 }
 
-// Blocks that the sequence can have behind `block` in a page of its own.
+// Unused blocks right after `block` in a page that is reserved for the sequence.
 std::int64_t Ledger::num_own_blocks_after(SeqId id, BlockId block) const {
   const PageId page = pool.page_of(block);
   if (pool.owner(page) != id || !pool.is_at_rest(page)) return 0;
@@ -209,7 +209,7 @@ std::int64_t Ledger::num_own_blocks_after(SeqId id, BlockId block) const {
   return next - block - 1;
 }
 
-// The child's prefix has the parent's name.
+// Gives the child the tokens and digests of the parent's prefix.
 void Ledger::inherit_prefix(const Forked& fork) {
   const Sequence& parent = seqs[fork.parent];
   Sequence& child = seqs[fork.child];
@@ -218,7 +218,7 @@ void Ledger::inherit_prefix(const Forked& fork) {
   child.root = parent.root;
   child.tokens.assign(parent.tokens.begin(),
                       parent.tokens.begin() + static_cast<std::ptrdiff_t>(known));
-  // What epochs that run still write of it is sealed, or worthless, with them.
+  // Running epochs that write the parent's prefix seal it, or abandon it, for the child, too.
   for (EpochRecord& record : records) {
     if (record.epoch == begun) break;
     const auto of_parent = std::find_if(
@@ -235,7 +235,7 @@ void Ledger::inherit_prefix(const Forked& fork) {
                        parent.digests.begin() + static_cast<std::ptrdiff_t>(full));
 }
 
-// Pages (virtual) or blocks (paged) that lie wholly before the token are given up.
+// Drops pages (virtual) or blocks (paged) that lie wholly before the token.
 void Ledger::trim_front(SeqId id, std::int64_t first_token) {
   Sequence& seq = seqs[id];
   const std::int64_t unit =
@@ -261,7 +261,7 @@ bool Ledger::can_unmap(const Slot& slot) const {
          slot.retire <= completed;
 }
 
-// Pages shown by slots that nobody has and an epoch still reads.
+// Pages of parked slots that a running epoch may still read.
 std::int64_t Ledger::num_retiring_pages() const {
   std::int64_t pages = 0;
   for (const Slot& slot : slots) {
@@ -279,7 +279,7 @@ SlotId Ledger::oldest_parked() const {
   return oldest;
 }
 
-// The books' side of unmapping entries: the tail is cut off, a hole stays inside.
+// Removes the entries without a driver call. A removed tail shortens the slot; else a hole remains.
 void Ledger::remove_entries(SlotId id, std::int64_t first, std::int64_t count) {
   Slot& slot = slots[id];
   const bool is_tail = first + count == slot.size();
@@ -314,7 +314,7 @@ std::uint64_t Ledger::fingerprint() const {
   return mix.value();
 }
 
-// Whether a write to the page concerns nobody but the sequence that has it.
+// Whether no other sequence and no cached prefix uses the page.
 bool Ledger::is_exclusive(PageId page) const {
   if (pool.shared(page) > 0) return false;
   for (std::int32_t j = 0; j < config.blocks_per_page; ++j) {

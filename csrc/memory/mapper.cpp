@@ -63,7 +63,7 @@ Outcome Mapper::execute(Command command) {
     outcome.sticky = refusal != nullptr && refusal->sticky;
     outcome.error = error.what();
     if (command.kind == Command::Kind::kUnmap) {
-      // What is unmapped is wanted so; the rest is still to be done.
+      // Completed unmaps stay; the others are still to be done.
       outcome.unfinished.error = error.what();
       outcome.unfinished.steps.assign(
           command.unmap.begin() + static_cast<std::ptrdiff_t>(error.completed),
@@ -72,7 +72,7 @@ Outcome Mapper::execute(Command command) {
       outcome.unfinished = tx.rollback();
     }
   } catch (const std::exception& error) {
-    // Not the driver's word (out of memory for a list): nobody knows how far it came.
+    // Not an error of the driver (bad_alloc): the progress is unknown.
     outcome.sticky = true;
     outcome.error = error.what();
   }
@@ -101,9 +101,8 @@ bool Mapper::run_one(std::uint64_t up_to, bool waited) {
 }
 
 void Mapper::loop() {
-  // Woken on a busy core, it would run at once in place of whoever gave the command: the step. A
-  // batch thread does not pre-empt (and needs no privilege). If the system refuses, it is as
-  // before.
+  // Without SCHED_BATCH, the woken thread would pre-empt the step that submitted the command if
+  // cores are busy. Needs no privilege; a refusal changes nothing.
   const sched_param no_priority{};
   ::sched_setscheduler(0, SCHED_BATCH, &no_priority);
   for (;;) {
@@ -121,7 +120,7 @@ bool Mapper::wait(std::uint64_t id, bool is_waited_for) {
     const std::lock_guard<std::mutex> lock(queue_mutex_);
     if (done_id_ >= id) return false;
   }
-  // Under the execution lock the queue's front is the next command: nothing is half done.
+  // Under the execution lock, the queue's front is the next command and none is half done.
   while (run_one(id, /*waited=*/is_waited_for)) {
   }
   return true;

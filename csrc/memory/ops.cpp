@@ -9,7 +9,7 @@
 namespace vmserve {
 namespace {
 
-// What is remembered of what a newcomer took when the next one comes.
+// Decay of `first_pages` per new sequence.
 constexpr double kRememberedOfNewcomers = 0.98;
 
 }  // namespace
@@ -45,15 +45,15 @@ void Ops::stage_one(Change& change, const Op& op) {
   }
 }
 
-// What is attached must not be evicted, or claimed by another op, while memory is sought.
+// Holds matched blocks: finding memory must not evict them, and other ops must not claim them.
 void Ops::hold_matches(Change& change, const std::vector<Op>& ops) {
   for (const Op& op : ops) {
     if (op.kind != OpKind::kAttach || op.num_tokens == 0) continue;
     change.attached.push_back({op.seq, ledger_.matched_blocks(seqs_[op.seq], op.num_tokens)});
     PageId last = kNoPage;
     for (const BlockId block : change.attached.back().blocks) {
-      // A page in use is not evicted, and the plan counts on its other blocks: only this one is
-      // kept.
+      // A page in use is not evicted, and the plan counts on its other blocks: reference only this
+      // one.
       if (pool_.used(pool_.page_of(block)) > 0) {
         change.add_ref(block);
         change.matched.push_back(block);
@@ -62,8 +62,8 @@ void Ops::hold_matches(Change& change, const std::vector<Op>& ops) {
       if (pool_.page_of(block) == last) continue;
       last = pool_.page_of(block);
       if (change.is_trial && pool_.state(last) != PageState::kIdle) {
-        // It may become idle before the plan is carried out. Held by this very change it counts
-        // once.
+        // It may become idle before the plan is applied. A page that this change already holds
+        // counts once.
         const auto held = std::find(change.held.begin(), change.held.end(), last);
         change.num_coming += held == change.held.end() ? 1 : 0;
       }
@@ -112,22 +112,22 @@ void Ops::stage_fork(Change& change, const Op& op) {
   if (op.num_tokens > 0) bind(change, op.seq, blocks, op.num_tokens, /*own=*/false);
   child.kv.length = op.num_tokens;
   child.kv.sealed = std::min(parent.kv.sealed, op.num_tokens);
-  // What is worthless of the parent may lie behind the fork.
+  // The parent's seal limit may lie behind the fork.
   if (parent.kv.seal_limit < op.num_tokens) child.kv.seal_limit = parent.kv.seal_limit;
   child.kv.num_published = std::min(parent.kv.num_published, op.num_tokens / config_.block_tokens);
   seal_shared(change, parent, op);
   change.forked.push_back({op.seq, op.other, op.num_tokens});
 }
 
-// What a fork shares is read-only for the parent, too: a write that was not copied first is a trap.
-// Positions that an epoch is still to write stay writable until they are sealed.
+// Makes shared pages read-only for the parent, too: a write without a copy before it then traps.
+// Positions that a running epoch still writes stay writable until they are sealed.
 void Ops::seal_shared(Change& change, const Sequence& parent, const Op& op) {
   if (!config_.access_under_readers || parent.kv.slot == kNoSlot) return;
   change.used_slots.push_back(parent.kv.slot);
   change.saved_slot(parent.kv.slot);
   Slot& slot = slots_[parent.kv.slot];
-  // A paged child shares blocks of the last page: it is sealed as a whole, or not yet. A virtual
-  // child has a copy of a partial one.
+  // A paged child shares blocks of the last page, which is sealed as a whole or not yet. A virtual
+  // child copies a partial last page.
   const std::int64_t width = config_.page_tokens();
   const std::int64_t slack = seqs_[op.seq].kv.view == View::kPaged ? width - 1 : 0;
   const std::int64_t stop = std::min(parent.kv.sealed / width, (op.num_tokens + slack) / width);
@@ -153,7 +153,7 @@ void Ops::stage_convert(Change& change, const Op& op) {
     return;
   }
   seq.kv.view = View::kPaged;
-  // What it grows into in the same plan it has already.
+  // Keep the blocks into which it grows in the same plan.
   const auto growth = change.targets.find(op.seq);
   const std::int64_t target = growth == change.targets.end() ? 0 : growth->second;
   const auto keep =
@@ -165,7 +165,7 @@ void Ops::stage_convert(Change& change, const Op& op) {
   }
   change.leave_slot(op.seq);
   if (keep > 0 && seq.kv.blocks.back() != kNoBlock) {
-    // The rest of the tail page stays this sequence's to fill.
+    // Reserve the rest of the tail page for this sequence.
     const PageId tail = pool_.page_of(seq.kv.blocks.back());
     if (pool_.owner(tail) == kNoSeq && keep % config_.blocks_per_page != 0) {
       change.owners.emplace_back(tail, kNoSeq);
@@ -216,7 +216,7 @@ void Ops::stage_swap_in(Change& change, const Op& op) {
   std::int64_t holes = 0;
   while (holes < total && swap[holes] == kNoSwap) ++holes;
   if (seq.kv.view == View::kVirtual) {
-    // Pages that lie wholly in the past stay given up.
+    // Pages wholly before the window stay dropped.
     const std::int64_t hole_pages = holes / config_.blocks_per_page;
     if (total > 0) {
       const std::vector<BoundPage> past(static_cast<std::size_t>(hole_pages),
@@ -229,7 +229,7 @@ void Ops::stage_swap_in(Change& change, const Op& op) {
   } else {
     seq.kv.blocks.assign(static_cast<std::size_t>(holes), kNoBlock);
     const std::int64_t length = seq.kv.length;
-    seq.kv.length = 0;  // nothing there to copy on write
+    seq.kv.length = 0;  // no tail block to copy on write yet
     grow_paged(change, op.seq, length);
     seq.kv.length = length;
   }
@@ -282,18 +282,19 @@ void Ops::grow_virtual(Change& change, SeqId id, std::int64_t num_tokens) {
   }
 }
 
-// The slot shows nothing from `index` on.
+// Removes the slot's entries from `index` on; the driver unmaps them later.
 void Ops::truncate_entries(Change& change, SlotId slot, std::int64_t index) {
   const std::int64_t count = slots_[slot].size() - index;
   if (count <= 0) return;
   Change::SavedSlot& before = change.saved_slot(slot);
   before.size = std::min(before.size, index);
-  change.removed.reserve(change.removed.size() + 1);  // what the books forget is not to be lost
+  // Removed entries must not be lost to bad_alloc.
+  change.removed.reserve(change.removed.size() + 1);
   change.removed.push_back(work_.remove_entries(slot, index, count));
 }
 
-// The slot's page at `index`, which its last sequence or the mapper left there, becomes the
-// sequence's. False if there is none, or it is somebody's; then the slot ends before it.
+// Takes over the slot's spare page at `index`, left by its last sequence or mapped ahead. If there
+// is none, or it is in use, the slot is truncated before it and the result is false.
 bool Ops::claim_spare(Change& change, SeqId id, std::int64_t index) {
   Sequence& seq = seqs_[id];
   const SlotId slot_id = seq.kv.slot;
@@ -319,7 +320,7 @@ bool Ops::claim_spare(Change& change, SeqId id, std::int64_t index) {
   return true;
 }
 
-// Of those that all go on from the block in one step the last one stays.
+// The last of several sequences that continue from one block in a step keeps it without a copy.
 bool Ops::needs_copy(const Change& change, BlockId block) const {
   const auto replaced = change.replaced_refs.find(block);
   const std::int32_t num_replaced = replaced == change.replaced_refs.end() ? 0 : replaced->second;
@@ -366,7 +367,7 @@ void Ops::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks,
   }
   const std::int32_t width = config_.blocks_per_page;
   const std::vector<BoundPage> bound = ledger_.bind_pages(blocks, num_tokens, own, own ? 0 : 1);
-  // Whole pages from here on: one that is needed in part has all its blocks again.
+  // The virtual view has whole pages: a partly needed page has all its blocks again.
   seq.kv.num_trimmed = seq.kv.num_trimmed / width * width;
   assign_slot(change, id, bound, ledger_.pages_for(num_tokens));
   Slot& slot = slots_[seq.kv.slot];
@@ -390,7 +391,7 @@ void Ops::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks,
   }
 }
 
-// The page at `index` is a new one, with copies of the blocks.
+// Makes page `index` a new page with copies of the blocks.
 void Ops::bind_copy(Change& change, SeqId id, std::int64_t index,
                     const std::vector<BlockId>& blocks, std::int64_t num_tokens) {
   Slot& slot = slots_[seqs_[id].kv.slot];
@@ -409,7 +410,7 @@ void Ops::bind_copy(Change& change, SeqId id, std::int64_t index,
   }
 }
 
-// The page at `index` is one that exists: shared, or the sequence's alone.
+// Makes page `index` an existing page, shared or taken over.
 void Ops::bind_page(Change& change, SeqId id, std::int64_t index, const BoundPage& bound,
                     std::int64_t num_tokens) {
   Sequence& seq = seqs_[id];
@@ -417,13 +418,13 @@ void Ops::bind_page(Change& change, SeqId id, std::int64_t index, const BoundPag
   const std::int64_t first = index * config_.blocks_per_page;
   for (std::int32_t j = 0; j < config_.blocks_per_page; ++j) {
     const BlockId block = pool_.first_block(bound.page) + j;
-    // What lies behind the tokens will be written.
+    // Blocks not wholly filled by the tokens will be written.
     const bool is_whole = (first + j + 1) * config_.block_tokens <= num_tokens;
     if (!is_whole && pool_.is_published(block)) {
       pool_.unpublish(block);
       ++ledger_.totals.evicted_blocks;
     }
-    // What somebody of the same tenant left behind the tokens is not the newcomer's.
+    // Zero what another sequence of the tenant left behind the tokens.
     const bool is_left = j >= bound.num_blocks && config_.zero_policy == ZeroPolicy::kAlways;
     if (is_left) change.zero_blocks.push_back(block);
     change.add_ref(block);
@@ -447,7 +448,7 @@ bool Ops::shows_other_tenant(PageId page, Tenant tenant) const {
          pool_.tenant(page) != tenant && !pool_.known_zero(page);
 }
 
-// How many of the bound pages the slot shows in their places, from the first on.
+// Counts the bound pages that the slot already shows at their indices, from the first on.
 std::int64_t Ops::num_shown(const Slot& slot, const std::vector<BoundPage>& bound) const {
   const auto most = std::min<std::int64_t>(slot.size(), static_cast<std::int64_t>(bound.size()));
   std::int64_t shown = 0;
@@ -458,8 +459,8 @@ std::int64_t Ops::num_shown(const Slot& slot, const std::vector<BoundPage>& boun
   return shown;
 }
 
-// Whether somebody would miss what the slot shows from `first` on: cached blocks, pages in use, or
-// another tenant's (which would have to be unmapped).
+// Whether the slot has entries from `first` on that are cached, in use, or of another tenant (these
+// would have to be unmapped).
 bool Ops::has_needed_pages(const Slot& slot, std::int64_t first, Tenant tenant) const {
   return std::any_of(slot.entries.begin() + first, slot.entries.end(), [&](const SlotEntry& entry) {
     const PageId page = entry.page;
@@ -468,9 +469,10 @@ bool Ops::has_needed_pages(const Slot& slot, std::int64_t first, Tenant tenant) 
   });
 }
 
-// How well a parked slot serves a sequence that starts with `bound` and needs `want` pages: a rank,
-// and a score within it. Best first: one that shows the bound pages already; one whose pages nobody
-// would miss; if memory is short, the one that was parked longest ago, in place; an empty one; any.
+// Ranks a parked slot for a sequence that starts with `bound` and needs `want` pages; higher is
+// better. 4: shows the bound pages already. 3: has only pages that are not needed. 2: if pages are
+// short, the one parked longest ago, whose pages are reused in place. 1: empty. 0: any other. The
+// second value orders slots of equal rank.
 std::pair<std::int64_t, std::int64_t> Ops::rank_slot(const Slot& slot, Tenant tenant,
                                                      const std::vector<BoundPage>& bound,
                                                      std::int64_t want, bool short_of_pages) const {
@@ -481,10 +483,10 @@ std::pair<std::int64_t, std::int64_t> Ops::rank_slot(const Slot& slot, Tenant te
   const bool fits = shown == static_cast<std::int64_t>(bound.size()) || slot.size() == shown;
   if (shown > 0 && fits && (!missed || short_of_pages)) return {4, shown};
   if (!bound.empty()) return {0, oldest};
-  // The least that is enough, else the most.
+  // The smallest slot that is enough, else the largest.
   constexpr std::int64_t kEnough = std::int64_t{1} << 40;
   if (!missed) return {3, slot.size() >= want ? kEnough - slot.size() : slot.size()};
-  // All of it would be evicted anyway, tail first.
+  // All its pages would be evicted anyway, tail first.
   return {short_of_pages && want >= slot.size() ? 2 : 0, oldest};
 }
 
@@ -495,7 +497,7 @@ SlotId Ops::choose_slot(const Change& change, Tenant tenant, const std::vector<B
   for (SlotId id = 0; id < config_.num_slots; ++id) {
     const Slot& slot = slots_[id];
     if (slot.active() || slot.in_repair || slot.retire > ledger_.completed) continue;
-    // One that a sequence leaves in this very change is still its own if the change fails.
+    // A slot left in this change returns to its sequence if the change fails.
     if (std::any_of(change.slots.begin(), change.slots.end(),
                     [&](const Change::SavedSlot& before) { return before.slot == id; })) {
       continue;
@@ -531,7 +533,7 @@ void Ops::assign_slot(Change& change, SeqId id, const std::vector<BoundPage>& bo
   const auto most = std::min<std::int64_t>(slot.size(), static_cast<std::int64_t>(bound.size()));
   const bool conflicts = matched < most || (!bound.empty() && matched == 0 && !slot.empty());
   std::int64_t keep = conflicts ? matched : slot.size();
-  // Nobody's addresses show what another tenant left, not even beyond the length.
+  // A slot never shows another tenant's data, not even beyond the length.
   for (std::int64_t i = matched; i < keep; ++i) {
     if (shows_other_tenant(slot.entries[i].page, seqs_[id].tenant)) keep = i;
   }
@@ -545,12 +547,13 @@ void Ops::assign_slot(Change& change, SeqId id, const std::vector<BoundPage>& bo
   }
 }
 
-// How many pages the fresh memory takes. NOTE: no more than the plan said. Beyond that it would
-// evict what the mapper has in hand, which can be refused, for nothing.
+// NOTE: must not exceed the planned pages. Making more room would evict pages needlessly, possibly
+// ones that the mapper holds, and can fail.
 std::int64_t Ops::pages_for_fresh(const Change& change) const {
   std::int64_t pages = 0;
   std::unordered_map<Tenant, std::int64_t> blocks;
-  std::unordered_map<SeqId, std::int64_t> own;  // left in the page of the block before
+  // Unused blocks left in the page of the block before.
+  std::unordered_map<SeqId, std::int64_t> own;
   for (const Fresh& fresh : change.fresh) {
     if (fresh.kind != Fresh::Kind::kBlock) {
       ++pages;
@@ -599,7 +602,7 @@ void Ops::assign_fresh(Change& change) {
   }
 }
 
-// A free page, held; the one behind the page of `before` if it can be.
+// Takes and holds a free page: the one after the page of `before` if possible.
 PageId Ops::fresh_page(Change& change, BlockId before, Tenant tenant, bool grows) {
   if (pool_.num_free() == 0) room_.make_room(1);
   const PageId page = pool_.take_page(before == kNoBlock ? kNoPage : pool_.page_of(before), grows);
@@ -608,7 +611,7 @@ PageId Ops::fresh_page(Change& change, BlockId before, Tenant tenant, bool grows
   return page;
 }
 
-// The first block of a page whose others are set aside for the sequence.
+// Takes a page that is reserved for the sequence and returns its first block.
 BlockId Ops::fresh_whole_page(Change& change, SeqId id, BlockId before) {
   const PageId page = fresh_page(change, before, seqs_[id].tenant, /*grows=*/false);
   const BlockId block = pool_.first_block(page);
@@ -618,7 +621,7 @@ BlockId Ops::fresh_whole_page(Change& change, SeqId id, BlockId before) {
   return block;
 }
 
-// The next block of the sequence's own page, or one of a split page.
+// Takes the next block of the sequence's reserved page, or a block of a split page.
 BlockId Ops::fresh_block(Change& change, SeqId id, BlockId before) {
   if (before != kNoBlock && ledger_.num_own_blocks_after(id, before) > 0) {
     if (config_.zero_policy == ZeroPolicy::kAlways) change.zero_blocks.push_back(before + 1);
@@ -629,7 +632,7 @@ BlockId Ops::fresh_block(Change& change, SeqId id, BlockId before) {
   if (block == kNoBlock) {
     const PageId page = fresh_page(change, before, seqs_[id].tenant, /*grows=*/false);
     block = pool_.take_block_in(page);
-    pool_.unhold(page);  // it splits: others may take its blocks at once
+    pool_.unhold(page);  // now split: other sequences may take its blocks
     change.held.pop_back();
   } else if (config_.zero_policy == ZeroPolicy::kAlways) {
     change.zero_blocks.push_back(block);
@@ -658,7 +661,7 @@ void Ops::end_trial(Change& change) {
     slot.num_sealed = saved->num_sealed;
     slot.retire = saved->retire;
   }
-  // The last one first: each is the tail of what the ones before it left.
+  // In reverse: each was the tail of what earlier ones left.
   for (auto removed = change.removed.rbegin(); removed != change.removed.rend(); ++removed) {
     std::vector<SlotEntry>& entries = slots_[removed->slot].entries;
     entries.insert(entries.end(), removed->entries.begin(), removed->entries.end());
@@ -672,7 +675,7 @@ void Ops::end_trial(Change& change) {
       if (index < slots_[saved.slot].size()) entries[index].read_only = false;
     }
   }
-  slots_.resize(static_cast<std::size_t>(config_.num_slots));  // those that were missing
+  slots_.resize(static_cast<std::size_t>(config_.num_slots));  // drop slots that the trial added
   undo_sequences(change);
   pool_.end_trial();
   ledger_.version = change.before.version;
@@ -681,7 +684,7 @@ void Ops::end_trial(Change& change) {
 }
 
 void Ops::rollback(Change& change) {
-  work_.unmap_removed(change);  // the books have them
+  work_.unmap_removed(change);  // the ledger no longer has them
   Unfinished unfinished;
   {
     const auto driving = work_.lock();
@@ -690,7 +693,7 @@ void Ops::rollback(Change& change) {
   Repair repair;
   repair.steps = std::move(unfinished.steps);
   const bool is_clean = repair.steps.empty();
-  // Entries that this change appended, or made writable, are as before.
+  // Restore entries that this change appended or made writable.
   for (auto saved = change.slots.rbegin(); saved != change.slots.rend(); ++saved) {
     Slot& slot = slots_[saved->slot];
     for (const std::int64_t index : saved->made_writable) {
@@ -718,8 +721,8 @@ void Ops::rollback(Change& change) {
     pool_.drop_ref(*block, 0);
   }
   for (const PageId page : change.held) pool_.unhold(page);
-  // What was queued before the failure may have cleared them, or copied to them: nobody's data, so
-  // that whoever comes next has them cleared.
+  // Queued work may have zeroed these pages or copied to them. Assign them to no tenant, so that
+  // they are zeroed for the next one.
   for (const PageId page : change.zero_pages) pool_.mark_written(page, kNobody);
   undo_sequences(change);
   if (!is_clean) work_.add_repair(std::move(repair), unfinished.error);

@@ -25,7 +25,7 @@ void Planner::validate(const std::vector<Op>& ops) const {
       require(seen[op.seq] != 2 && (!seq.kv.swapped || seen[op.seq] == 1),
               [&] { return name(op.seq) + " is swapped out"; });
       require(op.first_token >= 0 && op.first_token <= std::max(op.num_tokens, seq.kv.length),
-              [&] { return name(op.seq) + " cannot give up tokens that it does not have"; });
+              [&] { return name(op.seq) + " cannot drop tokens that it does not have"; });
       continue;
     }
     require(seen[op.seq] == 0, [&] { return name(op.seq) + " has two ops in one plan"; });
@@ -35,20 +35,20 @@ void Planner::validate(const std::vector<Op>& ops) const {
       case OpKind::kAttach:
         require(is_empty, [&] { return name(op.seq) + " is not empty"; });
         require(op.num_tokens % config_.block_tokens == 0, [&] {
-          return "cached prefixes are whole blocks of " + std::to_string(config_.block_tokens) +
+          return "a cached prefix has whole blocks of " + std::to_string(config_.block_tokens) +
                  " tokens, not " + with_commas(op.num_tokens);
         });
         require(op.num_tokens <= ledger_.num_matched(seq) * config_.block_tokens, [&] {
           return name(op.seq) + " asks for " + with_commas(op.num_tokens) +
                  " cached tokens: " + with_commas(ledger_.num_matched(seq) * config_.block_tokens) +
-                 " are there";
+                 " are cached";
         });
         break;
       case OpKind::kFork: {
         const Sequence& parent = ledger_.open_seq(op.other);
         require(op.other != op.seq && is_empty, [&] { return name(op.seq) + " is not empty"; });
         require(parent.tenant == seq.tenant,
-                [&] { return std::string("a fork stays with its parent's tenant"); });
+                [&] { return std::string("a fork must have its parent's tenant"); });
         require(!parent.kv.swapped && seen[op.other] == 0,
                 [&] { return name(op.other) + " is swapped out, or changes in the same plan"; });
         require(op.num_tokens <= parent.kv.length, [&] {
@@ -86,8 +86,8 @@ std::vector<Op> Planner::merge_grows(const std::vector<Op>& ops) const {
       result[at].first_token = std::max(result[at].first_token, op.first_token);
     }
   }
-  // Parents last: whoever grows last keeps the block that all share, and the page behind it is the
-  // parent's to fill.
+  // Parents grow last: the last to grow keeps the shared block without a copy, and only the parent
+  // owns the rest of that page.
   std::vector<bool> forks(num_others > 0 ? seqs_.size() : 0);
   bool any = false;
   for (const Op& op : result) {
@@ -102,7 +102,7 @@ std::vector<Op> Planner::merge_grows(const std::vector<Op>& ops) const {
   return result;
 }
 
-// Packing forgets what split pages have cached, which an attach relies on.
+// Compacting evicts cached blocks of split pages, which an attach relies on.
 bool Planner::has_attach(const std::vector<Op>& ops) {
   return std::any_of(ops.begin(), ops.end(),
                      [](const Op& op) { return op.kind == OpKind::kAttach && op.num_tokens > 0; });
@@ -123,7 +123,7 @@ struct Trial {
   Ops& ops;
 };
 
-// Runs of pages whose access changes.
+// Counts runs of adjacent pages.
 std::int64_t num_index_runs(std::vector<std::int64_t> indices) {
   std::sort(indices.begin(), indices.end());
   std::int64_t runs = 0;
@@ -135,7 +135,7 @@ std::int64_t num_index_runs(std::vector<std::int64_t> indices) {
 
 }  // namespace
 
-// Runs of pages that slots are to show, of one group, at most.
+// Counts the page runs that the change maps or changes in one group, as an upper bound.
 std::int64_t Planner::max_mapping_runs(const Change& change) const {
   std::int64_t runs = change.num_split_gaps;
   for (const Fresh& fresh : change.fresh) runs += fresh.kind == Fresh::Kind::kSlotPage ? 1 : 0;
@@ -151,7 +151,7 @@ std::int64_t Planner::max_mapping_runs(const Change& change) const {
   }
   for (const Change::SavedSlot& slot : change.slots) {
     runs += num_index_runs(slot.made_writable);
-    // What a fork seals goes on where the sealed part ends.
+    // Pages that a fork seals extend the sealed run before them.
     const bool is_taken = slots_[slot.slot].seq != slot.seq;
     runs += is_taken ? num_index_runs(slot.made_read_only) : 0;
   }
@@ -166,7 +166,7 @@ Assessed Planner::trial(const std::vector<Op>& ops, Packing packing) {
   if (packing == Packing::kCompacted) room_.compact_all(&change);
   const std::int64_t available = pool_.num_available();
   ops_.stage(change, ops);
-  // Idle pages that the ops take leave those that can be had, as fresh ones do.
+  // Idle pages that the ops take are no longer available, like fresh ones.
   const std::int64_t taken = available - pool_.num_available();
   plan.needed_pages = ops_.pages_for_fresh(change) + taken + change.num_coming;
   plan.available_pages = available + change.num_coming;

@@ -1,5 +1,6 @@
-// Finding pages: commit more, evict what is idle, pack what is split; and giving them back. Each is
-// a mutation of its own that stands even if what it was done for fails: no sequence notices.
+// Finds pages by committing, evicting and compacting, and returns pages to the system. Each step is
+// a mutation of its own. It stands even if the change that needed it fails, and no sequence is
+// affected.
 #include "vmserve/memory/room.h"
 
 #include <algorithm>
@@ -11,7 +12,6 @@
 
 namespace vmserve {
 
-// Parked slots are unmapped, the oldest first, until so many mappings can be made.
 void Room::make_mapping_room(std::int64_t needed) {
   while (work_.mapping_room() < needed) {
     const SlotId oldest = ledger_.oldest_parked();
@@ -21,7 +21,7 @@ void Room::make_mapping_room(std::int64_t needed) {
                              " can be had (of vm.max_map_count)" +
                              (work_.last_error.empty() ? "" : ": " + work_.last_error));
     }
-    work_.truncate(oldest, 0);  // refused, it is in a repair and not asked again
+    work_.truncate(oldest, 0);  // if refused, the slot is in a repair and not tried again
   }
 }
 
@@ -32,14 +32,14 @@ void Room::make_room(std::int64_t num_pages) {
     try {
       commit_pages(std::min(deficit, growable));
     } catch (const OutOfMemoryError&) {
-      // The system has less than the limit promises; what is idle may still do.
+      // The system has less than the limit promises; idle pages may be enough.
       if (pool_.num_free() + pool_.count(PageState::kIdle) < num_pages) throw;
     }
   }
   PageId page = pool_.oldest_idle();
   while (pool_.num_free() < num_pages && page != kNoPage) {
     const PageId next = pool_.next_idle(page);
-    // Evicting the tail of a parked slot may have taken the next one along.
+    // Evicting the tail of a parked slot may have evicted the next page, too.
     if (!evict(page, num_pages - pool_.num_free()) || pool_.state(page) == PageState::kIdle) {
       page = next != kNoPage && pool_.state(next) == PageState::kIdle ? next : kNoPage;
       continue;
@@ -52,7 +52,6 @@ void Room::make_room(std::int64_t num_pages) {
                          (work_.last_error.empty() ? "" : " (" + work_.last_error + ")"));
 }
 
-// `count` pages more, or as many more as come in one chunk.
 void Room::commit_pages(std::int64_t count) {
   const std::int64_t growable = pool_.limit() - pool_.num_committed();
   const std::int64_t chunk = std::min(growable, std::max(count, config_.grow_pages));
@@ -103,8 +102,8 @@ void Room::create_pages(std::int64_t count) {
   ledger_.totals.unhidden_calls += static_cast<std::int64_t>(maps.size());
 }
 
-// The idle page becomes free; with it up to `wanted` pages that a parked slot shows before it and
-// that would be next. False if the driver refused.
+// Makes the idle page free. If it is the tail of a parked slot, up to `wanted` pages before it that
+// would be evicted next are freed with it. False if the driver refused.
 bool Room::evict(PageId page, std::int64_t wanted) {
   ledger_.totals.evicted_blocks += pool_.drop_cached(page);
   const std::int32_t index = pool_.index(page);
@@ -113,13 +112,13 @@ bool Room::evict(PageId page, std::int64_t wanted) {
     if (index >= slot.size() || slot.entries[index].page != page) continue;
     if (slot.in_repair || slot.num_pending > 0) return false;
     const bool is_past = slot.active() && index < ledger_.num_pages(seqs_[slot.seq]);
-    // An epoch that runs may still read the other pages of a slot that was parked in it.
+    // A running epoch may still read the slot's other pages.
     const bool is_read = !slot.active() && slot.retire > ledger_.completed;
     if (is_past || is_read) {
       if (!work_.punch(id, index)) return false;
       continue;
     }
-    // One call for the run of this slot's pages that would be evicted next anyway.
+    // Unmap the run of this slot's next pages to evict in one call.
     std::int64_t first = index;
     const bool is_tail = index + 1 == slot.size() && !slot.active();
     PageId last = page;
@@ -136,7 +135,6 @@ bool Room::evict(PageId page, std::int64_t wanted) {
   return true;
 }
 
-// Idle pages are evicted, oldest first, until free and idle ones are no more than `keep`.
 std::int64_t Room::evict_idle(std::int64_t keep) {
   const std::int64_t at_hand = pool_.num_free() + pool_.count(PageState::kIdle);
   std::int64_t wanted = std::min(at_hand - keep, pool_.count(PageState::kIdle));
@@ -152,14 +150,14 @@ std::int64_t Room::evict_idle(std::int64_t keep) {
   return dropped;
 }
 
-// Pages from the inside of the pool cut its arena in two: where the system has no mappings for that
-// they stay, and so does what lies below them.
+// Returning pages inside the pool splits its arena mapping. If the system has no mapping left for
+// that, these pages and those below them stay.
 std::int64_t Room::give_back(std::int64_t count) {
   std::int64_t num_pages = 0;
   if (count <= 0) return num_pages;
   try {
     const auto driving = work_.lock();
-    work_.driver->fence();  // copies may still read or write what is about to go
+    work_.driver->fence();  // copies in flight may still use these pages
   } catch (const Error& error) {
     work_.fail_if_sticky(error);
     throw;
@@ -194,7 +192,7 @@ void Room::give_back(const PageRun& run) {
     } catch (const Error& error) {
       Unfinished unfinished = tx.rollback();
       work_.fail_if_sticky(error);
-      // Frames that were made again are empty.
+      // Frames created again by the rollback are empty.
       if (!unfinished.steps.empty()) {
         Repair repair;
         repair.steps = std::move(unfinished.steps);
@@ -212,7 +210,6 @@ void Room::give_back(const PageRun& run) {
   ++ledger_.version;
 }
 
-// What is free or idle above a lowered limit.
 void Room::give_back_excess() {
   const std::int64_t excess = pool_.num_committed() - pool_.limit();
   if (excess <= 0) return;
@@ -223,8 +220,7 @@ void Room::give_back_excess() {
   give_back(std::min(pool_.num_free(), excess));
 }
 
-// The same where pages may have become free or idle. Nobody asked for it: what the driver refuses
-// stays until the next time. NOTE: plans that were made before are stale afterwards.
+// NOTE: earlier plans are stale afterwards.
 void Room::try_give_back_excess() {
   if (!work_.failure.empty()) return;
   try {
@@ -241,13 +237,12 @@ void Room::compact_all(Change* trial) {
   }
 }
 
-// Every block of the page that has no references can be handed out to its tenant.
+// Makes every unreferenced block of the page available to its tenant.
 void Room::release_gaps(PageId page) {
   if (pool_.owner(page) != kNoSeq) pool_.set_owner(page, kNoSeq);
   ledger_.totals.evicted_blocks += pool_.drop_cached(page);
 }
 
-// Moves blocks until as few of the (loose) pages as possible hold them; how many it emptied.
 std::int64_t Room::compact(std::vector<PageId> pages, Change* trial) {
   std::int64_t used = 0;
   for (const PageId page : pages) used += pool_.used(page);
@@ -256,7 +251,7 @@ std::int64_t Room::compact(std::vector<PageId> pages, Change* trial) {
   for (const PageId page : pages) release_gaps(page);
   std::stable_sort(pages.begin(), pages.end(),
                    [&](PageId a, PageId b) { return pool_.used(a) > pool_.used(b); });
-  // From the emptiest page's blocks to the fullest page's gaps, until the two meet.
+  // Move blocks from the emptiest pages into gaps of the fullest until the two meet.
   std::vector<std::pair<BlockId, BlockId>> moves;
   std::int64_t emptied = 0;
   std::size_t to = 0;
@@ -276,7 +271,7 @@ std::int64_t Room::compact(std::vector<PageId> pages, Change* trial) {
   for (const PageId page : pages) gaps += width - pool_.used(page);
   while (from > 0) {
     const PageId source = pages[from - 1];
-    gaps -= width - pool_.used(source);  // its own gaps take nothing
+    gaps -= width - pool_.used(source);  // its own gaps receive nothing
     if (gaps < pool_.used(source)) break;
     for (std::int32_t j = 0; j < width; ++j) {
       const BlockId block = pool_.first_block(source) + j;

@@ -8,7 +8,7 @@
 namespace vmserve {
 namespace {
 
-// Taken at least, if it is there: few allocations, and not much more than is needed.
+// Bytes of one allocation, at least, if available: few allocations with little waste.
 constexpr std::size_t kChunkBytes = std::size_t{16} << 20;
 
 }  // namespace
@@ -25,10 +25,10 @@ SwapSpace::SwapSpace(std::shared_ptr<PageDriver> driver, std::int32_t num_groups
 SwapSpace::~SwapSpace() {
   if (chunks_.empty() && leftovers_.empty()) return;
   try {
-    driver_->fence();  // copies may still be on their way, also those of plans that were undone
+    driver_->fence();  // copies may be in flight, also those of changes that were undone
     release_memory();
   } catch (const Error&) {
-    // In a fork, or with the device lost: the driver frees it when it goes.
+    // In a fork, or if the device is lost, the driver frees the memory.
   }
 }
 
@@ -36,8 +36,8 @@ std::int64_t SwapSpace::num_backed() const {
   return chunks_.empty() ? 0 : chunks_.back().first + chunks_.back().count;
 }
 
-// One allocation: the system's limits are held against all of it, and nothing is left of it where
-// they do not allow it.
+// One allocation for all groups: it is checked against the system's limits as a whole, and leaves
+// nothing behind if it is refused.
 void SwapSpace::add_chunk(std::int64_t count) {
   chunks_.reserve(chunks_.size() + 1);
   leftovers_.reserve(leftovers_.size() + chunks_.capacity());
@@ -46,7 +46,7 @@ void SwapSpace::add_chunk(std::int64_t count) {
 }
 
 void SwapSpace::back() {
-  // Ids are handed out lowest first: where one lies behind the memory, all before it are used.
+  // Ids are taken lowest first: if one has no memory, all before it are used.
   const std::int64_t missing = num_used() - num_backed();
   if (missing <= 0) return;
   const auto bytes = static_cast<std::size_t>(num_groups_) * block_bytes_;
@@ -81,7 +81,7 @@ Address SwapSpace::address(std::int32_t group, SwapId id) const {
 }
 
 void SwapSpace::release_memory() {
-  // None counts any more before the first one goes.
+  // Drop all chunks before the first one is freed: an error leaves none in use.
   for (const Chunk& chunk : chunks_) leftovers_.push_back(chunk.base);
   chunks_.clear();
   free_leftovers();

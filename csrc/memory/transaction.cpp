@@ -32,7 +32,7 @@ Unfinished run_steps(PageDriver& driver, const std::vector<UndoStep>& steps) {
 template <typename Run, typename Call, typename Inverse>
 void Transaction::execute(const std::vector<Run>& runs, Call call, Inverse inverse) {
   if (runs.empty()) return;
-  undo_.reserve(undo_.size() + runs.size());  // logging what was done must not fail
+  undo_.reserve(undo_.size() + runs.size());  // logging completed runs must not throw
   const auto log = [&](std::size_t completed) {
     for (std::size_t i = 0; i < completed; ++i) undo_.emplace_back(inverse(runs[i]));
   };

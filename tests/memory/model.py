@@ -95,7 +95,7 @@ class Model(Laws):
         for seq, model in self.seqs.items():
             for write in [write for write in model.writes if write.epoch <= epoch]:
                 model.writes.remove(write)
-                worth = write.stop if model.worthless_from is None else model.worthless_from
+                worth = write.stop if model.seal_limit is None else model.seal_limit
                 model.sealed = max(model.sealed, min(write.stop, worth))
                 if write.own and not model.swapped:
                     sealing[seq] = max(model.published, model.maybe_published)
@@ -116,8 +116,8 @@ class Model(Laws):
         for model in self.seqs.values():
             for write in [write for write in model.writes if write.epoch <= epoch]:
                 model.writes.remove(write)
-                if model.worthless_from is None or write.start < model.worthless_from:
-                    model.worthless_from = write.start
+                if model.seal_limit is None or write.start < model.seal_limit:
+                    model.seal_limit = write.start
         self._over(epoch, after)
 
     def _over(self, epoch: int, after: Observation) -> None:
@@ -370,7 +370,7 @@ class Model(Laws):
         child.salt, child.weights = parent.salt, parent.weights
         child.stream[:end] = parent.stream[:end]
         child.known = min(parent.known, end)
-        child.nameless = parent.nameless or parent.known < end
+        child.tokens_unknown = parent.tokens_unknown or parent.known < end
         child.length, child.sealed = end, min(end, parent.sealed)
         child.surely_sealed = min(end, parent.surely_sealed)
         child.published = min(parent.published, end // self.shape.block_tokens)
@@ -380,8 +380,8 @@ class Model(Laws):
             for write in parent.writes
             if write.start < end
         ]
-        if parent.worthless_from is not None and parent.worthless_from < end:
-            child.worthless_from = parent.worthless_from
+        if parent.seal_limit is not None and parent.seal_limit < end:
+            child.seal_limit = parent.seal_limit
 
     def failed(self, after: Observation) -> None:
         """A mutation threw: no sequence may have changed."""

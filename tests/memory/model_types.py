@@ -129,7 +129,7 @@ class ModelSequence:
     stream: list[int]
     known: int
     #: A fork beyond its parent's known tokens: no more can become known.
-    nameless: bool = False
+    tokens_unknown: bool = False
     length: int = 0
     sealed: int = 0
     #: First position that is still needed.
@@ -137,7 +137,7 @@ class ModelSequence:
     swapped: bool = False
     writes: list[Write] = field(default_factory=list)
     #: From here on an abandoned epoch left nothing of worth.
-    worthless_from: int | None = None
+    seal_limit: int | None = None
     #: At least so much must show as sealed. What a fork inherits before its parent's epoch is
     #: complete, and what is complete while it is swapped out, may be sealed with its next growth.
     surely_sealed: int = 0

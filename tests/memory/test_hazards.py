@@ -116,7 +116,7 @@ def test_a_child_does_not_seal_what_its_parents_abandoned_epoch_wrote() -> None:
     assert core.match(opened(core)) == 0
 
 
-def test_a_child_forked_before_the_worthless_part_is_sealed_like_any_other() -> None:
+def test_a_child_forked_before_the_abandoned_part_is_sealed_like_any_other() -> None:
     core = rig()
     parent = grown(core, 4)
     complete(core)

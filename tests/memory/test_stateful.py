@@ -104,7 +104,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def draw_growth(self, data: st.DataObject, seq: int, length: int) -> list[Op]:
         model, shape = self.rig.model.seqs[seq], self.rig.options.shape
         # The token after the last known one may be computed ahead of being known.
-        is_named = model.known > 0 and not model.nameless
+        is_named = model.known > 0 and not model.tokens_unknown
         most = min(model.known + 1, shape.max_len) if is_named else shape.max_len
         if most <= length and model.first >= length:
             return []
@@ -200,7 +200,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def append(self, seqs: list[int]) -> None:
         model, max_len = self.rig.model, self.rig.options.shape.max_len
-        named = [seq for seq in seqs if not model.seqs[seq].nameless]
+        named = [seq for seq in seqs if not model.seqs[seq].tokens_unknown]
         if told := [seq for seq in named if 0 < model.seqs[seq].known < max_len]:
             self.rig.append(told)
 

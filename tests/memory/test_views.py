@@ -354,15 +354,15 @@ def test_too_small_a_swap_space_is_a_value() -> None:
     [
         ([attach(0, 4)], "sequence 0 is not empty"),
         ([attach(1, 3)], "whole blocks of 4 tokens, not 3"),
-        ([attach(1, 12)], "asks for 12 cached tokens: 8 are there"),
+        ([attach(1, 12)], "asks for 12 cached tokens: 8 are cached"),
         ([fork(1, 0, 11)], "cannot fork sequence 0 at 11 tokens: it holds 10"),
-        ([fork(2, 0, 8)], "a fork stays with its parent's tenant"),
+        ([fork(2, 0, 8)], "a fork must have its parent's tenant"),
         ([fork(0, 0, 8)], "sequence 0 is not empty"),
         ([swap_in(0)], "sequence 0 is not swapped out"),
         ([convert(0, View.PAGED), swap_out(0)], "sequence 0 has two ops in one plan"),
         ([swap_out(0), grow(0, 12)], "sequence 0 is swapped out"),
         ([convert(0, View.PAGED), fork(1, 0, 8)], "or changes in the same plan"),
-        ([grow(0, 12, 13)], "cannot give up tokens that it does not have"),
+        ([grow(0, 12, 13)], "cannot drop tokens that it does not have"),
     ],
 )
 def test_wrong_ops_are_refused(ops: list[object], message: str) -> None:

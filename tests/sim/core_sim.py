@@ -176,10 +176,10 @@ class Life:
         else:
             self.model.quiet(after)
 
-    def is_nameless(self, seq: int) -> bool:
+    def has_unknown_tokens(self, seq: int) -> bool:
         """Whether any tokens may be computed: the memory is told none, or none any more."""
         model = self.model.seqs[seq]
-        return model.known == 0 or model.nameless or model.weights != self.model.weights
+        return model.known == 0 or model.tokens_unknown or model.weights != self.model.weights
 
     def compute(self, seq: int) -> None:
         model = self.model.seqs[seq]
@@ -299,12 +299,12 @@ class Life:
         elif not self.lost:
             self.model.failed(self.see())
 
-    def open(self, tenant: int, *, paged: bool, nameless: bool) -> int | None:
+    def open(self, tenant: int, *, paged: bool, tokens_unknown: bool) -> int | None:
         rng = self.rng
         ones = rng.choice([1, self.max_len // 4, self.max_len // 2, self.max_len])
         stream = [1] * ones + [2] * (self.max_len - ones)  # prefixes collide
         salt = rng.choice(["", "", "", "salt"])
-        known = 0 if nameless else rng.randint(1, self.max_len)
+        known = 0 if tokens_unknown else rng.randint(1, self.max_len)
         seq: int | None = self.core.open(tenant, as_view(paged), salt.encode(), stream[:known])
         after = self.see([*self.model.seqs, *([] if seq is None else [seq])])
         self.model.open(
@@ -314,7 +314,7 @@ class Life:
             salt=salt,
             stream=stream,
             known=known,
-            private=nameless,
+            private=tokens_unknown,
         )
         if seq is not None:
             self.model.opened(after)
@@ -333,7 +333,7 @@ class Life:
 
     def growth(self, seq: int, length: int, *, most: int | None = None) -> list[Op]:
         model = self.model.seqs[seq]
-        top = self.max_len if self.is_nameless(seq) else min(self.max_len, model.known + 1)
+        top = self.max_len if self.has_unknown_tokens(seq) else min(self.max_len, model.known + 1)
         top = top if most is None else min(top, most)
         to = self.rng.randint(length, top) if top > length else length
         slides = length > 0 and self.rng.random() < 0.08
@@ -345,8 +345,10 @@ class Life:
         ops: list[Op] = []
         opened = []
         for _ in range(rng.randint(1, 2)):
-            nameless = rng.random() < 0.1
-            seq = self.open(rng.choice([0, 0, 1, 2]), paged=rng.random() < 0.5, nameless=nameless)
+            tokens_unknown = rng.random() < 0.1
+            seq = self.open(
+                rng.choice([0, 0, 1, 2]), paged=rng.random() < 0.5, tokens_unknown=tokens_unknown
+            )
             if seq is None:
                 continue
             opened.append(seq)
@@ -367,7 +369,9 @@ class Life:
         for seq, model in self.model.seqs.items():
             if model.length == 0 or model.swapped or rng.random() < 0.2:
                 continue
-            if not self.is_nameless(seq) and model.known <= min(model.length, self.max_len - 1):
+            if not self.has_unknown_tokens(seq) and model.known <= min(
+                model.length, self.max_len - 1
+            ):
                 self.core.append_tokens([seq], [self.model.append_token(seq)])
             ops += self.growth(seq, model.length, most=model.length + rng.choice([1, 1, 1, 5]))
         if ops:
@@ -421,7 +425,9 @@ class Life:
         if not parents:
             return
         parent = rng.choice(parents)
-        child = self.open(self.model.seqs[parent].tenant, paged=rng.random() < 0.5, nameless=False)
+        child = self.open(
+            self.model.seqs[parent].tenant, paged=rng.random() < 0.5, tokens_unknown=False
+        )
         if child is None:
             return
         end = rng.randint(1, self.model.seqs[parent].length)
