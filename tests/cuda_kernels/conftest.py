@@ -3,10 +3,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.cuda_kernels.cases import VARIANTS
 from tests.cuda_kernels.emulation import Emulators
+from tests.helpers import one_thread
+
+__all__ = ["emulators", "one_thread"]
 
 
 @pytest.fixture(scope="session")
@@ -25,12 +27,3 @@ def emulators(
     built.prepare(VARIANTS)
     yield built
     built.close()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny operations spend their time waiting for the other thread where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM  # isort: skip
 from tests.profiles import write_profile
 from vmserve.errors import InvalidRequestError
 from vmserve.memory.base import Regime
+from vmserve.scheduler.preemption import PreemptionPolicy
 
 Prompts = Callable[[int, int, int], list[list[int]]]
 Reference = Callable[[list[int], int], list[int]]
@@ -352,10 +353,18 @@ def test_the_same_samples_in_every_regime_and_batch(prompts: Prompts) -> None:
 )
 @pytest.mark.parametrize("regime", REGIMES)
 def test_forks_and_beams_through_a_full_pool(
-    regime: str, preemption: str, swap_space: str | int, prompts: Prompts, reference: Reference
+    regime: str,
+    preemption: str,
+    swap_space: str | int,
+    prompts: Prompts,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Preempted groups come back from host memory, or compute again: one the prompt, the others
     as forks of it."""
+    # What is measured on a busy machine must not choose between the two.
+    for measured in ("copied", "prefilled"):
+        monkeypatch.setattr(PreemptionPolicy, measured, lambda *_: None)
     batch = prompts(6, 90, 16)
     drawn = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
     beams = BeamSearchParams(beam_width=4, max_tokens=60, ignore_eos=True)
@@ -391,7 +400,7 @@ def test_forks_and_beams_through_a_full_pool(
     else:
         assert 0 < swapped[1] <= swapped[0]
     assert stats["swap_blocks"] == 0
-    if preemption == "recompute" or (preemption, regime) == ("auto", "paged"):
+    if preemption == "recompute":
         assert stats["tokens_computed_total"] > alone_tokens
     assert stats["num_seqs"] == stats["used_pages"] == 0
     assert done["5"].outputs[0].token_ids == reference(batch[5], 100)
