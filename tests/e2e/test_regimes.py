@@ -382,7 +382,7 @@ def test_forks_and_beams_through_a_full_pool(
         assert llm.stats()["num_preemptions_total"] == 0
         alone_tokens = llm.stats()["tokens_computed_total"]
     options |= {"preemption": preemption, "swap_space": swap_space}
-    with LLM(kv_cache_memory="5MiB", **options) as llm:
+    with LLM(kv_cache_memory="4MiB", **options) as llm:
         for index, prompt in enumerate(batch):
             params = [drawn, drawn, drawn, beams, beams, greedy(100)][index]
             llm.engine.add_request(str(index), prompt, params)
