@@ -26,7 +26,7 @@ class DType(StrEnum):
 
     @classmethod
     def of(cls, dtype: object) -> DType:
-        """Of a name, or of a ``torch.dtype``.
+        """Return the dtype of a name or a ``torch.dtype``.
 
         Raises :class:`~vmserve.errors.ConfigurationError` for any other type.
         """

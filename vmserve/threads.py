@@ -14,8 +14,10 @@ _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 def num_threads() -> int:
-    """Of torch, where somebody has imported it, as it may have been told a number; else as many
-    as ``OMP_NUM_THREADS`` says, or as there are cores that this process may use."""
+    """Return torch's number of threads if torch is imported, for the user may have set it.
+
+    Otherwise ``OMP_NUM_THREADS``, or the number of cores that this process may use.
+    """
     torch = sys.modules.get("torch")
     # While another thread imports it, it has no such function yet.
     chosen: Callable[[], int] | None = getattr(torch, "get_num_threads", None)

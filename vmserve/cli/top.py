@@ -188,7 +188,7 @@ class Screen:
 
 
 def _in_lines(figures: Iterator[Text], width: int) -> list[Text]:
-    """As many in a line as fit; none is broken."""
+    """Put as many in a line as fit; none is broken."""
     lines = [Text()]
     for figure in figures:
         if lines[-1].cell_len and lines[-1].cell_len + 3 + figure.cell_len > width:
@@ -198,7 +198,7 @@ def _in_lines(figures: Iterator[Text], width: int) -> list[Text]:
 
 
 def _memory(stats: Data) -> str:
-    """Of the KV cache, what requests hold, and the limit."""
+    """Show how much of the KV cache requests hold, and its limit."""
     share = stats.get("kv_cache_usage_perc", 0.0)
     limit = stats.get("limit_pages", 0) * stats.get("page_bytes", 0)
     return f"{share:.1%} of {format_size(limit)}" if limit else f"{share:.1%}"

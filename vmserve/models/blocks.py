@@ -185,7 +185,7 @@ class SeparateProjections:
 
 @dataclass(frozen=True, slots=True)
 class FusedProjection:
-    """As :class:`SeparateProjections`, with q, k and v, equally wide, in one product."""
+    """Like :class:`SeparateProjections`, with q, k and v, equally wide, in one product."""
 
     qkv: Linear
     heads: int

@@ -125,7 +125,7 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _pooling(raw: dict[str, Any]) -> Literal["last", "mean"]:
-    """As the files of sentence-transformers say; a chat model's directory says nothing."""
+    """Read the pooling from the files of sentence-transformers; a chat model has none."""
     is_mean = raw.get("pooling_mode_mean_tokens") or raw.get("pooling_mode") == "mean"
     return "mean" if is_mean else "last"
 

@@ -119,7 +119,7 @@ _OPTIONAL: Mapping[str, frozenset[str]] = {
 
 
 def _rope_parameters(raw: Mapping[str, Any], max_len: int) -> dict[str, Any] | None:
-    """Of either spelling: ``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` beside it."""
+    """Read either spelling: ``rope_parameters``, or ``rope_scaling`` and ``rope_theta``."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict):
         return None

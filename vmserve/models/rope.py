@@ -74,7 +74,7 @@ class HostRotations:
         self._frequencies = frequencies
 
     def upto(self, num_positions: int, dtype: DType) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Of positions 0 up to ``num_positions``, rounded to ``dtype`` (of bfloat16 the bits).
+        """Compute positions 0 up to ``num_positions``, rounded to ``dtype`` (bfloat16: its bits).
 
         Cosines and sines, each ``[num_positions, 1, head_dim]``; the sine of the first half is
         negated. The angle is a product in float32, as models are trained with.

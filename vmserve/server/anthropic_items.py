@@ -257,7 +257,7 @@ class MessageBlocks:
 
 
 def _object_of(text: str) -> dict[str, Any]:
-    """Arguments as an object: of a call that was cut off what is there cannot be told."""
+    """Return the arguments as an object: empty if the call was cut off."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

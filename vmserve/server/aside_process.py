@@ -133,9 +133,9 @@ class _Process:
         reply = receive_frame(self._sock)
         if reply is None:
             raise ConnectionResetError("no answer")
-        told, value = msgspec.msgpack.decode(reply)
-        if told is not None:
-            raise InvalidRequestError(told)
+        refusal, value = msgspec.msgpack.decode(reply)
+        if refusal is not None:
+            raise InvalidRequestError(refusal)
         return value
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ class StreamedChoice:
         self._reader = reader
         self._held: list[Piece] = []
         self.num_pieces = 0
-        #: Tokens that chunks have told of.
+        #: Tokens that chunks have reported.
         self.num_told = 0
         #: Of chunks whose text is all that is new.
         self.template: TextTemplate | None = None
@@ -55,7 +55,7 @@ class StreamedChoice:
 
 
 def _fitted(deltas: list[dict[str, Any]], num_tokens: int) -> list[dict[str, Any]]:
-    """As many as there are tokens at most: a call then begins with a piece of its arguments."""
+    """Yield at most one piece per token: a call then begins with a piece of its arguments."""
     fitted: list[dict[str, Any]] = []
     for place, delta in enumerate(deltas):
         too_many = len(fitted) + len(deltas) - place > num_tokens

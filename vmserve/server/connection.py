@@ -61,18 +61,18 @@ def body_writer(scope: Scope) -> BodyWriter | None:
     return writer
 
 
-def refusal(told: ApiError) -> bytes:
+def refusal(error: ApiError) -> bytes:
     """Return the whole response to a request that cannot be routed; the connection ends."""
-    body = dump_json(error_body(told))
+    body = dump_json(error_body(error))
     headers = {
-        **told.headers,
+        **error.headers,
         "content-type": JSON_TYPE,
         "content-length": str(len(body)),
         "connection": "close",
     }
     connection = h11.Connection(h11.SERVER)
     events = (
-        h11.Response(status_code=told.status, headers=list(headers.items())),
+        h11.Response(status_code=error.status, headers=list(headers.items())),
         h11.Data(data=body),
         h11.EndOfMessage(),
     )
@@ -197,13 +197,13 @@ class GuardedProtocol(H11Protocol):
         # Called while the parser's error is being handled, which knows more than ``msg``.
         cause = sys.exc_info()[1]
         if isinstance(cause, h11.RemoteProtocolError) and cause.error_status_hint == 431:
-            told = ApiError(431, f"The request's head is larger than {MAX_HEADER_BYTES} bytes.")
+            error = ApiError(431, f"The request's head is larger than {MAX_HEADER_BYTES} bytes.")
         else:
-            told = ApiError(400, "This is not a valid HTTP request.")
-        self._refuse(told)
+            error = ApiError(400, "This is not a valid HTTP request.")
+        self._refuse(error)
 
-    def _refuse(self, told: ApiError) -> None:
-        self.transport.write(refusal(told))
+    def _refuse(self, error: ApiError) -> None:
+        self.transport.write(refusal(error))
         self.transport.close()
 
     def _forget_stall(self) -> None:

@@ -149,9 +149,11 @@ def has_anthropic_errors(path: str) -> bool:
 
 def error_response(error: BaseException, path: str = "") -> Response:
     """Make the response in the shape of the API of ``path``."""
-    told = to_api_error(error)
+    found = to_api_error(error)
     shape = anthropic_error_body if has_anthropic_errors(path) else error_body
-    return Response(dump_json(shape(told)), told.status, headers=told.headers, media_type=JSON_TYPE)
+    return Response(
+        dump_json(shape(found)), found.status, headers=found.headers, media_type=JSON_TYPE
+    )
 
 
 def _shorten(text: str) -> str:

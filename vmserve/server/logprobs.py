@@ -112,12 +112,12 @@ def chat_logprobs(
 
 def _chat_position(position: Position, shape: LogprobShape, *, is_unseen: bool) -> dict[str, Any]:
     token_id, entry = next(iter(position.items()))
-    told = _chat_entry(shape, token_id, entry)
+    item = _chat_entry(shape, token_id, entry)
     if is_unseen:
-        told["bytes"] = []
+        item["bytes"] = []
         if not shape.as_ids:
-            told["token"] = ""
-    return {**told, "top_logprobs": [_chat_entry(shape, *i) for i in shape.likeliest(position)]}
+            item["token"] = ""
+    return {**item, "top_logprobs": [_chat_entry(shape, *i) for i in shape.likeliest(position)]}
 
 
 def prompt_logprobs(

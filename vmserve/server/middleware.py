@@ -205,12 +205,12 @@ def _tenant(scope: Scope) -> str:
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
     """One line per request: at level INFO for what generates and what fails, else DEBUG."""
-    told = "left" if status == 0 else str(status)
+    outcome = "left" if status == 0 else str(status)
     matters = status >= 400 or status == 0 or route_path(scope) in GENERATION_PATHS
     # The path is the client's: as ASCII, nothing in it can pass for a line of ours.
     path = ascii(scope["path"][:200])
     level = logging.INFO if matters else logging.DEBUG
-    logger.log(level, "%s %s: %s after %.3f s", scope["method"], path, told, seconds)
+    logger.log(level, "%s %s: %s after %.3f s", scope["method"], path, outcome, seconds)
 
 
 def _check_head(scope: Scope) -> None:

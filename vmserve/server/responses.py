@@ -226,8 +226,8 @@ class _Reply:
         num_prompt = len(self._started.job.token_ids)
         final = self._body_of(_status(reason))
         if reason in ("length", "abort"):
-            told = "max_output_tokens" if reason == "length" else "server_shutdown"
-            final["incomplete_details"] = {"reason": told}
+            detail = "max_output_tokens" if reason == "length" else "server_shutdown"
+            final["incomplete_details"] = {"reason": detail}
         final["output"] = self._items.items
         final["usage"] = {
             "input_tokens": num_prompt,

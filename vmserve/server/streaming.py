@@ -40,7 +40,7 @@ class EventStream(Response):
 
     The client's departure closes ``chunks`` at once, also while nothing is being sent. ``named``:
     each event has its ``type`` as its name, and the last one needs no ``[DONE]`` after it.
-    ``is_anthropic``: errors are told in Anthropic's shape. The status that an error would have had
+    ``is_anthropic``: errors have Anthropic's shape. The status that an error would have had
     as a reply goes to ``scope["state"]["stream_error"]``.
     """
 
@@ -90,9 +90,9 @@ class EventStream(Response):
                     yield _event(chunk, self._named)
                     num_sent += 1
         except Exception as error:  # noqa: BLE001 - the boundary: only an event can tell now
-            told = to_api_error(error)
-            scope["state"]["stream_error"] = told.status
-            yield _event(self._error(told, num_sent), self._named)
+            api_error = to_api_error(error)
+            scope["state"]["stream_error"] = api_error.status
+            yield _event(self._error(api_error, num_sent), self._named)
         else:
             if not self._named:
                 yield _DONE
@@ -103,8 +103,8 @@ class EventStream(Response):
         body = error_body(error)
         if not self._named:
             return body
-        told = body["error"]
-        fields = {"code": str(told["code"]), "message": told["message"], "param": told["param"]}
+        inner = body["error"]
+        fields = {"code": str(inner["code"]), "message": inner["message"], "param": inner["param"]}
         return {"type": "error", "sequence_number": num_sent, **fields}
 
 

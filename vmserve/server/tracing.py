@@ -91,11 +91,11 @@ class RequestTrace:
 
     @property
     def metrics(self) -> RequestMetrics | None:
-        """Of the prompt that ended last."""
+        """Return the metrics of the prompt that ended last."""
         return self.outputs[-1][0].metrics if self.outputs else None
 
     def attributes(self, began: float, ended: float) -> dict[str, Any]:
-        """Of the span of a request that lasted from ``began`` to ``ended`` (monotonic)."""
+        """Return the span attributes of a request from ``began`` to ``ended`` (monotonic)."""
         found = {
             "gen_ai.operation.name": self.operation,
             "gen_ai.provider.name": "vmserve",

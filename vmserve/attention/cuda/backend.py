@@ -415,7 +415,7 @@ class _FixedPlans(_Plans):
 
 
 class CapacityPlan:
-    """Of :meth:`CudaPagedBackend.plan_capacity`. ``call``: once per layer, in a capture too."""
+    """Bind :meth:`CudaPagedBackend.plan_capacity`. ``call``: once per layer, in a capture too."""
 
     def __init__(self, plans: _FixedPlans) -> None:
         self._plans = plans
@@ -448,7 +448,9 @@ class CudaCall:
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As the protocol says. ``out``: contiguous, as q in shape and dtype. ``lse``: float32
+        """Attend, as the protocol says.
+
+        ``out``: contiguous, as q in shape and dtype. ``lse``: float32
         ``[tokens, q_heads]``, contiguous, to be filled with the natural logarithm of the sum of the
         exponentials of each row's scores.
 
