@@ -33,6 +33,7 @@ class Running:
         self.engine = engine
         #: What the server ended with, if its engine had died.
         self.death: EngineDeadError | None = None
+        self._clients: list[openai.OpenAI] = []
         self._listener = bind(self.config)
         self.url = url_of(self._listener)
         self.port = self._listener.getsockname()[1] if self.config.uds is None else 0
@@ -65,7 +66,8 @@ class Running:
         assert not self._thread.is_alive()
 
     def close(self) -> None:
-        self.http.close()
+        for client in [self.http, *self._clients]:
+            client.close()
         if self._thread.is_alive():
             self.begin_stop()
         self.join()
@@ -127,7 +129,9 @@ class Running:
 
     def openai(self, **options: Any) -> openai.OpenAI:
         options.setdefault("api_key", "none")
-        return openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, **options)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, **options)
+        self._clients.append(client)
+        return client
 
 
 #: Routes whose errors have Anthropic's shape: its clients read no other.
