@@ -653,7 +653,7 @@ void Ops::undo_sequences(Change& change) {
   for (const SwapId swap : change.swap_taken) work_.swap->drop(swap);
 }
 
-void Ops::end_trial(Change& change) {
+void Ops::undo_trial(Change& change) {
   for (auto saved = change.slots.rbegin(); saved != change.slots.rend(); ++saved) {
     Slot& slot = slots_[saved->slot];
     slot.entries.resize(static_cast<std::size_t>(saved->size));
@@ -677,10 +677,6 @@ void Ops::end_trial(Change& change) {
   }
   slots_.resize(static_cast<std::size_t>(config_.num_slots));  // drop slots that the trial added
   undo_sequences(change);
-  pool_.end_trial();
-  ledger_.version = change.before.version;
-  ledger_.recent = change.before.recent;
-  ledger_.totals = change.before.totals;
 }
 
 void Ops::rollback(Change& change) {

@@ -110,17 +110,36 @@ bool Planner::has_attach(const std::vector<Op>& ops) {
 
 namespace {
 
-struct Trial {
-  Trial(Ledger& ledger, DriverWork& work, Ops& which, bool dense)
-      : change(ledger, *work.driver, dense, /*is_trial=*/true), ops(which) {
+// Restores the ledger when it goes: the pool and the counters here, the rest by the change.
+class Trial {
+ public:
+  Trial(Ledger& ledger, DriverWork& work, Ops& ops, bool dense)
+      : change(ledger, *work.driver, dense, /*is_trial=*/true),
+        ledger_(ledger),
+        ops_(ops),
+        version_(ledger.version),
+        recent_(ledger.recent),
+        totals_(ledger.totals) {
     ledger.pool.begin_trial();
   }
-  ~Trial() { ops.end_trial(change); }
+  ~Trial() {
+    ops_.undo_trial(change);
+    ledger_.pool.end_trial();
+    ledger_.version = version_;
+    ledger_.recent = recent_;
+    ledger_.totals = totals_;
+  }
   Trial(const Trial&) = delete;
   Trial& operator=(const Trial&) = delete;
 
   Change change;
-  Ops& ops;
+
+ private:
+  Ledger& ledger_;
+  Ops& ops_;
+  const std::uint64_t version_;
+  const RecentDemand recent_;
+  const MemoryCounters totals_;
 };
 
 // Counts runs of adjacent pages.

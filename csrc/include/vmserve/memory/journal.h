@@ -76,11 +76,7 @@ class Change : LedgerClient {
     std::vector<std::int64_t> made_read_only;
   };
   Change(Ledger& ledger, PageDriver& driver, bool dense, bool is_trial)
-      : LedgerClient(ledger),
-        tx(driver),
-        dense(dense),
-        is_trial(is_trial),
-        before{ledger.version, ledger.recent, ledger.totals} {}
+      : LedgerClient(ledger), tx(driver), dense(dense), is_trial(is_trial) {}
 
   // The slot's state before this change, saved at the first call.
   SavedSlot& saved_slot(SlotId slot);
@@ -103,11 +99,6 @@ class Change : LedgerClient {
   std::int64_t num_coming = 0;
   std::int64_t missing_slots = 0;
   std::int64_t missing_swap_blocks = 0;
-  struct {
-    std::uint64_t version;
-    RecentDemand recent;
-    MemoryCounters totals;
-  } before;
   std::int64_t num_split_gaps = 0;  // first mappings of slots; each splits an unmapped range
   // Driver work before memory is assigned. Removed entries stay removed even if the change fails.
   std::vector<RemovedEntries> removed;

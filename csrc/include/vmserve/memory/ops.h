@@ -26,8 +26,8 @@ class Ops : LedgerClient {
   // Undoes a failed change. Removed slot entries stay removed, and pages that were found stay
   // committed.
   void rollback(Change& change);
-  // Restores the state before the trial exactly.
-  void end_trial(Change& change);
+  // Restores slots, sequences and swap blocks exactly. The pool undoes its own part.
+  void undo_trial(Change& change);
 
  private:
   void stage_one(Change& change, const Op& op);
