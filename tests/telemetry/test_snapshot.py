@@ -42,6 +42,7 @@ def test_a_request_from_arrival_to_end(engine: LLMEngine) -> None:
     assert (rows[0].ttft_seconds, rows[0].queue_seconds, rows[0].slots) == (None, None, [])
     engine.step()
     engine.step()
+    engine.memory._core.settle_mapper()  # no page moves between the two readings below
     snapshot = engine.snapshot()
     first, second, third = snapshot.requests
     assert [row.state for row in snapshot.requests] == ["running", "running", "waiting"]
