@@ -11,6 +11,7 @@
 
 #include "../cpu/decoder.h"
 #include "bindings.h"
+#include "quantization.h"
 #include "tensor_tuple.h"
 #include "vmserve/errors.h"
 
@@ -23,13 +24,6 @@ DType as_dtype(const std::string& name) {
   if (name == "float32") return DType::kFloat32;
   if (name == "bfloat16") return DType::kBFloat16;
   throw MisuseError("a decoder has no KV cache of " + name + ": use float32 or bfloat16");
-}
-
-Quantization as_quantization(const std::string& name) {
-  if (name == "none") return Quantization::kNone;
-  if (name == "int8") return Quantization::kInt8;
-  if (name == "int8-dynamic") return Quantization::kInt8Dynamic;
-  throw MisuseError("quantization '" + name + "' is not one of none, int8, int8-dynamic");
 }
 
 // A vector of floats, or null.
@@ -87,25 +81,26 @@ void bind_decoder(py::module_& m) {
            py::arg("isa") = "")
       .def(
           "add_layer",
-          [](CpuDecoder& decoder, TensorTuple attention_norm, TensorTuple q, TensorTuple k,
-             TensorTuple v, TensorTuple output, TensorTuple mlp_norm, TensorTuple gate,
-             TensorTuple up, TensorTuple down, std::optional<TensorTuple> q_bias,
+          [](CpuDecoder& decoder, TensorTuple attention_norm, const WeightArgument& q,
+             const WeightArgument& k, const WeightArgument& v, const WeightArgument& output,
+             TensorTuple mlp_norm, const WeightArgument& gate, const WeightArgument& up,
+             const WeightArgument& down, std::optional<TensorTuple> q_bias,
              std::optional<TensorTuple> k_bias, std::optional<TensorTuple> v_bias,
              std::optional<TensorTuple> q_norm, std::optional<TensorTuple> k_norm,
              std::int64_t head_dim, float scale, std::int64_t window, float softcap) {
             DecoderLayer layer;
             layer.attention_norm = as_tensor(std::move(attention_norm));
-            layer.q = as_tensor(std::move(q));
-            layer.k = as_tensor(std::move(k));
-            layer.v = as_tensor(std::move(v));
-            layer.output = as_tensor(std::move(output));
+            layer.q = as_weights(q);
+            layer.k = as_weights(k);
+            layer.v = as_weights(v);
+            layer.output = as_weights(output);
             layer.mlp_norm = as_tensor(std::move(mlp_norm));
-            layer.gate = as_tensor(std::move(gate));
-            layer.up = as_tensor(std::move(up));
-            layer.down = as_tensor(std::move(down));
-            layer.q_bias = vector_of(std::move(q_bias), layer.q.shape.at(0), "q_bias");
-            layer.k_bias = vector_of(std::move(k_bias), layer.k.shape.at(0), "k_bias");
-            layer.v_bias = vector_of(std::move(v_bias), layer.v.shape.at(0), "v_bias");
+            layer.gate = as_weights(gate);
+            layer.up = as_weights(up);
+            layer.down = as_weights(down);
+            layer.q_bias = vector_of(std::move(q_bias), outputs_of(layer.q), "q_bias");
+            layer.k_bias = vector_of(std::move(k_bias), outputs_of(layer.k), "k_bias");
+            layer.v_bias = vector_of(std::move(v_bias), outputs_of(layer.v), "v_bias");
             layer.q_norm = vector_of(std::move(q_norm), head_dim, "q_norm");
             layer.k_norm = vector_of(std::move(k_norm), head_dim, "k_norm");
             layer.scale = scale;
@@ -121,10 +116,11 @@ void bind_decoder(py::module_& m) {
           py::arg("softcap"))
       .def(
           "set_ends",
-          [](CpuDecoder& decoder, TensorTuple embedding, TensorTuple final_norm, TensorTuple head) {
-            const TensorRef table = as_tensor(std::move(embedding));
+          [](CpuDecoder& decoder, const WeightArgument& embedding, TensorTuple final_norm,
+             const WeightArgument& head) {
+            const WeightRef table = as_weights(embedding);
             const TensorRef norm = as_tensor(std::move(final_norm));
-            const TensorRef last = as_tensor(std::move(head));
+            const WeightRef last = as_weights(head);
             const py::gil_scoped_release unlocked;
             decoder.set_ends(table, norm, last);
           },

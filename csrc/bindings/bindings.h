@@ -12,6 +12,7 @@ void bind_plugin(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);
 void bind_columns(pybind11::module_& m);
+void bind_linear(pybind11::module_& m);
 void bind_decoder(pybind11::module_& m);
 void bind_sampler(pybind11::module_& m);
 

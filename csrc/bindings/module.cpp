@@ -53,6 +53,7 @@ PYBIND11_MODULE(_core, m) {
   vmserve::bind_plugin(m);
   vmserve::bind_memory(m);
   vmserve::bind_kernels(m);
+  vmserve::bind_linear(m);
   vmserve::bind_decoder(m);
   vmserve::bind_sampler(m);
   vmserve::bind_columns(m);

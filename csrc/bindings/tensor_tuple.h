@@ -5,13 +5,16 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "../cpu/attention.h"
+#include "../cpu/linear_layer.h"
 #include "vmserve/errors.h"
 
 namespace vmserve {
@@ -41,6 +44,25 @@ inline TensorRef as_tensor(TensorTuple&& tuple) {
   tensor.shape = std::move(shape);
   tensor.strides = std::move(strides);
   return tensor;
+}
+
+using Codes = pybind11::array_t<std::uint8_t, pybind11::array::c_style>;
+using Floats = pybind11::array_t<float, pybind11::array::c_style>;
+// A cpu::GroupedTensor as numpy arrays.
+struct GroupedArrays {
+  Codes codes;
+  int bits;
+  std::int64_t group;
+  Floats scales;
+  std::optional<Floats> minima, scale_steps, minimum_steps;
+
+  cpu::GroupedTensor tensor() const;
+};
+using WeightArgument = std::variant<GroupedArrays, TensorTuple>;
+
+inline WeightRef as_weights(const WeightArgument& weights) {
+  if (const auto* grouped = std::get_if<GroupedArrays>(&weights)) return grouped->tensor();
+  return as_tensor(TensorTuple(std::get<TensorTuple>(weights)));
 }
 
 }  // namespace vmserve

@@ -1,51 +1,19 @@
 #include "decoder.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <type_traits>
 #include <utility>
 
 #include "kernels/isa.h"
 #include "vmserve/errors.h"
-#include "vmserve/text.h"
 
 namespace vmserve {
 namespace {
 
-// Below this many multiplications, waking another thread costs more than it saves.
-constexpr std::int64_t kSerialWork = 1 << 15;
-// Weights of a work item: as many panels as stay in a core's own cache while all rows are computed,
-// but few enough that every thread has several items.
-constexpr std::int64_t kItemBytes = 192 << 10;
-constexpr std::int64_t kItemsPerThread = 4;
-// With so few rows nothing is reused in a cache, and kernels compute several panels side by side.
-constexpr std::int64_t kFewRows = 3, kPanelsOfFewRows = 4;
-// Weights of an item that are widened at a time.
-constexpr std::int64_t kWidenedBytes = 192 << 10;
-constexpr std::size_t kBigPage = std::size_t{2} << 20;
-
-std::int64_t round_up(std::int64_t n, std::int64_t unit) {
-  return (n + unit - 1) / unit * unit;
-}
-
-std::int64_t padded_depth(std::int64_t depth) {
-  return round_up(depth, cpu::kDepthUnit);
-}
-
 void require(bool condition, const std::string& what) {
   if (!condition) throw MisuseError(what);
-}
-
-void check_matrix(const TensorRef& tensor, const char* name, std::int64_t outputs,
-                  std::int64_t inputs) {
-  require(tensor.shape == std::vector<std::int64_t>{outputs, inputs} &&
-              tensor.strides.size() == 2 && tensor.strides[1] == 1,
-          std::string(name) + " is not [" + std::to_string(outputs) + ", " +
-              std::to_string(inputs) + "] with contiguous rows");
 }
 
 std::vector<float> copy_vector(const TensorRef& tensor, const char* name, std::int64_t size) {
@@ -81,51 +49,9 @@ class Stopwatch {
 
 }  // namespace
 
-BigBuffer::BigBuffer(std::size_t bytes) : bytes_(bytes) {
-  if (bytes == 0) return;
-  // Aligned by hand: mmap does not align to huge pages.
-  const std::size_t reserved = (bytes + kBigPage - 1) / kBigPage * kBigPage + kBigPage;
-  void* const at = mmap(nullptr, reserved, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (at == MAP_FAILED) {
-    throw OutOfMemoryError("the system has no " + human_bytes(bytes) +
-                           " for a layer's weights: use --quantization int8 or a smaller model");
-  }
-  const auto first = reinterpret_cast<std::uintptr_t>(at);
-  const std::uintptr_t data = (first + kBigPage - 1) / kBigPage * kBigPage;
-  const std::uintptr_t end = data + (bytes + kBigPage - 1) / kBigPage * kBigPage;
-  if (data > first) munmap(at, data - first);
-  if (first + reserved > end) munmap(reinterpret_cast<void*>(end), first + reserved - end);
-  data_ = reinterpret_cast<char*>(data);
-  // For a smaller layer, the padding would cost more than huge pages save.
-  if (bytes >= kBigPage / 2) madvise(data_, end - data, MADV_HUGEPAGE);
-}
-
-BigBuffer::~BigBuffer() {
-  if (data_ != nullptr) munmap(data_, (bytes_ + kBigPage - 1) / kBigPage * kBigPage);
-}
-
-BigBuffer::BigBuffer(BigBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-
-BigBuffer& BigBuffer::operator=(BigBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-
-struct CpuDecoder::Linear {
-  BigBuffer weights;
-  std::vector<float> scales, bias;  // in the order of the lanes, for all panels
-  const cpu::LinearForm* form = nullptr;
-  std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0, panel_bytes = 0;
-
-  const cpu::RowFormat& row_format() const { return cpu::kRowFormats[form->rows]; }
-};
-
 struct CpuDecoder::Layer {
   std::vector<float> attention_norm, mlp_norm, q_norm, k_norm;
-  Linear qkv, output, gate_up, down;
+  LinearLayer qkv, output, gate_up, down;
   float scale = 1.0F;
   std::int64_t window = 0;
   float softcap = 0.0F;
@@ -135,9 +61,8 @@ CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization q
                        int num_threads, const std::string& isa)
     : shape_(shape),
       kv_dtype_(kv_dtype),
-      quantization_(quantization),
-      kernels_(&cpu::choose_table(isa).linear),
       pool_(std::make_shared<ThreadPool>(num_threads)),
+      products_(cpu::choose_table(isa).linear, pool_, quantization, kv_dtype == DType::kBFloat16),
       attention_(std::make_unique<CpuAttention>(pool_, isa)) {
   require(shape.vocab_size > 0 && shape.hidden_size > 0 && shape.mlp_size > 0 &&
               shape.kv_heads > 0 && shape.q_heads > 0 && shape.q_heads % shape.kv_heads == 0 &&
@@ -150,7 +75,7 @@ CpuDecoder::~CpuDecoder() = default;
 std::size_t CpuDecoder::weight_bytes() const {
   std::size_t bytes = head_ ? head_->weights.bytes() : 0;
   for (const Layer& layer : layers_) {
-    for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+    for (const LinearLayer* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
       bytes += linear->weights.bytes();
     }
   }
@@ -162,22 +87,6 @@ const char* CpuDecoder::row_type() const {
   return cpu::kRowFormats[layers_.front().qkv.form->rows].name;
 }
 
-const cpu::LinearForm& CpuDecoder::form_for(bool bf16_weights) const {
-  const auto faster_of = [&](cpu::WeightForm first, cpu::WeightForm second) {
-    return kernels_->forms[first].multiply != nullptr ? first : second;
-  };
-  cpu::WeightForm form = bf16_weights ? cpu::kWeightsBFloat16 : cpu::kWeightsFloat32;
-  if (quantization_ == Quantization::kInt8Dynamic) {
-    form = faster_of(cpu::kWeightsInt8Bytes, cpu::kWeightsInt8);
-  } else if (quantization_ == Quantization::kInt8) {
-    form = cpu::kWeightsInt8;
-  } else if (bf16_weights && kv_dtype_ == DType::kBFloat16) {
-    // Rows are rounded only if the model computes in bfloat16.
-    form = faster_of(cpu::kWeightsBFloat16Pairs, cpu::kWeightsBFloat16);
-  }
-  return kernels_->forms[form];
-}
-
 int CpuDecoder::num_threads() const {
   return pool_->num_threads();
 }
@@ -186,61 +95,8 @@ void CpuDecoder::set_num_threads(int num_threads) {
   const std::lock_guard lock(mutex_);
   if (num_threads == pool_->num_threads()) return;
   pool_ = std::make_shared<ThreadPool>(num_threads);
+  products_.set_pool(pool_);
   attention_->set_pool(pool_);
-}
-
-template <class Body>
-void CpuDecoder::parallel(std::int64_t num_items, std::int64_t work, const Body& body) {
-  const auto call = [](void* context, std::int64_t item, int worker) {
-    const Body& body = *static_cast<const Body*>(context);
-    if constexpr (std::is_invocable_v<Body, std::int64_t, int>) {
-      body(item, worker);
-    } else {
-      body(item);
-    }
-  };
-  // const_cast: the pool passes the pointer through unchanged.
-  pool_->run(num_items, work < kSerialWork ? 1 : ThreadPool::kMaxThreads, call,
-             const_cast<Body*>(&body));
-}
-
-CpuDecoder::Linear CpuDecoder::pack(const std::vector<const TensorRef*>& tensors, bool gated) {
-  cpu::PackArgs args{};
-  Linear linear;
-  linear.inputs = tensors[0]->shape[1];
-  linear.depth = padded_depth(linear.inputs);
-  std::int64_t lanes = 0;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const TensorRef& tensor = *tensors[i];
-    require(tensor.dtype == tensors[0]->dtype, "the weights of a layer differ in dtype");
-    args.tensors[i] = tensor.data;
-    args.row_strides[i] = tensor.strides[0];
-    args.outputs[i] = static_cast<std::int32_t>(tensor.shape[0]);
-    lanes += tensor.shape[0];
-  }
-  const std::int64_t width = kernels_->panel_outputs;
-  linear.outputs = gated ? lanes / 2 : lanes;
-  linear.num_panels =
-      gated ? round_up(linear.outputs, width / 2) / (width / 2) : round_up(lanes, width) / width;
-  args.num_tensors = static_cast<std::int32_t>(tensors.size());
-  args.from_bf16 = tensors[0]->dtype == DType::kBFloat16;
-  args.gated = gated;
-  linear.form = &form_for(args.from_bf16);
-  linear.panel_bytes = linear.form->panel_bytes(linear.depth);
-  args.depth = linear.inputs;
-  args.num_panels = 1;
-  linear.weights = BigBuffer(static_cast<std::size_t>(linear.num_panels * linear.panel_bytes));
-  if (linear.form->output_scales) {
-    linear.scales.resize(static_cast<std::size_t>(linear.num_panels * width));
-  }
-  args.weights = linear.weights.data();
-  args.scales = linear.scales.data();
-  parallel(linear.num_panels, lanes * linear.inputs, [&](std::int64_t panel) {
-    cpu::PackArgs mine = args;
-    mine.first_panel = static_cast<std::int32_t>(panel);
-    linear.form->pack(mine);
-  });
-  return linear;
 }
 
 void CpuDecoder::add_layer(const DecoderLayer& from) {
@@ -262,9 +118,10 @@ void CpuDecoder::add_layer(const DecoderLayer& from) {
     layer.q_norm.assign(from.q_norm, from.q_norm + dim);
     layer.k_norm.assign(from.k_norm, from.k_norm + dim);
   }
-  layer.qkv = pack({&from.q, &from.k, &from.v}, false);
+  layer.qkv = products_.pack({&from.q, &from.k, &from.v}, false);
   if (from.q_bias != nullptr || from.k_bias != nullptr || from.v_bias != nullptr) {
-    layer.qkv.bias.resize(static_cast<std::size_t>(layer.qkv.num_panels * kernels_->panel_outputs));
+    layer.qkv.bias.resize(
+        static_cast<std::size_t>(layer.qkv.num_panels * products_.kernels().panel_outputs));
     float* to = layer.qkv.bias.data();
     const std::pair<const float*, std::int64_t> biases[] = {
         {from.q_bias, q_size}, {from.k_bias, kv_size}, {from.v_bias, kv_size}};
@@ -273,22 +130,22 @@ void CpuDecoder::add_layer(const DecoderLayer& from) {
       to += size;
     }
   }
-  layer.output = pack({&from.output}, false);
-  layer.gate_up = pack({&from.gate, &from.up}, true);
-  layer.down = pack({&from.down}, false);
+  layer.output = products_.pack({&from.output}, false);
+  layer.gate_up = products_.pack({&from.gate, &from.up}, true);
+  layer.down = products_.pack({&from.down}, false);
   layer.scale = from.scale;
   layer.window = from.window;
   layer.softcap = from.softcap;
   layers_.push_back(std::move(layer));
 }
 
-void CpuDecoder::set_ends(const TensorRef& embedding, const TensorRef& final_norm,
-                          const TensorRef& head) {
+void CpuDecoder::set_ends(const WeightRef& embedding, const TensorRef& final_norm,
+                          const WeightRef& head) {
   check_matrix(embedding, "embedding", shape_.vocab_size, shape_.hidden_size);
   check_matrix(head, "head", shape_.vocab_size, shape_.hidden_size);
   const std::lock_guard lock(mutex_);
   final_norm_ = copy_vector(final_norm, "final_norm", shape_.hidden_size);
-  head_ = std::make_unique<Linear>(pack({&head}, false));
+  head_ = std::make_unique<LinearLayer>(products_.pack({&head}, false));
   embedding_ = embedding;
 }
 
@@ -346,89 +203,43 @@ void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids,
                                 std::to_string(rows) + " tokens");
 }
 
-void CpuDecoder::multiply(const Linear& linear, const void* rows, std::int64_t num_rows,
-                          cpu::Epilogue epilogue, void* out, std::int64_t out_stride,
-                          bool pairs_out) {
-  cpu::LinearArgs args{};
-  args.weights = linear.weights.data();
-  args.scales = linear.scales.empty() ? nullptr : linear.scales.data();
-  args.bias = linear.bias.empty() ? nullptr : linear.bias.data();
-  args.depth = linear.depth;
-  args.num_outputs = static_cast<std::int32_t>(linear.outputs);
-  args.epilogue = epilogue;
-  args.pairs_out = pairs_out;
-  args.out_stride = out_stride;
-  const std::int64_t share =
-      std::max<std::int64_t>(1, linear.num_panels / (kItemsPerThread * pool_->num_threads()));
-  std::int64_t panels = std::clamp<std::int64_t>(kItemBytes / linear.panel_bytes, 1, share);
-  if (num_rows <= kFewRows) panels = std::max(panels, kPanelsOfFewRows);
-  if (panels >= 4) panels = panels / 4 * 4;
-  const std::int64_t num_items = (linear.num_panels + panels - 1) / panels;
-  const std::int64_t work = num_rows * linear.num_panels * kernels_->panel_outputs * linear.depth;
-  const std::int64_t panel_floats = kernels_->panel_outputs * linear.depth;
-  args.scratch_floats =
-      std::max(kWidenedBytes / static_cast<std::int64_t>(sizeof(float)), panel_floats);
-  grow(scratch_, args.scratch_floats * pool_->num_threads());
-  parallel(num_items, work, [&](std::int64_t item, int worker) {
-    cpu::LinearArgs mine = args;
-    mine.scratch = scratch_.data() + worker * args.scratch_floats;
-    mine.first_panel = static_cast<std::int32_t>(item * panels);
-    mine.num_panels =
-        static_cast<std::int32_t>(std::min(panels, linear.num_panels - item * panels));
-    mine.rows = rows;
-    mine.row_groups = row_groups_.data();
-    mine.num_rows = static_cast<std::int32_t>(num_rows);
-    mine.out = out;
-    linear.form->multiply(mine);
-  });
-}
-
-void CpuDecoder::pack_rows(const Linear& next, const void* rows, bool bf16, std::int64_t num_rows,
-                           const float* norm) {
-  const std::int64_t depth = next.inputs, block_depth = next.depth;
-  const std::int64_t groups = cpu::num_groups(block_depth, next.form->rows);
-  const std::int64_t size = next.row_format().element_bytes;
-  grow(packed_, num_rows * block_depth * size);
-  grow(row_groups_, num_rows * groups);
-  std::vector<std::int32_t> firsts;
-  for (std::int64_t row = 0; row < num_rows;) {
-    firsts.push_back(static_cast<std::int32_t>(row));
-    row += kernels_->block_rows(static_cast<std::int32_t>(num_rows - row));
+// Writes one row of a table as float32.
+void CpuDecoder::take_embedding(std::int64_t id, float* to) const {
+  const std::int64_t hidden = shape_.hidden_size;
+  if (const auto* grouped = std::get_if<cpu::GroupedTensor>(&embedding_)) {
+    const std::uint8_t* const codes = grouped->codes + id * hidden;
+    for (std::int64_t i = 0; i < hidden; ++i) {
+      const std::int64_t group = id * grouped->groups + i / grouped->group;
+      const bool narrow = grouped->bits == 4;
+      const int code = narrow ? codes[i] : static_cast<std::int8_t>(codes[i]);
+      const float scale = grouped->scales[group];
+      const float zero = narrow ? -8.0F * scale : 0.0F;
+      to[i] = scale * static_cast<float>(code) +
+              (grouped->minima == nullptr ? zero : grouped->minima[group]);
+    }
+    return;
   }
-  parallel(static_cast<std::int64_t>(firsts.size()), num_rows * depth, [&](std::int64_t item) {
-    const std::int64_t first = firsts[static_cast<std::size_t>(item)];
-    cpu::PackRowsArgs args{};
-    args.rows = static_cast<const char*>(rows) + first * depth * (bf16 ? 2 : 4);
-    args.from_bf16 = bf16;
-    args.row_stride = depth;
-    args.num_rows = kernels_->block_rows(static_cast<std::int32_t>(num_rows - first));
-    args.depth = depth;
-    args.norm = norm;
-    args.eps = shape_.norm_eps;
-    args.block = packed_.data() + first * block_depth * size;
-    args.groups = row_groups_.data() + first * groups;
-    kernels_->pack_rows[next.form->rows](args);
-  });
+  const auto& table = std::get<TensorRef>(embedding_);
+  const bool bf16 = table.dtype == DType::kBFloat16;
+  const char* const row = table.data + id * table.strides[0] * (bf16 ? 2 : 4);
+  if (!bf16) {
+    std::memcpy(to, row, static_cast<std::size_t>(hidden) * sizeof(float));
+    return;
+  }
+  for (std::int64_t i = 0; i < hidden; ++i) {
+    std::uint16_t bits;
+    std::memcpy(&bits, row + 2 * i, sizeof bits);
+    const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
+    std::memcpy(to + i, &wide, sizeof wide);
+  }
 }
 
 void CpuDecoder::embed(const std::vector<std::int64_t>& token_ids) {
-  const std::int64_t hidden = shape_.hidden_size;
-  grow(x_, static_cast<std::int64_t>(token_ids.size()) * hidden);
-  const bool bf16 = embedding_.dtype == DType::kBFloat16;
+  grow(x_, static_cast<std::int64_t>(token_ids.size()) * shape_.hidden_size);
   float* to = x_.data();
   for (const std::int64_t id : token_ids) {
-    const char* const row = embedding_.data + id * embedding_.strides[0] * (bf16 ? 2 : 4);
-    if (bf16) {
-      for (std::int64_t i = 0; i < hidden; ++i) {
-        std::uint16_t bits;
-        std::memcpy(&bits, row + 2 * i, sizeof bits);
-        const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
-        std::memcpy(to + i, &wide, sizeof wide);
-      }
-    } else {
-      std::memcpy(to, row, static_cast<std::size_t>(hidden) * sizeof(float));
-    }
-    to += hidden;
+    take_embedding(id, to);
+    to += shape_.hidden_size;
   }
 }
 
@@ -442,7 +253,7 @@ void CpuDecoder::normalise_head(float* head, const float* norm, float* room) con
   args.norm = norm;
   args.eps = shape_.norm_eps;
   args.block = room;
-  kernels_->pack_rows[cpu::kRowsFloat32](args);
+  products_.kernels().pack_rows[cpu::kRowsFloat32](args);
   std::copy_n(room, shape_.head_dim, head);
 }
 
@@ -451,7 +262,7 @@ void CpuDecoder::normalise_heads(const Layer& layer, std::int64_t num_rows) {
   const std::int64_t row_size = (q_heads + 2 * kv_heads) * dim;
   const bool narrow = kv_dtype_ == DType::kBFloat16;
   if (narrow) grow(narrow_qkv_, num_rows * row_size);
-  parallel(num_rows, num_rows * row_size, [&](std::int64_t row) {
+  products_.parallel(num_rows, num_rows * row_size, [&](std::int64_t row) {
     std::vector<float> room(static_cast<std::size_t>(padded_depth(dim)));
     float* const at = qkv_.data() + row * row_size;
     for (std::int64_t head = 0; head < q_heads + kv_heads; ++head) {
@@ -481,15 +292,16 @@ void CpuDecoder::gather_rotations(const std::vector<Part>& parts, std::int64_t n
 // Returns the address of q, k and v of the rows, in the KV cache's type.
 char* CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
   const std::int64_t row_size = (shape_.q_heads + 2 * shape_.kv_heads) * shape_.head_dim;
-  pack_rows(layer.qkv, x_.data(), false, num_rows, layer.attention_norm.data());
+  products_.pack_rows(layer.qkv, x_.data(), false, num_rows, layer.attention_norm.data(),
+                      shape_.norm_eps);
   grow(qkv_, num_rows * row_size);
   const bool narrow = kv_dtype_ == DType::kBFloat16;
   if (layer.q_norm.empty()) {
     const auto epilogue = narrow ? cpu::Epilogue::kNarrow : cpu::Epilogue::kStore;
-    multiply(layer.qkv, packed_.data(), num_rows, epilogue, qkv_.data(), row_size);
+    products_.multiply(layer.qkv, nullptr, num_rows, epilogue, qkv_.data(), row_size);
     return reinterpret_cast<char*>(qkv_.data());
   }
-  multiply(layer.qkv, packed_.data(), num_rows, cpu::Epilogue::kStore, qkv_.data(), row_size);
+  products_.multiply(layer.qkv, nullptr, num_rows, cpu::Epilogue::kStore, qkv_.data(), row_size);
   normalise_heads(layer, num_rows);
   return narrow ? reinterpret_cast<char*>(narrow_qkv_.data())
                 : reinterpret_cast<char*>(qkv_.data());
@@ -564,21 +376,23 @@ void CpuDecoder::keep(const std::vector<std::int64_t>& wanted) {
 void CpuDecoder::finish_layer(const Layer& layer, std::int64_t num_rows) {
   const std::int64_t hidden = shape_.hidden_size;
   const auto add = cpu::Epilogue::kAdd;
-  pack_rows(layer.output, attended_.data(), kv_dtype_ == DType::kBFloat16, num_rows, nullptr);
-  multiply(layer.output, packed_.data(), num_rows, add, x_.data(), hidden);
-  pack_rows(layer.gate_up, x_.data(), false, num_rows, layer.mlp_norm.data());
+  products_.pack_rows(layer.output, attended_.data(), kv_dtype_ == DType::kBFloat16, num_rows,
+                      nullptr, shape_.norm_eps);
+  products_.multiply(layer.output, nullptr, num_rows, add, x_.data(), hidden);
+  products_.pack_rows(layer.gate_up, x_.data(), false, num_rows, layer.mlp_norm.data(),
+                      shape_.norm_eps);
   grow(gated_, num_rows * layer.down.depth);
   if (layer.down.row_format().group_depth > 0) {
     // Scales need the maximum of a whole group of the row, so products are stored first, then
     // packed.
-    multiply(layer.gate_up, packed_.data(), num_rows, cpu::Epilogue::kGateRows, gated_.data(),
-             shape_.mlp_size);
-    pack_rows(layer.down, gated_.data(), false, num_rows, nullptr);
-    multiply(layer.down, packed_.data(), num_rows, add, x_.data(), hidden);
+    products_.multiply(layer.gate_up, nullptr, num_rows, cpu::Epilogue::kGateRows, gated_.data(),
+                       shape_.mlp_size);
+    products_.pack_rows(layer.down, gated_.data(), false, num_rows, nullptr, shape_.norm_eps);
+    products_.multiply(layer.down, nullptr, num_rows, add, x_.data(), hidden);
   } else {
-    multiply(layer.gate_up, packed_.data(), num_rows, cpu::Epilogue::kGate, gated_.data(),
-             layer.down.depth, layer.down.form->rows == cpu::kRowsBFloat16);
-    multiply(layer.down, gated_.data(), num_rows, add, x_.data(), hidden);
+    products_.multiply(layer.gate_up, nullptr, num_rows, cpu::Epilogue::kGate, gated_.data(),
+                       layer.down.depth, layer.down.form->rows == cpu::kRowsBFloat16);
+    products_.multiply(layer.down, gated_.data(), num_rows, add, x_.data(), hidden);
   }
 }
 
@@ -622,8 +436,8 @@ void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector
   num_rows -= num_hidden;
   norm_rows(x_.data() + num_rows * shape_.hidden_size, num_hidden, hidden);
   if (num_rows == 0) return;
-  pack_rows(*head_, x_.data(), false, num_rows, final_norm_.data());
-  multiply(*head_, packed_.data(), num_rows, cpu::Epilogue::kStore, logits, shape_.vocab_size);
+  products_.pack_rows(*head_, x_.data(), false, num_rows, final_norm_.data(), shape_.norm_eps);
+  products_.multiply(*head_, nullptr, num_rows, cpu::Epilogue::kStore, logits, shape_.vocab_size);
 }
 
 }  // namespace vmserve

@@ -16,19 +16,9 @@
 #include <vector>
 
 #include "attention.h"
+#include "linear_layer.h"
 
 namespace vmserve {
-
-namespace cpu {
-struct LinearForm;
-struct LinearKernels;
-struct RowGroup;
-enum class Epilogue : std::int32_t;
-}  // namespace cpu
-
-// Of linear layers. kInt8: int8 weights with a scale for each output, rows of int16. kInt8Dynamic:
-// rows of int8 too if the processor multiplies those faster, else the same as kInt8.
-enum class Quantization { kNone, kInt8, kInt8Dynamic };
 
 // Sizes and constants common to all layers.
 struct DecoderShape {
@@ -38,31 +28,15 @@ struct DecoderShape {
 };
 
 // One layer's tensors, as in the checkpoint: weights [outputs, inputs] in float32 or bfloat16,
-// contiguous in their last dimension; norms and biases in float32, contiguous.
+// contiguous in their last dimension, or grouped integers; norms and biases in float32, contiguous.
 struct DecoderLayer {
-  TensorRef attention_norm, q, k, v, output, mlp_norm, gate, up, down;
+  TensorRef attention_norm, mlp_norm;
+  WeightRef q, k, v, output, gate, up, down;
   const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr;
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head_dim]; both or none
   float scale = 1.0F;
   std::int64_t window = 0;
   float softcap = 0.0F;
-};
-
-// Memory in huge pages if the system has them, because weights are read from end to end.
-class BigBuffer {
- public:
-  BigBuffer() = default;
-  explicit BigBuffer(std::size_t bytes);
-  ~BigBuffer();
-  BigBuffer(BigBuffer&& other) noexcept;
-  BigBuffer& operator=(BigBuffer&& other) noexcept;
-
-  char* data() const { return data_; }
-  std::size_t bytes() const { return bytes_; }
-
- private:
-  char* data_ = nullptr;
-  std::size_t bytes_ = 0;
 };
 
 class CpuDecoder {
@@ -75,7 +49,7 @@ class CpuDecoder {
   // Call add_layer for each layer in order, then set_ends. `embedding` [vocab, hidden] stays the
   // caller's and must outlive the decoder; everything else is copied. `head` [vocab, hidden].
   void add_layer(const DecoderLayer& layer);
-  void set_ends(const TensorRef& embedding, const TensorRef& final_norm, const TensorRef& head);
+  void set_ends(const WeightRef& embedding, const TensorRef& final_norm, const WeightRef& head);
 
   // Cosines and signed sines of positions 0, 1, ...: [positions, 1, head_dim] in the KV cache's
   // type, contiguous. The caller keeps them alive until others are set.
@@ -107,14 +81,12 @@ class CpuDecoder {
                float* hidden = nullptr);
 
  private:
-  struct Linear;
   struct Layer;
 
   void check_call(const std::vector<std::int64_t>& token_ids, const std::vector<Part>& parts,
                   const std::vector<std::int64_t>& wanted) const;
   void check_positions(const CpuBatch& batch) const;
-  const cpu::LinearForm& form_for(bool bf16_weights) const;
-  Linear pack(const std::vector<const TensorRef*>& tensors, bool gated);
+  void take_embedding(std::int64_t id, float* to) const;
   void embed(const std::vector<std::int64_t>& token_ids);
   void gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows);
   char* project(const Layer& layer, std::int64_t num_rows);
@@ -124,30 +96,20 @@ class CpuDecoder {
   void keep(const std::vector<std::int64_t>& wanted);
   void norm_rows(const float* rows, std::int64_t num_rows, float* out) const;
   void finish_layer(const Layer& layer, std::int64_t num_rows);
-  // Rounds and packs rows for the product with `next`.
-  void pack_rows(const Linear& next, const void* rows, bool bf16, std::int64_t num_rows,
-                 const float* norm);
-  void multiply(const Linear& linear, const void* rows, std::int64_t num_rows,
-                cpu::Epilogue epilogue, void* out, std::int64_t out_stride, bool pairs_out = false);
-  template <class Body>
-  void parallel(std::int64_t num_items, std::int64_t work, const Body& body);
-
   DecoderShape shape_;
   DType kv_dtype_;
-  Quantization quantization_;
-  const cpu::LinearKernels* kernels_;
   std::shared_ptr<ThreadPool> pool_;
+  LinearProducts products_;
   std::unique_ptr<CpuAttention> attention_;
   std::vector<Layer> layers_;
-  TensorRef embedding_, cos_, sin_;
+  WeightRef embedding_;
+  TensorRef cos_, sin_;
   std::vector<float> final_norm_;
-  std::unique_ptr<Linear> head_;
+  std::unique_ptr<LinearLayer> head_;
   std::mutex mutex_;  // one call at a time
   // Buffers of a step; grow as needed.
-  std::vector<float> x_, kept_, gated_, qkv_, attended_, scratch_;
+  std::vector<float> x_, kept_, gated_, qkv_, attended_;
   std::vector<std::uint16_t> narrow_qkv_;
-  std::vector<char> packed_;  // rows, packed for the next product
-  std::vector<cpu::RowGroup> row_groups_;
   std::vector<char> rotations_;  // cosines, then sines, of the step's rows
 };
 

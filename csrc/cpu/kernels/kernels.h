@@ -96,7 +96,18 @@ struct CombineArgs {
 };
 
 // The type that rows of a linear layer are rounded to. Sums are float32.
-enum RowType : std::int32_t { kRowsFloat32, kRowsBFloat16, kRowsInt16, kRowsInt8, kNumRowTypes };
+enum RowType : std::int32_t {
+  kRowsFloat32,
+  kRowsBFloat16,
+  kRowsInt16,
+  kRowsInt8,
+  // For weights with scales for groups of the depth: rows have the same groups.
+  kRowsInt16By32,
+  kRowsInt8By32,
+  kRowsInt16By16,
+  kRowsInt8By16,
+  kNumRowTypes
+};
 
 struct RowFormat {
   const char* name;
@@ -107,7 +118,8 @@ struct RowFormat {
 // Shorter groups lose less precision to one large element, which matters for int8. At most 512
 // int16: 512 products of 128 and 32,767 are just below 2^31, so sums in int32 are exact.
 constexpr RowFormat kRowFormats[kNumRowTypes] = {
-    {"float32", 4, 0}, {"bfloat16", 2, 0}, {"int16", 2, 512}, {"int8", 1, 128}};
+    {"float32", 4, 0}, {"bfloat16", 2, 0}, {"int16", 2, 512}, {"int8", 1, 128},
+    {"int16", 2, 32},  {"int8", 1, 32},    {"int16", 2, 16},  {"int8", 1, 16}};
 
 // The storage of a linear layer's weights and the type of the rows they are multiplied by: the
 // index of LinearKernels::forms.
@@ -117,6 +129,14 @@ enum WeightForm : std::int32_t {
   kWeightsBFloat16Pairs,  // the same weights, rows of bfloat16
   kWeightsInt8,           // a scale for each output; rows of int16
   kWeightsInt8Bytes,      // the same weights, rows of int8
+  // Integers as in a quantized checkpoint, with a scale, and perhaps a minimum, for each output and
+  // group of 32 or 16 elements (linear_grouped.h); rows of int16, or of int8 (...Bytes).
+  kWeightsGrouped4,
+  kWeightsGrouped4Bytes,
+  kWeightsGrouped8,
+  kWeightsGrouped8Bytes,
+  kWeightsGrouped8By16,
+  kWeightsGrouped8By16Bytes,
   kNumWeightForms
 };
 
@@ -124,6 +144,30 @@ enum WeightForm : std::int32_t {
 struct RowGroup {
   float scale;
   std::int32_t offset;  // -128 times the sum of the elements: weights are stored as w + 128
+  float sum;            // scale times the sum of the elements: for the minima of grouped weights
+};
+
+// How the scales and minima of grouped weights are stored: the smallest type that has them exactly.
+// kSteps: int8 multiples of a half-precision step for each output and groups_per_step groups.
+enum class ScaleType : std::int32_t { kSteps, kFloat16, kFloat32 };
+
+struct ScaleFormat {
+  ScaleType type;
+  bool minima;
+  std::int32_t groups_per_step;
+};
+
+// A matrix of integer codes, as in a quantized checkpoint: w = scale * code + minimum.
+struct GroupedTensor {
+  int bits;                   // 4: codes 0 .. 15, one to a byte; 8: int8
+  std::int64_t group;         // elements of a group of the depth
+  const std::uint8_t* codes;  // [outputs, inputs]
+  const float* scales;        // [outputs, groups]
+  const float* minima;        // likewise; null: -8 * scale with 4 bits, 0 with 8
+  // [outputs, steps], or null: numbers of half precision that the scales of groups / steps
+  // successive groups are whole multiples of. Packed weights are smaller with them.
+  const float *scale_steps, *minimum_steps;
+  std::int64_t outputs, inputs, groups, steps;
 };
 
 // What happens to the sums of a product; see LinearArgs.
@@ -144,8 +188,9 @@ enum class Epilogue : std::int32_t {
 // elements of a chunk, rows of the block, elements of a chunk].
 struct LinearArgs {
   const char* weights;
-  const float* scales;  // of each output, or null
-  const float* bias;    // of each output, or null
+  const float* scales;       // of each output, or null
+  const float* bias;         // of each output, or null
+  ScaleFormat scale_format;  // of grouped weights
   std::int64_t depth;
   const void* rows;
   const RowGroup* row_groups;  // [num_rows, num_groups(depth, type)]; none for rows of floats
@@ -164,6 +209,8 @@ struct LinearArgs {
 // the two that a gated MLP multiplies, alternating vector by vector.
 struct PackArgs {
   const void* tensors[3];
+  GroupedTensor grouped[3];  // instead of `tensors`; `weights` is zero before
+  ScaleFormat scale_format;
   std::int64_t row_strides[3];  // elements; the depth is contiguous
   std::int32_t outputs[3];      // of each tensor
   std::int32_t num_tensors;
@@ -228,7 +275,7 @@ struct RowKernels {
 struct LinearForm {
   RowType rows;
   bool output_scales;  // PackArgs::scales and LinearArgs::scales, one float for each output
-  std::int64_t (*panel_bytes)(std::int64_t depth);
+  std::int64_t (*panel_bytes)(std::int64_t depth, ScaleFormat scale_format);
   void (*pack)(const PackArgs&);
   void (*multiply)(const LinearArgs&);  // null if another form of the same weights is as fast
 };

@@ -12,6 +12,7 @@ KernelTable with_bytes(KernelTable table) {
   table.linear.forms[kWeightsInt8] = form_of<Int8<std::int16_t>>();
   table.linear.forms[kWeightsInt8Bytes] = form_of<Int8<std::int8_t>, Int8<std::int16_t>>();
   table.linear.pack_rows[kRowsInt8] = &pack_rows<std::int8_t>;
+  set_grouped_forms(table.linear);
   return table;
 }
 

@@ -1,11 +1,12 @@
-// Linear layers: y = x W^T with weights in float32, bfloat16 or int8, and sums in float32.
+// Linear layers: y = x W^T with weights in float32, bfloat16, int8 or grouped
+// integers of 4 or 8 bits, and sums in float32.
 //
-// linear_panels.h says how weights and rows lie. linear_float.h and linear_int8.h multiply a block
-// of rows by a few panels. linear_pack.h brings weights and rows into that layout. This file has
-// the loops over rows and panels, and the table of weight forms. Every output is one sum in the
-// order of the depth, so its bits do not depend on the other rows.
+// linear_panels.h says how weights and rows lie. linear_float.h, linear_int8.h and linear_grouped.h
+// multiply a block of rows by a few panels. linear_pack.h brings weights and rows into that layout.
+// This file has the loops over rows and panels, and the table of weight forms. Every output is one
+// sum in the order of the depth, so its bits do not depend on the other rows.
 //
-// To add a weight form (say, 4 bit with a scale for each group):
+// To add a weight form:
 // 1. kernels.h: its name in WeightForm. If its rows are rounded in a new way, a RowType too.
 // 2. linear_<form>.h: a struct for the stored weights, its Stored<> (linear_panels.h), and either
 //    `panels`, which the loops below call, or a `multiply` of its own. Weights that lie otherwise
@@ -17,6 +18,7 @@
 #pragma once
 
 #include "linear_float.h"
+#include "linear_grouped.h"
 #include "linear_int8.h"
 #include "linear_pack.h"
 
@@ -102,6 +104,59 @@ void multiply(const LinearArgs& a) {
   all_rows<W>(a, weights, a.first_panel, a.num_panels);
 }
 
+template <class G, int kRows>
+void grouped_block(const LinearArgs& a, const char* weights, std::int64_t panel_stride,
+                   std::int32_t first_row, std::int32_t rows) {
+  if (rows != kRows) {
+    if constexpr (kRows > 1) {
+      grouped_block<G, kRows - 1>(a, weights, panel_stride, first_row, rows);
+    }
+    return;
+  }
+  constexpr int kTogether = panels_together(kRows);
+  std::int32_t i = 0;
+  for (; i + kTogether <= a.num_panels; i += kTogether) {
+    grouped_panels<G, kRows, kTogether>(a, weights + i * panel_stride, panel_stride, first_row,
+                                        a.first_panel + i);
+  }
+  for (; kTogether > 1 && i < a.num_panels; ++i) {
+    grouped_panels<G, kRows, 1>(a, weights + i * panel_stride, panel_stride, first_row,
+                                a.first_panel + i);
+  }
+}
+
+template <class G>
+void multiply_grouped(const LinearArgs& a) {
+  const std::int64_t panel_stride = grouped_panel_bytes<G>(a.depth, a.scale_format);
+  const char* const weights = a.weights + a.first_panel * panel_stride;
+  for (std::int32_t row = 0; row < a.num_rows;) {
+    const std::int32_t rows = block_rows(a.num_rows - row);
+    grouped_block<G, Vec::kLinearRows>(a, weights, panel_stride, row, rows);
+    row += rows;
+  }
+}
+
+template <class Row, int kBits, int kGroup>
+constexpr LinearForm grouped_form() {
+  using G = Grouped<Row, kBits, kGroup>;
+  return {G::kRows, false, &grouped_panel_bytes<G>, &pack_grouped<G>, &multiply_grouped<G>};
+}
+
+constexpr void set_grouped_forms(LinearKernels& kernels) {
+  kernels.forms[kWeightsGrouped4] = grouped_form<std::int16_t, 4, 32>();
+  kernels.forms[kWeightsGrouped4Bytes] = grouped_form<std::int8_t, 4, 32>();
+  kernels.forms[kWeightsGrouped8] = grouped_form<std::int16_t, 8, 32>();
+  kernels.forms[kWeightsGrouped8By16] = grouped_form<std::int16_t, 8, 16>();
+  if constexpr (Vec::kDotsBytes) {
+    kernels.forms[kWeightsGrouped8Bytes] = grouped_form<std::int8_t, 8, 32>();
+    kernels.forms[kWeightsGrouped8By16Bytes] = grouped_form<std::int8_t, 8, 16>();
+  }
+  kernels.pack_rows[kRowsInt16By32] = &pack_rows<std::int16_t, kRowsInt16By32>;
+  kernels.pack_rows[kRowsInt16By16] = &pack_rows<std::int16_t, kRowsInt16By16>;
+  kernels.pack_rows[kRowsInt8By32] = &pack_rows<std::int8_t, kRowsInt8By32>;
+  kernels.pack_rows[kRowsInt8By16] = &pack_rows<std::int8_t, kRowsInt8By16>;
+}
+
 // `Packed`: a form with the same layout of panels as W.
 template <class W, class Packed = W>
 constexpr LinearForm form_of() {
@@ -126,6 +181,7 @@ constexpr LinearKernels linear_kernels() {
     kernels.forms[kWeightsInt8Bytes] = form_of<Int8<std::int8_t>, Int8<std::int16_t>>();
     kernels.pack_rows[kRowsInt8] = &pack_rows<std::int8_t>;
   }
+  set_grouped_forms(kernels);
   return kernels;
 }
 

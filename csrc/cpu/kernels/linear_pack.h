@@ -162,17 +162,17 @@ RowGroup to_integers(const float* values, std::int64_t count, Row* to) {
     sum = Vec::add(sum, whole);
     Vec::store_integers(to + k, whole);
   }
-  return {highest / kMost + Vec::reduce_add(sound),
-          -128 * static_cast<std::int32_t>(Vec::reduce_add(sum))};
+  const float scale = highest / kMost + Vec::reduce_add(sound), total = Vec::reduce_add(sum);
+  return {scale, -128 * static_cast<std::int32_t>(total), scale * total};
 }
 
-template <class T, class Row>
+template <class T, class Row, RowType kType>
 void pack_row(const PackRowsArgs& a, std::int64_t r) {
   const T* const row = static_cast<const T*>(a.rows) + r * a.row_stride;
   const float factor = a.norm == nullptr ? 1.0F : factor_of(row, a.depth, a.eps);
   const std::int64_t padded_depth = (a.depth + kDepthUnit - 1) / kDepthUnit * kDepthUnit;
-  constexpr bool kGrouped = kGroupDepth<Row> > 0;
-  constexpr std::int64_t kPiece = kGrouped ? kGroupDepth<Row> : 512;
+  constexpr bool kGrouped = kRowFormats[kType].group_depth > 0;
+  constexpr std::int64_t kPiece = kGrouped ? kRowFormats[kType].group_depth : 512;
   for (std::int64_t first = 0; first < padded_depth; first += kPiece) {
     const std::int64_t count = least(kPiece, a.depth - first);
     const std::int64_t padded_count = least(kPiece, padded_depth - first);
@@ -181,7 +181,7 @@ void pack_row(const PackRowsArgs& a, std::int64_t r) {
     Row* const block = static_cast<Row*>(a.block);
     Row rounded[kPiece];
     if constexpr (kGrouped) {
-      a.groups[r * num_groups(padded_depth, kRowType<Row>) + first / kPiece] =
+      a.groups[r * num_groups(padded_depth, kType) + first / kPiece] =
           to_integers(values, padded_count, rounded);
     } else {
       for (std::int64_t k = 0; k < padded_count; k += Vec::kWidth) {
@@ -192,10 +192,10 @@ void pack_row(const PackRowsArgs& a, std::int64_t r) {
   }
 }
 
-template <class Row>
+template <class Row, RowType kType = kRowType<Row>>
 void pack_rows(const PackRowsArgs& a) {
   for (int r = 0; r < a.num_rows; ++r) {
-    a.from_bf16 ? pack_row<Bf16, Row>(a, r) : pack_row<float, Row>(a, r);
+    a.from_bf16 ? pack_row<Bf16, Row, kType>(a, r) : pack_row<float, Row, kType>(a, r);
   }
 }
 

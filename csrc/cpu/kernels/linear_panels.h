@@ -46,7 +46,7 @@ template <class W>
 constexpr int kWordDepth = 4 / static_cast<int>(sizeof(typename Stored<W>::Row));
 
 template <class W>
-std::int64_t panel_bytes(std::int64_t depth) {
+std::int64_t panel_bytes(std::int64_t depth, ScaleFormat) {
   return depth * kPanelOutputs * static_cast<std::int64_t>(sizeof(W));
 }
 

@@ -16,8 +16,13 @@
 //   even_bytes  the first and third byte of each lane as 16 bits; odd_bytes: the others
 //   add_products  adds the products of a lane's two 16-bit weights and two int16 (the same in all
 //               lanes); with kDotsBytes, also of four unsigned bytes and four int8
+//   N           sums of products of bytes below 16 and int8, for up to eight calls of add_products;
+//               int16 if the processor does not add four such products in int32 (kDotsBytes).
+//               no_short_sums: zeros. widen_sums: a lane's sum as int32, and an offset
 //   store_integers  stores whole numbers as int16, or as int8 in the order of the products: the
 //               second and third of each four exchanged
+//   low_halves  the lower 4 bits of each byte; high_halves: the upper
+//   load_halves, load_int8  kWidth numbers of half precision, or int8
 //
 // With kDotsPairs, a lane has two bfloat16, the first in its lower half:
 //
@@ -154,6 +159,36 @@ struct Vec {
     // Orders the additions: GCC 12 would delay those of several words and spill registers.
     asm("" : "+x"(sum));
     return sum;
+  }
+  using N = std::int16_t __attribute__((vector_size(32)));
+  static N no_short_sums() { return reinterpret_cast<N>(_mm256_setzero_si256()); }
+  static N add_products(N sum, S weights, const std::int8_t* quad) {
+    std::int32_t lane;
+    memcpy(&lane, quad, sizeof lane);
+    sum += reinterpret_cast<N>(_mm256_maddubs_epi16(weights, _mm256_set1_epi32(lane)));
+    asm("" : "+x"(sum));
+    return sum;
+  }
+  static I widen_sums(N sum, I offset) {
+    const S ones = _mm256_set1_epi16(1);
+    return offset + reinterpret_cast<I>(_mm256_madd_epi16(reinterpret_cast<__m256i>(sum), ones));
+  }
+  static void store_integers(std::int8_t* to, R a) {
+    const __m256i whole = _mm256_cvtps_epi32(a);
+    const __m128i low = _mm256_castsi256_si128(whole), high = _mm256_extracti128_si256(whole, 1);
+    const __m128i words = _mm_packs_epi32(low, high);
+    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 0, 0, 0, 0, 0, 0, 0, 0);
+    const __m128i bytes = _mm_shuffle_epi8(_mm_packs_epi16(words, words), order);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), bytes);
+  }
+  static S low_halves(S a) { return _mm256_and_si256(a, _mm256_set1_epi8(0x0f)); }
+  static S high_halves(S a) { return low_halves(_mm256_srli_epi16(a, 4)); }
+  static R load_halves(const void* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+  }
+  static R load_int8(const void* from) {
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
   }
   static R to_float(I a) { return _mm256_cvtepi32_ps(reinterpret_cast<__m256i>(a)); }
   static void store_integers(std::int16_t* to, R a) {

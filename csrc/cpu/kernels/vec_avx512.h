@@ -176,11 +176,6 @@ struct Vec {
     return reinterpret_cast<I>(
         _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), weights, in_all_lanes(quad)));
   }
-  static void store_integers(std::int8_t* to, R a) {
-    const __m128i whole = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a));
-    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(whole, order));
-  }
 #else
   static constexpr bool kDotsBytes = false;
   static I add_products(I sum, S weights, const std::int16_t* pair) {
@@ -192,6 +187,33 @@ struct Vec {
     return sum;
   }
 #endif
+  using N = std::int16_t __attribute__((vector_size(64)));
+  static N no_short_sums() { return reinterpret_cast<N>(_mm512_setzero_si512()); }
+  static N add_products(N sum, S weights, const std::int8_t* quad) {
+    sum += reinterpret_cast<N>(_mm512_maddubs_epi16(weights, in_all_lanes(quad)));
+#ifndef VMSERVE_EMULATED_AVX512
+    asm("" : "+v"(sum));
+#endif
+    return sum;
+  }
+  static I widen_sums(N sum, I offset) {
+    const S ones = _mm512_set1_epi16(1);
+    return offset + reinterpret_cast<I>(_mm512_madd_epi16(reinterpret_cast<__m512i>(sum), ones));
+  }
+  static void store_integers(std::int8_t* to, R a) {
+    const __m128i whole = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a));
+    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(whole, order));
+  }
+  static S low_halves(S a) { return _mm512_and_si512(a, _mm512_set1_epi8(0x0f)); }
+  static S high_halves(S a) { return low_halves(_mm512_srli_epi16(a, 4)); }
+  static R load_halves(const void* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+  }
+  static R load_int8(const void* from) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+  }
   static R to_float(I a) { return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(a)); }
   static void store_integers(std::int16_t* to, R a) {
     const __m256i whole = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a));

@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include "half.h"
 #include "kernels.h"
 
 #ifndef VMSERVE_GENERIC_WIDTH
@@ -257,6 +258,44 @@ struct Vec {
       sum.x[i / 2] += (weights.x[i] >> 8) * quad[i % 2 * 2 + 1];
     }
     return sum;
+  }
+  struct N {
+    std::int16_t x[2 * kWidth];
+  };
+  static N no_short_sums() { return {}; }
+  static N add_products(N sum, S weights, const std::int8_t* quad) {
+    for (int i = 0; i < 2 * kWidth; ++i) {
+      const int low = (weights.x[i] & 0xff) * quad[i % 2 * 2];
+      const int high = (weights.x[i] >> 8) * quad[i % 2 * 2 + 1];
+      sum.x[i] = static_cast<std::int16_t>(sum.x[i] + low + high);
+    }
+    return sum;
+  }
+  static I widen_sums(N sum, I offset) {
+    for (int i = 0; i < 2 * kWidth; ++i) offset.x[i / 2] += sum.x[i];
+    return offset;
+  }
+  static S low_halves(S a) {
+    for (std::uint16_t& x : a.x) x &= 0x0f0f;
+    return a;
+  }
+  static S high_halves(S a) {
+    for (std::uint16_t& x : a.x) x = x >> 4 & 0x0f0f;
+    return a;
+  }
+  static R load_halves(const void* from) {
+    R r;
+    for (int i = 0; i < kWidth; ++i) {
+      std::uint16_t half;
+      memcpy(&half, static_cast<const char*>(from) + 2 * i, sizeof half);
+      r.x[i] = widened_half(half);
+    }
+    return r;
+  }
+  static R load_int8(const void* from) {
+    R r;
+    for (int i = 0; i < kWidth; ++i) r.x[i] = static_cast<const std::int8_t*>(from)[i];
+    return r;
   }
   static R to_float(I a) {
     R r;

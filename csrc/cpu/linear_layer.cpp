@@ -1,0 +1,358 @@
+#include "linear_layer.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "kernels/half.h"
+#include "vmserve/errors.h"
+#include "vmserve/text.h"
+
+namespace vmserve {
+namespace {
+
+using cpu::GroupedTensor;
+
+// Weights of a work item: as many panels as stay in a core's own cache while all rows are computed,
+// but few enough that every thread has several items.
+constexpr std::int64_t kItemBytes = 192 << 10;
+constexpr std::int64_t kItemsPerThread = 4;
+// With so few rows nothing is reused in a cache, and kernels compute several panels side by side.
+constexpr std::int64_t kFewRows = 3, kPanelsOfFewRows = 4;
+// Weights of an item that are widened at a time.
+constexpr std::int64_t kWidenedBytes = 192 << 10;
+constexpr std::size_t kBigPage = std::size_t{2} << 20;
+
+std::int64_t round_up(std::int64_t n, std::int64_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
+
+void require(bool condition, const std::string& what) {
+  if (!condition) throw MisuseError(what);
+}
+
+template <class Number>
+void grow(std::vector<Number>& buffer, std::int64_t size) {
+  if (buffer.size() < static_cast<std::size_t>(size)) buffer.resize(static_cast<std::size_t>(size));
+}
+
+std::int64_t inputs_of(const WeightRef& matrix) {
+  if (const auto* grouped = std::get_if<GroupedTensor>(&matrix)) return grouped->inputs;
+  return std::get<TensorRef>(matrix).shape[1];
+}
+
+bool is_half(float x) {
+  std::uint16_t half;
+  return cpu::exact_half(x, half);
+}
+
+// Whether `value` is a multiple of `step` that int8 holds.
+bool is_step(float value, float step) {
+  if (step == 0.0F) return value == 0.0F;
+  const float factor = value / step;
+  return factor >= -128.0F && factor <= 127.0F &&
+         static_cast<float>(static_cast<int>(factor)) == factor && factor * step == value;
+}
+
+// Whether packed minima are needed, given the size of packed codes.
+bool has_minima(const GroupedTensor& tensor) {
+  if (tensor.minima == nullptr) return false;
+  const std::int64_t count = tensor.outputs * tensor.groups;
+  const float zero = tensor.bits == 4 ? -8.0F : 0.0F;
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (tensor.minima[i] != zero * tensor.scales[i]) return true;
+  }
+  return false;
+}
+
+bool fits_steps(const GroupedTensor& tensor, bool minima) {
+  const bool own_minima = minima && tensor.minima != nullptr;
+  if (tensor.steps == 0 || tensor.scale_steps == nullptr) return false;
+  if (minima && (!own_minima || tensor.minimum_steps == nullptr)) return false;
+  const std::int64_t per_step = tensor.groups / tensor.steps;
+  for (std::int64_t i = 0; i < tensor.outputs * tensor.groups; ++i) {
+    if (!is_step(tensor.scales[i], tensor.scale_steps[i / per_step])) return false;
+    if (minima && !is_step(tensor.minima[i], tensor.minimum_steps[i / per_step])) return false;
+  }
+  for (std::int64_t i = 0; i < tensor.outputs * tensor.steps; ++i) {
+    if (!is_half(tensor.scale_steps[i])) return false;
+    if (minima && !is_half(tensor.minimum_steps[i])) return false;
+  }
+  return true;
+}
+
+bool fits_halves(const GroupedTensor& tensor, bool minima) {
+  for (std::int64_t i = 0; i < tensor.outputs * tensor.groups; ++i) {
+    if (!is_half(tensor.scales[i])) return false;
+    if (!minima) continue;
+    const float least = tensor.bits == 4 ? -8.0F * tensor.scales[i] : 0.0F;
+    if (!is_half(tensor.minima == nullptr ? least : tensor.minima[i])) return false;
+  }
+  return true;
+}
+
+// The smallest format that has the tensors' scales and minima exactly. `group`: of the form.
+cpu::ScaleFormat format_of(std::vector<GroupedTensor>& tensors, std::int64_t group) {
+  cpu::ScaleFormat format{cpu::ScaleType::kFloat32, false, 1};
+  for (GroupedTensor& tensor : tensors) {
+    if (has_minima(tensor)) {
+      format.minima = true;
+    } else {
+      tensor.minima = nullptr;
+    }
+  }
+  const auto all = [&](auto&& fits) { return std::all_of(tensors.begin(), tensors.end(), fits); };
+  if (all([&](const GroupedTensor& tensor) {
+        return tensor.group == group && tensor.steps > 0 &&
+               tensor.groups / tensor.steps == tensors[0].groups / tensors[0].steps &&
+               fits_steps(tensor, format.minima);
+      })) {
+    format.type = cpu::ScaleType::kSteps;
+    format.groups_per_step = static_cast<std::int32_t>(tensors[0].groups / tensors[0].steps);
+  } else if (all([&](const GroupedTensor& tensor) { return fits_halves(tensor, format.minima); })) {
+    format.type = cpu::ScaleType::kFloat16;
+  }
+  return format;
+}
+
+void check_grouped(const GroupedTensor& tensor, const std::string& name) {
+  require(tensor.bits == 4 || tensor.bits == 8,
+          name + " has codes of " + std::to_string(tensor.bits) + " bits: 4 and 8 are supported");
+  const std::int64_t unit = tensor.bits == 4 ? 32 : 16;
+  require(tensor.group > 0 && tensor.group % unit == 0,
+          name + " has groups of " + std::to_string(tensor.group) + ": multiples of " +
+              std::to_string(unit) + " are supported");
+  require(tensor.groups == (tensor.inputs + tensor.group - 1) / tensor.group,
+          name + " has scales of " + std::to_string(tensor.groups) + " groups of " +
+              std::to_string(tensor.group) + " for " + std::to_string(tensor.inputs) + " inputs");
+  require(tensor.steps == 0 || tensor.groups % tensor.steps == 0,
+          name + " has " + std::to_string(tensor.steps) + " steps for " +
+              std::to_string(tensor.groups) + " groups");
+  if (tensor.bits == 8) return;
+  const std::int64_t count = tensor.outputs * tensor.inputs;
+  require(
+      std::all_of(tensor.codes, tensor.codes + count, [](std::uint8_t code) { return code < 16; }),
+      name + " has a code of 4 bits above 15");
+}
+
+}  // namespace
+
+std::int64_t outputs_of(const WeightRef& matrix) {
+  if (const auto* grouped = std::get_if<GroupedTensor>(&matrix)) return grouped->outputs;
+  return std::get<TensorRef>(matrix).shape.at(0);
+}
+
+BigBuffer::BigBuffer(std::size_t bytes) : bytes_(bytes) {
+  if (bytes == 0) return;
+  // Aligned by hand: mmap does not align to huge pages.
+  const std::size_t reserved = (bytes + kBigPage - 1) / kBigPage * kBigPage + kBigPage;
+  void* const at = mmap(nullptr, reserved, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) {
+    throw OutOfMemoryError("the system has no " + human_bytes(bytes) +
+                           " for a layer's weights: use --quantization int8 or a smaller model");
+  }
+  const auto first = reinterpret_cast<std::uintptr_t>(at);
+  const std::uintptr_t data = (first + kBigPage - 1) / kBigPage * kBigPage;
+  const std::uintptr_t end = data + (bytes + kBigPage - 1) / kBigPage * kBigPage;
+  if (data > first) munmap(at, data - first);
+  if (first + reserved > end) munmap(reinterpret_cast<void*>(end), first + reserved - end);
+  data_ = reinterpret_cast<char*>(data);
+  // For a smaller layer, the padding would cost more than huge pages save.
+  if (bytes >= kBigPage / 2) madvise(data_, end - data, MADV_HUGEPAGE);
+}
+
+BigBuffer::~BigBuffer() {
+  if (data_ != nullptr) munmap(data_, (bytes_ + kBigPage - 1) / kBigPage * kBigPage);
+}
+
+BigBuffer::BigBuffer(BigBuffer&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+
+BigBuffer& BigBuffer::operator=(BigBuffer&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+std::int64_t padded_depth(std::int64_t inputs) {
+  return round_up(inputs, cpu::kDepthUnit);
+}
+
+void check_matrix(const WeightRef& matrix, const char* name, std::int64_t outputs,
+                  std::int64_t inputs) {
+  const std::string shape = "[" + std::to_string(outputs) + ", " + std::to_string(inputs) + "]";
+  if (const auto* grouped = std::get_if<GroupedTensor>(&matrix)) {
+    require(grouped->outputs == outputs && grouped->inputs == inputs,
+            std::string(name) + " is not " + shape);
+    check_grouped(*grouped, name);
+    return;
+  }
+  const auto& tensor = std::get<TensorRef>(matrix);
+  require(tensor.shape == std::vector<std::int64_t>{outputs, inputs} &&
+              tensor.strides.size() == 2 && tensor.strides[1] == 1,
+          std::string(name) + " is not " + shape + " with contiguous rows");
+}
+
+LinearProducts::LinearProducts(const cpu::LinearKernels& kernels, std::shared_ptr<ThreadPool> pool,
+                               Quantization quantization, bool bf16_rows)
+    : kernels_(kernels),
+      pool_(std::move(pool)),
+      quantization_(quantization),
+      bf16_rows_(bf16_rows) {}
+
+const cpu::LinearForm& LinearProducts::float_form(bool bf16_weights) const {
+  const auto faster_of = [&](cpu::WeightForm first, cpu::WeightForm second) {
+    return kernels_.forms[first].multiply != nullptr ? first : second;
+  };
+  cpu::WeightForm form = bf16_weights ? cpu::kWeightsBFloat16 : cpu::kWeightsFloat32;
+  if (quantization_ == Quantization::kInt8Dynamic) {
+    form = faster_of(cpu::kWeightsInt8Bytes, cpu::kWeightsInt8);
+  } else if (quantization_ == Quantization::kInt8) {
+    form = cpu::kWeightsInt8;
+  } else if (bf16_weights && bf16_rows_) {
+    // Rows are rounded only if the model computes in bfloat16.
+    form = faster_of(cpu::kWeightsBFloat16Pairs, cpu::kWeightsBFloat16);
+  }
+  return kernels_.forms[form];
+}
+
+const cpu::LinearForm& LinearProducts::grouped_form(
+    const std::vector<const WeightRef*>& matrices) const {
+  // Integers of 4 bits are also integers of 8, and groups of 32 are two of 16.
+  bool wide = false, short_groups = false;
+  for (const WeightRef* matrix : matrices) {
+    const auto& tensor = std::get<GroupedTensor>(*matrix);
+    wide |= tensor.bits == 8;
+    short_groups |= tensor.group % 32 != 0;
+  }
+  cpu::WeightForm form = cpu::kWeightsGrouped4, bytes = cpu::kWeightsGrouped4Bytes;
+  if (wide || short_groups) {
+    form = short_groups ? cpu::kWeightsGrouped8By16 : cpu::kWeightsGrouped8;
+    bytes = short_groups ? cpu::kWeightsGrouped8By16Bytes : cpu::kWeightsGrouped8Bytes;
+  }
+  const bool rounds_more = quantization_ == Quantization::kInt8Dynamic;
+  return kernels_.forms[rounds_more && kernels_.forms[bytes].multiply != nullptr ? bytes : form];
+}
+
+LinearLayer LinearProducts::pack(const std::vector<const WeightRef*>& matrices, bool gated) const {
+  cpu::PackArgs args{};
+  LinearLayer linear;
+  linear.inputs = inputs_of(*matrices[0]);
+  linear.depth = padded_depth(linear.inputs);
+  std::int64_t lanes = 0;
+  std::vector<GroupedTensor> grouped;
+  for (std::size_t i = 0; i < matrices.size(); ++i) {
+    require(matrices[i]->index() == matrices[0]->index(),
+            "the weights of a layer are partly quantized");
+    args.outputs[i] = static_cast<std::int32_t>(outputs_of(*matrices[i]));
+    lanes += args.outputs[i];
+    if (const auto* tensor = std::get_if<TensorRef>(matrices[i])) {
+      const auto& first = std::get<TensorRef>(*matrices[0]);
+      require(tensor->dtype == first.dtype, "the weights of a layer differ in dtype");
+      args.from_bf16 = first.dtype == DType::kBFloat16;
+      args.tensors[i] = tensor->data;
+      args.row_strides[i] = tensor->strides[0];
+    } else {
+      grouped.push_back(std::get<GroupedTensor>(*matrices[i]));
+    }
+  }
+  const std::int64_t width = kernels_.panel_outputs;
+  linear.outputs = gated ? lanes / 2 : lanes;
+  linear.num_panels =
+      gated ? round_up(linear.outputs, width / 2) / (width / 2) : round_up(lanes, width) / width;
+  args.num_tensors = static_cast<std::int32_t>(matrices.size());
+  args.gated = gated;
+  linear.form = grouped.empty() ? &float_form(args.from_bf16) : &grouped_form(matrices);
+  if (!grouped.empty()) {
+    linear.scale_format = format_of(grouped, linear.row_format().group_depth);
+    std::copy(grouped.begin(), grouped.end(), args.grouped);
+  }
+  args.scale_format = linear.scale_format;
+  linear.panel_bytes = linear.form->panel_bytes(linear.depth, linear.scale_format);
+  args.depth = linear.inputs;
+  args.num_panels = 1;
+  linear.weights = BigBuffer(static_cast<std::size_t>(linear.num_panels * linear.panel_bytes));
+  if (linear.form->output_scales) {
+    linear.scales.resize(static_cast<std::size_t>(linear.num_panels * width));
+  }
+  args.weights = linear.weights.data();
+  args.scales = linear.scales.data();
+  parallel(linear.num_panels, lanes * linear.inputs, [&](std::int64_t panel) {
+    cpu::PackArgs mine = args;
+    mine.first_panel = static_cast<std::int32_t>(panel);
+    linear.form->pack(mine);
+  });
+  return linear;
+}
+
+void LinearProducts::pack_rows(const LinearLayer& next, const void* rows, bool bf16,
+                               std::int64_t num_rows, const float* norm, float eps) {
+  const std::int64_t depth = next.inputs, block_depth = next.depth;
+  const std::int64_t groups = cpu::num_groups(block_depth, next.form->rows);
+  const std::int64_t size = next.row_format().element_bytes;
+  grow(packed_, num_rows * block_depth * size);
+  grow(row_groups_, num_rows * groups);
+  std::vector<std::int32_t> firsts;
+  for (std::int64_t row = 0; row < num_rows;) {
+    firsts.push_back(static_cast<std::int32_t>(row));
+    row += kernels_.block_rows(static_cast<std::int32_t>(num_rows - row));
+  }
+  parallel(static_cast<std::int64_t>(firsts.size()), num_rows * depth, [&](std::int64_t item) {
+    const std::int64_t first = firsts[static_cast<std::size_t>(item)];
+    cpu::PackRowsArgs args{};
+    args.rows = static_cast<const char*>(rows) + first * depth * (bf16 ? 2 : 4);
+    args.from_bf16 = bf16;
+    args.row_stride = depth;
+    args.num_rows = kernels_.block_rows(static_cast<std::int32_t>(num_rows - first));
+    args.depth = depth;
+    args.norm = norm;
+    args.eps = eps;
+    args.block = packed_.data() + first * block_depth * size;
+    args.groups = row_groups_.data() + first * groups;
+    kernels_.pack_rows[next.form->rows](args);
+  });
+}
+
+void LinearProducts::multiply(const LinearLayer& linear, const void* rows, std::int64_t num_rows,
+                              cpu::Epilogue epilogue, void* out, std::int64_t out_stride,
+                              bool pairs_out) {
+  cpu::LinearArgs args{};
+  args.weights = linear.weights.data();
+  args.scales = linear.scales.empty() ? nullptr : linear.scales.data();
+  args.bias = linear.bias.empty() ? nullptr : linear.bias.data();
+  args.scale_format = linear.scale_format;
+  args.depth = linear.depth;
+  args.num_outputs = static_cast<std::int32_t>(linear.outputs);
+  args.epilogue = epilogue;
+  args.pairs_out = pairs_out;
+  args.out_stride = out_stride;
+  const std::int64_t share =
+      std::max<std::int64_t>(1, linear.num_panels / (kItemsPerThread * pool_->num_threads()));
+  std::int64_t panels = std::clamp<std::int64_t>(kItemBytes / linear.panel_bytes, 1, share);
+  if (num_rows <= kFewRows) panels = std::max(panels, kPanelsOfFewRows);
+  if (panels >= 4) panels = panels / 4 * 4;
+  const std::int64_t num_items = (linear.num_panels + panels - 1) / panels;
+  const std::int64_t work = num_rows * linear.num_panels * kernels_.panel_outputs * linear.depth;
+  const std::int64_t panel_floats = kernels_.panel_outputs * linear.depth;
+  args.scratch_floats =
+      std::max(kWidenedBytes / static_cast<std::int64_t>(sizeof(float)), panel_floats);
+  grow(scratch_, args.scratch_floats * pool_->num_threads());
+  parallel(num_items, work, [&](std::int64_t item, int worker) {
+    cpu::LinearArgs mine = args;
+    mine.scratch = scratch_.data() + worker * args.scratch_floats;
+    mine.first_panel = static_cast<std::int32_t>(item * panels);
+    mine.num_panels =
+        static_cast<std::int32_t>(std::min(panels, linear.num_panels - item * panels));
+    mine.rows = rows == nullptr ? packed_.data() : rows;
+    mine.row_groups = row_groups_.data();
+    mine.num_rows = static_cast<std::int32_t>(num_rows);
+    mine.out = out;
+    linear.form->multiply(mine);
+  });
+}
+
+}  // namespace vmserve

@@ -1,0 +1,120 @@
+// Linear layers whose weights are packed for an instruction set, and their products on a pool of
+// threads. kernels/linear.h has the forms of weights.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+#include <variant>
+#include <vector>
+
+#include "attention.h"
+#include "kernels/kernels.h"
+#include "thread_pool.h"
+
+namespace vmserve {
+
+// Of linear layers in floating point. kInt8: int8 weights with a scale for each output, rows of
+// int16. kInt8Dynamic: rows of int8 too if the processor multiplies those faster, else the same as
+// kInt8. Grouped integers keep their codes and scales; kInt8Dynamic rounds their rows to int8, the
+// others to int16.
+enum class Quantization { kNone, kInt8, kInt8Dynamic };
+
+// Memory in huge pages if the system has them, because weights are read from end to end.
+class BigBuffer {
+ public:
+  BigBuffer() = default;
+  explicit BigBuffer(std::size_t bytes);
+  ~BigBuffer();
+  BigBuffer(BigBuffer&& other) noexcept;
+  BigBuffer& operator=(BigBuffer&& other) noexcept;
+
+  char* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  char* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+// A matrix [outputs, inputs] of a checkpoint: floats, contiguous in the last dimension, or grouped
+// integers. The caller keeps the memory while it is packed.
+using WeightRef = std::variant<TensorRef, cpu::GroupedTensor>;
+
+std::int64_t outputs_of(const WeightRef& matrix);
+
+// Packed weights of one or several matrices with the same inputs.
+struct LinearLayer {
+  BigBuffer weights;
+  std::vector<float> scales, bias;  // in the order of the lanes, for all panels
+  cpu::ScaleFormat scale_format{};
+  const cpu::LinearForm* form = nullptr;
+  std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0, panel_bytes = 0;
+
+  const cpu::RowFormat& row_format() const { return cpu::kRowFormats[form->rows]; }
+};
+
+// Packs layers and multiplies rows by them. One call at a time.
+class LinearProducts {
+ public:
+  // bf16_rows: rows for bfloat16 weights are rounded to bfloat16 if that is faster.
+  LinearProducts(const cpu::LinearKernels& kernels, std::shared_ptr<ThreadPool> pool,
+                 Quantization quantization, bool bf16_rows);
+
+  const cpu::LinearKernels& kernels() const { return kernels_; }
+  ThreadPool& pool() const { return *pool_; }
+  void set_pool(std::shared_ptr<ThreadPool> pool) { pool_ = std::move(pool); }
+
+  // Up to three matrices, one after the other; `gated`: two, which a gated MLP multiplies. Grouped
+  // integers that differ in size are stored in the larger one. Throws MisuseError if floats differ
+  // in type or are mixed with integers.
+  LinearLayer pack(const std::vector<const WeightRef*>& matrices, bool gated) const;
+  // Rounds rows [num_rows, next.inputs] and packs them for the product with `next`. `norm`: of an
+  // RMSNorm before, or null.
+  void pack_rows(const LinearLayer& next, const void* rows, bool bf16, std::int64_t num_rows,
+                 const float* norm, float eps);
+  // rows: packed; null: those of the last pack_rows.
+  void multiply(const LinearLayer& layer, const void* rows, std::int64_t num_rows,
+                cpu::Epilogue epilogue, void* out, std::int64_t out_stride, bool pairs_out = false);
+
+  // Calls body(item) or body(item, worker) for each item. `work`: multiplications of all.
+  template <class Body>
+  void parallel(std::int64_t num_items, std::int64_t work, const Body& body) const {
+    const auto call = [](void* context, std::int64_t item, int worker) {
+      const Body& body = *static_cast<const Body*>(context);
+      if constexpr (std::is_invocable_v<Body, std::int64_t, int>) {
+        body(item, worker);
+      } else {
+        body(item);
+      }
+    };
+    // const_cast: the pool passes the pointer through unchanged.
+    pool_->run(num_items, work < kSerialWork ? 1 : ThreadPool::kMaxThreads, call,
+               const_cast<Body*>(&body));
+  }
+
+ private:
+  // Below this many multiplications, waking another thread costs more than it saves.
+  static constexpr std::int64_t kSerialWork = 1 << 15;
+
+  const cpu::LinearForm& float_form(bool bf16_weights) const;
+  const cpu::LinearForm& grouped_form(const std::vector<const WeightRef*>& matrices) const;
+
+  const cpu::LinearKernels& kernels_;
+  std::shared_ptr<ThreadPool> pool_;
+  Quantization quantization_;
+  bool bf16_rows_;
+  // Buffers of a step; grow as needed.
+  std::vector<char> packed_;  // rows, packed for the next product
+  std::vector<cpu::RowGroup> row_groups_;
+  std::vector<float> scratch_;
+};
+
+// The depth of packed weights and rows of so many inputs.
+std::int64_t padded_depth(std::int64_t inputs);
+
+// Throws MisuseError unless the matrix is [outputs, inputs] and its parts fit one another.
+void check_matrix(const WeightRef& matrix, const char* name, std::int64_t outputs,
+                  std::int64_t inputs);
+
+}  // namespace vmserve

@@ -1,0 +1,283 @@
+"""Products with grouped integers against float64, on every instruction set of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from vmserve import _core
+
+ISAS = _core.cpu_isas()
+EPS = 2.0**-24  # of a float32's rounding
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a file type stores weights: Q4_0 and the like."""
+
+    name: str
+    bits: int
+    group: int
+    scales: str  # "half", "float" or "steps" of 8 groups
+    minima: bool
+
+    @property
+    def bits_per_weight(self) -> float:
+        numbers = 2 if self.minima else 1
+        size = {"half": 16.0, "float": 32.0, "steps": 8 + 16 / (256 // self.group)}[self.scales]
+        return self.bits + numbers * size / min(self.group, 32)
+
+
+FORMATS = [
+    Format("q4_0", 4, 32, "half", minima=False),
+    Format("q4_1", 4, 32, "half", minima=True),
+    Format("q4_k", 4, 32, "steps", minima=True),
+    Format("q4_float", 4, 32, "float", minima=True),
+    Format("q4_by_128", 4, 128, "half", minima=False),
+    Format("q8_0", 8, 32, "half", minima=False),
+    Format("q5_1", 8, 32, "half", minima=True),
+    Format("q6_k", 8, 16, "steps", minima=False),
+    Format("q8_float_by_16", 8, 16, "float", minima=True),
+]
+
+
+@dataclass
+class Matrix:
+    weights: _core.GroupedWeights
+    exact: NDArray[np.float64]  # [outputs, inputs]
+
+
+def half(values: NDArray[np.float64]) -> NDArray[np.float32]:
+    return values.astype(np.float16).astype(np.float32)
+
+
+def scales_of(
+    rng: np.random.Generator, form: Format, outputs: int, groups: int, largest: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    if form.scales == "half":
+        return half(rng.uniform(0.001, 0.02, (outputs, groups))), None
+    if form.scales == "float":
+        return rng.uniform(0.001, 0.02, (outputs, groups)).astype(np.float32), None
+    per_step = 256 // form.group
+    steps = half(rng.uniform(1e-5, 3e-4, (outputs, groups // per_step)))
+    factors = rng.integers(-largest, largest + 1, (outputs, groups)).astype(np.float32)
+    return np.repeat(steps, per_step, axis=1) * factors, steps
+
+
+def matrix_of(form: Format, outputs: int, inputs: int, seed: int = 0) -> Matrix:
+    rng = np.random.default_rng(seed)
+    groups = -(-inputs // form.group)
+    low, high = (0, 16) if form.bits == 4 else (-128, 128)
+    codes = rng.integers(low, high, (outputs, inputs))
+    scales, steps = scales_of(rng, form, outputs, groups, 63 if form.bits == 4 else 127)
+    minima, minimum_steps = None, None
+    if form.minima:
+        minima, minimum_steps = scales_of(rng, form, outputs, groups, 63)
+        minima = -minima
+        minimum_steps = None if minimum_steps is None else -minimum_steps
+    spread = np.repeat(np.arange(groups), form.group)[:inputs]
+    low_ends = (-8.0 if form.bits == 4 else 0.0) * scales if minima is None else minima
+    exact = scales[:, spread].astype(np.float64) * codes + low_ends[:, spread].astype(np.float64)
+    weights = _core.GroupedWeights(
+        codes=codes.astype(np.int8).view(np.uint8),
+        bits=form.bits,
+        group=form.group,
+        scales=scales,
+        minima=minima,
+        scale_steps=steps,
+        minimum_steps=minimum_steps,
+    )
+    return Matrix(weights, exact)
+
+
+def rows_of(num_rows: int, inputs: int, seed: int = 1) -> NDArray[np.float32]:
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((num_rows, inputs)).astype(np.float32)
+    rows[:, :: max(1, inputs // 5)] *= 8  # outliers
+    return rows
+
+
+def rounded_rows(rows: NDArray[np.float32], most: int, group: int) -> NDArray[np.float64]:
+    """Rows rounded to integers as the kernels do it: `most` is a group's largest magnitude."""
+    result = np.zeros(rows.shape)
+    for first in range(0, rows.shape[1], group):
+        part = rows[:, first : first + group]
+        highest = np.abs(part).max(axis=1, keepdims=True)
+        inverse = np.where(highest > 1e-30, np.float32(most) / highest, np.float32(0))
+        whole = np.rint(part * inverse)
+        result[:, first : first + group] = whole * (highest / np.float32(most)).astype(np.float64)
+    return result
+
+
+def bound(rows: NDArray[np.float64], matrix: Matrix, form: Format) -> NDArray[np.float64]:
+    """Largest error of the float32 sums, given the rounded rows.
+
+    A group adds two terms, code products and the minimum; each is rounded a few times, and so is
+    every partial sum. None exceeds the sum of the magnitudes of all the terms.
+    """
+    inputs = rows.shape[1]
+    group = 16 if form.group == 16 else 32
+    groups = -(-inputs // group)
+    largest = 2 * 15 if form.bits == 4 else 2 * 128
+    weights = matrix.weights
+    assert weights.shape[1] == inputs
+    spread = np.abs(matrix.exact).max(axis=1)  # at least a scale and a minimum of each group
+    magnitude = np.abs(rows) @ np.abs(matrix.exact).T + np.abs(rows).sum(axis=1)[:, None] * spread
+    return (2 * groups + 8) * EPS * magnitude * (1 + largest / 1e6)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8-dynamic"])
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize(("outputs", "inputs"), [(5, 256), (97, 512), (160, 768)])
+def test_products_are_those_of_the_rounded_rows(
+    form: Format, quantization: str, outputs: int, inputs: int, isa: str
+) -> None:
+    matrix = matrix_of(form, outputs, inputs)
+    linear = _core.CpuLinear(matrix.weights, quantization=quantization, isa=isa)
+    group = 16 if form.group == 16 else 32
+    most = 127 if linear.row_type == "int8" else 32767
+    for num_rows in (1, 2, 13):
+        rows = rows_of(num_rows, inputs)
+        out = linear.multiply(rows)
+        rounded = rounded_rows(rows, most, group)
+        expected = rounded @ matrix.exact.T
+        assert np.all(np.abs(out - expected) <= bound(rounded, matrix, form))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_what_rounding_rows_costs(form: Format, isa: str) -> None:
+    """Against the rows as they are: half a step of a group's largest magnitude an element."""
+    matrix = matrix_of(form, 64, 1024)
+    rows = rows_of(3, 1024)
+    expected = rows.astype(np.float64) @ matrix.exact.T
+    group = 16 if form.group == 16 else 32
+    largest = np.repeat(np.abs(rows).reshape(3, -1, group).max(axis=2), group, axis=1)
+    for quantization in ("none", "int8-dynamic"):
+        linear = _core.CpuLinear(matrix.weights, quantization=quantization, isa=isa)
+        most = 127 if linear.row_type == "int8" else 32767
+        step = largest.astype(np.float64) / most
+        allowed = (0.5 * step * (1 + 1e-3)) @ np.abs(matrix.exact).T
+        allowed += bound(rows.astype(np.float64), matrix, form)
+        assert np.all(np.abs(linear.multiply(rows) - expected) <= allowed)
+
+
+@pytest.mark.parametrize("inputs", [16, 54, 83, 288, 1000])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("minima", [False, True])
+def test_odd_depths(inputs: int, bits: int, minima: bool, isa: str) -> None:
+    form = Format("odd", bits, 32, "half", minima)
+    matrix = matrix_of(form, 35, inputs)
+    for quantization in ("none", "int8-dynamic"):
+        linear = _core.CpuLinear(matrix.weights, quantization=quantization, isa=isa)
+        most = 127 if linear.row_type == "int8" else 32767
+        rows = rows_of(5, inputs)
+        rounded = rounded_rows(rows, most, 32)
+        error = np.abs(linear.multiply(rows) - rounded @ matrix.exact.T)
+        assert np.all(error <= bound(rounded, matrix, form))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8-dynamic"])
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_a_row_has_the_same_bits_in_every_batch(form: Format, quantization: str, isa: str) -> None:
+    matrix = matrix_of(form, 200, 512)
+    linear = _core.CpuLinear(matrix.weights, quantization=quantization, isa=isa)
+    rows = rows_of(27, 512)
+    alone = np.concatenate([linear.multiply(rows[i : i + 1]) for i in range(len(rows))])
+    for num_rows in (*range(2, 14), 24, 27):
+        assert np.array_equal(linear.multiply(rows[:num_rows]), alone[:num_rows])
+    threads = _core.CpuLinear(matrix.weights, quantization=quantization, num_threads=2, isa=isa)
+    assert np.array_equal(threads.multiply(rows), alone)
+
+
+@pytest.mark.parametrize("extreme", ["largest", "smallest"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_codes_and_elements_do_not_overflow(bits: int, extreme: str, isa: str) -> None:
+    most, least = (15, 0) if bits == 4 else (127, -128)
+    codes = np.full((40, 64), most if extreme == "largest" else least)
+    for minima in (None, np.zeros((40, 2), np.float32)):
+        weights = _core.GroupedWeights(
+            codes=codes.astype(np.int8).view(np.uint8), bits=bits, group=32,
+            scales=np.ones((40, 2), np.float32), minima=minima,
+        )  # fmt: skip
+        zero = 8 if bits == 4 and minima is None else 0
+        for quantization in ("none", "int8-dynamic"):
+            linear = _core.CpuLinear(weights, quantization=quantization, isa=isa)
+            for sign in (1, -1):
+                out = linear.multiply(np.full((2, 64), sign, np.float32))
+                expected = 64.0 * sign * (int(codes[0, 0]) - zero)
+                np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_bits_of_a_packed_weight(form: Format, isa: str) -> None:
+    matrix = matrix_of(form, 256, 1024)
+    linear = _core.CpuLinear(matrix.weights, isa=isa)
+    assert linear.weight_bytes * 8 / (256 * 1024) == form.bits_per_weight
+
+
+def test_minima_of_minus_eight_scales_are_not_stored() -> None:
+    codes = np.zeros((32, 64), np.uint8)
+    scales = half(np.random.default_rng(0).uniform(0.1, 1.0, (32, 2)))
+    linear = _core.CpuLinear(
+        _core.GroupedWeights(codes=codes, bits=4, group=32, scales=scales, minima=-8 * scales),
+        isa="generic",
+    )
+    assert linear.weight_bytes * 8 == 4.5 * codes.size
+    out = linear.multiply(np.ones((1, 64), np.float32))
+    np.testing.assert_allclose(out[0], -8 * 32 * scales.sum(axis=1), rtol=1e-6)
+
+
+def test_every_half_is_kept_exactly() -> None:
+    """Subnormal ones too, and a float that no half equals is stored as a float."""
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    scales = halves.reshape(-1, 1)
+    codes = np.zeros((len(scales), 32), np.uint8)
+    codes[:, 0] = 1
+    row = np.zeros((1, 32), np.float32)
+    row[0, 0] = 1.0
+    for isa in ISAS:
+        for largest, bits in ((1.0, 16), (1.0000001, 32)):
+            own = scales.copy()
+            own[0x3C00] = largest
+            weights = _core.GroupedWeights(codes=codes, bits=8, group=32, scales=own)
+            linear = _core.CpuLinear(weights, isa=isa)
+            assert linear.weight_bytes * 8 == codes.size * 8 + scales.size * bits
+            np.testing.assert_allclose(linear.multiply(row)[0], own[:, 0], rtol=2e-7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 5}, "codes of 5 bits: 4 and 8 are supported"),
+        ({"group": 24}, "groups of 24: multiples of 32 are supported"),
+        ({"scales": np.ones((8, 3), np.float32)}, "scales of 3 groups of 32 for 64 inputs"),
+        ({"scales": np.ones((7, 2), np.float32)}, r"scales are not \[8, 2\]"),
+        ({"minima": np.ones((8, 3), np.float32)}, r"minima are not \[8, 2\]"),
+        ({"codes": np.full((8, 64), 16, np.uint8)}, "a code of 4 bits above 15"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, object], message: str) -> None:
+    parts: dict[str, object] = {
+        "codes": np.zeros((8, 64), np.uint8), "bits": 4, "group": 32,
+        "scales": np.ones((8, 2), np.float32),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        _core.CpuLinear(_core.GroupedWeights(**{**parts, **change}))  # type: ignore[arg-type]
+
+
+def test_nan_in_a_row_stays_in_it(isa: str) -> None:
+    matrix = matrix_of(FORMATS[1], 40, 256)
+    rows = rows_of(3, 256)
+    rows[1, 100] = np.nan
+    for quantization in ("none", "int8-dynamic"):
+        out = _core.CpuLinear(matrix.weights, quantization=quantization, isa=isa).multiply(rows)
+        assert np.isnan(out[1]).all()
+        assert np.isfinite(out[[0, 2]]).all()
