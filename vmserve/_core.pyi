@@ -430,6 +430,48 @@ class CpuBatch:
     def last_position(self) -> int:
         """The highest position of a new token; -1 without any."""
 
+class GroupedWeights:
+    """Integer codes ``[outputs, inputs]`` with a scale, and perhaps a minimum, for each output and
+    ``group`` inputs: a weight is ``scale * code + minimum``.
+
+    bits: 4 (codes 0 .. 15, one to a byte) or 8 (the bits of int8); scales, minima: ``[outputs,
+    groups]``, minima None: ``-8 * scale`` with 4 bits, 0 with 8; scale_steps, minimum_steps:
+    ``[outputs, steps]`` numbers of half precision that the scales of ``groups / steps`` successive
+    groups are whole multiples of, if that is so: packed weights are smaller with them.
+    """
+
+    def __init__(
+        self,
+        *,
+        codes: NDArray[np.uint8],
+        bits: int,
+        group: int,
+        scales: NDArray[np.float32],
+        minima: NDArray[np.float32] | None = None,
+        scale_steps: NDArray[np.float32] | None = None,
+        minimum_steps: NDArray[np.float32] | None = None,
+    ) -> None: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+class CpuLinear:
+    """A linear layer by itself, for tests and benchmarks."""
+
+    def __init__(
+        self,
+        weights: _TensorTuple | GroupedWeights,
+        *,
+        quantization: str = "none",
+        bf16_rows: bool = False,
+        num_threads: int = 1,
+        isa: str = "",
+    ) -> None: ...
+    def multiply(self, rows: NDArray[np.float32]) -> NDArray[np.float32]: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def row_type(self) -> str: ...
+
 class CpuDecoder:
     def __init__(
         self,
@@ -450,14 +492,14 @@ class CpuDecoder:
         self,
         *,
         attention_norm: _TensorTuple,
-        q: _TensorTuple,
-        k: _TensorTuple,
-        v: _TensorTuple,
-        output: _TensorTuple,
+        q: _TensorTuple | GroupedWeights,
+        k: _TensorTuple | GroupedWeights,
+        v: _TensorTuple | GroupedWeights,
+        output: _TensorTuple | GroupedWeights,
         mlp_norm: _TensorTuple,
-        gate: _TensorTuple,
-        up: _TensorTuple,
-        down: _TensorTuple,
+        gate: _TensorTuple | GroupedWeights,
+        up: _TensorTuple | GroupedWeights,
+        down: _TensorTuple | GroupedWeights,
         q_bias: _TensorTuple | None,
         k_bias: _TensorTuple | None,
         v_bias: _TensorTuple | None,
@@ -469,7 +511,10 @@ class CpuDecoder:
         softcap: float,
     ) -> None: ...
     def set_ends(
-        self, embedding: _TensorTuple, final_norm: _TensorTuple, head: _TensorTuple
+        self,
+        embedding: _TensorTuple | GroupedWeights,
+        final_norm: _TensorTuple,
+        head: _TensorTuple | GroupedWeights,
     ) -> None: ...
     @property
     def weight_bytes(self) -> int: ...

@@ -73,7 +73,7 @@ def test_quick_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (written["benchmark"], written["quick"]) == ("kernels", True)
     assert written["num_threads"] >= 1
     sections = written["sections"]
-    assert list(sections) == list(SUITE.sections) == ["decode", "blocks", "prefill"]
+    assert list(sections) == list(SUITE.sections) == ["decode", "blocks", "prefill", "products"]
     decode = sections["decode"]["points"]
     assert {(p["shape"], p["dtype"], p["num_seqs"]) for p in decode} == {
         (shape.name, dtype, batch)

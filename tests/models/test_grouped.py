@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from vmserve import _core
+from vmserve.host_arrays import array_tuple
 
 ISAS = _core.cpu_isas()
 EPS = 2.0**-24  # of a float32's rounding
@@ -48,6 +50,7 @@ FORMATS = [
 class Matrix:
     weights: _core.GroupedWeights
     exact: NDArray[np.float64]  # [outputs, inputs]
+    magnitudes: NDArray[np.float64]  # of scale * code (less its zero) and the minimum, added
 
 
 def half(values: NDArray[np.float64]) -> NDArray[np.float32]:
@@ -81,6 +84,11 @@ def matrix_of(form: Format, outputs: int, inputs: int, seed: int = 0) -> Matrix:
     spread = np.repeat(np.arange(groups), form.group)[:inputs]
     low_ends = (-8.0 if form.bits == 4 else 0.0) * scales if minima is None else minima
     exact = scales[:, spread].astype(np.float64) * codes + low_ends[:, spread].astype(np.float64)
+    # Without minima, the zero is subtracted from the codes exactly.
+    zero = 8 if form.bits == 4 and minima is None else 0
+    magnitudes = np.abs(scales[:, spread].astype(np.float64) * (codes - zero))
+    if minima is not None:
+        magnitudes += np.abs(minima[:, spread].astype(np.float64))
     weights = _core.GroupedWeights(
         codes=codes.astype(np.int8).view(np.uint8),
         bits=form.bits,
@@ -90,7 +98,7 @@ def matrix_of(form: Format, outputs: int, inputs: int, seed: int = 0) -> Matrix:
         scale_steps=steps,
         minimum_steps=minimum_steps,
     )
-    return Matrix(weights, exact)
+    return Matrix(weights, exact, magnitudes)
 
 
 def rows_of(num_rows: int, inputs: int, seed: int = 1) -> NDArray[np.float32]:
@@ -115,18 +123,13 @@ def rounded_rows(rows: NDArray[np.float32], most: int, group: int) -> NDArray[np
 def bound(rows: NDArray[np.float64], matrix: Matrix, form: Format) -> NDArray[np.float64]:
     """Largest error of the float32 sums, given the rounded rows.
 
-    A group adds two terms, code products and the minimum; each is rounded a few times, and so is
-    every partial sum. None exceeds the sum of the magnitudes of all the terms.
+    A group adds two terms, of code products and of the minimum; each is rounded at most five times
+    (also its scales' product), and once more whenever another term is added. None of them, and no
+    partial sum, exceeds the sum of the magnitudes of all terms.
     """
-    inputs = rows.shape[1]
-    group = 16 if form.group == 16 else 32
-    groups = -(-inputs // group)
-    largest = 2 * 15 if form.bits == 4 else 2 * 128
-    weights = matrix.weights
-    assert weights.shape[1] == inputs
-    spread = np.abs(matrix.exact).max(axis=1)  # at least a scale and a minimum of each group
-    magnitude = np.abs(rows) @ np.abs(matrix.exact).T + np.abs(rows).sum(axis=1)[:, None] * spread
-    return (2 * groups + 8) * EPS * magnitude * (1 + largest / 1e6)
+    groups = -(-rows.shape[1] // min(form.group, 32))
+    magnitudes = np.abs(rows) @ matrix.magnitudes.T
+    return np.asarray((2 * groups + 10) * EPS * magnitudes)
 
 
 @pytest.fixture(params=ISAS)
@@ -281,3 +284,89 @@ def test_nan_in_a_row_stays_in_it(isa: str) -> None:
         out = _core.CpuLinear(matrix.weights, quantization=quantization, isa=isa).multiply(rows)
         assert np.isnan(out[1]).all()
         assert np.isfinite(out[[0, 2]]).all()
+
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "mlp_size": 96,
+    "q_heads": 2,
+    "kv_heads": 1,
+    "head_dim": 32,
+}
+#: Outputs and inputs of a layer's matrices.
+MATRICES = {
+    "q": (64, 64), "k": (32, 64), "v": (32, 64), "output": (64, 64),
+    "gate": (96, 64), "up": (96, 64), "down": (64, 96),
+}  # fmt: skip
+
+
+def logits_of(
+    matrices: dict[str, Matrix], quantized: bool, quantization: str, isa: str
+) -> NDArray[np.float32]:
+    """Of a decoder of one layer, for the prompt 0 .. 6."""
+    kept: list[NDArray[np.float32]] = []
+
+    def as_weights(name: str) -> Any:
+        if quantized:
+            return matrices[name].weights
+        kept.append(matrices[name].exact.astype(np.float32))
+        return array_tuple(kept[-1])
+
+    core = _core.CpuDecoder(
+        vocab_size=7, **SHAPE, norm_eps=1e-5, kv_dtype="float32", quantization=quantization,
+        num_threads=1, isa=isa,
+    )  # fmt: skip
+    norm = np.ones(64, np.float32)
+    core.add_layer(
+        attention_norm=array_tuple(norm), mlp_norm=array_tuple(norm),
+        **{name: as_weights(name) for name in MATRICES},
+        q_bias=None, k_bias=None, v_bias=None, q_norm=None, k_norm=None,
+        head_dim=32, scale=32**-0.5, window=0, softcap=0.0,
+    )  # fmt: skip
+    core.set_ends(as_weights("table"), array_tuple(norm), as_weights("table"))
+    angles = np.arange(8)[:, None, None] * np.linspace(0.1, 1, 32)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    core.set_rotations(array_tuple(cos), array_tuple(sin))
+    cache = np.zeros((2, 1, 8, 1, 32), np.float32)
+    view = _core.CpuKvView([array_tuple(cache[0])], [array_tuple(cache[1])])
+    ids = np.arange(7)
+    return core.forward(ids, [_core.CpuBatch(view, [0], [0], [7])], None)[0]
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["alike", "mixed"])
+def test_a_decoder_takes_grouped_weights(mixed: bool, isa: str) -> None:
+    """Everywhere, embedding and head too. Mixed: a file may have values of 6 bits in groups of 16
+    beside queries and keys of 4 bits."""
+    form = Format("q4_1", 4, 32, "half", minima=True)
+    matrices = {
+        name: matrix_of(
+            Format("q6_k", 8, 16, "half", minima=False)
+            if mixed and name in ("v", "down")
+            else form,
+            *shape,
+            seed=index,
+        )
+        for index, (name, shape) in enumerate([*MATRICES.items(), ("table", (7, 64))])
+    }
+    expected = logits_of(matrices, quantized=False, quantization="none", isa=isa)
+    spread = np.abs(expected).max()
+    for quantization, allowed in (("none", 1e-4), ("int8-dynamic", 3e-2)):
+        out = logits_of(matrices, quantized=True, quantization=quantization, isa=isa)
+        assert np.abs(out - expected).max() <= allowed * spread
+
+
+def test_a_layer_is_not_partly_quantized() -> None:
+    matrices = {name: matrix_of(FORMATS[0], *shape) for name, shape in MATRICES.items()}
+    plain = array_tuple(matrices["up"].exact.astype(np.float32))
+    weights = {name: matrix.weights for name, matrix in matrices.items()}
+    norm = array_tuple(np.ones(64, np.float32))
+    core = _core.CpuDecoder(
+        vocab_size=7, **SHAPE, norm_eps=1e-5, kv_dtype="float32", quantization="none",
+        num_threads=1,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="the weights of a layer are partly quantized"):
+        core.add_layer(
+            attention_norm=norm, mlp_norm=norm, **{**weights, "up": plain},  # type: ignore[arg-type]
+            q_bias=None, k_bias=None, v_bias=None, q_norm=None, k_norm=None,
+            head_dim=32, scale=1.0, window=0, softcap=0.0,
+        )  # fmt: skip

@@ -187,9 +187,13 @@ void grouped_panels(const LinearArgs& a, const char* weights, std::int64_t panel
     }
     const char* const scales = weights;
     weights += group_bytes;
+    for (std::int64_t line = 0; line < group_bytes; line += kLine) {
+      prefetch_weights<kPanels, kLine>(scales + line, panel_stride);
+    }
     const std::int64_t count = least(G::kDepth, a.depth - g * G::kDepth);
-    const auto whole = grouped_sums<G, kRows, kPanels>(weights, panel_stride, x, row_groups + g,
-                                                       groups, count, !format.minima);
+    const auto whole =
+        grouped_sums<G, kRows, kPanels>(weights, panel_stride, x, row_groups + g, groups, count,
+                                        G::kNumBits == 8 || !format.minima);
     weights += G::kCodeBytes;
     x += G::kDepth * kRows;
 #pragma GCC unroll 8

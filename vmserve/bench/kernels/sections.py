@@ -1,4 +1,5 @@
-"""The measurements: decoding by context and batch, decoding by block size, prompts."""
+"""The measurements: decoding by context and batch, decoding by block size, prompts, products of
+linear layers."""
 
 from __future__ import annotations
 
@@ -6,18 +7,19 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vmserve.bench.kernels.products import BASE, FORMS, Products
 from vmserve.bench.kernels.rig import DTYPES, SHAPES, Rig
 from vmserve.bench.lab.rounds import compare_many
 from vmserve.bench.lab.suite import Suite
 from vmserve.bench.lab.table import SectionResult, Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from vmserve.bench.lab.report import Report
     from vmserve.bench.lab.rounds import ManyResult, PairedResult
 
-__all__ = ["SUITE", "Options", "blocks", "decode", "prefill"]
+__all__ = ["SUITE", "Options", "blocks", "decode", "prefill", "products"]
 
 BLOCK_TOKENS = 16
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -142,9 +144,68 @@ def prefill(options: Options, report: Report) -> SectionResult:
     return SectionResult({"block_tokens": BLOCK_TOKENS, "points": rows}, (table,))
 
 
+def products(options: Options, report: Report) -> SectionResult:
+    """Linear layers by the form of their weights: one row, and a prompt's rows."""
+    size, num_rows = (256, 8) if options.quick else (2048, 512)
+    rows: list[dict[str, Any]] = []
+    int8 = Products.pack(BASE, size, 1, options.seed).prompt(num_rows, options.seed)
+    for index, form in enumerate(FORMS):
+        report(index / len(FORMS))
+        made = Products.pack(form, size, options.least_bytes, options.seed)
+        decoding = _compare({"one row": made.one_row(), "read": made.read()}, options)
+        prompt = _compare({"rows": made.prompt(num_rows, options.seed), "int8": int8}, options)
+        against, beside = decoding.against["read"], prompt.against["int8"]
+        rows.append(
+            {
+                "form": form.name,
+                "row_type": made.layers[0].row_type,
+                "bits_per_weight": made.layers[0].weight_bytes * 8 / size**2,
+                "num_bytes": made.num_bytes,
+                "one_row_ns": against.median_a_s * 1e9,
+                "read_ns": against.median_b_s * 1e9,
+                "ratio_to_one_row": [against.ratio, against.ratio_low, against.ratio_high],
+                "prompt_ns": beside.median_a_s * 1e9,
+                "ratio_of_int8_to_prompt": [beside.ratio, beside.ratio_low, beside.ratio_high],
+                "prompt_products": 2 * num_rows * size**2,
+                "samples_ns": {
+                    "one row": list(against.times_ns_a),
+                    "read": list(against.times_ns_b),
+                    "prompt": list(beside.times_ns_a),
+                    "int8 prompt": list(beside.times_ns_b),
+                },
+            }
+        )
+    table = Table(
+        f"products: layers of {size:,} x {size:,}",
+        (
+            "weights",
+            "rows of",
+            "bits",
+            "one row, GB/s",
+            "% of read",
+            f"{num_rows} rows, GFLOP/s",
+            "times int8",
+        ),
+        tuple(
+            (
+                row["form"],
+                row["row_type"],
+                f"{row['bits_per_weight']:.2f}",
+                f"{row['num_bytes'] / row['one_row_ns']:.1f}",
+                _interval([100 * x for x in row["ratio_to_one_row"]], 0),
+                f"{row['prompt_products'] / row['prompt_ns']:.0f}",
+                _interval(row["ratio_of_int8_to_prompt"], 2),
+            )
+            for row in rows
+        ),
+        "% of read: against a loop that only reads as many bytes. Intervals are of 95 %.",
+    )
+    return SectionResult({"size": size, "num_rows": num_rows, "points": rows}, (table,))
+
+
 SUITE = Suite[Options](
     name="kernels",
-    sections={"decode": decode, "blocks": blocks, "prefill": prefill},
+    sections={"decode": decode, "blocks": blocks, "prefill": prefill, "products": products},
     packages=("vmserve", "numpy", "torch"),
     plots="vmserve.bench.kernels.plots",
 )
@@ -227,6 +288,11 @@ def _milliseconds(row: dict[str, Any], name: str) -> str:
 def _rate(row: dict[str, Any], name: str) -> float:
     """10^9 bytes of K and V a second."""
     return float(row["layer_bytes"] / row["layer_ns"][name])
+
+
+def _interval(values: Sequence[float], digits: int) -> str:
+    ratio, low, high = (f"{x:.{digits}f}" for x in values)
+    return f"{ratio} [{low}, {high}]"
 
 
 def _ratio(row: dict[str, Any], name: str) -> str:
