@@ -85,9 +85,10 @@ inline Vec::S grouped_factors(Vec::S bytes, int half, int word) {
   return word == 0 ? Vec::even_bytes(bytes) : Vec::odd_bytes(bytes);
 }
 
+// beyond: added to the addresses that are prefetched.
 template <class G, int kRows, int kPanels>
 inline void add_group(const char* codes, std::int64_t panel_stride, const typename G::Row* x,
-                      std::int64_t count, GroupSums<G, kRows, kPanels>& sums) {
+                      std::int64_t count, std::int64_t beyond, GroupSums<G, kRows, kPanels>& sums) {
   constexpr int kWords = G::kOfBytes ? 1 : 2, kHalves = 8 / G::kNumBits;
   constexpr int kWordDepth = 4 / static_cast<int>(sizeof(typename G::Row));
   constexpr int kLoads = kChunkWords / (kWords * kHalves);
@@ -118,7 +119,7 @@ inline void add_group(const char* codes, std::int64_t panel_stride, const typena
           }
         }
       }
-      prefetch_weights<kPanels, 4 * kPanelOutputs>(codes, panel_stride);
+      prefetch_weights<kPanels, 4 * kPanelOutputs>(codes + beyond, panel_stride);
       codes += 4 * kPanelOutputs;
     }
     x += kWordDepth * kChunkWords * kRows;
@@ -130,7 +131,7 @@ template <class G, int kRows, int kPanels>
 inline WholeSums<kRows, kPanels> grouped_sums(const char* codes, std::int64_t panel_stride,
                                               const typename G::Row* x, const RowGroup* groups,
                                               std::int64_t group_stride, std::int64_t count,
-                                              bool has_zero) {
+                                              bool has_zero, std::int64_t beyond) {
   GroupSums<G, kRows, kPanels> sums;
   WholeSums<kRows, kPanels> whole;
   Vec::I offsets[kRows];
@@ -148,7 +149,7 @@ inline WholeSums<kRows, kPanels> grouped_sums(const char* codes, std::int64_t pa
       }
     }
   }
-  add_group<G, kRows, kPanels>(codes, panel_stride, x, count, sums);
+  add_group<G, kRows, kPanels>(codes, panel_stride, x, count, beyond, sums);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
@@ -176,6 +177,7 @@ void grouped_panels(const LinearArgs& a, const char* weights, std::int64_t panel
   const ScaleFormat format = a.scale_format;
   const std::int64_t group_bytes = scale_bytes(format);
   const int minima_lanes = kPanelOutputs;
+  const char* const end = weights + panel_stride;
   const char* steps = nullptr;
   std::int64_t until_steps = 0;
   Sums<kRows, kPanels> sums = no_sums<kRows, kPanels>();
@@ -185,15 +187,17 @@ void grouped_panels(const LinearArgs& a, const char* weights, std::int64_t panel
       weights += step_bytes(format);
       until_steps = format.groups_per_step - 1;
     }
+    // Panels of 4 bits are short: near their end, the start of the next ones is prefetched.
+    const std::int64_t beyond = end - weights > kWeightsAhead ? 0 : (kPanels - 1) * panel_stride;
     const char* const scales = weights;
     weights += group_bytes;
     for (std::int64_t line = 0; line < group_bytes; line += kLine) {
-      prefetch_weights<kPanels, kLine>(scales + line, panel_stride);
+      prefetch_weights<kPanels, kLine>(scales + beyond + line, panel_stride);
     }
     const std::int64_t count = least(G::kDepth, a.depth - g * G::kDepth);
     const auto whole =
         grouped_sums<G, kRows, kPanels>(weights, panel_stride, x, row_groups + g, groups, count,
-                                        G::kNumBits == 8 || !format.minima);
+                                        G::kNumBits == 8 || !format.minima, beyond);
     weights += G::kCodeBytes;
     x += G::kDepth * kRows;
 #pragma GCC unroll 8

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from vmserve import _core
+from vmserve.attention.cpu import ISA_VARIABLE
 from vmserve.dtypes import DType
 from vmserve.host_arrays import array_tuple, rounded
 from vmserve.threads import num_threads
@@ -62,13 +64,13 @@ class Products:
     isa: str
 
     @staticmethod
-    def pack(form: Form, size: int, least_bytes: int, seed: int, isa: str = "") -> Products:
+    def pack(form: Form, size: int, least_bytes: int, seed: int) -> Products:
         generator = np.random.default_rng(seed)
         floats = rounded(generator.standard_normal((size, size), np.float32), DType.BFLOAT16)
         weights: Any = array_tuple(floats, DType.BFLOAT16)
         if form.bits:
             weights = _grouped(form, size, generator)
-        threads = num_threads()
+        threads, isa = num_threads(), os.environ.get(ISA_VARIABLE, "")
 
         def layer() -> _core.CpuLinear:
             return _core.CpuLinear(
