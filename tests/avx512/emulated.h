@@ -97,6 +97,44 @@ inline simde__m512i cvtepu16_epi32(simde__m256i a) {
   return bits_of<simde__m512i>(to);
 }
 
+inline simde__m512i cvtepi8_epi32(simde__m128i a) {
+  std::int8_t from[16];
+  std::memcpy(from, &a, sizeof from);
+  Ints to;
+  for (int i = 0; i < 16; ++i) to.at[i] = from[i];
+  return bits_of<simde__m512i>(to);
+}
+
+inline simde__m512 cvtph_ps(simde__m256i a) {
+  std::uint16_t from[16];
+  std::memcpy(from, &a, sizeof from);
+  Floats to;
+  for (int i = 0; i < 16; ++i) {
+    const int exponent = from[i] >> 10 & 0x1f, mantissa = from[i] & 0x3ff;
+    float x = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
+                            : std::ldexp(static_cast<float>(mantissa | 0x400), exponent - 25);
+    if (exponent == 31) x = mantissa == 0 ? INFINITY : NAN;
+    to.at[i] = (from[i] & 0x8000) != 0 ? -x : x;
+  }
+  return bits_of<simde__m512>(to);
+}
+
+// Bytes of the first are unsigned, of the second signed; the sums of two products saturate.
+inline simde__m512i maddubs_epi16(simde__m512i a, simde__m512i b) {
+  struct Bytes {
+    std::uint8_t at[64];
+  };
+  const auto x = bits_of<Bytes>(a), y = bits_of<Bytes>(b);
+  Shorts to;
+  for (int i = 0; i < 32; ++i) {
+    int sum = x.at[2 * i] * static_cast<std::int8_t>(y.at[2 * i]) +
+              x.at[2 * i + 1] * static_cast<std::int8_t>(y.at[2 * i + 1]);
+    sum = sum > 32767 ? 32767 : sum < -32768 ? -32768 : sum;
+    to.at[i] = static_cast<std::uint16_t>(sum);
+  }
+  return bits_of<simde__m512i>(to);
+}
+
 inline simde__m256i cvtepi32_epi16(simde__m512i a) {  // the lower halves
   const auto from = bits_of<Ints>(a);
   std::uint16_t lanes[16];
@@ -166,6 +204,12 @@ inline __m512bh narrow_both(simde__m512 a, simde__m512 b) {
 #define _mm512_cvtepi32_ps(a) ::emulated::cvtepi32_ps(a)
 #define _mm512_cvtps_epi32(a) ::emulated::cvtps_epi32(a)
 #define _mm512_cvtepu16_epi32(a) ::emulated::cvtepu16_epi32(a)
+#undef _mm512_cvtepi8_epi32
+#define _mm512_cvtepi8_epi32(a) ::emulated::cvtepi8_epi32(a)
+#undef _mm512_cvtph_ps
+#define _mm512_cvtph_ps(a) ::emulated::cvtph_ps(a)
+#undef _mm512_maddubs_epi16
+#define _mm512_maddubs_epi16(a, b) ::emulated::maddubs_epi16(a, b)
 #define _mm512_cvtepi32_epi16(a) ::emulated::cvtepi32_epi16(a)
 #define _mm512_shuffle_f32x4(a, b, which) ::emulated::shuffle_f32x4(a, b, which)
 #define _mm512_srai_epi32(a, count) ::emulated::srai_epi32(a, count)
