@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.models.gguf.reader import is_gguf
 from vmserve.text.detokenizer import IncrementalDetokenizer, TokenTable
 from vmserve.text.infill import infill_prompt
 from vmserve.text.tokenizer_files import FileTokenizer, read_tokenizer
+from vmserve.text.tokenizer_gguf import GgufTokenizer, read_gguf_tokenizer
 from vmserve.text.tokenizer_transformers import load_from_transformers
 
 if TYPE_CHECKING:
@@ -39,11 +41,14 @@ _MOST_CHARS_PER_TOKEN: Final = 128
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a model directory in Hugging Face layout.
+    """Load the tokenizer of a model directory in Hugging Face layout, or of a GGUF file.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
     directory = Path(path)
+    if is_gguf(directory):
+        in_file = read_gguf_tokenizer(directory)
+        return Tokenizer(in_file, in_file.eos_ids)
     hf = read_tokenizer(directory) or load_from_transformers(directory)
     return Tokenizer(hf, eos_ids=_eos_ids(directory))
 
@@ -112,7 +117,8 @@ class Tokenizer:
 
     @property
     def _complete(self) -> Any:
-        return self._hf.complete if isinstance(self._hf, FileTokenizer) else self._hf
+        is_light = isinstance(self._hf, FileTokenizer | GgufTokenizer)
+        return self._hf.complete if is_light else self._hf
 
     def prepare_chat(self) -> None:
         """Import now what the first chat needs. Nothing happens for a model without a template."""

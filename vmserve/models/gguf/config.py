@@ -1,0 +1,389 @@
+"""What a GGUF file says about a model, as the description of our decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vmserve.dtypes import DType
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.families import FAMILIES
+from vmserve.models.gguf.dequantize import dequantize
+from vmserve.models.gguf.reader import GgufFile, GgufModel, GgufTensor, shown
+from vmserve.models.rope import RopeConfig
+from vmserve.models.tensor_names import tensor_shapes
+
+__all__ = ["GgufDescription", "GgufWeight", "describe", "find_weights", "unpermuted"]
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """``permuted``: rows of q and k alternate between the halves of a head, as rotations of
+    neighbouring pairs need; ours rotate the halves."""
+
+    family: str
+    permuted: bool = False
+
+
+_ARCHITECTURES: Mapping[str, _Architecture] = {
+    "llama": _Architecture("LlamaForCausalLM", permuted=True),
+    "qwen2": _Architecture("Qwen2ForCausalLM"),
+    "qwen3": _Architecture("Qwen3ForCausalLM"),
+}
+#: Of a tensor outside the layers: its module, below ``base`` but for the head.
+_ENDS = {"token_embd": "embed_tokens", "output_norm": "norm"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+_LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+#: Tensors that are no weights: the first is part of the configuration.
+_NO_WEIGHTS = frozenset((_ROPE_FACTORS, *_LONG_FACTORS))
+_MOST_POSITIONS = 1 << 31
+_NAMED_IN_ERRORS = 4
+
+
+@dataclass(frozen=True)
+class GgufDescription:
+    #: As config.json calls it.
+    architecture: str
+    network: DecoderConfig
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    #: Of the matrices; bfloat16 where they are quantized.
+    dtype: DType
+
+
+@dataclass(frozen=True)
+class GgufWeight:
+    """Where a weight of the decoder is.
+
+    ``heads``: its rows are permuted within so many heads (see :func:`unpermuted`); 0: they are not.
+    """
+
+    file: GgufFile
+    tensor: GgufTensor
+    heads: int = 0
+
+    def raw(self) -> NDArray[np.uint8]:
+        """Its rows in the decoder's order, ``[rows, bytes of a row]``."""
+        return unpermuted(self.file.raw(self.tensor), self.heads)
+
+
+def unpermuted(rows: NDArray[Any], heads: int) -> NDArray[Any]:
+    """Undo the order of q's and k's rows in files of llama: (head, pair, half) to (head, half,
+    pair). Of whole rows, so that quantized ones are not touched within."""
+    if not heads:
+        return rows
+    parts = rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2)
+    return np.ascontiguousarray(parts).reshape(rows.shape)
+
+
+def describe(model: GgufModel) -> GgufDescription:
+    """Translate a file's metadata.
+
+    Raises :class:`~vmserve.errors.UnsupportedError` for an architecture or a feature that is not
+    offered, :class:`~vmserve.errors.ConfigurationError` for metadata that are missing or wrong.
+    """
+    file = model.metadata
+    name = file.string("general.architecture")
+    architecture = _ARCHITECTURES.get(name)
+    if architecture is None:
+        raise UnsupportedError(
+            f"{file.path.name}: GGUF architecture {shown(name)} is not supported; supported: "
+            f"{', '.join(_ARCHITECTURES)}"
+        )
+    fields = _Fields(model, name, architecture)
+    raw = fields.config()
+    family = FAMILIES[fields.family]
+    read = family.read(raw)
+    if read is None:
+        raise UnsupportedError(
+            f"{file.path.name}: the sizes or rotary parameters in its {name}.* metadata contradict "
+            "each other or are not supported"
+        )
+    network = family.describe(read)
+    factors = _rope_factors(model, network)
+    if factors is not None:
+        network = replace(network, positions=factors)
+    eos = [
+        file.integer(key)
+        for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        if key in file
+    ]
+    _refuse_outside(file, network.vocab_size, eos)
+    return GgufDescription(
+        fields.family, network, tuple(dict.fromkeys(eos)), raw["bos_token_id"], _dtype(model)
+    )
+
+
+def find_weights(model: GgufModel, config: DecoderConfig) -> dict[str, GgufWeight]:
+    """Where exactly the decoder's tensors lie, by its own names.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for tensors that are missing, surplus or of
+    the wrong shape, and names them as the file does.
+    """
+    architecture = _ARCHITECTURES[model.metadata.string("general.architecture")]
+    names = _names(config.num_layers)
+    shapes = tensor_shapes(config)
+    ours = {stored: name for name, stored in names.items() if name in shapes}
+    ignored = _NO_WEIGHTS | {
+        f"blk.{layer}.attn_rot_embd.weight" for layer in range(config.num_layers)
+    }
+    missing = sorted(stored for stored in ours if stored not in model.tensors)
+    if missing:
+        raise ConfigurationError(
+            f"{model.path.name} lacks {len(missing):,} tensors that its metadata imply: "
+            f"{_listed(missing)}; fetch the model again"
+        )
+    surplus = sorted(name for name in model.tensors if name not in ours and name not in ignored)
+    if surplus:
+        raise UnsupportedError(
+            f"{model.path.name} has {len(surplus):,} tensors that its architecture does not have "
+            f"here: {_listed(surplus)}"
+        )
+    found = {}
+    for stored, name in ours.items():
+        file, tensor = model.tensors[stored]
+        if tensor.shape != shapes[name]:
+            raise ConfigurationError(
+                f"{file.path.name}: tensor {stored} has shape {list(tensor.shape)}, but the "
+                f"metadata imply {list(shapes[name])}: fetch the model again"
+            )
+        heads = {"q": config.q_heads, "k": config.kv_heads}.get(_q_or_k(stored), 0)
+        found[name] = GgufWeight(file, tensor, heads if architecture.permuted else 0)
+    return {name: found[name] for name in shapes}
+
+
+def _q_or_k(stored: str) -> str:
+    return stored.split(".")[-2].removeprefix("attn_")
+
+
+def _names(num_layers: int) -> dict[str, str]:
+    """Our names, and the file's."""
+    names = {f"model.{ours}.weight": f"{theirs}.weight" for theirs, ours in _ENDS.items()}
+    names["lm_head.weight"] = "output.weight"
+    for layer in range(num_layers):
+        for theirs, ours in _LAYER.items():
+            for kind in ("weight", "bias"):
+                names[f"model.layers.{layer}.{ours}.{kind}"] = f"blk.{layer}.{theirs}.{kind}"
+    return names
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMED_IN_ERRORS
+    return ", ".join(map(shown, names[:_NAMED_IN_ERRORS])) + (
+        f" and {more} more" if more > 0 else ""
+    )
+
+
+class _Fields:
+    """The metadata of one architecture, checked, as fields of config.json."""
+
+    def __init__(self, model: GgufModel, name: str, architecture: _Architecture) -> None:
+        self._model = model
+        self._file = model.metadata
+        self._name = name
+        self._windowed = self._size("attention.sliding_window", 0, least=0) > 0
+        self.family = architecture.family
+        if self._windowed:
+            if architecture.family != "LlamaForCausalLM":
+                raise self._unsupported("attention.sliding_window")
+            self.family = "MistralForCausalLM"
+        for key in ("expert_count", "rope.dimension_sections", "attention.causal"):
+            if f"{name}.{key}" in self._file and self._scalar(key) not in (0, True):
+                raise self._unsupported(key)
+
+    def _scalar(self, key: str) -> object:
+        value = self._file.metadata[f"{self._name}.{key}"]
+        return None if isinstance(value, np.ndarray) else value
+
+    def _unsupported(self, key: str) -> UnsupportedError:
+        value = self._file.metadata[f"{self._name}.{key}"]
+        said = shown(str(value)) if not isinstance(value, int | float) else f"{value}"
+        return UnsupportedError(
+            f"{self._file.path.name}: {self._name}.{key} = {said} is not supported"
+        )
+
+    def _size(self, key: str, default: int | None = None, least: int = 1) -> int:
+        name = f"{self._name}.{key}"
+        if isinstance(self._file.metadata.get(name), np.ndarray):
+            raise UnsupportedError(
+                f"{self._file.path.name}: {name} is a list: layers that differ are not supported"
+            )
+        value = self._file.integer(name, default)
+        if not least <= value < _MOST_POSITIONS:
+            raise ConfigurationError(
+                f"{self._file.path.name}: {name} is {value:,}; it must be {least} or more, and "
+                f"below {_MOST_POSITIONS:,}"
+            )
+        return value
+
+    def _number(self, key: str, default: float | None = None) -> float:
+        value = self._file.number(f"{self._name}.{key}", default)
+        if value <= 0:
+            raise ConfigurationError(
+                f"{self._file.path.name}: {self._name}.{key} is {value}; it must be above 0"
+            )
+        return value
+
+    def config(self) -> dict[str, Any]:
+        hidden, heads = self._size("embedding_length"), self._size("attention.head_count")
+        layers = self._size("block_count")
+        if layers > len(self._model.tensors):
+            raise ConfigurationError(
+                f"{self._file.path.name}: {self._name}.block_count is {layers:,}, but there are "
+                f"{len(self._model.tensors):,} tensors: fetch the model again"
+            )
+        head_dim = self._head_dim(hidden, heads)
+        bos = "tokenizer.ggml.bos_token_id"
+        config: dict[str, Any] = {
+            "vocab_size": self._vocab_size(hidden),
+            "hidden_size": hidden,
+            "intermediate_size": self._size("feed_forward_length"),
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._size("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": self._size("context_length"),
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
+            "tie_word_embeddings": "output.weight" not in self._model.tensors,
+            "rope_parameters": self._rope(),
+            "bos_token_id": self._file.integer(bos) if bos in self._file else None,
+            "eos_token_id": None,
+        }
+        if self.family == "LlamaForCausalLM":
+            config["attention_bias"] = "blk.0.attn_q.bias" in self._model.tensors
+        if self.family == "MistralForCausalLM":
+            config["sliding_window"] = self._size("attention.sliding_window")
+        _refuse_outside(self._file, config["vocab_size"], [config["bos_token_id"]])
+        return config
+
+    def _vocab_size(self, hidden: int) -> int:
+        if "token_embd.weight" not in self._model.tensors:
+            raise ConfigurationError(
+                f"{self._file.path.name} lacks tensor token_embd.weight: fetch the model again"
+            )
+        shape = self._model.tensors["token_embd.weight"][1].shape
+        if len(shape) != 2 or shape[1] != hidden:
+            raise ConfigurationError(
+                f"{self._file.path.name}: tensor token_embd.weight has shape {list(shape)}, but "
+                f"{self._name}.embedding_length is {hidden:,}: fetch the model again"
+            )
+        return shape[0]
+
+    def _head_dim(self, hidden: int, heads: int) -> int:
+        if self._name == "llama" and hidden % heads:
+            raise UnsupportedError(
+                f"{self._file.path.name}: an embedding_length of {hidden:,} that {heads:,} heads "
+                "do not share evenly is not supported"
+            )
+        head_dim = self._size("attention.key_length", hidden // heads)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self._size(key, head_dim) != head_dim:
+                raise UnsupportedError(
+                    f"{self._file.path.name}: {self._name}.{key} is {self._size(key):,} for heads "
+                    f"of {head_dim:,}: not supported"
+                )
+        return head_dim
+
+    def _rope(self) -> dict[str, Any]:
+        parameters: dict[str, Any] = {"rope_theta": self._number("rope.freq_base", 10_000.0)}
+        kind = self._file.string(f"{self._name}.rope.scaling.type", "none")
+        old = f"{self._name}.rope.scale_linear"
+        if kind == "none" and old in self._file:
+            return {
+                **parameters,
+                "rope_type": "linear",
+                "factor": self._number("rope.scale_linear"),
+            }
+        if kind == "none":
+            return parameters
+        if kind not in ("linear", "yarn"):
+            raise UnsupportedError(
+                f"{self._file.path.name}: {self._name}.rope.scaling.type {shown(kind)} is not "
+                "supported; supported: none, linear, yarn"
+            )
+        parameters |= {"rope_type": kind, "factor": self._number("rope.scaling.factor")}
+        if kind == "yarn":
+            parameters["original_max_position_embeddings"] = self._size(
+                "rope.scaling.original_context_length"
+            )
+            for key in ("attn_factor", "yarn_log_multiplier", "yarn_attn_factor",
+                        "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow"):  # fmt: skip
+                if f"{self._name}.rope.scaling.{key}" in self._file:
+                    raise self._unsupported(f"rope.scaling.{key}")
+        return parameters
+
+
+def _rope_factors(model: GgufModel, network: DecoderConfig) -> RopeConfig | None:
+    """Rotary positions whose periods are multiplied by a tensor's factors (Llama 3.1).
+
+    That is longrope with one set of factors, and without its change of attention's scale.
+    """
+    for name in _LONG_FACTORS:
+        if name in model.tensors:
+            raise UnsupportedError(f"{model.path.name}: tensor {name} is not supported")
+    if _ROPE_FACTORS not in model.tensors:
+        return None
+    rope = network.positions
+    assert isinstance(rope, RopeConfig), "all families here rotate"
+    file, tensor = model.tensors[_ROPE_FACTORS]
+    if tensor.shape != (network.head_dim // 2,):
+        raise ConfigurationError(
+            f"{file.path.name}: tensor {_ROPE_FACTORS} has shape {list(tensor.shape)}; heads of "
+            f"{network.head_dim} need [{network.head_dim // 2}]: fetch the model again"
+        )
+    if rope.rope_type != "default":
+        raise UnsupportedError(
+            f"{file.path.name}: tensor {_ROPE_FACTORS} with rotary scaling {rope.rope_type} is not "
+            "supported"
+        )
+    factors = dequantize(tensor.type, file.raw(tensor))[0]
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise ConfigurationError(
+            f"{file.path.name}: tensor {_ROPE_FACTORS} has factors that are not above 0"
+        )
+    parameters = {
+        **rope.parameters,
+        "rope_type": "longrope",
+        "short_factor": factors.tolist(),
+        "long_factor": factors.tolist(),
+        "original_max_position_embeddings": rope.max_position_embeddings,
+        "attention_factor": 1.0,
+    }
+    return replace(rope, rope_type="longrope", parameters=parameters)
+
+
+def _refuse_outside(file: GgufFile, vocab_size: int, ids: list[Any]) -> None:
+    for token_id in ids:
+        if token_id is not None and not 0 <= token_id < vocab_size:
+            raise ConfigurationError(
+                f"{file.path.name}: tokenizer.ggml names token {token_id:,}, but the vocabulary "
+                f"has {vocab_size:,} rows: fetch the model again"
+            )
+
+
+_PLAIN = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
+
+
+def _dtype(model: GgufModel) -> DType:
+    """Norms are always float32, and say nothing."""
+    types = {tensor.type.name for _, tensor in model.tensors.values() if len(tensor.shape) > 1}
+    [only] = types if len(types) == 1 else ("mixed",)
+    return _PLAIN.get(only, DType.BFLOAT16)
