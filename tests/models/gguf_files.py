@@ -92,6 +92,18 @@ def add_byte_level(writer: gguf.GGUFWriter, pre: str = "smollm") -> None:
     writer.add_chat_template("{% for m in messages %}<s>{{ m.content }}{% endfor %}")
 
 
+def add_sentencepiece(writer: gguf.GGUFWriter) -> None:
+    pieces = ["▁", "h", "e", "l", "o", "w", "he", "ll", "hell", "hello", "▁hello", "▁w", "▁▁"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [-float(index) for index in range(len(pieces))])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
 def add_llama(writer: gguf.GGUFWriter, **changes: Any) -> None:
     """The metadata of a llama of two heads of 16, as :func:`llama_tensors` has tensors."""
     sizes = {"layers": 2, "hidden": 32, "mlp": 64, "heads": 2, "kv_heads": 1, "context": 64}

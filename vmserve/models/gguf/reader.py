@@ -275,14 +275,14 @@ def _described(value: object) -> str:
 def _mapped(path: Path) -> mmap.mmap:
     try:
         found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # before it is opened: a pipe would block
-            raise ConfigurationError(f"{path.name} is not a file: --model needs a GGUF file")
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # Asked before it is opened: a pipe would block.
+        if stat.S_ISREG(found.st_mode) and found.st_size:
+            with path.open("rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ConfigurationError(f"{path.name} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigurationError(f"{path.name} is empty: fetch the model again") from error
+    what = "is empty" if stat.S_ISREG(found.st_mode) else "is not a file"
+    raise ConfigurationError(f"{path.name} {what}: --model needs a GGUF file")
 
 
 class _Cursor:

@@ -1,0 +1,146 @@
+"""Damage GGUF files and read them: ``python -m tests.models.fuzz_gguf [--files N] [--seed N]``.
+
+Each damaged file has to be read as the original, or be refused in one line by an error of ours.
+Ends with status 1 at the first that is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFWriter
+
+from tests.models.gguf_files import (
+    TYPES,
+    add_byte_level,
+    add_llama,
+    add_sentencepiece,
+    llama_tensors,
+    random_blocks,
+    write,
+)
+from vmserve.errors import ConfigurationError
+from vmserve.models.gguf.config import describe, find_weights
+from vmserve.models.gguf.dequantize import dequantize
+from vmserve.models.gguf.reader import open_gguf
+from vmserve.text.tokenizer import load_tokenizer
+
+#: Numbers that lengths, counts and offsets are replaced by.
+_TELLING = [
+    *(value + step for power in (0, 5, 7, 8, 15, 16, 31, 32, 62, 63, 64)
+      for value in [1 << power] for step in (-1, 0, 1) if 0 <= value + step < 1 << 64),
+    3, 9, 12, 0xDEADBEEF,
+]  # fmt: skip
+_LONGEST_LINE = 700
+
+
+def originals(directory: Path) -> list[bytes]:
+    """Two small models, and a file with a tensor of every type."""
+    rng = np.random.default_rng(5)
+    files = []
+    for index, kind in enumerate(("F32", "Q4_1", "all")):
+        path = directory / f"original{index}.gguf"
+        add_tokenizer = add_sentencepiece if kind == "Q4_1" else add_byte_level
+
+        def metadata(writer: GGUFWriter, add: Any = add_tokenizer) -> None:
+            add_llama(writer)
+            add(writer)
+
+        if kind == "all":
+            tensors = {name: (name, random_blocks(name, 2, 256, rng)) for name in TYPES}
+            write(path, "llama", tensors)
+        else:
+            # As many rows as either vocabulary has tokens, or more.
+            write(path, "llama", llama_tensors(rng, kind, vocab=280), metadata)
+        files.append(path.read_bytes())
+    return files
+
+
+def damaged(original: bytes, rng: random.Random) -> bytes:
+    """One to four changes, most of them in what is before the tensors' data."""
+    data = bytearray(original)
+    # Weights are no places for interesting faults.
+    header = min(len(data), 12_000)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        place = rng.randrange(min(header, max(1, len(data))))
+        match rng.randrange(7):
+            case 0:
+                data[place : place + 1] = bytes([rng.randrange(256)])
+            case 1:
+                data[place : place + 1] = bytes([data[place] ^ 1 << rng.randrange(8)])
+            case 2:
+                number = rng.choice(_TELLING)
+                data[place : place + 8] = struct.pack("<Q", number)
+            case 3:
+                data[place : place + 4] = struct.pack("<I", rng.choice(_TELLING) & 0xFFFFFFFF)
+            case 4:
+                del data[place : place + rng.randrange(1, 64)]
+            case 5:
+                other = rng.randrange(header)
+                data[place:place] = data[other : other + rng.randrange(1, 64)]
+            case _:
+                del data[rng.randrange(len(data)) :]
+        if not data:
+            break
+    return bytes(data)
+
+
+def read_all(path: Path) -> str:
+    """Everything that is ever read of a file; returns the error's text, or "" if there is none."""
+    said = ""
+    try:
+        model = open_gguf(path)
+        for file, tensor in model.tensors.values():
+            dequantize(tensor.type, file.raw(tensor))
+    except ConfigurationError as error:
+        return str(error)
+    for use in (lambda: find_weights(model, describe(model).network), lambda: load_tokenizer(path)):
+        try:
+            use()
+        except ConfigurationError as error:
+            said = said or str(error)
+    return said
+
+
+def fuzz(num_files: int, seed: int, directory: Path) -> Iterator[str]:
+    """What is said of each damaged file; raises for what must not happen."""
+    rng = random.Random(seed)
+    sources = originals(directory)
+    path = directory / "damaged.gguf"
+    for number in range(num_files):
+        data = damaged(rng.choice(sources), rng)
+        path.write_bytes(data)
+        try:
+            said = read_all(path)
+        except BaseException:
+            print(f"file {number} of seed {seed} is not read as it should be")
+            raise
+        assert said.isprintable(), said
+        assert len(said) <= _LONGEST_LINE, said
+        yield said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--files", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        said = list(fuzz(given.files, given.seed, Path(directory)))
+    refused = sum(1 for each in said if each)
+    print(f"{len(said):,} files: {refused:,} refused, {len(said) - refused:,} read, "
+          f"{time.monotonic() - began:.0f} s")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

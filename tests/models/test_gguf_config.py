@@ -1,0 +1,233 @@
+"""Metadata and tensor names against the same model in Hugging Face's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.models.checkpoints import VARIANTS
+from tests.models.gguf_files import add_llama, llama_tensors, write
+from vmserve.dtypes import DType
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models.config import ModelConfig
+from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.gguf.config import describe, find_weights
+from vmserve.models.gguf.dequantize import dequantize
+from vmserve.models.gguf.reader import open_gguf
+from vmserve.models.rope import HostRotations, RopeConfig
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def _stored_name(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if module.startswith("model.layers."):
+        layer, _, module = module.removeprefix("model.layers.").partition(".")
+        return f"blk.{layer}.{_NAMES[module]}.{kind}"
+    return f"{_NAMES[module]}.{kind}"
+
+
+def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Rows of each head: first of the first half, first of the second half, second of the ..."""
+    size = len(weight) // heads
+    order = [
+        head * size + half * size // 2 + pair
+        for head in range(heads)
+        for pair in range(size // 2)
+        for half in (0, 1)
+    ]
+    return weight[order]
+
+
+def convert(directory: Path, path: Path, add: Callable[[gguf.GGUFWriter], None]) -> DecoderConfig:
+    """Write a checkpoint as a GGUF file in float32; returns its description."""
+    config = ModelConfig.from_directory(directory)
+    network = config.network
+    assert isinstance(network, DecoderConfig)
+    architecture = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
+                    "Qwen3ForCausalLM": "qwen3"}[config.architecture]  # fmt: skip
+    tensors = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if network.tied_embeddings and name == "lm_head.weight":
+            continue
+        array = tensor.to(torch.float32).numpy()
+        if architecture == "llama" and ".q_proj" in name:
+            array = _interleaved(array, network.q_heads)
+        if architecture == "llama" and ".k_proj" in name:
+            array = _interleaved(array, network.kv_heads)
+        tensors[_stored_name(name)] = "F32", np.ascontiguousarray(array)
+
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        rope = network.positions
+        assert isinstance(rope, RopeConfig)
+        writer.add_block_count(network.num_layers)
+        writer.add_embedding_length(network.hidden_size)
+        writer.add_feed_forward_length(network.mlp_size)
+        writer.add_head_count(network.q_heads)
+        writer.add_head_count_kv(network.kv_heads)
+        writer.add_key_length(network.head_dim)
+        writer.add_value_length(network.head_dim)
+        writer.add_context_length(network.max_position_embeddings)
+        writer.add_layer_norm_rms_eps(network.norm.eps)
+        writer.add_rope_freq_base(rope.parameters["rope_theta"])
+        if rope.rope_type == "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope.parameters["factor"])
+        if rope.rope_type == "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope.parameters["factor"])
+            original = rope.parameters["original_max_position_embeddings"]
+            writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(1)
+        add(writer)
+
+    if network.positions.rope_type == "llama3":  # type: ignore[union-attr]
+        tensors["rope_freqs.weight"] = "F32", _llama3_factors(network.positions)  # type: ignore[arg-type]
+    write(path, architecture, tensors, metadata)
+    return network
+
+
+def _llama3_factors(rope: RopeConfig) -> np.ndarray[Any, Any]:
+    """What the periods are multiplied by, one dimension at a time."""
+    parameters = rope.parameters
+    context = parameters["original_max_position_embeddings"]
+    low, high = (context / parameters[f"{name}_freq_factor"] for name in ("low", "high"))
+    factors = []
+    for dimension in range(rope.head_dim // 2):
+        period = parameters["rope_theta"] ** (2 * dimension / rope.head_dim)
+        wavelength = 2 * np.pi * period
+        if wavelength < high:
+            factors.append(1.0)
+        elif wavelength > low:
+            factors.append(parameters["factor"])
+        else:
+            smooth = (context / wavelength - parameters["low_freq_factor"]) / (
+                parameters["high_freq_factor"] - parameters["low_freq_factor"]
+            )
+            factors.append(1 / ((1 - smooth) / parameters["factor"] + smooth))
+    return np.array(factors, np.float32)
+
+
+_MODELS = [
+    name
+    for name, config in VARIANTS.items()
+    if config.model_type in ("llama", "qwen2", "qwen3")
+    and not getattr(config, "attention_bias", False)
+    and not getattr(config, "mlp_bias", False)
+    and not getattr(config, "use_sliding_window", False)
+    and config.rope_parameters["rope_type"] in ("default", "linear", "llama3", "yarn")
+    and "attention_factor" not in config.rope_parameters
+    and "beta_fast" not in config.rope_parameters
+    and "mscale" not in config.rope_parameters
+]
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_same_model(checkpoint: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    directory = checkpoint(name)
+    network = convert(directory, tmp_path / "x.gguf", lambda writer: None)
+    model = open_gguf(tmp_path / "x.gguf")
+    described = describe(model)
+    assert described.dtype is DType.FLOAT32
+    assert (described.bos_token_id, described.eos_token_ids) == (0, (1,))
+    ours, theirs = described.network.positions, network.positions
+    assert isinstance(ours, RopeConfig)
+    assert isinstance(theirs, RopeConfig)
+    angles = [HostRotations(each, 64).upto(64, DType.FLOAT32) for each in (ours, theirs)]
+    np.testing.assert_allclose(angles[0], angles[1], atol=2e-5)
+    assert np.float32(described.network.norm.eps) == np.float32(network.norm.eps)
+    assert replace(described.network, positions=theirs, norm=network.norm) == network
+    weights = find_weights(model, described.network)
+    for key, tensor in load_file(directory / "model.safetensors").items():
+        if key not in weights:
+            assert network.tied_embeddings
+            assert key == "lm_head.weight"
+            continue
+        weight = weights[key]
+        found = dequantize(weight.tensor.type, weight.raw()).reshape(weight.tensor.shape)
+        np.testing.assert_array_equal(found, tensor.to(torch.float32).numpy())
+
+
+def test_these_are_all_kinds() -> None:
+    types = {VARIANTS[name].model_type for name in _MODELS}
+    ropes = {VARIANTS[name].rope_parameters["rope_type"] for name in _MODELS}
+    ties = {bool(VARIANTS[name].tie_word_embeddings) for name in _MODELS}
+    assert types == {"llama", "qwen2", "qwen3"}
+    assert {"default", "linear", "llama3"} <= ropes
+    assert ties == {True, False}
+
+
+def _write(path: Path, change: Callable[[gguf.GGUFWriter], None], **sizes: Any) -> Path:
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        add_llama(writer, **sizes)
+        change(writer)
+
+    return write(path, "llama", llama_tensors(np.random.default_rng(0)), metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes", "said"),
+    [
+        (lambda w: None, {"layers": 1 << 30}, "block_count is 1,073,741,824, but there are 20 ten"),
+        (lambda w: None, {"layers": 3}, "lacks 9 tensors .*: 'blk.2.attn_k.weight', .*5 more"),
+        (lambda w: None, {"layers": 1}, "has 9 tensors that its architecture does not have here"),
+        (lambda w: None, {"hidden": 64}, r"token_embd.weight has shape \[269, 32\], but"),
+        (lambda w: None, {"mlp": 65}, r"ffn_gate.weight has shape \[64, 32\], but .*\[65, 32\]"),
+        (lambda w: None, {"heads": 0}, "llama.attention.head_count is 0; it must be 1 or more"),
+        (lambda w: None, {"heads": 3}, "an embedding_length of 32 that 3 heads do not share"),
+        (lambda w: None, {"heads": [2, 2]}, "head_count is a list: layers that differ"),
+        (lambda w: w.add_key_length(20), {}, "rope.dimension_count|value_length|has shape"),
+        (lambda w: w.add_rope_dimension_count(8), {}, "rope.dimension_count is 8 for heads of 16"),
+        (lambda w: w.add_expert_count(8), {}, "llama.expert_count = 8 is not supported"),
+        (lambda w: w.add_eos_token_id(999), {}, "names token 999, but the vocabulary has 269"),
+        (
+            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+            {},
+            "rope.scaling.type 'longrope' is not supported; supported: none, linear, yarn",
+        ),
+    ],
+)
+def test_refusals(tmp_path: Path, change: Any, sizes: Any, said: str) -> None:
+    model = open_gguf(_write(tmp_path / "x.gguf", change, **sizes))
+    with pytest.raises(ConfigurationError, match=said) as raised:
+        find_weights(model, describe(model).network)
+    assert str(raised.value).startswith("x.gguf")
+    assert str(raised.value).isprintable()
+
+
+def test_architectures_are_refused_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.gguf", "gemma3", {})
+    with pytest.raises(
+        UnsupportedError, match=r"architecture 'gemma3' is not supported; supp.*qwen3"
+    ):
+        describe(open_gguf(path))
+
+
+def test_types_of_quantized_models(tmp_path: Path) -> None:
+    """Computed as bfloat16 says nothing of how weights are kept."""
+    path = _write(tmp_path / "x.gguf", lambda writer: None)
+    assert describe(open_gguf(path)).dtype is DType.BFLOAT16

@@ -1,0 +1,298 @@
+"""Tokenizers of GGUF files against the same ones of ``transformers``."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import generate_merges
+
+from tests.models.gguf_files import add_byte_level, add_sentencepiece, byte_vocabulary, write
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models.hub import resolve_model
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
+
+_ROOT = Path(__file__).parents[2]
+#: A file of SmolLM2-135M-Instruct, where there is one.
+_SMOLLM2 = "VMSERVE_TEST_SMOLLM2_GGUF"
+
+
+def _texts() -> Iterator[str]:
+    """Mixed texts: prose and code of this repository, scripts, numbers, spaces, random characters."""
+    yield from ("", " ", "  two", "trailing  ", "\n\n\t x", "a\r\nb", "don't I'LL we'Ve 's")
+    yield from (
+        "0 12 345 6789 1234567 ½² ١٢٣ Ⅷ",
+        "e\u0301 A\u030a ﬁ",
+        "naïve café, 5 €, Привет мир",
+    )
+    yield from (
+        "日本語のテキスト、漢字",
+        "🙂🙂 👩‍👩‍👧 emoji",
+        "</s><s>x<think>y</think>",
+        "hello world",
+    )
+    yield from (path.read_text() for path in sorted((_ROOT / "docs").glob("*.md"))[:6])
+    yield from (path.read_text() for path in sorted((_ROOT / "vmserve").glob("*.py"))[:6])
+    rng = random.Random(1)
+    for _ in range(200):
+        yield "".join(
+            chr(rng.choice((rng.randrange(32, 127), rng.randrange(0xA0, 0x2FFF), 32, 10, 48)))
+            for _ in range(rng.randrange(1, 40))
+        )
+
+
+def _same(ours: Tokenizer, theirs: Tokenizer) -> None:
+    for text in _texts():
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text), text[:200]
+        assert ours.decode(ids) == theirs.decode(ids)
+        shown = ours.decode(ids, skip_special_tokens=False)
+        assert shown == theirs.decode(ids, skip_special_tokens=False)
+    assert ours.special_ids == theirs.special_ids
+    assert (ours.bos_id, ours.eos_ids) == (theirs.bos_id, theirs.eos_ids)
+
+
+def _with(path: Path, add: Callable[[gguf.GGUFWriter], None]) -> Tokenizer:
+    return load_tokenizer(write(path / "x.gguf", "llama", {}, add))
+
+
+def _written(path: Path, backend: Backend, pre: str, special: list[str], **ids: int) -> Tokenizer:
+    """A byte-level tokenizer by a GGUF file."""
+    state = json.loads(backend.to_str())["model"]
+    tokens = [backend.id_to_token(number) for number in range(backend.get_vocab_size())]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types([3 if token in special else 1 for token in tokens])
+        writer.add_token_merges([" ".join(merge) for merge in state["merges"]])
+        for name, number in ids.items():
+            getattr(writer, f"add_{name}_token_id")(number)
+
+    return _with(path, add)
+
+
+def test_embedded_model(tmp_path: Path) -> None:
+    directory = resolve_model(None)
+    theirs = load_tokenizer(directory)
+    backend = Backend.from_file(str(directory / "tokenizer.json"))
+    state = json.loads(backend.to_str())
+    assert state["pre_tokenizer"]["type"] == "ByteLevel"
+    special = [each["content"] for each in state["added_tokens"]]
+    assert theirs.bos_id is None or state["post_processor"]["type"] == "ByteLevel"
+    [eos] = theirs.eos_ids
+    named = {"eos": eos} | ({} if theirs.bos_id is None else {"bos": theirs.bos_id})
+    _same(_written(tmp_path, backend, "gpt-2", special, **named), theirs)
+
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _OTHERS
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _OTHERS
+
+
+def _split(pattern: str) -> list[Any]:
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return [pre_tokenizers.Split(Regex(pattern), "isolated"), as_bytes]
+
+
+#: As the models' own tokenizer.json have it.
+_PUBLISHED: dict[str, tuple[Any, list[Any], bool]] = {
+    "gpt-2": (None, [pre_tokenizers.ByteLevel(add_prefix_space=False)], False),
+    "llama-bpe": (None, _split(_LLAMA3), True),
+    "qwen2": (normalizers.NFC(), _split(_QWEN2), False),
+    "smollm": (
+        None,
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("pre", list(_PUBLISHED))
+def test_published_pipelines(tmp_path: Path, pre: str) -> None:
+    normalizer, splits, ignore_merges = _PUBLISHED[pre]
+    backend = Backend(models.BPE(ignore_merges=ignore_merges))
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(list(_texts())[:30], trainer)
+    named = {"eos": 1, "bos": 0} if pre == "llama-bpe" else {"eos": 1}
+    ours = _written(tmp_path, backend, pre, ["<s>", "</s>"], **named)
+    if pre == "llama-bpe":  # says so for files that do not
+        assert ours.encode("x")[0] == 0
+        backend.post_processor = ours._backend.post_processor
+    own = {f"{name}_token": backend.id_to_token(number) for name, number in named.items()}
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **own
+    )
+    _same(ours, Tokenizer(hf))
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    """As ``transformers`` converts such a vocabulary of Llama 2."""
+    trained = Backend(models.BPE(unk_token="<unk>"))
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False)
+    trained.train_from_iterator([text for text in _texts() if text.isascii()], trainer)
+    pieces = [trained.id_to_token(number) for number in range(trained.get_vocab_size())]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    scores = [0.0] * 259 + [-float(index // 2) for index in range(len(pieces))]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores(scores)
+        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces)])
+
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    merges = generate_merges(vocabulary, dict(zip(tokens, scores, strict=True)))
+    backend = Backend(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    special = ("<unk>", "<s>", "</s>")
+    backend.add_special_tokens([AddedToken(each, normalized=False) for each in special])
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    ours = _with(tmp_path, add)
+    assert ours.encode("hello")[0] == 1
+    theirs = Tokenizer(hf)
+    theirs._backend.post_processor = ours._backend.post_processor
+    _same(ours, theirs)
+
+
+def test_tokens_by_hand(tmp_path: Path) -> None:
+    ours = _with(tmp_path, add_byte_level)
+    tokens, *_ = byte_vocabulary()
+    assert ours.encode("<s>hello 123<think>") == [
+        0, tokens.index("hello"), tokens.index("Ġ"), *map(tokens.index, "123"), 2
+    ]  # fmt: skip
+    assert ours.special_ids == {0, 1}
+    assert (ours.bos_id, ours.eos_ids) == (0, {1})
+    assert ours.vocab_size == len(tokens) - 2  # without those that pad
+    assert ours.decode([len(tokens) - 1]) == ""
+    assert ours.decode(ours.encode("é</s>")) == "é"
+
+
+def test_chats(tmp_path: Path) -> None:
+    ours = _with(tmp_path, add_byte_level)
+    text, ids = ours.apply_chat_template([{"role": "user", "content": "hello<s>"}])
+    assert text == "<s>hello<s>"
+    assert ids[0] == 0
+    assert ids.count(0) == 1  # the message's own is text
+    assert ours.hf.chat_template == ours.chat_template_text
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        add_byte_level(writer)
+        writer.add_string("tokenizer.chat_template.tool_use", "tools")
+        writer.add_array("tokenizer.chat_templates", ["tool_use"])
+
+    ours = _with(tmp_path, add)
+    assert ours.chat_template_text.endswith("\ntools")
+    text, _ = ours.apply_chat_template([{"role": "user", "content": "hello"}])
+    assert text == "<s>hello"
+
+
+@pytest.mark.parametrize("pre", ["qwen35", "no\nname"])
+def test_unknown_patterns_are_refused_by_name(tmp_path: Path, pre: str) -> None:
+    with pytest.raises(UnsupportedError, match="pre-tokenizer '.*' .* is not known; kn.*llama-bpe"):
+        _with(tmp_path, lambda writer: add_byte_level(writer, pre))
+
+
+def test_unknown_models_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="model 'bert' is not supported; supported: gpt2"):
+        _with(tmp_path, lambda writer: writer.add_tokenizer_model("bert"))
+
+
+_BYTES = byte_vocabulary()
+
+
+def _parts(writer: gguf.GGUFWriter, **changes: Any) -> None:
+    parts = dict(zip(("tokens", "merges", "kinds"), _BYTES, strict=True)) | changes
+    writer.add_tokenizer_model("gpt2")
+    if parts.get("pre", "gpt-2"):
+        writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(parts["tokens"])
+    writer.add_token_types(parts["kinds"])
+    writer.add_token_merges(parts["merges"])
+    writer.add_eos_token_id(parts.get("eos", 1))
+    writer.add_add_bos_token(parts.get("add_bos", False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pre": ""}, r"does not say how its texts are split \(tokenizer.ggml.pre is missing\)"),
+        ({"kinds": [1]}, "token_type has 1 numbers of type .* for 269 tokens"),
+        ({"kinds": [0.5] * 269}, "token_type has 269 numbers of type float32 for 269 tokens"),
+        ({"tokens": ["a", *_BYTES[0][1:]]}, "tokens has 'a' twice"),
+        ({"merges": ["hello"]}, "merges has 'hello', not two tokens"),
+        ({"merges": ["h "]}, "merges has 'h ', not two tokens"),
+        ({"merges": ["h xyz"]}, r"the tokenizer is damaged \(.*xyz"),
+        ({"eos": 269}, "eos_token_id is 269, but there are 269 tokens"),
+        ({"eos": 268}, "the eos token 268 is one of the unused"),
+        ({"add_bos": True}, "add_bos_token is true, but there is no bos token"),
+    ],
+)
+def test_damaged(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said) as raised:
+        _with(tmp_path, lambda writer: _parts(writer, **changes))
+    assert str(raised.value).startswith("x.gguf")
+
+
+def test_scores_that_are_no_numbers(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "<s>", "</s>"])
+        writer.add_token_types([2, 3, 3])
+        writer.add_token_scores([0.0, 0.0, float("nan")])
+
+    with pytest.raises(ConfigurationError, match="scores has 3 numbers of type float32 .* not-a-n"):
+        _with(tmp_path, add)
+
+
+def test_small_sentencepiece(tmp_path: Path) -> None:
+    ours = _with(tmp_path, add_sentencepiece)
+    strings = [ours.token_str(number) for number in ours.encode("hello wé")]
+    assert strings == ["<s>", "▁hello", "▁w", "<0xC3>", "<0xA9>"]
+    assert ours.decode(ours.encode("hello wé")) == "hello wé"
+
+
+@pytest.mark.skipif(_SMOLLM2 not in os.environ, reason=f"{_SMOLLM2} names no file")
+def test_smollm2() -> None:
+    ours = load_tokenizer(os.environ[_SMOLLM2])
+    backend = Backend.from_str(ours.to_json())
+    _, splits, _ = _PUBLISHED["smollm"]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    _same(ours, Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **names)))
+    text, _ = ours.apply_chat_template([{"role": "user", "content": "Hi"}])
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
