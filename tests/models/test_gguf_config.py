@@ -14,123 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.models.checkpoints import VARIANTS
+from tests.models.gguf_checkpoints import convert
 from tests.models.gguf_files import add_llama, llama_tensors, write
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.models.config import ModelConfig
-from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.gguf.config import describe, find_weights
 from vmserve.models.gguf.dequantize import dequantize
 from vmserve.models.gguf.reader import open_gguf
 from vmserve.models.rope import HostRotations, RopeConfig
-
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def _stored_name(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if module.startswith("model.layers."):
-        layer, _, module = module.removeprefix("model.layers.").partition(".")
-        return f"blk.{layer}.{_NAMES[module]}.{kind}"
-    return f"{_NAMES[module]}.{kind}"
-
-
-def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Rows of each head: first of the first half, first of the second half, second of the ..."""
-    size = len(weight) // heads
-    order = [
-        head * size + half * size // 2 + pair
-        for head in range(heads)
-        for pair in range(size // 2)
-        for half in (0, 1)
-    ]
-    return weight[order]
-
-
-def convert(directory: Path, path: Path, add: Callable[[gguf.GGUFWriter], None]) -> DecoderConfig:
-    """Write a checkpoint as a GGUF file in float32; returns its description."""
-    config = ModelConfig.from_directory(directory)
-    network = config.network
-    assert isinstance(network, DecoderConfig)
-    architecture = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
-                    "Qwen3ForCausalLM": "qwen3"}[config.architecture]  # fmt: skip
-    tensors = {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        if network.tied_embeddings and name == "lm_head.weight":
-            continue
-        array = tensor.to(torch.float32).numpy()
-        if architecture == "llama" and ".q_proj" in name:
-            array = _interleaved(array, network.q_heads)
-        if architecture == "llama" and ".k_proj" in name:
-            array = _interleaved(array, network.kv_heads)
-        tensors[_stored_name(name)] = "F32", np.ascontiguousarray(array)
-
-    def metadata(writer: gguf.GGUFWriter) -> None:
-        rope = network.positions
-        assert isinstance(rope, RopeConfig)
-        writer.add_block_count(network.num_layers)
-        writer.add_embedding_length(network.hidden_size)
-        writer.add_feed_forward_length(network.mlp_size)
-        writer.add_head_count(network.q_heads)
-        writer.add_head_count_kv(network.kv_heads)
-        writer.add_key_length(network.head_dim)
-        writer.add_value_length(network.head_dim)
-        writer.add_context_length(network.max_position_embeddings)
-        writer.add_layer_norm_rms_eps(network.norm.eps)
-        writer.add_rope_freq_base(rope.parameters["rope_theta"])
-        if rope.rope_type == "linear":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(rope.parameters["factor"])
-        if rope.rope_type == "yarn":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-            writer.add_rope_scaling_factor(rope.parameters["factor"])
-            original = rope.parameters["original_max_position_embeddings"]
-            writer.add_rope_scaling_orig_ctx_len(original)
-        writer.add_bos_token_id(0)
-        writer.add_eos_token_id(1)
-        add(writer)
-
-    if network.positions.rope_type == "llama3":  # type: ignore[union-attr]
-        tensors["rope_freqs.weight"] = "F32", _llama3_factors(network.positions)  # type: ignore[arg-type]
-    write(path, architecture, tensors, metadata)
-    return network
-
-
-def _llama3_factors(rope: RopeConfig) -> np.ndarray[Any, Any]:
-    """What the periods are multiplied by, one dimension at a time."""
-    parameters = rope.parameters
-    context = parameters["original_max_position_embeddings"]
-    low, high = (context / parameters[f"{name}_freq_factor"] for name in ("low", "high"))
-    factors = []
-    for dimension in range(rope.head_dim // 2):
-        period = parameters["rope_theta"] ** (2 * dimension / rope.head_dim)
-        wavelength = 2 * np.pi * period
-        if wavelength < high:
-            factors.append(1.0)
-        elif wavelength > low:
-            factors.append(parameters["factor"])
-        else:
-            smooth = (context / wavelength - parameters["low_freq_factor"]) / (
-                parameters["high_freq_factor"] - parameters["low_freq_factor"]
-            )
-            factors.append(1 / ((1 - smooth) / parameters["factor"] + smooth))
-    return np.array(factors, np.float32)
-
 
 _MODELS = [
     name

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vmserve.dtypes import DType
+from vmserve.errors import UnsupportedError
 from vmserve.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import DTYPES, asked_dtype
+from vmserve.models.gguf.reader import is_gguf
 from vmserve.models.hub import resolve_model
 from vmserve.models.loader import Progress
 from vmserve.models.native import NativeDecoder, choose_native, load_native
@@ -58,7 +60,7 @@ def load_model(
     quantization: str = "none",
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load the weights of a model directory.
+    """Load the weights of a model directory or a GGUF file.
 
     ``dtype`` is the type to compute in; the native decoder's is that of its KV cache.
     ``device``: as torch names it, say "cuda:0".
@@ -82,6 +84,11 @@ def load_model(
             directory, config.network, kind, max_len, quantization=quantization, progress=progress
         )
         return LoadedModel(config, kind, network.weight_bytes, network)
+    if is_gguf(directory):
+        raise UnsupportedError(
+            f"{directory.name}: GGUF files run in the native CPU decoder only: leave "
+            "--linear-backend and --device at their defaults"
+        )
     # Only now: torch, and transformers too, take longer to import than a small model to load.
     from vmserve.models.torch_models import load_torch  # noqa: PLC0415
 

@@ -14,6 +14,8 @@ from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.json_files import read_json
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.families import FAMILIES
+from vmserve.models.gguf.config import describe
+from vmserve.models.gguf.reader import is_gguf, open_gguf
 from vmserve.models.tensor_names import tensor_shapes
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:
-        """Read config.json and, where there is one, generation_config.json.
+        """Read config.json and, where there is one, generation_config.json; or a GGUF file.
 
         Only classes of ``transformers`` run, never code of the directory. A model that the
         decoder does not know is built without its weights, to see what its layers ask of
@@ -76,6 +78,8 @@ class ModelConfig:
         that is not offered, :class:`~vmserve.errors.ConfigurationError` for bad files.
         """
         directory = Path(path)
+        if is_gguf(directory):
+            return cls._from_gguf(directory)
         raw = _read_config(directory)
         architecture = _architecture(raw)
         network: DecoderConfig | ForeignConfig
@@ -105,6 +109,27 @@ class ModelConfig:
             dtype=DType.of(hf.dtype or text.dtype or DType.FLOAT32),
             default_sampling=_default_sampling(generation),
             pooling=_pooling(_read_optional(directory / "1_Pooling" / "config.json")),
+            network=network,
+        )
+
+    @classmethod
+    def _from_gguf(cls, path: Path) -> ModelConfig:
+        described = describe(open_gguf(path))
+        network = described.network
+        return cls(
+            architecture=described.architecture,
+            vocab_size=network.vocab_size,
+            kv_heads=network.kv_heads,
+            head_dim=network.head_dim,
+            max_position_embeddings=network.max_position_embeddings,
+            attention=network.layers,
+            num_weights=_num_weights(network),
+            activation_width=network.activation_width,
+            eos_token_ids=described.eos_token_ids,
+            bos_token_id=described.bos_token_id,
+            dtype=described.dtype,
+            default_sampling={},
+            pooling="last",
             network=network,
         )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 from pathlib import Path
 from typing import Final
 
 from vmserve.errors import ConfigurationError
+from vmserve.models.gguf.reader import is_gguf
 
 __all__ = ["EMBEDDED_NAME", "is_embedded", "resolve_model"]
 
@@ -16,7 +18,14 @@ EMBEDDED_NAME: Final = "vmserve-embedded"
 # Not by importlib.resources, which imports more than it finds; the package is always in files.
 #: What is read of a model's directory, if it is there.
 _READ_FILES: Final = (
-    *("*.safetensors", "*.safetensors.index.json", "*.jinja", "tokenizer.model", "merges.txt"),
+    *(
+        "*.gguf",
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "*.jinja",
+        "tokenizer.model",
+        "merges.txt",
+    ),
     *("config.json", "generation_config.json", "*token*.json", "vocab.json"),
 )
 _EMBEDDED = Path(__file__).parents[1] / "assets" / "embedded"
@@ -31,11 +40,12 @@ def is_embedded(model: str | None) -> bool:
 
 
 def resolve_model(model: str | None) -> Path:
-    """Return the directory of a model.
+    """Return the directory of a model, or its GGUF file.
 
     ``model``: None or ``vmserve-embedded`` for the model inside the package; an existing
-    directory; or a hub id such as ``Qwen/Qwen3-0.6B``, taken from the local Hugging Face cache,
-    else downloaded (``huggingface_hub`` shows the progress on standard error).
+    directory; a GGUF file, or a directory that holds one, or ``hub-id:FILE.gguf`` in the local
+    Hugging Face cache; or a hub id such as ``Qwen/Qwen3-0.6B``, taken from that cache, else
+    downloaded (``huggingface_hub`` shows the progress on standard error).
 
     Raises :class:`~vmserve.errors.ConfigurationError` when there is no such model, it is not in
     the cache and cannot be downloaded, or this process may not read its files.
@@ -45,10 +55,13 @@ def resolve_model(model: str | None) -> Path:
     directory = Path(model).expanduser()
     _check_readable(directory)
     if directory.is_dir():
-        return directory
+        return _gguf_within(directory) or directory
+    if is_gguf(directory):
+        return directory if directory.exists() else _cached_gguf(model)
     if directory.exists():
         raise ConfigurationError(
-            f"{model} is a file: --model needs the directory with config.json and *.safetensors"
+            f"{model} is a file: --model needs a *.gguf file, or the directory with config.json "
+            "and *.safetensors"
         )
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
         raise ConfigurationError(f"model directory {model} does not exist: check --model")
@@ -58,6 +71,35 @@ def resolve_model(model: str | None) -> Path:
     directory = cached(model) or downloaded(model)
     _check_readable(directory)
     return directory
+
+
+def _cached_gguf(model: str) -> Path:
+    repo_id, _, file = model.rpartition(":")
+    if not repo_id:
+        raise ConfigurationError(f"model file {model} does not exist: check --model")
+    # Only now: the hub's client is slow to import.
+    from vmserve.models.hub_download import cached_file  # noqa: PLC0415
+
+    path = cached_file(repo_id, file)
+    if path is None:
+        raise ConfigurationError(
+            f"{file} of {repo_id} is not in the local Hugging Face cache: fetch it with "
+            f"`hf download {repo_id} {file}`"
+        )
+    _check_readable(path)
+    return path
+
+
+def _gguf_within(directory: Path) -> Path | None:
+    """The GGUF file of a directory that has no config.json; of a split one the first part."""
+    if (directory / "config.json").exists():
+        return None
+    found = sorted(directory.glob("*.gguf"))
+    if found and len({re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"\1", str(each)) for each in found}) > 1:
+        raise ConfigurationError(
+            f"{directory} has {len(found)} GGUF files: name one of them, as --model {found[0]}"
+        )
+    return found[0] if found else None
 
 
 def _check_readable(path: Path) -> None:

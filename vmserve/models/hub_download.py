@@ -10,7 +10,7 @@ import logging
 from pathlib import Path
 from typing import cast
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 
 from vmserve.errors import ConfigurationError
 
-__all__ = ["cached", "downloaded"]
+__all__ = ["cached", "cached_file", "downloaded"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,17 @@ def cached(repo_id: str) -> Path | None:
         ) from error
     # An interrupted download can leave a snapshot without weights behind.
     return snapshot if _is_usable(snapshot) else None
+
+
+def cached_file(repo_id: str, name: str) -> Path | None:
+    """Return a file of a repository in the cache; None if it is not there."""
+    try:
+        found = try_to_load_from_cache(repo_id, name)
+    except HFValidationError as error:
+        raise ConfigurationError(
+            f"{repo_id!r} is not a hub id such as Qwen/Qwen3-0.6B: check --model"
+        ) from error
+    return Path(found) if isinstance(found, str) else None
 
 
 def downloaded(repo_id: str) -> Path:

@@ -23,10 +23,12 @@ from vmserve.host_arrays import TensorTuple, array_tuple, as_float32
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import asked_dtype
+from vmserve.models.gguf.reader import is_gguf
+from vmserve.models.gguf.weights import find_plain_weights
 from vmserve.models.hidden import HiddenRows
 from vmserve.models.loader import Progress, find_tensors
 from vmserve.models.rope import HostRotations, RopeConfig
-from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
+from vmserve.models.safetensors_file import StoredTensor
 from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
 from vmserve.threads import num_threads
 
@@ -44,6 +46,14 @@ class TimedPart(Protocol):
 
     call: AttentionCall
     seconds: float
+
+
+class _WeightFile(Protocol):
+    """What is read of a safetensors file, or replaces one."""
+
+    def view(self, stored: StoredTensor, /) -> NDArray[Any]: ...
+
+    def drop_pages(self, start: int, num_bytes: int, /) -> None: ...
 
 
 class _Parts(Protocol):
@@ -190,20 +200,14 @@ def load_native(
     quantization: str = "none",
     progress: Progress | None = None,
 ) -> NativeDecoder:
-    """Pack the weights of a model directory, layer by layer; the files' pages are dropped behind.
+    """Pack the weights of a model, layer by layer; the files' pages are dropped behind.
 
     ``dtype``: of the KV cache. Weights keep the type that they are stored in (float16 becomes
     float32), or become int8 with a scale for each output (``quantization``).
 
     Raises as :func:`vmserve.models.loader.find_tensors` does.
     """
-    shapes = tensor_shapes(config)
-    stored = find_tensors(
-        directory,
-        shapes,
-        ignore=lambda name: is_ignorable(config, name),
-        rename=lambda name: canonical_name(config, shapes, name),
-    )
+    stored = _find(directory, config)
     rope = config.positions
     assert isinstance(rope, RopeConfig), "refusal() said so"
     core = _core.CpuDecoder(
@@ -240,6 +244,18 @@ def load_native(
         )
     rotary = HostRotations(rope, max_len)
     return NativeDecoder(core, rotary, dtype, embedding)
+
+
+def _find(path: Path, config: DecoderConfig) -> Mapping[str, tuple[_WeightFile, StoredTensor]]:
+    if is_gguf(path):
+        return find_plain_weights(path, config)
+    shapes = tensor_shapes(config)
+    return find_tensors(
+        path,
+        shapes,
+        ignore=lambda name: is_ignorable(config, name),
+        rename=lambda name: canonical_name(config, shapes, name),
+    )
 
 
 def _add_layer(
@@ -281,7 +297,7 @@ class _Source:
 
     def __init__(
         self,
-        stored: Mapping[str, tuple[SafetensorsFile, StoredTensor]],
+        stored: Mapping[str, tuple[_WeightFile, StoredTensor]],
         progress: Progress | None,
     ) -> None:
         self._stored = stored

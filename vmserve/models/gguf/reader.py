@@ -137,6 +137,11 @@ class GgufFile:
         flat = np.frombuffer(self._map, np.uint8, count=tensor.num_bytes, offset=tensor.start)
         return flat.reshape(rows, -1)
 
+    def drop_pages(self, tensor: GgufTensor) -> None:
+        """Take a tensor's pages out of memory; a later access reads them again."""
+        first = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, first, tensor.start + tensor.num_bytes - first)
+
     # -- metadata -----------------------------------------------------------------------
 
     def __contains__(self, key: str) -> bool:

@@ -1,0 +1,118 @@
+"""GGUF files in the whole engine: found, loaded, answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from tests.models.gguf_checkpoints import convert
+from tests.models.gguf_files import add_byte_level, add_llama, llama_tensors, write
+from vmserve import LLM, SamplingParams
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models.hub import resolve_model
+from vmserve.text.tokenizer import load_tokenizer
+
+_MEMORY = 64 << 20
+
+
+def _add_embedded_tokenizer(writer: gguf.GGUFWriter) -> None:
+    directory = resolve_model(None)
+    tokenizer = load_tokenizer(directory)
+    model = json.loads(tokenizer.to_json())["model"]
+    tokens = [tokenizer.token_str(number) for number in range(tokenizer.vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    kinds = [3 if number in tokenizer.special_ids else 1 for number in range(len(tokens))]
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    writer.add_eot_token_id(max(tokenizer.eos_ids))
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(tokenizer.chat_template_text)
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model as a GGUF file."""
+    path = tmp_path_factory.mktemp("embedded") / "model.gguf"
+    convert(resolve_model(None), path, _add_embedded_tokenizer)
+    return path
+
+
+def _answers(model: str | None) -> list[tuple[str, list[int]]]:
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    with LLM(model, kv_cache_memory=_MEMORY, dtype="float32") as llm:
+        results = [*llm.generate(["Once upon a time", "2 + 3 ="], greedy), *llm.chat(chat, greedy)]
+    return [(each.outputs[0].text, list(each.outputs[0].token_ids)) for each in results]
+
+
+def test_same_answers_as_the_checkpoint(embedded: Path) -> None:
+    expected = _answers(None)
+    assert _answers(str(embedded)) == expected
+    assert "Paris" in expected[2][0]
+    assert _answers(str(embedded.parent)) == expected  # the directory that holds it
+
+
+def test_quantized_models_are_refused_by_the_tensor(tmp_path: Path) -> None:
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        add_llama(writer)
+        add_byte_level(writer)
+
+    path = write(tmp_path / "q.gguf", "llama", llama_tensors(np.random.default_rng(0)), metadata)
+    said = r"q\.gguf: tensor token_embd\.weight has type Q8_0: .* it runs F32, F16, BF16"
+    with pytest.raises(UnsupportedError, match=said):
+        LLM(str(path), kv_cache_memory=_MEMORY)
+
+
+def test_torch_does_not_read_them(embedded: Path) -> None:
+    with pytest.raises(UnsupportedError, match="GGUF files run in the native CPU decoder only"):
+        LLM(str(embedded), kv_cache_memory=_MEMORY, linear_backend="torch")
+
+
+def test_where_models_are_found(embedded: Path, tmp_path: Path) -> None:
+    assert resolve_model(str(embedded)) == embedded
+    assert resolve_model(str(embedded.parent)) == embedded
+    with pytest.raises(ConfigurationError, match=r"model file none\.gguf does not exist"):
+        resolve_model("none.gguf")
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(embedded, tmp_path / name)
+    with pytest.raises(ConfigurationError, match=r"has 2 GGUF files: name one of them, as --model"):
+        resolve_model(str(tmp_path))
+    for part in (1, 2):
+        (tmp_path / "split").mkdir(exist_ok=True)
+        (tmp_path / "split" / f"m-0000{part}-of-00002.gguf").touch()
+    assert resolve_model(str(tmp_path / "split")).name == "m-00001-of-00002.gguf"
+
+
+def test_files_of_the_hubs_cache(embedded: Path, tmp_path: Path) -> None:
+    """In a process of its own: where the cache is, is read when the hub's client is imported."""
+    repository = tmp_path / "models--some--model"
+    snapshot = repository / "snapshots" / "abc"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    snapshot.mkdir(parents=True)
+    shutil.copy(embedded, snapshot / "m-f32.gguf")
+    code = "import sys; from vmserve.models import resolve_model; print(resolve_model(sys.argv[1]))"
+
+    def resolved(model: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, model],
+            env={**os.environ, "HF_HUB_CACHE": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert resolved("some/model:m-f32.gguf").stdout.strip() == str(snapshot / "m-f32.gguf")
+    said = resolved("some/model:other.gguf").stderr
+    assert "other.gguf of some/model is not in the local Hugging Face cache: fetch it with" in said
+    assert "'a/b/c' is not a hub id such as" in resolved("a/b/c:x.gguf").stderr
