@@ -74,7 +74,7 @@ class EngineConfig:
     model: Annotated[
         str | None,
         Option(
-            "A directory in Hugging Face layout or a hub id.",
+            "A directory in Hugging Face layout, a GGUF file, or a hub id.",
             _MODEL,
             default="vmserve-embedded, the model in the package",
             metavar="PATH",

@@ -120,11 +120,11 @@ def fuzz(num_files: int, seed: int, directory: Path) -> Iterator[str]:
         path.write_bytes(data)
         try:
             said = read_all(path)
+            assert said.isprintable(), said
+            assert len(said) <= _LONGEST_LINE, said
         except BaseException:
             print(f"file {number} of seed {seed} is not read as it should be")
             raise
-        assert said.isprintable(), said
-        assert len(said) <= _LONGEST_LINE, said
         yield said
 
 

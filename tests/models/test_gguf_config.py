@@ -27,8 +27,6 @@ _MODELS = [
     name
     for name, config in VARIANTS.items()
     if config.model_type in ("llama", "qwen2", "qwen3")
-    and not getattr(config, "attention_bias", False)
-    and not getattr(config, "mlp_bias", False)
     and not getattr(config, "use_sliding_window", False)
     and config.rope_parameters["rope_type"] in ("default", "linear", "llama3", "yarn")
     and "attention_factor" not in config.rope_parameters
@@ -68,6 +66,9 @@ def test_these_are_all_kinds() -> None:
     ropes = {VARIANTS[name].rope_parameters["rope_type"] for name in _MODELS}
     ties = {bool(VARIANTS[name].tie_word_embeddings) for name in _MODELS}
     assert types == {"llama", "qwen2", "qwen3"}
+    assert any(
+        VARIANTS[name].model_type == "llama" and VARIANTS[name].attention_bias for name in _MODELS
+    )
     assert {"default", "linear", "llama3"} <= ropes
     assert ties == {True, False}
 

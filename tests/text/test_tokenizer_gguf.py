@@ -268,6 +268,7 @@ def _parts(writer: gguf.GGUFWriter, **changes: Any) -> None:
         ({"merges": ["hello"]}, "merges has 'hello', not two tokens"),
         ({"merges": ["h "]}, "merges has 'h ', not two tokens"),
         ({"merges": ["h xyz"]}, r"the tokenizer is damaged \(.*xyz"),
+        ({"merges": ["h \x07"]}, r"the tokenizer is damaged \(.*` ` out of vocabulary"),
         ({"eos": 269}, "eos_token_id is 269, but there are 269 tokens"),
         ({"eos": 268}, "the eos token 268 is one of the unused"),
         ({"add_bos": True}, "add_bos_token is true, but there is no bos token"),
@@ -277,6 +278,7 @@ def test_damaged(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said) as raised:
         _with(tmp_path, lambda writer: _parts(writer, **changes))
     assert str(raised.value).startswith("x.gguf")
+    assert str(raised.value).isprintable()
 
 
 def test_scores_that_are_no_numbers(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from vmserve.models.dtype import DTYPES, asked_dtype
 from vmserve.models.gguf.reader import is_gguf
 from vmserve.models.hub import resolve_model
 from vmserve.models.loader import Progress
-from vmserve.models.native import NativeDecoder, choose_native, load_native
+from vmserve.models.native import NativeDecoder, choose_native, load_native, refusal
 
 if TYPE_CHECKING:
     import torch
@@ -85,9 +85,9 @@ def load_model(
         )
         return LoadedModel(config, kind, network.weight_bytes, network)
     if is_gguf(directory):
+        reason = refusal(config.network, kind) or "leave --linear-backend and --device alone"
         raise UnsupportedError(
-            f"{directory.name}: GGUF files run in the native CPU decoder only: leave "
-            "--linear-backend and --device at their defaults"
+            f"{directory.name}: GGUF files run in the native CPU decoder only: {reason}"
         )
     # Only now: torch, and transformers too, take longer to import than a small model to load.
     from vmserve.models.torch_models import load_torch  # noqa: PLC0415

@@ -60,8 +60,8 @@ def resolve_model(model: str | None) -> Path:
         return directory if directory.exists() else _cached_gguf(model)
     if directory.exists():
         raise ConfigurationError(
-            f"{model} is a file: --model needs a *.gguf file, or the directory with config.json "
-            "and *.safetensors"
+            f"{model} is a file: --model needs the directory with config.json and *.safetensors, "
+            "or a *.gguf file"
         )
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
         raise ConfigurationError(f"model directory {model} does not exist: check --model")

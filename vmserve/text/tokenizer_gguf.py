@@ -146,7 +146,8 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
     except Exception as error:  # the library's errors have no type of their own
         if type(error) is not Exception:
             raise
-        reason = " ".join(str(error).split())[:200]
+        # It quotes tokens, which can have control characters.
+        reason = "".join(char if char.isprintable() else " " for char in str(error))[:200]
         raise ConfigurationError(
             f"{file.path.name}: the tokenizer is damaged ({reason}): fetch the model again"
         ) from error

@@ -81,8 +81,12 @@ class GgufWeight:
     heads: int = 0
 
     def raw(self) -> NDArray[np.uint8]:
-        """Its rows in the decoder's order, ``[rows, bytes of a row]``."""
-        return unpermuted(self.file.raw(self.tensor), self.heads)
+        """Its rows in the decoder's order, ``[rows, bytes of a row]``; a vector is one row."""
+        raw = self.file.raw(self.tensor)
+        if len(self.tensor.shape) > 1:
+            return unpermuted(raw, self.heads)
+        elements = raw.reshape(-1, self.tensor.type.num_bytes)
+        return unpermuted(elements, self.heads).reshape(raw.shape)
 
 
 def unpermuted(rows: NDArray[Any], heads: int) -> NDArray[Any]:
@@ -164,6 +168,11 @@ def find_weights(model: GgufModel, config: DecoderConfig) -> dict[str, GgufWeigh
             raise ConfigurationError(
                 f"{file.path.name}: tensor {stored} has shape {list(tensor.shape)}, but the "
                 f"metadata imply {list(shapes[name])}: fetch the model again"
+            )
+        if len(tensor.shape) == 1 and tensor.type.num_elements > 1:
+            raise UnsupportedError(
+                f"{file.path.name}: tensor {stored} is a vector of type {tensor.type.name}: not "
+                "supported, vectors are F32, F16 or BF16"
             )
         heads = {"q": config.q_heads, "k": config.kv_heads}.get(_q_or_k(stored), 0)
         found[name] = GgufWeight(file, tensor, heads if architecture.permuted else 0)
@@ -269,6 +278,7 @@ class _Fields:
         }
         if self.family == "LlamaForCausalLM":
             config["attention_bias"] = "blk.0.attn_q.bias" in self._model.tensors
+            config["mlp_bias"] = "blk.0.ffn_up.bias" in self._model.tensors
         if self.family == "MistralForCausalLM":
             config["sliding_window"] = self._size("attention.sliding_window")
         _refuse_outside(self._file, config["vocab_size"], [config["bos_token_id"]])
