@@ -95,6 +95,11 @@ def _write(path: Path, change: Callable[[gguf.GGUFWriter], None], **sizes: Any) 
         (lambda w: w.add_key_length(20), {}, "rope.dimension_count|value_length|has shape"),
         (lambda w: w.add_rope_dimension_count(8), {}, "rope.dimension_count is 8 for heads of 16"),
         (lambda w: w.add_expert_count(8), {}, "llama.expert_count = 8 is not supported"),
+        (
+            lambda w: w.add_token_list([f"t{number}" for number in range(270)]),
+            {},
+            "tokens has 270 tokens, but tensor token_embd.weight has 269 rows",
+        ),
         (lambda w: w.add_eos_token_id(999), {}, "names token 999, but the vocabulary has 269"),
         (
             lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),

@@ -294,6 +294,17 @@ def test_scores_that_are_no_numbers(tmp_path: Path) -> None:
         _with(tmp_path, add)
 
 
+def test_long_pieces(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "<s>", "</s>", "x" * 1_000_000])
+        writer.add_token_types([2, 3, 3, 1])
+        writer.add_token_scores([0.0] * 4)
+
+    with pytest.raises(ConfigurationError, match=r"x…' of 1,000,000 characters; 256 is the limit"):
+        _with(tmp_path, add)
+
+
 def test_small_sentencepiece(tmp_path: Path) -> None:
     ours = _with(tmp_path, add_sentencepiece)
     strings = [ours.token_str(number) for number in ours.encode("hello wé")]

@@ -75,6 +75,8 @@ _WORDS: Mapping[str, _Words] = {
     "smollm": _Words((r"\p{N}", _GPT2)),
     "tekken": _Words((_TEKKEN,), ignore_merges=True, add_bos=True),
 }
+#: Characters of the longest piece of sentencepiece's: each is cut everywhere. Usual is 16.
+_LONGEST_PIECE = 256
 #: What sentencepiece writes for a space.
 _SPACE = "▁"
 
@@ -294,6 +296,12 @@ def _merge(file: GgufFile, merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Backend:
+    longest = max(vocabulary.tokens, key=len, default="")
+    if len(longest) > _LONGEST_PIECE:
+        raise ConfigurationError(
+            f"{vocabulary.file.path.name}: {_PREFIX}tokens has {shown(longest)} of "
+            f"{len(longest):,} characters; {_LONGEST_PIECE} is the limit of this kind of tokenizer"
+        )
     unknown = vocabulary.ids["unk"]
     assert unknown is not None, "has a default"
     model = models.BPE(

@@ -131,6 +131,12 @@ def describe(model: GgufModel) -> GgufDescription:
         if key in file
     ]
     _refuse_outside(file, network.vocab_size, eos)
+    num_tokens = file.count("tokenizer.ggml.tokens")
+    if num_tokens > network.vocab_size:
+        raise ConfigurationError(
+            f"{file.path.name}: tokenizer.ggml.tokens has {num_tokens:,} tokens, but tensor "
+            f"token_embd.weight has {network.vocab_size:,} rows: fetch the model again"
+        )
     return GgufDescription(
         fields.family, network, tuple(dict.fromkeys(eos)), raw["bos_token_id"], _dtype(model)
     )

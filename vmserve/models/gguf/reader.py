@@ -172,6 +172,11 @@ class GgufFile:
     def numbers(self, key: str) -> NDArray[Any]:
         return cast("NDArray[Any]", self._scalar(key, "a list of numbers", (np.ndarray,), None))
 
+    def count(self, key: str) -> int:
+        """The length of a list of strings; 0 if there is none."""
+        found = self._metadata.get(key)
+        return found.count if isinstance(found, _Strings) else 0
+
     def strings(self, key: str) -> list[str]:
         found: _Strings = self._scalar(key, "a list of strings", (_Strings,), None)
         cursor = _Cursor(self.path, self._map, found.start)
