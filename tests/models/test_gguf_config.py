@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 
 from tests.models.checkpoints import VARIANTS
 from tests.models.gguf_checkpoints import convert
-from tests.models.gguf_files import add_llama, llama_tensors, write
+from tests.models.gguf_files import add_llama, llama_tensors, random_blocks, write
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.host_arrays import as_float32
 from vmserve.models.gguf.config import describe, find_weights
 from vmserve.models.gguf.dequantize import dequantize
 from vmserve.models.gguf.reader import open_gguf
+from vmserve.models.gguf.weights import find_plain_weights
 from vmserve.models.rope import HostRotations, RopeConfig
 
 _MODELS = [
@@ -128,3 +130,54 @@ def test_types_of_quantized_models(tmp_path: Path) -> None:
     """Computed as bfloat16 says nothing of how weights are kept."""
     path = _write(tmp_path / "x.gguf", lambda writer: None)
     assert describe(open_gguf(path)).dtype is DType.BFLOAT16
+
+
+def _unpermuted(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """One row at a time: even rows of a head are its first half, odd ones its second."""
+    size = len(weights) // heads
+    inside = [*range(0, size, 2), *range(1, size, 2)]
+    return weights[[head * size + row for head in range(heads) for row in inside]]
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_plain_weights(tmp_path: Path, kind: str) -> None:
+    rng = np.random.default_rng(1)
+    tensors = {
+        name: (kind, random_blocks(kind, *_shape(array, given), rng)) if array.ndim > 1
+        else (given, array)
+        for name, (given, array) in llama_tensors(rng).items()
+    }  # fmt: skip
+    path = write(tmp_path / "x.gguf", "llama", tensors, add_llama)
+    model = open_gguf(path)
+    found = find_plain_weights(path, describe(model).network)
+    assert describe(model).dtype == {"F16": DType.FLOAT16, "BF16": DType.BFLOAT16}[kind]
+    for name, (file, stored) in found.items():
+        raw = model.raw(file.weight.tensor.name)
+        given = file.weight.tensor.type.name
+        expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[given])
+        if ".q_proj" in name or ".k_proj" in name:
+            expected = _unpermuted(expected, 2 if ".q_proj" in name else 1)
+        view = as_float32(file.view(stored), stored.dtype)
+        np.testing.assert_array_equal(view, expected.reshape(stored.shape))
+        file.drop_pages(stored.start, stored.num_bytes)
+        np.testing.assert_array_equal(as_float32(file.view(stored), stored.dtype), view)
+
+
+def _shape(raw: np.ndarray[Any, Any], kind: str) -> tuple[int, int]:
+    """Rows and columns of the bytes of rows."""
+    rows, columns = gguf.quant_shape_from_byte_shape(raw.shape, gguf.GGMLQuantizationType[kind])
+    return rows, columns
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q5_1"])
+def test_rows_of_blocks_are_permuted_as_wholes(tmp_path: Path, kind: str) -> None:
+    tensors = llama_tensors(np.random.default_rng(2), kind)
+    model = open_gguf(write(tmp_path / "x.gguf", "llama", tensors, add_llama))
+    weights = find_weights(model, describe(model).network)
+    for module, heads in (("q", 2), ("k", 1), ("v", 0)):
+        weight = weights[f"model.layers.1.self_attn.{module}_proj.weight"]
+        raw = model.raw(f"blk.1.attn_{module}.weight")
+        expected = dequantize(weight.tensor.type, raw)
+        if heads:
+            expected = _unpermuted(expected, heads)
+        np.testing.assert_array_equal(dequantize(weight.tensor.type, weight.raw()), expected)
