@@ -119,6 +119,15 @@ def test_metadata_of_another_kind(tmp_path: Path) -> None:
         file.integer("m")
 
 
+def test_strings_that_are_not_utf8(tmp_path: Path) -> None:
+    strings = _text("good") + _text(b"a\xff")
+    path = _file(
+        tmp_path / "x.gguf", metadata=(_text("a") + struct.pack("<IIQ", 9, 8, 2) + strings,)
+    )
+    with pytest.raises(ConfigurationError, match=r"x\.gguf: string 1 of metadata a is not UTF-8"):
+        GgufFile(path).strings("a")
+
+
 _HUGE = 1 << 62
 
 

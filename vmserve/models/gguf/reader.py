@@ -179,11 +179,20 @@ class GgufFile:
 
     def strings(self, key: str) -> list[str]:
         found: _Strings = self._scalar(key, "a list of strings", (_Strings,), None)
-        cursor = _Cursor(self.path, self._map, found.start)
-        return [
-            cursor.text(_MOST_TEXT_BYTES, f"string {index} of metadata {key}")
-            for index in range(found.count)
-        ]
+        data, length, at = self._map, _U64.unpack_from, found.start
+        strings = []
+        # Lengths were checked when the file was opened.
+        for index in range(found.count):
+            first = at + _U64.size
+            at = first + length(data, at)[0]
+            try:
+                strings.append(data[first:at].decode())
+            except UnicodeDecodeError as error:
+                raise ConfigurationError(
+                    f"{self.path.name}: string {index:,} of metadata {key} is not UTF-8 (byte "
+                    f"{error.start}): fetch the model again"
+                ) from None
+        return strings
 
     def _scalar(self, key: str, kind: str, types: tuple[type, ...], default: _T | None) -> _T:
         value = self._metadata.get(key, default)
@@ -298,9 +307,9 @@ def _mapped(path: Path) -> mmap.mmap:
 class _Cursor:
     """A place in the file that moves on by what is read, and never past the file's end."""
 
-    def __init__(self, path: Path, data: mmap.mmap, at: int = 0) -> None:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
-        self.at = at
+        self.at = 0
         self.size = len(data)
         self._data = data
 
