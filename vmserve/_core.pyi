@@ -512,7 +512,7 @@ class CpuDecoder:
     ) -> None: ...
     def set_ends(
         self,
-        embedding: _TensorTuple | GroupedWeights,
+        embedding: _TensorTuple | None,
         final_norm: _TensorTuple,
         head: _TensorTuple | GroupedWeights,
     ) -> None: ...
@@ -520,6 +520,8 @@ class CpuDecoder:
     def weight_bytes(self) -> int: ...
     @property
     def row_type(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
     num_threads: int
     @property
     def num_positions(self) -> int: ...
@@ -530,6 +532,7 @@ class CpuDecoder:
         batches: list[CpuBatch],
         wanted: NDArray[np.int64] | None,
         num_hidden: int = 0,
+        embedded: NDArray[np.float32] | None = None,
     ) -> tuple[NDArray[np.float32], list[float], NDArray[np.float32]]: ...
 
 class CpuAttention:

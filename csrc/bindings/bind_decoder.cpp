@@ -40,11 +40,18 @@ const float* vector_of(std::optional<TensorTuple> tuple, std::int64_t size, cons
 // Returns (logits [rows, vocab], seconds of attention in each batch, hidden states).
 py::tuple forward(CpuDecoder& decoder, const IntArray& token_ids,
                   const std::vector<CpuBatch*>& batches, const std::optional<IntArray>& wanted,
-                  std::int64_t num_hidden) {
+                  std::int64_t num_hidden, const std::optional<Floats>& embedded) {
   const Ints ids = as_ints(token_ids);
   Ints rows(wanted ? 0 : ids.size());  // default: all rows, in order
   std::iota(rows.begin(), rows.end(), 0);
   if (wanted) rows = as_ints(*wanted);
+  if (embedded &&
+      (embedded->ndim() != 2 || embedded->shape(0) != static_cast<std::int64_t>(ids.size()) ||
+       embedded->shape(1) != decoder.hidden_size())) {
+    throw MisuseError("embedded is not [" + std::to_string(ids.size()) + ", " +
+                      std::to_string(decoder.hidden_size()) + "]");
+  }
+  const float* const embedded_rows = embedded ? embedded->data() : nullptr;
   std::vector<CpuDecoder::Part> parts;
   for (CpuBatch* batch : batches) parts.push_back({batch, 0.0});
   const std::int64_t num_logits =
@@ -55,7 +62,7 @@ py::tuple forward(CpuDecoder& decoder, const IntArray& token_ids,
   float* const hidden_out = hidden.mutable_data();
   {
     const py::gil_scoped_release unlocked;
-    decoder.forward(ids, parts, rows, out, num_hidden, hidden_out);
+    decoder.forward(ids, parts, rows, out, num_hidden, hidden_out, embedded_rows);
   }
   std::vector<double> seconds;
   for (const CpuDecoder::Part& part : parts) seconds.push_back(part.seconds);
@@ -116,17 +123,19 @@ void bind_decoder(py::module_& m) {
           py::arg("softcap"))
       .def(
           "set_ends",
-          [](CpuDecoder& decoder, const WeightArgument& embedding, TensorTuple final_norm,
+          [](CpuDecoder& decoder, std::optional<TensorTuple> embedding, TensorTuple final_norm,
              const WeightArgument& head) {
-            const WeightRef table = as_weights(embedding);
+            std::optional<TensorRef> table;
+            if (embedding) table = as_tensor(std::move(*embedding));
             const TensorRef norm = as_tensor(std::move(final_norm));
             const WeightRef last = as_weights(head);
             const py::gil_scoped_release unlocked;
-            decoder.set_ends(table, norm, last);
+            decoder.set_ends(table ? &*table : nullptr, norm, last);
           },
           py::arg("embedding"), py::arg("final_norm"), py::arg("head"))
       .def_property_readonly("weight_bytes", &CpuDecoder::weight_bytes)
       .def_property_readonly("row_type", &CpuDecoder::row_type)
+      .def_property_readonly("vocab_size", &CpuDecoder::vocab_size)
       .def_property("num_threads", &CpuDecoder::num_threads, &CpuDecoder::set_num_threads)
       .def_property_readonly("num_positions", &CpuDecoder::num_positions)
       .def(
@@ -136,7 +145,7 @@ void bind_decoder(py::module_& m) {
           },
           py::arg("cos"), py::arg("sin"))
       .def("forward", &forward, py::arg("token_ids"), py::arg("batches"), py::arg("wanted"),
-           py::arg("num_hidden") = 0);
+           py::arg("num_hidden") = 0, py::arg("embedded") = std::nullopt);
 }
 
 }  // namespace vmserve

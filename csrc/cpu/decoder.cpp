@@ -139,14 +139,16 @@ void CpuDecoder::add_layer(const DecoderLayer& from) {
   layers_.push_back(std::move(layer));
 }
 
-void CpuDecoder::set_ends(const WeightRef& embedding, const TensorRef& final_norm,
+void CpuDecoder::set_ends(const TensorRef* embedding, const TensorRef& final_norm,
                           const WeightRef& head) {
-  check_matrix(embedding, "embedding", shape_.vocab_size, shape_.hidden_size);
+  if (embedding != nullptr) {
+    check_matrix(*embedding, "embedding", shape_.vocab_size, shape_.hidden_size);
+  }
   check_matrix(head, "head", shape_.vocab_size, shape_.hidden_size);
   const std::lock_guard lock(mutex_);
   final_norm_ = copy_vector(final_norm, "final_norm", shape_.hidden_size);
   head_ = std::make_unique<LinearLayer>(products_.pack({&head}, false));
-  embedding_ = embedding;
+  embedding_ = embedding == nullptr ? std::nullopt : std::make_optional(*embedding);
 }
 
 void CpuDecoder::set_rotations(const TensorRef& cos, const TensorRef& sin) {
@@ -203,43 +205,28 @@ void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids,
                                 std::to_string(rows) + " tokens");
 }
 
-// Writes one row of a table as float32.
-void CpuDecoder::take_embedding(std::int64_t id, float* to) const {
+void CpuDecoder::embed(const std::vector<std::int64_t>& token_ids, const float* embedded) {
   const std::int64_t hidden = shape_.hidden_size;
-  if (const auto* grouped = std::get_if<cpu::GroupedTensor>(&embedding_)) {
-    const std::uint8_t* const codes = grouped->codes + id * hidden;
-    for (std::int64_t i = 0; i < hidden; ++i) {
-      const std::int64_t group = id * grouped->groups + i / grouped->group;
-      const bool narrow = grouped->bits == 4;
-      const int code = narrow ? codes[i] : static_cast<std::int8_t>(codes[i]);
-      const float scale = grouped->scales[group];
-      const float zero = narrow ? -8.0F * scale : 0.0F;
-      to[i] = scale * static_cast<float>(code) +
-              (grouped->minima == nullptr ? zero : grouped->minima[group]);
-    }
+  const auto num_rows = static_cast<std::int64_t>(token_ids.size());
+  grow(x_, num_rows * hidden);
+  if (!embedding_) {
+    std::copy_n(embedded, num_rows * hidden, x_.data());
     return;
   }
-  const auto& table = std::get<TensorRef>(embedding_);
-  const bool bf16 = table.dtype == DType::kBFloat16;
-  const char* const row = table.data + id * table.strides[0] * (bf16 ? 2 : 4);
-  if (!bf16) {
-    std::memcpy(to, row, static_cast<std::size_t>(hidden) * sizeof(float));
-    return;
-  }
-  for (std::int64_t i = 0; i < hidden; ++i) {
-    std::uint16_t bits;
-    std::memcpy(&bits, row + 2 * i, sizeof bits);
-    const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
-    std::memcpy(to + i, &wide, sizeof wide);
-  }
-}
-
-void CpuDecoder::embed(const std::vector<std::int64_t>& token_ids) {
-  grow(x_, static_cast<std::int64_t>(token_ids.size()) * shape_.hidden_size);
+  const bool bf16 = embedding_->dtype == DType::kBFloat16;
   float* to = x_.data();
   for (const std::int64_t id : token_ids) {
-    take_embedding(id, to);
-    to += shape_.hidden_size;
+    const char* const row = embedding_->data + id * embedding_->strides[0] * (bf16 ? 2 : 4);
+    if (!bf16) {
+      std::memcpy(to, row, static_cast<std::size_t>(hidden) * sizeof(float));
+    }
+    for (std::int64_t i = 0; bf16 && i < hidden; ++i) {
+      std::uint16_t bits;
+      std::memcpy(&bits, row + 2 * i, sizeof bits);
+      const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
+      std::memcpy(to + i, &wide, sizeof wide);
+    }
+    to += hidden;
   }
 }
 
@@ -409,15 +396,17 @@ void CpuDecoder::norm_rows(const float* rows, std::int64_t num_rows, float* out)
 
 void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector<Part>& parts,
                          const std::vector<std::int64_t>& wanted, float* logits,
-                         std::int64_t num_hidden, float* hidden) {
+                         std::int64_t num_hidden, float* hidden, const float* embedded) {
   const std::lock_guard lock(mutex_);
   check_call(token_ids, parts, wanted);
+  require(embedding_.has_value() == (embedded == nullptr),
+          "embedded rows are for a decoder without an embedding, which needs them");
   require(num_hidden >= 0 && num_hidden <= static_cast<std::int64_t>(wanted.size()),
           std::to_string(num_hidden) + " hidden states are more than the rows wanted");
   auto num_rows = static_cast<std::int64_t>(token_ids.size());
   if (num_rows == 0) return;
   const ThreadPool::Awake awake(*pool_);
-  embed(token_ids);
+  embed(token_ids, embedded);
   gather_rotations(parts, num_rows);
   grow(attended_, num_rows * shape_.q_heads * shape_.head_dim);
   const auto num_layers = static_cast<std::int64_t>(layers_.size());

@@ -47,9 +47,10 @@ class CpuDecoder {
   ~CpuDecoder();
 
   // Call add_layer for each layer in order, then set_ends. `embedding` [vocab, hidden] stays the
-  // caller's and must outlive the decoder; everything else is copied. `head` [vocab, hidden].
+  // caller's and must outlive the decoder; everything else is copied. Null: forward is given the
+  // rows. `head` [vocab, hidden].
   void add_layer(const DecoderLayer& layer);
-  void set_ends(const WeightRef& embedding, const TensorRef& final_norm, const WeightRef& head);
+  void set_ends(const TensorRef* embedding, const TensorRef& final_norm, const WeightRef& head);
 
   // Cosines and signed sines of positions 0, 1, ...: [positions, 1, head_dim] in the KV cache's
   // type, contiguous. The caller keeps them alive until others are set.
@@ -74,11 +75,12 @@ class CpuDecoder {
 
   // token_ids [tokens]; `wanted`: rows whose logits [wanted, vocab] to compute, in any order. The
   // last num_hidden of them return final hidden states instead, [num_hidden, hidden_size] after the
-  // last norm. Throws MisuseError before anything is written if an id, row or position is out of
-  // range.
+  // last norm. `embedded` [tokens, hidden_size]: the tokens' rows of an embedding that the decoder
+  // does not have. Throws MisuseError before anything is written if an id, row or position is out
+  // of range.
   void forward(const std::vector<std::int64_t>& token_ids, std::vector<Part>& parts,
                const std::vector<std::int64_t>& wanted, float* logits, std::int64_t num_hidden = 0,
-               float* hidden = nullptr);
+               float* hidden = nullptr, const float* embedded = nullptr);
 
  private:
   struct Layer;
@@ -86,8 +88,7 @@ class CpuDecoder {
   void check_call(const std::vector<std::int64_t>& token_ids, const std::vector<Part>& parts,
                   const std::vector<std::int64_t>& wanted) const;
   void check_positions(const CpuBatch& batch) const;
-  void take_embedding(std::int64_t id, float* to) const;
-  void embed(const std::vector<std::int64_t>& token_ids);
+  void embed(const std::vector<std::int64_t>& token_ids, const float* embedded);
   void gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows);
   char* project(const Layer& layer, std::int64_t num_rows);
   void normalise_heads(const Layer& layer, std::int64_t num_rows);
@@ -102,7 +103,7 @@ class CpuDecoder {
   LinearProducts products_;
   std::unique_ptr<CpuAttention> attention_;
   std::vector<Layer> layers_;
-  WeightRef embedding_;
+  std::optional<TensorRef> embedding_;
   TensorRef cos_, sin_;
   std::vector<float> final_norm_;
   std::unique_ptr<LinearLayer> head_;

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -14,7 +15,13 @@ import numpy as np
 import pytest
 
 from tests.models.gguf_checkpoints import convert
-from tests.models.gguf_files import add_byte_level, add_llama, llama_tensors, write
+from tests.models.gguf_files import (
+    add_byte_level,
+    add_llama,
+    byte_vocabulary,
+    random_blocks,
+    write,
+)
 from vmserve import LLM, SamplingParams
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.hub import resolve_model
@@ -62,15 +69,65 @@ def test_same_answers_as_the_checkpoint(embedded: Path) -> None:
     assert _answers(str(embedded.parent)) == expected  # the directory that holds it
 
 
-def test_quantized_models_are_refused_by_the_tensor(tmp_path: Path) -> None:
+#: The type of each matrix of a layer: all of them, mixed within products too.
+_MIXED = {
+    "attn_q": "Q4_K", "attn_k": "Q5_K", "attn_v": "Q6_K", "attn_output": "Q5_0",
+    "ffn_gate": "Q4_0", "ffn_up": "Q5_1", "ffn_down": "Q8_0",
+}  # fmt: skip
+_MIXED_WITH_PLAIN = {**_MIXED, "attn_q": "Q4_1", "attn_k": "F16", "ffn_gate": "BF16"}
+
+
+def _mixed_model(path: Path, types: Mapping[str, str]) -> tuple[Path, Path]:
+    """A random llama of such types, and the same weights in float32."""
+    rng = np.random.default_rng(0)
+    sizes = {"hidden": 256, "mlp": 512, "heads": 4, "kv_heads": 2}
+    vocab = len(byte_vocabulary()[0])
+    shapes = {
+        "attn_q": (256, 256), "attn_k": (128, 256), "attn_v": (128, 256),
+        "attn_output": (256, 256), "ffn_gate": (512, 256), "ffn_up": (512, 256),
+        "ffn_down": (256, 512),
+    }  # fmt: skip
+    tensors = {
+        f"blk.{i}.{name}.weight": (types[name], shapes[name]) for i in (0, 1) for name in types
+    }
+    tensors["token_embd.weight"] = "Q4_K", (vocab, 256)
+    tensors["output.weight"] = "Q6_K", (vocab, 256)
+    norms = ["output_norm", *(f"blk.{i}.{name}_norm" for i in (0, 1) for name in ("attn", "ffn"))]
+    ones = {f"{name}.weight": ("F32", np.ones(256, np.float32)) for name in norms}
+
     def metadata(writer: gguf.GGUFWriter) -> None:
-        add_llama(writer)
+        add_llama(writer, **sizes)
         add_byte_level(writer)
 
-    path = write(tmp_path / "q.gguf", "llama", llama_tensors(np.random.default_rng(0)), metadata)
-    said = r"q\.gguf: tensor token_embd\.weight has type Q8_0: .* it runs F32, F16, BF16"
-    with pytest.raises(UnsupportedError, match=said):
-        LLM(str(path), kv_cache_memory=_MEMORY)
+    # K types have factors of 6 or 8 bits below that of their block.
+    stored = {
+        name: (kind, random_blocks(kind, *shape, rng, 2e-4 if kind.endswith("_K") else 5e-3))
+        for name, (kind, shape) in tensors.items()
+    }
+    exact = {
+        name: ("F32", gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+        for name, (kind, raw) in stored.items()
+    }
+    return (
+        write(path / "mixed.gguf", "llama", {**stored, **ones}, metadata),
+        write(path / "exact.gguf", "llama", {**exact, **ones}, metadata),
+    )
+
+
+@pytest.mark.parametrize("types", [_MIXED, _MIXED_WITH_PLAIN], ids=["integers", "and-plain"])
+def test_quantized_weights_are_what_the_file_says(types: Mapping[str, str], tmp_path: Path) -> None:
+    """Of all types in one file, logits are those of the dequantized weights."""
+    files = _mixed_model(tmp_path, types)
+    prompt = {"prompt_token_ids": list(range(40, 72))}
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    found = []
+    for path in files:
+        with LLM(str(path), kv_cache_memory=_MEMORY, dtype="float32") as llm:
+            [answer] = llm.generate([prompt], asked)
+        rows = enumerate(answer.prompt_logprobs[1:], start=41)
+        found.append(np.array([row[token].logprob for token, row in rows]))
+    assert found[1].std() > 0.5  # the weights matter
+    np.testing.assert_allclose(found[0], found[1], atol=2e-3)
 
 
 def test_torch_does_not_read_them(embedded: Path) -> None:

@@ -21,15 +21,17 @@ TYPES = ("F32", "F16", "BF16", *QUANTIZED)
 
 
 def random_blocks(
-    name: str, rows: int, columns: int, rng: np.random.Generator
+    name: str, rows: int, columns: int, rng: np.random.Generator, factor: float | None = None
 ) -> NDArray[np.uint8]:
     """Random bytes ``[rows, bytes of a row]``: of all values that a type can have, but infinite
-    numbers and not-a-numbers."""
+    numbers and not-a-numbers. ``factor``: of every quantized block instead."""
     elements, num_bytes = gguf.GGML_QUANT_SIZES[Kind[name]]
     raw = rng.integers(0, 256, (rows, columns // elements, num_bytes), dtype=np.uint8)
     if name in _HALVES:
         for first in _HALVES[name]:
             halves = _finite_halves(rng, raw.shape[:2])
+            if factor is not None:
+                halves = np.full(raw.shape[:2], factor, np.float16)
             raw[:, :, first : first + 2] = halves.view(np.uint8).reshape(*raw.shape[:2], 2)
     elif name == "F16":
         raw = _finite_halves(rng, (rows, columns)).view(np.uint8)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from vmserve.models.gguf.weights import find_plain_weights
 
 from tests.models.checkpoints import VARIANTS
 from tests.models.gguf_checkpoints import convert
@@ -22,7 +23,6 @@ from vmserve.host_arrays import as_float32
 from vmserve.models.gguf.config import describe, find_weights
 from vmserve.models.gguf.dequantize import dequantize
 from vmserve.models.gguf.reader import open_gguf
-from vmserve.models.gguf.weights import find_plain_weights
 from vmserve.models.rope import HostRotations, RopeConfig
 
 _MODELS = [

@@ -10,6 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from tests.models.gguf_files import QUANTIZED, TYPES, random_blocks
+from vmserve import _core
 from vmserve.models.gguf.block_types import BLOCK_TYPES
 from vmserve.models.gguf.dequantize import dequantize
 from vmserve.models.gguf.repack import repack
@@ -54,7 +55,7 @@ def test_products_of_the_stored_form(name: str) -> None:
     grouped = repack(_BY_NAME[name], raw)
     inputs = np.random.default_rng(2).integers(-127, 128, 1024).astype(np.float64)
     by_group = inputs.reshape(-1, grouped.group)
-    quants = grouped.values().reshape(37, -1, grouped.group).astype(np.float64)
+    quants = grouped.codes.view(np.int8).reshape(37, -1, grouped.group).astype(np.float64)
     sums = (quants * by_group).sum(axis=2) * grouped.scale.expanded()
     if grouped.minimum is not None:
         sums += by_group.sum(axis=1) * grouped.minimum.expanded().astype(np.float64)
@@ -67,28 +68,36 @@ def test_products_of_the_stored_form(name: str) -> None:
     np.testing.assert_array_equal(exact.astype(np.float32), weights.astype(np.float32))
 
 
-@pytest.mark.parametrize(
-    ("name", "bits", "group", "bits_per_weight", "has_minimum"),
-    [
-        ("Q4_0", 4, 32, 4 + (16 + 16 + 8) / 32, True),
-        ("Q4_1", 4, 32, 4 + (16 + 16) / 32, True),
-        ("Q4_K", 4, 32, 4 + (8 + 8) / 32 + (16 + 16) / 256, True),
-        ("Q5_0", 8, 32, 8 + 16 / 32, False),
-        ("Q5_1", 8, 32, 8 + (16 + 16) / 32, True),
-        ("Q5_K", 8, 32, 8 + (8 + 8) / 32 + (16 + 16) / 256, True),
-        ("Q6_K", 8, 16, 8 + 8 / 16 + 16 / 256, False),
-        ("Q8_0", 8, 32, 8 + 16 / 32, False),
-    ],
-)
-def test_forms(name: str, bits: int, group: int, bits_per_weight: float, has_minimum: bool) -> None:
-    grouped = repack(_BY_NAME[name], _blocks(name, 3))
-    assert (grouped.bits, grouped.group, grouped.minimum is not None) == (bits, group, has_minimum)
-    low, high = {"Q5_0": (-16, 15), "Q6_K": (-32, 31), "Q8_0": (-128, 127), "Q5_1": (0, 31),
-                 "Q5_K": (0, 31)}.get(name, (0, 15))  # fmt: skip
-    assert (grouped.values().min(), grouped.values().max()) == (low, high)
-    num_bytes = grouped.quants.nbytes + grouped.scale.num_bytes
-    num_bytes += 0 if grouped.minimum is None else grouped.minimum.num_bytes
-    assert num_bytes * 8 / (37 * 1024) == bits_per_weight
+#: What a weight takes once it is packed for the kernels, in bits.
+PACKED = {
+    "Q4_0": 4 + 16 / 32,
+    "Q4_1": 4 + 32 / 32,
+    "Q4_K": 4 + 16 / 32 + 32 / 256,
+    "Q5_0": 8 + 16 / 32,
+    "Q5_1": 8 + 32 / 32,
+    "Q5_K": 8 + 16 / 32 + 32 / 256,
+    "Q6_K": 8 + 8 / 16 + 16 / 256,
+    "Q8_0": 8 + 16 / 32,
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_weights_are_no_larger_than_their_form(name: str) -> None:
+    raw = random_blocks(name, 64, 1024, np.random.default_rng(3))
+    linear = _core.CpuLinear(repack(_BY_NAME[name], raw).packable())
+    assert linear.weight_bytes * 8 / (64 * 1024) == PACKED[name]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_products_are_those_of_the_dequantized_weights(name: str) -> None:
+    """On the processor's own kernels, against float64."""
+    raw = random_blocks(name, 64, 1024, np.random.default_rng(5))
+    linear = _core.CpuLinear(repack(_BY_NAME[name], raw).packable())
+    rows = np.random.default_rng(6).standard_normal((5, 1024)).astype(np.float32)
+    weights = gguf.quants.dequantize(raw, Kind[name]).astype(np.float64)
+    expected = rows @ weights.T
+    scale = np.abs(rows.astype(np.float64)) @ np.abs(weights).T
+    assert (np.abs(linear.multiply(rows) - expected) <= 2e-4 * scale).all()
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

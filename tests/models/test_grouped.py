@@ -323,19 +323,20 @@ def logits_of(
         q_bias=None, k_bias=None, v_bias=None, q_norm=None, k_norm=None,
         head_dim=32, scale=32**-0.5, window=0, softcap=0.0,
     )  # fmt: skip
-    core.set_ends(as_weights("table"), array_tuple(norm), as_weights("table"))
+    core.set_ends(None, array_tuple(norm), as_weights("table"))
     angles = np.arange(8)[:, None, None] * np.linspace(0.1, 1, 32)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     core.set_rotations(array_tuple(cos), array_tuple(sin))
     cache = np.zeros((2, 1, 8, 1, 32), np.float32)
     view = _core.CpuKvView([array_tuple(cache[0])], [array_tuple(cache[1])])
-    ids = np.arange(7)
-    return core.forward(ids, [_core.CpuBatch(view, [0], [0], [7])], None)[0]
+    embedded = matrices["table"].exact.astype(np.float32)
+    batches = [_core.CpuBatch(view, [0], [0], [7])]
+    return core.forward(np.arange(7), batches, None, 0, embedded)[0]
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["alike", "mixed"])
 def test_a_decoder_takes_grouped_weights(mixed: bool, isa: str) -> None:
-    """Everywhere, embedding and head too. Mixed: a file may have values of 6 bits in groups of 16
+    """Everywhere, in the head too. Mixed: a file may have values of 6 bits in groups of 16
     beside queries and keys of 4 bits."""
     form = Format("q4_1", 4, 32, "half", minima=True)
     matrices = {

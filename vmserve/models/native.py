@@ -23,12 +23,13 @@ from vmserve.host_arrays import TensorTuple, array_tuple, as_float32
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import asked_dtype
-from vmserve.models.gguf.reader import is_gguf
-from vmserve.models.gguf.weights import find_plain_weights
+from vmserve.models.gguf.config import find_weights
+from vmserve.models.gguf.reader import is_gguf, open_gguf
+from vmserve.models.grouped import Grouped
 from vmserve.models.hidden import HiddenRows
 from vmserve.models.loader import Progress, find_tensors
 from vmserve.models.rope import HostRotations, RopeConfig
-from vmserve.models.safetensors_file import StoredTensor
+from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight, as_plain
 from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
 from vmserve.threads import num_threads
 
@@ -46,14 +47,6 @@ class TimedPart(Protocol):
 
     call: AttentionCall
     seconds: float
-
-
-class _WeightFile(Protocol):
-    """What is read of a safetensors file, or replaces one."""
-
-    def view(self, stored: StoredTensor, /) -> NDArray[Any]: ...
-
-    def drop_pages(self, start: int, num_bytes: int, /) -> None: ...
 
 
 class _Parts(Protocol):
@@ -117,18 +110,19 @@ class NativeDecoder:
     """
 
     def __init__(
-        self, core: _core.CpuDecoder, rotary: HostRotations, dtype: DType, embedding: NDArray[Any],
-    ) -> None:  # fmt: skip
+        self, core: _core.CpuDecoder, rotary: HostRotations, dtype: DType, embedding: StoredWeight
+    ) -> None:
         self._core = core
         self._rotary = rotary
         self._rotations: tuple[NDArray[Any], ...] = ()  # read in place
         self._dtype = dtype
-        self._embedding = embedding  # read in place
+        self._embedding = embedding
+        self._table = embedding.table()  # read in place
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weights and the embedding."""
-        return self._core.weight_bytes + self._embedding.nbytes
+        return self._core.weight_bytes + self._embedding.num_bytes
 
     @property
     def row_type(self) -> str:
@@ -160,16 +154,23 @@ class NativeDecoder:
         threads = num_threads()
         if self._core.num_threads != threads:
             self._core.num_threads = threads
-        if hidden is None:
-            logits, seconds, _ = self._core.forward(token_ids, batches, logits_rows)
-        else:
-            logits, seconds, states = self._core.forward(
-                token_ids, batches, logits_rows, hidden.num_rows
-            )
+        logits, seconds, states = self._core.forward(
+            token_ids,
+            batches,
+            logits_rows,
+            0 if hidden is None else hidden.num_rows,
+            None if self._table is not None else self._rows(token_ids),
+        )
+        if hidden is not None:
             hidden.put(states)
         for part, taken in zip(parts, seconds, strict=True):
             part.seconds += taken
         return logits
+
+    def _rows(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Of an embedding that the core cannot read. The core refuses ids that are out of range."""
+        last = self._core.vocab_size - 1
+        return self._embedding.rows(np.clip(token_ids, 0, last))
 
     def _rotate_up_to(self, position: int) -> None:
         """Cosines and sines are kept for as many positions as any sequence has had, and no more:
@@ -203,7 +204,8 @@ def load_native(
     """Pack the weights of a model, layer by layer; the files' pages are dropped behind.
 
     ``dtype``: of the KV cache. Weights keep the type that they are stored in (float16 becomes
-    float32), or become int8 with a scale for each output (``quantization``).
+    float32; integers keep their scales), or become int8 with a scale for each output
+    (``quantization``).
 
     Raises as :func:`vmserve.models.loader.find_tensors` does.
     """
@@ -230,12 +232,14 @@ def load_native(
             _add_layer(core, config, spec, source)
     embedding_name = f"{names.base}{names.embedding}.weight"
     head_name = embedding_name if config.tied_embeddings else f"{names.head}.weight"
+    embedding = source.stored[embedding_name]
+    table = embedding.table()
     with source:
-        embedding, embedding_dtype = source.tensor(embedding_name)
+        [head] = source.matrices(head_name)
         core.set_ends(
-            array_tuple(embedding, embedding_dtype),
+            None if table is None else array_tuple(*table),
             source.vector(f"{names.base}{names.final_norm}.weight"),
-            source.matrix(head_name),
+            head,
         )
     if quantization == "int8-dynamic" and core.row_type != "int8":
         logger.warning(
@@ -246,16 +250,17 @@ def load_native(
     return NativeDecoder(core, rotary, dtype, embedding)
 
 
-def _find(path: Path, config: DecoderConfig) -> Mapping[str, tuple[_WeightFile, StoredTensor]]:
+def _find(path: Path, config: DecoderConfig) -> Mapping[str, StoredWeight]:
     if is_gguf(path):
-        return find_plain_weights(path, config)
+        return find_weights(open_gguf(path), config)
     shapes = tensor_shapes(config)
-    return find_tensors(
+    found = find_tensors(
         path,
         shapes,
         ignore=lambda name: is_ignorable(config, name),
         rename=lambda name: canonical_name(config, shapes, name),
     )
+    return {name: SafetensorsWeight(*place) for name, place in found.items()}
 
 
 def _add_layer(
@@ -264,24 +269,28 @@ def _add_layer(
     names = config.names
     prefix = names.base + names.layer.format(spec.layer)
     q, k, v = (f"{prefix}{module}" for module in names.qkv)
-    gate, up, down = (source.matrix(f"{prefix}{module}.weight") for module in names.mlp)
+    q_weight, k_weight, v_weight = source.matrices(*(f"{name}.weight" for name in (q, k, v)))
+    gate, up, down = (f"{prefix}{module}.weight" for module in names.mlp)
+    gate_weight, up_weight = source.matrices(gate, up)
+    [down_weight] = source.matrices(down)
+    [output] = source.matrices(f"{prefix}{names.output}.weight")
     norms = [source.vector(f"{prefix}{module}.weight") for module in names.qk_norms]
     q_norm, k_norm = norms or (None, None)
     core.add_layer(
         attention_norm=source.vector(f"{prefix}{names.attention_norm}.weight"),
-        q=source.matrix(f"{q}.weight"),
-        k=source.matrix(f"{k}.weight"),
-        v=source.matrix(f"{v}.weight"),
+        q=q_weight,
+        k=k_weight,
+        v=v_weight,
         q_bias=source.vector(f"{q}.bias") if config.qkv_bias else None,
         k_bias=source.vector(f"{k}.bias") if config.qkv_bias else None,
         v_bias=source.vector(f"{v}.bias") if config.qkv_bias else None,
         q_norm=q_norm,
         k_norm=k_norm,
-        output=source.matrix(f"{prefix}{names.output}.weight"),
+        output=output,
         mlp_norm=source.vector(f"{prefix}{names.mlp_norm}.weight"),
-        gate=gate,
-        up=up,
-        down=down,
+        gate=gate_weight,
+        up=up_weight,
+        down=down_weight,
         head_dim=config.head_dim,
         scale=spec.scale,
         window=spec.window or 0,
@@ -295,14 +304,10 @@ class _Source:
     They are kept until it ends; then the pages that they were read from leave the memory.
     """
 
-    def __init__(
-        self,
-        stored: Mapping[str, tuple[_WeightFile, StoredTensor]],
-        progress: Progress | None,
-    ) -> None:
-        self._stored = stored
+    def __init__(self, stored: Mapping[str, StoredWeight], progress: Progress | None) -> None:
+        self.stored = stored
         self._progress = progress
-        self._total = sum(tensor.num_bytes for _, tensor in stored.values())
+        self._total = sum(weight.num_bytes for weight in stored.values())
         self._done: set[str] = set()
         self._used: list[str] = []
         self._kept: list[NDArray[Any]] = []
@@ -314,28 +319,32 @@ class _Source:
     def __exit__(self, *_: object) -> None:
         self._kept.clear()
         for name in self._used:
-            file, stored = self._stored[name]
-            file.drop_pages(stored.start, stored.num_bytes)
+            self.stored[name].drop_pages()
         self._done.update(self._used)
         if self._progress is not None:
-            done = sum(self._stored[name][1].num_bytes for name in self._done)
+            done = sum(self.stored[name].num_bytes for name in self._done)
             self._progress("packing weights", done, self._total)
 
-    def tensor(self, name: str) -> tuple[NDArray[Any], DType]:
-        file, stored = self._stored[name]
-        array, dtype = file.view(stored), stored.dtype
-        if dtype not in CPU_DTYPES:
-            array, dtype = as_float32(array, dtype), DType.FLOAT32
-        elif not array.flags.aligned:
-            array = array.copy()
-        self._used.append(name)
-        self._kept.append(array)
-        return array, dtype
-
-    def matrix(self, name: str) -> TensorTuple:
-        return array_tuple(*self.tensor(name))
+    def matrices(self, *names: str) -> list[TensorTuple | _core.GroupedWeights]:
+        """Of one product: all of one type, or all grouped. Those that differ become float32."""
+        found = [self._read(name) for name in names]
+        grouped = [each for each in found if isinstance(each, Grouped)]
+        if len(grouped) == len(found):
+            return [each.packable() for each in grouped]
+        plain = [as_plain(each) for each in found]
+        if len({dtype for _, dtype in plain}) > 1 or plain[0][1] not in CPU_DTYPES:
+            plain = [(as_float32(*each), DType.FLOAT32) for each in plain]
+        return [self._tuple(*each) for each in plain]
 
     def vector(self, name: str) -> TensorTuple:
-        array = as_float32(*self.tensor(name))
+        return self._tuple(as_float32(*as_plain(self._read(name))), DType.FLOAT32)
+
+    def _read(self, name: str) -> Plain | Grouped:
+        self._used.append(name)
+        return self.stored[name].read()
+
+    def _tuple(self, array: NDArray[Any], dtype: DType) -> TensorTuple:
+        if not array.flags.aligned:
+            array = array.copy()
         self._kept.append(array)
-        return array_tuple(array)
+        return array_tuple(array, dtype)

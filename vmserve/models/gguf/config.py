@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,10 @@ from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.families import FAMILIES
 from vmserve.models.gguf.dequantize import dequantize
 from vmserve.models.gguf.reader import GgufFile, GgufModel, GgufTensor, shown
+from vmserve.models.gguf.repack import is_quantized, repack
+from vmserve.models.grouped import Grouped
 from vmserve.models.rope import RopeConfig
+from vmserve.models.stored_weight import Plain, as_table
 from vmserve.models.tensor_names import tensor_shapes
 
 __all__ = ["GgufDescription", "GgufWeight", "describe", "find_weights", "unpermuted"]
@@ -54,6 +57,12 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 #: Tensors that are no weights: the first is part of the configuration.
 _NO_WEIGHTS = frozenset((_ROPE_FACTORS, *_LONG_FACTORS))
+#: Numpy has no bfloat16: its bits.
+_PLAIN = {
+    "F32": (DType.FLOAT32, np.float32),
+    "F16": (DType.FLOAT16, np.float16),
+    "BF16": (DType.BFLOAT16, np.uint16),
+}
 _MOST_POSITIONS = 1 << 31
 _NAMED_IN_ERRORS = 4
 
@@ -80,7 +89,30 @@ class GgufWeight:
     tensor: GgufTensor
     heads: int = 0
 
-    def raw(self) -> NDArray[np.uint8]:
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.num_bytes
+
+    def read(self) -> Plain | Grouped:
+        raw, block_type = self._raw(), self.tensor.type
+        if is_quantized(block_type):
+            return repack(block_type, raw)
+        dtype, element = _PLAIN[block_type.name]
+        return raw.view(element).reshape(self.tensor.shape), dtype
+
+    def table(self) -> Plain | None:
+        assert not self.heads, "an embedding has none"
+        in_place = None if is_quantized(self.tensor.type) else self.read()
+        return None if in_place is None else as_table(*cast("Plain", in_place))
+
+    def rows(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        assert not self.heads, "an embedding has none"
+        return dequantize(self.tensor.type, self.file.raw(self.tensor)[ids])
+
+    def drop_pages(self) -> None:
+        self.file.drop_pages(self.tensor)
+
+    def _raw(self) -> NDArray[np.uint8]:
         """Its rows in the decoder's order, ``[rows, bytes of a row]``; a vector is one row."""
         raw = self.file.raw(self.tensor)
         if len(self.tensor.shape) > 1:
@@ -395,11 +427,9 @@ def _refuse_outside(file: GgufFile, vocab_size: int, ids: list[Any]) -> None:
             )
 
 
-_PLAIN = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
-
-
 def _dtype(model: GgufModel) -> DType:
     """Norms are always float32, and say nothing."""
     types = {tensor.type.name for _, tensor in model.tensors.values() if len(tensor.shape) > 1}
     [only] = types if len(types) == 1 else ("mixed",)
-    return _PLAIN.get(only, DType.BFLOAT16)
+    dtype, _ = _PLAIN.get(only, (DType.BFLOAT16, None))
+    return dtype

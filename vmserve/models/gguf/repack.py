@@ -8,86 +8,20 @@ the numbers that the file has: nothing is rounded a second time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vmserve.models.gguf.block_types import BlockType
+from vmserve.models.grouped import Factors, Grouped
 
-__all__ = ["Factors", "Grouped", "is_quantized", "repack"]
+__all__ = ["is_quantized", "repack"]
 
 _Bytes = NDArray[np.uint8]
 _Halves = NDArray[np.float16]
-_Signed = NDArray[np.int8]
-_Small = _Signed | _Bytes
 
 _GROUP = 32
-
-
-@dataclass(frozen=True)
-class Factors:
-    """A number for each group: ``coarse`` of its block times ``fine``, exact in float32.
-
-    float16 has 11 significant bits and ``fine`` at most 8, so that no product is rounded; it would
-    be in float16.
-    """
-
-    #: ``[rows, blocks]``
-    coarse: _Halves
-    #: ``[rows, groups]``, a whole number of groups to a block; None: 1 everywhere.
-    fine: _Small | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.coarse.nbytes + (0 if self.fine is None else self.fine.nbytes)
-
-    def expanded(self) -> NDArray[np.float32]:
-        """``[rows, groups]``"""
-        coarse = self.coarse.astype(np.float32)
-        if self.fine is None:
-            return coarse
-        repeats = self.fine.shape[1] // coarse.shape[1]
-        # A hostile file has infinities; the weights are then as it says.
-        with np.errstate(invalid="ignore"):
-            return np.repeat(coarse, repeats, axis=1) * self.fine.astype(np.float32)
-
-
-@dataclass(frozen=True)
-class Grouped:
-    """A matrix ``[rows, columns]`` in groups of ``group`` columns.
-
-    ``quants``: int8 ``[rows, columns]`` of 8 bits; of 4 bits uint8 ``[rows, columns / 2]``, where
-    byte i of a group's 16 has column i in its low half and column i + 16 in its high half.
-    """
-
-    bits: Literal[4, 8]
-    group: int
-    quants: _Small
-    scale: Factors
-    #: Added to each weight of a group; None: nothing is.
-    minimum: Factors | None = None
-
-    def values(self) -> _Signed:
-        """The quants by themselves, ``[rows, columns]``."""
-        if self.bits == 8:
-            return self.quants.view(np.int8)
-        rows = self.quants.shape[0]
-        halves = self.quants.reshape(rows, -1, 1, self.group // 2)
-        both = np.concatenate((halves & 0xF, halves >> 4), axis=2)
-        return both.reshape(rows, -1).view(np.int8)
-
-    def expand(self, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:
-        """The weights, ``[rows, columns]``: in float32 each is rounded once, where the minimum is
-        added; in float64 not even that, but for a minimum 2^30 times smaller than its scale."""
-        quants = self.values()
-        grouped = quants.reshape(quants.shape[0], -1, self.group).astype(dtype)
-        with np.errstate(invalid="ignore", over="ignore"):
-            grouped *= self.scale.expanded()[:, :, None]
-            if self.minimum is not None:
-                grouped += self.minimum.expanded()[:, :, None]
-        return grouped.reshape(quants.shape)
 
 
 def repack(type: BlockType, raw: _Bytes) -> Grouped:
@@ -112,27 +46,30 @@ def _rows(array: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(array.reshape(array.shape[0], -1))
 
 
+def _split(blocks: _Bytes) -> _Bytes:
+    """Low halves of bytes, then the high ones."""
+    return np.concatenate((blocks & 0xF, blocks >> 4), axis=2)
+
+
 def _q4_0(blocks: _Bytes) -> Grouped:
     scale = _halves(blocks, 0)
     minimum = Factors(scale, np.full(scale.shape, -8, np.int8))
-    return Grouped(4, _GROUP, _rows(blocks[:, :, 2:]), Factors(scale), minimum)
+    return Grouped(4, _GROUP, _rows(_split(blocks[:, :, 2:])), Factors(scale), minimum)
 
 
 def _q4_1(blocks: _Bytes) -> Grouped:
     scale, minimum = Factors(_halves(blocks, 0)), Factors(_halves(blocks, 2))
-    return Grouped(4, _GROUP, _rows(blocks[:, :, 4:]), scale, minimum)
+    return Grouped(4, _GROUP, _rows(_split(blocks[:, :, 4:])), scale, minimum)
 
 
-def _q5(blocks: _Bytes, first: int) -> _Signed:
+def _q5(blocks: _Bytes, first: int) -> _Bytes:
     """0 to 31: from byte ``first``, 32 high bits, then 32 low halves."""
     high = np.unpackbits(blocks[:, :, first : first + 4], axis=2, bitorder="little")
-    low = blocks[:, :, first + 4 :]
-    both = np.concatenate((low & 0xF, low >> 4), axis=2) | high << 4
-    return cast("_Signed", both.view(np.int8))
+    return _split(blocks[:, :, first + 4 :]) | high << np.uint8(4)
 
 
 def _q5_0(blocks: _Bytes) -> Grouped:
-    return Grouped(8, _GROUP, _rows(_q5(blocks, 2) - np.int8(16)), Factors(_halves(blocks, 0)))
+    return Grouped(8, _GROUP, _rows(_q5(blocks, 2) - np.uint8(16)), Factors(_halves(blocks, 0)))
 
 
 def _q5_1(blocks: _Bytes) -> Grouped:
@@ -141,8 +78,7 @@ def _q5_1(blocks: _Bytes) -> Grouped:
 
 
 def _q8_0(blocks: _Bytes) -> Grouped:
-    quants = _rows(blocks[:, :, 2:]).view(np.int8)
-    return Grouped(8, _GROUP, quants, Factors(_halves(blocks, 0)))
+    return Grouped(8, _GROUP, _rows(blocks[:, :, 2:]), Factors(_halves(blocks, 0)))
 
 
 def _k_factors(blocks: _Bytes) -> tuple[Factors, Factors]:
@@ -167,16 +103,13 @@ def _k_low(blocks: _Bytes, first: int) -> _Bytes:
 
 
 def _q4_k(blocks: _Bytes) -> Grouped:
-    quants = _k_low(blocks, 16)
-    packed = quants[..., : _GROUP // 2] | quants[..., _GROUP // 2 :] << 4
-    return Grouped(4, _GROUP, _rows(packed), *_k_factors(blocks))
+    return Grouped(4, _GROUP, _rows(_k_low(blocks, 16)), *_k_factors(blocks))
 
 
 def _q5_k(blocks: _Bytes) -> Grouped:
     bits = np.arange(8, dtype=np.uint8)[:, None]
     high = blocks[:, :, None, 16:48] >> bits & 1
-    quants = (_k_low(blocks, 48) | high << 4).view(np.int8)
-    return Grouped(8, _GROUP, _rows(quants), *_k_factors(blocks))
+    return Grouped(8, _GROUP, _rows(_k_low(blocks, 48) | high << 4), *_k_factors(blocks))
 
 
 def _q6_k(blocks: _Bytes) -> Grouped:
@@ -187,9 +120,9 @@ def _q6_k(blocks: _Bytes) -> Grouped:
     low = np.concatenate((low & 0xF, low >> 4), axis=3).reshape(*shape, 2, 4, 32)
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     high = blocks[:, :, 128:192].reshape(*shape, 2, 1, 32) >> shifts & 3
-    quants = (low | high << 4).view(np.int8) - np.int8(32)
+    codes = (low | high << 4) - np.uint8(32)
     scale = Factors(_halves(blocks, 208), _rows(blocks[:, :, 192:208]).view(np.int8))
-    return Grouped(8, 16, _rows(quants), scale)
+    return Grouped(8, 16, _rows(codes), scale)
 
 
 _UNPACK: Mapping[str, Callable[[_Bytes], Grouped]] = {

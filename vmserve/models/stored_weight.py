@@ -1,0 +1,72 @@
+"""A weight of a checkpoint, however its file holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vmserve.attention.cpu import CPU_DTYPES
+from vmserve.dtypes import DType
+from vmserve.host_arrays import as_float32
+from vmserve.models.grouped import Grouped
+from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
+
+__all__ = ["Plain", "SafetensorsWeight", "StoredWeight", "as_plain", "as_table"]
+
+#: Numbers and their type; bfloat16 as bits (uint16).
+Plain = tuple[NDArray[Any], DType]
+
+
+class StoredWeight(Protocol):
+    """What the native decoder reads a matrix or a vector from."""
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+
+    def read(self) -> Plain | Grouped:
+        """The whole tensor, over the file's pages where they hold it as it is returned."""
+
+    def table(self) -> Plain | None:
+        """A matrix over the file's pages whose rows the core can read; None where it cannot."""
+
+    def rows(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Some rows of a matrix, ``[ids, columns]``."""
+
+    def drop_pages(self) -> None:
+        """Take its pages out of memory; a later access reads them again."""
+
+
+def as_table(array: NDArray[Any], dtype: DType) -> Plain | None:
+    return (array, dtype) if dtype in CPU_DTYPES and array.flags.aligned else None
+
+
+def as_plain(weight: Plain | Grouped) -> Plain:
+    return (weight.expand(), DType.FLOAT32) if isinstance(weight, Grouped) else weight
+
+
+@dataclass(frozen=True)
+class SafetensorsWeight:
+    """A tensor of plain numbers."""
+
+    file: SafetensorsFile
+    stored: StoredTensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stored.num_bytes
+
+    def read(self) -> Plain:
+        return self.file.view(self.stored), self.stored.dtype
+
+    def table(self) -> Plain | None:
+        return as_table(*self.read())
+
+    def rows(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        return as_float32(self.file.view(self.stored)[ids], self.stored.dtype)
+
+    def drop_pages(self) -> None:
+        self.file.drop_pages(self.stored.start, self.stored.num_bytes)
