@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from vmserve.models.gguf.weights import find_plain_weights
 
 from tests.models.checkpoints import VARIANTS
 from tests.models.gguf_checkpoints import convert
@@ -24,6 +23,7 @@ from vmserve.models.gguf.config import describe, find_weights
 from vmserve.models.gguf.dequantize import dequantize
 from vmserve.models.gguf.reader import open_gguf
 from vmserve.models.rope import HostRotations, RopeConfig
+from vmserve.models.stored_weight import as_plain
 
 _MODELS = [
     name
@@ -59,7 +59,7 @@ def test_same_model(checkpoint: Callable[[str], Path], tmp_path: Path, name: str
             assert key == "lm_head.weight"
             continue
         weight = weights[key]
-        found = dequantize(weight.tensor.type, weight.raw()).reshape(weight.tensor.shape)
+        found = as_float32(*as_plain(weight.read()))
         np.testing.assert_array_equal(found, tensor.to(torch.float32).numpy())
 
 
@@ -149,18 +149,18 @@ def test_plain_weights(tmp_path: Path, kind: str) -> None:
     }  # fmt: skip
     path = write(tmp_path / "x.gguf", "llama", tensors, add_llama)
     model = open_gguf(path)
-    found = find_plain_weights(path, describe(model).network)
+    found = find_weights(model, describe(model).network)
     assert describe(model).dtype == {"F16": DType.FLOAT16, "BF16": DType.BFLOAT16}[kind]
-    for name, (file, stored) in found.items():
-        raw = model.raw(file.weight.tensor.name)
-        given = file.weight.tensor.type.name
+    for name, weight in found.items():
+        raw = model.raw(weight.tensor.name)
+        given = weight.tensor.type.name
         expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[given])
         if ".q_proj" in name or ".k_proj" in name:
             expected = _unpermuted(expected, 2 if ".q_proj" in name else 1)
-        view = as_float32(file.view(stored), stored.dtype)
-        np.testing.assert_array_equal(view, expected.reshape(stored.shape))
-        file.drop_pages(stored.start, stored.num_bytes)
-        np.testing.assert_array_equal(as_float32(file.view(stored), stored.dtype), view)
+        view = as_float32(*as_plain(weight.read()))
+        np.testing.assert_array_equal(view, expected.reshape(weight.tensor.shape))
+        weight.drop_pages()
+        np.testing.assert_array_equal(as_float32(*as_plain(weight.read())), view)
 
 
 def _shape(raw: np.ndarray[Any, Any], kind: str) -> tuple[int, int]:
@@ -180,4 +180,4 @@ def test_rows_of_blocks_are_permuted_as_wholes(tmp_path: Path, kind: str) -> Non
         expected = dequantize(weight.tensor.type, raw)
         if heads:
             expected = _unpermuted(expected, heads)
-        np.testing.assert_array_equal(dequantize(weight.tensor.type, weight.raw()), expected)
+        np.testing.assert_array_equal(as_plain(weight.read())[0], expected)
