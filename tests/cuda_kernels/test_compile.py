@@ -173,15 +173,6 @@ def test_a_cache_that_cannot_be_made_is_done_without(
     assert cache.get(BF16, SIZES, "sm_80").startswith(b"cubin of")
 
 
-def test_the_default_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert compiling.default_cache_directory() == tmp_path / "vmserve" / "cubins"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert compiling.default_cache_directory() == tmp_path / ".cache" / "vmserve" / "cubins"
-    assert os.getuid() == tmp_path.stat().st_uid
-
-
 def test_the_source_has_every_header_once() -> None:
     text = source_text()
     assert text.count("struct KvLayer {") == 1

@@ -1,4 +1,4 @@
-"""The command line: ``vmserve generate | serve | chat | top | plan | bench``.
+"""The command line: ``vmserve generate | serve | chat | top | plan | pull | models | bench``.
 
 Whatever a user can get wrong ends in one line on standard error with the remedy:
 exit status 2 for bad options, files or requests, 1 for what failed while running.
@@ -26,6 +26,8 @@ _COMMANDS = {
     "chat": Home("vmserve.cli.chat", "chat_command"),
     "top": Home("vmserve.cli.top", "top_command"),
     "plan": Home("vmserve.cli.plan", "plan_command"),
+    "pull": Home("vmserve.cli.pull", "pull_command"),
+    "models": Home("vmserve.cli.models", "models_command"),
     "bench": Home("vmserve.cli.bench", "app"),
 }
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from vmserve.attention.cuda.variant import Sizes, Variant
 from vmserve.errors import ConfigurationError
+from vmserve.user_cache import user_cache
 
 __all__ = [
     "CompileError",
@@ -28,7 +29,6 @@ __all__ = [
     "KernelResources",
     "compile_cubin",
     "compile_source",
-    "default_cache_directory",
     "resources_of",
     "source_text",
 ]
@@ -158,18 +158,12 @@ def _imported(name: str) -> Any:
         raise CompileError(f"the cuda backend compiles its kernels: {error}; {_REMEDY}") from error
 
 
-def default_cache_directory() -> Path:
-    """``$XDG_CACHE_HOME/vmserve/cubins``, by default under ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "vmserve" / "cubins"
-
-
 class CubinCache:
     """``directory``: made if need be, for this user alone. Where it cannot be written, or belongs
     to somebody else, nothing is kept and every process compiles."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._directory = directory or default_cache_directory()
+        self._directory = directory or user_cache("cubins")
 
     def get(self, variant: Variant, sizes: Sizes, architecture: str) -> bytes:
         """Return the cubin, compiled at first use. Raises :class:`CompileError`."""
