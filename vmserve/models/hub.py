@@ -10,6 +10,8 @@ from typing import Final
 
 from vmserve.errors import ConfigurationError
 from vmserve.models.gguf.reader import is_gguf
+from vmserve.models.pullable import PULLABLE, find_pulled
+from vmserve.sizes import format_size
 
 __all__ = ["EMBEDDED_NAME", "is_embedded", "resolve_model"]
 
@@ -44,8 +46,8 @@ def resolve_model(model: str | None) -> Path:
 
     ``model``: None or ``vmserve-embedded`` for the model inside the package; an existing
     directory; a GGUF file, or a directory that holds one, or ``hub-id:FILE.gguf`` in the local
-    Hugging Face cache; or a hub id such as ``Qwen/Qwen3-0.6B``, taken from that cache, else
-    downloaded (``huggingface_hub`` shows the progress on standard error).
+    Hugging Face cache; the name of a pulled model; or a hub id such as ``Qwen/Qwen3-0.6B``, taken
+    from that cache, else downloaded (``huggingface_hub`` shows the progress on standard error).
 
     Raises :class:`~vmserve.errors.ConfigurationError` when there is no such model, it is not in
     the cache and cannot be downloaded, or this process may not read its files.
@@ -63,6 +65,8 @@ def resolve_model(model: str | None) -> Path:
             f"{model} is a file: --model needs the directory with config.json and *.safetensors, "
             "or a *.gguf file"
         )
+    if model in PULLABLE:
+        return _pulled(model)
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
         raise ConfigurationError(f"model directory {model} does not exist: check --model")
     # Only now: the hub's client is slow to import.
@@ -71,6 +75,17 @@ def resolve_model(model: str | None) -> Path:
     directory = cached(model) or downloaded(model)
     _check_readable(directory)
     return directory
+
+
+def _pulled(name: str) -> Path:
+    path = find_pulled(PULLABLE[name])
+    if path is None:
+        size = format_size(PULLABLE[name].num_bytes)
+        raise ConfigurationError(
+            f"model {name} is not here yet: fetch it with `vmserve pull {name}` ({size})"
+        )
+    _check_readable(path)
+    return path
 
 
 def _cached_gguf(model: str) -> Path:

