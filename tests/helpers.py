@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["one_thread", "peak_bytes", "run_python", "start_python", "until"]
+__all__ = ["one_thread", "peak_bytes", "run_python", "smollm2_file", "start_python", "until"]
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +73,15 @@ def peak_bytes(work: Callable[[], object]) -> int:
             held += event.nbytes()
             peak = max(peak, held)
     return peak
+
+
+def smollm2_file() -> Path:
+    """SmolLM2's GGUF file: of VMSERVE_TEST_SMOLLM2_GGUF, or as it was pulled. Without it the test
+    is skipped."""
+    from vmserve.models.pullable import PULLABLE, find_pulled
+
+    given = os.environ.get("VMSERVE_TEST_SMOLLM2_GGUF")
+    found = Path(given) if given else find_pulled(PULLABLE["smollm2"])
+    if found is None:
+        pytest.skip("SmolLM2 is not here: run `vmserve pull smollm2`")
+    return found

@@ -74,7 +74,8 @@ class EngineConfig:
     model: Annotated[
         str | None,
         Option(
-            "A directory in Hugging Face layout, a GGUF file, or a hub id.",
+            "A directory in Hugging Face layout, a GGUF file, a hub id, or what `vmserve models` "
+            "lists.",
             _MODEL,
             default="vmserve-embedded, the model in the package",
             metavar="PATH",

@@ -18,11 +18,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from tests.models.test_hub import as_nobody
 from vmserve.cli.main import main
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.models import resolve_model
+from vmserve.models.inventory import list_models
 from vmserve.models.pull import pull
 from vmserve.models.pullable import PULLABLE, PullableModel, find_pulled, kept_directory
 
@@ -113,6 +115,7 @@ def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Index]:
         monkeypatch.setenv("PIP_RETRIES", "1")
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         try:
             yield served
         finally:
@@ -126,6 +129,10 @@ def model(index: Index, monkeypatch: pytest.MonkeyPatch) -> PullableModel:
     known = model_of(index.wheel, CONTENT)
     monkeypatch.setitem(PULLABLE, "tiny", known)
     return known
+
+
+def source_listed(name: str) -> str:
+    return next(model.source for model in list_models() if model.model == name)
 
 
 def kept(model: PullableModel) -> list[str]:
@@ -156,6 +163,7 @@ def test_the_file_its_licence_and_a_note_are_kept(index: Index, model: PullableM
         "tiny-weights", "1.0", sha256(CONTENT),
     )  # fmt: skip
     assert resolve_model("tiny") == path
+    assert source_listed("tiny") == "pulled"
     asked = len(index.asked)
     assert pull(model, print) == path
     assert len(index.asked) == asked
@@ -187,6 +195,7 @@ def test_an_installed_package_is_used_and_not_imported(
     path = site / "tiny_weights" / "tiny.gguf"
     assert resolve_model("tiny") == path == pull(model, print)
     assert index.asked == []
+    assert source_listed("tiny") == "installed"
     # Not what another version has there, nor what is damaged.
     path.write_bytes(CONTENT + b"more")
     assert find_pulled(model) is None

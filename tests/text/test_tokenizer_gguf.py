@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,14 +15,13 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import generate_merges
 
+from tests.helpers import smollm2_file
 from tests.models.gguf_files import add_byte_level, add_sentencepiece, byte_vocabulary, write
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.hub import resolve_model
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 _ROOT = Path(__file__).parents[2]
-#: A file of SmolLM2-135M-Instruct, where there is one.
-_SMOLLM2 = "VMSERVE_TEST_SMOLLM2_GGUF"
 
 
 def _texts() -> Iterator[str]:
@@ -312,9 +310,8 @@ def test_small_sentencepiece(tmp_path: Path) -> None:
     assert ours.decode(ours.encode("hello wé")) == "hello wé"
 
 
-@pytest.mark.skipif(_SMOLLM2 not in os.environ, reason=f"{_SMOLLM2} names no file")
 def test_smollm2() -> None:
-    ours = load_tokenizer(os.environ[_SMOLLM2])
+    ours = load_tokenizer(smollm2_file())
     backend = Backend.from_str(ours.to_json())
     _, splits, _ = _PUBLISHED["smollm"]
     backend.pre_tokenizer = pre_tokenizers.Sequence(splits)

@@ -38,7 +38,7 @@ def plan_command(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"A directory, a hub id, or a published shape ({', '.join(PRESETS)}); repeatable. "
+            help=f"As serve takes it, or a published shape ({', '.join(PRESETS)}); repeatable. "
             "Default: the embedded model and all shapes."
         ),
     ] = None,

@@ -28,6 +28,7 @@ from vmserve.client.process import (
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
 from vmserve.models.hub import is_embedded, resolve_model
+from vmserve.models.pullable import PULLABLE
 from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -287,7 +288,8 @@ def _no_progress(phase: str, done: int, total: int) -> None:
 def _early_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """Load the tokenizer while the engine loads; None if only the engine can find or refuse it."""
     source = config.tokenizer or config.model
-    if not is_embedded(source) and not Path(str(source)).expanduser().is_dir():
+    is_here = source in PULLABLE or Path(str(source)).expanduser().exists()
+    if not is_embedded(source) and not is_here:
         return None
     with contextlib.suppress(VmserveError):
         tokenizer = load_tokenizer(resolve_model(source))

@@ -94,7 +94,7 @@ def _listed(
     try:
         facts = _of_file(path) if is_gguf(path) else _of_directory(path)
     except (VmserveError, OSError) as error:
-        reason = str(error) if isinstance(error, VmserveError) else f"{error.strerror}"
+        reason = str(getattr(error, "strerror", None) or error)
         facts = {"status": "unusable", "note": " ".join(reason.split())}
     return ListedModel(model=name, source=source, path=str(path), **facts)
 
