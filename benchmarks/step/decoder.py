@@ -67,7 +67,7 @@ class Subject:
             enable_prefix_caching=False,
         )
         engine = LLMEngine(config)
-        network = engine.runner._model.network
+        network = engine.runner.model.network
         assert isinstance(network, NativeDecoder), "linear_backend says so"
         core = TimedCore(network._core)
         network._core = core  # type: ignore[assignment]

@@ -91,7 +91,7 @@ def test_greedy(
     eager: bool,
 ) -> None:
     engine = make_engine(dtype=dtype, kv_regime=regime, enforce_eager=eager)
-    computed = as_torch(engine.runner._model.dtype)
+    computed = as_torch(engine.runner.model.dtype)
     prompts, tokens = generate(engine)
     assert (engine.runner._graphs is None) == eager
     if engine.runner._graphs is not None:

@@ -487,7 +487,7 @@ def test_options_choose(checkpoints: dict[str, Path], tmp_path: Path) -> None:
 
 def test_the_engine_runs_it_unless_other_kernels_are_asked_for() -> None:
     def network(**options: Any) -> object:
-        return LLMEngine(EngineConfig(max_num_seqs=2, **options)).runner._model.network
+        return LLMEngine(EngineConfig(max_num_seqs=2, **options)).runner.model.network
 
     assert isinstance(network(), NativeDecoder)
     assert isinstance(network(attention_backend="sdpa"), Decoder)
@@ -510,4 +510,4 @@ def test_other_kernels_chosen_for_attention_end_what_was_asked_for(
         config = EngineConfig(max_num_seqs=2, **options)
         with pytest.raises(ConfigurationError, match="auto is reference and sdpa here: use --"):
             LLMEngine(config)
-    assert isinstance(LLMEngine(EngineConfig(max_num_seqs=2)).runner._model.network, Decoder)
+    assert isinstance(LLMEngine(EngineConfig(max_num_seqs=2)).runner.model.network, Decoder)

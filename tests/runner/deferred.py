@@ -325,7 +325,7 @@ def make_late(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> DeferredRun
     for name in ("sample", "prompt_logprobs", "beam_candidates"):
         monkeypatch.setattr(engine.sampler, name, waiting(getattr(engine.sampler, name)))
     if not runtime.wants_graphs:
-        forward = _as_a_whole(engine.runner._model, stream)
+        forward = _as_a_whole(engine.runner.model, stream)
         late = SimpleNamespace(network=SimpleNamespace(forward=forward))
         monkeypatch.setattr(engine.runner, "_model", late)
     # On the processor it reads the logits by numpy, of which a device knows nothing.

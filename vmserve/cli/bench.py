@@ -15,6 +15,7 @@ _COMMANDS = {
     "kernels": Home("vmserve.bench.kernels.command", "kernels_command"),
     "papers": Home("vmserve.bench.papers.command", "papers_command"),
     "profile": Home("vmserve.bench.profile", "profile_command"),
+    "quality": Home("vmserve.bench.quality.command", "quality_command", help="HELP"),
     "serve": Home("vmserve.bench.serve.command", "serve_load_command", help="HELP"),
     "sharing": Home("vmserve.bench.sharing.command", "sharing_command"),
     "startup": Home("vmserve.bench.startup", "startup_command"),

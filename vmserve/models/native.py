@@ -122,7 +122,12 @@ class NativeDecoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weights and the embedding."""
-        return self._core.weight_bytes + self._embedding.num_bytes
+        return self.packed_bytes + self._embedding.num_bytes
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the weights of all products: what a decoded token reads of them."""
+        return self._core.weight_bytes
 
     @property
     def row_type(self) -> str:

@@ -140,7 +140,7 @@ class ModelRunner:
         runtime: DeviceRuntime,
         graphs: StepGraphs | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._kernels = kernels
         self._runtime = runtime
         self._graphs = graphs
@@ -174,7 +174,7 @@ class ModelRunner:
         hidden = HiddenRows(len(wanted.hidden_rows)) if wanted.hidden_rows else None
         rows = wanted.rows + wanted.hidden_rows
         logits = self._runtime.forward(
-            self._model,
+            self.model,
             _new_tokens(plan),
             _positions(parts),
             parts[0].call if len(parts) == 1 else _MixedCall(parts),

@@ -25,7 +25,7 @@ class VmserveEngine:
         native = choose_native(
             config.linear_backend, config.quantization, config.dtype, engine.model_config
         )
-        row_type = getattr(engine.runner._model.network, "row_type", "")
+        row_type = getattr(engine.runner.model.network, "row_type", "")
         self.facts = {
             "computes_in": _computed_in(native, config.dtype, engine.model_config, row_type)
         }

@@ -34,39 +34,46 @@ class Variant:
             raise ConfigurationError(f"variant {self.name}: {error}") from None
 
 
-def parse_variants(text: Sequence[str]) -> list[Variant]:
+_REGIME_VARIANTS = {name: Variant(name, {"kv_regime": name}) for name in REGIMES}
+
+
+def parse_variants(
+    text: Sequence[str], known: Mapping[str, Variant] = _REGIME_VARIANTS, *, least: int = 2
+) -> list[Variant]:
     """``virtual,paged,auto`` and ``name=option=value,option=value``, in their order.
 
-    Raises ConfigurationError for what cannot be understood, names given twice and fewer than two.
+    ``known``: those that need no options on the command line. Raises ConfigurationError for what
+    cannot be understood, names given twice and fewer than ``least`` variants.
     """
     variants: list[Variant] = []
     for item in text:
         if "=" in item:
-            variants.append(_named(item))
+            variants.append(_with_options(item))
         else:
-            variants += [_regime(name.strip()) for name in item.split(",") if name.strip()]
+            variants += [_known(name.strip(), known) for name in item.split(",") if name.strip()]
     names = [variant.name for variant in variants]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigurationError(f"--variants: {', '.join(twice)} is given twice: name each once")
-    if len(variants) < 2:
+    if len(variants) < least:
+        needs = "a comparison needs two or more" if least == 2 else "it takes one or more"
         raise ConfigurationError(
-            f"--variants: a comparison needs two or more, got {', '.join(names) or 'none'}: "
-            f"write e.g. --variants virtual,paged"
+            f"--variants: {needs}, got {', '.join(names) or 'none'}: "
+            f"write e.g. --variants {','.join([*known][:2])}"
         )
     return variants
 
 
-def _regime(name: str) -> Variant:
-    if name not in REGIMES:
+def _known(name: str, known: Mapping[str, Variant]) -> Variant:
+    if name not in known:
         raise ConfigurationError(
-            f"--variants: no variant is named {name!r}: choose from {', '.join(REGIMES)}, or "
+            f"--variants: no variant is named {name!r}: choose from {', '.join(known)}, or "
             f"write name=option=value,option=value"
         )
-    return Variant(name, {"kv_regime": name})
+    return known[name]
 
 
-def _named(item: str) -> Variant:
+def _with_options(item: str) -> Variant:
     name, _, assignments = item.partition("=")
     name = name.strip()
     if not name or "," in name:

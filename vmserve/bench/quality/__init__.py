@@ -1,0 +1,1 @@
+"""``vmserve bench quality``: what quantization and number types cost in answers."""
