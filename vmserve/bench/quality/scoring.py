@@ -19,6 +19,7 @@ from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.native import NativeDecoder
+from vmserve.models.tensor_names import tensor_shapes
 from vmserve.runner.model_runner import ModelRunner
 from vmserve.sampling import SamplingParams
 from vmserve.sampling.tokens import PART_ELEMENTS
@@ -216,10 +217,13 @@ class Subject:
 def _weights(model: LoadedModel) -> dict[str, Any]:
     """Bytes in memory, and bits of a weight in products: without an embedding kept beside them."""
     network, config = model.network, model.config
-    num_bytes, num_weights = model.parameter_bytes, config.num_weights
+    num_bytes = model.parameter_bytes
     if not isinstance(network, NativeDecoder):
-        return {"weight_bytes": num_bytes, "bits_per_weight": 8 * num_bytes / num_weights}
+        bits = 8 * num_bytes / config.num_weights
+        return {"weight_bytes": num_bytes, "bits_per_weight": bits}
     assert isinstance(config.network, DecoderConfig), "what the native decoder runs"
+    shapes = tensor_shapes(config.network).values()
+    num_weights = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
     if not config.network.tied_embeddings:
         num_weights -= config.vocab_size * config.network.embedding_size
     return {

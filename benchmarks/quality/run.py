@@ -1,0 +1,15 @@
+"""Runs ``vmserve bench quality`` and keeps what it measured: ``results/<date>-<cpu>/``.
+
+    python benchmarks/quality/run.py --model PATH [--variants bfloat16,int8] [--text FILE]
+
+All arguments are those of the command; an earlier result is never overwritten.
+"""
+
+import sys
+
+from vmserve.bench.lab.report import kept_arguments
+from vmserve.cli.main import main
+
+if __name__ == "__main__":
+    sys.argv = kept_arguments("quality", __file__)
+    main()
