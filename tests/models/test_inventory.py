@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import gguf
@@ -15,7 +16,7 @@ from huggingface_hub import constants
 
 from tests.helpers import run_python
 from tests.models.gguf_files import add_byte_level, add_llama, llama_tensors, write
-from tests.models.test_hub import cached_model
+from tests.models.test_hub import as_nobody, cached_model
 from vmserve.cli.main import main
 from vmserve.models import resolve_model
 from vmserve.models.inventory import ListedModel, list_models
@@ -84,7 +85,7 @@ def test_each_entry_is_listed_with_what_it_is_or_lacks(home: Path) -> None:
         "b/list": "config.json is not a JSON object",
         "b/no-json": "config.json is not valid JSON",
         "b/readme": "it has no config.json with *.safetensors beside it, and no GGUF",
-        "b/started": "nothing of it was fetched completely: run `hf download b/started`",
+        "b/started": "it was not fetched, or cannot be read: run `hf download b/started`",
     }.items():
         assert reason in listed[name].note
     for model in listed.values():
@@ -93,6 +94,26 @@ def test_each_entry_is_listed_with_what_it_is_or_lacks(home: Path) -> None:
             assert str(resolve_model(model.model)) == model.path
     complete = listed["a/complete"]
     assert complete.bytes == (EMBEDDED / "model.safetensors").stat().st_size
+
+
+def test_what_belongs_to_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as directory:  # which everybody may reach
+        home = Path(directory)
+        home.chmod(0o755)
+        monkeypatch.setenv("XDG_CACHE_HOME", directory)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        for name in ("repository", "snapshot", "weights"):
+            snapshot = cached_model(home, f"o/{name}", ("model.safetensors",))
+            shutil.copy(EMBEDDED / "config.json", snapshot)
+            closed = {"repository": snapshot.parents[1], "snapshot": snapshot}
+            closed.get(name, snapshot / "model.safetensors").chmod(0)
+        (home / "vmserve").mkdir(mode=0)
+        with as_nobody():
+            listed = {model.model: model for model in list_models()}
+        assert listed["smollm2"].status == "to pull"
+        for name in ("repository", "snapshot", "weights"):
+            assert listed[f"o/{name}"].status == "unusable", name
+            assert listed[f"o/{name}"].note
 
 
 def test_parts_of_a_split_file_are_one_model(home: Path) -> None:

@@ -39,7 +39,7 @@ def models_command(
 
 def _table(models: Iterable[ListedModel]) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("model", overflow="fold")
+    table.add_column("model", no_wrap=True)
     table.add_column("weights", no_wrap=True)
     table.add_column("context", justify="right", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)

@@ -37,8 +37,8 @@ Message = Mapping[str, Any]
 class LLM:
     """A model and its engine, for use from a script.
 
-    ``model``: a directory in Hugging Face layout, a hub id, or None (or
-    ``vmserve-embedded``) for the embedded model. Further arguments are engine options
+    ``model``: a directory in Hugging Face layout, a GGUF file, a hub id, a pulled model's name, or
+    None (or ``vmserve-embedded``) for the embedded model. Further arguments are engine options
     (:class:`vmserve.EngineConfig`); an unknown one is an error.
 
         with LLM(kv_cache_memory="256MiB") as llm:

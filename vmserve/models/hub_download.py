@@ -55,7 +55,7 @@ def cached_snapshots() -> Iterator[tuple[str, Path | None]]:
         repo_id = directory.name.removeprefix("models--").replace("--", "/")
         try:
             yield repo_id, _snapshot(repo_id, local_files_only=True)
-        except (LocalEntryNotFoundError, HFValidationError):
+        except (LocalEntryNotFoundError, OSError, HFValidationError):
             yield repo_id, None
 
 

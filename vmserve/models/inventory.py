@@ -73,19 +73,20 @@ def _pullable(model: PullableModel) -> ListedModel:
 
 
 def _of_repository(repo_id: str, snapshot: Path | None) -> Iterator[ListedModel]:
-    files = [] if snapshot is None else sorted(snapshot.glob("**/*.gguf"))
-    for file in files:
-        if not _LATER_PART.search(file.name):
-            yield _listed(f"{repo_id}:{file.relative_to(snapshot or file)}", "hub cache", file)
-    if snapshot is not None and (not files or (snapshot / "config.json").exists()):
-        yield _listed(repo_id, "hub cache", snapshot)
     if snapshot is None:
         yield ListedModel(
             model=repo_id,
             status="unusable",
             source="hub cache",
-            note=f"nothing of it was fetched completely: run `hf download {repo_id}`",
+            note=f"it was not fetched, or cannot be read: run `hf download {repo_id}`",
         )
+        return
+    files = sorted(snapshot.glob("**/*.gguf"))
+    for file in files:
+        if not _LATER_PART.search(file.name):
+            yield _listed(f"{repo_id}:{file.relative_to(snapshot)}", "hub cache", file)
+    if not files or any(snapshot.glob("config.json")):
+        yield _listed(repo_id, "hub cache", snapshot)
 
 
 def _listed(

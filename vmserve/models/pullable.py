@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -64,8 +65,10 @@ def find_pulled(model: PullableModel) -> Path | None:
     Nothing is imported and nothing is read: `vmserve pull` checks the content.
     """
     for path in (kept_directory(model) / model.file_name, _installed(model)):
-        if path is not None and path.is_file() and path.stat().st_size == model.num_bytes:
-            return path
+        # Missing, or somebody else's.
+        with contextlib.suppress(OSError):
+            if path is not None and path.stat().st_size == model.num_bytes:
+                return path
     return None
 
 
