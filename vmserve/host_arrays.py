@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from vmserve.dtypes import DType
 
-__all__ = ["TensorTuple", "array_tuple", "as_float32", "rounded"]
+__all__ = ["TensorTuple", "array_tuple", "as_float32", "rounded", "trim_memory"]
 
 #: (address, dtype, shape, strides in elements)
 TensorTuple: TypeAlias = tuple[int, str, tuple[int, ...], tuple[int, ...]]
@@ -39,3 +40,10 @@ def rounded(array: NDArray[np.float32], dtype: DType) -> NDArray[Any]:
     assert dtype is DType.BFLOAT16, dtype
     bits = cast("NDArray[np.uint32]", np.ascontiguousarray(array).view(np.uint32))
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def trim_memory() -> None:
+    """Give free heap memory back to the system; nothing where the C library cannot."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -15,6 +15,7 @@ from vmserve.engine.parts import (
     linear_backend,
     widest_window,
 )
+from vmserve.host_arrays import trim_memory
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager
 from vmserve.models import choose_native, load_model, resolve_model
@@ -139,6 +140,8 @@ def build(
                 graphs.capture_ahead(memory, kept)
     runner = ModelRunner(model, kernels, runtime, graphs)
     sampler = runtime.sampler(model_config.vocab_size, is_async=resolved.async_scheduling)
+    # Codes of weights, texts of a vocabulary and buffers of the measuring: the heap keeps them.
+    trim_memory()
     return EngineParts(
         resolved=resolved,
         model_config=model_config,

@@ -346,7 +346,10 @@ class _Source:
 
     def _read(self, name: str) -> Plain | Grouped:
         self._used.append(name)
-        return self.stored[name].read()
+        found = self.stored[name].read()
+        if isinstance(found, Grouped):
+            self.stored[name].drop_pages()  # it is a copy: not beside the packed one too
+        return found
 
     def _tuple(self, array: NDArray[Any], dtype: DType) -> TensorTuple:
         if not array.flags.aligned:

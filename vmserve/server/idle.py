@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from typing import Final
 
+from vmserve.host_arrays import trim_memory
 from vmserve.server.aside_process import AsideProcesses
 from vmserve.server.workers import LONG_WORK
 
@@ -45,10 +45,3 @@ class IdleWork:
         if self._due is not None:
             self._due.cancel()
         self._processes.close_idle()
-
-
-def trim_memory() -> None:
-    """Give free heap memory back to the system; nothing where the C library cannot."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

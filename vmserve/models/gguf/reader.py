@@ -124,6 +124,8 @@ class GgufFile:
             for name, entry in entries.items()
         }
         _refuse_overlaps(cursor, self.tensors)
+        # A vocabulary is megabytes, read again by who asks for it.
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def _alignment(self, cursor: _Cursor) -> int:
         alignment = self.integer("general.alignment", _DEFAULT_ALIGNMENT)

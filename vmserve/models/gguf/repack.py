@@ -39,33 +39,40 @@ def is_quantized(type: BlockType) -> bool:
 
 def _halves(blocks: _Bytes, first: int) -> _Halves:
     """The float16 at byte ``first`` of each block, ``[rows, blocks]``."""
-    return np.ascontiguousarray(blocks[:, :, first : first + 2]).view("<f2")[:, :, 0]
+    return np.ascontiguousarray(blocks[:, :, first : first + 2].view("<f2")[:, :, 0])
 
 
 def _rows(array: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(array.reshape(array.shape[0], -1))
 
 
-def _split(blocks: _Bytes) -> _Bytes:
-    """Low halves of bytes, then the high ones."""
-    return np.concatenate((blocks & 0xF, blocks >> 4), axis=2)
+def _from(blocks: _Bytes, first: int) -> NDArray[np.void]:
+    """The bytes of each block from ``first`` on as one item, ``[rows, blocks]``: numpy copies
+    items several times as fast as it loops over rows of a few bytes."""
+    return blocks[:, :, first:].view(f"V{blocks.shape[2] - first}")[:, :, 0]
+
+
+def _split(blocks: _Bytes, first: int) -> _Bytes:
+    """Low halves of the bytes from ``first`` on, then the high ones."""
+    low, high = _from(blocks & 0xF, first), _from(blocks >> 4, first)
+    return np.stack((low, high), axis=2).view(np.uint8)
 
 
 def _q4_0(blocks: _Bytes) -> Grouped:
     scale = _halves(blocks, 0)
     minimum = Factors(scale, np.full(scale.shape, -8, np.int8))
-    return Grouped(4, _GROUP, _rows(_split(blocks[:, :, 2:])), Factors(scale), minimum)
+    return Grouped(4, _GROUP, _rows(_split(blocks, 2)), Factors(scale), minimum)
 
 
 def _q4_1(blocks: _Bytes) -> Grouped:
     scale, minimum = Factors(_halves(blocks, 0)), Factors(_halves(blocks, 2))
-    return Grouped(4, _GROUP, _rows(_split(blocks[:, :, 4:])), scale, minimum)
+    return Grouped(4, _GROUP, _rows(_split(blocks, 4)), scale, minimum)
 
 
 def _q5(blocks: _Bytes, first: int) -> _Bytes:
     """0 to 31: from byte ``first``, 32 high bits, then 32 low halves."""
     high = np.unpackbits(blocks[:, :, first : first + 4], axis=2, bitorder="little")
-    return _split(blocks[:, :, first + 4 :]) | high << np.uint8(4)
+    return _split(blocks, first + 4) | high << np.uint8(4)
 
 
 def _q5_0(blocks: _Bytes) -> Grouped:
@@ -78,7 +85,8 @@ def _q5_1(blocks: _Bytes) -> Grouped:
 
 
 def _q8_0(blocks: _Bytes) -> Grouped:
-    return Grouped(8, _GROUP, _rows(blocks[:, :, 2:]), Factors(_halves(blocks, 0)))
+    codes = np.ascontiguousarray(_from(blocks, 2)).view(np.uint8)
+    return Grouped(8, _GROUP, codes, Factors(_halves(blocks, 0)))
 
 
 def _k_factors(blocks: _Bytes) -> tuple[Factors, Factors]:
