@@ -46,7 +46,7 @@ def _rows(array: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(array.reshape(array.shape[0], -1))
 
 
-def _from(blocks: _Bytes, first: int) -> NDArray[np.void]:
+def _from(blocks: NDArray[Any], first: int) -> NDArray[np.void]:
     """The bytes of each block from ``first`` on as one item, ``[rows, blocks]``: numpy copies
     items several times as fast as it loops over rows of a few bytes."""
     return blocks[:, :, first:].view(f"V{blocks.shape[2] - first}")[:, :, 0]
