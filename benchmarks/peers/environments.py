@@ -33,11 +33,11 @@ UNUSED = {
     "vllm": ("torchaudio", "torchcodec", "torchvision"),
 }
 #: The bindings alone: the libraries come from :func:`build_llama_cpp`, which builds a server too.
-BINDINGS_ONLY = ("-C", "cmake.define.LLAMA_BUILD=OFF", "-C", "cmake.define.LLAVA_BUILD=OFF")
+#: A variable, as pip 23 ignores ``--config-settings`` for what a requirement file names.
+BINDINGS_ONLY = {"CMAKE_ARGS": "-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF"}
 CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=ON",
-    "-DGGML_NATIVE=ON",
     "-DGGML_CCACHE=OFF",
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
@@ -47,8 +47,18 @@ CMAKE_OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_BUILD_NUMBER=1",
 )
+#: By the instruction set asked for: "" is the processor's own.
+ISA_OPTIONS = {
+    "": ("-DGGML_NATIVE=ON",),
+    "avx2": (
+        "-DGGML_NATIVE=OFF",
+        *(f"-DGGML_{each}=ON" for each in ("SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2")),
+    ),
+}
 LIBRARY, SERVER = "llama", "llama-server"
 TAIL_CHARS = 600
+#: Chooses vmserve's kernels.
+ISA_VARIABLE = "VMSERVE_CPU_ISA"
 
 Say = Callable[[str], None]
 
@@ -66,14 +76,16 @@ class Environment:
     tools: Mapping[str, Path]
 
 
-def ensure(engine: str, cache_dir: Path, say: Say) -> Environment:
+def ensure(engine: str, cache_dir: Path, say: Say, isa: str = "") -> Environment:
     """The engine's environment, made now if it is not there. Raises NotInstalledError."""
+    if engine == "vmserve":
+        return Environment(Path(sys.executable), {ISA_VARIABLE: isa} if isa else {}, {})
     name = ENVIRONMENTS[engine]
     if engine == "transformers" and is_installed_here(name):
         return Environment(Path(sys.executable), {}, {})
     if engine == "llama.cpp":
         python = ensure_packages(name, cache_dir, say, ("--no-binary", "llama-cpp-python"))
-        library = build_llama_cpp(LIBRARY, cache_dir, python, say)
+        library = build_llama_cpp(LIBRARY, cache_dir, python, say, isa)
         variables = {"LLAMA_CPP_LIB_PATH": str(library), "LD_LIBRARY_PATH": str(library)}
         return Environment(python, variables, {})
     return Environment(ensure_packages(name, cache_dir, say), {}, {})
@@ -91,10 +103,12 @@ def is_installed_here(name: str) -> bool:
     return True
 
 
-def ensure_server(engine: str, found: Environment, cache_dir: Path, say: Say) -> Environment:
+def ensure_server(
+    engine: str, found: Environment, cache_dir: Path, say: Say, isa: str = ""
+) -> Environment:
     """The same with the program that serves. Raises NotInstalledError."""
     if engine == "llama.cpp":
-        directory = build_llama_cpp(SERVER, cache_dir, found.python, say)
+        directory = build_llama_cpp(SERVER, cache_dir, found.python, say, isa)
         return replace(found, tools={SERVER: directory / SERVER})
     return found
 
@@ -111,26 +125,27 @@ def ensure_packages(name: str, cache_dir: Path, say: Say, options: Sequence[str]
     log = cache_dir / "logs" / f"{name}.log"
     if not python.exists():
         run([sys.executable, "-m", "venv", str(directory)], log)
-    more = [*options, *BINDINGS_ONLY] if options else []
-    run([str(python), "-m", "pip", "install", *more, "-r", str(requirements)], log)
+    install = [str(python), "-m", "pip", "install", *options, "-r", str(requirements)]
+    run(install, log, BINDINGS_ONLY)
     if name in UNUSED:
         run([str(python), "-m", "pip", "uninstall", "-y", *UNUSED[name]], log)
     put_stamp(directory, wanted)
     return python
 
 
-def build_llama_cpp(target: str, cache_dir: Path, python: Path, say: Say) -> Path:
+def build_llama_cpp(target: str, cache_dir: Path, python: Path, say: Say, isa: str) -> Path:
     """The directory with llama.cpp's libraries, or with its server beside them, built from the
     source that the Python package of that version carries.
     """
     directory = cache_dir / "llama.cpp"
-    build = directory / "build"
+    build = directory / (f"build-{isa}" if isa else "build")
+    cmake_options = (*CMAKE_OPTIONS, *ISA_OPTIONS[isa])
     requirement = next(
         line
         for line in (REQUIREMENTS / "llama-cpp.txt").read_text(encoding="utf-8").splitlines()
         if line.startswith("llama-cpp-python==")
     )
-    wanted = stamp(requirement, *CMAKE_OPTIONS, processor())
+    wanted = stamp(requirement, *cmake_options, processor())
     if is_stamped(build, wanted, target):
         return build / "bin"
     say(f"building {target} of llama.cpp in {build} (once, some minutes)")
@@ -140,7 +155,7 @@ def build_llama_cpp(target: str, cache_dir: Path, python: Path, say: Say) -> Pat
         if shutil.which(tool) is None:
             raise NotInstalledError(f"building llama.cpp needs {tool}, which is not here")
     source = unpacked(directory, python, requirement, log)
-    run(["cmake", "-S", str(source), "-B", str(build), *CMAKE_OPTIONS], log)
+    run(["cmake", "-S", str(source), "-B", str(build), *cmake_options], log)
     jobs = str(len(os.sched_getaffinity(0)))
     run(["cmake", "--build", str(build), "-j", jobs, "--target", target], log)
     put_stamp(build, wanted, target)
@@ -185,12 +200,17 @@ def processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def run(command: Sequence[str], log: Path) -> None:
-    """A command with its output added to ``log``. Raises NotInstalledError with its end."""
+def run(command: Sequence[str], log: Path, added: Mapping[str, str] | None = None) -> None:
+    """A command with its output added to ``log``. Raises NotInstalledError with its end.
+
+    ``added``: to its environment.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         began = output.tell()
-        done = subprocess.run(command, stdout=output, stderr=output, check=False)
+        done = subprocess.run(
+            command, stdout=output, stderr=output, check=False, env={**os.environ, **(added or {})}
+        )
     if done.returncode != 0:
         told = log.read_bytes()[began:].decode(errors="replace").strip()[-TAIL_CHARS:]
         what = " ".join(Path(part).name if part.startswith("/") else part for part in command[:5])

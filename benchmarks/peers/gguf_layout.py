@@ -1,4 +1,4 @@
-"""How a Llama checkpoint's tensors are read, and named and laid out in GGUF.
+"""How a Llama checkpoint's tensors are read, and named and laid out in GGUF, in both directions.
 
 The rows of the query and key projections are put into the order of llama.cpp's rotary embedding,
 which turns neighbours where Hugging Face's turns halves.
@@ -57,8 +57,25 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
 
 
+def checkpoint_name(name: str) -> str:
+    """Hugging Face's name of a llama.cpp tensor."""
+    for theirs, ours in NAMES.items():
+        if ours == name:
+            return theirs
+    _, layer, rest = name.removesuffix(".weight").split(".")
+    [module] = (theirs for theirs, ours in LAYER_NAMES.items() if ours == rest)
+    return f"model.layers.{layer}.{module}.weight"
+
+
 def neighbours(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """Rows of each head from (first half, second half) to pairs: ``[rows, columns]``."""
     rows, columns = weight.shape
     halves = weight.reshape(num_heads, 2, rows // num_heads // 2, columns)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)
+
+
+def halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """The inverse of :func:`neighbours`."""
+    rows, columns = weight.shape
+    pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, columns)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, columns)

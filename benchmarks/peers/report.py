@@ -112,7 +112,7 @@ def kept_up(values: Mapping[str, Any]) -> list[str]:
 def memory_table(values: Mapping[str, Any]) -> list[str]:
     if not present(values, MEMORY):
         return []
-    return ["", *measured_table(values, MEMORY, "peak PSS, MiB, while")]
+    return ["", *measured_table(values, MEMORY, "PSS, MiB, peak while")]
 
 
 def offline_table(found: Mapping[str, Any]) -> list[str]:

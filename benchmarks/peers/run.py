@@ -24,16 +24,18 @@ import numpy as np
 from environments import Environment, NotInstalledError, ensure, ensure_server
 from launch import inherited, run_engine, run_script, variables
 from model_shape import PAD_ID, describe
-from models import MODELS, Model, ensure_files, ensure_model
+from models import MODELS, Model, ensure_files, ensure_model, ensure_model_of, size_of
 from report import markdown, one_line
-from serving import SERVERS, own_environment, run_server
+from serving import SERVERS, run_server
 from subjects import DEFAULT_PEERS, WEIGHTS, Subject, is_continuous, subjects_of
 from summary import collect, compare, medians, offline_rows, static_batch_use
 from traffic import (
+    DEFAULT_SIZES,
     FULL,
     RATES,
     SMOKE,
     WORKLOADS,
+    kv_bytes,
     kv_gib,
     longest,
     make_workloads,
@@ -56,9 +58,17 @@ BF16_EXTENSIONS = ("avx512_bf16", "amx_bf16")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None, fromfile_prefix_chars="@"
+    )
     parser.add_argument("--smoke", action="store_true", help="model 8m, tiny workloads, 1 repeat")
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: 8m 125m")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, help="default: 8m 125m, without a --model-file"
+    )
+    parser.add_argument(
+        "--model-file", type=Path, action="append", dest="model_files", metavar="FILE.gguf",
+        default=[], help="a Llama's GGUF file, beside --models; repeatable",
+    )  # fmt: skip
     parser.add_argument(
         "--peers", nargs="*", default=list(DEFAULT_PEERS), metavar="PEER",
         help=f"ENGINE[:WEIGHTS][:OPTION=VALUE,...]; default: {' '.join(DEFAULT_PEERS)}; known: "
@@ -90,7 +100,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, default=HERE / "results")
     options = parser.parse_args(arguments)
     options.cache_dir = Path(options.cache_dir).resolve()
-    options.models = options.models or (["8m"] if options.smoke else ["8m", "125m"])
+    if not (options.models or options.model_files):
+        options.models = ["8m"] if options.smoke else ["8m", "125m"]
     options.repeats = options.repeats or (1 if options.smoke else 3)
     options.check_requests = 8 if options.check_requests is None else options.check_requests
     try:
@@ -116,9 +127,10 @@ class Bench:
         self.machine = machine_info()
         self.has_bf16 = any(each in self.machine["cpu_extensions"] for each in BF16_EXTENSIONS)
         self.absent: list[Json] = []
-        self.environments: dict[str, Environment] = {"vmserve": own_environment()}
-        #: Engines whose server is there too.
-        self.servers = {"vmserve"}
+        #: By engine and instruction set.
+        self.environments: dict[tuple[str, str], Environment] = {}
+        #: Those whose server is there too.
+        self.servers: set[tuple[str, str]] = set()
         self.files: dict[tuple[str, str], dict[str, str]] = {}
         self.models: list[Model] = []
         self.workloads: dict[str, dict[str, list[Json]]] = {}
@@ -130,22 +142,26 @@ class Bench:
         """Install, write and convert what is needed; note engines that cannot take part."""
         options = self.options
         log = options.cache_dir / "logs" / "checkpoint.log"
-        for name in options.models:
-            model = ensure_model(name, options.seed, options.cache_dir, log)
-            self.models.append(model)
+        self.models += [
+            ensure_model_of(each.resolve(), options.cache_dir, say) for each in options.model_files
+        ]
+        self.models += [
+            ensure_model(name, options.seed, options.cache_dir, log)
+            for name in options.models or ()
+        ]
+        for model in self.models:
             asked = [self._requests(model, repeat) for repeat in range(options.repeats)]
-            self.workloads[name] = asked[0]
-            self.served[name] = [each.get("served", []) for each in asked]
-        for engine in dict.fromkeys(each.engine for each in options.subjects):
-            if engine != "vmserve":
-                self._install(engine)
+            self.workloads[model.name] = asked[0]
+            self.served[model.name] = [each.get("served", []) for each in asked]
+        for engine, isa in dict.fromkeys((each.engine, each.isa) for each in options.subjects):
+            self._install(engine, isa)
         for subject in options.subjects:
             for model in self.models:
                 self._convert(subject, model)
 
     def _requests(self, model: Model, repeat: int) -> dict[str, list[Json]]:
         options = self.options
-        sizes = SMOKE if options.smoke else FULL[model.name]
+        sizes = SMOKE if options.smoke else FULL.get(model.name, FULL[DEFAULT_SIZES])
         return make_workloads(
             options.workloads,
             replace(
@@ -158,38 +174,34 @@ class Bench:
             ),
             model.shape.vocab_size,
             options.seed,
-            options.rate or RATES[model.name],
+            options.rate or RATES.get(model.name, RATES[DEFAULT_SIZES]),
             repeat,
         )
 
-    def _install(self, engine: str) -> None:
+    def _install(self, engine: str, isa: str) -> None:
+        cache_dir, name = self.options.cache_dir, f"{engine} {isa}".rstrip()
         try:
-            self.environments[engine] = ensure(engine, self.options.cache_dir, say)
+            self.environments[engine, isa] = ensure(engine, cache_dir, say, isa)
         except NotInstalledError as error:
-            say(f"{engine} is not installed: {error}")
-            self.absent.append({"name": engine, "reason": str(error)})
+            say(f"{name} is not installed: {error}")
+            self.absent.append({"name": name, "reason": str(error)})
             return
-        if engine in SERVERS and "served" in self.options.workloads:
-            self._install_server(engine)
-
-    def _install_server(self, engine: str) -> None:
+        if engine not in SERVERS or "served" not in self.options.workloads:
+            return
         try:
-            self.environments[engine] = ensure_server(
-                engine, self.environments[engine], self.options.cache_dir, say
-            )
-            self.servers.add(engine)
+            found = ensure_server(engine, self.environments[engine, isa], cache_dir, say, isa)
+            self.environments[engine, isa] = found
+            self.servers.add((engine, isa))
         except NotInstalledError as error:
-            say(f"{engine} has no server: {error}")
-            self.absent.append({"name": f"{engine}, server", "reason": str(error)})
+            say(f"{name} has no server: {error}")
+            self.absent.append({"name": f"{name}, server", "reason": str(error)})
 
     def _convert(self, subject: Subject, model: Model) -> None:
-        if subject.engine not in self.environments:
+        if (subject.engine, subject.isa) not in self.environments:
             return
-        python = self.environments[subject.engine].python
         try:
-            self.files[subject.name, model.name] = ensure_files(
-                model, subject, python, self.options.cache_dir, say
-            )
+            found = ensure_files(model, subject, self.options.cache_dir, say)
+            self.files[subject.name, model.name] = found
         except NotInstalledError as error:
             say(f"{subject.name} has no model {model.name}: {error}")
             self.absent.append({"name": f"{subject.name}, {model.name}", "reason": str(error)})
@@ -200,7 +212,7 @@ class Bench:
         present = [each for each in self.options.subjects if (each.name, model.name) in self.files]
         found = [(each, False) for each in present if self._in_process(each, asked)]
         if "served" in asked:
-            found += [(each, True) for each in present if each.engine in self.servers]
+            found += [(each, True) for each in present if (each.engine, each.isa) in self.servers]
         return found
 
     def _in_process(self, subject: Subject, asked: Json) -> Json:
@@ -222,7 +234,7 @@ class Bench:
         asked = dict(self.workloads[model.name])
         if "served" in asked:
             asked["served"] = self.served[model.name][repeat]
-        environment = self.environments[subject.engine]
+        environment = self.environments[subject.engine, subject.isa]
         added = variables(
             subject,
             environment,
@@ -231,8 +243,9 @@ class Bench:
             kv_gib(asked, model.shape),
         )
         job = self._job(model, subject)
-        if is_server and repeat > 0:
-            job["num_checked"] = 0  # asked outside of the load: once is enough
+        if is_server and (repeat > 0 or model.file is not None):
+            # Asked outside of the load: once is enough. Only made-up words can be read back.
+            job["num_checked"] = 0
         limit = self.options.time_limit
         if is_server:
             run = run_server(subject, environment, job, added, asked["served"], limit)
@@ -240,7 +253,8 @@ class Bench:
             job["workloads"] = self._in_process(subject, asked)
             run = run_engine(environment.python, job, subject, added, limit)
         run |= {"model": model.name, "subject": subject.name, "repeat": repeat}
-        run |= {"is_server": is_server}
+        run |= {"is_server": is_server, "file_bytes": self._file_bytes(model, subject)}
+        run |= {"kv_bytes": {name: kv_bytes(each, model.shape) for name, each in asked.items()}}
         self.runs.append(run)
         outcome = one_line(run["error"]) if "error" in run else "done"
         what = f"{subject.name}{', server' if is_server else ''}"
@@ -249,9 +263,11 @@ class Bench:
     def _job(self, model: Model, subject: Subject) -> Json:
         asked = self.workloads[model.name]
         most = max(longest(requests) for requests in asked.values())
+        files = self.files[subject.name, model.name]
+        is_file = subject.engine == "vmserve" and subject.reads_gguf
         return {
-            "model": str(model.directory),
-            "files": self.files[subject.name, model.name],
+            "model": files["gguf"] if is_file else str(model.directory),
+            "files": files,
             "weights": subject.weights,
             "options": dict(subject.options),
             "num_threads": self.options.threads,
@@ -264,11 +280,17 @@ class Bench:
             "warmup": warmup_requests(model.shape.vocab_size, self.options.seed),
         }
 
+    def _file_bytes(self, model: Model, subject: Subject) -> int:
+        """Size of what the engine reads its weights from."""
+        paths = self.files[subject.name, model.name].values()
+        return sum(size_of(Path(each)) for each in paths or [str(model.directory)])
+
     def check(self) -> Json:
         """Compare tokens, by model and engine, with those of single requests in float32."""
         found: Json = {}
         for model in self.models:
-            for workload, told in (("offline", ""), ("served", ", served")):
+            for workload in ("offline", "streams", "served"):
+                told = "" if workload == "offline" else f", {workload}"
                 for name, each in self._check(model, workload).items():
                     found.setdefault(model.name, {})[name + told] = summarize_check(each)
         return found
@@ -307,6 +329,11 @@ class Bench:
                 found.setdefault(run["subject"], answers)
         return found
 
+    def _described(self, model: Model) -> Json:
+        if model.file is None:
+            return describe(model.shape, self.options.seed)
+        return {**asdict(model.shape), "file": model.file.name, "weights": model.file_weights}
+
     def results(self, checks: Json) -> Json:
         names = [each.name for each in self.options.subjects]
         values = collect(self.runs, self.workloads, names)
@@ -324,7 +351,7 @@ class Bench:
                 {**asdict(each), "name": each.name, "width": each.width}
                 for each in self.options.subjects
             ],
-            "models": {each.name: describe(each.shape, self.options.seed) for each in self.models},
+            "models": {each.name: self._described(each) for each in self.models},
             "offline": {
                 model: {
                     "rows": offline_rows(self.runs, self.workloads[model]["offline"], model),

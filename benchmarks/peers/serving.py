@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -258,8 +257,3 @@ def send(target: Target, requests: list[Json], vocab_size: int, limit_s: float) 
     if run.num_other_length:
         raise ServerFailedError(f"{run.num_other_length} answers are not as long as was asked")
     return run
-
-
-def own_environment() -> Environment:
-    """Interpreter of vmserve: the one that runs this script."""
-    return Environment(Path(sys.executable), {}, {})

@@ -1,7 +1,8 @@
 """Subjects of the comparison: engines with their weights and options.
 
 Written on the command line as ENGINE[:WEIGHTS][:OPTION=VALUE,...]; a variant of vmserve as
-NAME[:OPTION=VALUE,...] with its own engine options.
+NAME[:OPTION=VALUE,...] with its own engine options. Two options are of this benchmark: ``isa``, the
+instruction set, and for a variant ``weights``, the GGUF file that it reads.
 """
 
 from __future__ import annotations
@@ -10,46 +11,72 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Width = Literal["16 bit", "8 bit"]
+Width = Literal["16 bit", "8 bit", "4 bit"]
 
-#: By engine, the weights it can read here; the first ones in ``DEFAULT_WEIGHTS`` run unasked.
+#: By engine, the weights it can read here; those in ``DEFAULT_WEIGHTS`` run unasked.
 #: 16 bit: what the checkpoint has, whatever a processor without such arithmetic makes of it.
 WEIGHTS: Mapping[str, Mapping[str, Width]] = {
     "transformers": {"bf16": "16 bit"},
-    "llama.cpp": {"bf16": "16 bit", "f16": "16 bit", "q8_0": "8 bit"},
-    "openvino": {"f16": "16 bit", "int8": "8 bit"},
+    "llama.cpp": {
+        "bf16": "16 bit",
+        "f16": "16 bit",
+        "q8_0": "8 bit",
+        "q4_1": "4 bit",
+        "q4_k_m": "4 bit",
+    },
+    "openvino": {"f16": "16 bit", "int8": "8 bit", "int4": "4 bit"},
     "vllm": {"bf16": "16 bit"},
 }
 DEFAULT_WEIGHTS: Mapping[str, tuple[str, ...]] = {
-    engine: tuple(weights) for engine, weights in WEIGHTS.items()
+    engine: tuple(name for name, width in weights.items() if width != "4 bit")
+    for engine, weights in WEIGHTS.items()
 }
-#: Default of ``--peers``: every engine with all its weights.
+#: Files that llama.cpp and vmserve read.
+GGUF_WEIGHTS = WEIGHTS["llama.cpp"]
+#: Engines that can be held to an instruction set, and those.
+ISA_ENGINES, ISAS = ("vmserve", "llama.cpp"), ("avx2",)
+#: Default of ``--peers``: every engine with all its weights of 8 and 16 bit.
 DEFAULT_PEERS = (*WEIGHTS, "transformers:bf16:batching=continuous")
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """``weights`` of vmserve: its ``quantization`` option, else those of the checkpoint."""
+    """``weights`` of vmserve: its file's, its ``quantization`` option, else the checkpoint's."""
 
     engine: str
     weights: str
     variant: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: "": the processor's own.
+    isa: str = ""
 
     @property
     def name(self) -> str:
         """Unique in a run: it names the results."""
         if self.engine == "vmserve":
             return f"vmserve {self.variant}"
-        told = ",".join(f"{key}={value}" for key, value in self.options.items())
+        options = {**self.options, **({"isa": self.isa} if self.isa else {})}
+        told = ",".join(f"{key}={value}" for key, value in options.items())
         return f"{self.engine} {self.weights}" + (f" ({told})" if told else "")
 
     @property
     def width(self) -> Width:
         """Which peers it is compared with."""
+        if self.reads_gguf:
+            return GGUF_WEIGHTS[self.weights]
         if self.engine == "vmserve":
             return "8 bit" if "8" in self.weights else "16 bit"
         return WEIGHTS[self.engine][self.weights]
+
+    @property
+    def reads_gguf(self) -> bool:
+        return self.engine in ("vmserve", "llama.cpp") and self.weights in GGUF_WEIGHTS
+
+    def is_comparable(self, other: Subject) -> bool:
+        """Whether the instruction set and the width are the same, and the file if both read one."""
+        if self.reads_gguf and other.reads_gguf and self.weights != other.weights:
+            return False
+        return (self.width, self.isa) == (other.width, other.isa)
 
 
 def value_of(text: str) -> Any:
@@ -82,8 +109,21 @@ def variant_of(text: str) -> Subject:
     if not name.strip():
         raise ValueError(f"{text!r} has no name: write NAME:OPTION=VALUE,...")
     options = options_of(rest) if rest else {}
-    weights = options.get("quantization") or options.get("dtype") or "checkpoint"
-    return Subject("vmserve", str(weights), name.strip(), options)
+    isa = isa_of(options, "vmserve")
+    weights = options.pop("weights", None)
+    if weights not in (None, *GGUF_WEIGHTS):
+        raise ValueError(f"weights={weights}: GGUF files here are {', '.join(GGUF_WEIGHTS)}")
+    weights = weights or options.get("quantization") or options.get("dtype") or "checkpoint"
+    return Subject("vmserve", str(weights), name.strip(), options, isa)
+
+
+def isa_of(options: dict[str, Any], engine: str) -> str:
+    """Take the instruction set out of ``options``. Raises ValueError."""
+    isa = options.pop("isa", "")
+    if isa and (engine not in ISA_ENGINES or isa not in ISAS):
+        known = f"{', '.join(ISAS)} of {' and '.join(ISA_ENGINES)}"
+        raise ValueError(f"{engine} with isa={isa}: instruction sets to choose are {known}")
+    return str(isa)
 
 
 def peers_of(text: str) -> list[Subject]:
@@ -97,8 +137,9 @@ def peers_of(text: str) -> list[Subject]:
     if len(rest) > 1 or (rest and rest[0] not in WEIGHTS[engine]):
         known = ", ".join(WEIGHTS[engine])
         raise ValueError(f"{text!r}: the weights of {engine} are {known}")
+    isa = isa_of(options, engine)
     weights = tuple(rest) or DEFAULT_WEIGHTS[engine]
-    return [Subject(engine, each, options=options) for each in weights]
+    return [Subject(engine, each, options=options, isa=isa) for each in weights]
 
 
 def command_line_options(options: Mapping[str, Any]) -> list[str]:

@@ -34,6 +34,7 @@ class Metric:
 METRICS = (
     Metric("offline_tokens_per_s", "offline", "output tokens/s", True),
     Metric("decode_tokens_per_s", "decode, one stream", "tokens/s", True),
+    Metric("streams_tokens_per_s", "decode, streams", "tokens/s", True),
     Metric("prefill_tokens_per_s", "prefill", "prompt tokens/s", True),
     Metric("served_ttft_p50_s", "served, TTFT p50", "ms", False, 1e3),
     Metric("served_ttft_p99_s", "served, TTFT p99", "ms", False, 1e3),
@@ -47,10 +48,17 @@ METRICS = (
 )
 #: The peak during each workload, in a table beside that of the figures. What an engine does not
 #: give back after one, the next ones in the same process have too.
-MEMORY = tuple(
-    Metric(f"{name}_peak_pss_bytes", name, "MiB", False, 2.0**-20)
-    for name in ("offline", "decode", "prefill", "served")
+MEMORY = (
+    Metric("file_bytes", "its files", "MiB", False, 2.0**-20),
+    Metric("loaded_pss_bytes", "loaded", "MiB", False, 2.0**-20),
+    *(
+        Metric(f"{name}_peak_pss_bytes", name, "MiB", False, 2.0**-20)
+        for name in ("offline", "decode", "prefill", "served", "streams")
+    ),
+    Metric("pss_per_file_and_kv", "most of: peak / (files + KV)", "", False),
 )
+#: Workloads whose tokens are all in the KV cache at once, or those of one request after the other.
+SIMULTANEOUS = ("decode", "prefill", "streams")
 
 
 def metrics_of(run: Json, workloads: Mapping[str, Sequence[Json]]) -> dict[str, float]:
@@ -76,14 +84,43 @@ def metrics_of(run: Json, workloads: Mapping[str, Sequence[Json]]) -> dict[str, 
         )
     if "served" in measured:
         found |= latencies(measured["served"])
+    if "streams" in measured:
+        found["streams_tokens_per_s"] = streams_rate(measured["streams"]["times_s"])
     peaks = {name: each["peak_pss_bytes"] for name, each in measured.items()}
     found |= {f"{name}_peak_pss_bytes": peak for name, peak in peaks.items()}
+    if run.get("file_bytes"):
+        found |= memory_beside_files(run)
     peaks.pop("served", None)
     if peaks:
         found["peak_pss_bytes"] = max(peaks.values())
     if "first_token_s" in run:
         name = "server_first_token_s" if run.get("is_server") else "first_token_s"
         found[name] = run["first_token_s"]
+    return found
+
+
+def streams_rate(times: Sequence[Sequence[float]]) -> float:
+    """Tokens per second while all decode: from the last first token to the first last one."""
+    start, end = max(each[0] for each in times), min(each[-1] for each in times)
+    return sum(start < instant <= end for each in times for instant in each) / (end - start)
+
+
+def memory_beside_files(run: Json) -> dict[str, float]:
+    """Size of the engine's files, memory when they are loaded, and the largest ratio of a peak to
+    the files with the KV cache, over workloads.
+    """
+    file_bytes, measured = run["file_bytes"], run["workloads"]
+    found = {"file_bytes": float(file_bytes)}
+    loaded = next(iter(measured.values()), {}).get("loaded_pss_bytes")
+    if loaded:
+        found["loaded_pss_bytes"] = loaded
+    ratios = [
+        measured[name]["peak_pss_bytes"] / (file_bytes + run["kv_bytes"][name])
+        for name in SIMULTANEOUS
+        if name in measured
+    ]
+    if ratios:
+        found["pss_per_file_and_kv"] = max(ratios)
     return found
 
 
@@ -200,11 +237,11 @@ def advantage(
 
 
 def compare(values: Mapping[str, Any], subjects: Sequence[Subject]) -> list[Json]:
-    """Compare every variant of vmserve with every peer of the same width, by metric."""
+    """Compare every variant of vmserve with every peer that does the same work, by metric."""
     found = []
     for ours in subjects:
         for theirs in subjects:
-            is_pair = ours.engine == "vmserve" != theirs.engine and ours.width == theirs.width
+            is_pair = ours.engine == "vmserve" != theirs.engine and ours.is_comparable(theirs)
             if not is_pair or ours.name not in values or theirs.name not in values:
                 continue
             metrics = {}

@@ -1,4 +1,4 @@
-"""A Llama checkpoint as OpenVINO IR: ``python to_openvino.py MODEL_DIR OUT_DIR f16|int8``.
+"""A Llama checkpoint as OpenVINO IR: ``python to_openvino.py MODEL_DIR OUT_DIR f16|int8|int4``.
 
 By optimum's exporter. int8: weights alone, asymmetric, a scale per row (its own default);
 activations stay as the plugin has them.

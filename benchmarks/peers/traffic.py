@@ -12,7 +12,8 @@ from vmserve.workloads.shapes import RequestShape, lognormal, prompt_token_ids
 
 Json = dict[str, Any]
 
-WORKLOADS = ("offline", "decode", "prefill", "served")
+#: Prompts are drawn by place: a new one comes last.
+WORKLOADS = ("offline", "decode", "prefill", "served", "streams")
 #: Requests per second on average, by model. With the lengths below, two cores without bfloat16
 #: arithmetic keep up with every engine: queues form and empty again.
 RATES = {"8m": 2.0, "125m": 2.0, "1b": 0.1}
@@ -34,6 +35,9 @@ class Sizes:
     num_served: int = 48
     served_mean_in: float = 160.0
     served_mean_out: float = 120.0
+    num_streams: int = 16
+    stream_context: int = 256
+    stream_tokens: int = 128
 
 
 #: By model: a request to the larger ones is short enough that their rate is one they sustain, and
@@ -53,8 +57,12 @@ FULL: Mapping[str, Sizes] = {
         num_served=6,
         served_mean_in=32.0,
         served_mean_out=12.0,
+        stream_context=32,
+        stream_tokens=16,
     ),
 }
+#: Whose sizes and rate a model of a file has.
+DEFAULT_SIZES = "125m"
 SMOKE = Sizes(
     num_requests=6,
     mean_in=12.0,
@@ -67,6 +75,9 @@ SMOKE = Sizes(
     num_served=4,
     served_mean_in=12.0,
     served_mean_out=8.0,
+    num_streams=4,
+    stream_context=16,
+    stream_tokens=8,
 )
 
 
@@ -89,7 +100,9 @@ def make_workloads(
     served = served_shapes(sizes, seed + 1, rate, repeat)
     decode = [RequestShape(sizes.decode_context, sizes.decode_tokens + 1)] * sizes.num_decodes
     prefill = [RequestShape(sizes.prefill_tokens, 1)] * sizes.num_prefills
+    streams = [RequestShape(sizes.stream_context, sizes.stream_tokens + 1)] * sizes.num_streams
     shapes = {"offline": offline, "decode": decode, "prefill": prefill, "served": served}
+    shapes["streams"] = streams
     found = {
         name: requests_of(shapes[name], vocab_size, 1000 * seed + place)
         for place, name in enumerate(WORKLOADS)
@@ -142,14 +155,26 @@ def longest(requests: list[Json]) -> int:
     return max(len(each["prompt_token_ids"]) + each["num_output_tokens"] for each in requests)
 
 
+def kv_values(shape: LlamaShape) -> int:
+    """Numbers that a token has in the KV cache."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+
+
+def num_tokens(requests: list[Json]) -> int:
+    return sum(len(each["prompt_token_ids"]) + each["num_output_tokens"] for each in requests)
+
+
 def kv_gib(workloads: dict[str, list[Json]], shape: LlamaShape) -> int:
     """Whole GiB of float32 KV cache that hold all tokens of the largest workload at once."""
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
-    most = max(
-        sum(len(each["prompt_token_ids"]) + each["num_output_tokens"] for each in requests)
-        for requests in workloads.values()
-    )
-    return -(-most * token_bytes // 2**30)
+    most = max(num_tokens(requests) for requests in workloads.values())
+    return -(-most * kv_values(shape) * 4 // 2**30)
+
+
+def kv_bytes(requests: list[Json], shape: LlamaShape) -> int:
+    """A 16 bit KV cache of what is there at once, of requests that all arrive at the start."""
+    is_sequential = requests[0].get("is_sequential")
+    most = longest(requests) if is_sequential else num_tokens(requests)
+    return 2 * most * kv_values(shape)
 
 
 def describe(workloads: dict[str, list[Json]]) -> Json:

@@ -69,6 +69,9 @@ def test_variant_has_a_name_and_engine_options(peers: dict[str, ModuleType]) -> 
     assert variant_of("q:quantization=int8").width == "8 bit"
     assert variant_of("half:dtype=float16").width == "16 bit"
     assert variant_of("default").options == {}
+    file = variant_of("file:weights=q4_k_m,quantization=int8-dynamic,isa=avx2")
+    assert (file.weights, file.width, file.isa) == ("q4_k_m", "4 bit", "avx2")
+    assert file.options == {"quantization": "int8-dynamic"}
 
 
 @pytest.mark.parametrize("text", ["", ":a=1", "name:a", "name:=1", "name:a="])
@@ -77,7 +80,16 @@ def test_variant_that_cannot_be_read(peers: dict[str, ModuleType], text: str) ->
         peers["subjects"].variant_of(text)
 
 
-def test_peer_without_weights_means_all_of_them(peers: dict[str, ModuleType]) -> None:
+def test_files_and_instruction_sets_that_there_are_not(peers: dict[str, ModuleType]) -> None:
+    with pytest.raises(ValueError, match=r"weights=q3_k: GGUF files here are bf16, .*, q4_k_m"):
+        peers["subjects"].variant_of("a:weights=q3_k")
+    with pytest.raises(ValueError, match=r"vmserve with isa=sse2: .* are avx2"):
+        peers["subjects"].variant_of("a:isa=sse2")
+    with pytest.raises(ValueError, match=r"openvino with isa=avx2: .* of vmserve and llama.cpp"):
+        peers["subjects"].peers_of("openvino:int4:isa=avx2")
+
+
+def test_peer_without_weights_means_those_of_8_and_16_bit(peers: dict[str, ModuleType]) -> None:
     peers_of = peers["subjects"].peers_of
     assert [each.name for each in peers_of("llama.cpp")] == [
         "llama.cpp bf16",
@@ -90,6 +102,9 @@ def test_peer_without_weights_means_all_of_them(peers: dict[str, ModuleType]) ->
         "openvino int8 (max_num_batched_tokens=1024)",
         {"max_num_batched_tokens": 1024},
     )
+    [old] = peers_of("llama.cpp:q4_1:slots=4,isa=avx2")
+    assert (old.name, old.isa) == ("llama.cpp q4_1 (slots=4,isa=avx2)", "avx2")
+    assert old.options == {"slots": 4}
     [batch] = peers_of("transformers:batch_size=32")
     assert (batch.weights, batch.options) == ("bf16", {"batch_size": 32})
 
@@ -218,7 +233,7 @@ def test_largest_model_s_requests_are_small(peers: dict[str, ModuleType]) -> Non
     names = list(traffic.WORKLOADS)
     found = traffic.make_workloads(names, traffic.FULL["1b"], 32_000, 0, traffic.RATES["1b"])
     described = traffic.describe(found)
-    assert [described[name]["num_requests"] for name in names] == [6, 1, 1, 6]
+    assert [described[name]["num_requests"] for name in names] == [6, 1, 1, 6, 16]
     assert max(each["longest_tokens"] for each in described.values()) == 257
     assert described["served"]["last_arrival_s"] == 60.0
 
@@ -280,10 +295,17 @@ def test_metrics_of_a_run(peers: dict[str, ModuleType]) -> None:
     }
     run = {
         "first_token_s": 1.5,
+        "file_bytes": 2,
+        "kv_bytes": {"decode": 1, "prefill": 2, "streams": 4},
         "workloads": {
-            "offline": {"elapsed_s": 2.0, "peak_pss_bytes": 5},
+            "offline": {"elapsed_s": 2.0, "peak_pss_bytes": 5, "loaded_pss_bytes": 4},
             "decode": {"times_s": [[1.0, 1.25, 1.5]], "peak_pss_bytes": 9},
             "prefill": {"times_s": [[3.0]], "due_s": [1.0], "peak_pss_bytes": 7},
+            # Both decode from 2 to 4: two tokens each.
+            "streams": {
+                "times_s": [[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]],
+                "peak_pss_bytes": 8,
+            },
             "served": {
                 "due_s": [0.0, 1.0],
                 "times_s": [[0.5, 0.6], [3.5, 3.8]],
@@ -296,6 +318,7 @@ def test_metrics_of_a_run(peers: dict[str, ModuleType]) -> None:
             "offline_tokens_per_s": 20.0,
             "decode_tokens_per_s": 4.0,
             "prefill_tokens_per_s": 50.0,
+            "streams_tokens_per_s": 2.0,
             "served_ttft_p50_s": 1.5,
             "served_ttft_p99_s": 2.48,
             "served_tpot_p50_s": 0.2,
@@ -305,8 +328,12 @@ def test_metrics_of_a_run(peers: dict[str, ModuleType]) -> None:
             "offline_peak_pss_bytes": 5,
             "decode_peak_pss_bytes": 9,
             "prefill_peak_pss_bytes": 7,
+            "streams_peak_pss_bytes": 8,
             "served_peak_pss_bytes": 11,
             "peak_pss_bytes": 9,
+            "file_bytes": 2,
+            "loaded_pss_bytes": 4,
+            "pss_per_file_and_kv": 3.0,
             "first_token_s": 1.5,
         }
     )
@@ -340,7 +367,7 @@ def test_report_has_the_memory_of_every_workload(peers: dict[str, ModuleType]) -
     values = {"vmserve a": {"offline_peak_pss_bytes": {"0": 3 * 2**20, "1": 5 * 2**20}}}
     assert peers["report"].memory_table(values) == [
         "",
-        "| peak PSS, MiB, while | offline |",
+        "| PSS, MiB, peak while | offline |",
         "|---|---:|",
         "| vmserve a | 4 |",
     ]
@@ -411,6 +438,24 @@ def test_only_weights_of_one_width_are_compared(peers: dict[str, ModuleType]) ->
     assert pairs == [
         ("vmserve default", "llama.cpp bf16"),
         ("vmserve small", "llama.cpp q8_0"),
+    ]
+
+
+def test_files_are_compared_with_themselves_on_the_same_instructions(
+    peers: dict[str, ModuleType],
+) -> None:
+    subjects = peers["subjects"].subjects_of(
+        ["a:weights=q4_1", "b:weights=q4_k_m", "c:weights=q4_1,isa=avx2"],
+        ["llama.cpp:q4_1", "llama.cpp:q4_k_m", "llama.cpp:q4_1:isa=avx2", "openvino:int4"],
+    )
+    values = {each.name: {"decode_tokens_per_s": {"0": 2.0}} for each in subjects}
+    pairs = [(each["vmserve"], each["peer"]) for each in peers["summary"].compare(values, subjects)]
+    assert pairs == [
+        ("vmserve a", "llama.cpp q4_1"),
+        ("vmserve a", "openvino int4"),
+        ("vmserve b", "llama.cpp q4_k_m"),
+        ("vmserve b", "openvino int4"),
+        ("vmserve c", "llama.cpp q4_1 (isa=avx2)"),
     ]
 
 
@@ -672,6 +717,7 @@ def test_vmserve_alone_end_to_end(tmp_path: Path) -> None:
     assert [each["name"] for each in results["subjects"]] == ["vmserve paged"]
     values = results["medians"]["8m"]["vmserve paged"]
     memory = {"peak_pss_bytes", "decode_peak_pss_bytes", "served_peak_pss_bytes"}
+    memory |= {"file_bytes", "loaded_pss_bytes", "pss_per_file_and_kv"}
     served = {f"served_{each}_s" for each in ("ttft_p50", "ttft_p99", "tpot_p50", "itl_p50")}
     served |= {"served_itl_p99_s", "served_unfinished", "server_first_token_s"}
     assert set(values) == {"decode_tokens_per_s", "first_token_s"} | memory | served
@@ -721,6 +767,7 @@ def test_rows_in_the_order_of_neighbours_give_the_same_scores(
     moved = scores(neighbours(query, num_heads), neighbours(key, num_heads), pairs=True)
     assert moved == pytest.approx(wanted)
     assert scores(query, key, pairs=True) != pytest.approx(wanted)
+    assert np.array_equal(peers["gguf_layout"].halves(neighbours(query, num_heads), 3), query)
 
 
 def test_tensors_are_read_bit_by_bit(peers: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -740,7 +787,11 @@ def test_tensors_are_read_bit_by_bit(peers: dict[str, ModuleType], tmp_path: Pat
 
 
 def test_gguf_names_of_a_layer(peers: dict[str, ModuleType]) -> None:
-    gguf_name = peers["gguf_layout"].gguf_name
-    assert gguf_name("model.layers.11.self_attn.o_proj.weight") == "blk.11.attn_output.weight"
-    assert gguf_name("model.layers.0.post_attention_layernorm.weight") == "blk.0.ffn_norm.weight"
-    assert gguf_name("lm_head.weight") == "output.weight"
+    layout = peers["gguf_layout"]
+    for name, theirs in (
+        ("model.layers.11.self_attn.o_proj.weight", "blk.11.attn_output.weight"),
+        ("model.layers.0.post_attention_layernorm.weight", "blk.0.ffn_norm.weight"),
+        ("lm_head.weight", "output.weight"),
+    ):
+        assert layout.gguf_name(name) == theirs
+        assert layout.checkpoint_name(theirs) == name

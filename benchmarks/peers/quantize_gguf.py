@@ -1,0 +1,33 @@
+"""Converts a GGUF file by llama.cpp's own quantizer: ``quantize_gguf.py IN.gguf OUT.gguf TYPE``.
+
+Needs llama.cpp's library and its Python bindings. What is quantized already is dequantized first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import llama_cpp
+
+FILE_TYPES = {
+    "bf16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
+    "f16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
+    "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1,
+    "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+}
+
+
+def main(source: str, target: str, kind: str) -> None:
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = FILE_TYPES[kind]
+    params.nthread = len(os.sched_getaffinity(0))
+    params.allow_requantize = True
+    status = llama_cpp.llama_model_quantize(source.encode(), target.encode(), params)
+    if status != 0:
+        raise RuntimeError(f"llama.cpp's quantizer of {kind}: status {status}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])
