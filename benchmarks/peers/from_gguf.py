@@ -12,20 +12,19 @@ from pathlib import Path
 import gguf
 import transformers
 from gguf.quants import dequantize
-from gguf_layout import checkpoint_name, halves
+from gguf_layout import WEIGHTS_FILE, checkpoint_name, halves
 from safetensors.numpy import save_file
-
-#: Says which weights the file has, as ``--peers`` names them.
-WEIGHTS_FILE = "gguf_weights.txt"
 
 
 def write(source: Path, target: Path) -> None:
+    reader = gguf.GGUFReader(source)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    if fields["general.architecture"] != "llama":
+        architecture = fields["general.architecture"]
+        raise ValueError(f"{source.name} is {architecture}: only llama is converted here")
+    kind = gguf.LlamaFileType(fields["general.file_type"]).name
     config = transformers.AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
     config.architectures = ["LlamaForCausalLM"]
-    reader = gguf.GGUFReader(source)
-    architecture = reader.fields["general.architecture"].contents()
-    if architecture != "llama":
-        raise ValueError(f"{source.name} is {architecture}: only llama is converted here")
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = {}
     for tensor in reader.tensors:
@@ -41,7 +40,6 @@ def write(source: Path, target: Path) -> None:
     config.save_pretrained(target)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer.save_pretrained(target)
-    kind = gguf.LlamaFileType(reader.fields["general.file_type"].contents()).name
     weights = kind.removeprefix("MOSTLY_").lower()
     (target / WEIGHTS_FILE).write_text(weights, encoding="utf-8")
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+#: In a checkpoint that was a GGUF file: which weights that has, as ``--peers`` names them.
+WEIGHTS_FILE = "gguf_weights.txt"
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",

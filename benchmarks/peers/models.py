@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from environments import NotInstalledError, Say, ensure, ensure_packages, run
+from gguf_layout import WEIGHTS_FILE
 from model_shape import SHAPES, LlamaShape
 from subjects import Subject
 
@@ -55,7 +56,7 @@ def ensure_model_of(file: Path, cache_dir: Path, say: Say) -> Model:
     command = [sys.executable, str(HERE / "from_gguf.py"), str(file), "{}"]
     converted(command, directory, cache_dir, say)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    weights = (directory / "gguf_weights.txt").read_text(encoding="utf-8")
+    weights = (directory / WEIGHTS_FILE).read_text(encoding="utf-8")
     return Model(file.stem, shape_of(config), directory, file, weights)
 
 

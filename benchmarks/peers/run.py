@@ -269,6 +269,7 @@ class Bench:
             "model": files["gguf"] if is_file else str(model.directory),
             "files": files,
             "weights": subject.weights,
+            "isa": subject.isa,
             "options": dict(subject.options),
             "num_threads": self.options.threads,
             "max_num_seqs": self.options.max_num_seqs,

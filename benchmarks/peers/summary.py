@@ -111,9 +111,8 @@ def memory_beside_files(run: Json) -> dict[str, float]:
     """
     file_bytes, measured = run["file_bytes"], run["workloads"]
     found = {"file_bytes": float(file_bytes)}
-    loaded = next(iter(measured.values()), {}).get("loaded_pss_bytes")
-    if loaded:
-        found["loaded_pss_bytes"] = loaded
+    if "loaded_pss_bytes" in run:
+        found["loaded_pss_bytes"] = run["loaded_pss_bytes"]
     ratios = [
         measured[name]["peak_pss_bytes"] / (file_bytes + run["kv_bytes"][name])
         for name in SIMULTANEOUS

@@ -36,7 +36,7 @@ class Sizes:
     served_mean_in: float = 160.0
     served_mean_out: float = 120.0
     num_streams: int = 16
-    stream_context: int = 256
+    stream_context: int = 128
     stream_tokens: int = 128
 
 

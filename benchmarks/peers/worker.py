@@ -37,6 +37,7 @@ def main(job_path: str, result_path: str) -> None:
         result: Json = {
             "load_s": loaded - job["spawned_monotonic"],
             "first_token_s": began + answers[0]["times_s"][0] - job["spawned_monotonic"],
+            "loaded_pss_bytes": pss_bytes(),
             "facts": engine.facts,
             "workloads": {},
         }

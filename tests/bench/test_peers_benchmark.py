@@ -12,11 +12,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.models.gguf_checkpoints import add_embedded_tokenizer, convert
 from vmserve.bench.lab.measure import MemorySamples, pss_bytes
+from vmserve.models.hub import resolve_model
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -295,10 +298,11 @@ def test_metrics_of_a_run(peers: dict[str, ModuleType]) -> None:
     }
     run = {
         "first_token_s": 1.5,
+        "loaded_pss_bytes": 4,
         "file_bytes": 2,
         "kv_bytes": {"decode": 1, "prefill": 2, "streams": 4},
         "workloads": {
-            "offline": {"elapsed_s": 2.0, "peak_pss_bytes": 5, "loaded_pss_bytes": 4},
+            "offline": {"elapsed_s": 2.0, "peak_pss_bytes": 5},
             "decode": {"times_s": [[1.0, 1.25, 1.5]], "peak_pss_bytes": 9},
             "prefill": {"times_s": [[3.0]], "due_s": [1.0], "peak_pss_bytes": 7},
             # Both decode from 2 to 4: two tokens each.
@@ -729,6 +733,32 @@ def test_vmserve_alone_end_to_end(tmp_path: Path) -> None:
     assert "| vmserve paged |" in path.with_suffix(".md").read_text()
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
     assert str(tmp_path) not in path.read_text()
+
+
+def test_model_of_a_file_has_the_tokens_of_its_dequantized_weights(tmp_path: Path) -> None:
+    """The file is read by vmserve, and turned into a checkpoint for the reference."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        add_embedded_tokenizer(writer)
+        writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+
+    convert(resolve_model(None), tmp_path / "model.gguf", add)
+    command = [sys.executable, str(PEERS / "run.py"), "--smoke", "--peers"]
+    command += ["--model-file", str(tmp_path / "model.gguf"), "--workloads", "streams"]
+    command += ["--variant", "f16:weights=f16,dtype=float32"]
+    command += ["--cache-dir", str(tmp_path / "cache"), "--output-dir", str(tmp_path / "out")]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    [path] = (tmp_path / "out").glob("*.json")
+    results = json.loads(path.read_text())
+    assert results["checks"]["model"]["vmserve f16, streams"]["num_requests"] == 4
+    assert results["checks"]["model"]["vmserve f16, streams"]["max_margin"] in (
+        None,
+        pytest.approx(0.0, abs=1e-3),
+    )
+    assert results["medians"]["model"]["vmserve f16"]["streams_tokens_per_s"] > 0
 
 
 # -- conversion -------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 
-from tests.models.gguf_checkpoints import convert
+from tests.models.gguf_checkpoints import add_embedded_tokenizer, convert
 from tests.models.gguf_files import (
     add_byte_level,
     add_llama,
@@ -25,32 +24,15 @@ from tests.models.gguf_files import (
 from vmserve import LLM, SamplingParams
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.hub import resolve_model
-from vmserve.text.tokenizer import load_tokenizer
 
 _MEMORY = 64 << 20
-
-
-def _add_embedded_tokenizer(writer: gguf.GGUFWriter) -> None:
-    directory = resolve_model(None)
-    tokenizer = load_tokenizer(directory)
-    model = json.loads(tokenizer.to_json())["model"]
-    tokens = [tokenizer.token_str(number) for number in range(tokenizer.vocab_size)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    kinds = [3 if number in tokenizer.special_ids else 1 for number in range(len(tokens))]
-    writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
-    writer.add_eot_token_id(max(tokenizer.eos_ids))
-    writer.add_add_bos_token(True)
-    writer.add_chat_template(tokenizer.chat_template_text)
 
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model as a GGUF file."""
     path = tmp_path_factory.mktemp("embedded") / "model.gguf"
-    convert(resolve_model(None), path, _add_embedded_tokenizer)
+    convert(resolve_model(None), path, add_embedded_tokenizer)
     return path
 
 

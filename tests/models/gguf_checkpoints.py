@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from safetensors.torch import load_file
 from tests.models.gguf_files import write
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.hub import resolve_model
 from vmserve.models.rope import RopeConfig
+from vmserve.text.tokenizer import load_tokenizer
 
-__all__ = ["convert"]
+__all__ = ["add_embedded_tokenizer", "convert"]
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -103,6 +106,23 @@ def convert(directory: Path, path: Path, add: Callable[[gguf.GGUFWriter], None])
         tensors["rope_freqs.weight"] = "F32", _llama3_factors(network.positions)  # type: ignore[arg-type]
     write(path, architecture, tensors, metadata)
     return network
+
+
+def add_embedded_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """The tokenizer and chat template of the embedded model."""
+    directory = resolve_model(None)
+    tokenizer = load_tokenizer(directory)
+    model = json.loads(tokenizer.to_json())["model"]
+    tokens = [tokenizer.token_str(number) for number in range(tokenizer.vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    kinds = [3 if number in tokenizer.special_ids else 1 for number in range(len(tokens))]
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    writer.add_eot_token_id(max(tokenizer.eos_ids))
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(tokenizer.chat_template_text)
 
 
 def _llama3_factors(rope: RopeConfig) -> np.ndarray[Any, Any]:

@@ -65,7 +65,7 @@ class LlamaCppEngine:
         self._free: list[int] = []
         self._next_number = 0
         self.facts = {
-            "computes_in": f"{job['weights']} weights, by the kernels for this processor",
+            "computes_in": f"{job['weights']} weights, by kernels for {job['isa'] or 'this CPU'}",
             "kv_cache": "f16",
             "slots": self._num_slots,
             "system": llama_cpp.llama_print_system_info().decode(),

@@ -32,7 +32,7 @@ class OpenVinoEngine:
             "NUM_STREAMS": 1,
             "INFERENCE_PRECISION_HINT": "bf16" if job["has_bf16"] else "f32",
         }
-        if job["weights"] != "int8":
+        if job["weights"] == "f16":
             properties["KV_CACHE_PRECISION"] = "bf16" if job["has_bf16"] else "f16"
         # What is left are properties of the processor's plugin.
         properties |= {key.upper(): value for key, value in options.items()}
