@@ -134,10 +134,11 @@ class EngineConfig:
     quantization: Annotated[
         Quantization,
         Option(
-            "int8 stores the weights of linear layers in half the memory of bfloat16 and "
-            "changes the logits a little. int8-dynamic also rounds their inputs to 8 bits "
-            "(with int8, and without AVX512_VNNI, to 16): long prompts are faster, and the "
-            "logits change more. Native backend only.",
+            "int8 stores the weights of linear layers in half the memory of bfloat16. int8-dynamic "
+            "also rounds their inputs to 8 bits (with int8, and without AVX512_VNNI, to 16): long "
+            "prompts are faster, and answers change more. On SmolLM2-135M int8 changed 4.4 % of "
+            "the likeliest tokens, int8-dynamic 7.0 %; `vmserve bench quality` measures it for "
+            "your model. Native backend only.",
             _DEVICE,
         ),
     ] = "none"

@@ -191,12 +191,13 @@ def test_files_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     text.write_text(TEXT.content)
     quality_command(
         variants=["none,int8"], text=text, window=96, stride=None, json_path=tmp_path / "q.json",
-        markdown_path=tmp_path / "q.md",
+        markdown_path=tmp_path / "q.md", tokenizer=str(EMBEDDED),
     )  # fmt: skip
     written = (tmp_path / "q.json").read_text()
     section = json.loads(written)["sections"]["quality"]
     assert (section["window"], section["stride"], section["text"]["name"]) == (96, 48, "some.txt")
     assert str(tmp_path) not in written
+    assert json.loads(written)["options"] == {"tokenizer": EMBEDDED.name}, "without its path"
     assert "| none | " in (tmp_path / "q.md").read_text()
     assert "quality of vmserve-embedded on some.txt" in capsys.readouterr().out
     assert isinstance(section["rows"][0], dict)

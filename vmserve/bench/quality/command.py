@@ -17,7 +17,7 @@ from vmserve.bench.ab.variants import Variant, parse_variants
 from vmserve.bench.lab.statistics import CONFIDENCE, Effect, paired_effects
 from vmserve.bench.lab.suite import Suite
 from vmserve.bench.lab.table import SectionResult, Table
-from vmserve.bench.quality.scoring import Subject
+from vmserve.bench.quality.scoring import Subject, without_paths
 from vmserve.bench.quality.text import Text, Windows, read_text
 from vmserve.cli.options import with_engine_options
 from vmserve.config import Quantization
@@ -103,6 +103,7 @@ def quality_command(
         ["quality"],
         options,
         lambda: {
+            "options": without_paths(engine_options),
             "isa": CpuBackend().isa,
             "load_average": [round(one, 2) for one in os.getloadavg()],
         },

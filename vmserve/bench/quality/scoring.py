@@ -18,6 +18,7 @@ from vmserve.engine.build import build
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.models.native import NativeDecoder
 from vmserve.models.tensor_names import tensor_shapes
 from vmserve.runner.model_runner import ModelRunner
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from vmserve.models import LoadedModel
     from vmserve.sampling.tokens import Logits, TokenSampler, TopTokens
 
-__all__ = ["Scores", "Subject"]
+__all__ = ["Scores", "Subject", "without_paths"]
 
 #: Options of the engine unless others are given: one window at a time, nothing kept between them.
 _DEFAULTS: Mapping[str, Any] = {
@@ -115,7 +116,7 @@ class Subject:
     ) -> None:
         config = variant.config({**_DEFAULTS, **common})
         self.variant = variant
-        self.model_name = (config.model or "vmserve-embedded").rstrip("/").rpartition("/")[2]
+        self.model_name = _last_part(config.model or EMBEDDED_NAME)
         parts = build(config, progress)
         self._sampler = WatchedSampler(parts.sampler)
         sampler = cast("TokenSampler", self._sampler)
@@ -198,13 +199,9 @@ class Subject:
         """The variant and its weights, without paths."""
         runner = self.engine.runner
         assert isinstance(runner, ModelRunner), "build() made it"
-        options = {
-            name: str(value).rstrip("/").rpartition("/")[2] if "/" in str(value) else value
-            for name, value in self.variant.options.items()
-        }
         return {
             "name": self.name,
-            "options": options,
+            "options": without_paths(self.variant.options),
             "model": self.model_name,
             "kv_dtype": str(runner.model.dtype),
             **_weights(runner.model),
@@ -212,6 +209,18 @@ class Subject:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def without_paths(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine options for a results file, which names no directories of a machine."""
+    return {
+        name: _last_part(value) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+
+
+def _last_part(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
 
 
 def _weights(model: LoadedModel) -> dict[str, Any]:
