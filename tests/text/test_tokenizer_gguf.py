@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from vmserve.models.hub import resolve_model
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 _ROOT = Path(__file__).parents[2]
+#: Names llama.cpp's directory "models".
+_VOCABULARIES = "VMSERVE_TEST_GGUF_VOCABULARIES"
 
 
 def _texts() -> Iterator[str]:
@@ -102,37 +106,34 @@ def test_embedded_model(tmp_path: Path) -> None:
     _same(_written(tmp_path, backend, "smollm", special, add_bos=True, **named), theirs)
 
 
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _OTHERS
-_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _OTHERS
-
-
-def _split(pattern: str) -> list[Any]:
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return [pre_tokenizers.Split(Regex(pattern), "isolated"), as_bytes]
-
-
-#: As the models' own tokenizer.json have it.
-_PUBLISHED: dict[str, tuple[Any, list[Any], bool]] = {
-    "gpt-2": (None, [pre_tokenizers.ByteLevel(add_prefix_space=False)], False),
-    "llama-bpe": (None, _split(_LLAMA3), True),
-    "qwen2": (normalizers.NFC(), _split(_QWEN2), False),
-    "smollm": (
-        None,
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)],
-        False,
-    ),
+#: Of models whose files have no pattern but parts of the library.
+_PARTS: dict[str, list[Any]] = {
+    "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)],
 }
+_PARTS |= {"refact": _PARTS["smollm"], "starcoder": _PARTS["smollm"]}
+#: Those that begin with BOS where their file does not say, and keep words of the vocabulary whole.
+_WHOLE_WORDS = ("falcon3", "llama-bpe", "llama-v3", "llama3", "tekken")
+_OF_TRANSFORMERS = (
+    *_WHOLE_WORDS, "deepseek-r1-qwen", "gpt-4o", "llama4", "qwen2", "qwen35", "smaug-bpe"
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("pre", list(_PUBLISHED))
+def _published(pre: str) -> list[Any]:
+    if pre in _PARTS:
+        return _PARTS[pre]
+    gguf_names = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    pattern = Regex(gguf_names.GGUF_PRE_TOKENIZER_SPLITS[pre])
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return [pre_tokenizers.Split(pattern, "isolated"), as_bytes]
+
+
+@pytest.mark.parametrize("pre", [*_PARTS, *_OF_TRANSFORMERS])
 def test_published_pipelines(tmp_path: Path, pre: str) -> None:
-    normalizer, splits, ignore_merges = _PUBLISHED[pre]
-    backend = Backend(models.BPE(ignore_merges=ignore_merges))
-    if normalizer is not None:
-        backend.normalizer = normalizer
-    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    backend = Backend(models.BPE(ignore_merges=pre in _WHOLE_WORDS))
+    if pre in ("qwen2", "qwen35"):
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_published(pre))
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=700,
@@ -141,9 +142,9 @@ def test_published_pipelines(tmp_path: Path, pre: str) -> None:
         show_progress=False,
     )
     backend.train_from_iterator(list(_texts())[:30], trainer)
-    named = {"eos": 1, "bos": 0} if pre == "llama-bpe" else {"eos": 1}
+    named = {"eos": 1, "bos": 0} if pre in _WHOLE_WORDS else {"eos": 1}
     ours = _written(tmp_path, backend, pre, ["<s>", "</s>"], **named)
-    if pre == "llama-bpe":  # says so for files that do not
+    if pre in _WHOLE_WORDS:
         assert ours.encode("x")[0] == 0
         backend.post_processor = ours._backend.post_processor
     own = {f"{name}_token": backend.id_to_token(number) for name, number in named.items()}
@@ -151,6 +152,47 @@ def test_published_pipelines(tmp_path: Path, pre: str) -> None:
         tokenizer_object=backend, clean_up_tokenization_spaces=False, **own
     )
     _same(ours, Tokenizer(hf))
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("deepseek-coder", ["x", ",", *" 12", ";", "\n", "\n", " ", " ", "日本", "y"]),
+        ("deepseek-v3", ["x", ",", " ", "12", ";\n\n", "  ", "日本", "y"]),
+        ("seed-coder", ["x", ",", *" 12", ";", "\n\n", " ", " 日本y"]),
+    ],
+)
+def test_words_by_hand(tmp_path: Path, pre: str, words: list[str]) -> None:
+    ours = _with(tmp_path, lambda writer: add_byte_level(writer, pre))
+    split = ours._backend.pre_tokenizer.pre_tokenize_str("".join(words))
+    assert [ours_at for _, ours_at in split] == _places(words)
+
+
+def _places(words: list[str]) -> list[tuple[int, int]]:
+    ends = list(accumulate(map(len, words)))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+@pytest.mark.skipif(_VOCABULARIES not in os.environ, reason=f"needs {_VOCABULARIES}")
+def test_vocabularies_of_llama_cpp() -> None:
+    """Real vocabularies (``ggml-vocab-*.gguf``), with texts and the ids of the models' own
+    tokenizers beside them."""
+    compared = []
+    for path in sorted(Path(os.environ[_VOCABULARIES]).glob("ggml-vocab-*.gguf")):
+        expected = path.with_name(path.name + ".out")
+        try:
+            ours = load_tokenizer(path)
+        except (UnsupportedError, ConfigurationError):
+            continue
+        if not expected.exists() or "qwen35" in path.name:  # whose ids are not normalized
+            continue
+        texts = path.with_name(path.name + ".inp").read_bytes().decode()
+        for text, ids in zip(
+            texts.split("\n__ggml_vocab_test__\n"), expected.read_text().split("\n"), strict=False
+        ):
+            assert ours.encode(text, add_special_tokens=False) == [*map(int, ids.split())], text
+        compared.append(path.stem)
+    assert len(compared) >= 7
 
 
 def test_sentencepiece(tmp_path: Path) -> None:
@@ -228,7 +270,7 @@ def test_named_templates(tmp_path: Path) -> None:
     assert text == "<s>hello"
 
 
-@pytest.mark.parametrize("pre", ["qwen35", "no\nname"])
+@pytest.mark.parametrize("pre", ["default", "no\nname"])
 def test_unknown_patterns_are_refused_by_name(tmp_path: Path, pre: str) -> None:
     with pytest.raises(
         UnsupportedError, match=r"pre-tokenizer '.*' .* is not known; kn.*llama-bpe"
@@ -313,7 +355,7 @@ def test_small_sentencepiece(tmp_path: Path) -> None:
 def test_smollm2() -> None:
     ours = load_tokenizer(smollm2_file())
     backend = Backend.from_str(ours.to_json())
-    _, splits, _ = _PUBLISHED["smollm"]
+    splits = _published("smollm")
     backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
     names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     _same(ours, Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **names)))

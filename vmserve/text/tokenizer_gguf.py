@@ -49,30 +49,55 @@ class _Words:
     add_bos: bool = False
 
 
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    _CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    + _SPACES
 )
 _QWEN2 = _LLAMA3.replace("{1,3}", "")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+_SEED_CODER = _QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+) + _SPACES
+#: Contractions belong to their words.
+_GPT4O = (
+    _TEKKEN.replace(f"{_LOWER}+", f"{_LOWER}+{_CONTRACTIONS}?")
+    .replace(f"{_LOWER}*", f"{_LOWER}*{_CONTRACTIONS}?")
+    .replace(r"\p{N}|", r"\p{N}{1,3}|")
 )
-#: By tokenizer.ggml.pre.
+_DEEPSEEK_V3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*"
+) + _SPACES
+_LIKE_LLAMA3 = _Words((_LLAMA3,), ignore_merges=True, add_bos=True)
+_DIGIT_BY_DIGIT = _Words((r"\p{N}", _GPT2))
+#: By tokenizer.ggml.pre. "default" is missing: what wrote it did not know the model's.
 _WORDS: Mapping[str, _Words] = {
-    "default": _Words((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "deepseek-coder": _Words(
         (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")
     ),
     "deepseek-r1-qwen": _Words((_QWEN2,)),
+    "deepseek-v3": _Words((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK_V3)),
+    "falcon3": _LIKE_LLAMA3,
     "gpt-2": _Words((_GPT2,)),
-    "llama-bpe": _Words((_LLAMA3,), ignore_merges=True, add_bos=True),
-    "llama-v3": _Words((_LLAMA3,), ignore_merges=True, add_bos=True),
-    "llama3": _Words((_LLAMA3,), ignore_merges=True, add_bos=True),
+    "gpt-4o": _Words((_GPT4O,)),
+    "llama-bpe": _LIKE_LLAMA3,
+    "llama-v3": _LIKE_LLAMA3,
+    "llama3": _LIKE_LLAMA3,
+    "llama4": _Words((_GPT4O,)),
     "qwen2": _Words((_QWEN2,), nfc=True),
-    "smollm": _Words((r"\p{N}", _GPT2)),
+    "qwen35": _Words((_QWEN35,), nfc=True),
+    "refact": _DIGIT_BY_DIGIT,
+    "seed-coder": _Words((_SEED_CODER,)),
+    "smollm": _DIGIT_BY_DIGIT,
+    "smaug-bpe": _Words((_LLAMA3,)),
+    "starcoder": _DIGIT_BY_DIGIT,
     "tekken": _Words((_TEKKEN,), ignore_merges=True, add_bos=True),
 }
 #: Characters of the longest piece of sentencepiece's: each is cut everywhere. Usual is 16.
