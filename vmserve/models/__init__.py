@@ -11,7 +11,6 @@ from vmserve.errors import UnsupportedError
 from vmserve.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import DTYPES, asked_dtype
-from vmserve.models.gguf.reader import is_gguf
 from vmserve.models.hub import resolve_model
 from vmserve.models.loader import Progress
 from vmserve.models.native import NativeDecoder, choose_native, load_native, refusal
@@ -84,10 +83,10 @@ def load_model(
             directory, config.network, kind, max_len, quantization=quantization, progress=progress
         )
         return LoadedModel(config, kind, network.weight_bytes, network)
-    if is_gguf(directory):
+    if config.native_only is not None:
         reason = refusal(config.network, kind) or "leave --linear-backend and --device alone"
         raise UnsupportedError(
-            f"{directory.name}: GGUF files run in the native CPU decoder only: {reason}"
+            f"{directory.name}: {config.native_only} run in the native CPU decoder only: {reason}"
         )
     # Only now: torch, and transformers too, take longer to import than a small model to load.
     from vmserve.models.torch_models import load_torch  # noqa: PLC0415

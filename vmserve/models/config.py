@@ -16,6 +16,7 @@ from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.families import FAMILIES
 from vmserve.models.gguf.config import describe
 from vmserve.models.gguf.reader import is_gguf, open_gguf
+from vmserve.models.quantized.formats import describe_quantization
 from vmserve.models.tensor_names import tensor_shapes
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class ModelConfig:
     pooling: Literal["last", "mean"]
     #: What computes it: our decoder, or a model of ``transformers``.
     network: DecoderConfig | ForeignConfig
+    #: What its files are, if the native decoder alone can read them.
+    native_only: str | None = None
 
     @property
     def num_layers(self) -> int:
@@ -82,6 +85,7 @@ class ModelConfig:
             return cls._from_gguf(directory)
         raw = _read_config(directory)
         architecture = _architecture(raw)
+        quantized = describe_quantization(raw)
         network: DecoderConfig | ForeignConfig
         if architecture in FAMILIES:
             family = FAMILIES[architecture]
@@ -91,10 +95,18 @@ class ModelConfig:
             text = hf
         else:
             hf = _parse(str(raw["model_type"]), raw)
+            if quantized is not None:
+                raise UnsupportedError(
+                    f"{quantized.name} checkpoints run in the native CPU decoder only, which has "
+                    f"no {architecture}: use the model's bfloat16 or float16 weights"
+                )
             network = _inspect(architecture, hf)
             num_weights = network.num_weights
             text = hf.get_text_config()
         generation = _read_optional(directory / "generation_config.json")
+        dtype = DType.of(hf.dtype or text.dtype or DType.FLOAT32)
+        if quantized is not None and dtype is DType.FLOAT16:
+            dtype = DType.BFLOAT16  # that of scales says nothing of what to compute in
         return cls(
             architecture=architecture,
             vocab_size=network.vocab_size,
@@ -106,10 +118,11 @@ class ModelConfig:
             activation_width=network.activation_width,
             eos_token_ids=_token_ids(generation.get("eos_token_id", text.eos_token_id)),
             bos_token_id=generation.get("bos_token_id", text.bos_token_id),
-            dtype=DType.of(hf.dtype or text.dtype or DType.FLOAT32),
+            dtype=dtype,
             default_sampling=_default_sampling(generation),
             pooling=_pooling(_read_optional(directory / "1_Pooling" / "config.json")),
             network=network,
+            native_only=None if quantized is None else f"{quantized.name} checkpoints",
         )
 
     @classmethod
@@ -131,6 +144,7 @@ class ModelConfig:
             default_sampling={},
             pooling="last",
             network=network,
+            native_only="GGUF files",
         )
 
 
@@ -173,11 +187,6 @@ def _architecture(raw: dict[str, Any]) -> str:
         raise UnsupportedError(
             f"model architecture {name!r} is not supported{own_code}; supported: "
             f"{', '.join(FAMILIES)}, and causal language models of transformers' own"
-        )
-    if raw.get("quantization_config"):
-        raise UnsupportedError(
-            "quantized checkpoints (quantization_config in config.json) are not supported: "
-            "use the model's float32, bfloat16 or float16 weights"
         )
     return str(name)
 

@@ -18,13 +18,13 @@ class Factors:
     """A number for each group: ``coarse`` of its block times ``fine``, exact in float32.
 
     float16 has 11 significant bits and ``fine`` at most 8, so that no product is rounded; it would
-    be in float16.
+    be in float16. With ``coarse`` of more than 16 bits, products are rounded to float32.
     """
 
     #: ``[rows, blocks]``
-    coarse: NDArray[np.float16]
+    coarse: NDArray[np.float16] | NDArray[np.float32]
     #: ``[rows, groups]``, a whole number of groups to a block; None: 1 everywhere.
-    fine: NDArray[np.int8] | NDArray[np.uint8] | None = None
+    fine: NDArray[np.integer[Any]] | None = None
 
     def expanded(self) -> NDArray[np.float32]:
         """``[rows, groups]``"""

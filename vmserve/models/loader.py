@@ -9,7 +9,7 @@ from vmserve.errors import ConfigurationError
 from vmserve.json_files import read_json
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
 
-__all__ = ["Progress", "find_tensors", "listed", "weight_files"]
+__all__ = ["Progress", "choose_tensors", "find_tensors", "listed", "weight_files"]
 
 #: ``progress(phase, done_bytes, total_bytes)``, called after each tensor.
 Progress = Callable[[str, int, int], None]
@@ -37,6 +37,15 @@ def find_tensors(
     for path in weight_files(directory):
         file = SafetensorsFile(path)
         stored.update({rename(name): (file, tensor) for name, tensor in file.tensors.items()})
+    return choose_tensors(stored, shapes, ignore)
+
+
+def choose_tensors(
+    stored: Mapping[str, tuple[SafetensorsFile, StoredTensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    ignore: Callable[[str], bool],
+) -> dict[str, tuple[SafetensorsFile, StoredTensor]]:
+    """Those of ``stored`` that ``shapes`` has; see :func:`find_tensors`."""
     _check_names(stored, shapes, ignore)
     for name, shape in shapes.items():
         file, tensor = stored[name]

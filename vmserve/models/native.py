@@ -20,6 +20,7 @@ from vmserve.attention.cpu import CPU_DTYPES, ISA_VARIABLE, CpuCall, head_refusa
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.host_arrays import TensorTuple, array_tuple, as_float32
+from vmserve.json_files import read_json
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import asked_dtype
@@ -28,6 +29,8 @@ from vmserve.models.gguf.reader import is_gguf, open_gguf
 from vmserve.models.grouped import Grouped
 from vmserve.models.hidden import HiddenRows
 from vmserve.models.loader import Progress, find_tensors
+from vmserve.models.quantized.formats import describe_quantization
+from vmserve.models.quantized.weight import find_quantized
 from vmserve.models.rope import HostRotations, RopeConfig
 from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight, as_plain
 from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
@@ -259,6 +262,9 @@ def _find(path: Path, config: DecoderConfig) -> Mapping[str, StoredWeight]:
     if is_gguf(path):
         return find_weights(open_gguf(path), config)
     shapes = tensor_shapes(config)
+    quantized = describe_quantization(read_json(path / "config.json"))
+    if quantized is not None:
+        return find_quantized(path, config, quantized)
     found = find_tensors(
         path,
         shapes,

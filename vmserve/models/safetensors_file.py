@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,17 @@ from safetensors import SafetensorError, safe_open
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["SafetensorsFile", "StoredTensor"]
+__all__ = ["SafetensorsFile", "StoredIntegers", "StoredTensor"]
 
 _DTYPES = {"F32": DType.FLOAT32, "BF16": DType.BFLOAT16, "F16": DType.FLOAT16}
 #: Numpy has no bfloat16: its bits.
 _ELEMENTS = {DType.FLOAT32: np.float32, DType.BFLOAT16: np.uint16, DType.FLOAT16: np.float16}
+#: Of quantized weights.
+_INTEGERS: Mapping[str, np.dtype[Any]] = {
+    "I8": np.dtype("<i1"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+}
 _HEADER_LENGTH_BYTES = 8
 _PAGE = mmap.PAGESIZE
 #: madvise(MADV_POPULATE_READ) of Linux 5.14; Python has no name for it before 3.13.
@@ -44,17 +51,31 @@ class StoredTensor:
         return self.num_elements * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class StoredIntegers:
+    """The place of a tensor of integers."""
+
+    element: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.element.itemsize
+
+
 class SafetensorsFile:
     """Maps one file; the mapping lives as long as this object or an array over it.
 
     The file must not be changed while it is mapped (replacing it by renaming is fine).
+    ``quantized``: it may have integers.
 
     Raises :class:`~vmserve.errors.ConfigurationError` if the header is damaged or does not
     agree with the file's size, :class:`~vmserve.errors.UnsupportedError` for element types
     that are no plain weights.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, quantized: bool = False) -> None:
         self.path = path
         _validate(path)
         with path.open("rb") as file:
@@ -66,19 +87,23 @@ class SafetensorsFile:
                 file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
             )
         data_start = _HEADER_LENGTH_BYTES + header_length
+        header.pop("__metadata__", None)
+        self.integers = {
+            name: _integers(header.pop(name), data_start)
+            for name, entry in list(header.items())
+            if quantized and entry["dtype"] in _INTEGERS
+        }
         self.tensors = {
-            name: _stored(path, name, entry, data_start)
-            for name, entry in header.items()
-            if name != "__metadata__"
+            name: _stored(path, name, entry, data_start) for name, entry in header.items()
         }
 
-    def view(self, stored: StoredTensor) -> NDArray[Any]:
+    def view(self, stored: StoredTensor | StoredIntegers) -> NDArray[Any]:
         """Return the tensor over the file's pages, without a copy; bfloat16 as bits (uint16)."""
-        if stored.num_elements == 0:
-            return np.empty(stored.shape, dtype=_ELEMENTS[stored.dtype])
-        flat = np.frombuffer(
-            self._map, dtype=_ELEMENTS[stored.dtype], count=stored.num_elements, offset=stored.start
-        )
+        element = stored.element if isinstance(stored, StoredIntegers) else _ELEMENTS[stored.dtype]
+        count = math.prod(stored.shape)
+        if count == 0:
+            return np.empty(stored.shape, dtype=element)
+        flat = np.frombuffer(self._map, dtype=element, count=count, offset=stored.start)
         return flat.reshape(stored.shape)
 
     def load_pages(self, start: int, num_bytes: int) -> None:
@@ -121,7 +146,15 @@ def _stored(path: Path, name: str, entry: dict[str, object], data_start: int) ->
             f"{path.name}: tensor {name} has element type {entry['dtype']}; "
             f"supported: {', '.join(_DTYPES)}"
         )
+    return StoredTensor(dtype, *_place(entry, data_start))
+
+
+def _integers(entry: dict[str, object], data_start: int) -> StoredIntegers:
+    return StoredIntegers(_INTEGERS[str(entry["dtype"])], *_place(entry, data_start))
+
+
+def _place(entry: dict[str, object], data_start: int) -> tuple[tuple[int, ...], int]:
     shape, offsets = entry["shape"], entry["data_offsets"]
     assert isinstance(shape, list)
     assert isinstance(offsets, list)
-    return StoredTensor(dtype, tuple(shape), data_start + offsets[0])
+    return tuple(shape), data_start + offsets[0]

@@ -1,0 +1,1 @@
+"""Safetensors checkpoints that GPTQ, AWQ or compressed-tensors quantized."""
