@@ -216,42 +216,42 @@ def _logarithms(effect: Effect) -> dict[str, float | None]:
 
 
 def _table(data: Mapping[str, Any]) -> Table:
-    first = data["rows"][0]["name"]
+    rows, leading = data["rows"], data["leading_tokens"]
     confidence = f"{data['confidence'] * 100:g} %"
-    leading = data["leading_tokens"]
     return Table(
-        f"quality of {data['rows'][0]['model']} on {data['text']['name']}",
+        f"quality of {rows[0]['model']} on {data['text']['name']}",
         (
             "variant",
-            "weights, MB",
-            "bits a weight",
+            "MB",
+            "bits",
             "perplexity",
-            f"nats above {first} ({confidence})",
+            f"nats above {rows[0]['name']}",
             "same argmax, %",
             "KL, nats",
             "time, s",
         ),
-        tuple(_cells(row, is_first=index == 0) for index, row in enumerate(data["rows"])),
+        tuple(_cells(row, is_first=index == 0) for index, row in enumerate(rows)),
         f"{data['num_scored']:,} tokens are scored: the last {data['stride']} of each of "
         f"{data['num_windows']} windows of {data['window']} "
-        f"({f'each begins with {leading}' if leading else 'without BOS'}). After ±: one standard "
-        "error, over windows. Bits: of the weights in products; an embedding that is looked up is "
-        "beside them, even where it is tied.",
+        f"({f'each begins with {leading}' if leading else 'without BOS'}). After ±: the interval "
+        f"of {confidence}, by pairs of windows; the first perplexity itself has a standard error "
+        f"of {rows[0]['perplexity_error']:.2f}. MB: of weights in memory. Bits: of a weight in "
+        "products, so without an embedding that is looked up, even where it is tied.",
     )
 
 
 def _cells(row: Mapping[str, Any], *, is_first: bool) -> tuple[str, ...]:
     above = row["nats_above_first"]
     difference = f"{above['mean']:.4f}"
-    if above["low"] is not None and above["high"] is not None:
-        difference += f" ({above['low']:.4f} to {above['high']:.4f})"
-    same = f"{row['same_argmax'] * 100:.1f} ± {row['same_argmax_error'] * 100:.1f}"
-    compared = ("", "", "") if is_first else (difference, same, f"{row['divergence']:.5f}")
+    if above["low"] is not None:
+        difference += f" ± {above['mean'] - above['low']:.4f}"
+    # Of a variant that differs by its order of sums alone, rounding may leave less than nothing.
+    divergence = f"{max(0.0, row['divergence']):.5f}"
     return (
         row["name"],
         f"{row['weight_bytes'] / 1e6:,.0f}",
         f"{row['bits_per_weight']:.2f}",
-        f"{row['perplexity']:.2f} ± {row['perplexity_error']:.2f}",
-        *compared,
+        f"{row['perplexity']:.2f}",
+        *(("", "", "") if is_first else (difference, f"{row['same_argmax']:.1%}"[:-1], divergence)),
         f"{row['seconds']:.1f}",
     )
