@@ -77,11 +77,12 @@ class CpuLinear {
     float* const to = out.mutable_data();
     const py::gil_scoped_release unlocked;
     products_.pack_rows(layer_, rows.data(), false, num_rows, nullptr, 0.0F);
-    products_.multiply(layer_, nullptr, num_rows, cpu::Epilogue::kStore, to, layer_.outputs);
+    products_.multiply(layer_, nullptr, nullptr, num_rows, cpu::Epilogue::kStore, to,
+                       layer_.outputs);
     return out;
   }
 
-  std::size_t weight_bytes() const { return layer_.weights.bytes(); }
+  std::size_t weight_bytes() const { return layer_.weight_bytes(); }
   const char* row_type() const { return layer_.row_format().name; }
 
  private:

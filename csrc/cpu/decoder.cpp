@@ -73,10 +73,10 @@ CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization q
 CpuDecoder::~CpuDecoder() = default;
 
 std::size_t CpuDecoder::weight_bytes() const {
-  std::size_t bytes = head_ ? head_->weights.bytes() : 0;
+  std::size_t bytes = head_ ? head_->weight_bytes() : 0;
   for (const Layer& layer : layers_) {
     for (const LinearLayer* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-      bytes += linear->weights.bytes();
+      bytes += linear->weight_bytes();
     }
   }
   return bytes;
@@ -285,10 +285,12 @@ char* CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
   const bool narrow = kv_dtype_ == DType::kBFloat16;
   if (layer.q_norm.empty()) {
     const auto epilogue = narrow ? cpu::Epilogue::kNarrow : cpu::Epilogue::kStore;
-    products_.multiply(layer.qkv, nullptr, num_rows, epilogue, qkv_.data(), row_size);
+    products_.multiply(layer.qkv, &layer.output, nullptr, num_rows, epilogue, qkv_.data(),
+                       row_size);
     return reinterpret_cast<char*>(qkv_.data());
   }
-  products_.multiply(layer.qkv, nullptr, num_rows, cpu::Epilogue::kStore, qkv_.data(), row_size);
+  products_.multiply(layer.qkv, &layer.output, nullptr, num_rows, cpu::Epilogue::kStore,
+                     qkv_.data(), row_size);
   normalise_heads(layer, num_rows);
   return narrow ? reinterpret_cast<char*>(narrow_qkv_.data())
                 : reinterpret_cast<char*>(qkv_.data());
@@ -360,26 +362,27 @@ void CpuDecoder::keep(const std::vector<std::int64_t>& wanted) {
   std::memcpy(attended_.data(), kept, static_cast<std::size_t>(num_wanted * q_size * item));
 }
 
-void CpuDecoder::finish_layer(const Layer& layer, std::int64_t num_rows) {
+void CpuDecoder::finish_layer(const Layer& layer, const LinearLayer& next, std::int64_t num_rows) {
   const std::int64_t hidden = shape_.hidden_size;
   const auto add = cpu::Epilogue::kAdd;
   products_.pack_rows(layer.output, attended_.data(), kv_dtype_ == DType::kBFloat16, num_rows,
                       nullptr, shape_.norm_eps);
-  products_.multiply(layer.output, nullptr, num_rows, add, x_.data(), hidden);
+  products_.multiply(layer.output, &layer.gate_up, nullptr, num_rows, add, x_.data(), hidden);
   products_.pack_rows(layer.gate_up, x_.data(), false, num_rows, layer.mlp_norm.data(),
                       shape_.norm_eps);
   grow(gated_, num_rows * layer.down.depth);
   if (layer.down.row_format().group_depth > 0) {
     // Scales need the maximum of a whole group of the row, so products are stored first, then
     // packed.
-    products_.multiply(layer.gate_up, nullptr, num_rows, cpu::Epilogue::kGateRows, gated_.data(),
-                       shape_.mlp_size);
+    products_.multiply(layer.gate_up, &layer.down, nullptr, num_rows, cpu::Epilogue::kGateRows,
+                       gated_.data(), shape_.mlp_size);
     products_.pack_rows(layer.down, gated_.data(), false, num_rows, nullptr, shape_.norm_eps);
-    products_.multiply(layer.down, nullptr, num_rows, add, x_.data(), hidden);
+    products_.multiply(layer.down, &next, nullptr, num_rows, add, x_.data(), hidden);
   } else {
-    products_.multiply(layer.gate_up, nullptr, num_rows, cpu::Epilogue::kGate, gated_.data(),
-                       layer.down.depth, layer.down.form->rows == cpu::kRowsBFloat16);
-    products_.multiply(layer.down, gated_.data(), num_rows, add, x_.data(), hidden);
+    products_.multiply(layer.gate_up, &layer.down, nullptr, num_rows, cpu::Epilogue::kGate,
+                       gated_.data(), layer.down.depth,
+                       layer.down.form->rows == cpu::kRowsBFloat16);
+    products_.multiply(layer.down, &next, gated_.data(), num_rows, add, x_.data(), hidden);
   }
 }
 
@@ -414,19 +417,22 @@ void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector
     const Layer& layer = layers_[static_cast<std::size_t>(index)];
     char* const qkv = project(layer, num_rows);
     attend(layer, index, qkv, parts);
-    if (index == num_layers - 1) {
+    const bool is_last = index == num_layers - 1;
+    if (is_last) {
       // Later operations read only the wanted rows.
       keep(wanted);
       num_rows = static_cast<std::int64_t>(wanted.size());
       if (num_rows == 0) return;
     }
-    finish_layer(layer, num_rows);
+    finish_layer(layer, is_last ? *head_ : layers_[static_cast<std::size_t>(index + 1)].qkv,
+                 num_rows);
   }
   num_rows -= num_hidden;
   norm_rows(x_.data() + num_rows * shape_.hidden_size, num_hidden, hidden);
   if (num_rows == 0) return;
   products_.pack_rows(*head_, x_.data(), false, num_rows, final_norm_.data(), shape_.norm_eps);
-  products_.multiply(*head_, nullptr, num_rows, cpu::Epilogue::kStore, logits, shape_.vocab_size);
+  products_.multiply(*head_, &layers_.front().qkv, nullptr, num_rows, cpu::Epilogue::kStore, logits,
+                     shape_.vocab_size);
 }
 
 }  // namespace vmserve

@@ -96,7 +96,8 @@ class CpuDecoder {
   void attend(const Layer& layer, std::int64_t index, char* qkv, std::vector<Part>& parts);
   void keep(const std::vector<std::int64_t>& wanted);
   void norm_rows(const float* rows, std::int64_t num_rows, float* out) const;
-  void finish_layer(const Layer& layer, std::int64_t num_rows);
+  // next: whose product follows.
+  void finish_layer(const Layer& layer, const LinearLayer& next, std::int64_t num_rows);
   DecoderShape shape_;
   DType kv_dtype_;
   std::shared_ptr<ThreadPool> pool_;

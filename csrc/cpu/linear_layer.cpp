@@ -20,11 +20,13 @@ using cpu::GroupedTensor;
 // but few enough that every thread has several items.
 constexpr std::int64_t kItemBytes = 192 << 10;
 constexpr std::int64_t kItemsPerThread = 4;
-// With so few rows nothing is reused in a cache, and kernels compute several panels side by side.
-constexpr std::int64_t kFewRows = 3, kPanelsOfFewRows = 4;
+// With so few rows products wait for memory, and kernels compute up to two panels side by side.
+constexpr std::int64_t kFewRows = 8, kPanelsOfFewRows = 2;
 // Weights of an item that are widened at a time.
 constexpr std::int64_t kWidenedBytes = 192 << 10;
 constexpr std::size_t kBigPage = std::size_t{2} << 20;
+// Blocks of an arena, and what begins within one.
+constexpr std::size_t kArenaBlock = std::size_t{64} << 20, kArenaAlign = 128;
 
 std::int64_t round_up(std::int64_t n, std::int64_t unit) {
   return (n + unit - 1) / unit * unit;
@@ -145,37 +147,50 @@ std::int64_t outputs_of(const WeightRef& matrix) {
   return std::get<TensorRef>(matrix).shape.at(0);
 }
 
-BigBuffer::BigBuffer(std::size_t bytes) : bytes_(bytes) {
-  if (bytes == 0) return;
+char* WeightArena::take(std::size_t bytes) {
+  const std::size_t rounded = (bytes + kArenaAlign - 1) / kArenaAlign * kArenaAlign;
+  if (blocks_.empty() || blocks_.back().bytes - blocks_.back().taken < rounded) add_block(rounded);
+  Block& block = blocks_.back();
+  block.taken += rounded;
+  return block.data + block.taken - rounded;
+}
+
+void WeightArena::add_block(std::size_t least_bytes) {
+  // What is never taken is never touched, and takes no memory.
+  const std::size_t bytes =
+      (std::max(least_bytes, kArenaBlock) + kBigPage - 1) / kBigPage * kBigPage;
   // Aligned by hand: mmap does not align to huge pages.
-  const std::size_t reserved = (bytes + kBigPage - 1) / kBigPage * kBigPage + kBigPage;
+  const std::size_t reserved = bytes + kBigPage;
   void* const at = mmap(nullptr, reserved, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (at == MAP_FAILED) {
     throw OutOfMemoryError("the system has no " + human_bytes(bytes) +
-                           " for a layer's weights: use --quantization int8 or a smaller model");
+                           " for packed weights: use --quantization int8 or a smaller model");
   }
   const auto first = reinterpret_cast<std::uintptr_t>(at);
   const std::uintptr_t data = (first + kBigPage - 1) / kBigPage * kBigPage;
-  const std::uintptr_t end = data + (bytes + kBigPage - 1) / kBigPage * kBigPage;
+  const std::uintptr_t end = data + bytes;
   if (data > first) munmap(at, data - first);
   if (first + reserved > end) munmap(reinterpret_cast<void*>(end), first + reserved - end);
-  data_ = reinterpret_cast<char*>(data);
-  // For a smaller layer, the padding would cost more than huge pages save.
-  if (bytes >= kBigPage / 2) madvise(data_, end - data, MADV_HUGEPAGE);
+  auto* const block = reinterpret_cast<char*>(data);
+  madvise(block, bytes, MADV_HUGEPAGE);
+  blocks_.push_back({block, bytes, 0});
 }
 
-BigBuffer::~BigBuffer() {
-  if (data_ != nullptr) munmap(data_, (bytes_ + kBigPage - 1) / kBigPage * kBigPage);
+WeightArena::~WeightArena() {
+  for (const Block& block : blocks_) munmap(block.data, block.bytes);
 }
 
-BigBuffer::BigBuffer(BigBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-
-BigBuffer& BigBuffer::operator=(BigBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
+bool ItemRange::take(bool at_front, std::int64_t& item) {
+  constexpr std::uint64_t kFront = std::uint64_t{1} << 32;
+  std::uint64_t seen = ends_.load(std::memory_order_relaxed);
+  for (;;) {
+    const std::uint64_t first = seen / kFront, end = seen % kFront;
+    if (first == end) return false;
+    item = static_cast<std::int64_t>(at_front ? first : end - 1);
+    const std::uint64_t left = at_front ? seen + kFront : seen - 1;
+    if (ends_.compare_exchange_weak(seen, left, std::memory_order_relaxed)) return true;
+  }
 }
 
 std::int64_t padded_depth(std::int64_t inputs) {
@@ -199,10 +214,14 @@ void check_matrix(const WeightRef& matrix, const char* name, std::int64_t output
 
 LinearProducts::LinearProducts(const cpu::LinearKernels& kernels, std::shared_ptr<ThreadPool> pool,
                                Quantization quantization, bool bf16_rows)
-    : kernels_(kernels),
-      pool_(std::move(pool)),
-      quantization_(quantization),
-      bf16_rows_(bf16_rows) {}
+    : kernels_(kernels), quantization_(quantization), bf16_rows_(bf16_rows) {
+  set_pool(std::move(pool));
+}
+
+void LinearProducts::set_pool(std::shared_ptr<ThreadPool> pool) {
+  pool_ = std::move(pool);
+  ranges_ = std::make_unique<ItemRange[]>(static_cast<std::size_t>(pool_->num_threads()));
+}
 
 const cpu::LinearForm& LinearProducts::float_form(bool bf16_weights) const {
   const auto faster_of = [&](cpu::WeightForm first, cpu::WeightForm second) {
@@ -238,7 +257,7 @@ const cpu::LinearForm& LinearProducts::grouped_form(
   return kernels_.forms[rounds_more && kernels_.forms[bytes].multiply != nullptr ? bytes : form];
 }
 
-LinearLayer LinearProducts::pack(const std::vector<const WeightRef*>& matrices, bool gated) const {
+LinearLayer LinearProducts::pack(const std::vector<const WeightRef*>& matrices, bool gated) {
   cpu::PackArgs args{};
   LinearLayer linear;
   linear.inputs = inputs_of(*matrices[0]);
@@ -275,11 +294,11 @@ LinearLayer LinearProducts::pack(const std::vector<const WeightRef*>& matrices, 
   linear.panel_bytes = linear.form->panel_bytes(linear.depth, linear.scale_format);
   args.depth = linear.inputs;
   args.num_panels = 1;
-  linear.weights = BigBuffer(static_cast<std::size_t>(linear.num_panels * linear.panel_bytes));
+  args.weights = arena_.take(linear.weight_bytes());
+  linear.weights = args.weights;
   if (linear.form->output_scales) {
     linear.scales.resize(static_cast<std::size_t>(linear.num_panels * width));
   }
-  args.weights = linear.weights.data();
   args.scales = linear.scales.data();
   parallel(linear.num_panels, lanes * linear.inputs, [&](std::int64_t panel) {
     cpu::PackArgs mine = args;
@@ -317,11 +336,21 @@ void LinearProducts::pack_rows(const LinearLayer& next, const void* rows, bool b
   });
 }
 
-void LinearProducts::multiply(const LinearLayer& linear, const void* rows, std::int64_t num_rows,
-                              cpu::Epilogue epilogue, void* out, std::int64_t out_stride,
-                              bool pairs_out) {
+LinearProducts::Split LinearProducts::split(const LinearLayer& linear,
+                                            std::int64_t num_rows) const {
+  const std::int64_t share =
+      std::max<std::int64_t>(1, linear.num_panels / (kItemsPerThread * pool_->num_threads()));
+  std::int64_t panels = std::clamp<std::int64_t>(kItemBytes / linear.panel_bytes, 1, share);
+  if (num_rows <= kFewRows) panels = std::max(panels, kPanelsOfFewRows);
+  if (panels >= 2) panels = panels / 2 * 2;
+  return {panels, (linear.num_panels + panels - 1) / panels};
+}
+
+void LinearProducts::multiply(const LinearLayer& linear, const LinearLayer* next, const void* rows,
+                              std::int64_t num_rows, cpu::Epilogue epilogue, void* out,
+                              std::int64_t out_stride, bool pairs_out) {
   cpu::LinearArgs args{};
-  args.weights = linear.weights.data();
+  args.weights = linear.weights;
   args.scales = linear.scales.empty() ? nullptr : linear.scales.data();
   args.bias = linear.bias.empty() ? nullptr : linear.bias.data();
   args.scale_format = linear.scale_format;
@@ -330,29 +359,39 @@ void LinearProducts::multiply(const LinearLayer& linear, const void* rows, std::
   args.epilogue = epilogue;
   args.pairs_out = pairs_out;
   args.out_stride = out_stride;
-  const std::int64_t share =
-      std::max<std::int64_t>(1, linear.num_panels / (kItemsPerThread * pool_->num_threads()));
-  std::int64_t panels = std::clamp<std::int64_t>(kItemBytes / linear.panel_bytes, 1, share);
-  if (num_rows <= kFewRows) panels = std::max(panels, kPanelsOfFewRows);
-  if (panels >= 4) panels = panels / 4 * 4;
-  const std::int64_t num_items = (linear.num_panels + panels - 1) / panels;
+  const auto [panels, num_items] = split(linear, num_rows);
+  const int num_threads = pool_->num_threads();
+  for (int i = 0; i < num_threads; ++i) {
+    ranges_[i].set(num_items * i / num_threads, num_items * (i + 1) / num_threads);
+  }
+  ReadAhead ahead;
+  if (next != nullptr && num_rows <= kFewRows) {
+    const Split other = split(*next, num_rows);
+    ahead = {next->weights, other.panels * next->panel_bytes, other.num_items};
+  }
   const std::int64_t work = num_rows * linear.num_panels * kernels_.panel_outputs * linear.depth;
   const std::int64_t panel_floats = kernels_.panel_outputs * linear.depth;
   args.scratch_floats =
       std::max(kWidenedBytes / static_cast<std::int64_t>(sizeof(float)), panel_floats);
-  grow(scratch_, args.scratch_floats * pool_->num_threads());
-  parallel(num_items, work, [&](std::int64_t item, int worker) {
+  grow(scratch_, args.scratch_floats * num_threads);
+  args.rows = rows == nullptr ? packed_.data() : rows;
+  args.row_groups = row_groups_.data();
+  args.num_rows = static_cast<std::int32_t>(num_rows);
+  args.out = out;
+  const auto compute = [&, panels = panels](std::int64_t, int worker) {
     cpu::LinearArgs mine = args;
     mine.scratch = scratch_.data() + worker * args.scratch_floats;
-    mine.first_panel = static_cast<std::int32_t>(item * panels);
-    mine.num_panels =
-        static_cast<std::int32_t>(std::min(panels, linear.num_panels - item * panels));
-    mine.rows = rows == nullptr ? packed_.data() : rows;
-    mine.row_groups = row_groups_.data();
-    mine.num_rows = static_cast<std::int32_t>(num_rows);
-    mine.out = out;
-    linear.form->multiply(mine);
-  });
+    for (int i = 0; i < num_threads; ++i) {
+      ItemRange& range = ranges_[(worker + i) % num_threads];
+      for (std::int64_t item; range.take(i == 0, item);) {
+        mine.first_panel = static_cast<std::int32_t>(item * panels);
+        mine.num_panels =
+            static_cast<std::int32_t>(std::min(panels, linear.num_panels - item * panels));
+        linear.form->multiply(mine);
+      }
+    }
+  };
+  parallel(num_threads, work, compute, ahead);
 }
 
 }  // namespace vmserve

@@ -2,6 +2,7 @@
 // threads. kernels/linear.h has the forms of weights.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <type_traits>
@@ -20,21 +21,27 @@ namespace vmserve {
 // others to int16.
 enum class Quantization { kNone, kInt8, kInt8Dynamic };
 
-// Memory in huge pages if the system has them, because weights are read from end to end.
-class BigBuffer {
+// Memory of packed weights, in huge pages if the system has them, because weights are read from end
+// to end. Layers lie one behind the other: many are smaller than a huge page. All memory is freed
+// together.
+class WeightArena {
  public:
-  BigBuffer() = default;
-  explicit BigBuffer(std::size_t bytes);
-  ~BigBuffer();
-  BigBuffer(BigBuffer&& other) noexcept;
-  BigBuffer& operator=(BigBuffer&& other) noexcept;
+  WeightArena() = default;
+  ~WeightArena();
+  WeightArena(const WeightArena&) = delete;
+  WeightArena& operator=(const WeightArena&) = delete;
 
-  char* data() const { return data_; }
-  std::size_t bytes() const { return bytes_; }
+  // Zeros.
+  char* take(std::size_t bytes);
 
  private:
-  char* data_ = nullptr;
-  std::size_t bytes_ = 0;
+  struct Block {
+    char* data;
+    std::size_t bytes, taken;
+  };
+  void add_block(std::size_t least_bytes);
+
+  std::vector<Block> blocks_;
 };
 
 // A matrix [outputs, inputs] of a checkpoint: floats, contiguous in the last dimension, or grouped
@@ -45,13 +52,29 @@ std::int64_t outputs_of(const WeightRef& matrix);
 
 // Packed weights of one or several matrices with the same inputs.
 struct LinearLayer {
-  BigBuffer weights;
+  const char* weights = nullptr;    // of the LinearProducts that packed them
   std::vector<float> scales, bias;  // in the order of the lanes, for all panels
   cpu::ScaleFormat scale_format{};
   const cpu::LinearForm* form = nullptr;
   std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0, panel_bytes = 0;
 
+  std::size_t weight_bytes() const { return static_cast<std::size_t>(num_panels * panel_bytes); }
   const cpu::RowFormat& row_format() const { return cpu::kRowFormats[form->rows]; }
+};
+
+// Items [first, end) of one thread, which takes them from the front, so that it reads weights from
+// end to end; threads that have none left take them from the back.
+class alignas(64) ItemRange {
+ public:
+  void set(std::int64_t first, std::int64_t end) {
+    ends_.store(static_cast<std::uint64_t>(first) << 32 | static_cast<std::uint64_t>(end),
+                std::memory_order_relaxed);
+  }
+  // False if none is left.
+  bool take(bool at_front, std::int64_t& item);
+
+ private:
+  std::atomic<std::uint64_t> ends_ = 0;
 };
 
 // Packs layers and multiplies rows by them. One call at a time.
@@ -63,23 +86,27 @@ class LinearProducts {
 
   const cpu::LinearKernels& kernels() const { return kernels_; }
   ThreadPool& pool() const { return *pool_; }
-  void set_pool(std::shared_ptr<ThreadPool> pool) { pool_ = std::move(pool); }
+  void set_pool(std::shared_ptr<ThreadPool> pool);
 
-  // Up to three matrices, one after the other; `gated`: two, which a gated MLP multiplies. Grouped
+  // Up to three matrices, one after the other; `gated`: two, which a gated MLP multiplies. Layers
+  // that are packed in the order of their products are read as one stream. Grouped
   // integers that differ in size are stored in the larger one. Throws MisuseError if floats differ
   // in type or are mixed with integers.
-  LinearLayer pack(const std::vector<const WeightRef*>& matrices, bool gated) const;
+  LinearLayer pack(const std::vector<const WeightRef*>& matrices, bool gated);
   // Rounds rows [num_rows, next.inputs] and packs them for the product with `next`. `norm`: of an
   // RMSNorm before, or null.
   void pack_rows(const LinearLayer& next, const void* rows, bool bf16, std::int64_t num_rows,
                  const float* norm, float eps);
-  // rows: packed; null: those of the last pack_rows.
-  void multiply(const LinearLayer& layer, const void* rows, std::int64_t num_rows,
-                cpu::Epilogue epilogue, void* out, std::int64_t out_stride, bool pairs_out = false);
+  // rows: packed; null: those of the last pack_rows. `next`: the layer of the next product with as
+  // many rows, or null; its weights are prefetched.
+  void multiply(const LinearLayer& layer, const LinearLayer* next, const void* rows,
+                std::int64_t num_rows, cpu::Epilogue epilogue, void* out, std::int64_t out_stride,
+                bool pairs_out = false);
 
   // Calls body(item) or body(item, worker) for each item. `work`: multiplications of all.
   template <class Body>
-  void parallel(std::int64_t num_items, std::int64_t work, const Body& body) const {
+  void parallel(std::int64_t num_items, std::int64_t work, const Body& body,
+                const ReadAhead& ahead = {}) const {
     const auto call = [](void* context, std::int64_t item, int worker) {
       const Body& body = *static_cast<const Body*>(context);
       if constexpr (std::is_invocable_v<Body, std::int64_t, int>) {
@@ -90,13 +117,18 @@ class LinearProducts {
     };
     // const_cast: the pool passes the pointer through unchanged.
     pool_->run(num_items, work < kSerialWork ? 1 : ThreadPool::kMaxThreads, call,
-               const_cast<Body*>(&body));
+               const_cast<Body*>(&body), ahead);
   }
 
  private:
   // Below this many multiplications, waking another thread costs more than it saves.
   static constexpr std::int64_t kSerialWork = 1 << 15;
 
+  struct Split {
+    std::int64_t panels, num_items;  // of an item
+  };
+
+  Split split(const LinearLayer& layer, std::int64_t num_rows) const;
   const cpu::LinearForm& float_form(bool bf16_weights) const;
   const cpu::LinearForm& grouped_form(const std::vector<const WeightRef*>& matrices) const;
 
@@ -104,6 +136,8 @@ class LinearProducts {
   std::shared_ptr<ThreadPool> pool_;
   Quantization quantization_;
   bool bf16_rows_;
+  WeightArena arena_;
+  std::unique_ptr<ItemRange[]> ranges_;  // of each thread
   // Buffers of a step; grow as needed.
   std::vector<char> packed_;  // rows, packed for the next product
   std::vector<cpu::RowGroup> row_groups_;

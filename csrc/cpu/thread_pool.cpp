@@ -57,6 +57,7 @@ struct Job {
   void* context = nullptr;
   std::int64_t num_items = 0;
   int num_helpers = 0;  // workers 0 .. num_helpers - 1 may join
+  ReadAhead ahead;
 };
 
 void take_items(const Job& job, std::atomic<std::int64_t>& next, int worker) {
@@ -64,6 +65,26 @@ void take_items(const Job& job, std::atomic<std::int64_t>& next, int worker) {
     const std::int64_t item = next.fetch_add(1, std::memory_order_relaxed);
     if (item >= job.num_items) return;
     job.work(job.context, item, worker);
+  }
+}
+
+// At least what takes as long to read as memory takes to answer; at most what stays in a core's own
+// cache beside the rows.
+constexpr std::int64_t kLeastAhead = 4 << 10, kMostAhead = 192 << 10;
+constexpr std::int64_t kLine = 64, kLinesAtOnce = 8;
+
+// Prefetches the stretch of a worker until `done` is true.
+template <class Condition>
+void prefetch(const ReadAhead& ahead, int worker, int num_threads, const Condition& done) {
+  const std::int64_t first = ahead.num_items * worker / num_threads;
+  const std::int64_t end = ahead.num_items * (worker + 1) / num_threads;
+  const std::int64_t bytes = std::min(kMostAhead, (end - first) * ahead.item_bytes);
+  const char* const from = ahead.data + first * ahead.item_bytes;
+  for (std::int64_t at = 0; at < bytes && (at < kLeastAhead || !done());
+       at += kLinesAtOnce * kLine) {
+    for (std::int64_t line = 0; line < kLinesAtOnce; ++line) {
+      __builtin_prefetch(from + at + line * kLine);
+    }
   }
 }
 
@@ -79,11 +100,15 @@ struct ThreadPool::Shared {
   std::mutex mutex;
   std::condition_variable wake, idle;
   bool stopping = false;  // guarded by the mutex
+  int num_threads = 1;
   std::vector<std::thread> workers;
 
   std::uint32_t number() const {
     return static_cast<std::uint32_t>(state.load(std::memory_order_acquire) >> kNumberShift);
   }
+
+  // Whether no worker is in a run.
+  bool is_empty() const { return (state.load(std::memory_order_acquire) & kJoined) == 0; }
 
   void begin(const Job& next_job) {
     const std::uint64_t number = (state.load(std::memory_order_relaxed) >> kNumberShift) + 1;
@@ -107,11 +132,10 @@ struct ThreadPool::Shared {
   // Closes the run. Post: no worker is in it.
   void end() {
     if ((state.fetch_and(~kOpen, std::memory_order_acq_rel) & kJoined) == 0) return;
-    const auto is_empty = [this] { return (state.load(std::memory_order_acquire) & kJoined) == 0; };
-    if (spin(awake, is_empty)) return;
+    if (spin(awake, [this] { return is_empty(); })) return;
     std::unique_lock lock(mutex);
     state.fetch_or(kCallerSleeps, std::memory_order_acq_rel);
-    idle.wait(lock, is_empty);
+    idle.wait(lock, [this] { return is_empty(); });
   }
 
   // Joins run `number`; false if it is closed.
@@ -156,6 +180,7 @@ ThreadPool::ThreadPool(int num_threads)
     throw MisuseError("a pool of " + std::to_string(num_threads) + " threads: use 1 to " +
                       std::to_string(kMaxThreads));
   }
+  shared_->num_threads = num_threads;
   shared_->workers.reserve(static_cast<std::size_t>(num_threads - 1));
   try {
     for (int i = 0; i < num_threads - 1; ++i) {
@@ -191,28 +216,34 @@ bool ThreadPool::is_awake() const {
   return shared_->awake.load(std::memory_order_relaxed);
 }
 
-void ThreadPool::run(std::int64_t num_items, int max_threads, Work work, void* context) {
+void ThreadPool::run(std::int64_t num_items, int max_threads, Work work, void* context,
+                     const ReadAhead& ahead) {
   const std::lock_guard turn(turn_);
   const auto useful = std::min<std::int64_t>({num_items, max_threads, num_threads_});
-  const Job job{work, context, num_items, static_cast<int>(useful) - 1};
+  const Job job{work, context, num_items, static_cast<int>(useful) - 1, ahead};
   if (job.num_helpers <= 0 || getpid() != pid_) {
     for (std::int64_t item = 0; item < num_items; ++item) work(context, item, 0);
+    prefetch(ahead, 0, num_threads_, [] { return true; });
     return;
   }
   shared_->begin(job);
   take_items(job, shared_->next, 0);
+  prefetch(ahead, 0, num_threads_, [this] { return shared_->is_empty(); });
   shared_->end();
 }
 
 void ThreadPool::serve(Shared& shared, int index) {
   std::uint32_t seen = 0;
+  const auto is_called = [&] { return shared.number() != seen; };
   for (;;) {
-    const auto is_called = [&] { return shared.number() != seen; };
     if (!spin(shared.awake, is_called) && !shared.sleep(seen)) return;
     seen = shared.number();
     if (!shared.join(seen)) continue;
     if (index < shared.job.num_helpers) take_items(shared.job, shared.next, index + 1);
+    const ReadAhead ahead = shared.job.ahead;
     shared.leave();
+    if (ahead.data == nullptr || !shared.awake.load(std::memory_order_relaxed)) continue;
+    prefetch(ahead, index + 1, shared.num_threads, is_called);
   }
 }
 

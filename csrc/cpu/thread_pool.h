@@ -9,6 +9,14 @@
 
 namespace vmserve {
 
+// What the next run of a pool reads, for threads to bring into their cores' caches while they wait
+// for it: worker w has the stretch from item num_items * w / num_threads on. Addresses need not be
+// valid.
+struct ReadAhead {
+  const char* data = nullptr;  // null: nothing
+  std::int64_t item_bytes = 0, num_items = 0;
+};
+
 // Runs items of work on the calling thread and num_threads - 1 workers, which sleep between runs.
 // Any thread may execute any item. In a child after fork(), which has no workers, the caller
 // executes all items.
@@ -43,8 +51,10 @@ class ThreadPool {
 
   // Calls work(context, i, w) once for each i in [0, num_items). w in [0, num_threads) identifies
   // the thread. Items begin in order. Post: all are done. `work` must not throw or call run.
-  // Concurrent calls wait for one another.
-  void run(std::int64_t num_items, int max_threads, Work work, void* context);
+  // Concurrent calls wait for one another. Threads that wait prefetch `ahead`: the caller until all
+  // are done, workers that are kept awake until the next run.
+  void run(std::int64_t num_items, int max_threads, Work work, void* context,
+           const ReadAhead& ahead = {});
 
  private:
   struct Shared;

@@ -25,10 +25,13 @@
 namespace vmserve::cpu {
 namespace {
 
-// With few rows, several panels at a time: independent sums hide latency.
+// With few rows, two panels at a time: independent sums hide latency. Each of the two reads its
+// half of a stretch of panels from end to end, so that what is prefetched behind a panel is the
+// next. Wide vectors of one row need no more sums, and one stream has fewer ends.
 constexpr int panels_together(int rows) {
   if (Vec::kLinearRows < 6) return 1;  // plain C++ keeps no sums in registers
-  return 4 * rows <= Vec::kLinearRows + 2 ? 4 : 2 * rows <= Vec::kLinearRows ? 2 : 1;
+  if (rows == 1 && Vec::kWidth >= 16) return 1;
+  return 2 * rows <= Vec::kLinearRows ? 2 : 1;
 }
 
 // Rows of a block, given how many rows are left. The first block is the largest, because weights
@@ -47,15 +50,13 @@ void row_block(const LinearArgs& a, const W* weights, std::int32_t first_row, st
     return;
   }
   constexpr int kTogether = panels_together(kRows);
-  const std::int64_t panel_stride = a.depth * kPanelOutputs;
-  std::int32_t i = 0;
-  for (; i + kTogether <= num_panels; i += kTogether) {
-    panels<kRows, kTogether>(a, weights + i * panel_stride, first_row, panel + i);
+  const std::int64_t panel_elements = a.depth * kPanelOutputs;
+  const std::int32_t apart = num_panels / kTogether;
+  for (std::int32_t i = 0; i < apart; ++i) {
+    panels<kRows, kTogether>(a, weights + i * panel_elements, first_row, panel + i, apart);
   }
-  if constexpr (kTogether > 1) {
-    for (; i < num_panels; ++i) {
-      panels<kRows, 1>(a, weights + i * panel_stride, first_row, panel + i);
-    }
+  for (std::int32_t i = apart * kTogether; i < num_panels; ++i) {
+    panels<kRows, 1>(a, weights + i * panel_elements, first_row, panel + i, 1);
   }
 }
 
@@ -105,33 +106,32 @@ void multiply(const LinearArgs& a) {
 }
 
 template <class G, int kRows>
-void grouped_block(const LinearArgs& a, const char* weights, std::int64_t panel_stride,
+void grouped_block(const LinearArgs& a, const char* weights, std::int64_t panel_bytes,
                    std::int32_t first_row, std::int32_t rows) {
   if (rows != kRows) {
     if constexpr (kRows > 1) {
-      grouped_block<G, kRows - 1>(a, weights, panel_stride, first_row, rows);
+      grouped_block<G, kRows - 1>(a, weights, panel_bytes, first_row, rows);
     }
     return;
   }
   constexpr int kTogether = panels_together(kRows);
-  std::int32_t i = 0;
-  for (; i + kTogether <= a.num_panels; i += kTogether) {
-    grouped_panels<G, kRows, kTogether>(a, weights + i * panel_stride, panel_stride, first_row,
-                                        a.first_panel + i);
+  const std::int32_t apart = a.num_panels / kTogether;
+  for (std::int32_t i = 0; i < apart; ++i) {
+    grouped_panels<G, kRows, kTogether>(a, weights + i * panel_bytes, apart * panel_bytes,
+                                        first_row, a.first_panel + i, apart);
   }
-  for (; kTogether > 1 && i < a.num_panels; ++i) {
-    grouped_panels<G, kRows, 1>(a, weights + i * panel_stride, panel_stride, first_row,
-                                a.first_panel + i);
+  for (std::int32_t i = apart * kTogether; i < a.num_panels; ++i) {
+    grouped_panels<G, kRows, 1>(a, weights + i * panel_bytes, 0, first_row, a.first_panel + i, 1);
   }
 }
 
 template <class G>
 void multiply_grouped(const LinearArgs& a) {
-  const std::int64_t panel_stride = grouped_panel_bytes<G>(a.depth, a.scale_format);
-  const char* const weights = a.weights + a.first_panel * panel_stride;
+  const std::int64_t panel_bytes = grouped_panel_bytes<G>(a.depth, a.scale_format);
+  const char* const weights = a.weights + a.first_panel * panel_bytes;
   for (std::int32_t row = 0; row < a.num_rows;) {
     const std::int32_t rows = block_rows(a.num_rows - row);
-    grouped_block<G, Vec::kLinearRows>(a, weights, panel_stride, row, rows);
+    grouped_block<G, Vec::kLinearRows>(a, weights, panel_bytes, row, rows);
     row += rows;
   }
 }

@@ -100,12 +100,13 @@ inline void accumulate_dots(const PairedBf16* weights, std::int64_t panel_stride
   }
 }
 
-// Multiplies a block of rows by kPanels panels from `panel` on. `weights`: of `panel`.
+// Multiplies a block of rows by kPanels panels: `panel`, panel + apart, ... `weights`: of `panel`.
 template <int kRows, int kPanels, class W>
-void panels(const LinearArgs& a, const W* weights, std::int32_t first_row, std::int32_t panel) {
+void panels(const LinearArgs& a, const W* weights, std::int32_t first_row, std::int32_t panel,
+            std::int32_t apart) {
   using Row = typename Stored<W>::Row;
   constexpr int kChunkDepth = kChunkWords * kWordDepth<W>;
-  const std::int64_t panel_stride = a.depth * kPanelOutputs;
+  const std::int64_t panel_stride = apart * a.depth * kPanelOutputs;
   const Row* const block = static_cast<const Row*>(a.rows) + block_at(first_row, a.depth);
   const auto* x = reinterpret_cast<const float*>(block);
   Sums<kRows, kPanels> sums = no_sums<kRows, kPanels>();
@@ -119,7 +120,7 @@ void panels(const LinearArgs& a, const W* weights, std::int32_t first_row, std::
     x += kChunkWords * kRows;
   }
 #pragma GCC unroll 8
-  for (int p = 0; p < kPanels; ++p) finish<kRows>(a, first_row, panel + p, sums.at[p]);
+  for (int p = 0; p < kPanels; ++p) finish<kRows>(a, first_row, panel + p * apart, sums.at[p]);
 }
 
 template <class W>

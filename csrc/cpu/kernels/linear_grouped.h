@@ -85,10 +85,9 @@ inline Vec::S grouped_factors(Vec::S bytes, int half, int word) {
   return word == 0 ? Vec::even_bytes(bytes) : Vec::odd_bytes(bytes);
 }
 
-// beyond: added to the addresses that are prefetched.
 template <class G, int kRows, int kPanels>
 inline void add_group(const char* codes, std::int64_t panel_stride, const typename G::Row* x,
-                      std::int64_t count, std::int64_t beyond, GroupSums<G, kRows, kPanels>& sums) {
+                      std::int64_t count, GroupSums<G, kRows, kPanels>& sums) {
   constexpr int kWords = G::kOfBytes ? 1 : 2, kHalves = 8 / G::kNumBits;
   constexpr int kWordDepth = 4 / static_cast<int>(sizeof(typename G::Row));
   constexpr int kLoads = kChunkWords / (kWords * kHalves);
@@ -119,7 +118,7 @@ inline void add_group(const char* codes, std::int64_t panel_stride, const typena
           }
         }
       }
-      prefetch_weights<kPanels, 4 * kPanelOutputs>(codes + beyond, panel_stride);
+      prefetch_weights<kPanels, 4 * kPanelOutputs>(codes, panel_stride);
       codes += 4 * kPanelOutputs;
     }
     x += kWordDepth * kChunkWords * kRows;
@@ -131,7 +130,7 @@ template <class G, int kRows, int kPanels>
 inline WholeSums<kRows, kPanels> grouped_sums(const char* codes, std::int64_t panel_stride,
                                               const typename G::Row* x, const RowGroup* groups,
                                               std::int64_t group_stride, std::int64_t count,
-                                              bool has_zero, std::int64_t beyond) {
+                                              bool has_zero) {
   GroupSums<G, kRows, kPanels> sums;
   WholeSums<kRows, kPanels> whole;
   Vec::I offsets[kRows];
@@ -149,7 +148,7 @@ inline WholeSums<kRows, kPanels> grouped_sums(const char* codes, std::int64_t pa
       }
     }
   }
-  add_group<G, kRows, kPanels>(codes, panel_stride, x, count, beyond, sums);
+  add_group<G, kRows, kPanels>(codes, panel_stride, x, count, sums);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
@@ -167,17 +166,17 @@ inline WholeSums<kRows, kPanels> grouped_sums(const char* codes, std::int64_t pa
   return whole;
 }
 
-// Multiplies a block of rows by kPanels panels from `panel` on. `weights`: of `panel`.
+// Multiplies a block of rows by kPanels panels: `panel`, panel + apart, ... `weights`: of `panel`;
+// the others are panel_stride apart.
 template <class G, int kRows, int kPanels>
 void grouped_panels(const LinearArgs& a, const char* weights, std::int64_t panel_stride,
-                    std::int32_t first_row, std::int32_t panel) {
+                    std::int32_t first_row, std::int32_t panel, std::int32_t apart) {
   const std::int64_t groups = num_groups(a.depth, G::kRows);
   const auto* x = static_cast<const typename G::Row*>(a.rows) + block_at(first_row, a.depth);
   const RowGroup* const row_groups = a.row_groups + first_row * groups;
   const ScaleFormat format = a.scale_format;
   const std::int64_t group_bytes = scale_bytes(format);
   const int minima_lanes = kPanelOutputs;
-  const char* const end = weights + panel_stride;
   const char* steps = nullptr;
   std::int64_t until_steps = 0;
   Sums<kRows, kPanels> sums = no_sums<kRows, kPanels>();
@@ -187,17 +186,15 @@ void grouped_panels(const LinearArgs& a, const char* weights, std::int64_t panel
       weights += step_bytes(format);
       until_steps = format.groups_per_step - 1;
     }
-    // Panels of 4 bits are short: near their end, the start of the next ones is prefetched.
-    const std::int64_t beyond = end - weights > kWeightsAhead ? 0 : (kPanels - 1) * panel_stride;
     const char* const scales = weights;
     weights += group_bytes;
     for (std::int64_t line = 0; line < group_bytes; line += kLine) {
-      prefetch_weights<kPanels, kLine>(scales + beyond + line, panel_stride);
+      prefetch_weights<kPanels, kLine>(scales + line, panel_stride);
     }
     const std::int64_t count = least(G::kDepth, a.depth - g * G::kDepth);
     const auto whole =
         grouped_sums<G, kRows, kPanels>(weights, panel_stride, x, row_groups + g, groups, count,
-                                        G::kNumBits == 8 || !format.minima, beyond);
+                                        G::kNumBits == 8 || !format.minima);
     weights += G::kCodeBytes;
     x += G::kDepth * kRows;
 #pragma GCC unroll 8
@@ -224,7 +221,7 @@ void grouped_panels(const LinearArgs& a, const char* weights, std::int64_t panel
     }
   }
 #pragma GCC unroll 8
-  for (int p = 0; p < kPanels; ++p) finish<kRows>(a, first_row, panel + p, sums.at[p]);
+  for (int p = 0; p < kPanels; ++p) finish<kRows>(a, first_row, panel + p * apart, sums.at[p]);
 }
 
 // -- packing ---------------------------------------------------------------------------------

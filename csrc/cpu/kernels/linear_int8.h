@@ -83,8 +83,8 @@ inline WholeSums<kRows, kPanels> group_sums(const Int8<Row>* weights, std::int64
 
 template <int kRows, int kPanels, class Row>
 void panels(const LinearArgs& a, const Int8<Row>* weights, std::int32_t first_row,
-            std::int32_t panel) {
-  const std::int64_t panel_stride = a.depth * kPanelOutputs;
+            std::int32_t panel, std::int32_t apart) {
+  const std::int64_t panel_stride = apart * a.depth * kPanelOutputs;
   const std::int64_t groups = num_groups(a.depth, kRowType<Row>);
   const Row* const x = static_cast<const Row*>(a.rows) + block_at(first_row, a.depth);
   const RowGroup* const row_groups = a.row_groups + first_row * groups;
@@ -107,7 +107,7 @@ void panels(const LinearArgs& a, const Int8<Row>* weights, std::int32_t first_ro
     }
   }
 #pragma GCC unroll 8
-  for (int p = 0; p < kPanels; ++p) finish<kRows>(a, first_row, panel + p, sums.at[p]);
+  for (int p = 0; p < kPanels; ++p) finish<kRows>(a, first_row, panel + p * apart, sums.at[p]);
 }
 
 }  // namespace
