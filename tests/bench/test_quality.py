@@ -21,7 +21,7 @@ from vmserve import LLM, SamplingParams
 from vmserve.bench.ab.variants import Variant, parse_variants
 from vmserve.bench.quality.command import KNOWN, Options, quality_command, run
 from vmserve.bench.quality.text import Text, cut, read_text
-from vmserve.errors import ConfigurationError
+from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.models.hub import resolve_model
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -116,6 +116,22 @@ def test_worse_weights_are_told_by_every_figure(tmp_path: Path) -> None:
         assert values[0] < values[1] < values[2], figure
     assert rows[3]["nats_above_first"]["low"] > 0
     assert rows[3]["options"] == {"model": "0.6"}, "without the path"
+
+
+@pytest.mark.parametrize(("scale", "told"), [(1e30, None), (math.nan, "variant b: its logits")])
+def test_broken_weights(scale: float, told: str | None, tmp_path: Path) -> None:
+    directory = tmp_path / "broken"
+    shutil.copytree(EMBEDDED, directory)
+    weights = load_file(directory / "model.safetensors")
+    weights["lm_head.weight"] *= scale
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    if told is None:
+        row = measure("none", f"b=model={directory}")["b"]
+        assert row["nats_above_first"]["mean"] > 1000
+        assert math.isfinite(row["perplexity"])
+    else:
+        with pytest.raises(VmserveError, match=told):
+            measure("none", f"b=model={directory}")
 
 
 def known_text() -> Text:

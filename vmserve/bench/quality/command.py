@@ -38,6 +38,8 @@ KNOWN: Mapping[str, Variant] = {
 _DEFAULT = "none,int8,int8-dynamic"
 #: Share of the progress that loading takes.
 _LOADING = 0.1
+#: What broken weights may exceed: the perplexity stays a number of JSON.
+_MOST_NATS = 700.0
 
 HELP = f"""Measure what quantization costs: perplexity, and agreement with the first variant.
 
@@ -183,14 +185,14 @@ def _mean(values: Any) -> float:
 
 def _row(subject: Subject, found: list[_Window], first: list[_Window]) -> dict[str, Any]:
     nats, same, divergence = (np.array(column) for column in zip(*found, strict=True))
-    perplexity = math.exp(_mean(nats))
+    perplexity = math.exp(min(_mean(nats), _MOST_NATS))
     above = nats - np.array([one.nats for one in first])
     [effect] = paired_effects(above[None])
     return {
         **subject.described(),
         "perplexity": perplexity,
         "perplexity_error": perplexity * _error(nats),
-        "nats_above_first": _logarithms(effect),
+        "nats_above_first": {"mean": _mean(above), **_interval(effect)},
         "same_argmax": _mean(same),
         "same_argmax_error": _error(same),
         "divergence": _mean(divergence),
@@ -206,12 +208,11 @@ def _error(windows: np.ndarray[Any, Any]) -> float:
     return float(windows.std(ddof=1) / math.sqrt(len(windows))) if len(windows) > 1 else 0.0
 
 
-def _logarithms(effect: Effect) -> dict[str, float | None]:
-    """A ratio of perplexities as a difference of nats."""
-    ends = {"mean": effect.ratio, "low": effect.low, "high": effect.high}
+def _interval(effect: Effect) -> dict[str, float | None]:
+    """The interval of a ratio of perplexities, in nats."""
     return {
         name: math.log(end) if end is not None and 0 < end < math.inf else None
-        for name, end in ends.items()
+        for name, end in (("low", effect.low), ("high", effect.high))
     }
 
 
