@@ -14,6 +14,7 @@ FILE_TYPES = {
     "bf16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
     "f16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
     "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
     "q4_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1,
     "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
 }

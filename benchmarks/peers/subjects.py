@@ -21,6 +21,7 @@ WEIGHTS: Mapping[str, Mapping[str, Width]] = {
         "bf16": "16 bit",
         "f16": "16 bit",
         "q8_0": "8 bit",
+        "q4_0": "4 bit",
         "q4_1": "4 bit",
         "q4_k_m": "4 bit",
     },
