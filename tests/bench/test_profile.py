@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 from tests.profiles import steady_profile
 from vmserve import LLM, SamplingParams, plan_layout
 from vmserve.attention.reference import ReferenceBackend
-from vmserve.bench.profile import measured_profile
+from vmserve.bench.profile import decoded_tokens, measured_profile
 from vmserve.cli.bench import app
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
+from vmserve.models.native import NativeDecoder
 from vmserve.runner import calibration
+from vmserve.runner.model_runner import ModelRunner
 from vmserve.runner.runtime import HeadShape
 from vmserve.runner.torch_runtime import TorchCpuRuntime
 from vmserve.scheduler.profile import DeviceProfile, SequenceWork
@@ -31,6 +33,7 @@ def test_the_profile_is_measured_written_and_used(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert "each token read in decode" in result.output
+    assert "decoding one stream" in result.output
     profile = DeviceProfile.read(path)
     for kernel in (profile.virtual, profile.paged):
         assert 0 < kernel.call < 1
@@ -42,6 +45,21 @@ def test_the_profile_is_measured_written_and_used(tmp_path: Path) -> None:
     assert profile.copy_bytes_per_second > 1e8
     with LLM(kv_cache_memory="32MiB", regime_profile=str(path)) as llm:
         assert llm.engine.profile == profile
+
+
+def test_decoded_tokens_read_the_packed_weights() -> None:
+    with LLM(kv_cache_memory="32MiB") as llm:
+        tokens = decoded_tokens(llm.engine)
+        network = cast("ModelRunner", llm.engine.runner).model.network
+    assert isinstance(network, NativeDecoder)
+    assert {token.num_bytes for token in tokens} == {network.packed_bytes}
+    for token in tokens:
+        assert min(token.read, token.attention, token.layers, token.around) > 0
+
+
+def test_other_backends_have_no_decoded_tokens() -> None:
+    with LLM(kv_cache_memory="32MiB", linear_backend="torch") as llm:
+        assert decoded_tokens(llm.engine) == []
 
 
 def test_forced_regimes_have_no_profile() -> None:

@@ -1,30 +1,39 @@
 """``vmserve bench profile``: what work costs here for a model, as a file.
 
-The file is what ``--regime-profile`` takes, and what a simulation of this machine is made of.
+The file is what ``--regime-profile`` takes, and what a simulation of this machine is made of. With
+the native decoder, also how near a decoded token comes to the memory's rate.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import numpy as np
 import typer
 
+from vmserve import _core
+from vmserve.attention.cpu import ISA_VARIABLE
 from vmserve.bench.lab.report import check_writable, make_console, progress, write_text
 from vmserve.bench.lab.table import Table, print_table
 from vmserve.cli.options import with_engine_options
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError
+from vmserve.models.native import NativeDecoder
+from vmserve.runner.model_runner import ModelRunner
 from vmserve.sampling import SamplingParams
+from vmserve.threads import num_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from vmserve.scheduler.profile import DeviceProfile
 
-__all__ = ["measured_profile", "profile_command"]
+__all__ = ["DecodedToken", "decoded_tokens", "measured_profile", "profile_command"]
 
 _PROMPT_TOKENS = 256
 _DECODE_STEPS = 32
@@ -42,6 +51,7 @@ def profile_command(
     **engine_options: Any,
 ) -> None:
     """Measure what --kv-regime auto goes by: kernels of both regimes, map calls, copies, layers.
+    On a CPU also how fast one stream decodes, against a loop that only reads the weights.
 
     Example: vmserve bench profile --model PATH -o profile.json, then
     vmserve serve --model PATH --regime-profile profile.json
@@ -51,9 +61,13 @@ def profile_command(
     try:
         with progress("profile") as report:
             profile = measured_profile(engine, report)
+        tokens = decoded_tokens(engine)
     finally:
         engine.close()
-    print_table(make_console(), _table(profile))
+    console = make_console()
+    print_table(console, _table(profile))
+    if tokens:
+        print_table(console, _decode_table(tokens))
     if output is not None:
         write_text(output, profile.to_json() + "\n")
 
@@ -91,14 +105,64 @@ def measured_profile(
     )
 
 
+class DecodedToken(NamedTuple):
+    """A token of one stream, and the loop that ran before it; seconds."""
+
+    num_bytes: int  # packed weights
+    read: float  # of a loop that reads as many bytes with as many threads
+    attention: float
+    layers: float  # the rest of the model
+    around: float  # the step outside the model
+
+    @property
+    def whole(self) -> float:
+        return self.attention + self.layers + self.around
+
+
+def decoded_tokens(engine: LLMEngine) -> list[DecodedToken]:
+    """Decode one stream in turns with a loop that reads the weights' bytes; nothing if the model
+    does not run in the native decoder. The engine must be idle."""
+    runner = engine.runner
+    network = runner.model.network if isinstance(runner, ModelRunner) else None
+    if not isinstance(network, NativeDecoder):
+        return []
+    memory = np.ones(network.packed_bytes, np.uint8)
+    reader = _core.CpuAttention(num_threads(), os.environ.get(ISA_VARIABLE, ""))
+
+    def read() -> float:
+        began = time.perf_counter()
+        reader.fold(memory.ctypes.data, memory.nbytes)
+        return time.perf_counter() - began
+
+    read()
+    tokens = []
+    for _ in range(_TRIES):
+        _add_request(engine, num_prompt=2)
+        steps = iter(_timed_steps(engine))
+        next(steps)  # the prompt
+        while engine.has_unfinished:
+            seconds = read()
+            layers, attention, around = next(steps)
+            tokens.append(DecodedToken(memory.nbytes, seconds, attention, layers, around))
+    return tokens
+
+
 def _time_steps(engine: LLMEngine, num_prompt: int) -> list[tuple[float, float]]:
     """Run a request; return each step's seconds in layers, and outside the model."""
+    _add_request(engine, num_prompt)
+    return [(layers, around) for layers, _, around in _timed_steps(engine)]
+
+
+def _add_request(engine: LLMEngine, num_prompt: int) -> None:
     engine.add_request(
         "profile",
         [index % engine.model_config.vocab_size for index in range(num_prompt)],
         SamplingParams(temperature=0, max_tokens=_DECODE_STEPS, ignore_eos=True, detokenize=False),
     )
-    steps = []
+
+
+def _timed_steps(engine: LLMEngine) -> Iterator[tuple[float, float, float]]:
+    """Each step's seconds in layers, in attention, and outside the model."""
     while engine.has_unfinished:
         before = _spent(engine)
         failures = engine.step().failures
@@ -106,8 +170,7 @@ def _time_steps(engine: LLMEngine, num_prompt: int) -> list[tuple[float, float]]
             raise failures[0].error
         after = _spent(engine)
         model, attention, whole = (b - a for a, b in zip(before, after, strict=True))
-        steps.append((model - attention, whole - model))
-    return steps
+        yield model - attention, attention, whole - model
 
 
 def _spent(engine: LLMEngine) -> tuple[float, float, float]:
@@ -142,4 +205,31 @@ def _table(profile: DeviceProfile) -> Table:
         ("", "virtual, or either", "paged"),
         tuple(tuple(row) for row in rows),
         f"Copies {profile.copy_bytes_per_second / 1e9:.1f} GB/s.",
+    )
+
+
+def _decode_table(tokens: list[DecodedToken]) -> Table:
+    def row(text: str, seconds: list[float], rate: bool = True) -> tuple[str, ...]:
+        reads = [token.read for token in tokens]
+        least, median = min(seconds), float(np.median(seconds))
+        cells = [f"{1e3 * least:.3g}", f"{1e3 * median:.3g}"]
+        if not rate:
+            return (text, *cells, "", "", "")
+        shares = [read / own for read, own in zip(reads, seconds, strict=True)]
+        num_bytes = tokens[0].num_bytes
+        cells += [f"{num_bytes / least / 1e9:.1f}", f"{num_bytes / median / 1e9:.1f}"]
+        return (text, *cells, f"{100 * np.median(shares):.0f}")
+
+    return Table(
+        f"decoding one stream: {tokens[0].num_bytes / 1e6:,.1f} MB of packed weights a token, "
+        f"{num_threads()} threads",
+        ("", "least, ms", "median", "most, GB/s", "median", "% of read"),
+        (
+            row("a loop that reads as many bytes", [token.read for token in tokens]),
+            row("a token", [token.whole for token in tokens]),
+            row("its layers", [token.layers for token in tokens]),
+            row("its attention", [token.attention for token in tokens], rate=False),
+            row("around the model", [token.around for token in tokens], rate=False),
+        ),
+        f"{len(tokens)} tokens in turns with the loop; % of read: median of the pairs.",
     )
