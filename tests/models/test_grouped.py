@@ -196,8 +196,12 @@ def test_a_row_has_the_same_bits_in_every_batch(form: Format, quantization: str,
     alone = np.concatenate([linear.multiply(rows[i : i + 1]) for i in range(len(rows))])
     for num_rows in (*range(2, 14), 24, 27):
         assert np.array_equal(linear.multiply(rows[:num_rows]), alone[:num_rows])
-    threads = _core.CpuLinear(matrix.weights, quantization=quantization, num_threads=2, isa=isa)
-    assert np.array_equal(threads.multiply(rows), alone)
+    for num_threads in (2, 7):  # with and without panels for each of them
+        linear = _core.CpuLinear(
+            matrix.weights, quantization=quantization, num_threads=num_threads, isa=isa
+        )
+        for num_rows in (1, 2, 9, 27):
+            assert np.array_equal(linear.multiply(rows[:num_rows]), alone[:num_rows])
 
 
 @pytest.mark.parametrize("extreme", ["largest", "smallest"])
