@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["generation_progress"]
+__all__ = ["generation_progress", "loading_progress"]
 
 
 @contextmanager
@@ -41,3 +41,31 @@ def generation_progress(num_requests: int, show: bool) -> Iterator[Callable[[int
             bar.update(task, advance=1, tokens=tokens)
 
         yield report
+
+
+@contextmanager
+def loading_progress(show: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Yields ``report(phase, done_bytes, total_bytes)``."""
+    if not show:
+        yield lambda phase, done, total: None
+        return
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda phase, done, total: bar.update(
+            task, description=phase, completed=done, total=total
+        )

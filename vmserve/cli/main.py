@@ -1,4 +1,4 @@
-"""The command line: ``vmserve generate | serve | chat | top | plan | pull | models | bench``.
+"""The command line: ``vmserve generate | serve | chat | top | plan | pull | models | ...``.
 
 Whatever a user can get wrong ends in one line on standard error with the remedy:
 exit status 2 for bad options, files or requests, 1 for what failed while running.
@@ -28,6 +28,7 @@ _COMMANDS = {
     "plan": Home("vmserve.cli.plan", "plan_command"),
     "pull": Home("vmserve.cli.pull", "pull_command"),
     "models": Home("vmserve.cli.models", "models_command"),
+    "quantize": Home("vmserve.cli.quantize", "quantize_command", help="HELP"),
     "bench": Home("vmserve.cli.bench", "app"),
 }
 
