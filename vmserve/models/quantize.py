@@ -175,7 +175,7 @@ def _appearing(output: Path) -> Iterator[Path]:
         made.rename(output)
     except BaseException as error:
         shutil.rmtree(made, ignore_errors=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.filename is None:
             error.filename = str(output)
         raise
 
