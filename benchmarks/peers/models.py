@@ -85,6 +85,17 @@ def ensure_files(model: Model, subject: Subject, cache_dir: Path, say: Say) -> d
     return {}
 
 
+def ensure_reference(
+    model: Model, subject: Subject, files: Mapping[str, str], cache_dir: Path, say: Say
+) -> Path:
+    """The checkpoint whose tokens the engine's are compared with: of a file of 4 bits, what it
+    says; else the model's own. Raises NotInstalledError.
+    """
+    if not subject.reads_gguf or subject.width != "4 bit":
+        return model.directory
+    return ensure_model_of(Path(files["gguf"]), cache_dir, say).directory
+
+
 def ensure_gguf(model: Model, weights: str, cache_dir: Path, say: Say) -> Path:
     """The file itself where it has such weights, else one made from the model."""
     if model.file is not None and weights == model.file_weights:

@@ -24,7 +24,15 @@ import numpy as np
 from environments import Environment, NotInstalledError, ensure, ensure_server
 from launch import inherited, run_engine, run_script, variables
 from model_shape import PAD_ID, describe
-from models import MODELS, Model, ensure_files, ensure_model, ensure_model_of, size_of
+from models import (
+    MODELS,
+    Model,
+    ensure_files,
+    ensure_model,
+    ensure_model_of,
+    ensure_reference,
+    size_of,
+)
 from report import markdown, one_line
 from serving import SERVERS, run_server
 from subjects import DEFAULT_PEERS, WEIGHTS, Subject, is_continuous, subjects_of
@@ -132,6 +140,8 @@ class Bench:
         #: Those whose server is there too.
         self.servers: set[tuple[str, str]] = set()
         self.files: dict[tuple[str, str], dict[str, str]] = {}
+        #: Like ``files``, checkpoints with the weights that an engine has, for the token check.
+        self.references: dict[tuple[str, str], Path] = {}
         self.models: list[Model] = []
         self.workloads: dict[str, dict[str, list[Json]]] = {}
         #: By model, the served requests of each repeat.
@@ -201,6 +211,9 @@ class Bench:
             return
         try:
             found = ensure_files(model, subject, self.options.cache_dir, say)
+            if self.options.check_requests:
+                reference = ensure_reference(model, subject, found, self.options.cache_dir, say)
+                self.references[subject.name, model.name] = reference
             self.files[subject.name, model.name] = found
         except NotInstalledError as error:
             say(f"{subject.name} has no model {model.name}: {error}")
@@ -292,19 +305,32 @@ class Bench:
         for model in self.models:
             for workload in ("offline", "streams", "served"):
                 told = "" if workload == "offline" else f", {workload}"
-                for name, each in self._check(model, workload).items():
-                    found.setdefault(model.name, {})[name + told] = summarize_check(each)
+                candidates = self._candidates(model, workload)
+                by_reference: dict[Path, dict[str, list[list[int]]]] = {}
+                for name, answers in candidates.items():
+                    directory = self.references[name, model.name]
+                    by_reference.setdefault(directory, {})[name] = answers
+                for directory, answered in by_reference.items():
+                    reports = self._check(model, directory, workload, answered)
+                    for name, each in reports.items():
+                        found.setdefault(model.name, {})[name + told] = summarize_check(each)
         return found
 
-    def _check(self, model: Model, workload: str) -> Json:
+    def _check(
+        self,
+        model: Model,
+        directory: Path,
+        workload: str,
+        answered: Mapping[str, list[list[int]]],
+    ) -> Json:
         """Report, by engine, on each request that all engines answered."""
         asked = self.workloads[model.name].get(workload, [])
-        requests, candidates = comparable(asked, self._candidates(model, workload))
+        requests, candidates = comparable(asked, answered)
         if not requests:
             return {}
-        say(f"{model.name}: checking the tokens of {len(requests)} requests, {workload}")
+        say(f"{directory.name}: checking the tokens of {len(requests)} requests, {workload}")
         job = {
-            "model": str(model.directory),
+            "model": str(directory),
             "dtype": "float32",
             "num_threads": self.options.threads,
             "pad_id": PAD_ID,
