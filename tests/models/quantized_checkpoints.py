@@ -100,8 +100,7 @@ def _rounded(weights: NDArray[np.float64], scheme: Scheme) -> _Codes:
         low = np.minimum(grouped.min(axis=2), 0)
         scales = (np.maximum(grouped.max(axis=2), 0) - low) / most
         zeros = np.clip(np.rint(-low / scales), 0, most).astype(np.int64)
-    if scheme.method == "gptq" and scheme.version != "gptq_v2":
-        zeros = np.maximum(zeros, 1)  # less one, they are stored unsigned
+        zeros[0, 0], zeros[-1, -1] = 0, most
     codes = np.clip(np.rint(grouped / scales[:, :, None]) + zeros[:, :, None], 0, most)
     kept = torch.from_numpy(scales).to(scheme.dtype)
     return _Codes(codes.reshape(outputs, inputs).astype(np.int64), zeros, kept)
@@ -132,7 +131,7 @@ def _tensors(found: _Codes, scheme: Scheme) -> dict[str, torch.Tensor]:
         group = inputs // zeros.shape[1]
         return {
             "qweight": _packed(codes, bits).T,
-            "qzeros": _packed(zeros.T - offset, bits),
+            "qzeros": _packed(zeros.T - offset & (1 << bits) - 1, bits),
             "scales": found.scales.T,
             "g_idx": torch.tensor([column // group for column in range(inputs)], dtype=torch.int32),
             "bias": torch.zeros(outputs, dtype=scheme.dtype),

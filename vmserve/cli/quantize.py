@@ -21,6 +21,9 @@ HELP = f"""Quantize a model's weights and write them as a checkpoint of compress
 Matrices of the layers get codes of 4 or 8 bits with a scale for each {GROUP} inputs. Embedding,
 head and norms stay as they are; `serve --quantization int8` makes the head int8 while loading. The
 result is for the native CPU decoder, and for other servers that read compressed-tensors.
+
+On SmolLM2-135M, q8 changed 2.3 % of the likeliest tokens, q4 28 %. What it costs yours:
+`bench quality --model MODEL --variants none --variants q4=model=DIR`.
 """
 
 

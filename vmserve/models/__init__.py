@@ -84,7 +84,9 @@ def load_model(
         )
         return LoadedModel(config, kind, network.weight_bytes, network)
     if config.native_only is not None:
-        reason = refusal(config.network, kind) or "leave --linear-backend and --device alone"
+        reason = (
+            refusal(config.network, kind) or "leave --linear-backend, --device and --dtype alone"
+        )
         raise UnsupportedError(
             f"{directory.name}: {config.native_only} run in the native CPU decoder only: {reason}"
         )

@@ -49,8 +49,10 @@ class GptqLayout:
     def grouped(self, sizes: Sizes, parts: Parts) -> Grouped:
         codes = unpacked(parts["qweight"].T, sizes.bits)
         zeros = unpacked(parts["qzeros"], sizes.bits)[:, : sizes.rows].T
-        zero = zeros.astype(np.int16) + np.int16(self.zero_offset)
-        return affine(sizes, codes, np.ascontiguousarray(parts["scales"].T), zero)
+        # A zero point of 0, less one, was stored as the largest code.
+        zeros = (zeros + np.uint8(self.zero_offset)) & np.uint8((1 << sizes.bits) - 1)
+        scale = np.ascontiguousarray(parts["scales"].T)
+        return affine(sizes, codes, scale, zeros.astype(np.int16))
 
 
 def read_gptq(raw: Mapping[str, Any]) -> GptqLayout:
