@@ -1,6 +1,7 @@
 """Damage GGUF files and read them: ``python -m tests.models.fuzz_gguf [--files N] [--seed N]``.
 
-Each damaged file has to be read as the original, or be refused in one line by an error of ours.
+Each damaged file has to be read, and its weights packed, or be refused in one line by an error of
+ours.
 Ends with status 1 at the first that is not.
 """
 
@@ -27,10 +28,12 @@ from tests.models.gguf_files import (
     random_blocks,
     write,
 )
-from vmserve.errors import ConfigurationError
-from vmserve.models.gguf.config import describe, find_weights
+from vmserve.dtypes import DType
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models.gguf.config import describe
 from vmserve.models.gguf.dequantize import dequantize
 from vmserve.models.gguf.reader import open_gguf
+from vmserve.models.native import load_native, refusal
 from vmserve.text.tokenizer import load_tokenizer
 
 #: Numbers that lengths, counts and offsets are replaced by.
@@ -42,21 +45,42 @@ _TELLING = [
 _LONGEST_LINE = 700
 
 
+_WIDE = {"layers": 1, "hidden": 256, "mlp": 256, "heads": 4, "kv_heads": 1}
+_WIDE_TYPES = {
+    "attn_q": ("Q4_K", 256), "attn_k": ("Q5_K", 64), "attn_v": ("Q6_K", 64),
+    "attn_output": ("Q5_0", 256), "ffn_gate": ("Q4_0", 256), "ffn_up": ("BF16", 256),
+    "ffn_down": ("Q4_1", 256),
+}  # fmt: skip
+
+
+def _wide_tensors(rng: np.random.Generator) -> dict[str, Any]:
+    matrices = {f"blk.0.{name}.weight": kind for name, kind in _WIDE_TYPES.items()}
+    matrices |= {"token_embd.weight": ("Q4_K", 280), "output.weight": ("Q6_K", 280)}
+    ones = "F32", np.ones(256, np.float32)
+    norms = ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")
+    return {
+        **{name: (kind, random_blocks(kind, n, 256, rng)) for name, (kind, n) in matrices.items()},
+        **{f"{name}.weight": ones for name in norms},
+    }
+
+
 def originals(directory: Path) -> list[bytes]:
-    """Two small models, and a file with a tensor of every type."""
+    """Small models, one of mixed types, and a file with a tensor of every type."""
     rng = np.random.default_rng(5)
     files = []
-    for index, kind in enumerate(("F32", "Q4_1", "all")):
+    for index, kind in enumerate(("F32", "Q4_1", "all", "K")):
         path = directory / f"original{index}.gguf"
         add_tokenizer = add_sentencepiece if kind == "Q4_1" else add_byte_level
 
         def metadata(writer: GGUFWriter, add: Any = add_tokenizer) -> None:
-            add_llama(writer)
+            add_llama(writer, **(_WIDE if kind == "K" else {}))  # noqa: B023 - called in the loop
             add(writer)
 
         if kind == "all":
             tensors = {name: (name, random_blocks(name, 2, 256, rng)) for name in TYPES}
             write(path, "llama", tensors)
+        elif kind == "K":
+            write(path, "llama", _wide_tensors(rng), metadata)
         else:
             # As many rows as either vocabulary has tokens, or more.
             write(path, "llama", llama_tensors(rng, kind, vocab=280), metadata)
@@ -67,8 +91,8 @@ def originals(directory: Path) -> list[bytes]:
 def damaged(original: bytes, rng: random.Random) -> bytes:
     """One to four changes, most of them in what is before the tensors' data."""
     data = bytearray(original)
-    # Weights are no places for interesting faults.
-    header = min(len(data), 12_000)
+    # Weights are seldom places for interesting faults: infinities, and what is no number.
+    header = len(data) if rng.random() < 0.05 else min(len(data), 12_000)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         place = rng.randrange(min(header, max(1, len(data))))
         match rng.randrange(7):
@@ -93,6 +117,15 @@ def damaged(original: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
+def _load(path: Path) -> None:
+    """Every weight packed, and the ends of the embedding."""
+    network = describe(open_gguf(path)).network
+    if (reason := refusal(network, DType.FLOAT32)) is not None:
+        raise UnsupportedError(reason)
+    decoder = load_native(path, network, DType.FLOAT32, 64)
+    decoder._rows(np.array([0, network.vocab_size - 1]))
+
+
 def read_all(path: Path) -> str:
     """Everything that is ever read of a file; returns the error's text, or "" if there is none."""
     said = ""
@@ -102,9 +135,9 @@ def read_all(path: Path) -> str:
             dequantize(tensor.type, file.raw(tensor))
     except ConfigurationError as error:
         return str(error)
-    for use in (lambda: find_weights(model, describe(model).network), lambda: load_tokenizer(path)):
+    for use in (_load, load_tokenizer):
         try:
-            use()
+            use(path)
         except ConfigurationError as error:
             said = said or str(error)
     return said

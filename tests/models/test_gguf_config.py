@@ -108,6 +108,11 @@ def _write(path: Path, change: Callable[[gguf.GGUFWriter], None], **sizes: Any) 
             {},
             "rope.scaling.type 'longrope' is not supported; supported: none, linear, yarn",
         ),
+        (
+            lambda w: w.add_float32("llama.rope.scale_linear", 1e-40),
+            {},
+            "llama.rope.scale_linear is 9.99.*e-41; it must be 1 or more",
+        ),
     ],
 )
 def test_refusals(tmp_path: Path, change: Any, sizes: Any, said: str) -> None:
@@ -116,6 +121,22 @@ def test_refusals(tmp_path: Path, change: Any, sizes: Any, said: str) -> None:
         find_weights(model, describe(model).network)
     assert str(raised.value).startswith("x.gguf")
     assert str(raised.value).isprintable()
+
+
+def test_yarn(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(16)
+        writer.add_rope_scaling_yarn_beta_fast(16.0)
+        writer.add_rope_scaling_yarn_beta_slow(2.0)
+
+    network = describe(open_gguf(_write(tmp_path / "x.gguf", change))).network
+    assert isinstance(network.positions, RopeConfig)
+    assert network.positions.parameters == {
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 16.0,
+        "beta_slow": 2.0, "original_max_position_embeddings": 16,
+    }  # fmt: skip
 
 
 def test_architectures_are_refused_by_name(tmp_path: Path) -> None:
@@ -161,6 +182,22 @@ def test_plain_weights(tmp_path: Path, kind: str) -> None:
         np.testing.assert_array_equal(view, expected.reshape(weight.tensor.shape))
         weight.drop_pages()
         np.testing.assert_array_equal(as_float32(*as_plain(weight.read())), view)
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q", "blk.1.ffn_up", "output_norm"])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_infinite_numbers(tmp_path: Path, name: str, value: float) -> None:
+    """Of scales, minima and vectors: one of them makes all logits nonsense."""
+    tensors = llama_tensors(np.random.default_rng(1))
+    kind, array = tensors[f"{name}.weight"]
+    wrong = np.array([value], array.dtype if kind == "F32" else np.float16).view(array.dtype)
+    # Q5_1 has its minimum behind the scale.
+    array.reshape(-1)[2 if kind == "Q5_1" else 0 :][: len(wrong)] = wrong
+    model = open_gguf(write(tmp_path / "x.gguf", "llama", tensors, add_llama))
+    found = find_weights(model, describe(model).network)
+    [weight] = [each for each in found.values() if each.tensor.name == f"{name}.weight"]
+    with pytest.raises(ConfigurationError, match=rf"tensor '{name}.weight' has 1 scales or numb"):
+        weight.read()
 
 
 def _shape(raw: np.ndarray[Any, Any], kind: str) -> tuple[int, int]:

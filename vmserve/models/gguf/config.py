@@ -96,9 +96,25 @@ class GgufWeight:
     def read(self) -> Plain | Grouped:
         raw, block_type = self._raw(), self.tensor.type
         if is_quantized(block_type):
-            return repack(block_type, raw)
+            grouped = repack(block_type, raw)
+            for factors in (grouped.scale, grouped.minimum):
+                if factors is not None:
+                    self._refuse_infinite(factors.coarse)
+            return grouped
         dtype, element = _PLAIN[block_type.name]
-        return raw.view(element).reshape(self.tensor.shape), dtype
+        found = raw.view(element).reshape(self.tensor.shape)
+        if found.ndim == 1 and dtype is not DType.BFLOAT16:
+            self._refuse_infinite(found)
+        return found, dtype
+
+    def _refuse_infinite(self, numbers: NDArray[Any]) -> None:
+        """Numbers of which one spoils a row or more; those of plain matrices are not looked at."""
+        num_wrong = numbers.size - np.count_nonzero(np.isfinite(numbers))
+        if num_wrong:
+            raise ConfigurationError(
+                f"{self.file.path.name}: tensor {shown(self.tensor.name)} has {num_wrong:,} scales "
+                "or numbers that are infinite or not a number: fetch the model again"
+            )
 
     def table(self) -> Plain | None:
         assert not self.heads, "an embedding has none"
@@ -281,11 +297,12 @@ class _Fields:
             )
         return value
 
-    def _number(self, key: str, default: float | None = None) -> float:
+    def _number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
         value = self._file.number(f"{self._name}.{key}", default)
-        if value <= 0:
+        if value <= 0 or value < least:
+            allowed = f"{least:g} or more" if least else "above 0"
             raise ConfigurationError(
-                f"{self._file.path.name}: {self._name}.{key} is {value}; it must be above 0"
+                f"{self._file.path.name}: {self._name}.{key} is {value}; it must be {allowed}"
             )
         return value
 
@@ -351,14 +368,14 @@ class _Fields:
         return head_dim
 
     def _rope(self) -> dict[str, Any]:
-        parameters: dict[str, Any] = {"rope_theta": self._number("rope.freq_base", 10_000.0)}
+        parameters: dict[str, Any] = {"rope_theta": self._number("rope.freq_base", 10_000.0, 2)}
         kind = self._file.string(f"{self._name}.rope.scaling.type", "none")
         old = f"{self._name}.rope.scale_linear"
         if kind == "none" and old in self._file:
             return {
                 **parameters,
                 "rope_type": "linear",
-                "factor": self._number("rope.scale_linear"),
+                "factor": self._number("rope.scale_linear", least=1),
             }
         if kind == "none":
             return parameters
@@ -367,13 +384,16 @@ class _Fields:
                 f"{self._file.path.name}: {self._name}.rope.scaling.type {shown(kind)} is not "
                 "supported; supported: none, linear, yarn"
             )
-        parameters |= {"rope_type": kind, "factor": self._number("rope.scaling.factor")}
+        parameters |= {"rope_type": kind, "factor": self._number("rope.scaling.factor", least=1)}
         if kind == "yarn":
             parameters["original_max_position_embeddings"] = self._size(
                 "rope.scaling.original_context_length"
             )
+            for key in ("beta_fast", "beta_slow"):
+                if f"{self._name}.rope.scaling.yarn_{key}" in self._file:
+                    parameters[key] = self._number(f"rope.scaling.yarn_{key}")
             for key in ("attn_factor", "yarn_log_multiplier", "yarn_attn_factor",
-                        "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow"):  # fmt: skip
+                        "yarn_ext_factor"):  # fmt: skip
                 if f"{self._name}.rope.scaling.{key}" in self._file:
                     raise self._unsupported(f"rope.scaling.{key}")
         return parameters
