@@ -78,15 +78,15 @@ class _Codes:
     scales: torch.Tensor
 
     def weights(self) -> NDArray[np.float64]:
-        outputs, inputs = self.codes.shape
-        scales = self.scales.to(torch.float64).numpy()
-        group = inputs // scales.shape[1]
-        result = np.empty((outputs, inputs))
-        for i in range(outputs):
-            for j in range(inputs):
-                code = int(self.codes[i, j]) - int(self.zeros[i, j // group])
-                result[i, j] = code * scales[i, j // group]
-        return result
+        scales = self.scales.to(torch.float64).tolist()
+        group = self.codes.shape[1] // self.scales.shape[1]
+        rows = zip(self.codes.tolist(), self.zeros.tolist(), scales, strict=True)
+        return np.array(
+            [
+                [(code - zero[j // group]) * scale[j // group] for j, code in enumerate(codes)]
+                for codes, zero, scale in rows
+            ]
+        )
 
 
 def _rounded(weights: NDArray[np.float64], scheme: Scheme) -> _Codes:
@@ -109,11 +109,11 @@ def _rounded(weights: NDArray[np.float64], scheme: Scheme) -> _Codes:
 def _packed(values: NDArray[np.int64], bits: int) -> torch.Tensor:
     """Along the last axis, from the lowest bits on."""
     per_word = 32 // bits
-    words = np.zeros((len(values), -(-values.shape[1] // per_word)), np.uint32)
-    for i, row in enumerate(values):
-        for j, value in enumerate(row):
-            words[i, j // per_word] |= np.uint32(int(value) << j % per_word * bits)
-    return torch.from_numpy(words.view(np.int32).copy())
+    words = [[0] * -(-values.shape[1] // per_word) for _ in values]
+    for row, codes in zip(words, values.tolist(), strict=True):
+        for j, code in enumerate(codes):
+            row[j // per_word] |= code << j % per_word * bits
+    return torch.from_numpy(np.array(words, np.uint32).view(np.int32))
 
 
 def _by_awq(values: NDArray[np.int64]) -> NDArray[np.int64]:
