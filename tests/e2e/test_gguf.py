@@ -13,6 +13,8 @@ import gguf
 import numpy as np
 import pytest
 
+from tests.e2e.gguf_tokens import NEAR_TIE, Reference, compare, paths, real_prompts
+from tests.helpers import smollm2_file
 from tests.models.gguf_checkpoints import add_embedded_tokenizer, convert
 from tests.models.gguf_files import (
     add_byte_level,
@@ -110,6 +112,25 @@ def test_quantized_weights_are_what_the_file_says(types: Mapping[str, str], tmp_
         found.append(np.array([row[token].logprob for token, row in rows]))
     assert found[1].std() > 0.5  # the weights matter
     np.testing.assert_allclose(found[0], found[1], atol=2e-3)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Reference, list[list[int]]]:
+    file = smollm2_file()
+    return Reference(file), real_prompts(file, 7, 290)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("regime", ["virtual", "paged"])
+def test_same_tokens_as_transformers(
+    regime: str, smollm2: tuple[Reference, list[list[int]]]
+) -> None:
+    """A real model on every path; ``python -m tests.e2e.gguf_tokens`` has more prompts."""
+    reference, prompts = smollm2
+    for taken in paths(smollm2_file(), prompts, regime, 8):
+        count, gaps = compare(reference, taken)
+        assert all(gap < NEAR_TIE for gap in gaps), (taken.name, gaps)
+        assert len(gaps) <= count // 20, (taken.name, gaps)
 
 
 def test_torch_does_not_read_them(embedded: Path) -> None:
