@@ -220,14 +220,17 @@ void do_attend(void* context, std::int64_t index, int worker) {
   const cpu::Output finished =
       output_at(run, item.seq, item.row, item.decode ? 0 : item.kv_head * group);
   cpu::Output out = finished;
-  if (item.merge >= 0) out.partial = run.partials + item.partial;
+  if (item.merge >= 0) {
+    out.partial = run.partials + item.partial;
+    out.part_stride = run.plan.merges[static_cast<std::size_t>(item.merge)].part_stride;
+  }
   float* const scratch = run.scratch + static_cast<std::size_t>(worker) * run.scratch_floats;
   if (item.decode) {
     do_decode(run, item, out, scratch);
   } else {
     do_tile(run, item, out, scratch);
   }
-  if (item.merge >= 0 && run.plan.finish_part(item.merge)) {
+  if (item.merge >= 0 && run.plan.finish_item(item.merge)) {
     do_merge(run, run.plan.merges[static_cast<std::size_t>(item.merge)], finished);
   }
 }

@@ -12,7 +12,7 @@
 namespace vmserve {
 namespace {
 
-constexpr std::int64_t kMaxHeadDim = 256, kHeadDimStep = 8;
+constexpr std::int64_t kHeadDimStep = 8;
 constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max();
 
 std::string text(std::int64_t n) {
@@ -74,9 +74,9 @@ void CpuKvView::check_tensors() const {
   }
   require(*std::min_element(keys_[0].shape.begin(), keys_[0].shape.end()) > 0,
           "keys and values are empty");
-  require(head_dim() % kHeadDimStep == 0 && head_dim() <= kMaxHeadDim,
+  require(head_dim() % kHeadDimStep == 0 && head_dim() <= cpu::kMaxHeadDim,
           "head_dim " + text(head_dim()) + " is not a multiple of " + text(kHeadDimStep) +
-              " up to " + text(kMaxHeadDim));
+              " up to " + text(cpu::kMaxHeadDim));
   require(keys_[0].shape[1] <= kMaxTokens && kv_heads() <= 4096,
           "keys and values of " + text(keys_[0].shape[1]) + " tokens and " + text(kv_heads()) +
               " heads are more than the kernels count");

@@ -7,20 +7,19 @@
 namespace vmserve::cpu {
 namespace {
 
-// Positions of a decode item: an eighth of the sequence, so that a single sequence occupies several
-// threads, within limits that keep merging cheap compared with reading.
-constexpr std::int64_t kMinPart = 128, kMaxPart = 512, kPartsAimedAt = 8;
 // Rows times heads of a tile item. If a prompt has fewer items than kEnoughTiles, its positions are
-// split too, into parts of at least kMinTilePart tokens.
+// split too, into items of at least kMinTileParts parts.
 constexpr std::int32_t kTileRows = 96;
-constexpr std::int64_t kEnoughTiles = 8, kMinTilePart = 1024;
-constexpr std::int64_t kDecodeAlign = 16, kTileAlign = 64;
+constexpr std::int64_t kEnoughTiles = 8, kMinTileParts = 4;
 
 std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 std::int64_t divide_up(std::int64_t n, std::int64_t by) {
   return (n + by - 1) / by;
+}
+std::int64_t num_parts(const WorkItem& item) {
+  return divide_up(item.end, kPartTokens) - item.begin / kPartTokens;
 }
 
 }  // namespace
@@ -53,15 +52,14 @@ void Plan::add_decode(const CpuBatch& batch, std::int32_t seq) {
   item.decode = true;
   item.begin = batch.first_seen(seq, window);
   item.end = batch.num_past(seq) + 1;
-  const std::int64_t aimed = divide_up(item.end - item.begin, kPartsAimedAt);
-  add_parts(item, round_up(std::clamp(aimed, kMinPart, kMaxPart), kDecodeAlign), 1);
+  add_items(item, 1);
 }
 
 void Plan::add_tiles(const CpuBatch& batch, std::int32_t seq) {
   const std::int64_t past = batch.num_past(seq), num_new = batch.num_new(seq);
   const std::int64_t tile_rows = std::max(1, kTileRows / group_);
   const std::int64_t num_tiles = divide_up(num_new, tile_rows) * kv_heads_;
-  const std::int64_t num_parts = divide_up(kEnoughTiles, num_tiles);
+  const std::int64_t splits = divide_up(kEnoughTiles, num_tiles);
   for (std::int64_t row = 0; row < num_new; row += tile_rows) {
     for (std::int32_t head = 0; head < kv_heads_; ++head) {
       WorkItem item;
@@ -72,16 +70,14 @@ void Plan::add_tiles(const CpuBatch& batch, std::int32_t seq) {
       item.begin = window == 0 ? 0 : std::max<std::int64_t>(0, past + row + 1 - window);
       item.end = past + row + item.rows;
       max_rows_and_heads = std::max(max_rows_and_heads, item.rows * group_);
-      const std::int64_t part = divide_up(item.end - item.begin, num_parts);
-      add_parts(item, round_up(std::max(part, kMinTilePart), kTileAlign), kTileAlign);
+      add_items(item, std::max(divide_up(num_parts(item), splits), kMinTileParts));
     }
   }
 }
 
-// Splits [begin, end) at multiples of `align`.
-void Plan::add_parts(WorkItem item, std::int64_t part_tokens, std::int64_t align) {
+void Plan::add_items(WorkItem item, std::int64_t parts_of_item) {
   const std::int64_t begin = item.begin, end = item.end;
-  if (end - begin <= part_tokens) {
+  if (num_parts(item) <= parts_of_item) {
     items.push_back(item);
     return;
   }
@@ -91,15 +87,16 @@ void Plan::add_parts(WorkItem item, std::int64_t part_tokens, std::int64_t align
   merge.row = item.row;
   merge.rows = item.rows;
   merge.decode = item.decode;
+  merge.num_parts = static_cast<std::int32_t>(num_parts(item));
   merge.partial = partial_floats;
   const std::int64_t heads = item.decode ? q_heads : group_;
   merge.part_stride = round_up(item.rows * heads * cpu::partial_floats(head_dim_), 16);
-  for (std::int64_t at = begin; at < end; at = item.end, ++merge.num_parts) {
+  for (std::int64_t at = begin; at < end; at = item.end, ++merge.num_items) {
     item.begin = at;
-    item.end = std::min(end, (at + part_tokens) / align * align);
+    item.end = std::min(end, (at / kPartTokens + parts_of_item) * kPartTokens);
     item.merge = static_cast<std::int32_t>(merges.size());
     item.partial = partial_floats;
-    partial_floats += merge.part_stride;
+    partial_floats += num_parts(item) * merge.part_stride;
     items.push_back(item);
   }
   merges.push_back(merge);
@@ -107,11 +104,11 @@ void Plan::add_parts(WorkItem item, std::int64_t part_tokens, std::int64_t align
 
 void Plan::restart() {
   for (std::size_t i = 0; i < merges.size(); ++i) {
-    left_[i].store(merges[i].num_parts, std::memory_order_relaxed);
+    left_[i].store(merges[i].num_items, std::memory_order_relaxed);
   }
 }
 
-bool Plan::finish_part(std::int32_t merge) {
+bool Plan::finish_item(std::int32_t merge) {
   return left_[static_cast<std::size_t>(merge)].fetch_sub(1, std::memory_order_acq_rel) == 1;
 }
 

@@ -10,21 +10,21 @@
 
 namespace vmserve::cpu {
 
-// A decode item is one query row with all its heads; any other item is `rows` rows of one KV head.
-// Both cover positions [begin, end).
+// A decode item is one query row with all its heads, over positions [begin, end) of one part; any
+// other item is `rows` rows of one KV head over positions [begin, end).
 struct WorkItem {
   std::int32_t seq = 0, kv_head = 0, row = 0, rows = 1;
   bool decode = false;
   std::int64_t begin = 0, end = 0;
-  std::int32_t merge = -1;    // index of the merge of its part; -1: it has no other parts
-  std::int64_t partial = -1;  // offset in the partial outputs, in floats
+  std::int32_t merge = -1;    // index of the merge of its parts; -1: it covers all of them
+  std::int64_t partial = -1;  // offset of its first part in the partial outputs, in floats
 };
 
-// Parts of the same rows. The thread that finishes the last part merges all of them, in order.
+// Parts of the same rows. The thread that finishes the last item merges all of them, in order.
 struct Merge {
   std::int32_t seq = 0, kv_head = 0, row = 0, rows = 1;
   bool decode = false;
-  std::int32_t num_parts = 0;
+  std::int32_t num_items = 0, num_parts = 0;
   std::int64_t partial = 0, part_stride = 0;
 };
 
@@ -40,13 +40,13 @@ class Plan {
   std::int64_t work = 0;                // multiplications
 
   void restart();
-  // Counts a finished part. True for the last one of its merge.
-  bool finish_part(std::int32_t merge);
+  // Counts a finished item. True for the last one of its merge.
+  bool finish_item(std::int32_t merge);
 
  private:
   void add_decode(const CpuBatch& batch, std::int32_t seq);
   void add_tiles(const CpuBatch& batch, std::int32_t seq);
-  void add_parts(WorkItem item, std::int64_t part_tokens, std::int64_t align);
+  void add_items(WorkItem item, std::int64_t parts_of_item);
 
   std::int32_t kv_heads_, group_, head_dim_;
   std::unique_ptr<std::atomic<std::int32_t>[]> left_;

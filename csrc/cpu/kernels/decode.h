@@ -1,11 +1,15 @@
 // Decode: one query row over a range of positions. Bound by memory bandwidth.
 //
-// Takes kTile tokens at a time: scores of all heads, running softmax (Milakov and Gimelshein 2018),
-// weighted sum. A K or V row is loaded once for all query heads of its group. Both passes read the
-// rows of kBlock tokens side by side from the first head to the last: eight streams that the
-// hardware prefetchers follow, as fast as a plain read (head by head over more tokens is half as
-// fast; docs/log.md). Both views become addresses of token rows, so the arithmetic and all bits of
-// the result are the same. Products of bfloat16 pairs: decode_pairs.h.
+// Takes kKeys positions at a time: scores of all heads, running softmax (Milakov and Gimelshein
+// 2018), weighted sum. The order of all sums is that of tile.h, so a row has the same bits in
+// either. There, rows lie across the lanes and a score is one chain of sums along the head
+// dimension; here, tokens lie across the lanes, so blocks of K are transposed in registers, once
+// for all query heads of a group. A K or V row is loaded once for all query heads of its group.
+// Both passes read the rows of a block of tokens side by side from the first head to the last:
+// streams that the hardware prefetchers follow, as fast as a plain read (head by head over more
+// tokens is half as fast; docs/log.md). Both views become addresses of token rows, so the
+// arithmetic and all bits of the result are the same. Weighted sums of bfloat16 pairs:
+// decode_pairs.h.
 #pragma once
 
 #include "decode_pairs.h"
@@ -14,50 +18,36 @@
 namespace vmserve::cpu {
 namespace {
 
-constexpr int kTile = 32;
+// Tokens of a block of V; those of K: a vector.
 constexpr int kBlock = 8;
 // A line is prefetched this many tokens before it is used.
 constexpr int kAhead = 16;
 
+// The token rows of a tile: positions from a multiple of kKeys on.
 template <class T>
 struct TileRows {
-  const T* k[kTile + kAhead];
-  const T* v[kTile + kAhead];
-  int count;
+  const T* k[kKeys + kAhead];
+  const T* v[kKeys + kAhead];
+  int begin, end;  // the tokens that are attended to
 };
 
 template <class T>
-void fill(TileRows<T>& rows, const Sequence& seq, std::int64_t begin, std::int64_t end) {
-  rows.count = static_cast<int>(least<std::int64_t>(kTile, end - begin));
-  const int located = static_cast<int>(least<std::int64_t>(kTile + kAhead, end - begin));
-  locate(seq, begin, located, rows.k, rows.v);
-  // Whole blocks are scored and prefetched: repeat the last token in place of missing ones.
-  for (int i = located; i < kTile + kAhead; ++i) {
-    rows.k[i] = rows.k[located - 1];
-    rows.v[i] = rows.v[located - 1];
-  }
-}
-
-template <int kHeads>
-constexpr int tokens_of() {
-  return 8 / kHeads;
-}
-
-// sums[g * kTokens + t] += q[g] . k[t] over one pair of vectors. Keeps the smaller operand in
-// registers: the tokens for four heads, else the heads.
-template <int kHeads>
-void add_products(const float* q, int q_stride, const Vec::R (*k)[2], Vec::R* sums) {
-  constexpr int kTokens = tokens_of<kHeads>();
-#pragma GCC unroll 8
-  for (int g = 0; g < kHeads; ++g) {
-    const Vec::R a = Vec::load(q + g * q_stride), b = Vec::load(q + g * q_stride + Vec::kWidth);
-#pragma GCC unroll 8
-    for (int t = 0; t < kTokens; ++t) {
-      Vec::R& sum = sums[g * kTokens + t];
-      sum = Vec::fma(a, k[t][0], sum);
-      sum = Vec::fma(b, k[t][1], sum);
+void fill(TileRows<T>& rows, const Sequence& seq, std::int64_t first, std::int64_t begin,
+          std::int64_t end) {
+  rows.begin = static_cast<int>(begin - first);
+  rows.end = static_cast<int>(least<std::int64_t>(kKeys, end - first));
+  const int located = static_cast<int>(least<std::int64_t>(kKeys + kAhead, end - first));
+  locate(seq, begin, located - rows.begin, rows.k + rows.begin, rows.v + rows.begin);
+  // Whole blocks are scored, weighted and prefetched. In place of tokens that are not attended to,
+  // whose weight is 0, they read others, of which a NaN reaches the result anyway.
+  const auto repeat = [&](int from, int to, int index) {
+    for (int i = from; i < to; ++i) {
+      rows.k[i] = rows.k[index];
+      rows.v[i] = rows.v[index];
     }
-  }
+  };
+  repeat(0, rows.begin, rows.begin);
+  repeat(located, kKeys + kAhead, located - 1);
 }
 
 // Prefetches the cache lines of one pair of vectors.
@@ -68,60 +58,86 @@ inline void prefetch_pair(const T* at) {
   for (int i = 0; i < kBytes; i += kLine) prefetch_line(reinterpret_cast<const char*>(at) + i);
 }
 
-// Scores of kTokens tokens times kHeads query heads (8 products), which share the loads of both.
-template <class T, int kHeads>
-void scores_block(const float* q, int q_stride, const T* const* k, std::int64_t k_offset,
-                  int head_dim, float* scores) {
-  constexpr int kTokens = tokens_of<kHeads>();
-  Vec::R sums[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) sums[i] = Vec::zero();
-  const T* rows[kTokens];
-#pragma GCC unroll 8
-  for (int t = 0; t < kTokens; ++t) rows[t] = k[t] + k_offset;
-  int d = 0;
-  for (; d + kPair <= head_dim; d += kPair) {
-    if (kHeads == 4) {
-      Vec::R pairs[kTokens][2];
-#pragma GCC unroll 8
-      for (int t = 0; t < kTokens; ++t) {
-        Vec::load_pair(rows[t] + d, pairs[t][0], pairs[t][1]);
-        prefetch_pair(k[kAhead + t] + k_offset + d);
-      }
-      add_products<kHeads>(q + d, q_stride, pairs, sums);
+// Loads the first `left` elements of kWidth rows as words, a float or two bfloat16: lane i of
+// vector j gets word j of row i. Prefetches later rows.
+template <class T, bool kWhole>
+void load_words(const T* const* rows, std::int64_t offset, int left, Vec::R (&words)[Vec::kWidth]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < Vec::kWidth; ++i) {
+    const T* const from = rows[i] + offset;
+    prefetch_line(rows[kAhead + i] + offset);
+    if constexpr (sizeof(T) == sizeof(Bf16)) {
+      words[i] = load_bits_of<Vec, kWhole>(from, left);
+    } else if constexpr (kWhole) {
+      words[i] = Vec::load(from);
     } else {
-      Vec::R heads[kHeads][2];
-#pragma GCC unroll 8
+      Vec::R none;
+      Vec::load_some(from, left, words[i], none);
+    }
+  }
+  Vec::transpose(words);
+}
+
+template <int kHeads>
+struct Heads {
+  static constexpr int kCount = kHeads;
+};
+
+// scores[g * kKeys] += q[g] . k over the elements in `words`, of a vector of tokens.
+template <class V, class T, int kHeads>
+void score_words(const Vec::R (&words)[Vec::kWidth], const float* q, int q_stride, bool is_first,
+                 float* scores) {
+  Vec::R sums[kHeads];
+#pragma GCC unroll 4
+  for (int g = 0; g < kHeads; ++g) {
+    sums[g] = is_first ? Vec::zero() : Vec::load(scores + g * kKeys);
+  }
+  constexpr int kChains = sizeof(T) == sizeof(Bf16) && !kDots<T> ? 2 : 1;
+#pragma GCC unroll 2
+  for (int half = 0; half < kChains; ++half) {
+#pragma GCC unroll 16
+    for (int j = 0; j < Vec::kWidth; ++j) {
+      Vec::R x = words[j];
+      if (kChains == 2) x = half == 0 ? Vec::first_of(x) : Vec::second_of(x);
+#pragma GCC unroll 4
       for (int g = 0; g < kHeads; ++g) {
-        heads[g][0] = Vec::load(q + g * q_stride + d);
-        heads[g][1] = Vec::load(q + g * q_stride + d + Vec::kWidth);
-      }
-#pragma GCC unroll 8
-      for (int t = 0; t < kTokens; ++t) {
-        Vec::R a, b;
-        Vec::load_pair(rows[t] + d, a, b);
-        prefetch_pair(k[kAhead + t] + k_offset + d);
-#pragma GCC unroll 8
-        for (int g = 0; g < kHeads; ++g) {
-          Vec::R& sum = sums[g * kTokens + t];
-          sum = Vec::fma(a, heads[g][0], sum);
-          sum = Vec::fma(b, heads[g][1], sum);
+        const float* const y = q + g * q_stride + half * Vec::kWidth + j;
+        if constexpr (kDots<T>) {
+          sums[g] = V::dot_pairs(x, V::set_pair(y), sums[g]);
+        } else {
+          sums[g] = Vec::fma(x, Vec::set(*y), sums[g]);
         }
       }
     }
   }
-  if (d < head_dim) {
-    Vec::R pairs[kTokens][2];
-    for (int t = 0; t < kTokens; ++t) {
-      Vec::load_some(rows[t] + d, head_dim - d, pairs[t][0], pairs[t][1]);
+#pragma GCC unroll 4
+  for (int g = 0; g < kHeads; ++g) Vec::store(scores + g * kKeys, sums[g]);
+}
+
+// Scores of a vector of tokens for the query heads of one KV head.
+template <class T>
+void score_group(const float* q, int q_stride, int group, const T* const* k, std::int64_t offset,
+                 int head_dim, float* scores) {
+  // Elements of q for each word of K, and elements of K in a vector.
+  constexpr int kElements = Vec::kWidth * static_cast<int>(sizeof(float) / sizeof(T));
+  constexpr int kFloats = kDots<T> ? Vec::kWidth : kElements;
+  for (int d = 0; d < head_dim; d += kElements, q += kFloats) {
+    Vec::R words[Vec::kWidth];
+    if (d + kElements <= head_dim) {
+      load_words<T, true>(k, offset + d, 0, words);
+    } else {
+      load_words<T, false>(k, offset + d, head_dim - d, words);
     }
-    add_products<kHeads>(q + d, q_stride, pairs, sums);
-  }
-  float out[8];
-  Vec::reduce8(sums, out);
-#pragma GCC unroll 8
-  for (int g = 0; g < kHeads; ++g) {
-    memcpy(scores + g * kTile, out + g * kTokens, kTokens * sizeof(float));
+    int g = 0;
+    const auto score = [&](auto heads) {
+      score_words<Vec, T, decltype(heads)::kCount>(words, q + g * q_stride, q_stride, d == 0,
+                                                   scores + g * kKeys);
+      g += decltype(heads)::kCount;
+    };
+    while (g + 4 <= group) score(Heads<4>{});
+    if (group - g == 3) score(Heads<3>{});
+    if (group - g == 2) score(Heads<2>{});
+    if (group - g == 1) score(Heads<1>{});
   }
 }
 
@@ -151,7 +167,7 @@ void weigh_block(float* sums, int stride, const float* factors, const float* wei
       }
 #pragma GCC unroll 8
       for (int g = 0; g < kHeads; ++g) {
-        const Vec::R weight = Vec::set(weights[g * kTile + t]);
+        const Vec::R weight = Vec::set(weights[g * kKeys + t]);
         acc[g][2 * p] = Vec::fma(weight, a, acc[g][2 * p]);
         acc[g][2 * p + 1] = Vec::fma(weight, b, acc[g][2 * p + 1]);
       }
@@ -186,19 +202,29 @@ void weigh(float* sums, int stride, const float* factors, const float* weights, 
 }
 
 // Turns a tile's scores into weights relative to the new maximum (paired: bfloat16, two in a
-// float). Returns the factor for sums relative to the old maximum.
+// float). Returns the new maximum and the sum of the weights.
+struct Softened {
+  float maximum, sum;
+};
+
 template <class V, bool kPaired>
-float soften(float* scores, int count, float softcap, float& maximum, float& total) {
-  constexpr int kVectors = kTile / Vec::kWidth;
-  for (int i = count; i < kTile; ++i) scores[i] = -INFINITY;
+Softened soften(float* scores, int begin, int end, float scale, float softcap, float maximum) {
+  constexpr int kVectors = kKeys / Vec::kWidth;
+  const Vec::R hidden = Vec::set(-INFINITY);
+  float lanes[Vec::kWidth];
+  for (int i = 0; i < Vec::kWidth; ++i) lanes[i] = static_cast<float>(i);
   Vec::R x[kVectors];
   Vec::R best = Vec::set(maximum);
   for (int i = 0; i < kVectors; ++i) {
     x[i] = Vec::load(scores + i * Vec::kWidth);
-    if (softcap > 0.0F) {
-      // After the softcap: tanh would make masked lanes finite.
-      const Vec::R lowest = Vec::set(kLowest);
-      x[i] = Vec::where_less(x[i], lowest, x[i], capped(x[i], softcap));
+    if (kPaired) x[i] = Vec::mul(x[i], Vec::set(prescale(scale, softcap)));
+    if (softcap > 0.0F) x[i] = capped(x[i], softcap);
+    if (begin > 0 || end < kKeys) {
+      const auto bound = [&](int token) {
+        return Vec::set(static_cast<float>(token - i * Vec::kWidth));
+      };
+      x[i] = Vec::where_less(Vec::load(lanes), bound(begin), hidden, x[i]);
+      x[i] = Vec::where_less(Vec::load(lanes), bound(end), x[i], hidden);
     }
     best = Vec::max(x[i], best);
   }
@@ -216,10 +242,7 @@ float soften(float* scores, int count, float softcap, float& maximum, float& tot
   } else {
     for (int i = 0; i < kVectors; ++i) Vec::store(scores + i * Vec::kWidth, x[i]);
   }
-  const float factor = new_maximum == maximum ? 1.0F : exp2_of(maximum - new_maximum);
-  total = total * factor + Vec::reduce_add(sum);
-  maximum = new_maximum;
-  return factor;
+  return {new_maximum, Vec::reduce_add(sum)};
 }
 
 // Converts q of all heads: unchanged for pairs, else scaled and in the order in which K is loaded.
@@ -247,104 +270,110 @@ void prepare_queries(const DecodeArgs& a, float* to, int stride) {
 }
 
 struct DecodeScratch {
-  float *q, *sums, *maxima, *totals, *scores, *factors;
+  float *q, *sums, *maxima, *new_maxima, *totals, *added, *factors, *scores;
   static constexpr int rounded(int n) { return (n + 15) / 16 * 16; }
 
   DecodeScratch(float* base, int q_heads, int stride) {
     q = base;
     sums = q + q_heads * stride;
     maxima = sums + q_heads * stride;
-    totals = maxima + rounded(q_heads);
-    factors = totals + rounded(q_heads);
+    new_maxima = maxima + rounded(q_heads);
+    totals = new_maxima + rounded(q_heads);
+    added = totals + rounded(q_heads);
+    factors = added + rounded(q_heads);
     scores = factors + rounded(q_heads);
   }
 };
 
 inline size_t decode_scratch(std::int32_t q_heads, std::int32_t head_dim) {
-  return static_cast<size_t>(2 * q_heads * padded(head_dim) + 3 * DecodeScratch::rounded(q_heads) +
-                             q_heads * kTile);
+  return static_cast<size_t>(2 * q_heads * padded(head_dim) + 5 * DecodeScratch::rounded(q_heads) +
+                             q_heads * kKeys);
 }
 
-// Scores of kBlock tokens.
-template <class T, int kHeads>
-void score_heads(const DecodeArgs& a, const DecodeScratch& s, const T* const* k, int kv_head,
-                 int q_head, int at, int stride) {
-  if constexpr (kDots<T>) {
-    constexpr int kTokens = least(kBlock, 16 / kHeads);
-    const T* const q = reinterpret_cast<const T*>(s.q) + q_head * stride;
-    for (int t = 0; t < kBlock; t += kTokens) {
-      score_pairs<Vec, kHeads, kTokens>(
-          q, stride, {k + t, k + t + kAhead, kv_head * a.seq.k.head_stride}, a.head_dim,
-          prescale(a.scale, a.softcap), s.scores + q_head * kTile + at + t, kTile);
-    }
-  } else {
-#pragma GCC unroll 8
-    for (int t = 0; t < kBlock; t += tokens_of<kHeads>()) {
-      scores_block<T, kHeads>(s.q + q_head * stride, stride, k + t, kv_head * a.seq.k.head_stride,
-                              a.head_dim, s.scores + q_head * kTile + at + t);
+template <class T>
+void score_tokens(const DecodeArgs& a, const DecodeScratch& s, const TileRows<T>& rows,
+                  int q_stride) {
+  for (int t = rows.begin / Vec::kWidth * Vec::kWidth; t < rows.end; t += Vec::kWidth) {
+    for (int h = 0; h < a.kv_heads; ++h) {
+      const int first = h * a.group;
+      score_group(s.q + first * q_stride, q_stride, a.group, rows.k + t, h * a.seq.k.head_stride,
+                  a.head_dim, s.scores + first * kKeys + t);
     }
   }
 }
 
+// Softmax of a tile: weights in place of scores, and factors for the sums of the tiles before it.
 template <class T>
-void score_tokens(const DecodeArgs& a, const DecodeScratch& s, const T* const* k, int at,
-                  int stride) {
-  for (int h = 0; h < a.kv_heads; ++h) {
-    int g = 0;
-    const int first = h * a.group;
-    for (; g + 4 <= a.group; g += 4) score_heads<T, 4>(a, s, k, h, first + g, at, stride);
-    for (; g + 2 <= a.group; g += 2) score_heads<T, 2>(a, s, k, h, first + g, at, stride);
-    if (g < a.group) score_heads<T, 1>(a, s, k, h, first + g, at, stride);
+void soften_heads(const DecodeArgs& a, const DecodeScratch& s, int begin, int end) {
+  const int q_heads = a.kv_heads * a.group;
+  for (int h = 0; h < q_heads; ++h) {
+    const Softened softened =
+        soften<Vec, kDots<T>>(s.scores + h * kKeys, begin, end, a.scale, a.softcap, s.maxima[h]);
+    s.new_maxima[h] = softened.maximum;
+    s.added[h] = softened.sum;
+  }
+  for (int h = 0; h < q_heads; h += Vec::kWidth) {
+    const Vec::R maxima = Vec::load(s.new_maxima + h);
+    const Vec::R factors = exp2(Vec::sub(Vec::load(s.maxima + h), maxima));
+    Vec::store(s.maxima + h, maxima);
+    Vec::store(s.factors + h, factors);
+    Vec::store(s.totals + h, Vec::fma(Vec::load(s.totals + h), factors, Vec::load(s.added + h)));
   }
 }
 
 template <class T, int kHeads>
 void weigh_heads(const DecodeArgs& a, const DecodeScratch& s, const T* const* v, int count,
-                 int kv_head, int q_head, int at, int stride) {
-  const float* const factors = at == 0 ? s.factors + q_head : nullptr;
+                 int kv_head, int q_head, int at, bool is_first, int stride) {
+  const float* const factors = is_first ? s.factors + q_head : nullptr;
   const std::int64_t offset = kv_head * a.seq.v.head_stride;
   if constexpr (kDots<T>) {
     weigh_pairs<Vec, kHeads>(s.sums + q_head * stride, stride,
-                             {s.scores + q_head * kTile + at / 2, kTile, factors},
+                             {s.scores + q_head * kKeys + at / 2, kKeys, factors},
                              {v, v + kAhead, offset}, count, a.head_dim);
   } else {
-    weigh<T, kHeads>(s.sums + q_head * stride, stride, factors, s.scores + q_head * kTile + at, v,
+    weigh<T, kHeads>(s.sums + q_head * stride, stride, factors, s.scores + q_head * kKeys + at, v,
                      count, offset, a.head_dim);
   }
 }
 
 template <class T>
-void weigh_tokens(const DecodeArgs& a, const DecodeScratch& s, const T* const* v, int count, int at,
+void weigh_tokens(const DecodeArgs& a, const DecodeScratch& s, const TileRows<T>& rows,
                   int stride) {
-  for (int h = 0; h < a.kv_heads; ++h) {
-    int g = 0;
-    const int first = h * a.group;
-    for (; g + 4 <= a.group; g += 4) weigh_heads<T, 4>(a, s, v, count, h, first + g, at, stride);
-    for (; g + 2 <= a.group; g += 2) weigh_heads<T, 2>(a, s, v, count, h, first + g, at, stride);
-    if (g < a.group) weigh_heads<T, 1>(a, s, v, count, h, first + g, at, stride);
+  const int begin = rows.begin / kBlock * kBlock;
+  for (int t = begin; t < rows.end; t += kBlock) {
+    const int count = least(kBlock, rows.end - t);
+    for (int h = 0; h < a.kv_heads; ++h) {
+      int q_head = h * a.group;
+      const int end = q_head + a.group;
+      const auto add = [&](auto heads) {
+        constexpr int kHeads = decltype(heads)::kCount;
+        weigh_heads<T, kHeads>(a, s, rows.v + t, count, h, q_head, t, t == begin, stride);
+        q_head += kHeads;
+      };
+      while (q_head + 4 <= end) add(Heads<4>{});
+      if (q_head + 2 <= end) add(Heads<2>{});
+      if (q_head < end) add(Heads<1>{});
+    }
   }
 }
 
 template <class T>
 void decode(const DecodeArgs& a) {
   const int q_heads = a.kv_heads * a.group, stride = padded(a.head_dim);
+  const int q_stride = kDots<T> ? stride / 2 : stride;  // floats
   const DecodeScratch s(a.scratch, q_heads, stride);
   prepare_queries<T>(a, s.q, stride);
   memset(s.sums, 0, sizeof(float) * static_cast<size_t>(q_heads * stride));
-  for (int h = 0; h < q_heads; ++h) s.maxima[h] = kLowest;
-  for (int h = 0; h < q_heads; ++h) s.totals[h] = 0.0F;
-
-  for (std::int64_t at = a.begin; at < a.end; at += kTile) {
+  for (int h = 0; h < DecodeScratch::rounded(q_heads); ++h) {
+    s.maxima[h] = s.new_maxima[h] = kLowest;
+    s.totals[h] = s.added[h] = 0.0F;
+  }
+  for (std::int64_t at = a.begin; at < a.end; at = (at / kKeys + 1) * kKeys) {
     TileRows<T> rows;
-    fill(rows, a.seq, at, a.end);
-    for (int t = 0; t < rows.count; t += kBlock) score_tokens(a, s, rows.k + t, t, stride);
-    for (int h = 0; h < q_heads; ++h) {
-      s.factors[h] = soften<Vec, kDots<T>>(s.scores + h * kTile, rows.count, a.softcap, s.maxima[h],
-                                           s.totals[h]);
-    }
-    for (int t = 0; t < rows.count; t += kBlock) {
-      weigh_tokens(a, s, rows.v + t, least(kBlock, rows.count - t), t, stride);
-    }
+    fill(rows, a.seq, at / kKeys * kKeys, at, a.end);
+    score_tokens(a, s, rows, q_stride);
+    soften_heads<T>(a, s, rows.begin, rows.end);
+    weigh_tokens(a, s, rows, stride);
   }
   for (int h = 0; h < q_heads; ++h) {
     emit<T>(a.out, 0, h, q_heads, a.head_dim, s.sums + h * stride, s.maxima[h], s.totals[h]);

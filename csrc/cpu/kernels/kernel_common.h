@@ -26,6 +26,10 @@ constexpr I most(I a, I b) {
   return a > b ? a : b;
 }
 
+// Positions that share a step of the running softmax: tiles begin at multiples of it.
+constexpr int kKeys = 64;
+static_assert(kPartTokens % kKeys == 0);
+
 // head_dim rounded up to whole pairs of vectors. The rest of a scratch row is zero.
 constexpr int padded(int head_dim) {
   return (head_dim + kPair - 1) / kPair * kPair;
@@ -116,9 +120,9 @@ inline Vec::R tanh(Vec::R x) {
   return Vec::where_less(size, Vec::set(0.625F), p, Vec::with_sign_of(big, x));
 }
 
-inline float exp2_of(float x) {
+inline float first_lane(Vec::R x) {
   float lanes[Vec::kWidth];
-  Vec::store(lanes, exp2(Vec::set(x)));
+  Vec::store(lanes, x);
   return lanes[0];
 }
 
@@ -129,6 +133,20 @@ inline float prescale(float scale, float softcap) {
 inline Vec::R capped(Vec::R x, float softcap) {
   return Vec::mul(tanh(x), Vec::set(softcap * kLog2E));
 }
+
+// Adds a part to the sums of the parts before it. Before the first part, the maximum is kLowest and
+// the sums are 0; a part without a visible token has the same. Adding either changes nothing.
+struct Fold {
+  // `maximum`: of the parts before; `next`: of the part.
+  Fold(Vec::R maximum, Vec::R next)
+      : maximum(Vec::max(next, maximum)),
+        of_sum(exp2(Vec::sub(maximum, this->maximum))),
+        of_next(exp2(Vec::sub(next, this->maximum))) {}
+  Vec::R operator()(Vec::R sum, Vec::R next) const {
+    return Vec::fma(next, of_next, Vec::mul(sum, of_sum));
+  }
+  Vec::R maximum, of_sum, of_next;
+};
 
 // Prefetches into L2: rows a power of two apart map to few lines of L1, where prefetched data would
 // displace what is in use.
@@ -168,41 +186,28 @@ void locate(const Sequence& s, std::int64_t first, int count, const T** k, const
   }
 }
 
-// Reorders floats from the order of lane_of<T> to that of the head dimension.
-template <class T>
-void unpair(const float* lanes, int head_dim, float* to) {
-  for (int d = 0; d < head_dim; ++d) to[d] = lanes[lane_of<T>(d)];
-}
-template <>
-[[maybe_unused]] void unpair<Bf16>(const float* lanes, int head_dim, float* to) {
-  int d = 0;
-  for (; d + kPair <= head_dim; d += kPair) {
-    for (int i = 0; i < Vec::kWidth; ++i) {
-      to[d + 2 * i] = lanes[d + i];
-      to[d + 2 * i + 1] = lanes[d + Vec::kWidth + i];
-    }
-  }
-  for (; d < head_dim; ++d) to[d] = lanes[lane_of<Bf16>(d)];
-}
-
-// Writes one finished or partial row. `sums`: in the order of lane_of<T>. `maximum` and `total` of
-// the weights are in powers of 2.
+// Writes one finished or partial row. `sums`: padded(head_dim), in the order of load_pair.
+// `maximum` and `total` of the weights are in powers of 2.
 template <class T>
 void emit(const Output& out, int row, int head, int heads, int head_dim, const float* sums,
           float maximum, float total) {
   if (out.partial != nullptr) {
+    const int stride = padded(head_dim);
     float* to =
         out.partial + (static_cast<std::int64_t>(row) * heads + head) * partial_floats(head_dim);
-    unpair<T>(sums, head_dim, to);
-    to[head_dim] = maximum;
-    to[head_dim + 1] = total;
+    memcpy(to, sums, sizeof(float) * static_cast<size_t>(stride));
+    to[stride] = maximum;
+    to[stride + 1] = total;
     return;
   }
   T* to = static_cast<T*>(out.rows) + row * out.row_stride + head * head_dim;
   const Vec::R factor = Vec::set(1.0F / total);
+  // The sign of a zero depends on tokens that have no weight: + 0 removes it.
+  const auto value = [&](int d) {
+    return Vec::add(Vec::mul(Vec::load(sums + d), factor), Vec::zero());
+  };
   for (int d = 0; d < head_dim; d += kPair) {
-    store_upto(to + d, head_dim - d, Vec::mul(Vec::load(sums + d), factor),
-               Vec::mul(Vec::load(sums + d + Vec::kWidth), factor));
+    store_upto(to + d, head_dim - d, value(d), value(d + Vec::kWidth));
   }
   if (out.lse != nullptr) out.lse[row * out.lse_stride + head] = (maximum + log2f(total)) * kLn2;
 }

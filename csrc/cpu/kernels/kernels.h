@@ -14,6 +14,8 @@
 
 namespace vmserve::cpu {
 
+constexpr std::int32_t kMaxHeadDim = 256;
+
 struct Bf16 {
   std::uint16_t bits;
 };
@@ -38,18 +40,24 @@ struct Sequence {
   std::int32_t blocks_per_page;
 };
 
-// The result of a work item: either finished rows or, if `partial` is not null, its part of them,
-// which `combine` merges with the other parts.
+// Positions of a part, at multiples of it. The attention of a row is the sum of its parts from the
+// first to the last, each computed from nothing: so its bits depend on neither the rows nor the
+// positions of the work item that computes it.
+constexpr std::int64_t kPartTokens = 256;
+
+// The result of a work item: either finished rows or, if `partial` is not null, its parts of them,
+// which `combine` adds up with the other parts.
 struct Output {
-  void* rows;               // row r, head g of `heads`: rows + r * row_stride + g * head_dim
-  float* lse;               // null, or natural log-sum-exp: lse + r * lse_stride + g
-  float* partial;           // [num_rows * heads] of (head_dim sums, maximum, sum of weights)
+  void* rows;      // row r, head g of `heads`: rows + r * row_stride + g * head_dim
+  float* lse;      // null, or natural log-sum-exp: lse + r * lse_stride + g
+  float* partial;  // part i: partial + i * part_stride, partial_floats of a row and head
+  std::int64_t part_stride;
   std::int64_t row_stride;  // elements
   std::int64_t lse_stride;
 };
 
-// One query row over positions [begin, end), all heads at once, so that a token's memory is read
-// as one stream.
+// One query row over positions [begin, end) of one part, all heads at once, so that a token's
+// memory is read as one stream.
 struct DecodeArgs {
   Sequence seq;
   const void* q;  // [q_heads, head_dim], q_head_stride apart
@@ -87,7 +95,7 @@ struct WriteArgs {
   void* q_out;  // [num_tokens, q_heads, head_dim], contiguous; unused without a rotation
 };
 
-// Merges `num_parts` partial outputs of the same rows, in order.
+// Adds up `num_parts` parts of the same rows, in order.
 struct CombineArgs {
   const float* parts;        // part i: parts + i * part_stride
   std::int64_t part_stride;  // floats
@@ -314,9 +322,10 @@ const KernelTable& avx512_vnni_kernels();
 const KernelTable& avx512_bf16_kernels();
 #endif
 
-// Floats of one row and head of a partial output.
+// Floats of one row and head of a part: sums of the head dimension, padded as the kernels pad it,
+// the maximum and the sum of weights.
 constexpr std::int64_t partial_floats(std::int32_t head_dim) {
-  return head_dim + 2;
+  return (head_dim + 31) / 32 * 32 + 2;
 }
 
 }  // namespace vmserve::cpu

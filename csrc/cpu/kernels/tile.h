@@ -5,8 +5,8 @@
 // need no horizontal sums, and the softmax runs down the columns. S = K . Q^T and O = V^T . P are
 // the same register-blocked product of kRows rows. If pairs of bfloat16 are multiplied (kDots), the
 // depth of both products is pairs: two elements of the head dimension, or two tokens, whose weights
-// are rounded to bfloat16. Tiles of positions begin at multiples of kKeys, so a row's result does
-// not depend on the other rows.
+// are rounded to bfloat16. Tiles of positions begin at multiples of kKeys and parts at multiples of
+// kPartTokens, so a row's result does not depend on the other rows.
 #pragma once
 
 #include "kernel_common.h"
@@ -14,7 +14,6 @@
 namespace vmserve::cpu {
 namespace {
 
-constexpr int kKeys = 64;
 constexpr int kPanelVectors = 3;
 constexpr int kPanelLanes = kPanelVectors * Vec::kWidth;
 
@@ -80,15 +79,17 @@ void multiply(const Product& m) {
 // The rows of one panel: the positions its lanes attend to, and its running softmax.
 struct Panel {
   int lanes, vectors;
-  std::int64_t first_position, last_position;  // of its first and last row
-  float *q, *sums;                             // [padded, vectors * kWidth]
-  float *maxima, *totals, *factors;            // [kPanelLanes]
-  float *newest, *oldest;                      // [kPanelLanes]: range attended to, minus `base`
+  std::int64_t first_position, last_position;     // of its first and last row
+  float* q;                                       // [padded, vectors * kWidth]
+  float *sums, *maxima, *totals;                  // of the current part: [padded, vectors * kWidth]
+  float *folded, *folded_maxima, *folded_totals;  // of the parts before it
+  float* factors;                                 // [kPanelLanes], as all that follow
+  float *newest, *oldest;                         // range attended to, minus `base`
 };
 
 struct TileScratch {
   float *keys, *values, *scores, *panels;
-  static constexpr int panel_floats(int stride) { return (2 * stride + 5) * kPanelLanes; }
+  static constexpr int panel_floats(int stride) { return (3 * stride + 7) * kPanelLanes; }
 
   TileScratch(float* base, int stride) {
     keys = base;
@@ -114,20 +115,48 @@ inline Panel panel_at(const TileArgs& a, const TileScratch& s, int stride, int i
   p.last_position = a.first_position + (first + p.lanes - 1) / a.group;
   p.q = s.panels + index * TileScratch::panel_floats(stride);
   p.sums = p.q + stride * kPanelLanes;
-  p.maxima = p.sums + stride * kPanelLanes;
+  p.folded = p.sums + stride * kPanelLanes;
+  p.maxima = p.folded + stride * kPanelLanes;
   p.totals = p.maxima + kPanelLanes;
-  p.factors = p.totals + kPanelLanes;
+  p.folded_maxima = p.totals + kPanelLanes;
+  p.folded_totals = p.folded_maxima + kPanelLanes;
+  p.factors = p.folded_totals + kPanelLanes;
   p.newest = p.factors + kPanelLanes;
   p.oldest = p.newest + kPanelLanes;
   return p;
 }
 
+inline void start_part(const Panel& p, int stride) {
+  memset(p.sums, 0, sizeof(float) * static_cast<size_t>(stride * kPanelLanes));
+  for (int lane = 0; lane < kPanelLanes; ++lane) {
+    p.maxima[lane] = kLowest;
+    p.totals[lane] = 0.0F;
+  }
+}
+
+// Adds the current part to the parts before it, and starts the next one.
+inline void end_part(const Panel& p, int stride) {
+  const int width = p.vectors * Vec::kWidth;
+  for (int v = 0; v < width; v += Vec::kWidth) {
+    const Fold fold(Vec::load(p.folded_maxima + v), Vec::load(p.maxima + v));
+    const auto add = [&](float* to, const float* from) {
+      Vec::store(to + v, fold(Vec::load(to + v), Vec::load(from + v)));
+    };
+    for (int d = 0; d < stride; ++d) add(p.folded + d * width, p.sums + d * width);
+    add(p.folded_totals, p.totals);
+    Vec::store(p.folded_maxima + v, fold.maximum);
+  }
+  start_part(p, stride);
+}
+
 template <class T>
 void start_panel(const TileArgs& a, const Panel& p, int index, int stride, std::int64_t base) {
   const int width = p.vectors * Vec::kWidth;
-  memset(p.q, 0, sizeof(float) * static_cast<size_t>(2 * stride * kPanelLanes));
+  start_part(p, stride);
+  memset(p.q, 0, sizeof(float) * static_cast<size_t>(stride * kPanelLanes));
+  memset(p.folded, 0, sizeof(float) * static_cast<size_t>(stride * kPanelLanes));
   const float factor = prescale(a.scale, a.softcap);
-  float row[512];
+  float row[kMaxHeadDim];
   for (int lane = 0; lane < p.lanes; ++lane) {
     const int r = (index * kPanelLanes + lane) / a.group;
     const int g = (index * kPanelLanes + lane) % a.group;
@@ -149,8 +178,8 @@ void start_panel(const TileArgs& a, const Panel& p, int index, int stride, std::
     p.oldest[lane] = static_cast<float>(position - base - (a.window - 1));
   }
   for (int lane = 0; lane < width; ++lane) {
-    p.maxima[lane] = kLowest;
-    p.totals[lane] = 0.0F;
+    p.folded_maxima[lane] = kLowest;
+    p.folded_totals[lane] = 0.0F;
     if (lane >= p.lanes) {
       p.newest[lane] = p.newest[p.lanes - 1];
       p.oldest[lane] = p.oldest[p.lanes - 1];
@@ -195,7 +224,7 @@ inline void fill_block(float* rows, int count, int width) {
 
 // A row of zeros.
 template <class T>
-constexpr T kNoRow[256] = {};
+constexpr T kNoRow[kMaxHeadDim] = {};
 
 // Converts `count` token rows of one head.
 template <class T>
@@ -289,25 +318,35 @@ void soften_panel(const TileArgs& a, const Panel& p, float* scores, int count, f
         best = Vec::max(x, best);
       }
     }
-    Vec::R sum = Vec::zero();
+    // The order of decode.h, which has the tokens across its lanes.
+    Vec::R sums[Vec::kWidth];
+    for (Vec::R& sum : sums) sum = Vec::zero();
+    const auto add = [&](int t, Vec::R weight) {
+      Vec::R& sum = sums[t % Vec::kWidth];
+      sum = Vec::add(sum, weight);
+    };
     if constexpr (kPaired) {
       for (int t = 0; t < count; t += 2) {
         const Vec::R even = exp2(Vec::sub(Vec::load(column + t * width), best));
         const Vec::R odd =
             t + 1 < count ? exp2(Vec::sub(Vec::load(column + (t + 1) * width), best)) : Vec::zero();
         Vec::store(column + t / 2 * width, V::join(even, odd));
-        sum = Vec::add(Vec::add(sum, even), odd);
+        add(t, even);
+        add(t + 1, odd);
       }
     } else {
       for (int t = 0; t < count; ++t) {
         const Vec::R weight = exp2(Vec::sub(Vec::load(column + t * width), best));
         Vec::store(column + t * width, weight);
-        sum = Vec::add(sum, weight);
+        add(t, weight);
       }
+    }
+    for (int half = Vec::kWidth / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) sums[i] = Vec::add(sums[i], sums[half + i]);
     }
     const Vec::R factor = exp2(Vec::sub(maximum, best));
     Vec::store(p.factors + v, factor);
-    Vec::store(p.totals + v, Vec::fma(Vec::load(p.totals + v), factor, sum));
+    Vec::store(p.totals + v, Vec::fma(Vec::load(p.totals + v), factor, sums[0]));
     Vec::store(p.maxima + v, best);
   }
 }
@@ -333,7 +372,7 @@ void add_broken(const TileArgs& a, const Panel& p, const float* scores, const Br
                 const T* const* rows, int seen, float first) {
   const int width = p.vectors * Vec::kWidth;
   const int stride = padded(a.head_dim);  // load_pair separates the elements of bfloat16 pairs
-  float value[512];
+  float value[kMaxHeadDim];
   for (int i = 0; i < broken.count && broken.tokens[i] < seen; ++i) {
     const int t = broken.tokens[i];
     const T* from = rows[t];
@@ -372,14 +411,18 @@ inline int visible(const TileArgs& a, const Panel& p, std::int64_t at, int count
 }
 
 template <class T>
-void finish_panel(const TileArgs& a, const Panel& p, int index, int stride) {
+void emit_panel(const TileArgs& a, const Output& out, const Panel& p, int index, int stride) {
+  const bool is_part = out.partial != nullptr;
+  const float* const sums = is_part ? p.sums : p.folded;
+  const float* const maxima = is_part ? p.maxima : p.folded_maxima;
+  const float* const totals = is_part ? p.totals : p.folded_totals;
   const int width = p.vectors * Vec::kWidth;
-  float row[512];
+  float row[kMaxHeadDim];
   for (int lane = 0; lane < p.lanes; ++lane) {
-    for (int d = 0; d < stride; ++d) row[d] = p.sums[d * width + lane];
+    for (int d = 0; d < stride; ++d) row[d] = sums[d * width + lane];
     const int r = (index * kPanelLanes + lane) / a.group;
     const int g = (index * kPanelLanes + lane) % a.group;
-    emit<T>(a.out, r, g, a.group, a.head_dim, row, p.maxima[lane], p.totals[lane]);
+    emit<T>(out, r, g, a.group, a.head_dim, row, maxima[lane], totals[lane]);
   }
 }
 
@@ -401,13 +444,14 @@ void tile(const TileArgs& a) {
   const int num_panels = (a.rows * a.group + kPanelLanes - 1) / kPanelLanes;
   // Positions are compared as floats, relative to this one: small integers are exact.
   const std::int64_t base = a.first_position;
+  Output out = a.out;
   for (int i = 0; i < num_panels; ++i) {
     start_panel<T>(a, panel_at(a, s, stride, i), i, stride, base);
   }
   for (std::int64_t at = a.begin; at < a.end;) {
     const std::int64_t tile_end = least<std::int64_t>(a.end, (at / kKeys + 1) * kKeys);
-    // Pairs begin at even positions. Positions before the first window are not read.
-    const int lead = kDots<T> ? static_cast<int>(at % 2) : 0;
+    // Sums have their places by position. Positions before the first window are not read.
+    const int lead = static_cast<int>(at % Vec::kWidth);
     at -= lead;
     const int count = static_cast<int>(tile_end - at);
     const T *k[kKeys], *v[kKeys];
@@ -428,9 +472,18 @@ void tile(const TileArgs& a) {
       add_broken(a, p, s.scores, broken, v, seen, static_cast<float>(at - base));
     }
     at = tile_end;
-  }
-  for (int i = 0; i < num_panels; ++i) {
-    finish_panel<T>(a, panel_at(a, s, stride, i), i, stride);
+    if (at % kPartTokens != 0 && at != a.end) continue;
+    for (int i = 0; i < num_panels; ++i) {
+      const Panel p = panel_at(a, s, stride, i);
+      if (out.partial != nullptr) {
+        emit_panel<T>(a, out, p, i, stride);
+        start_part(p, stride);
+      } else {
+        end_part(p, stride);
+        if (at == a.end) emit_panel<T>(a, out, p, i, stride);
+      }
+    }
+    if (out.partial != nullptr) out.partial += out.part_stride;
   }
 }
 

@@ -7,7 +7,11 @@
 //               would flush denormals). `lane_of` in kernel_common.h has the order.
 //   load, store kWidth consecutive elements; bfloat16 is rounded in the same way
 //   load_some   load_pair of fewer than 2 * kWidth elements, with zeros after them
-//   reduce8     the sums over the lanes of eight vectors
+//   reduce_add  adds the upper half of the lanes to the lower, until one is left
+//   transpose   lane i of vector j becomes lane j of vector i
+//   load_bits   2 * kWidth consecutive bfloat16, two to a lane, the first in its lower half;
+//               load_some_bits: fewer, and zeros
+//   first_of, second_of  the first or second bfloat16 of each lane, as floats
 //   at_least    bit i: whether lane i of the first is at least lane i of the second
 //   kRows       rows of a block of a matrix product: kRows * 3 sums stay in registers
 //   kLinearRows rows of a block of a linear layer: kLinearRows * 2 sums stay in registers
@@ -24,15 +28,13 @@
 //   low_halves  the lower 4 bits of each byte; high_halves: the upper
 //   load_halves, load_int8  kWidth numbers of half precision, or int8
 //
-// With kDotsPairs, a lane has two bfloat16, the first in its lower half:
+// With kDotsPairs, a lane has two bfloat16 as load_bits loads them:
 //
 //   dot_pairs   adds both products of each lane
 //   set_pair    the same pair in every lane
-//   load_bits   2 * kWidth consecutive elements; load_some_bits: fewer, and zeros
 //   narrow      the lanes of the first, then those of the second, rounded to bfloat16
 //   join        lane i of both, rounded, as one pair
 //   interleave  elements i of both as pairs: of even i, and of odd i
-//   reduce16    lane i: the sum over the lanes of vector i
 #pragma once
 
 #include <immintrin.h>
@@ -87,10 +89,27 @@ struct Vec {
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
   }
-  static void reduce8(const R* s, float* out) {
-    const R a = _mm256_hadd_ps(_mm256_hadd_ps(s[0], s[1]), _mm256_hadd_ps(s[2], s[3]));
-    const R b = _mm256_hadd_ps(_mm256_hadd_ps(s[4], s[5]), _mm256_hadd_ps(s[6], s[7]));
-    store(out, add(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
+  static void transpose(R (&r)[kWidth]) {
+    R t[kWidth];
+#pragma GCC unroll 8
+    for (int i = 0; i < kWidth; i += 2) {
+      t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+      t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    // r[i + j]: element j of each half of rows i to i + 3.
+#pragma GCC unroll 8
+    for (int i = 0; i < kWidth; i += 4) {
+      r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+      r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+      r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+      r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) {
+      const R low = _mm256_permute2f128_ps(r[j], r[j + 4], 0x20);
+      r[j + 4] = _mm256_permute2f128_ps(r[j], r[j + 4], 0x31);
+      r[j] = low;
+    }
   }
 
   // The bits of the nearest bfloat16, in the upper half of each lane.
@@ -129,6 +148,24 @@ struct Vec {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     a = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
     b = _mm256_castsi256_ps(_mm256_and_si256(bits, upper()));
+  }
+  static R load_bits(const Bf16* from) {
+    return _mm256_loadu_ps(reinterpret_cast<const float*>(from));
+  }
+  static R load_some_bits(const Bf16* from, int count) {
+    if (count == kWidth) {
+      const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+      return _mm256_castsi256_ps(_mm256_zextsi128_si256(half));
+    }
+    Bf16 whole[2 * kWidth] = {};
+    memcpy(whole, from, static_cast<size_t>(count) * sizeof(Bf16));
+    return load_bits(whole);
+  }
+  static R first_of(R pairs) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16));
+  }
+  static R second_of(R pairs) {
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs), upper()));
   }
   static void store_pair(Bf16* to, R a, R b) {
     const __m256i even = _mm256_srli_epi32(nearest_bf16(a), 16);
@@ -202,24 +239,15 @@ struct Vec {
       a = load(from);
       b = zero();
     } else {
-      load_copy(from, count, a, b);
+      float whole[2 * kWidth] = {};
+      memcpy(whole, from, static_cast<size_t>(count) * sizeof(float));
+      load_pair(whole, a, b);
     }
   }
   static void load_some(const Bf16* from, int count, R& a, R& b) {
-    if (count == kWidth) {
-      const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-      const __m256i bits = _mm256_zextsi128_si256(half);
-      a = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
-      b = _mm256_castsi256_ps(_mm256_and_si256(bits, upper()));
-    } else {
-      load_copy(from, count, a, b);
-    }
-  }
-  template <class T>
-  static void load_copy(const T* from, int count, R& a, R& b) {
-    T whole[2 * kWidth] = {};
-    memcpy(whole, from, static_cast<size_t>(count) * sizeof(T));
-    load_pair(whole, a, b);
+    const R pairs = load_some_bits(from, count);
+    a = first_of(pairs);
+    b = second_of(pairs);
   }
 };
 

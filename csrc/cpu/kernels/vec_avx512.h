@@ -25,10 +25,6 @@ struct Vec {
   static R dot_pairs(R a, R b, R sum) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
-  static R load_bits(const Bf16* from) { return _mm512_loadu_ps(from); }
-  static R load_some_bits(const Bf16* from, int count) {
-    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((1U << count) - 1, from));
-  }
   // Flushes denormals, which weights never are.
   static R narrow(R a, R b) { return reinterpret_cast<R>(_mm512_cvtne2ps_pbh(b, a)); }
   // Indices of words: lane i has the pair `constant` + i * `step`.
@@ -42,21 +38,6 @@ struct Vec {
     even =
         _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, lanes_times(0x00020002, 0x00200000), y));
     odd = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, lanes_times(0x00020002, 0x00210001), y));
-  }
-  // Lane i: the sum over the lanes of s[i].
-  static R reduce16(const R* s) {
-    R t[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) t[i] = fold<0x44, 0xee>(s[i + i / 4 * 4], s[i + i / 4 * 4 + 4]);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) t[i] = fold<0x88, 0xdd>(t[i], t[i + 4]);
-    const R low = add(_mm512_unpacklo_ps(t[0], t[1]), _mm512_unpackhi_ps(t[0], t[1]));
-    const R high = add(_mm512_unpacklo_ps(t[2], t[3]), _mm512_unpackhi_ps(t[2], t[3]));
-    return add(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
-  }
-  template <int lower, int upper>
-  static R fold(R a, R b) {
-    return add(_mm512_shuffle_f32x4(a, b, lower), _mm512_shuffle_f32x4(a, b, upper));
   }
   static R join(R a, R b) {
     const __m512i words = _mm512_castps_si512(narrow(a, b));
@@ -96,16 +77,32 @@ struct Vec {
   }
   static float reduce_max(R a) { return _mm512_reduce_max_ps(a); }
   static float reduce_add(R a) { return _mm512_reduce_add_ps(a); }
-  static __m256 halves(R a) {
-    return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
-  }
-  static void reduce8(const R* s, float* out) {
-    const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(halves(s[0]), halves(s[1])),
-                                    _mm256_hadd_ps(halves(s[2]), halves(s[3])));
-    const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(halves(s[4]), halves(s[5])),
-                                    _mm256_hadd_ps(halves(s[6]), halves(s[7])));
-    _mm256_storeu_ps(
-        out, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
+  static void transpose(R (&r)[kWidth]) {
+    R t[kWidth];
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; i += 2) {
+      t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+      t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    // r[i + j]: element j of each quarter of rows i to i + 3.
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; i += 4) {
+      r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+      r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+      r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+      r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < 4; ++j) {
+      const R even = _mm512_shuffle_f32x4(r[j], r[j + 4], 0x88);
+      const R odd = _mm512_shuffle_f32x4(r[j], r[j + 4], 0xdd);
+      const R more_even = _mm512_shuffle_f32x4(r[j + 8], r[j + 12], 0x88);
+      const R more_odd = _mm512_shuffle_f32x4(r[j + 8], r[j + 12], 0xdd);
+      r[j] = _mm512_shuffle_f32x4(even, more_even, 0x88);
+      r[j + 4] = _mm512_shuffle_f32x4(odd, more_odd, 0x88);
+      r[j + 8] = _mm512_shuffle_f32x4(even, more_even, 0xdd);
+      r[j + 12] = _mm512_shuffle_f32x4(odd, more_odd, 0xdd);
+    }
   }
 
   static __m512i nearest_bf16(R a) {
@@ -141,6 +138,16 @@ struct Vec {
     const __m512i bits = _mm512_loadu_si512(from);
     a = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
     b = _mm512_castsi512_ps(_mm512_and_si512(bits, upper()));
+  }
+  static R load_bits(const Bf16* from) { return _mm512_loadu_ps(from); }
+  static R load_some_bits(const Bf16* from, int count) {
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((1U << count) - 1, from));
+  }
+  static R first_of(R pairs) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16));
+  }
+  static R second_of(R pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs), upper()));
   }
   static void store_pair(Bf16* to, R a, R b) {
     const __m512i even = _mm512_srli_epi32(nearest_bf16(a), 16);

@@ -115,12 +115,19 @@ struct Vec {
     return best;
   }
   static float reduce_add(R a) {
-    float sum = 0.0F;
-    for (const float x : a.x) sum += x;
-    return sum;
+    for (int half = kWidth / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) a.x[i] += a.x[half + i];
+    }
+    return a.x[0];
   }
-  static void reduce8(const R* sums, float* out) {
-    for (int i = 0; i < 8; ++i) out[i] = reduce_add(sums[i]);
+  static void transpose(R (&r)[kWidth]) {
+    for (int i = 0; i < kWidth; ++i) {
+      for (int j = 0; j < i; ++j) {
+        const float x = r[i].x[j];
+        r[i].x[j] = r[j].x[i];
+        r[j].x[i] = x;
+      }
+    }
   }
 
   static float widen(Bf16 value) {
@@ -160,6 +167,14 @@ struct Vec {
     memcpy(r.x, from, static_cast<size_t>(count) * sizeof(Bf16));
     return r;
   }
+  static R first_of(R pairs) { return half_of(pairs, 0); }
+  static R second_of(R pairs) { return half_of(pairs, 1); }
+  static R half_of(R pairs, int i) {
+    Bf16 x[2 * kWidth];
+    memcpy(x, pairs.x, sizeof x);
+    for (int lane = 0; lane < kWidth; ++lane) pairs.x[lane] = widen(x[2 * lane + i]);
+    return pairs;
+  }
   static R narrow(R a, R b) {
     Bf16 x[2 * kWidth];
     for (int i = 0; i < kWidth; ++i) {
@@ -188,11 +203,6 @@ struct Vec {
       x[2 * i + 1] = narrow(b.x[i]);
     }
     return load_bits(x);
-  }
-  static R reduce16(const R* sums) {
-    R r = zero();
-    for (int i = 0; i < 16; ++i) r.x[i % kWidth] = reduce_add(sums[i]);
-    return r;
   }
   static R round_bf16(R a) {
     for (float& x : a.x) x = widen(narrow(x));

@@ -79,47 +79,22 @@ void write(const WriteArgs& a) {
   }
 }
 
-// Partial rows and finished rows of float32 are both in the order of head_dim.
-template <class T>
-void store_row(const float* from, int head_dim, T* to);
-template <>
-[[maybe_unused]] inline void store_row<float>(const float* from, int head_dim, float* to) {
-  memcpy(to, from, sizeof(float) * static_cast<size_t>(head_dim));
-}
-template <>
-[[maybe_unused]] inline void store_row<Bf16>(const float* from, int head_dim, Bf16* to) {
-  float lanes[kPair];
-  for (int d = 0; d < head_dim; d += kPair) {
-    const int count = least(kPair, head_dim - d);
-    memset(lanes, 0, sizeof lanes);
-    for (int i = 0; i < count; ++i) lanes[lane_of<Bf16>(i)] = from[d + i];
-    store_upto(to + d, count, Vec::load(lanes), Vec::load(lanes + Vec::kWidth));
-  }
-}
-
 template <class T>
 void combine_row(const CombineArgs& a, int row, int head) {
-  const float* const first =
+  const int stride = padded(a.head_dim);
+  const float* part =
       a.parts + (static_cast<std::int64_t>(row) * a.heads + head) * partial_floats(a.head_dim);
-  float maximum = kLowest;
-  for (int i = 0; i < a.num_parts; ++i) {
-    maximum = most(maximum, first[i * a.part_stride + a.head_dim]);
+  float sums[kMaxHeadDim] = {};
+  Vec::R maximum = Vec::set(kLowest), total = Vec::zero();
+  for (int i = 0; i < a.num_parts; ++i, part += a.part_stride) {
+    const Fold fold(maximum, Vec::set(part[stride]));
+    for (int d = 0; d < stride; d += Vec::kWidth) {
+      Vec::store(sums + d, fold(Vec::load(sums + d), Vec::load(part + d)));
+    }
+    total = fold(total, Vec::set(part[stride + 1]));
+    maximum = fold.maximum;
   }
-  float sums[256] = {};
-  float total = 0.0F;
-  for (int i = 0; i < a.num_parts; ++i) {
-    const float* const part = first + i * a.part_stride;
-    const float factor = exp2_of(part[a.head_dim] - maximum);
-    total += factor * part[a.head_dim + 1];
-    for (int d = 0; d < a.head_dim; ++d) sums[d] += factor * part[d];
-  }
-  const float inverse = 1.0F / total;
-  for (int d = 0; d < a.head_dim; ++d) sums[d] *= inverse;
-  store_row(sums, a.head_dim,
-            static_cast<T*>(a.out.rows) + row * a.out.row_stride + head * a.head_dim);
-  if (a.out.lse != nullptr) {
-    a.out.lse[row * a.out.lse_stride + head] = (maximum + log2f(total)) * kLn2;
-  }
+  emit<T>(a.out, row, head, a.heads, a.head_dim, sums, first_lane(maximum), first_lane(total));
 }
 
 template <class T>
