@@ -59,8 +59,10 @@ def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, An
     return weight[order]
 
 
-def convert(directory: Path, path: Path, add: Callable[[gguf.GGUFWriter], None]) -> DecoderConfig:
-    """Write a checkpoint as a GGUF file in float32; returns its description."""
+def convert(
+    directory: Path, path: Path, add: Callable[[gguf.GGUFWriter], None], matrices: str = "F32"
+) -> DecoderConfig:
+    """Write a checkpoint as a GGUF file; returns its description. ``matrices``: their type."""
     config = ModelConfig.from_directory(directory)
     network = config.network
     assert isinstance(network, DecoderConfig)
@@ -75,7 +77,9 @@ def convert(directory: Path, path: Path, add: Callable[[gguf.GGUFWriter], None])
             array = _interleaved(array, network.q_heads)
         if architecture == "llama" and ".k_proj" in name:
             array = _interleaved(array, network.kv_heads)
-        tensors[_stored_name(name)] = "F32", np.ascontiguousarray(array)
+        kind = matrices if array.ndim == 2 else "F32"
+        stored = gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind])
+        tensors[_stored_name(name)] = kind, np.ascontiguousarray(stored)
 
     def metadata(writer: gguf.GGUFWriter) -> None:
         rope = network.positions

@@ -18,8 +18,8 @@
 namespace vmserve::cpu {
 namespace {
 
-// Tokens of a block of V; those of K: a vector.
-constexpr int kBlock = 8;
+// Tokens of a block of V and of K.
+constexpr int kBlock = 8, kSide = 16;
 // A line is prefetched this many tokens before it is used.
 constexpr int kAhead = 16;
 
@@ -78,6 +78,8 @@ void load_words(const T* const* rows, std::int64_t offset, int left, Vec::R (&wo
   Vec::transpose(words);
 }
 
+// Query heads whose sums are in registers at a time.
+constexpr int kMostHeads = 4;
 template <int kHeads>
 struct Heads {
   static constexpr int kCount = kHeads;
@@ -85,8 +87,7 @@ struct Heads {
 
 // scores[g * kKeys] += q[g] . k over the elements in `words`, of a vector of tokens.
 template <class V, class T, int kHeads>
-void score_words(const Vec::R (&words)[Vec::kWidth], const float* q, int q_stride, bool is_first,
-                 float* scores) {
+void score_words(const Vec::R (&words)[Vec::kWidth], const float* q, bool is_first, float* scores) {
   Vec::R sums[kHeads];
 #pragma GCC unroll 4
   for (int g = 0; g < kHeads; ++g) {
@@ -101,9 +102,9 @@ void score_words(const Vec::R (&words)[Vec::kWidth], const float* q, int q_strid
       if (kChains == 2) x = half == 0 ? Vec::first_of(x) : Vec::second_of(x);
 #pragma GCC unroll 4
       for (int g = 0; g < kHeads; ++g) {
-        const float* const y = q + g * q_stride + half * Vec::kWidth + j;
+        const float* const y = q + (half * Vec::kWidth + j) * kHeads + g;
         if constexpr (kDots<T>) {
-          sums[g] = V::dot_pairs(x, V::set_pair(y), sums[g]);
+          sums[g] = V::dot_pairs(x, y, sums[g]);
         } else {
           sums[g] = Vec::fma(x, Vec::set(*y), sums[g]);
         }
@@ -114,30 +115,33 @@ void score_words(const Vec::R (&words)[Vec::kWidth], const float* q, int q_strid
   for (int g = 0; g < kHeads; ++g) Vec::store(scores + g * kKeys, sums[g]);
 }
 
-// Scores of a vector of tokens for the query heads of one KV head.
+// Scores of kSide tokens for the query heads of one KV head.
 template <class T>
 void score_group(const float* q, int q_stride, int group, const T* const* k, std::int64_t offset,
                  int head_dim, float* scores) {
-  // Elements of q for each word of K, and elements of K in a vector.
+  // Elements of K in a vector, and their floats of q.
   constexpr int kElements = Vec::kWidth * static_cast<int>(sizeof(float) / sizeof(T));
   constexpr int kFloats = kDots<T> ? Vec::kWidth : kElements;
-  for (int d = 0; d < head_dim; d += kElements, q += kFloats) {
-    Vec::R words[Vec::kWidth];
-    if (d + kElements <= head_dim) {
-      load_words<T, true>(k, offset + d, 0, words);
-    } else {
-      load_words<T, false>(k, offset + d, head_dim - d, words);
+  for (int d = 0, q_at = 0; d < head_dim; d += kElements, q_at += kFloats) {
+    for (int t = 0; t < kSide; t += Vec::kWidth) {
+      Vec::R words[Vec::kWidth];
+      if (d + kElements <= head_dim) {
+        load_words<T, true>(k + t, offset + d, 0, words);
+      } else {
+        load_words<T, false>(k + t, offset + d, head_dim - d, words);
+      }
+      int g = 0;
+      const auto score = [&](auto heads) {
+        constexpr int kHeads = decltype(heads)::kCount;
+        score_words<Vec, T, kHeads>(words, q + g * q_stride + q_at * kHeads, d == 0,
+                                    scores + g * kKeys + t);
+        g += kHeads;
+      };
+      while (g + kMostHeads <= group) score(Heads<kMostHeads>{});
+      if (group - g == 3) score(Heads<3>{});
+      if (group - g == 2) score(Heads<2>{});
+      if (group - g == 1) score(Heads<1>{});
     }
-    int g = 0;
-    const auto score = [&](auto heads) {
-      score_words<Vec, T, decltype(heads)::kCount>(words, q + g * q_stride, q_stride, d == 0,
-                                                   scores + g * kKeys);
-      g += decltype(heads)::kCount;
-    };
-    while (g + 4 <= group) score(Heads<4>{});
-    if (group - g == 3) score(Heads<3>{});
-    if (group - g == 2) score(Heads<2>{});
-    if (group - g == 1) score(Heads<1>{});
   }
 }
 
@@ -245,27 +249,27 @@ Softened soften(float* scores, int begin, int end, float scale, float softcap, f
   return {new_maximum, Vec::reduce_add(sum)};
 }
 
-// Converts q of all heads: unchanged for pairs, else scaled and in the order in which K is loaded.
+// Converts q: unchanged for pairs, else scaled and in the order of load_pair. The heads of a group
+// lie side by side, as score_words takes them: [q_stride, heads].
 template <class T>
-void prepare_queries(const DecodeArgs& a, float* to, int stride) {
-  if constexpr (kDots<T>) {
-    T* row = reinterpret_cast<T*>(to);
-    memset(row, 0, sizeof(T) * static_cast<size_t>(a.kv_heads * a.group * stride));
-    for (int h = 0; h < a.kv_heads * a.group; ++h, row += stride) {
-      memcpy(row, static_cast<const T*>(a.q) + h * a.q_head_stride,
-             sizeof(T) * static_cast<size_t>(a.head_dim));
-    }
-  } else {
-    const Vec::R factor = Vec::set(prescale(a.scale, a.softcap));
-    for (int h = 0; h < a.kv_heads * a.group; ++h) {
-      const T* from = static_cast<const T*>(a.q) + h * a.q_head_stride;
-      for (int d = 0; d < a.head_dim; d += kPair) {
+void prepare_queries(const DecodeArgs& a, float* to, int q_stride) {
+  const Vec::R factor = Vec::set(prescale(a.scale, a.softcap));
+  float row[kMaxHeadDim];
+  for (int h = 0; h < a.kv_heads * a.group; ++h) {
+    const T* const from = static_cast<const T*>(a.q) + h * a.q_head_stride;
+    for (int d = 0; d < a.head_dim; d += kPair) {
+      if constexpr (kDots<T>) {
+        Vec::store(row + d / 2, load_bits_upto<Vec>(from + d, a.head_dim - d));
+      } else {
         Vec::R x, y;
         load_upto(from + d, a.head_dim - d, x, y);
-        Vec::store(to + h * stride + d, Vec::mul(x, factor));
-        Vec::store(to + h * stride + d + Vec::kWidth, Vec::mul(y, factor));
+        Vec::store(row + d, Vec::mul(x, factor));
+        Vec::store(row + d + Vec::kWidth, Vec::mul(y, factor));
       }
     }
+    const int first = h % a.group / kMostHeads * kMostHeads;
+    const int heads = least(kMostHeads, a.group - first), lane = h % a.group - first;
+    for (int i = 0; i < q_stride; ++i) to[(h - lane) * q_stride + i * heads + lane] = row[i];
   }
 }
 
@@ -293,7 +297,7 @@ inline size_t decode_scratch(std::int32_t q_heads, std::int32_t head_dim) {
 template <class T>
 void score_tokens(const DecodeArgs& a, const DecodeScratch& s, const TileRows<T>& rows,
                   int q_stride) {
-  for (int t = rows.begin / Vec::kWidth * Vec::kWidth; t < rows.end; t += Vec::kWidth) {
+  for (int t = rows.begin / kSide * kSide; t < rows.end; t += kSide) {
     for (int h = 0; h < a.kv_heads; ++h) {
       const int first = h * a.group;
       score_group(s.q + first * q_stride, q_stride, a.group, rows.k + t, h * a.seq.k.head_stride,
@@ -362,7 +366,7 @@ void decode(const DecodeArgs& a) {
   const int q_heads = a.kv_heads * a.group, stride = padded(a.head_dim);
   const int q_stride = kDots<T> ? stride / 2 : stride;  // floats
   const DecodeScratch s(a.scratch, q_heads, stride);
-  prepare_queries<T>(a, s.q, stride);
+  prepare_queries<T>(a, s.q, q_stride);
   memset(s.sums, 0, sizeof(float) * static_cast<size_t>(q_heads * stride));
   for (int h = 0; h < DecodeScratch::rounded(q_heads); ++h) {
     s.maxima[h] = s.new_maxima[h] = kLowest;

@@ -25,6 +25,15 @@ struct Vec {
   static R dot_pairs(R a, R b, R sum) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
+  static R dot_pairs(R a, const float* pair, R sum) {
+#ifdef VMSERVE_EMULATED_AVX512
+    return dot_pairs(a, set_pair(pair), sum);
+#else
+    // GCC 12 would broadcast in an instruction of its own.
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(*pair));
+    return sum;
+#endif
+  }
   // Flushes denormals, which weights never are.
   static R narrow(R a, R b) { return reinterpret_cast<R>(_mm512_cvtne2ps_pbh(b, a)); }
   // Indices of words: lane i has the pair `constant` + i * `step`.

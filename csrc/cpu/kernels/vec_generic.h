@@ -161,6 +161,7 @@ struct Vec {
     }
     return sum;
   }
+  static R dot_pairs(R a, const float* pair, R sum) { return dot_pairs(a, set_pair(pair), sum); }
   static R load_bits(const Bf16* from) { return load_some_bits(from, 2 * kWidth); }
   static R load_some_bits(const Bf16* from, int count) {
     R r = zero();
