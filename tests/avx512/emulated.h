@@ -63,10 +63,10 @@ inline simde__m512i maskz_loadu_epi16(std::uint32_t mask, const void* from) {
   return bits_of<simde__m512i>(lanes);
 }
 
-inline simde__m256 extract(simde__m512 a, int half) {
-  simde__m256 to;
-  std::memcpy(&to, reinterpret_cast<const char*>(&a) + 32 * half, sizeof to);
-  return to;
+inline simde__m512 insert(simde__m512 a, simde__m256 b, int half) {
+  auto lanes = bits_of<Floats>(a);
+  std::memcpy(lanes.at + 8 * half, &b, sizeof b);
+  return bits_of<simde__m512>(lanes);
 }
 
 inline simde__m512 cvtepi32_ps(simde__m512i a) {
@@ -200,7 +200,7 @@ inline __m512bh narrow_both(simde__m512 a, simde__m512 b) {
 #define _mm512_reduce_add_ps(a) ::emulated::reduce_add(a)
 #define _mm512_maskz_loadu_ps(mask, from) ::emulated::maskz_loadu_ps(mask, from)
 #define _mm512_maskz_loadu_epi16(mask, from) ::emulated::maskz_loadu_epi16(mask, from)
-#define _mm512_extractf32x8_ps(a, half) ::emulated::extract(a, half)
+#define _mm512_insertf32x8(a, b, half) ::emulated::insert(a, b, half)
 #define _mm512_cvtepi32_ps(a) ::emulated::cvtepi32_ps(a)
 #define _mm512_cvtps_epi32(a) ::emulated::cvtps_epi32(a)
 #define _mm512_cvtepu16_epi32(a) ::emulated::cvtepu16_epi32(a)

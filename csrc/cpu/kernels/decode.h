@@ -19,7 +19,7 @@ namespace vmserve::cpu {
 namespace {
 
 // Tokens of a block of V and of K.
-constexpr int kBlock = 8, kSide = 16;
+constexpr int kBlock = 8, kSide = 16, kSideVectors = kSide / Vec::kWidth;
 // A line is prefetched this many tokens before it is used.
 constexpr int kAhead = 16;
 
@@ -62,20 +62,19 @@ inline void prefetch_pair(const T* at) {
 // vector j gets word j of row i. Prefetches later rows.
 template <class T, bool kWhole>
 void load_words(const T* const* rows, std::int64_t offset, int left, Vec::R (&words)[Vec::kWidth]) {
+  float copies[kWhole ? 1 : Vec::kWidth][Vec::kWidth] = {};
+  const float* from[Vec::kWidth];
 #pragma GCC unroll 16
   for (int i = 0; i < Vec::kWidth; ++i) {
-    const T* const from = rows[i] + offset;
+    const T* const row = rows[i] + offset;
     prefetch_line(rows[kAhead + i] + offset);
-    if constexpr (sizeof(T) == sizeof(Bf16)) {
-      words[i] = load_bits_of<Vec, kWhole>(from, left);
-    } else if constexpr (kWhole) {
-      words[i] = Vec::load(from);
-    } else {
-      Vec::R none;
-      Vec::load_some(from, left, words[i], none);
+    from[i] = reinterpret_cast<const float*>(row);
+    if constexpr (!kWhole) {
+      memcpy(copies[i], row, sizeof(T) * static_cast<size_t>(left));
+      from[i] = copies[i];
     }
   }
-  Vec::transpose(words);
+  Vec::load_transposed(from, words);
 }
 
 // Query heads whose sums are in registers at a time.
@@ -85,34 +84,50 @@ struct Heads {
   static constexpr int kCount = kHeads;
 };
 
-// scores[g * kKeys] += q[g] . k over the elements in `words`, of a vector of tokens.
+// scores[g * kKeys + t] += q[g] . k[t] over the elements in `words`, of kSide tokens.
 template <class V, class T, int kHeads>
-void score_words(const Vec::R (&words)[Vec::kWidth], const float* q, bool is_first, float* scores) {
-  Vec::R sums[kHeads];
+void score_words(const Vec::R (&words)[kSideVectors][Vec::kWidth], const float* q, bool is_first,
+                 float* scores) {
+  Vec::R sums[kHeads][kSideVectors];
 #pragma GCC unroll 4
   for (int g = 0; g < kHeads; ++g) {
-    sums[g] = is_first ? Vec::zero() : Vec::load(scores + g * kKeys);
-  }
-  constexpr int kChains = sizeof(T) == sizeof(Bf16) && !kDots<T> ? 2 : 1;
 #pragma GCC unroll 2
-  for (int half = 0; half < kChains; ++half) {
+    for (int v = 0; v < kSideVectors; ++v) {
+      sums[g][v] = is_first ? Vec::zero() : Vec::load(scores + g * kKeys + v * Vec::kWidth);
+    }
+  }
+  constexpr int kElements = sizeof(T) == sizeof(Bf16) && !kDots<T> ? 2 : 1;  // of a word, for q
+#pragma GCC unroll 2
+  for (int element = 0; element < kElements; ++element) {
 #pragma GCC unroll 16
     for (int j = 0; j < Vec::kWidth; ++j) {
-      Vec::R x = words[j];
-      if (kChains == 2) x = half == 0 ? Vec::first_of(x) : Vec::second_of(x);
+      Vec::R x[kSideVectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < kSideVectors; ++v) {
+        x[v] = words[v][j];
+        if (kElements == 2) x[v] = element == 0 ? Vec::first_of(x[v]) : Vec::second_of(x[v]);
+      }
 #pragma GCC unroll 4
       for (int g = 0; g < kHeads; ++g) {
-        const float* const y = q + (half * Vec::kWidth + j) * kHeads + g;
-        if constexpr (kDots<T>) {
-          sums[g] = V::dot_pairs(x, y, sums[g]);
-        } else {
-          sums[g] = Vec::fma(x, Vec::set(*y), sums[g]);
+        const float* const y = q + (element * Vec::kWidth + j) * kHeads + g;
+#pragma GCC unroll 2
+        for (int v = 0; v < kSideVectors; ++v) {
+          if constexpr (kDots<T>) {
+            sums[g][v] = V::dot_pairs(x[v], y, sums[g][v]);
+          } else {
+            sums[g][v] = Vec::fma(x[v], Vec::set(*y), sums[g][v]);
+          }
         }
       }
     }
   }
 #pragma GCC unroll 4
-  for (int g = 0; g < kHeads; ++g) Vec::store(scores + g * kKeys, sums[g]);
+  for (int g = 0; g < kHeads; ++g) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kSideVectors; ++v) {
+      Vec::store(scores + g * kKeys + v * Vec::kWidth, sums[g][v]);
+    }
+  }
 }
 
 // Scores of kSide tokens for the query heads of one KV head.
@@ -123,25 +138,25 @@ void score_group(const float* q, int q_stride, int group, const T* const* k, std
   constexpr int kElements = Vec::kWidth * static_cast<int>(sizeof(float) / sizeof(T));
   constexpr int kFloats = kDots<T> ? Vec::kWidth : kElements;
   for (int d = 0, q_at = 0; d < head_dim; d += kElements, q_at += kFloats) {
-    for (int t = 0; t < kSide; t += Vec::kWidth) {
-      Vec::R words[Vec::kWidth];
+    Vec::R words[kSideVectors][Vec::kWidth];
+    for (int v = 0; v < kSideVectors; ++v) {
       if (d + kElements <= head_dim) {
-        load_words<T, true>(k + t, offset + d, 0, words);
+        load_words<T, true>(k + v * Vec::kWidth, offset + d, 0, words[v]);
       } else {
-        load_words<T, false>(k + t, offset + d, head_dim - d, words);
+        load_words<T, false>(k + v * Vec::kWidth, offset + d, head_dim - d, words[v]);
       }
-      int g = 0;
-      const auto score = [&](auto heads) {
-        constexpr int kHeads = decltype(heads)::kCount;
-        score_words<Vec, T, kHeads>(words, q + g * q_stride + q_at * kHeads, d == 0,
-                                    scores + g * kKeys + t);
-        g += kHeads;
-      };
-      while (g + kMostHeads <= group) score(Heads<kMostHeads>{});
-      if (group - g == 3) score(Heads<3>{});
-      if (group - g == 2) score(Heads<2>{});
-      if (group - g == 1) score(Heads<1>{});
     }
+    int g = 0;
+    const auto score = [&](auto heads) {
+      constexpr int kHeads = decltype(heads)::kCount;
+      score_words<Vec, T, kHeads>(words, q + g * q_stride + q_at * kHeads, d == 0,
+                                  scores + g * kKeys);
+      g += kHeads;
+    };
+    while (g + kMostHeads <= group) score(Heads<kMostHeads>{});
+    if (group - g == 3) score(Heads<3>{});
+    if (group - g == 2) score(Heads<2>{});
+    if (group - g == 1) score(Heads<1>{});
   }
 }
 

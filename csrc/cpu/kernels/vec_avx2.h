@@ -8,7 +8,7 @@
 //   load, store kWidth consecutive elements; bfloat16 is rounded in the same way
 //   load_some   load_pair of fewer than 2 * kWidth elements, with zeros after them
 //   reduce_add  adds the upper half of the lanes to the lower, until one is left
-//   transpose   lane i of vector j becomes lane j of vector i
+//   load_transposed  lane i of vector j: element j of row i
 //   load_bits   2 * kWidth consecutive bfloat16, two to a lane, the first in its lower half;
 //               load_some_bits: fewer, and zeros
 //   first_of, second_of  the first or second bfloat16 of each lane, as floats
@@ -89,26 +89,26 @@ struct Vec {
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
   }
-  static void transpose(R (&r)[kWidth]) {
+  static R both(const float* low, const float* high) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
+  }
+  static void load_transposed(const float* const (&rows)[kWidth], R (&r)[kWidth]) {
+    // Halves of rows i and i + 4: the first ones in t[i], the second ones in t[i + 4].
     R t[kWidth];
-#pragma GCC unroll 8
-    for (int i = 0; i < kWidth; i += 2) {
-      t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-      t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      t[i] = both(rows[i], rows[i + 4]);
+      t[i + 4] = both(rows[i] + 4, rows[i + 4] + 4);
     }
-    // r[i + j]: element j of each half of rows i to i + 3.
-#pragma GCC unroll 8
+#pragma GCC unroll 2
     for (int i = 0; i < kWidth; i += 4) {
-      r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-      r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-      r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-      r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-    }
-#pragma GCC unroll 8
-    for (int j = 0; j < 4; ++j) {
-      const R low = _mm256_permute2f128_ps(r[j], r[j + 4], 0x20);
-      r[j + 4] = _mm256_permute2f128_ps(r[j], r[j + 4], 0x31);
-      r[j] = low;
+      const R a = _mm256_unpacklo_ps(t[i], t[i + 1]), b = _mm256_unpackhi_ps(t[i], t[i + 1]);
+      const R c = _mm256_unpacklo_ps(t[i + 2], t[i + 3]),
+              d = _mm256_unpackhi_ps(t[i + 2], t[i + 3]);
+      r[i] = _mm256_shuffle_ps(a, c, 0x44);
+      r[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+      r[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
+      r[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
     }
   }
 

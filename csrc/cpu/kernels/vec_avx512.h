@@ -86,31 +86,35 @@ struct Vec {
   }
   static float reduce_max(R a) { return _mm512_reduce_max_ps(a); }
   static float reduce_add(R a) { return _mm512_reduce_add_ps(a); }
-  static void transpose(R (&r)[kWidth]) {
+  static R both(const float* low, const float* high) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(low)), _mm256_loadu_ps(high),
+                              1);
+  }
+  static void load_transposed(const float* const (&rows)[kWidth], R (&r)[kWidth]) {
+    // Halves of rows i and i + 4: the first ones in t[i], the second ones in t[i + 8].
     R t[kWidth];
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; i += 2) {
-      t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
-      t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      const float *const row = rows[i + i / 4 * 4], *const other = rows[i + i / 4 * 4 + 4];
+      t[i] = both(row, other);
+      t[i + 8] = both(row + 8, other + 8);
     }
-    // r[i + j]: element j of each quarter of rows i to i + 3.
-#pragma GCC unroll 16
+    // t[i + j]: element j of each quarter.
+#pragma GCC unroll 4
     for (int i = 0; i < kWidth; i += 4) {
-      r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
-      r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
-      r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-      r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+      const R a = _mm512_unpacklo_ps(t[i], t[i + 1]), b = _mm512_unpackhi_ps(t[i], t[i + 1]);
+      const R c = _mm512_unpacklo_ps(t[i + 2], t[i + 3]),
+              d = _mm512_unpackhi_ps(t[i + 2], t[i + 3]);
+      t[i] = _mm512_shuffle_ps(a, c, 0x44);
+      t[i + 1] = _mm512_shuffle_ps(a, c, 0xee);
+      t[i + 2] = _mm512_shuffle_ps(b, d, 0x44);
+      t[i + 3] = _mm512_shuffle_ps(b, d, 0xee);
     }
-#pragma GCC unroll 16
-    for (int j = 0; j < 4; ++j) {
-      const R even = _mm512_shuffle_f32x4(r[j], r[j + 4], 0x88);
-      const R odd = _mm512_shuffle_f32x4(r[j], r[j + 4], 0xdd);
-      const R more_even = _mm512_shuffle_f32x4(r[j + 8], r[j + 12], 0x88);
-      const R more_odd = _mm512_shuffle_f32x4(r[j + 8], r[j + 12], 0xdd);
-      r[j] = _mm512_shuffle_f32x4(even, more_even, 0x88);
-      r[j + 4] = _mm512_shuffle_f32x4(odd, more_odd, 0x88);
-      r[j + 8] = _mm512_shuffle_f32x4(even, more_even, 0xdd);
-      r[j + 12] = _mm512_shuffle_f32x4(odd, more_odd, 0xdd);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+      const int i = j + j / 4 * 4;
+      r[i] = _mm512_shuffle_f32x4(t[i], t[i + 4], 0x88);
+      r[i + 4] = _mm512_shuffle_f32x4(t[i], t[i + 4], 0xdd);
     }
   }
 

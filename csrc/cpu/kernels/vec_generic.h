@@ -120,13 +120,9 @@ struct Vec {
     }
     return a.x[0];
   }
-  static void transpose(R (&r)[kWidth]) {
+  static void load_transposed(const float* const (&rows)[kWidth], R (&r)[kWidth]) {
     for (int i = 0; i < kWidth; ++i) {
-      for (int j = 0; j < i; ++j) {
-        const float x = r[i].x[j];
-        r[i].x[j] = r[j].x[i];
-        r[j].x[i] = x;
-      }
+      for (int j = 0; j < kWidth; ++j) memcpy(&r[j].x[i], rows[i] + j, sizeof(float));
     }
   }
 
