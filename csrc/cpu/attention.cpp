@@ -162,10 +162,13 @@ void do_decode(const AttendRun& run, const cpu::WorkItem& item, cpu::Output out,
   const CpuKvView& view = run.batch.view();
   cpu::DecodeArgs args{};
   args.seq = run.batch.sequence(run.call.layer, item.seq);
-  args.q = row_of(run.q, run.batch.start(item.seq));
-  args.q_head_stride = run.q.strides[1];
-  args.kv_heads = static_cast<std::int32_t>(view.kv_heads());
   args.group = static_cast<std::int32_t>(run.plan.q_heads / view.kv_heads());
+  args.seq.k.data += item.kv_head * args.seq.k.head_stride * item_bytes(view.dtype());
+  args.seq.v.data += item.kv_head * args.seq.v.head_stride * item_bytes(view.dtype());
+  args.q = row_of(run.q, run.batch.start(item.seq)) +
+           item.kv_head * args.group * run.q.strides[1] * item_bytes(run.q.dtype);
+  args.q_head_stride = run.q.strides[1];
+  args.kv_heads = item.kv_heads;
   args.head_dim = static_cast<std::int32_t>(view.head_dim());
   args.begin = item.begin;
   args.end = item.end;
@@ -206,8 +209,7 @@ void do_merge(const AttendRun& run, const cpu::Merge& merge, cpu::Output out) {
   args.part_stride = merge.part_stride;
   args.num_parts = merge.num_parts;
   args.num_rows = merge.rows;
-  args.heads = static_cast<std::int32_t>(merge.decode ? run.plan.q_heads
-                                                      : run.plan.q_heads / view.kv_heads());
+  args.heads = merge.kv_heads * static_cast<std::int32_t>(run.plan.q_heads / view.kv_heads());
   args.head_dim = static_cast<std::int32_t>(view.head_dim());
   args.out = out;
   run.kernels.combine(args);
@@ -217,8 +219,7 @@ void do_attend(void* context, std::int64_t index, int worker) {
   const auto& run = *static_cast<const AttendRun*>(context);
   const cpu::WorkItem& item = run.plan.items[static_cast<std::size_t>(index)];
   const std::int64_t group = run.plan.q_heads / run.batch.view().kv_heads();
-  const cpu::Output finished =
-      output_at(run, item.seq, item.row, item.decode ? 0 : item.kv_head * group);
+  const cpu::Output finished = output_at(run, item.seq, item.row, item.kv_head * group);
   cpu::Output out = finished;
   if (item.merge >= 0) {
     out.partial = run.partials + item.partial;
@@ -280,8 +281,9 @@ void CpuAttention::set_pool(std::shared_ptr<ThreadPool> pool) {
 void CpuAttention::run(CpuBatch& batch, const CpuLayerCall& call) {
   check_call(batch, call);
   if (batch.num_tokens() == 0) return;
-  cpu::Plan& plan = batch.plan(call.window, call.q.shape[1]);  // throws before anything is written
   const std::lock_guard lock(mutex_);
+  // Throws before anything is written.
+  cpu::Plan& plan = batch.plan(call.window, call.q.shape[1], pool_->num_threads());
   write(batch, call);
   attend(batch, call, plan);
 }

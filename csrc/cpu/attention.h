@@ -4,8 +4,8 @@
 // one step. CpuAttention::run executes one layer: it rotates q and k, writes k and v, and attends.
 // Bad arguments raise MisuseError before anything is written.
 //
-// The split of a sequence into work items depends on that sequence alone, and each item writes to
-// its own place. So the result has the same bits for any batch, number of threads and view.
+// All kernels add in one order, and a row is the sum of parts at fixed positions (kPartTokens). So
+// the result has the same bits for any batch, chunk of a prompt, number of threads and view.
 #pragma once
 
 #include <cstdint>
@@ -94,7 +94,7 @@ class CpuBatch {
   std::int64_t first_seen(std::int64_t i, std::int64_t window) const;
   // The work items of a layer, computed for the first layer that asks. Throws MisuseError if a
   // block inside the window is not in the arena.
-  cpu::Plan& plan(std::int64_t window, std::int64_t q_heads);
+  cpu::Plan& plan(std::int64_t window, std::int64_t q_heads, std::int64_t num_threads);
 
  private:
   void check_sequences() const;

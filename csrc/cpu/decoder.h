@@ -7,7 +7,8 @@
 // Norms, rotations, the write of K and V, residuals and the gated MLP are fused into the products
 // around them, so a layer takes few runs of the thread pool.
 //
-// A row's result has the same bits in any batch and on any number of threads.
+// A row's result has the same bits in any batch, in any chunk of its prompt and on any number of
+// threads.
 #pragma once
 
 #include <cstdint>

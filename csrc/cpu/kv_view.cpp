@@ -167,12 +167,12 @@ std::int64_t CpuBatch::first_seen(std::int64_t i, std::int64_t window) const {
   return window == 0 ? 0 : std::max<std::int64_t>(0, past + 1 - window);
 }
 
-cpu::Plan& CpuBatch::plan(std::int64_t window, std::int64_t q_heads) {
+cpu::Plan& CpuBatch::plan(std::int64_t window, std::int64_t q_heads, std::int64_t num_threads) {
   for (const auto& plan : plans_) {
     if (plan->window == window && plan->q_heads == q_heads) return *plan;
   }
   check_blocks(window);
-  plans_.push_back(std::make_unique<cpu::Plan>(*this, window, q_heads));
+  plans_.push_back(std::make_unique<cpu::Plan>(*this, window, q_heads, num_threads));
   return *plans_.back();
 }
 

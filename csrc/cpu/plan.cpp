@@ -24,21 +24,19 @@ std::int64_t num_parts(const WorkItem& item) {
 
 }  // namespace
 
-Plan::Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads)
+Plan::Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads,
+           std::int64_t num_threads)
     : window(window),
       q_heads(q_heads),
       kv_heads_(static_cast<std::int32_t>(batch.view().kv_heads())),
       group_(static_cast<std::int32_t>(q_heads / batch.view().kv_heads())),
       head_dim_(static_cast<std::int32_t>(batch.view().head_dim())) {
+  add_decodes(batch, num_threads);
   for (std::int32_t seq = 0; seq < batch.num_sequences(); ++seq) {
-    if (batch.num_new(seq) == 1) {
-      add_decode(batch, seq);
-    } else {
-      add_tiles(batch, seq);
-    }
+    if (batch.num_new(seq) > 1) add_tiles(batch, seq);
   }
-  const auto cost = [this](const WorkItem& item) {
-    return (item.end - item.begin) * item.rows * (item.decode ? kv_heads_ : 1);
+  const auto cost = [](const WorkItem& item) {
+    return (item.end - item.begin) * item.rows * item.kv_heads;
   };
   std::stable_sort(items.begin(), items.end(),
                    [&](const auto& a, const auto& b) { return cost(a) > cost(b); });
@@ -46,13 +44,28 @@ Plan::Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads)
   left_ = std::make_unique<std::atomic<std::int32_t>[]>(merges.size());
 }
 
-void Plan::add_decode(const CpuBatch& batch, std::int32_t seq) {
-  WorkItem item;
-  item.seq = seq;
-  item.decode = true;
-  item.begin = batch.first_seen(seq, window);
-  item.end = batch.num_past(seq) + 1;
-  add_items(item, 1);
+void Plan::add_decodes(const CpuBatch& batch, std::int64_t num_threads) {
+  std::vector<WorkItem> decodes;
+  std::int64_t parts = 0;
+  for (std::int32_t seq = 0; seq < batch.num_sequences(); ++seq) {
+    if (batch.num_new(seq) > 1) continue;
+    WorkItem item;
+    item.seq = seq;
+    item.decode = true;
+    item.begin = batch.first_seen(seq, window);
+    item.end = batch.num_past(seq) + 1;
+    parts += num_parts(item);
+    decodes.push_back(item);
+  }
+  // All heads together are read fastest.
+  const auto heads = static_cast<std::int32_t>(
+      std::min<std::int64_t>(kv_heads_, divide_up(kv_heads_ * parts, num_threads)));
+  for (WorkItem item : decodes) {
+    for (; item.kv_head < kv_heads_; item.kv_head += heads) {
+      item.kv_heads = std::min(heads, kv_heads_ - item.kv_head);
+      add_items(item, 1);
+    }
+  }
 }
 
 void Plan::add_tiles(const CpuBatch& batch, std::int32_t seq) {
@@ -84,13 +97,13 @@ void Plan::add_items(WorkItem item, std::int64_t parts_of_item) {
   Merge merge;
   merge.seq = item.seq;
   merge.kv_head = item.kv_head;
+  merge.kv_heads = item.kv_heads;
   merge.row = item.row;
   merge.rows = item.rows;
-  merge.decode = item.decode;
   merge.num_parts = static_cast<std::int32_t>(num_parts(item));
   merge.partial = partial_floats;
-  const std::int64_t heads = item.decode ? q_heads : group_;
-  merge.part_stride = round_up(item.rows * heads * cpu::partial_floats(head_dim_), 16);
+  merge.part_stride =
+      round_up(item.rows * item.kv_heads * group_ * cpu::partial_floats(head_dim_), 16);
   for (std::int64_t at = begin; at < end; at = item.end, ++merge.num_items) {
     item.begin = at;
     item.end = std::min(end, (at / kPartTokens + parts_of_item) * kPartTokens);

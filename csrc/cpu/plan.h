@@ -10,10 +10,11 @@
 
 namespace vmserve::cpu {
 
-// A decode item is one query row with all its heads, over positions [begin, end) of one part; any
-// other item is `rows` rows of one KV head over positions [begin, end).
+// A decode item is one query row over positions [begin, end) of one part, with all heads or, if
+// there are more threads than parts, some; any other item is `rows` rows of one KV head over
+// positions [begin, end).
 struct WorkItem {
-  std::int32_t seq = 0, kv_head = 0, row = 0, rows = 1;
+  std::int32_t seq = 0, kv_head = 0, kv_heads = 1, row = 0, rows = 1;
   bool decode = false;
   std::int64_t begin = 0, end = 0;
   std::int32_t merge = -1;    // index of the merge of its parts; -1: it covers all of them
@@ -22,15 +23,15 @@ struct WorkItem {
 
 // Parts of the same rows. The thread that finishes the last item merges all of them, in order.
 struct Merge {
-  std::int32_t seq = 0, kv_head = 0, row = 0, rows = 1;
-  bool decode = false;
+  std::int32_t seq = 0, kv_head = 0, kv_heads = 1, row = 0, rows = 1;
   std::int32_t num_items = 0, num_parts = 0;
   std::int64_t partial = 0, part_stride = 0;
 };
 
 class Plan {
  public:
-  Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads);
+  // For that many threads, on which the result does not depend.
+  Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads, std::int64_t num_threads);
 
   std::int64_t window, q_heads;
   std::vector<WorkItem> items;  // most work first
@@ -44,7 +45,7 @@ class Plan {
   bool finish_item(std::int32_t merge);
 
  private:
-  void add_decode(const CpuBatch& batch, std::int32_t seq);
+  void add_decodes(const CpuBatch& batch, std::int64_t num_threads);
   void add_tiles(const CpuBatch& batch, std::int32_t seq);
   void add_items(WorkItem item, std::int64_t parts_of_item);
 

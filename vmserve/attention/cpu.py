@@ -1,7 +1,7 @@
 """Our C++ kernels over either view: decode, prefill and the write of K and V, on the CPU.
 
 The kernels are in ``csrc/cpu``, for several instruction sets. Results have the same bits whatever
-else is in the batch, in either view, on any number of threads.
+else is in the batch, however a prompt is cut, in either view, on any number of threads.
 """
 
 from __future__ import annotations
