@@ -449,19 +449,25 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_a_sum_of_zero_has_one_sign(isa: str, dtype: torch.dtype) -> None:
-    """Products that vanish are negative here; later tokens, which have no weight, are positive."""
+    """It is -0 for the 65th row; in a chunk, later tokens add products of 0 and positive values."""
     shape = Shape(kv_heads=1, group=1, head_dim=16, dtype=dtype)
-    inputs = draw(5, shape, seed=1)
-    inputs.v[:4] = -torch.finfo(torch.float32).tiny
+    inputs = draw(70, shape, seed=1)
+    inputs.q.fill_(1)
+    inputs.k.fill_(0)
+    inputs.k[64] = 4  # after that, the sum of the first tile counts nothing
+    inputs.v[:64] = -torch.finfo(torch.float32).tiny
+    inputs.v[64] = -0.0
+    inputs.v[65:] = 1
     outputs = []
-    for cuts in ([0, 5], [0, 1, 2, 3, 5]):
-        view = filled_view(RaggedBatch.build([0], [0], [5]), shape)
+    for cuts in ([0, 70], [0, 64, 65, 70]):
+        view = filled_view(RaggedBatch.build([0], [0], [70]), shape)
         for start, stop in itertools.pairwise(cuts):
             rows = inputs.rows(start, stop - start)
             batch = RaggedBatch.build([0], [start], [stop - start])
             call = CpuBackend(num_threads=1, isa=isa).bind(view, batch)
-            outputs.append(call(LayerAttention(0, 40.0), rows.q, rows.k, rows.v))
+            outputs.append(call(LayerAttention(0, 1.0), rows.q, rows.k, rows.v))
     whole, parts = outputs[0], torch.cat(outputs[1:])
+    assert not whole[64].any()
     assert torch.equal(whole.view(torch.uint8), parts.view(torch.uint8))
 
 
