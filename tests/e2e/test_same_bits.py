@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_gguf import _add_embedded_tokenizer
-from tests.models.gguf_checkpoints import convert
+from tests.models.gguf_checkpoints import add_embedded_tokenizer, convert
 from vmserve import LLM, RequestOutput, SamplingParams
 from vmserve.memory.base import Regime
 from vmserve.models.hub import resolve_model
@@ -106,7 +105,7 @@ def workload(
     model = MODEL
     if request.param == "q4" and MODEL is None:
         path = tmp_path_factory.mktemp("q4") / "model.gguf"
-        convert(resolve_model(None), path, _add_embedded_tokenizer, "Q4_1")
+        convert(resolve_model(None), path, add_embedded_tokenizer, "Q4_1")
         model = str(path)
     return Workload(model, KINDS[request.param], prompts)
 
