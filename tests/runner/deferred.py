@@ -327,7 +327,7 @@ def make_late(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> DeferredRun
     if not runtime.wants_graphs:
         forward = _as_a_whole(engine.runner.model, stream)
         late = SimpleNamespace(network=SimpleNamespace(forward=forward))
-        monkeypatch.setattr(engine.runner, "_model", late)
+        monkeypatch.setattr(engine.runner, "model", late)
     # On the processor it reads the logits by numpy, of which a device knows nothing.
     monkeypatch.setattr("vmserve.sampling.device.argmax", lambda x: x.argmax(dim=-1))
     runtime.is_late = True

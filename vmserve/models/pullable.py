@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final
 
@@ -73,6 +72,9 @@ def find_pulled(model: PullableModel) -> Path | None:
 
 
 def _installed(model: PullableModel) -> Path | None:
+    # Only now: it imports much, of which a start with another model needs nothing.
+    from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415
+
     try:
         return Path(str(distribution(model.package).locate_file(model.member)))
     except PackageNotFoundError:
