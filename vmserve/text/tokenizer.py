@@ -20,8 +20,9 @@ from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.models.gguf.reader import is_gguf
 from vmserve.text.detokenizer import IncrementalDetokenizer, TokenTable
 from vmserve.text.infill import infill_prompt
-from vmserve.text.tokenizer_files import FileTokenizer, read_tokenizer
-from vmserve.text.tokenizer_gguf import GgufTokenizer, read_gguf_tokenizer
+from vmserve.text.light_tokenizer import LightTokenizer
+from vmserve.text.tokenizer_files import read_tokenizer
+from vmserve.text.tokenizer_gguf import read_gguf_tokenizer
 from vmserve.text.tokenizer_transformers import load_from_transformers
 
 if TYPE_CHECKING:
@@ -117,8 +118,7 @@ class Tokenizer:
 
     @property
     def _complete(self) -> Any:
-        is_light = isinstance(self._hf, FileTokenizer | GgufTokenizer)
-        return self._hf.complete if is_light else self._hf
+        return self._hf.complete if isinstance(self._hf, LightTokenizer) else self._hf
 
     def prepare_chat(self) -> None:
         """Import now what the first chat needs. Nothing happens for a model without a template."""

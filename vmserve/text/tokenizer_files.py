@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from vmserve.errors import ConfigurationError
 from vmserve.json_files import read_json
+from vmserve.text.light_tokenizer import LightTokenizer
 from vmserve.text.tokenizer_transformers import chosen_class, load_from_transformers
 
 __all__ = ["FileTokenizer", "read_tokenizer"]
@@ -92,37 +93,10 @@ _PIPELINES: Mapping[str, _Pipeline] = {
 
 
 @dataclass(frozen=True)
-class FileTokenizer:
-    """Replaces a tokenizer of ``transformers`` for those who need none of its methods."""
+class FileTokenizer(LightTokenizer):
+    """Of a directory with a tokenizer.json."""
 
     directory: Path
-    backend_tokenizer: Backend
-    named: Mapping[str, str]
-    #: One template, or several by name.
-    chat_template: str | dict[str, str] | None
-
-    def __len__(self) -> int:
-        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
-
-    def _id(self, name: str) -> int | None:
-        token = self.named.get(name)
-        return None if token is None else self.backend_tokenizer.token_to_id(token)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._id("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._id("eos_token")
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._id("unk_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._id("pad_token")
 
     @cached_property
     def complete(self) -> Any:
@@ -170,7 +144,7 @@ def read_tokenizer(directory: Path) -> FileTokenizer | None:
         backend.post_processor = processors.TemplateProcessing(
             single="$A:0", pair="$A:0 $B:1", special_tokens=[]
         )
-    return FileTokenizer(directory, backend, named, template)
+    return FileTokenizer(backend, named, template, directory)
 
 
 def _class_name(model: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:

@@ -28,6 +28,7 @@ from tokenizers import Tokenizer as Backend
 
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.gguf.reader import GgufFile, open_gguf, shown
+from vmserve.text.light_tokenizer import LightTokenizer
 
 __all__ = ["GgufTokenizer", "read_gguf_tokenizer"]
 
@@ -105,37 +106,10 @@ _SPACE = "▁"
 
 
 @dataclass(frozen=True)
-class GgufTokenizer:
-    """Replaces a tokenizer of ``transformers`` for those who need none of its methods."""
+class GgufTokenizer(LightTokenizer):
+    """Of a GGUF file."""
 
-    backend_tokenizer: Backend
-    #: Texts of the special tokens that the file names: of "bos", "eos", "unk" and "pad".
-    named: Mapping[str, str]
-    chat_template: str | dict[str, str] | None
     eos_ids: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
-
-    def _id(self, name: str) -> int | None:
-        token = self.named.get(name)
-        return None if token is None else self.backend_tokenizer.token_to_id(token)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._id("bos")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._id("eos")
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._id("unk")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._id("pad")
 
     @cached_property
     def complete(self) -> Any:
@@ -146,7 +120,7 @@ class GgufTokenizer:
             tokenizer_object=deepcopy(self.backend_tokenizer),
             clean_up_tokenization_spaces=False,
             chat_template=self.chat_template,
-            **{f"{name}_token": token for name, token in self.named.items()},
+            **self.named,
         )
 
 
@@ -176,10 +150,11 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
         raise ConfigurationError(
             f"{file.path.name}: the tokenizer is damaged ({reason}): fetch the model again"
         ) from error
-    eos = [vocabulary.ids["eos"], vocabulary.optional_id("eot_token_id")]
+    ids = vocabulary.ids
+    eos = [ids["eos"], vocabulary.optional_id("eot_token_id")]
     return GgufTokenizer(
         backend,
-        {name: vocabulary.tokens[i] for name, i in vocabulary.ids.items() if i is not None},
+        {f"{name}_token": vocabulary.tokens[i] for name, i in ids.items() if i is not None},
         _chat_template(file),
         tuple(dict.fromkeys(each for each in eos if each is not None)),
     )
