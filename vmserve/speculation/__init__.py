@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts of what a sequence may say next, and how many of them pay."""
