@@ -95,6 +95,9 @@ class RequestMetrics:
     num_prefill_chunks: int = 0
     #: Prompt tokens found in the prefix cache.
     num_cached_tokens: int = 0
+    #: Tokens of drafts that were computed, and those of them that are in the answers.
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     #: Regime in which the request's KV cache was kept ("virtual" or "paged").
     kv_regime: str = "virtual"
     #: Why: "forced" (by an option), "converted" (on demand), "default" (no cost speaks for the

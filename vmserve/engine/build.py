@@ -29,6 +29,7 @@ from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
+from vmserve.speculation.base import Speculation
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["EngineParts", "Progress", "build"]
@@ -57,6 +58,8 @@ class EngineParts:
     sampler: TokenSampler
     clock: Callable[[], float] = time.monotonic
     idle_bytes: int = IDLE_BYTES
+    #: None: every token is computed by a step of its own.
+    speculation: Speculation | None = None
 
 
 def build(

@@ -58,6 +58,9 @@ _COUNTERS: Final = {
     "generation_tokens": "Tokens generated.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "spec_decode_num_drafts": "Drafts that steps computed.",
+    "spec_decode_num_draft_tokens": "Tokens of drafts.",
+    "spec_decode_num_accepted_tokens": "Tokens of drafts that became tokens of answers.",
 }
 _GAUGES: Final = {
     "num_requests_running": "Requests that the engine is computing.",

@@ -7,11 +7,12 @@ very token at that position.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 from typing import Protocol
 
 from vmserve.scheduler.sequence import Sequence
 
-__all__ = ["Drafter", "SpeculationPolicy"]
+__all__ = ["Drafter", "Speculation", "SpeculationPolicy"]
 
 
 class Drafter(Protocol):
@@ -41,3 +42,15 @@ class SpeculationPolicy(Protocol):
         """The most drafted tokens of each decoding sequence in a step that also computes
         ``num_prompt_rows`` rows of prompts; 0: none."""
         ...
+
+    def learn(self, num_rows: int, seconds: float) -> None:
+        """Take how long the model took for a step of ``num_rows`` rows, prompts' included."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What an engine that speculates has besides its other parts."""
+
+    drafter: Drafter
+    policy: SpeculationPolicy

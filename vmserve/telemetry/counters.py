@@ -36,6 +36,10 @@ class EngineCounters:
     #: Prompt tokens of requests, looked up once each, and those that the cache had.
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    #: Drafts that were computed, their tokens, and those of them that the sampler drew too.
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     #: Seconds that steps spent, by phase.
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     #: Seconds in attention by regime: as measured, and as predicted from the device profile and
@@ -60,6 +64,12 @@ class EngineCounters:
     def synchronous(self, reason: str) -> None:
         """Count a step that waited for the last one's tokens; ``reason``: one of WAITS."""
         self.steps_synchronous[reason] += 1
+
+    def drafted(self, num_drafted: int, num_accepted: int) -> None:
+        """Count a draft that a step computed, and how many of its tokens were accepted."""
+        self.drafts += 1
+        self.draft_tokens += num_drafted
+        self.accepted_tokens += num_accepted
 
     def attended(self, regime: str, seconds: float, predicted: float) -> None:
         """Add the measured and predicted attention seconds of a step's sequences in one regime."""
@@ -88,4 +98,7 @@ class EngineCounters:
             "requests_aborted_total": self.requests_aborted,
             "prefix_cache_queries_total": self.prefix_cache_queries,
             "prefix_cache_hits_total": self.prefix_cache_hits,
+            "spec_decode_num_drafts_total": self.drafts,
+            "spec_decode_num_draft_tokens_total": self.draft_tokens,
+            "spec_decode_num_accepted_tokens_total": self.accepted_tokens,
         }
