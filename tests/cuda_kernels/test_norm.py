@@ -19,8 +19,8 @@ from vmserve.attention.cuda.variant import Variant
 from vmserve.models.blocks import RmsNorm, add_and_norm
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder import Decoder
+from vmserve.models.loader import find_tensors
 from vmserve.models.tensor_loader import load_tensors
-from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
 from vmserve.models.weights import assemble
 
 __all__ = ["checkpoint"]
@@ -104,14 +104,10 @@ def test_a_decoder(
     emulators: Emulators, name: str, saved: bool, checkpoint: Callable[[str], Path]
 ) -> None:
     network = ModelConfig.from_directory(checkpoint(name)).network
-    shapes = tensor_shapes(network)
+    stored = find_tensors(checkpoint(name), network)
     found = []
     for fused in (False, True):
-        tensors = load_tensors(
-            checkpoint(name), shapes, torch.bfloat16, torch.device("cpu"),
-            ignore=lambda tensor: is_ignorable(network, tensor),
-            rename=lambda tensor: canonical_name(network, shapes, tensor),
-        )  # fmt: skip
+        tensors = load_tensors(stored, torch.bfloat16, torch.device("cpu"))
         launcher = EmulatedLauncher(emulators)
         kernel = NormKernel(launcher, BY_TYPE[torch.bfloat16]) if fused else None
         weights = assemble(network, tensors, norm_kernel=kernel)

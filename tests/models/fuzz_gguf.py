@@ -30,7 +30,7 @@ from tests.models.gguf_files import (
 )
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.models.gguf.config import describe
+from vmserve.models.config import ModelConfig
 from vmserve.models.gguf.dequantize import dequantize
 from vmserve.models.gguf.reader import open_gguf
 from vmserve.models.native import load_native, refusal
@@ -119,11 +119,11 @@ def damaged(original: bytes, rng: random.Random) -> bytes:
 
 def _load(path: Path) -> None:
     """Every weight packed, and the ends of the embedding."""
-    network = describe(open_gguf(path)).network
-    if (reason := refusal(network, DType.FLOAT32)) is not None:
+    config = ModelConfig.from_directory(path)
+    if (reason := refusal(config.network, DType.FLOAT32)) is not None:
         raise UnsupportedError(reason)
-    decoder = load_native(path, network, DType.FLOAT32, 64)
-    decoder._rows(np.array([0, network.vocab_size - 1]))
+    decoder = load_native(path, config, DType.FLOAT32, 64)
+    decoder._rows(np.array([0, config.vocab_size - 1]))
 
 
 def read_all(path: Path) -> str:

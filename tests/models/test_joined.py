@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder import Decoder
+from vmserve.models.loader import find_tensors
 from vmserve.models.tensor_loader import load_tensors
-from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
 from vmserve.models.weights import assemble
 
 
@@ -42,14 +42,10 @@ def attend(
 )
 def test_joined_products_give_the_same_logits(name: str, checkpoint: Callable[[str], Path]) -> None:
     network = ModelConfig.from_directory(checkpoint(name)).network
-    shapes = tensor_shapes(network)
+    stored = find_tensors(checkpoint(name), network)
     found = []
     for joined in (False, True):
-        tensors = load_tensors(
-            checkpoint(name), shapes, torch.float32, torch.device("cpu"),
-            ignore=lambda tensor: is_ignorable(network, tensor),
-            rename=lambda tensor: canonical_name(network, shapes, tensor),
-        )  # fmt: skip
+        tensors = load_tensors(stored, torch.float32, torch.device("cpu"))
         before = len(tensors)
         decoder = Decoder(network, assemble(network, tensors, joined=joined), 64)
         with torch.inference_mode(), Products() as products:

@@ -19,9 +19,9 @@ from vmserve.attention.base import RaggedBatch
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import ModelConfig, load_model
 from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.loader import find_tensors
 from vmserve.models.safetensors_file import SafetensorsFile
 from vmserve.models.tensor_loader import load_tensors
-from vmserve.models.tensor_names import tensor_shapes
 
 CPU = torch.device("cpu")
 SMALL = "llama-mha-tied"
@@ -36,7 +36,7 @@ def model(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     network = ModelConfig.from_directory(directory).network
     assert isinstance(network, DecoderConfig)
-    return load_tensors(directory, tensor_shapes(network), dtype, CPU)
+    return load_tensors(find_tensors(directory, network), dtype, CPU)
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -87,10 +87,10 @@ def test_misaligned_tensors_are_copied(tmp_path: Path) -> None:
     header = json.dumps({"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     header += b" " * (5 - len(header) % 4)
     values = torch.tensor([1.5, -2.0])
-    (tmp_path / "model.safetensors").write_bytes(
-        len(header).to_bytes(8, "little") + header + values.numpy().tobytes()
-    )
-    loaded = load_tensors(tmp_path, {"t": (2,)}, torch.float32, CPU)["t"]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + values.numpy().tobytes())
+    file = SafetensorsFile(path)
+    loaded = load_tensors({"t": (file, file.tensors["t"])}, torch.float32, CPU)["t"]
     assert torch.equal(loaded, values)
     assert loaded.data_ptr() % 4 == 0
 

@@ -27,7 +27,6 @@ from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.models import resolve_model
 from vmserve.models.config import ModelConfig
-from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.grouped import Grouped
 from vmserve.models.native import load_native
 from vmserve.models.quantize import GROUP, quantize
@@ -124,9 +123,7 @@ def test_inputs_that_groups_do_not_divide(tmp_path: Path) -> None:
     assert kept == [f"model.layers.{layer}.mlp.down_proj" for layer in range(3)]
     config = json.loads((output / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["lm_head", *kept]
-    network = ModelConfig.from_directory(output).network
-    assert isinstance(network, DecoderConfig)
-    load_native(output, network, DType.FLOAT32, 64)
+    load_native(output, ModelConfig.from_directory(output), DType.FLOAT32, 64)
     narrow = save(llama(num_attention_heads=6, num_key_value_heads=2), tmp_path / "narrow")
     with pytest.raises(ConfigurationError, match="no matrix has inputs in groups of 32"):
         quantize(narrow, tmp_path / "none", 4)

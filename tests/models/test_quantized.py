@@ -20,11 +20,10 @@ from tests.models.quantized_checkpoints import SCHEMES, Scheme, convert
 from vmserve import LLM, SamplingParams, _core
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.json_files import read_json
 from vmserve.models import ModelConfig, load_model, resolve_model
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.grouped import Grouped
-from vmserve.models.quantized.formats import describe_quantization
+from vmserve.models.quantized.formats import QuantizedFormat, describe_quantization
 from vmserve.models.quantized.weight import QuantizedWeight, find_quantized
 from vmserve.models.stored_weight import StoredWeight
 
@@ -59,11 +58,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written
 
 
 def find(directory: Path) -> dict[str, StoredWeight]:
-    network = ModelConfig.from_directory(directory).network
-    assert isinstance(network, DecoderConfig)
-    quantized = describe_quantization(read_json(directory / "config.json"))
-    assert quantized is not None
-    return find_quantized(directory, network, quantized)
+    config = ModelConfig.from_directory(directory)
+    assert isinstance(config.network, DecoderConfig)
+    assert isinstance(config.native_only, QuantizedFormat)
+    return find_quantized(directory, config.network, config.native_only)
 
 
 def rewrite(
@@ -152,7 +150,8 @@ def test_what_is_computed_in(written: Callable[[str], Written], tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({**raw, "dtype": "float16"}))
     config = ModelConfig.from_directory(tmp_path)
     assert config.dtype is DType.BFLOAT16
-    assert config.native_only == "AWQ checkpoints"
+    assert isinstance(config.native_only, QuantizedFormat)
+    assert config.native_only.kind == "AWQ checkpoints"
 
 
 def test_torch_is_refused(written: Callable[[str], Written], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from vmserve.config import EngineConfig, ResolvedConfig, resolve
 from vmserve.engine.parts import (
@@ -20,6 +21,7 @@ from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager
 from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
+from vmserve.models.gguf.reader import GgufModel
 from vmserve.runner.cpu_runtime import open_runtime
 from vmserve.runner.kernels import RegimeKernels
 from vmserve.runner.model_runner import ModelRunner, Runner
@@ -68,7 +70,10 @@ def build(
     """Load the model and reserve the memory. Raises as :class:`vmserve.engine.engine.LLMEngine`."""
     path = resolve_model(config.model)
     model_config = ModelConfig.from_directory(path)
-    tokenizer = load_tokenizer(resolve_model(config.tokenizer or str(path)))
+    texts: Path | GgufModel = resolve_model(config.tokenizer) if config.tokenizer else path
+    if texts == path and isinstance(model_config.native_only, GgufModel):
+        texts = model_config.native_only  # open already
+    tokenizer = load_tokenizer(texts)
     runtime = runtime or open_runtime(config.device, config.kv_driver)
     resolved = resolve(config, model_config, runtime.gpu_bytes)
     native_dtype = choose_native(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
 from vmserve.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
-from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import DTYPES, asked_dtype
 from vmserve.models.hub import resolve_model
 from vmserve.models.loader import Progress
@@ -78,9 +77,8 @@ def load_model(
     kind = DType.of(dtype)
     max_len = max_model_len or config.max_position_embeddings
     if native:
-        assert isinstance(config.network, DecoderConfig), "refusal() said so"
         network = load_native(
-            directory, config.network, kind, max_len, quantization=quantization, progress=progress
+            directory, config, kind, max_len, quantization=quantization, progress=progress
         )
         return LoadedModel(config, kind, network.weight_bytes, network)
     if config.native_only is not None:
@@ -88,7 +86,8 @@ def load_model(
             refusal(config.network, kind) or "leave --linear-backend, --device and --dtype alone"
         )
         raise UnsupportedError(
-            f"{directory.name}: {config.native_only} run in the native CPU decoder only: {reason}"
+            f"{directory.name}: {config.native_only.kind} run in the native CPU decoder only: "
+            f"{reason}"
         )
     # Only now: torch, and transformers too, take longer to import than a small model to load.
     from vmserve.models.torch_models import load_torch  # noqa: PLC0415

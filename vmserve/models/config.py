@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,8 +15,8 @@ from vmserve.json_files import read_json
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.families import FAMILIES
 from vmserve.models.gguf.config import describe
-from vmserve.models.gguf.reader import is_gguf, open_gguf
-from vmserve.models.quantized.formats import describe_quantization
+from vmserve.models.gguf.reader import GgufModel, is_gguf, open_gguf
+from vmserve.models.quantized.formats import QuantizedFormat, describe_quantization
 from vmserve.models.tensor_names import tensor_shapes
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ModelConfig:
     #: What computes it: our decoder, or a model of ``transformers``.
     network: DecoderConfig | ForeignConfig
     #: What its files are, if the native decoder alone can read them.
-    native_only: str | None = None
+    native_only: GgufModel | QuantizedFormat | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_layers(self) -> int:
@@ -122,12 +122,13 @@ class ModelConfig:
             default_sampling=_default_sampling(generation),
             pooling=_pooling(_read_optional(directory / "1_Pooling" / "config.json")),
             network=network,
-            native_only=None if quantized is None else f"{quantized.name} checkpoints",
+            native_only=quantized,
         )
 
     @classmethod
     def _from_gguf(cls, path: Path) -> ModelConfig:
-        described = describe(open_gguf(path))
+        model = open_gguf(path)
+        described = describe(model)
         network = described.network
         return cls(
             architecture=described.architecture,
@@ -144,7 +145,7 @@ class ModelConfig:
             default_sampling={},
             pooling="last",
             network=network,
-            native_only="GGUF files",
+            native_only=model,
         )
 
 

@@ -16,7 +16,7 @@ from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.json_files import read_json
 from vmserve.models.config import ModelConfig
 from vmserve.models.families import FAMILIES
-from vmserve.models.gguf.reader import is_gguf, open_gguf
+from vmserve.models.gguf.reader import GgufModel, is_gguf
 from vmserve.models.hub import EMBEDDED_NAME, resolve_model
 from vmserve.models.hub_download import cached_snapshots
 from vmserve.models.loader import weight_files
@@ -35,7 +35,6 @@ class ListedModel:
     #: "to pull": it is not here. "unchecked": ``transformers`` decides at start; asking it is slow.
     status: Literal["ready", "to pull", "unchecked", "unusable"]
     source: Literal["embedded", "pulled", "installed", "package index", "hub cache"]
-    #: The type that most bytes of the weights have.
     #: The type of most weights in the files, or the method that quantized them.
     weights: str = ""
     context: int | None = None
@@ -102,7 +101,8 @@ def _listed(
 
 def _of_file(path: Path) -> dict[str, Any]:
     config = ModelConfig.from_directory(path)
-    model = open_gguf(path)
+    model = config.native_only
+    assert isinstance(model, GgufModel)
     return {
         "status": "ready",
         "weights": _most((each.type.name, each.num_bytes) for _, each in model.tensors.values()),

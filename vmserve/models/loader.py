@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from vmserve.errors import ConfigurationError
 from vmserve.json_files import read_json
+from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
+from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
 
 __all__ = ["Progress", "choose_tensors", "find_tensors", "listed", "weight_files"]
 
@@ -19,34 +21,41 @@ _NAMED_IN_ERRORS = 4
 
 
 def find_tensors(
-    directory: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    ignore: Callable[[str], bool] = lambda name: False,
-    rename: Callable[[str], str] = lambda name: name,
+    directory: Path, config: DecoderConfig
 ) -> dict[str, tuple[SafetensorsFile, StoredTensor]]:
-    """Where exactly the tensors of ``shapes`` lie, in their order.
-
-    ``ignore`` tells which surplus tensors of the checkpoint are of no concern; ``rename`` what
-    a stored tensor is called in ``shapes``.
+    """Find exactly the decoder's tensors, in the order of its shapes.
 
     Raises :class:`~vmserve.errors.ConfigurationError` for missing or damaged files and for
     tensors that are missing, surplus or of the wrong shape, and names them.
     """
+    shapes = tensor_shapes(config)
     stored: dict[str, tuple[SafetensorsFile, StoredTensor]] = {}
     for path in weight_files(directory):
         file = SafetensorsFile(path)
-        stored.update({rename(name): (file, tensor) for name, tensor in file.tensors.items()})
-    return choose_tensors(stored, shapes, ignore)
+        for name, tensor in file.tensors.items():
+            stored[canonical_name(config, shapes, name)] = file, tensor
+    return choose_tensors(stored, shapes, config)
 
 
 def choose_tensors(
     stored: Mapping[str, tuple[SafetensorsFile, StoredTensor]],
     shapes: Mapping[str, tuple[int, ...]],
-    ignore: Callable[[str], bool],
+    config: DecoderConfig,
 ) -> dict[str, tuple[SafetensorsFile, StoredTensor]]:
     """Those of ``stored`` that ``shapes`` has; see :func:`find_tensors`."""
-    _check_names(stored, shapes, ignore)
+    present, wanted = set(stored), set(shapes)
+    missing = sorted(wanted - present)
+    if missing:
+        raise ConfigurationError(
+            f"the checkpoint lacks {len(missing)} tensors that config.json implies: "
+            f"{listed(missing)}; fetch the model again"
+        )
+    surplus = sorted(name for name in present - wanted if not is_ignorable(config, name))
+    if surplus:
+        raise ConfigurationError(
+            f"the checkpoint has {len(surplus)} tensors that config.json does not imply: "
+            f"{listed(surplus)}; config.json and the weights do not belong together"
+        )
     for name, shape in shapes.items():
         file, tensor = stored[name]
         if tensor.shape != shape:
@@ -95,24 +104,6 @@ def _indexed_files(directory: Path) -> list[Path]:
             "fetch the model again"
         )
     return [directory / name for name in names]
-
-
-def _check_names(
-    stored: Iterable[str], expected: Iterable[str], ignore: Callable[[str], bool]
-) -> None:
-    present, wanted = set(stored), set(expected)
-    missing = sorted(wanted - present)
-    if missing:
-        raise ConfigurationError(
-            f"the checkpoint lacks {len(missing)} tensors that config.json implies: "
-            f"{listed(missing)}; fetch the model again"
-        )
-    surplus = sorted(name for name in present - wanted if not ignore(name))
-    if surplus:
-        raise ConfigurationError(
-            f"the checkpoint has {len(surplus)} tensors that config.json does not imply: "
-            f"{listed(surplus)}; config.json and the weights do not belong together"
-        )
 
 
 def listed(names: list[str]) -> str:

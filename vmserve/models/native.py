@@ -20,20 +20,18 @@ from vmserve.attention.cpu import CPU_DTYPES, ISA_VARIABLE, CpuCall, head_refusa
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.host_arrays import TensorTuple, array_tuple, as_float32
-from vmserve.json_files import read_json
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import asked_dtype
 from vmserve.models.gguf.config import find_weights
-from vmserve.models.gguf.reader import is_gguf, open_gguf
+from vmserve.models.gguf.reader import GgufModel
 from vmserve.models.grouped import Grouped
 from vmserve.models.hidden import HiddenRows
 from vmserve.models.loader import Progress, find_tensors
-from vmserve.models.quantized.formats import describe_quantization
+from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.weight import find_quantized
 from vmserve.models.rope import HostRotations, RopeConfig
 from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight, as_plain
-from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
 from vmserve.threads import num_threads
 
 __all__ = ["NativeDecoder", "TimedPart", "choose_native", "load_native", "refusal"]
@@ -113,14 +111,19 @@ class NativeDecoder:
     """
 
     def __init__(
-        self, core: _core.CpuDecoder, rotary: HostRotations, dtype: DType, embedding: StoredWeight
+        self,
+        core: _core.CpuDecoder,
+        rotary: HostRotations,
+        dtype: DType,
+        embedding: StoredWeight,
+        table: Plain | None,
     ) -> None:
         self._core = core
         self._rotary = rotary
         self._rotations: tuple[NDArray[Any], ...] = ()  # read in place
         self._dtype = dtype
         self._embedding = embedding
-        self._table = embedding.table()  # read in place
+        self._table = table  # read in place; None: the core cannot
 
     @property
     def weight_bytes(self) -> int:
@@ -201,8 +204,8 @@ def _native_batch(call: AttentionCall) -> _core.CpuBatch:
 
 
 def load_native(
-    directory: Path,
-    config: DecoderConfig,
+    path: Path,
+    model: ModelConfig,
     dtype: DType,
     max_len: int,
     *,
@@ -217,7 +220,9 @@ def load_native(
 
     Raises as :func:`vmserve.models.loader.find_tensors` does.
     """
-    stored = _find(directory, config)
+    config = model.network
+    assert isinstance(config, DecoderConfig), "refusal() said so"
+    stored = _find(path, model.native_only, config)
     rope = config.positions
     assert isinstance(rope, RopeConfig), "refusal() said so"
     core = _core.CpuDecoder(
@@ -254,23 +259,17 @@ def load_native(
             "this CPU has no AVX512_VNNI: quantization int8-dynamic is as int8, activations of "
             "16 bits"
         )
-    rotary = HostRotations(rope, max_len)
-    return NativeDecoder(core, rotary, dtype, embedding)
+    return NativeDecoder(core, HostRotations(rope, max_len), dtype, embedding, table)
 
 
-def _find(path: Path, config: DecoderConfig) -> Mapping[str, StoredWeight]:
-    if is_gguf(path):
-        return find_weights(open_gguf(path), config)
-    shapes = tensor_shapes(config)
-    quantized = describe_quantization(read_json(path / "config.json"))
+def _find(
+    path: Path, quantized: GgufModel | QuantizedFormat | None, config: DecoderConfig
+) -> Mapping[str, StoredWeight]:
+    if isinstance(quantized, GgufModel):
+        return find_weights(quantized, config)
     if quantized is not None:
         return find_quantized(path, config, quantized)
-    found = find_tensors(
-        path,
-        shapes,
-        ignore=lambda name: is_ignorable(config, name),
-        rename=lambda name: canonical_name(config, shapes, name),
-    )
+    found = find_tensors(path, config)
     return {name: SafetensorsWeight(*place) for name, place in found.items()}
 
 

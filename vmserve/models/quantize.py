@@ -28,7 +28,7 @@ from vmserve.models.native import refusal
 from vmserve.models.quantized.layout import KERNEL_GROUP, WORD_BITS
 from vmserve.models.rounding import round_weights
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
-from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
+from vmserve.models.tensor_names import tensor_shapes
 from vmserve.threads import num_threads
 
 __all__ = ["GROUP", "quantize"]
@@ -103,8 +103,8 @@ def quantize(
     raw = read_json(source / "config.json")
     if config.native_only is not None:
         raise ConfigurationError(
-            f"{source} is quantized already ({config.native_only}): give its float32, bfloat16 or "
-            "float16 original"
+            f"{source} is quantized already ({config.native_only.kind}): give its float32, "
+            "bfloat16 or float16 original"
         )
     if (reason := refusal(config.network, DType.FLOAT32)) is not None:
         raise UnsupportedError(f"only what the native CPU decoder runs can be quantized: {reason}")
@@ -122,16 +122,10 @@ def _sort(
     source: Path, network: DecoderConfig, bits: int
 ) -> tuple[list[_Matrix], list[str], dict[str, tuple[SafetensorsFile, StoredTensor]]]:
     """Matrices to be rounded; modules of layers that are not; all tensors that are not."""
-    shapes = tensor_shapes(network)
-    plain = find_tensors(
-        source,
-        shapes,
-        ignore=lambda name: is_ignorable(network, name),
-        rename=lambda name: canonical_name(network, shapes, name),
-    )
+    plain = find_tensors(source, network)
     layers = network.names.base + network.names.layer.partition("{}")[0]
     matrices, kept = [], []
-    for name, shape in shapes.items():
+    for name, shape in tensor_shapes(network).items():
         if name.startswith(layers) and len(shape) == 2:
             module = name.removesuffix(".weight")
             if shape[1] % GROUP:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,7 +12,6 @@ from vmserve.models.decoder import Decoder
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.loader import Progress, find_tensors
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
-from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
 from vmserve.models.weights import DecoderWeights, assemble
 from vmserve.torch_dtypes import as_torch
 
@@ -23,22 +22,16 @@ _BLOCK_BYTES = 8 << 20
 
 
 def load_tensors(
-    directory: Path,
-    shapes: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, tuple[SafetensorsFile, StoredTensor]],
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    ignore: Callable[[str], bool] = lambda name: False,
-    rename: Callable[[str], str] = lambda name: name,
     progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Exactly the tensors of ``shapes``, in ``dtype`` on ``device``.
+    """Read the tensors that :func:`vmserve.models.loader.find_tensors` found, in ``dtype``.
 
     A tensor that is stored in ``dtype`` stays in its file, memory-mapped (on a CPU);
     another one is converted block by block, and the file's pages dropped behind it.
-    ``ignore`` and ``rename``, and what is raised: see :func:`vmserve.models.loader.find_tensors`.
     """
-    stored = find_tensors(directory, shapes, ignore=ignore, rename=rename)
     total = sum(tensor.num_bytes for _, tensor in stored.values())
     done = 0
     tensors: dict[str, torch.Tensor] = {}
@@ -77,17 +70,11 @@ def load_decoder(
     max_len: int,
     progress: Progress | None,
 ) -> tuple[Decoder, int]:
-    """Load the decoder; return it and the bytes of its weights. Raises as :func:`load_tensors`."""
-    shapes = tensor_shapes(config)
-    tensors = load_tensors(
-        directory,
-        shapes,
-        dtype,
-        device,
-        ignore=lambda name: is_ignorable(config, name),
-        rename=lambda name: canonical_name(config, shapes, name),
-        progress=progress,
-    )
+    """Load the decoder; return it and the bytes of its weights.
+
+    Raises as :func:`vmserve.models.loader.find_tensors` does.
+    """
+    tensors = load_tensors(find_tensors(directory, config), dtype, device, progress)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     return Decoder(config, assemble_on(device, config, tensors), max_len), num_bytes
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -13,7 +13,7 @@ __all__ = ["LightTokenizer"]
 
 
 @dataclass(frozen=True)
-class LightTokenizer:
+class LightTokenizer(ABC):
     """Replaces a tokenizer of ``transformers`` for those who need none of its methods."""
 
     backend_tokenizer: Backend
@@ -25,10 +25,10 @@ class LightTokenizer:
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
 
-    @cached_property
+    @property
+    @abstractmethod
     def complete(self) -> Any:
         """The tokenizer as ``transformers`` has it, which is imported now."""
-        raise NotImplementedError
 
     def _id(self, name: str) -> int | None:
         token = self.named.get(name)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vmserve.errors import ConfigurationError, InvalidRequestError
-from vmserve.models.gguf.reader import is_gguf
+from vmserve.models.gguf.reader import GgufModel, is_gguf, open_gguf
 from vmserve.text.detokenizer import IncrementalDetokenizer, TokenTable
 from vmserve.text.infill import infill_prompt
 from vmserve.text.light_tokenizer import LightTokenizer
@@ -41,15 +41,17 @@ _CUT_TOKENS: Final = 64
 _MOST_CHARS_PER_TOKEN: Final = 128
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(source: str | Path | GgufModel) -> Tokenizer:
     """Load the tokenizer of a model directory in Hugging Face layout, or of a GGUF file.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
-    directory = Path(path)
-    if is_gguf(directory):
-        in_file = read_gguf_tokenizer(directory)
+    if not isinstance(source, GgufModel) and is_gguf(Path(source)):
+        source = open_gguf(Path(source))
+    if isinstance(source, GgufModel):
+        in_file = read_gguf_tokenizer(source.metadata)
         return Tokenizer(in_file, in_file.eos_ids)
+    directory = Path(source)
     hf = read_tokenizer(directory) or load_from_transformers(directory)
     return Tokenizer(hf, eos_ids=_eos_ids(directory))
 

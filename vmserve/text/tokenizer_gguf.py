@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from tokenizers import (
@@ -27,7 +26,7 @@ from tokenizers import (
 from tokenizers import Tokenizer as Backend
 
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.models.gguf.reader import GgufFile, open_gguf, shown
+from vmserve.models.gguf.reader import GgufFile, shown
 from vmserve.text.light_tokenizer import LightTokenizer
 
 __all__ = ["GgufTokenizer", "read_gguf_tokenizer"]
@@ -124,13 +123,12 @@ class GgufTokenizer(LightTokenizer):
         )
 
 
-def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
-    """Read the tokenizer of a GGUF file.
+def read_gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
+    """Build the tokenizer that a file's metadata describe.
 
     Raises :class:`~vmserve.errors.UnsupportedError` for kinds of tokenizers and patterns that are
     not known, by their names; :class:`~vmserve.errors.ConfigurationError` for damaged files.
     """
-    file = open_gguf(path).metadata
     kind = file.string(_PREFIX + "model")
     if kind not in ("gpt2", "llama"):
         raise UnsupportedError(

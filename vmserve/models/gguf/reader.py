@@ -216,6 +216,8 @@ class GgufModel:
 
     files: tuple[GgufFile, ...]
     tensors: Mapping[str, tuple[GgufFile, GgufTensor]]
+    #: What a user has of it, in the plural.
+    kind: str = "GGUF files"
 
     @property
     def path(self) -> Path:

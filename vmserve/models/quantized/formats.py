@@ -21,6 +21,11 @@ class QuantizedFormat:
     #: How its matrices may be stored.
     layouts: tuple[Layout, ...]
 
+    @property
+    def kind(self) -> str:
+        """Name what a user has of it, in the plural."""
+        return f"{self.name} checkpoints"
+
 
 def describe_quantization(raw: Mapping[str, Any]) -> QuantizedFormat | None:
     """Read a config.json; None: its weights are plain.

@@ -20,7 +20,7 @@ from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.layout import Layout, Sizes
 from vmserve.models.safetensors_file import SafetensorsFile, StoredIntegers, StoredTensor
 from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight
-from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes, weight_name
+from vmserve.models.tensor_names import canonical_name, tensor_shapes, weight_name
 
 __all__ = ["QuantizedWeight", "find_quantized"]
 
@@ -109,7 +109,7 @@ def find_quantized(
     others = choose_tensors(
         plain,
         {name: shape for name, shape in shapes.items() if name not in found},
-        ignore=lambda name: is_ignorable(config, name),
+        config,
     )
     found |= {name: SafetensorsWeight(*place) for name, place in others.items()}
     return {name: found[name] for name in shapes}
