@@ -1,7 +1,9 @@
 """An answer depends on its request alone: tokens and log-probabilities, bit for bit.
 
 Every way to compute it is compared with the request alone, whose prompt is one chunk.
-``VMSERVE_BITS=200`` takes as many requests as that, and ``VMSERVE_BITS_MODEL=PATH`` another model.
+``VMSERVE_BITS=200`` takes as many requests as that and more kinds of weights, and
+``VMSERVE_BITS_MODEL=PATH`` another model; with a GGUF file or a quantized checkpoint, the kinds are
+what ``-k`` leaves of them.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.models.gguf_checkpoints import add_embedded_tokenizer, convert
+from tests.models import gguf_checkpoints, quantized_checkpoints
 from vmserve import LLM, RequestOutput, SamplingParams
 from vmserve.memory.base import Regime
 from vmserve.models.hub import resolve_model
@@ -35,6 +39,9 @@ KINDS = {
     "int8-dynamic": {"dtype": "bfloat16", "quantization": "int8-dynamic"},
     "q4": {"dtype": "bfloat16"},
 }
+if "VMSERVE_BITS" in os.environ:
+    KINDS["q4-dynamic"] = {"dtype": "bfloat16", "quantization": "int8-dynamic"}
+    KINDS["gptq"] = {"dtype": "bfloat16"}
 
 
 def bits_of(result: RequestOutput) -> Bits:
@@ -102,12 +109,22 @@ class Workload:
 def workload(
     request: pytest.FixtureRequest, prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
 ) -> Workload:
-    model = MODEL
-    if request.param == "q4" and MODEL is None:
-        path = tmp_path_factory.mktemp("q4") / "model.gguf"
-        convert(resolve_model(None), path, add_embedded_tokenizer, "Q4_1")
-        model = str(path)
+    model = MODEL or checkpoint(request.param, tmp_path_factory.mktemp("model"))
     return Workload(model, KINDS[request.param], prompts)
+
+
+def checkpoint(kind: str, directory: Path) -> str | None:
+    """The embedded model as a GGUF file or in GPTQ's format, for the kinds of 4 bits."""
+    path, embedded = directory / kind, resolve_model(None)
+    if kind == "gptq":
+        scheme = quantized_checkpoints.SCHEMES["gptq-asymmetric"]
+        quantized_checkpoints.convert(embedded, path, directory / "plain", scheme)
+    elif kind.startswith("q4"):
+        path = path.with_suffix(".gguf")
+        gguf_checkpoints.convert(embedded, path, gguf_checkpoints.add_embedded_tokenizer, "Q4_1")
+    else:
+        return None
+    return str(path)
 
 
 @pytest.mark.parametrize("budget", [16, 37, 50, 64, 512])
@@ -133,6 +150,17 @@ def test_after_a_prefix_hit(workload: Workload) -> None:
         workload.check(workload.one_by_one(llm))
         workload.check(workload.together(llm))
         assert llm.stats()["prefix_hit_blocks_total"] > before
+
+
+def test_a_choice_with_and_without_another(workload: Workload) -> None:
+    prompts, params = zip(*workload.requests, strict=True)
+    with workload.llm(enable_prefix_caching=False) as llm:
+        results = llm.generate(list(prompts), [replace(one, n=3 - one.n) for one in params])
+        assert llm.stats()["forks_total"] > 0
+    found = [bits_of(result) for result in results]
+    # What only one of the two has is taken from the other.
+    both = zip(found, workload.expected, strict=True)
+    workload.check([one[: len(want)] + want[len(one) :] for one, want in both])
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
