@@ -25,6 +25,9 @@ GOOD = [
     ("stop_token_ids", [0, 5]),
     ("allowed_token_ids", [3]),
     ("bad_words", ["a b"]),
+    ("prediction", None),
+    ("prediction", "as it was"),
+    ("prediction", [5, 5, 0]),
     ("logit_bias", {5: 100, 6: -100.0}),
     ("logit_bias", {}),
 ]
@@ -35,6 +38,8 @@ BAD = [
     ("stop", "", "stop must not contain an empty string"),
     ("stop", ["a", ""], "stop must not contain an empty string"),
     ("stop", [1], "stop must be a string or a list of strings"),
+    ("prediction", 5, "prediction must be a list of token ids"),
+    ("prediction", [-1], "prediction: token id -1 is out of vocabulary"),
     ("stop", 1, "stop must be a string or a list of strings"),
     ("stop", [str(i) for i in range(17)], "stop must have at most 16 strings, got 17"),
     ("stop", "x" * 4097, "strings of at most 4096 characters, got 4097"),
@@ -177,7 +182,8 @@ def test_greedy_is_a_temperature_of_nearly_zero():
 
 
 @pytest.mark.parametrize(
-    "name", ["stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"]
+    "name",
+    ["stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias", "prediction"],
 )
 def test_ids_out_of_vocabulary(name):
     ids = {3: 1.0, 100: 1.0, 250: -1.0} if name == "logit_bias" else [3, 100, 250]

@@ -172,3 +172,39 @@ def test_per_request_metrics(start: Start) -> None:
     server = start(per_request_metrics=True)
     assert server.chat()["metrics"]["tokens_per_second"] == 2.4
     assert "metrics" not in server.chat(n=2)
+
+
+@pytest.mark.parametrize(
+    "content", ["hel lo", [{"type": "text", "text": t} for t in ("hel", " lo")]]
+)
+def test_a_prediction_reaches_the_engine(shared: Running, content: object) -> None:
+    reply = shared.chat(prediction={"type": "content", "content": content}, speculative=False)
+    params = shared.engine.requests[-1][1]  # type: ignore[attr-defined]
+    assert list(params.prediction) == ByteTokenizer().encode("hel lo", False)
+    assert params.speculative is False
+    # Without drafts too: clients that send a prediction read these.
+    told = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert reply["usage"]["completion_tokens_details"] == told
+    assert "completion_tokens_details" not in shared.chat()["usage"]
+
+
+def test_a_prediction_is_no_longer_than_the_context(shared: Running) -> None:
+    shared.chat(prediction={"type": "content", "content": "x" * 100_000})
+    assert len(shared.engine.requests[-1][1].prediction) == 256  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        "text",
+        {"type": "diff", "content": "x"},
+        {"type": "content"},
+        {"type": "content", "content": 5},
+        {"type": "content", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+    ],
+)
+def test_predictions_that_are_none(shared: Running, prediction: object) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    error = shared.error("/v1/chat/completions", {"messages": messages, "prediction": prediction})
+    assert error["param"] == "prediction"
+    assert "prediction" in error["message"]

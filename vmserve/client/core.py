@@ -190,6 +190,9 @@ class ClientCore:
         """
         encoded = encode_prompt(prompt, self.tokenizer)
         asked = SamplingParams(**self._default_sampling) if params is None else params
+        if isinstance(asked, SamplingParams) and isinstance(asked.prediction, str):
+            predicted = self.tokenizer.encode(asked.prediction, add_special_tokens=False)
+            asked = replace(asked, prediction=predicted)
         self._limits.check(encoded.token_ids, asked)
         name = uuid.uuid4().hex if request_id is None else request_id
         assembly = RequestAssembly(

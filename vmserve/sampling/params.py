@@ -148,6 +148,13 @@ class SamplingParams:
     pooling: Annotated[
         Pooling | None, _option("Give an embedding of the prompt instead of an answer.")
     ] = None
+    prediction: Annotated[
+        str | Sequence[int],
+        _option("What the answer may say, as text or token ids: a source of drafts."),
+    ] = ()
+    speculative: Annotated[
+        bool, _option("Let an engine with --speculative draft tokens of this answer.")
+    ] = True
 
     @property
     def reads_whole_prompt(self) -> bool:
@@ -188,6 +195,9 @@ class SamplingParams:
                     "allowed_token_ids",
                 )
             self._set("allowed_token_ids", allowed)
+        if not isinstance(self.prediction, str):
+            check_ids("prediction", self.prediction or ())
+            self._set("prediction", tuple(map(int, self.prediction or ())))
         if self.logit_bias is not None:
             self._set("logit_bias", check_logit_bias(self.logit_bias))
 
@@ -259,6 +269,8 @@ class SamplingParams:
                 )
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
             check_vocabulary(name, getattr(self, name) or (), vocab_size)
+        if not isinstance(self.prediction, str):
+            check_vocabulary("prediction", self.prediction, vocab_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -276,7 +276,7 @@ class _Reply:
             "object": "chat.completion",
             "system_fingerprint": None,
             "choices": [self._choice(choice) for choice in result.outputs],
-            "usage": Usage.of([result]).as_dict(),
+            "usage": Usage.of([result], tells_drafts=body.prediction is not None).as_dict(),
             "prompt_logprobs": None
             if body.prompt_logprobs is None
             else prompt_logprobs(result.prompt_logprobs, self._prompt_shape),
@@ -316,7 +316,7 @@ class _Reply:
         buffers: dict[int, StreamedChoice] = {}
         last: RequestOutput | None = None
         num_prompt = len(self._job.token_ids)
-        usage = Usage(num_prompt)
+        usage = Usage(num_prompt, tells_drafts=self._body.prediction is not None)
         async for _, output in outputs:
             for choice in output.outputs:
                 buffer = buffers.get(choice.index)
@@ -345,7 +345,7 @@ class _Reply:
                         chunk = self._chunk(choice.index, blank, content, None, 0)
                         buffer.template = TextTemplate(chunk)
             if output.finished:
-                usage.num_cached = output.metrics.num_cached_tokens
+                usage.finished(output.metrics)
                 last = output
         if self._options.include:
             chunk = self._in_chunk([], {"usage": usage.as_dict()})

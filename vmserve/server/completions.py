@@ -188,7 +188,7 @@ class _Reply:
             for choice in result.outputs
         ]
         reply = {**self._head, "system_fingerprint": None, "choices": choices}
-        reply["usage"] = Usage.of(results).as_dict()
+        reply["usage"] = Usage.of(results, tells_drafts=self._body.prediction is not None).as_dict()
         if self._has_metrics and results[0].outputs:
             num_tokens = len(results[0].outputs[0].token_ids)
             reply["metrics"] = per_request_metrics(results[0].metrics, num_tokens)
@@ -223,7 +223,8 @@ class _Reply:
         A first chunk that echoes a long prompt's log-probabilities is made aside."""
         streams: dict[int, _ChoiceStream] = {}
         last: RequestOutput | None = None
-        usage = Usage(sum(len(job.token_ids) for job in self._jobs))
+        num_prompt = sum(len(job.token_ids) for job in self._jobs)
+        usage = Usage(num_prompt, tells_drafts=self._body.prediction is not None)
         scores: dict[int, Sequence[Position | None]] = {}
         async for job, output in outputs:
             if output.prompt_logprobs is not None:
@@ -250,7 +251,7 @@ class _Reply:
                     blank = Piece(TextTemplate.TEXT, [], [], None, None)
                     stream.template = TextTemplate(self._chunk(stream, blank, ()))
             if output.finished:
-                usage.num_cached += output.metrics.num_cached_tokens
+                usage.finished(output.metrics)
                 last = output
         if self._options.include:
             chunk = {**self._head, "choices": [], "usage": usage.as_dict()}

@@ -40,13 +40,23 @@ _MESSAGE: Final = {
     "description": "The answer; with tools also `tool_calls`.",
 }
 
+_DRAFTS: Final = {
+    **_object(accepted_prediction_tokens=_INT, rejected_prediction_tokens=_INT),
+    "description": "Where tokens of the answer were drafted, or the request has a `prediction`.",
+}
+
+_USAGE: Final = _object(
+    prompt_tokens=_INT,
+    completion_tokens=_INT,
+    total_tokens=_INT,
+    prompt_tokens_details=_object(cached_tokens=_INT),
+)
+
 REPLY_SCHEMAS: Final[dict[str, Schema]] = {
-    "Usage": _object(
-        prompt_tokens=_INT,
-        completion_tokens=_INT,
-        total_tokens=_INT,
-        prompt_tokens_details=_object(cached_tokens=_INT),
-    ),
+    "Usage": {
+        **_USAGE,
+        "properties": {**_USAGE["properties"], "completion_tokens_details": _DRAFTS},
+    },
     "Completion": _object(
         id=_TEXT,
         object={"const": "text_completion"},

@@ -27,10 +27,12 @@ __all__ = [
 Truncated = GenerationRequest | EmbeddingRequest
 #: What the request leaves open is taken from generation_config.json, else from here.
 _OPENAI_DEFAULTS: Final[dict[str, Any]] = {"temperature": 1.0, "top_p": 1.0}
+#: Of a prediction, so many characters for each token of the context are encoded.
+_CHARS_PER_TOKEN: Final = 16
 #: Fields that requests and parameters have alike, but those with rules of their own.
 _FIELDS: Final = (
     GenerationRequest.model_fields.keys() & declared_options(SamplingParams).keys()
-) - {"max_tokens", "prompt_logprobs", "structured_outputs"}
+) - {"max_tokens", "prediction", "prompt_logprobs", "structured_outputs"}
 _BEAM_FIELDS: Final = (
     GenerationRequest.model_fields.keys() & declared_options(BeamSearchParams).keys()
 ) - {"max_tokens", "structured_outputs", "temperature"}
@@ -69,6 +71,8 @@ def sampling_params(
     if request.use_beam_search:
         return _beam_params(request, engine, max_tokens, logprobs, structured)
     options["max_tokens"] = max_tokens
+    if request.prediction is not None:
+        options["prediction"] = _predicted_tokens(request.prediction, engine)
     if best_of is not None:
         options["best_of"] = best_of
     params = SamplingParams(
@@ -79,6 +83,32 @@ def sampling_params(
     )
     params.validate_for(engine.model_config.vocab_size, engine.resolved.max_logprobs)
     return params
+
+
+def _predicted_tokens(prediction: Any, engine: EngineClient) -> list[int]:
+    """Encode OpenAI's ``prediction``. What no answer has room for is left out.
+
+    Raises :class:`InvalidRequestError`.
+    """
+    if not isinstance(prediction, dict) or prediction.get("type") != "content":
+        raise InvalidRequestError(
+            'prediction must be an object of type "content", with a text or parts of type "text" '
+            "as its content",
+            "prediction",
+        )
+    content = prediction.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in parts
+    ):
+        raise InvalidRequestError(
+            'prediction.content must be a text, or a list of {"type": "text", "text": "..."}',
+            "prediction",
+        )
+    most = engine.resolved.max_model_len
+    text = "".join(part["text"] for part in parts)[: _CHARS_PER_TOKEN * most]
+    return engine.tokenizer.encode(text, add_special_tokens=False)[:most]
 
 
 def _beam_params(
@@ -206,6 +236,7 @@ def _check_beams(request: GenerationRequest) -> None:
         ),
         (request.logprob_token_ids is not None, "logprob_token_ids", "use logprobs"),
         (request.prompt_logprobs is not None, "prompt_logprobs", "leave it out"),
+        (request.prediction is not None, "prediction", "beams are not drafted"),
         (bool(request.stop), "stop", "answers end with the model's end token"),
         (bool(request.stop_token_ids), "stop_token_ids", "answers end with the model's end token"),
     ]

@@ -85,6 +85,35 @@ _MESSAGES: dict[str, Any] = {
 }
 
 
+_PREDICTION: dict[str, Any] = {
+    "description": "What the answer may say. It changes how fast the answer comes, and no token.",
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["type", "content"],
+            "properties": {
+                "type": {"const": "content"},
+                "content": {
+                    "anyOf": [
+                        {"type": "string"},
+                        {
+                            "type": "array",
+                            "items": {
+                                "type": "object",
+                                "required": ["type", "text"],
+                                "properties": {
+                                    "type": {"const": "text"},
+                                    "text": {"type": "string"},
+                                },
+                            },
+                        },
+                    ]
+                },
+            },
+        },
+        {"type": "null"},
+    ],
+}
 _INPUT: dict[str, Any] = {
     "description": "A text, or messages, calls of functions and their outputs.",
     "anyOf": [
@@ -189,6 +218,10 @@ class GenerationRequest(ConstrainedRequest):
     echo: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+
+    #: OpenAI's, for chats: ``{"type": "content", "content": text or parts}``.
+    prediction: Annotated[Any, WithJsonSchema(_PREDICTION)] = None
+    speculative: bool | None = None
 
     use_beam_search: bool | None = None
     length_penalty: Annotated[float | None, bounded("length_penalty")] = None

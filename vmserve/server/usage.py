@@ -13,29 +13,51 @@ __all__ = ["Usage", "per_request_metrics"]
 class Usage:
     """Counts of one reply. A prompt counts once, however many choices it has."""
 
-    __slots__ = ("num_cached", "num_completion", "num_prompt")
+    __slots__ = (
+        "_num_accepted", "_num_cached", "_num_drafted", "_tells_drafts", "num_completion",
+        "num_prompt",
+    )  # fmt: skip
 
-    def __init__(self, num_prompt: int = 0, num_completion: int = 0, num_cached: int = 0) -> None:
+    def __init__(
+        self, num_prompt: int = 0, num_completion: int = 0, *, tells_drafts: bool = False
+    ) -> None:
         self.num_prompt = num_prompt
         self.num_completion = num_completion
-        self.num_cached = num_cached
+        self._num_cached = self._num_drafted = self._num_accepted = 0
+        self._tells_drafts = tells_drafts
 
     @classmethod
-    def of(cls, results: Sequence[RequestOutput]) -> Usage:
+    def of(cls, results: Sequence[RequestOutput], *, tells_drafts: bool = False) -> Usage:
         """Sum the usage of finished requests."""
-        return cls(
+        usage = cls(
             sum(len(result.prompt_token_ids) for result in results),
             sum(len(choice.token_ids) for result in results for choice in result.outputs),
-            sum(result.metrics.num_cached_tokens for result in results),
+            tells_drafts=tells_drafts,
         )
+        for result in results:
+            usage.finished(result.metrics)
+        return usage
+
+    def finished(self, metrics: RequestMetrics) -> None:
+        """Add what is known of a request at its end."""
+        self._num_cached += metrics.num_cached_tokens
+        self._num_drafted += metrics.num_drafted_tokens
+        self._num_accepted += metrics.num_accepted_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        return {
+        """Drafted tokens are told of where there were some, or with ``tells_drafts``."""
+        told: dict[str, Any] = {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_completion,
             "total_tokens": self.num_prompt + self.num_completion,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
+        if self._tells_drafts or self._num_drafted:
+            told["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self._num_accepted,
+                "rejected_prediction_tokens": self._num_drafted - self._num_accepted,
+            }
+        return told
 
 
 def per_request_metrics(metrics: RequestMetrics, num_tokens: int) -> dict[str, float]:
