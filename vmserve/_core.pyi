@@ -506,6 +506,7 @@ class CpuDecoder:
         q_norm: _TensorTuple | None,
         k_norm: _TensorTuple | None,
         head_dim: int,
+        rotation: int,
         scale: float,
         window: int,
         softcap: float,
@@ -525,7 +526,7 @@ class CpuDecoder:
     num_threads: int
     @property
     def num_positions(self) -> int: ...
-    def set_rotations(self, cos: _TensorTuple, sin: _TensorTuple) -> None: ...
+    def set_rotations(self, tables: list[tuple[_TensorTuple, _TensorTuple]]) -> None: ...
     def forward(
         self,
         token_ids: NDArray[np.int64],

@@ -94,7 +94,8 @@ void bind_decoder(py::module_& m) {
              const WeightArgument& down, std::optional<TensorTuple> q_bias,
              std::optional<TensorTuple> k_bias, std::optional<TensorTuple> v_bias,
              std::optional<TensorTuple> q_norm, std::optional<TensorTuple> k_norm,
-             std::int64_t head_dim, float scale, std::int64_t window, float softcap) {
+             std::int64_t head_dim, std::int64_t rotation, float scale, std::int64_t window,
+             float softcap) {
             DecoderLayer layer;
             layer.attention_norm = as_tensor(std::move(attention_norm));
             layer.q = as_weights(q);
@@ -110,6 +111,7 @@ void bind_decoder(py::module_& m) {
             layer.v_bias = vector_of(std::move(v_bias), outputs_of(layer.v), "v_bias");
             layer.q_norm = vector_of(std::move(q_norm), head_dim, "q_norm");
             layer.k_norm = vector_of(std::move(k_norm), head_dim, "k_norm");
+            layer.rotation = rotation;
             layer.scale = scale;
             layer.window = window;
             layer.softcap = softcap;
@@ -119,8 +121,8 @@ void bind_decoder(py::module_& m) {
           py::kw_only(), py::arg("attention_norm"), py::arg("q"), py::arg("k"), py::arg("v"),
           py::arg("output"), py::arg("mlp_norm"), py::arg("gate"), py::arg("up"), py::arg("down"),
           py::arg("q_bias"), py::arg("k_bias"), py::arg("v_bias"), py::arg("q_norm"),
-          py::arg("k_norm"), py::arg("head_dim"), py::arg("scale"), py::arg("window"),
-          py::arg("softcap"))
+          py::arg("k_norm"), py::arg("head_dim"), py::arg("rotation"), py::arg("scale"),
+          py::arg("window"), py::arg("softcap"))
       .def(
           "set_ends",
           [](CpuDecoder& decoder, std::optional<TensorTuple> embedding, TensorTuple final_norm,
@@ -140,10 +142,14 @@ void bind_decoder(py::module_& m) {
       .def_property_readonly("num_positions", &CpuDecoder::num_positions)
       .def(
           "set_rotations",
-          [](CpuDecoder& decoder, TensorTuple cos, TensorTuple sin) {
-            decoder.set_rotations(as_tensor(std::move(cos)), as_tensor(std::move(sin)));
+          [](CpuDecoder& decoder, std::vector<std::pair<TensorTuple, TensorTuple>> tables) {
+            std::vector<Rotations> rotations;
+            for (auto& [cos, sin] : tables) {
+              rotations.push_back({as_tensor(std::move(cos)), as_tensor(std::move(sin))});
+            }
+            decoder.set_rotations(rotations);
           },
-          py::arg("cos"), py::arg("sin"))
+          py::arg("tables"))
       .def("forward", &forward, py::arg("token_ids"), py::arg("batches"), py::arg("wanted"),
            py::arg("num_hidden") = 0, py::arg("embedded") = std::nullopt);
 }

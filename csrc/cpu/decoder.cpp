@@ -52,6 +52,7 @@ class Stopwatch {
 struct CpuDecoder::Layer {
   std::vector<float> attention_norm, mlp_norm, q_norm, k_norm;
   LinearLayer qkv, output, gate_up, down;
+  std::size_t rotation = 0;
   float scale = 1.0F;
   std::int64_t window = 0;
   float softcap = 0.0F;
@@ -110,6 +111,7 @@ void CpuDecoder::add_layer(const DecoderLayer& from) {
   check_matrix(from.up, "up", mlp, hidden);
   check_matrix(from.down, "down", hidden, mlp);
   require((from.q_norm == nullptr) == (from.k_norm == nullptr), "q_norm and k_norm go together");
+  require(from.rotation >= 0 && tables_.empty(), "layers are added before rotations are set");
   const std::lock_guard lock(mutex_);
   Layer layer;
   layer.attention_norm = copy_vector(from.attention_norm, "attention_norm", hidden);
@@ -133,6 +135,7 @@ void CpuDecoder::add_layer(const DecoderLayer& from) {
   layer.output = products_.pack({&from.output}, false);
   layer.gate_up = products_.pack({&from.gate, &from.up}, true);
   layer.down = products_.pack({&from.down}, false);
+  layer.rotation = static_cast<std::size_t>(from.rotation);
   layer.scale = from.scale;
   layer.window = from.window;
   layer.softcap = from.softcap;
@@ -151,21 +154,29 @@ void CpuDecoder::set_ends(const TensorRef* embedding, const TensorRef& final_nor
   embedding_ = embedding == nullptr ? std::nullopt : std::make_optional(*embedding);
 }
 
-void CpuDecoder::set_rotations(const TensorRef& cos, const TensorRef& sin) {
-  for (const TensorRef* tensor : {&cos, &sin}) {
-    const std::int64_t dim = shape_.head_dim;
-    require(tensor->dtype == kv_dtype_ && tensor->shape.size() == 3 &&
-                tensor->shape == std::vector<std::int64_t>{cos.shape[0], 1, dim} &&
-                tensor->strides[0] == dim && tensor->strides[2] == 1,
-            "cosines and sines are [positions, 1, head_dim] in the KV cache's dtype, contiguous");
+void CpuDecoder::set_rotations(const std::vector<Rotations>& rotations) {
+  for (const Rotations& table : rotations) {
+    for (const TensorRef* tensor : {&table.cos, &table.sin}) {
+      require(tensor->dtype == kv_dtype_ && tensor->shape.size() == 3 &&
+                  tensor->shape == table.cos.shape && tensor->shape[1] == 1 &&
+                  tensor->shape[0] == rotations[0].cos.shape[0] &&
+                  tensor->shape[2] <= shape_.head_dim && tensor->strides[0] == tensor->shape[2] &&
+                  tensor->strides[2] == 1,
+              "cosines and sines are [positions, 1, rotary_dim] in the KV cache's dtype, "
+              "contiguous");
+    }
+  }
+  for (const Layer& layer : layers_) {
+    require(layer.rotation < rotations.size(), "a layer has rotation " +
+                                                   std::to_string(layer.rotation) + " of " +
+                                                   std::to_string(rotations.size()));
   }
   const std::lock_guard lock(mutex_);
-  cos_ = cos;
-  sin_ = sin;
+  tables_ = rotations;
 }
 
 std::int64_t CpuDecoder::num_positions() const {
-  return cos_.shape.empty() ? 0 : cos_.shape[0];
+  return tables_.empty() ? 0 : tables_[0].cos.shape[0];
 }
 
 void CpuDecoder::check_positions(const CpuBatch& batch) const {
@@ -262,18 +273,28 @@ void CpuDecoder::normalise_heads(const Layer& layer, std::int64_t num_rows) {
 }
 
 void CpuDecoder::gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows) {
-  const std::int64_t bytes = shape_.head_dim * (kv_dtype_ == DType::kBFloat16 ? 2 : 4);
-  grow(rotations_, 2 * num_rows * bytes);
-  char* to = rotations_.data();
-  for (const TensorRef* table : {&cos_, &sin_}) {
-    for (const Part& part : parts) {
-      for (std::int64_t i = 0; i < part.batch->num_sequences(); ++i) {
-        const auto size = static_cast<std::size_t>(part.batch->num_new(i) * bytes);
-        std::memcpy(to, table->data + part.batch->num_past(i) * bytes, size);
-        to += size;
+  // Whatever the rotary dimensions are, a table's rows take no more than whole heads.
+  const std::int64_t item = kv_dtype_ == DType::kBFloat16 ? 2 : 4;
+  const std::int64_t table_bytes = rotation_bytes(num_rows);
+  grow(rotations_, static_cast<std::int64_t>(tables_.size()) * table_bytes);
+  for (std::size_t index = 0; index < tables_.size(); ++index) {
+    char* to = rotations_.data() + static_cast<std::int64_t>(index) * table_bytes;
+    for (const TensorRef* table : {&tables_[index].cos, &tables_[index].sin}) {
+      const std::int64_t bytes = table->shape[2] * item;
+      for (const Part& part : parts) {
+        for (std::int64_t i = 0; i < part.batch->num_sequences(); ++i) {
+          const auto size = static_cast<std::size_t>(part.batch->num_new(i) * bytes);
+          std::memcpy(to, table->data + part.batch->num_past(i) * bytes, size);
+          to += size;
+        }
       }
     }
   }
+}
+
+// Room for the rows of one table.
+std::int64_t CpuDecoder::rotation_bytes(std::int64_t num_rows) const {
+  return 2 * num_rows * shape_.head_dim * (kv_dtype_ == DType::kBFloat16 ? 2 : 4);
 }
 
 // Returns the address of q, k and v of the rows, in the KV cache's type.
@@ -303,6 +324,9 @@ void CpuDecoder::attend(const Layer& layer, std::int64_t index, char* qkv,
   const std::int64_t item = kv_dtype_ == DType::kBFloat16 ? 2 : 4;
   std::int64_t num_rows = 0, first = 0;
   for (const Part& part : parts) num_rows += part.batch->num_tokens();
+  const std::int64_t rotary_dim = tables_[layer.rotation].cos.shape[2];
+  char* const rotations =
+      rotations_.data() + static_cast<std::int64_t>(layer.rotation) * rotation_bytes(num_rows);
   for (Part& part : parts) {
     const Stopwatch watch;
     const std::int64_t rows = part.batch->num_tokens();
@@ -316,10 +340,10 @@ void CpuDecoder::attend(const Layer& layer, std::int64_t index, char* qkv,
     };
     const auto rotation_at = [&](std::int64_t row) {
       TensorRef tensor;
-      tensor.data = rotations_.data() + row * dim * item;
+      tensor.data = rotations + row * rotary_dim * item;
       tensor.dtype = kv_dtype_;
-      tensor.shape = {rows, 1, dim};
-      tensor.strides = {dim, dim, 1};
+      tensor.shape = {rows, 1, rotary_dim};
+      tensor.strides = {rotary_dim, rotary_dim, 1};
       return tensor;
     };
     CpuLayerCall call;

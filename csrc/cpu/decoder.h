@@ -35,9 +35,16 @@ struct DecoderLayer {
   WeightRef q, k, v, output, gate, up, down;
   const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr;
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head_dim]; both or none
+  std::int64_t rotation = 0;                         // index in set_rotations
   float scale = 1.0F;
   std::int64_t window = 0;
   float softcap = 0.0F;
+};
+
+// Cosines and signed sines of positions 0, 1, ...: [positions, 1, rotary_dim] in the KV cache's
+// type, contiguous.
+struct Rotations {
+  TensorRef cos, sin;
 };
 
 class CpuDecoder {
@@ -53,9 +60,9 @@ class CpuDecoder {
   void add_layer(const DecoderLayer& layer);
   void set_ends(const TensorRef* embedding, const TensorRef& final_norm, const WeightRef& head);
 
-  // Cosines and signed sines of positions 0, 1, ...: [positions, 1, head_dim] in the KV cache's
-  // type, contiguous. The caller keeps them alive until others are set.
-  void set_rotations(const TensorRef& cos, const TensorRef& sin);
+  // All layers' rotations, for equally many positions. The caller keeps them alive until others are
+  // set.
+  void set_rotations(const std::vector<Rotations>& rotations);
   std::int64_t num_positions() const;
 
   std::int64_t vocab_size() const { return shape_.vocab_size; }
@@ -91,6 +98,7 @@ class CpuDecoder {
   void check_positions(const CpuBatch& batch) const;
   void embed(const std::vector<std::int64_t>& token_ids, const float* embedded);
   void gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows);
+  std::int64_t rotation_bytes(std::int64_t num_rows) const;
   char* project(const Layer& layer, std::int64_t num_rows);
   void normalise_heads(const Layer& layer, std::int64_t num_rows);
   void normalise_head(float* head, const float* norm, float* room) const;
@@ -106,14 +114,14 @@ class CpuDecoder {
   std::unique_ptr<CpuAttention> attention_;
   std::vector<Layer> layers_;
   std::optional<TensorRef> embedding_;
-  TensorRef cos_, sin_;
+  std::vector<Rotations> tables_;
   std::vector<float> final_norm_;
   std::unique_ptr<LinearLayer> head_;
   std::mutex mutex_;  // one call at a time
   // Buffers of a step; grow as needed.
   std::vector<float> x_, kept_, gated_, qkv_, attended_;
   std::vector<std::uint16_t> narrow_qkv_;
-  std::vector<char> rotations_;  // cosines, then sines, of the step's rows
+  std::vector<char> rotations_;  // of each table: cosines, then sines, of the step's rows
 };
 
 }  // namespace vmserve

@@ -11,12 +11,14 @@ from vmserve import LLM, SamplingParams  # first: it sets how torch's threads wa
 import torch  # isort: skip
 from transformers import AutoModelForCausalLM, PreTrainedConfig  # isort: skip
 
-from tests.models.checkpoints import CONTEXT, FOREIGN, VARIANTS, save
+from tests.models.checkpoints import CONTEXT, FOREIGN, NATIVE, VARIANTS, save
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models.native import NativeDecoder
 
-MODELS = {**VARIANTS, **FOREIGN}
+MODELS = {**VARIANTS, **NATIVE, **FOREIGN}
 #: Served by the decoder, and (the last three) by transformers over our memory.
 NAMES = ["llama-gqa-llama3", "opt", "opt-350m", "gpt2", "gpt2-scales"]
+NAMES += ["phi3"]
 NAMES += ["gpt-neox", "gemma2-no-cap", "mixtral"]
 NUM_TOKENS = 24
 
@@ -57,6 +59,7 @@ def assert_same_tokens(config: PreTrainedConfig, directory: Path, tokenizer: Pat
     expected = [generated(directory, prompt) for prompt in prompts]
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     backend = "reference" if capped else "sdpa"
+    is_native = any(config is each for each in NATIVE.values())
     for options in (
         {"kv_regime": "virtual", "attention_backend": backend},
         {"kv_regime": "virtual"},
@@ -65,6 +68,8 @@ def assert_same_tokens(config: PreTrainedConfig, directory: Path, tokenizer: Pat
         with engine(directory, tokenizer, **options) as llm:
             results = llm.generate(prompts, params)
             llm.engine.memory.check()
+            native = isinstance(llm.engine.runner.model.network, NativeDecoder)
+        assert native == (is_native and "attention_backend" not in options)
         assert results[0].metrics.num_prefill_chunks > 2
         assert results[0].metrics.kv_regime == options["kv_regime"]
         assert [result.outputs[0].token_ids for result in results] == expected

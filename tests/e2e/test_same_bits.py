@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.models import gguf_checkpoints, quantized_checkpoints
+from tests.models.checkpoints import phi3, save
 from vmserve import LLM, RequestOutput, SamplingParams
 from vmserve.memory.base import Regime
 from vmserve.models.hub import resolve_model
@@ -32,12 +33,19 @@ Bits = list[tuple[tuple[int, ...], list[dict[int, float]]]]
 
 COUNT = int(os.environ.get("VMSERVE_BITS", "8"))
 MODEL = os.environ.get("VMSERVE_BITS_MODEL")
+EMBEDDED = str(resolve_model(None))
+#: Kinds that are small random models, of the embedded one's vocabulary.
+_SIZES = {"vocab_size": 2048, "hidden_size": 64, "max_position_embeddings": 512}
+FAMILIES = {
+    "phi3": phi3(**_SIZES, partial_rotary_factor=0.75),
+}
 KINDS = {
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int8-dynamic": {"dtype": "bfloat16", "quantization": "int8-dynamic"},
     "q4": {"dtype": "bfloat16"},
+    "phi3": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
 }
 if "VMSERVE_BITS" in os.environ:
     KINDS["q4-dynamic"] = {"dtype": "bfloat16", "quantization": "int8-dynamic"}
@@ -114,9 +122,12 @@ def workload(
 
 
 def checkpoint(kind: str, directory: Path) -> str | None:
-    """The embedded model as a GGUF file or in GPTQ's format, for the kinds of 4 bits."""
-    path, embedded = directory / kind, resolve_model(None)
-    if kind == "gptq":
+    """The embedded model as a GGUF file or in GPTQ's format, for the kinds of 4 bits; or another
+    family's."""
+    path, embedded = directory / kind, Path(EMBEDDED)
+    if kind in FAMILIES:
+        save(FAMILIES[kind], path)
+    elif kind == "gptq":
         scheme = quantized_checkpoints.SCHEMES["gptq-asymmetric"]
         quantized_checkpoints.convert(embedded, path, directory / "plain", scheme)
     elif kind.startswith("q4"):

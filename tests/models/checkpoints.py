@@ -13,6 +13,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     OPTConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -39,6 +40,10 @@ def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
 
 def llama(**changes: Any) -> PreTrainedConfig:
     return LlamaConfig(**{**_SMALL, **changes})
+
+
+def phi3(**changes: Any) -> PreTrainedConfig:
+    return Phi3Config(**{**_SMALL, "pad_token_id": 0, **changes})
 
 
 def opt(**changes: Any) -> PreTrainedConfig:
@@ -91,6 +96,10 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         sliding_window=5,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "phi3-window": phi3(sliding_window=7),
+    "phi3-partial": phi3(
+        partial_rotary_factor=0.5, num_key_value_heads=4, tie_word_embeddings=True
+    ),
     "opt": opt(),
     "opt-350m": opt(word_embed_proj_dim=32, do_layer_norm_before=False),
     "opt-galactica": opt(
@@ -105,6 +114,35 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         n_inner=72, scale_attn_by_inverse_layer_idx=True, activation_function="relu"
     ),
     "gpt2-no-scale": gpt2(scale_attn_weights=False, tie_word_embeddings=False),
+}
+
+_WIDER = {**_SMALL, "hidden_size": 64}
+#: Models of the native decoder. Odd sizes leave panels, blocks of rows and the depth of a product
+#: partly filled.
+NATIVE: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_WIDER),
+    "llama-odd": LlamaConfig(
+        **{**_WIDER, "hidden_size": 54, "intermediate_size": 83, "num_attention_heads": 6},
+        head_dim=24,
+    ),
+    "llama-tied": LlamaConfig(**_WIDER, tie_word_embeddings=True),
+    "mistral": MistralConfig(**_WIDER, sliding_window=7),
+    "qwen2": Qwen2Config(**_WIDER),
+    "qwen3": Qwen3Config(**_WIDER, head_dim=32),
+    "phi3": phi3(hidden_size=64, sliding_window=7),
+    # All prompts are longer than 2 tokens: transformers takes the long factors, as we do.
+    "phi3-longrope": phi3(
+        hidden_size=64,
+        intermediate_size=83,
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=2,
+        rope_scaling={
+            "type": "longrope",
+            "attention_factor": 1.2,
+            "short_factor": [1.0] * 6,
+            "long_factor": [1.0 + 0.5 * i for i in range(6)],
+        },
+    ),
 }
 
 

@@ -261,7 +261,7 @@ def test_what_opt_and_gpt2_cannot_be(
         ({"num_key_value_heads": 3}, r"config\.json: 4 query heads cannot share 3 key-value heads"),
         ({"num_hidden_layers": 0}, r"config\.json: num_layers is 0; it must be 1 or more"),
         ({"max_position_embeddings": -1}, r"max_position_embeddings is -1; it must be 1 or more"),
-        ({"head_dim": 3}, r"config\.json: head_dim is 3; rotary embedding needs an even one"),
+        ({"head_dim": 3}, r"config\.json: 3 components of a head_dim of 3 are rotated; rot"),
         ({"hidden_size": "many"}, r"config\.json: Field 'hidden_size' expected int, got str"),
         ({"hidden_size": 18}, r"config\.json: The hidden size \(18\) is not a multiple"),
         ({"num_attention_heads": 0}, r"config\.json: integer division or modulo by zero"),
@@ -271,7 +271,7 @@ def test_what_opt_and_gpt2_cannot_be(
         (
             {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [2.0],
                               "original_max_position_embeddings": 8}},
-            r"rope parameter (long|short)_factor has 1 factors; head_dim 4 needs 2",
+            r"rope parameter (long|short)_factor has 1 factors; 4 rotated components need 2",
         ),
         (
             {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 0,
@@ -322,6 +322,7 @@ def test_architectures_of_the_decoder() -> None:
         "MistralForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
+        "Phi3ForCausalLM",
         "OPTForCausalLM",
         "GPT2LMHeadModel",
     )

@@ -95,6 +95,40 @@ def test_both_spellings_of_rope(model_type: str, rope: dict[str, Any]) -> None:
     assert assert_same(BY_TYPE[model_type], raw)
 
 
+LONG = {"short_factor": [1.0] * 36, "long_factor": [2] * 36}
+
+
+@pytest.mark.parametrize(
+    ("rope", "read"),
+    [
+        ({"rope_theta": 250000.0, "rope_scaling": None, "partial_rotary_factor": 1.0}, True),
+        ({"rope_scaling": {"type": "longrope", **LONG}, "partial_rotary_factor": 0.75}, True),
+        ({"rope_scaling": {"type": "longrope", **LONG}}, False),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, False),
+        (
+            {
+                "rope_parameters": {"rope_type": "longrope", "partial_rotary_factor": 0.75,
+                                    "factor": 2.0, "attention_factor": 1.5, **LONG},
+                "original_max_position_embeddings": 2048,
+            },
+            True,
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "longrope", "partial_rotary_factor": 0.75,
+                                    "original_max_position_embeddings": 4, **LONG},
+                "original_max_position_embeddings": 8192,
+            },
+            False,
+        ),
+    ],
+)  # fmt: skip
+def test_rope_of_phi3(rope: dict[str, Any], read: bool) -> None:
+    raw = {"model_type": "phi3", "pad_token_id": 0, **rope}
+    family = BY_TYPE["phi3"]
+    assert (assert_same(family, raw) if read else family.read(raw) is not None) == read
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -181,6 +215,7 @@ _VALUES = {
     "int": st.sampled_from([1, 2, 4, 6, 8, 12, 64, 60_000, 0, -1]),
     "int?": st.sampled_from([None, 1, 2, 3, 4, 7, 64]),
     "float": st.sampled_from([1e-5, 1e-6, 0.5]),
+    "number?": st.sampled_from([None, 1, 0.5, 0.3, 0.0, 2]),
     "bool": st.booleans(),
     "str": st.sampled_from(["silu", "relu", "gelu", "gelu_new"]),
     "ids": st.sampled_from([None, 0, 3, [1, 2], []]),

@@ -325,12 +325,12 @@ def logits_of(
         attention_norm=array_tuple(norm), mlp_norm=array_tuple(norm),
         **{name: as_weights(name) for name in MATRICES},
         q_bias=None, k_bias=None, v_bias=None, q_norm=None, k_norm=None,
-        head_dim=32, scale=32**-0.5, window=0, softcap=0.0,
+        head_dim=32, rotation=0, scale=32**-0.5, window=0, softcap=0.0,
     )  # fmt: skip
     core.set_ends(None, array_tuple(norm), as_weights("table"))
     angles = np.arange(8)[:, None, None] * np.linspace(0.1, 1, 32)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    core.set_rotations(array_tuple(cos), array_tuple(sin))
+    core.set_rotations([(array_tuple(cos), array_tuple(sin))])
     cache = np.zeros((2, 1, 8, 1, 32), np.float32)
     view = _core.CpuKvView([array_tuple(cache[0])], [array_tuple(cache[1])])
     embedded = matrices["table"].exact.astype(np.float32)
@@ -373,5 +373,5 @@ def test_a_layer_is_not_partly_quantized() -> None:
         core.add_layer(
             attention_norm=norm, mlp_norm=norm, **{**weights, "up": plain},  # type: ignore[arg-type]
             q_bias=None, k_bias=None, v_bias=None, q_norm=None, k_norm=None,
-            head_dim=32, scale=1.0, window=0, softcap=0.0,
+            head_dim=32, rotation=0, scale=1.0, window=0, softcap=0.0,
         )  # fmt: skip

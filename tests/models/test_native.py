@@ -11,13 +11,20 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    MistralConfig,
     PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
 )
 
-from tests.models.checkpoints import CONTEXT, VOCAB, gpt2, llama, save, transformers_logits
+from tests.models.checkpoints import (
+    CONTEXT,
+    VOCAB,
+    gpt2,
+    llama,
+    save,
+    transformers_logits,
+)
+from tests.models.checkpoints import (
+    NATIVE as VARIANTS,
+)
 from tests.models.schedule import (
     LENGTHS,
     SCHEDULE,
@@ -50,18 +57,6 @@ _SMALL: dict[str, Any] = {
     "max_position_embeddings": CONTEXT,
     "bos_token_id": 0,
     "eos_token_id": 1,
-}
-#: Odd sizes leave panels, blocks of rows and the depth of a product partly filled.
-VARIANTS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**_SMALL),
-    "llama-odd": LlamaConfig(
-        **{**_SMALL, "hidden_size": 54, "intermediate_size": 83, "num_attention_heads": 6},
-        head_dim=24,
-    ),
-    "llama-tied": LlamaConfig(**_SMALL, tie_word_embeddings=True),
-    "mistral": MistralConfig(**_SMALL, sliding_window=7),
-    "qwen2": Qwen2Config(**_SMALL),
-    "qwen3": Qwen3Config(**_SMALL, head_dim=32),
 }
 
 
@@ -296,7 +291,7 @@ def test_a_product_is_within_its_bound_of_float64(
     directory = _with_no_layers(config, tmp_path, dtype)
     model = load_model(directory, dtype, native=True, quantization=quantization)
     prompts = [[2, 5, *range(7, 17)]]
-    (actual,) = _every_row(model, prompts[0])
+    (actual,) = every_row(model, prompts[0])
     stored = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     weights = stored.lm_head.weight.detach()
     if quantization != "none":
@@ -343,7 +338,7 @@ def test_what_is_no_number_stays_none(quantization: str, tmp_path: Path) -> None
         assert bool(logits[2].isnan().all())
 
 
-def _every_row(model: LoadedModel, tokens: list[int]) -> list[torch.Tensor]:
+def every_row(model: LoadedModel, tokens: list[int]) -> list[torch.Tensor]:
     view = view_for(model, CONTEXT)
     batch = RaggedBatch.build([0], [0], [len(tokens)])
     parts = _Parts(CpuBackend().bind(view, batch))
@@ -355,17 +350,17 @@ def test_rotations_are_made_as_positions_come(checkpoints: dict[str, Path]) -> N
     network = model.network
     assert isinstance(network, NativeDecoder)
     assert network._core.num_positions == 0
-    _every_row(model, [1, 2, 3])
+    every_row(model, [1, 2, 3])
     assert network._core.num_positions == MIN_POSITIONS
     few = RotaryEmbedding(model.config.network.positions, CONTEXT, torch.device("cpu"))
     short = few.at(torch.arange(2), torch.float32)
-    network._core.set_rotations(tensor_tuple(short.cos), tensor_tuple(short.signed_sin))
+    network._core.set_rotations([(tensor_tuple(short.cos), tensor_tuple(short.signed_sin))])
     call = CpuBackend().bind(view_for(model, CONTEXT), RaggedBatch.build([0], [0], [3]))
     with pytest.raises(ValueError, match="position 2 has no rotation: there are 2"):
         network._core.forward([1, 2, 3], [call.batch], [2])
     wide = few.at(torch.arange(2), torch.bfloat16)
     with pytest.raises(ValueError, match="in the KV cache's dtype"):
-        network._core.set_rotations(tensor_tuple(wide.cos), tensor_tuple(wide.signed_sin))
+        network._core.set_rotations([(tensor_tuple(wide.cos), tensor_tuple(wide.signed_sin))])
 
 
 def _forward(model: LoadedModel, lengths: list[int], threads: int) -> list[torch.Tensor]:
@@ -423,9 +418,9 @@ def test_a_row_has_the_same_bits_beside_any_number_of_rows(
     )
     model = load_model(tmp_path, dtype, native=True, quantization=quantization)
     (tokens,) = random_prompts([40])[:1]
-    (every,) = _every_row(model, tokens)
+    (every,) = every_row(model, tokens)
     for count in range(1, 40):
-        (rows,) = _every_row(model, tokens[:count])
+        (rows,) = every_row(model, tokens[:count])
         assert torch.equal(rows, every[:count]), count
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from tests.models.checkpoints import (
     CONTEXT,
@@ -14,6 +15,7 @@ from tests.models.checkpoints import (
     VARIANTS,
     VOCAB,
     llama,
+    phi3,
     save,
     transformers_logits,
 )
@@ -82,12 +84,27 @@ def longrope_logits(directory: Path, prompt: list[int], max_model_len: int) -> t
     return model.network.forward(torch.tensor(prompt), torch.from_numpy(batch.positions), call)
 
 
+#: Of a half of each head, by the names of checkpoints on the hub.
+PHI3_ROPE = {"type": "longrope", "short_factor": LONG_ROPE["short_factor"][:3],
+             "long_factor": LONG_ROPE["long_factor"][:3]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        llama(rope_parameters=LONG_ROPE),
+        phi3(
+            rope_scaling=PHI3_ROPE, original_max_position_embeddings=24, partial_rotary_factor=0.5
+        ),
+    ],
+    ids=["llama", "phi3"],
+)
 @pytest.mark.parametrize(("length", "max_model_len"), [(20, 24), (60, CONTEXT)])
 def test_longrope_takes_the_factors_of_the_longest_sequence(
-    tmp_path: Path, length: int, max_model_len: int
+    tmp_path: Path, config: PreTrainedConfig, length: int, max_model_len: int
 ) -> None:
     """``transformers`` switches at 24 tokens; here ``max_model_len`` decides for all."""
-    directory = save(llama(rope_parameters=LONG_ROPE), tmp_path)
+    directory = save(config, tmp_path)
     [prompt] = random_prompts([length])
     [expected] = transformers_logits(directory, [prompt], torch.float32)
     actual = longrope_logits(directory, prompt, max_model_len)

@@ -19,17 +19,21 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.models.checkpoints import llama, opt, save
+from tests.models.checkpoints import NATIVE, llama, opt, save
 from tests.models.gguf_files import add_llama, llama_tensors, write
+from tests.models.schedule import random_prompts, worst_difference
+from tests.models.test_native import every_row
 from tests.models.test_quantized import find
 from vmserve import LLM, SamplingParams, _core
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
-from vmserve.models import resolve_model
+from vmserve.host_arrays import as_float32
+from vmserve.models import load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.grouped import Grouped
 from vmserve.models.native import load_native
 from vmserve.models.quantize import GROUP, quantize
+from vmserve.models.stored_weight import as_plain
 
 
 def _model(tmp_path: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
@@ -114,6 +118,28 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
         found = weight.read()
         if isinstance(found, Grouped):
             np.testing.assert_array_equal(found.expand(), theirs[name].numpy(), err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["phi3"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_families_compute_with_the_rounded_weights(tmp_path: Path, name: str, bits: int) -> None:
+    """Matrices of 80 inputs stay plain."""
+    source, output = save(NATIVE[name], tmp_path / "model"), tmp_path / "out"
+    assert quantize(source, output, bits)
+    exact = tmp_path / "exact"
+    shutil.copytree(source, exact)
+    weights = {name: as_float32(*as_plain(each.read())) for name, each in find(output).items()}
+    save_file(
+        {name: torch.from_numpy(array.copy()) for name, array in weights.items()},
+        exact / "model.safetensors",
+        {"format": "pt"},
+    )
+    [prompt] = random_prompts([40])
+    models = [load_model(each, torch.float32, native=True) for each in (output, exact, source)]
+    found, expected, unrounded = (every_row(model, prompt) for model in models)
+    of_rows = worst_difference(found, expected)  # rounded to int16
+    assert of_rows < 1e-3
+    assert worst_difference(unrounded, expected) > 10 * of_rows
 
 
 def test_inputs_that_groups_do_not_divide(tmp_path: Path) -> None:

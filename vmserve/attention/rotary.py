@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 __all__ = ["Rotary", "rotate"]
 
@@ -26,6 +25,11 @@ class Rotary(NamedTuple):
 
 
 def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Rotate ``x`` ``[tokens, heads, head_dim]``; returns a new tensor."""
-    half = x.shape[-1] // 2
+    """Rotate the first ``rotary_dim`` components of ``x`` ``[tokens, heads, head_dim]``; returns a
+    new tensor."""
+    rotary_dim = rotary.cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        rotated = rotate(x[..., :rotary_dim], rotary)
+        return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+    half = rotary_dim // 2
     return (x * rotary.cos).add_(x.roll(half, -1).mul_(rotary.signed_sin))

@@ -19,7 +19,6 @@ __all__ = [
     "ACTIVATIONS",
     "Activation",
     "Apart",
-    "FusedProjection",
     "GatedMlp",
     "Joined",
     "LayerNorm",
@@ -29,10 +28,9 @@ __all__ = [
     "Norm",
     "PlainMlp",
     "Products",
-    "Projection",
+    "Projections",
     "RmsNorm",
     "RmsNormKernel",
-    "SeparateProjections",
     "add_and_norm",
     "gelu_new",
 ]
@@ -157,7 +155,7 @@ class LearnedPositions:
 
 
 @dataclass(frozen=True, slots=True)
-class SeparateProjections:
+class Projections:
     """``x`` to q, k and v, each ``[tokens, heads, head_dim]``.
 
     ``query_scale``: OPT scales (and rounds) the queries here, not the scores in attention.
@@ -181,22 +179,6 @@ class SeparateProjections:
         if self.query_scale is not None:
             q.mul_(self.query_scale)
         return q, k, v
-
-
-@dataclass(frozen=True, slots=True)
-class FusedProjection:
-    """Like :class:`SeparateProjections`, with q, k and v, equally wide, in one product."""
-
-    qkv: Linear
-    heads: int
-    head_dim: int
-
-    def __call__(self, x: torch.Tensor) -> Heads:
-        q, k, v = self.qkv(x).view(x.shape[0], 3, self.heads, self.head_dim).unbind(1)
-        return q, k, v
-
-
-Projection = SeparateProjections | FusedProjection
 
 
 # -- MLP ----------------------------------------------------------------------------------

@@ -45,8 +45,9 @@ class TensorNames:
     qk_norms: tuple[str, ...] = ()
     output: str
     mlp_norm: str
-    #: Up and down; or gate, up and down.
+    #: Up and down; or gate, up and down; or, with ``gate_up``, gate above up in one, and down.
     mlp: tuple[str, ...]
+    gate_up: bool = False
     #: Matrices of the layers are stored as ``[in, out]``.
     transposed: bool = False
     #: A pattern for tensors that some writers add, and that are no weights.
@@ -113,10 +114,13 @@ class DecoderConfig:
                 f"config.json: {self.q_heads} query heads cannot share "
                 f"{self.kv_heads} key-value heads evenly"
             )
-        if isinstance(self.positions, RopeConfig) and self.head_dim % 2:
-            raise ConfigurationError(
-                f"config.json: head_dim is {self.head_dim}; rotary embedding needs an even one"
-            )
+        if isinstance(self.positions, RopeConfig):
+            rotary_dim = self.positions.rotary_dim
+            if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
+                raise ConfigurationError(
+                    f"config.json: {rotary_dim} components of a head_dim of {self.head_dim} are "
+                    "rotated; rotary embedding needs an even number of 2 or more"
+                )
         for layer in self.layers:
             if layer.window is not None and layer.window < 1:
                 raise ConfigurationError(
@@ -131,6 +135,16 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def gated(self) -> bool:
+        return self.names.gate_up or len(self.names.mlp) == 3
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Outputs of the projections of q, k and v."""
+        kv_size = self.kv_heads * self.head_dim
+        return self.q_heads * self.head_dim, kv_size, kv_size
 
     @property
     def activation_width(self) -> int:

@@ -14,7 +14,7 @@ from vmserve.models.decoder_config import (
     NormConfig,
     TensorNames,
 )
-from vmserve.models.fields import Fields, Schema, read_fields
+from vmserve.models.fields import Fields, Schema, read_fields, read_phi3_rope, read_rope
 from vmserve.models.rope import RopeConfig
 
 __all__ = ["FAMILIES", "Family"]
@@ -32,6 +32,12 @@ _LLAMA_NAMES = TensorNames(
     constants=r".*\.rotary_emb\.inv_freq",
 )
 _QWEN3_NAMES = replace(_LLAMA_NAMES, qk_norms=("self_attn.q_norm", "self_attn.k_norm"))
+_PHI3_NAMES = replace(
+    _LLAMA_NAMES,
+    qkv=("self_attn.qkv_proj",),
+    mlp=("mlp.gate_up_proj", "mlp.down_proj"),
+    gate_up=True,
+)
 _OPT_NAMES = TensorNames(
     base="model.",
     embedding="decoder.embed_tokens",
@@ -81,8 +87,10 @@ def _llama(
     biases: tuple[bool, bool, bool],
     windows: _Windows | None = None,
     names: TensorNames = _LLAMA_NAMES,
+    partial: bool = False,
 ) -> DecoderConfig:
-    """``biases``: of the (query/key/value, output, MLP) projections."""
+    """``biases``: of the (query/key/value, output, MLP) projections; ``partial``: a part of each
+    head may be rotated."""
     explicit: int | None = getattr(hf, "head_dim", None)
     head_dim = explicit or int(hf.hidden_size // hf.num_attention_heads)
     if windows is None:
@@ -101,7 +109,7 @@ def _llama(
             LayerAttention(layer, head_dim**-0.5 if head_dim > 0 else 0.0, window)
             for layer, window in enumerate(windows)
         ),
-        positions=_rope(hf, head_dim),
+        positions=_rope(hf, head_dim, partial),
         norm=NormConfig(rms=True, eps=hf.rms_norm_eps),
         activation=hf.hidden_act,
         qkv_bias=biases[0],
@@ -111,12 +119,19 @@ def _llama(
     )
 
 
-def _rope(hf: Any, head_dim: int) -> RopeConfig:
+def _rope(hf: Any, head_dim: int, partial: bool) -> RopeConfig:
     parameters = dict(hf.rope_parameters)
+    share = parameters.pop("partial_rotary_factor", None)
+    share = 1.0 if share is None else share
+    if share != 1.0 and not partial:
+        raise UnsupportedError(
+            f"partial_rotary_factor={share} is not supported: only models that rotate whole heads "
+            "(1.0) are"
+        )
     return RopeConfig(
         rope_type=str(parameters.get("rope_type", "default")),
         parameters=parameters,
-        head_dim=head_dim,
+        rotary_dim=int(head_dim * share),
         max_position_embeddings=hf.max_position_embeddings,
     )
 
@@ -142,6 +157,12 @@ def _window_by_layer_type(hf: Any) -> _Windows:
 def _qwen3(hf: Any) -> DecoderConfig:
     biases = (hf.attention_bias, hf.attention_bias, False)
     return _llama(hf, biases, _window_by_layer_type(hf), _QWEN3_NAMES)
+
+
+def _phi3(hf: Any) -> DecoderConfig:
+    """Phi-3 and Phi-4 (Abdin et al. 2024): Llama with fused projections."""
+    windows = (hf.sliding_window,) * max(0, hf.num_hidden_layers)
+    return _llama(hf, (False, False, False), windows, _PHI3_NAMES, partial=True)
 
 
 def _opt(hf: Any) -> DecoderConfig:
@@ -290,7 +311,7 @@ def _finish_gpt2(found: Fields) -> bool:
 
 _LLAMA = Schema(
     {**_COMMON, "attention_bias": ("bool", False), "mlp_bias": ("bool", False)},
-    rope=True,
+    rope=read_rope,
     finish=_finish_llama,
 )
 _MISTRAL = Schema(
@@ -301,14 +322,30 @@ _MISTRAL = Schema(
         "max_position_embeddings": ("int", 4096 * 32),
         "sliding_window": ("int?", 4096),
     },
-    rope=True,
+    rope=read_rope,
     finish=_finish_mistral,
 )
-_QWEN2 = Schema(_QWEN, rope=True, finish=_finish_qwen)
+_QWEN2 = Schema(_QWEN, rope=read_rope, finish=_finish_qwen)
 _QWEN3 = Schema(
     {**_QWEN, "head_dim": ("int", 128), "attention_bias": ("bool", False)},
-    rope=True,
+    rope=read_rope,
     finish=_finish_qwen,
+)
+_PHI3 = Schema(
+    {
+        **_COMMON,
+        "vocab_size": ("int", 32064),
+        "hidden_size": ("int", 3072),
+        "intermediate_size": ("int", 8192),
+        "max_position_embeddings": ("int", 4096),
+        "original_max_position_embeddings": ("int", 4096),
+        "rms_norm_eps": ("float", 1e-5),
+        "eos_token_id": ("ids", 32000),
+        "sliding_window": ("int?", None),
+        "partial_rotary_factor": ("number?", None),
+    },
+    rope=read_phi3_rope,
+    finish=_finish_llama,
 )
 _OPT = Schema(
     {
@@ -328,7 +365,7 @@ _OPT = Schema(
         "layer_norm_elementwise_affine": ("bool", True),
         "tie_word_embeddings": ("bool", True),
     },
-    rope=False,
+    rope=None,
     finish=_finish_opt,
 )
 _GPT2 = Schema(
@@ -348,7 +385,7 @@ _GPT2 = Schema(
         "eos_token_id": ("ids", 50256),
         "tie_word_embeddings": ("bool", True),
     },
-    rope=False,
+    rope=None,
     finish=_finish_gpt2,
     aliases=frozenset(
         ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
@@ -376,6 +413,7 @@ FAMILIES: Mapping[str, Family] = {
         lambda hf: _llama(hf, (True, False, False), _window_by_layer_type(hf)),
     ),
     "Qwen3ForCausalLM": Family("qwen3", _QWEN3, _qwen3),
+    "Phi3ForCausalLM": Family("phi3", _PHI3, _phi3),
     "OPTForCausalLM": Family("opt", _OPT, _opt),
     "GPT2LMHeadModel": Family("gpt2", _GPT2, _gpt2),
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 from vmserve.dtypes import DType
 
-__all__ = ["Fields", "Schema", "read_fields"]
+__all__ = ["Fields", "Schema", "read_fields", "read_phi3_rope", "read_rope"]
 
 #: Attributes by the names of ``transformers``.
 Fields = SimpleNamespace
@@ -42,6 +42,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "int": _is_int,
     "int?": lambda value: value is None or _is_int(value),
     "float": lambda value: type(value) is float,
+    "number?": lambda value: value is None or _is_number(value),
     "bool": lambda value: type(value) is bool,
     "str": lambda value: type(value) is str,
     "ids": lambda value: (
@@ -61,7 +62,8 @@ class Schema:
     """
 
     fields: Mapping[str, tuple[str, Any]]
-    rope: bool
+    #: Reads ``rope_parameters`` from config.json and the fields found; None: it has none.
+    rope: Callable[[Mapping[str, Any], Fields], dict[str, Any] | None] | None
     finish: Callable[[Fields], bool]
     #: Other names of fields, which nobody writes.
     aliases: frozenset[str] = frozenset()
@@ -69,7 +71,7 @@ class Schema:
 
 def read_fields(schema: Schema, raw: Mapping[str, Any]) -> Fields | None:
     """Read the fields of a config.json; None if ``transformers`` has to read it."""
-    if not raw.keys().isdisjoint(_ELSEWHERE | schema.aliases):
+    if not raw.keys().isdisjoint((_ELSEWHERE - schema.fields.keys()) | schema.aliases):
         return None
     if "layer_types" in raw and "layer_types" not in schema.fields:
         return None
@@ -85,8 +87,8 @@ def read_fields(schema: Schema, raw: Mapping[str, Any]) -> Fields | None:
     found.dtype = None if dtype is None else DType(dtype)
     if not (_in_vocabulary(found) and schema.finish(found)):
         return None
-    if schema.rope:
-        parameters = _rope_parameters(raw, found.max_position_embeddings)
+    if schema.rope is not None:
+        parameters = schema.rope(raw, found)
         if parameters is None:
             return None
         found.rope_parameters = parameters
@@ -118,14 +120,53 @@ _OPTIONAL: Mapping[str, frozenset[str]] = {
 }
 
 
-def _rope_parameters(raw: Mapping[str, Any], max_len: int) -> dict[str, Any] | None:
+def _given(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """Read either spelling: ``rope_parameters``, or ``rope_scaling`` and ``rope_theta``."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict):
         return None
     parameters = dict(given)
     parameters.setdefault("rope_theta", raw.get("rope_theta", _DEFAULT_THETA))
-    rope_type = parameters.setdefault("rope_type", parameters.get("type", "default"))
+    parameters.setdefault("rope_type", parameters.get("type", "default"))
+    return parameters
+
+
+def read_phi3_rope(raw: Mapping[str, Any], found: Fields) -> dict[str, Any] | None:
+    """Phi-3's: longrope or none, of a part of each head; also by their older names."""
+    parameters = _given(raw)
+    if parameters is None or not _is_number(parameters["rope_theta"]):
+        return None
+    given = raw.get("partial_rotary_factor", 1.0)
+    share = parameters.setdefault("partial_rotary_factor", given)
+    names = parameters.keys() - _ANY - {"partial_rotary_factor"}
+    if not (_is_number(share) and 0 < share <= 1 and _is_number(given)):
+        return None
+    if parameters["rope_type"] == "default":
+        return None if names else parameters
+    if parameters["rope_type"] not in ("longrope", "su", "yarn"):
+        return None
+    parameters["rope_type"] = "longrope"
+    lists = {name: parameters.get(name) for name in ("short_factor", "long_factor")}
+    count = int(found.head_dim * share) // 2
+    for factors in lists.values():
+        if type(factors) is not list or len(factors) != count or not all(map(_is_number, factors)):
+            return None
+    original = found.original_max_position_embeddings
+    parameters["original_max_position_embeddings"] = original
+    others = names - lists.keys()
+    if not others <= {"original_max_position_embeddings", "factor", "attention_factor"}:
+        return None
+    if not all(_is_number(parameters[name]) for name in others):
+        return None
+    return parameters if 0 < original <= found.max_position_embeddings else None
+
+
+def read_rope(raw: Mapping[str, Any], found: Fields) -> dict[str, Any] | None:
+    parameters = _given(raw)
+    if parameters is None:
+        return None
+    max_len = found.max_position_embeddings
+    rope_type = parameters["rope_type"]
     if not isinstance(rope_type, str) or rope_type not in _NEEDED:
         return None
     allowed = _NEEDED[rope_type] | _OPTIONAL.get(rope_type, frozenset())

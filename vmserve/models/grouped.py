@@ -36,6 +36,9 @@ class Factors:
         with np.errstate(invalid="ignore"):
             return np.repeat(coarse, repeats, axis=1) * self.fine.astype(np.float32)
 
+    def rows(self, part: slice) -> Factors:
+        return Factors(self.coarse[part], None if self.fine is None else self.fine[part])
+
     def steps(self) -> NDArray[np.float32] | None:
         """What the factors are whole multiples of, ``[rows, blocks]``; None: they have no steps."""
         return None if self.fine is None else self.coarse.astype(np.float32)
@@ -66,6 +69,10 @@ class Grouped:
             if self.minimum is not None:
                 grouped += self.minimum.expanded()[:, :, None]
         return grouped.reshape(codes.shape)
+
+    def rows(self, part: slice) -> Grouped:
+        minimum = None if self.minimum is None else self.minimum.rows(part)
+        return Grouped(self.bits, self.group, self.codes[part], self.scale.rows(part), minimum)
 
     def packable(self) -> _core.GroupedWeights:
         """The same matrix, as the kernels take it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -65,12 +66,15 @@ def refusal(config: object, dtype: DType) -> str | None:
         return "it has RMSNorm before attention and MLP only"
     if not isinstance(config.positions, RopeConfig) or config.query_scale is not None:
         return "it has rotary positions only"
-    if len(config.names.qkv) != 3 or len(config.names.mlp) != 3 or config.names.transposed:
-        return "it has separate q, k, v and a gated MLP only"
+    if not config.gated or config.names.transposed:
+        return "it has a gated MLP only, and matrices of [out, in]"
     if config.activation not in _ACTIVATIONS:
         return f"it has no activation {config.activation}"
-    if config.output_bias or config.mlp_bias or config.embedding_size != config.hidden_size:
-        return "it has no biases but those of q, k and v"
+    fused_bias = config.qkv_bias and len(config.names.qkv) == 1
+    if config.output_bias or config.mlp_bias or fused_bias:
+        return "it has no biases but those of separate q, k and v"
+    if config.embedding_size != config.hidden_size:
+        return "it has no projection behind the embedding"
     return None
 
 
@@ -113,14 +117,14 @@ class NativeDecoder:
     def __init__(
         self,
         core: _core.CpuDecoder,
-        rotary: HostRotations,
+        rotary: Sequence[HostRotations],
         dtype: DType,
         embedding: StoredWeight,
         table: Plain | None,
     ) -> None:
         self._core = core
         self._rotary = rotary
-        self._rotations: tuple[NDArray[Any], ...] = ()  # read in place
+        self._rotations: list[tuple[NDArray[Any], NDArray[Any]]] = []  # read in place
         self._dtype = dtype
         self._embedding = embedding
         self._table = table  # read in place; None: the core cannot
@@ -190,9 +194,11 @@ class NativeDecoder:
         if position < known:
             return
         wanted = max(position + 1, 2 * known, MIN_POSITIONS)
-        cos, sin = self._rotary.upto(wanted, self._dtype)
-        self._core.set_rotations(array_tuple(cos, self._dtype), array_tuple(sin, self._dtype))
-        self._rotations = cos, sin
+        tables = [rotary.upto(wanted, self._dtype) for rotary in self._rotary]
+        self._core.set_rotations(
+            [(array_tuple(cos, self._dtype), array_tuple(sin, self._dtype)) for cos, sin in tables]
+        )
+        self._rotations = tables
 
 
 def _native_batch(call: AttentionCall) -> _core.CpuBatch:
@@ -259,7 +265,7 @@ def load_native(
             "this CPU has no AVX512_VNNI: quantization int8-dynamic is as int8, activations of "
             "16 bits"
         )
-    return NativeDecoder(core, HostRotations(rope, max_len), dtype, embedding, table)
+    return NativeDecoder(core, [HostRotations(rope, max_len)], dtype, embedding, table)
 
 
 def _find(
@@ -278,22 +284,25 @@ def _add_layer(
 ) -> None:
     names = config.names
     prefix = names.base + names.layer.format(spec.layer)
-    q, k, v = (f"{prefix}{module}" for module in names.qkv)
-    q_weight, k_weight, v_weight = source.matrices(*(f"{name}.weight" for name in (q, k, v)))
-    gate, up, down = (f"{prefix}{module}.weight" for module in names.mlp)
-    gate_weight, up_weight = source.matrices(gate, up)
+    qkv = [f"{prefix}{module}" for module in names.qkv]
+    sizes = config.qkv_sizes
+    q, k, v = source.matrices(*(f"{module}.weight" for module in qkv), sizes=sizes)
+    biases = [source.vector(f"{module}.bias") for module in qkv if config.qkv_bias]
+    q_bias, k_bias, v_bias = biases or (None, None, None)
+    *gate_up, down = (f"{prefix}{module}.weight" for module in names.mlp)
+    gate_weight, up_weight = source.matrices(*gate_up, sizes=(config.mlp_size, config.mlp_size))
     [down_weight] = source.matrices(down)
     [output] = source.matrices(f"{prefix}{names.output}.weight")
     norms = [source.vector(f"{prefix}{module}.weight") for module in names.qk_norms]
     q_norm, k_norm = norms or (None, None)
     core.add_layer(
         attention_norm=source.vector(f"{prefix}{names.attention_norm}.weight"),
-        q=q_weight,
-        k=k_weight,
-        v=v_weight,
-        q_bias=source.vector(f"{q}.bias") if config.qkv_bias else None,
-        k_bias=source.vector(f"{k}.bias") if config.qkv_bias else None,
-        v_bias=source.vector(f"{v}.bias") if config.qkv_bias else None,
+        q=q,
+        k=k,
+        v=v,
+        q_bias=q_bias,
+        k_bias=k_bias,
+        v_bias=v_bias,
         q_norm=q_norm,
         k_norm=k_norm,
         output=output,
@@ -302,10 +311,20 @@ def _add_layer(
         up=up_weight,
         down=down_weight,
         head_dim=config.head_dim,
+        rotation=0,
         scale=spec.scale,
         window=spec.window or 0,
         softcap=spec.softcap or 0.0,
     )
+
+
+def _divided(matrix: Plain | Grouped, sizes: Sequence[int]) -> list[Plain | Grouped]:
+    ends = list(accumulate(sizes))
+    parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    if isinstance(matrix, Grouped):
+        return [matrix.rows(part) for part in parts]
+    array, dtype = matrix
+    return [(array[part], dtype) for part in parts]
 
 
 class _Source:
@@ -335,9 +354,16 @@ class _Source:
             done = sum(self.stored[name].num_bytes for name in self._done)
             self._progress("packing weights", done, self._total)
 
-    def matrices(self, *names: str) -> list[TensorTuple | _core.GroupedWeights]:
-        """Of one product: all of one type, or all grouped. Those that differ become float32."""
+    def matrices(
+        self, *names: str, sizes: Sequence[int] = ()
+    ) -> list[TensorTuple | _core.GroupedWeights]:
+        """Of one product: all of one type, or all grouped. Those that differ become float32.
+
+        ``sizes``: their outputs, by which a single stored matrix is divided.
+        """
         found = [self._read(name) for name in names]
+        if len(found) < len(sizes):
+            found = _divided(found[0], sizes)
         grouped = [each for each in found if isinstance(each, Grouped)]
         if len(grouped) == len(found):
             return [each.packable() for each in grouped]

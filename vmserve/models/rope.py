@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from vmserve.host_arrays import rounded
 
 __all__ = ["ROPE_TYPES", "HostRotations", "RopeConfig", "inverse_frequencies"]
 
+logger = logging.getLogger(__name__)
+
 #: "dynamic" changes nothing below the model's own context, which no request exceeds.
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
@@ -24,14 +27,15 @@ ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 class RopeConfig:
     """``parameters`` are those of ``rope_parameters`` in config.json, ``rope_theta`` included.
 
-    Raises :class:`~vmserve.errors.UnsupportedError` for an unknown type, and for models that
-    rotate only a part of each head; :class:`~vmserve.errors.ConfigurationError` for
-    parameters that are no numbers, or lists of the wrong length.
+    Raises :class:`~vmserve.errors.UnsupportedError` for an unknown type;
+    :class:`~vmserve.errors.ConfigurationError` for parameters that are no numbers, and lists of the
+    wrong length.
     """
 
     rope_type: str
     parameters: Mapping[str, Any]
-    head_dim: int
+    #: Components of a head that are rotated, the first ones.
+    rotary_dim: int
     max_position_embeddings: int
 
     def __post_init__(self) -> None:
@@ -40,21 +44,15 @@ class RopeConfig:
                 f"rotary embedding of type {self.rope_type!r} is not supported; "
                 f"supported: {', '.join(ROPE_TYPES)}"
             )
-        partial = self.parameters.get("partial_rotary_factor")
-        if partial not in (None, 1.0):
-            raise UnsupportedError(
-                f"partial_rotary_factor={partial} is not supported: only models that rotate "
-                "whole heads (1.0) are"
-            )
         for name, value in self.parameters.items():
             self._check_parameter(name, value)
 
     def _check_parameter(self, name: str, value: Any) -> None:
         if isinstance(value, list):
-            if len(value) != self.head_dim // 2:
+            if len(value) != self.rotary_dim // 2:
                 raise ConfigurationError(
                     f"config.json: rope parameter {name} has {len(value)} factors; "
-                    f"head_dim {self.head_dim} needs {self.head_dim // 2}"
+                    f"{self.rotary_dim} rotated components need {self.rotary_dim // 2}"
                 )
         elif name not in ("rope_type", "type") and not isinstance(value, int | float | None):
             raise ConfigurationError(f"config.json: rope parameter {name} is {value!r}, no number")
@@ -68,7 +66,7 @@ class HostRotations:
     """
 
     def __init__(self, rope: RopeConfig, max_len: int) -> None:
-        exponents = np.arange(0, rope.head_dim, 2, dtype=np.float32) / rope.head_dim
+        exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / rope.rotary_dim
         periods = np.float64(rope.parameters["rope_theta"]) ** exponents.astype(np.float64)
         frequencies, self._scaling = inverse_frequencies(rope, max_len, periods.astype(np.float32))
         self._frequencies = frequencies
@@ -76,7 +74,7 @@ class HostRotations:
     def upto(self, num_positions: int, dtype: DType) -> tuple[NDArray[Any], NDArray[Any]]:
         """Compute positions 0 up to ``num_positions``, rounded to ``dtype`` (bfloat16: its bits).
 
-        Cosines and sines, each ``[num_positions, 1, head_dim]``; the sine of the first half is
+        Cosines and sines, each ``[num_positions, 1, rotary_dim]``; the sine of the first half is
         negated. The angle is a product in float32, as models are trained with.
         """
         positions = np.arange(num_positions, dtype=np.float32)
@@ -95,9 +93,9 @@ _Numbers = NDArray[np.float32]
 def inverse_frequencies(
     rope: RopeConfig, max_len: int, periods: _Numbers
 ) -> tuple[_Numbers, float]:
-    """``[head_dim / 2]`` float32 radians per position, and the factor on cos and sin.
+    """``[rotary_dim / 2]`` float32 radians per position, and the factor on cos and sin.
 
-    ``periods`` ``[head_dim / 2]``: positions per radian without scaling, the powers of
+    ``periods`` ``[rotary_dim / 2]``: positions per radian without scaling, the powers of
     ``rope_theta``. From those of torch it makes the same numbers, bit for bit, as ``transformers``:
     checkpoints were trained and are compared with those.
     """
@@ -150,16 +148,16 @@ def _yarn(rope: RopeConfig, periods: _Numbers) -> tuple[_Numbers, float]:
     def dimension(turns: float) -> float:
         """Return the dimension whose vector makes so many turns within the original context."""
         theta = parameters["rope_theta"]
-        return rope.head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return rope.rotary_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first = dimension(parameters.get("beta_fast") or 32)
     last = dimension(parameters.get("beta_slow") or 1)
     if parameters.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, rope.head_dim - 1)
+    first, last = max(first, 0), min(last, rope.rotary_dim - 1)
     if first == last:
         last += 0.001  # a step instead of a ramp
-    ramp = (np.arange(rope.head_dim // 2, dtype=np.float32) - first) / (last - first)
+    ramp = (np.arange(rope.rotary_dim // 2, dtype=np.float32) - first) / (last - first)
     kept = 1 - ramp.clip(0, 1)
     return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept, float(scaling)
 
@@ -179,4 +177,12 @@ def _longrope(rope: RopeConfig, periods: _Numbers, max_len: int) -> tuple[_Numbe
             factor = rope.max_position_embeddings / context
         scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
     chosen = parameters["long_factor" if max_len > context else "short_factor"]
+    if parameters["long_factor"] != parameters["short_factor"]:
+        logger.info(
+            "rotary embedding: factors for sequences of %s than %s tokens, since max_model_len is "
+            "%s; --max-model-len chooses them for all requests",
+            "more" if max_len > context else "no more",
+            f"{context:,}",
+            f"{max_len:,}",
+        )
     return 1.0 / (np.array(chosen, dtype=np.float32) * periods), float(scaling)

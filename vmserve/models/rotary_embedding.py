@@ -35,7 +35,7 @@ class RotaryEmbedding:
 
 
 def _periods(rope: RopeConfig) -> torch.Tensor:
-    """``[head_dim / 2]``: positions per radian, to the bit as in ``transformers``."""
-    exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
+    """``[rotary_dim / 2]``: positions per radian, to the bit as in ``transformers``."""
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     periods: torch.Tensor = rope.parameters["rope_theta"] ** exponents
     return periods

@@ -50,8 +50,7 @@ def weight_name(names: TensorNames, module: str) -> str:
 
 def _layer_shapes(config: DecoderConfig, prefix: str) -> Iterator[tuple[str, _Shape]]:
     names, hidden, mlp = config.names, config.hidden_size, config.mlp_size
-    q_size, kv_size = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
-    sizes: tuple[int, ...] = (q_size, kv_size, kv_size)
+    sizes: tuple[int, ...] = config.qkv_sizes
     if len(names.qkv) == 1:
         sizes = (sum(sizes),)
     linears = [
@@ -59,8 +58,11 @@ def _layer_shapes(config: DecoderConfig, prefix: str) -> Iterator[tuple[str, _Sh
             (name, size, hidden, config.qkv_bias)
             for name, size in zip(names.qkv, sizes, strict=True)
         ),
-        (names.output, hidden, q_size, config.output_bias),
-        *((name, mlp, hidden, config.mlp_bias) for name in names.mlp[:-1]),
+        (names.output, hidden, config.qkv_sizes[0], config.output_bias),
+        *(
+            (name, 2 * mlp if names.gate_up else mlp, hidden, config.mlp_bias)
+            for name in names.mlp[:-1]
+        ),
         (names.mlp[-1], hidden, mlp, config.mlp_bias),
     ]
     yield from _norm_shapes(config, prefix + names.attention_norm, hidden)

@@ -10,7 +10,6 @@ import torch
 from vmserve.models.blocks import (
     ACTIVATIONS,
     Apart,
-    FusedProjection,
     GatedMlp,
     Joined,
     LayerNorm,
@@ -20,10 +19,9 @@ from vmserve.models.blocks import (
     Norm,
     PlainMlp,
     Products,
-    Projection,
+    Projections,
     RmsNorm,
     RmsNormKernel,
-    SeparateProjections,
 )
 from vmserve.models.decoder_config import DecoderConfig, LearnedPositionsConfig
 from vmserve.models.tensor_names import weight_name
@@ -36,7 +34,7 @@ _Tensors = MutableMapping[str, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention_norm: Norm
-    project: Projection
+    project: Projections
     output: Linear
     mlp_norm: Norm
     mlp: Mlp
@@ -103,7 +101,7 @@ def _layer(
     names = config.names
     return LayerWeights(
         attention_norm=_norm(config, tensors, prefix + names.attention_norm, norm_kernel),
-        project=_projection(config, tensors, prefix, joined),
+        project=_projections(config, tensors, prefix, joined),
         output=_linear(config, tensors, prefix + names.output),
         mlp_norm=_norm(config, tensors, prefix + names.mlp_norm, norm_kernel),
         mlp=_mlp(config, tensors, prefix, joined),
@@ -116,16 +114,22 @@ def _linear(config: DecoderConfig, tensors: _Tensors, name: str) -> Linear:
 
 
 def _products(
-    config: DecoderConfig, tensors: _Tensors, names: Sequence[str], joined: bool
+    config: DecoderConfig,
+    tensors: _Tensors,
+    names: Sequence[str],
+    sizes: tuple[int, ...],
+    joined: bool,
 ) -> Products:
+    """``sizes``: of the products; one name has them all, one above the other."""
     linears = [_linear(config, tensors, name) for name in names]
+    if len(linears) == 1:
+        return Joined(linears[0], sizes)
     biases = [linear.bias for linear in linears if linear.bias is not None]
     if not joined or config.names.transposed or len(biases) not in (0, len(linears)):
         return Apart(tuple(linears))
     for name in names:
         del tensors[f"{name}.weight"]
     weight = torch.cat([linear.weight for linear in linears])
-    sizes = tuple(linear.weight.shape[0] for linear in linears)
     return Joined(Linear(weight, torch.cat(biases) if biases else None), sizes)
 
 
@@ -137,15 +141,15 @@ def _norm(
     return LayerNorm(tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias"), config.norm.eps)
 
 
-def _projection(config: DecoderConfig, tensors: _Tensors, prefix: str, joined: bool) -> Projection:
+def _projections(
+    config: DecoderConfig, tensors: _Tensors, prefix: str, joined: bool
+) -> Projections:
     names = config.names
-    if len(names.qkv) == 1:
-        qkv = _linear(config, tensors, prefix + names.qkv[0])
-        return FusedProjection(qkv, config.q_heads, config.head_dim)
-    products = _products(config, tensors, [prefix + name for name in names.qkv], joined)
+    modules = [prefix + name for name in names.qkv]
+    products = _products(config, tensors, modules, config.qkv_sizes, joined)
     norms = [RmsNorm(tensors[f"{prefix}{name}.weight"], config.norm.eps) for name in names.qk_norms]
     q_norm, k_norm = norms or (None, None)
-    return SeparateProjections(
+    return Projections(
         products, config.q_heads, config.kv_heads, config.head_dim, q_norm, k_norm,
         config.query_scale,
     )  # fmt: skip
@@ -155,6 +159,7 @@ def _mlp(config: DecoderConfig, tensors: _Tensors, prefix: str, joined: bool) ->
     *first, last = (prefix + name for name in config.names.mlp)
     down = _linear(config, tensors, last)
     activation = ACTIVATIONS[config.activation]
-    if len(first) == 1:
+    if not config.gated:
         return PlainMlp(_linear(config, tensors, first[0]), down, activation)
-    return GatedMlp(_products(config, tensors, first, joined), down, activation)
+    sizes = (config.mlp_size, config.mlp_size)
+    return GatedMlp(_products(config, tensors, first, sizes, joined), down, activation)
