@@ -478,7 +478,6 @@ class CpuDecoder:
         *,
         vocab_size: int,
         hidden_size: int,
-        mlp_size: int,
         q_heads: int,
         kv_heads: int,
         head_dim: int,
@@ -497,9 +496,6 @@ class CpuDecoder:
         v: _TensorTuple | GroupedWeights,
         output: _TensorTuple | GroupedWeights,
         mlp_norm: _TensorTuple,
-        gate: _TensorTuple | GroupedWeights,
-        up: _TensorTuple | GroupedWeights,
-        down: _TensorTuple | GroupedWeights,
         q_bias: _TensorTuple | None,
         k_bias: _TensorTuple | None,
         v_bias: _TensorTuple | None,
@@ -511,6 +507,16 @@ class CpuDecoder:
         window: int,
         softcap: float,
     ) -> None: ...
+    def add_mlp(
+        self,
+        *,
+        gate: _TensorTuple | GroupedWeights,
+        up: _TensorTuple | GroupedWeights,
+        down: _TensorTuple | GroupedWeights,
+    ) -> None: ...
+    def add_router(
+        self, *, weights: _TensorTuple, count: int, chosen: int, normalised: bool
+    ) -> None: ...
     def set_ends(
         self,
         embedding: _TensorTuple | None,
@@ -519,6 +525,12 @@ class CpuDecoder:
     ) -> None: ...
     @property
     def weight_bytes(self) -> int: ...
+    @property
+    def row_weight_bytes(self) -> int: ...
+    @property
+    def expert_reads(self) -> int: ...
+    @property
+    def expert_rows(self) -> int: ...
     @property
     def row_type(self) -> str: ...
     @property

@@ -73,25 +73,23 @@ py::tuple forward(CpuDecoder& decoder, const IntArray& token_ids,
 
 void bind_decoder(py::module_& m) {
   py::class_<CpuDecoder>(m, "CpuDecoder")
-      .def(py::init([](std::int64_t vocab_size, std::int64_t hidden_size, std::int64_t mlp_size,
-                       std::int64_t q_heads, std::int64_t kv_heads, std::int64_t head_dim,
-                       float norm_eps, const std::string& kv_dtype, const std::string& quantization,
+      .def(py::init([](std::int64_t vocab_size, std::int64_t hidden_size, std::int64_t q_heads,
+                       std::int64_t kv_heads, std::int64_t head_dim, float norm_eps,
+                       const std::string& kv_dtype, const std::string& quantization,
                        int num_threads, const std::string& isa) {
-             const DecoderShape shape{vocab_size, hidden_size, mlp_size, q_heads,
+             const DecoderShape shape{vocab_size, hidden_size, q_heads,
                                       kv_heads,   head_dim,    norm_eps};
              return std::make_unique<CpuDecoder>(shape, as_dtype(kv_dtype),
                                                  as_quantization(quantization), num_threads, isa);
            }),
-           py::kw_only(), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("mlp_size"),
-           py::arg("q_heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"),
-           py::arg("kv_dtype"), py::arg("quantization"), py::arg("num_threads"),
-           py::arg("isa") = "")
+           py::kw_only(), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("q_heads"),
+           py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"), py::arg("kv_dtype"),
+           py::arg("quantization"), py::arg("num_threads"), py::arg("isa") = "")
       .def(
           "add_layer",
           [](CpuDecoder& decoder, TensorTuple attention_norm, const WeightArgument& q,
              const WeightArgument& k, const WeightArgument& v, const WeightArgument& output,
-             TensorTuple mlp_norm, const WeightArgument& gate, const WeightArgument& up,
-             const WeightArgument& down, std::optional<TensorTuple> q_bias,
+             TensorTuple mlp_norm, std::optional<TensorTuple> q_bias,
              std::optional<TensorTuple> k_bias, std::optional<TensorTuple> v_bias,
              std::optional<TensorTuple> q_norm, std::optional<TensorTuple> k_norm,
              std::int64_t head_dim, std::int64_t rotation, float scale, std::int64_t window,
@@ -103,9 +101,6 @@ void bind_decoder(py::module_& m) {
             layer.v = as_weights(v);
             layer.output = as_weights(output);
             layer.mlp_norm = as_tensor(std::move(mlp_norm));
-            layer.gate = as_weights(gate);
-            layer.up = as_weights(up);
-            layer.down = as_weights(down);
             layer.q_bias = vector_of(std::move(q_bias), outputs_of(layer.q), "q_bias");
             layer.k_bias = vector_of(std::move(k_bias), outputs_of(layer.k), "k_bias");
             layer.v_bias = vector_of(std::move(v_bias), outputs_of(layer.v), "v_bias");
@@ -119,10 +114,28 @@ void bind_decoder(py::module_& m) {
             decoder.add_layer(layer);
           },
           py::kw_only(), py::arg("attention_norm"), py::arg("q"), py::arg("k"), py::arg("v"),
-          py::arg("output"), py::arg("mlp_norm"), py::arg("gate"), py::arg("up"), py::arg("down"),
-          py::arg("q_bias"), py::arg("k_bias"), py::arg("v_bias"), py::arg("q_norm"),
-          py::arg("k_norm"), py::arg("head_dim"), py::arg("rotation"), py::arg("scale"),
-          py::arg("window"), py::arg("softcap"))
+          py::arg("output"), py::arg("mlp_norm"), py::arg("q_bias"), py::arg("k_bias"),
+          py::arg("v_bias"), py::arg("q_norm"), py::arg("k_norm"), py::arg("head_dim"),
+          py::arg("rotation"), py::arg("scale"), py::arg("window"), py::arg("softcap"))
+      .def(
+          "add_mlp",
+          [](CpuDecoder& decoder, const WeightArgument& gate, const WeightArgument& up,
+             const WeightArgument& down) {
+            const DecoderMlp mlp{as_weights(gate), as_weights(up), as_weights(down)};
+            const py::gil_scoped_release unlocked;
+            decoder.add_mlp(mlp);
+          },
+          py::kw_only(), py::arg("gate"), py::arg("up"), py::arg("down"))
+      .def(
+          "add_router",
+          [](CpuDecoder& decoder, TensorTuple weights, std::int64_t count, std::int64_t chosen,
+             bool normalised) {
+            const DecoderRouter router{as_tensor(std::move(weights)), count, chosen, normalised};
+            const py::gil_scoped_release unlocked;
+            decoder.add_router(router);
+          },
+          py::kw_only(), py::arg("weights"), py::arg("count"), py::arg("chosen"),
+          py::arg("normalised"))
       .def(
           "set_ends",
           [](CpuDecoder& decoder, std::optional<TensorTuple> embedding, TensorTuple final_norm,
@@ -136,6 +149,9 @@ void bind_decoder(py::module_& m) {
           },
           py::arg("embedding"), py::arg("final_norm"), py::arg("head"))
       .def_property_readonly("weight_bytes", &CpuDecoder::weight_bytes)
+      .def_property_readonly("row_weight_bytes", &CpuDecoder::row_weight_bytes)
+      .def_property_readonly("expert_reads", &CpuDecoder::expert_reads)
+      .def_property_readonly("expert_rows", &CpuDecoder::expert_rows)
       .def_property_readonly("row_type", &CpuDecoder::row_type)
       .def_property_readonly("vocab_size", &CpuDecoder::vocab_size)
       .def_property("num_threads", &CpuDecoder::num_threads, &CpuDecoder::set_num_threads)

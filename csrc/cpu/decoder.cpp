@@ -49,9 +49,23 @@ class Stopwatch {
 
 }  // namespace
 
+struct CpuDecoder::Mlp {
+  LinearLayer gate_up, down;
+
+  std::size_t weight_bytes() const { return gate_up.weight_bytes() + down.weight_bytes(); }
+};
+
+struct CpuDecoder::Experts {
+  LinearLayer router;
+  std::int64_t count, chosen;
+  bool normalised;
+};
+
 struct CpuDecoder::Layer {
   std::vector<float> attention_norm, mlp_norm, q_norm, k_norm;
-  LinearLayer qkv, output, gate_up, down;
+  LinearLayer qkv, output;
+  std::vector<Mlp> mlps;  // one, or the experts
+  std::optional<Experts> experts;
   std::size_t rotation = 0;
   float scale = 1.0F;
   std::int64_t window = 0;
@@ -65,9 +79,8 @@ CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization q
       pool_(std::make_shared<ThreadPool>(num_threads)),
       products_(cpu::choose_table(isa).linear, pool_, quantization, kv_dtype == DType::kBFloat16),
       attention_(std::make_unique<CpuAttention>(pool_, isa)) {
-  require(shape.vocab_size > 0 && shape.hidden_size > 0 && shape.mlp_size > 0 &&
-              shape.kv_heads > 0 && shape.q_heads > 0 && shape.q_heads % shape.kv_heads == 0 &&
-              shape.head_dim > 0,
+  require(shape.vocab_size > 0 && shape.hidden_size > 0 && shape.kv_heads > 0 &&
+              shape.q_heads > 0 && shape.q_heads % shape.kv_heads == 0 && shape.head_dim > 0,
           "the sizes of a decoder are positive, its query heads a multiple of its KV heads");
 }
 
@@ -76,9 +89,19 @@ CpuDecoder::~CpuDecoder() = default;
 std::size_t CpuDecoder::weight_bytes() const {
   std::size_t bytes = head_ ? head_->weight_bytes() : 0;
   for (const Layer& layer : layers_) {
-    for (const LinearLayer* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-      bytes += linear->weight_bytes();
-    }
+    bytes += layer.qkv.weight_bytes() + layer.output.weight_bytes();
+    if (layer.experts) bytes += layer.experts->router.weight_bytes();
+    for (const Mlp& mlp : layer.mlps) bytes += mlp.weight_bytes();
+  }
+  return bytes;
+}
+
+std::size_t CpuDecoder::row_weight_bytes() const {
+  std::size_t bytes = weight_bytes();
+  for (const Layer& layer : layers_) {
+    if (!layer.experts || layer.mlps.empty()) continue;
+    const auto idle = static_cast<std::size_t>(layer.experts->count - layer.experts->chosen);
+    bytes -= idle * layer.mlps.front().weight_bytes();
   }
   return bytes;
 }
@@ -101,15 +124,12 @@ void CpuDecoder::set_num_threads(int num_threads) {
 }
 
 void CpuDecoder::add_layer(const DecoderLayer& from) {
-  const std::int64_t hidden = shape_.hidden_size, mlp = shape_.mlp_size, dim = shape_.head_dim;
+  const std::int64_t hidden = shape_.hidden_size, dim = shape_.head_dim;
   const std::int64_t q_size = shape_.q_heads * dim, kv_size = shape_.kv_heads * dim;
   check_matrix(from.q, "q", q_size, hidden);
   check_matrix(from.k, "k", kv_size, hidden);
   check_matrix(from.v, "v", kv_size, hidden);
   check_matrix(from.output, "output", hidden, q_size);
-  check_matrix(from.gate, "gate", mlp, hidden);
-  check_matrix(from.up, "up", mlp, hidden);
-  check_matrix(from.down, "down", hidden, mlp);
   require((from.q_norm == nullptr) == (from.k_norm == nullptr), "q_norm and k_norm go together");
   require(from.rotation >= 0 && tables_.empty(), "layers are added before rotations are set");
   const std::lock_guard lock(mutex_);
@@ -133,13 +153,43 @@ void CpuDecoder::add_layer(const DecoderLayer& from) {
     }
   }
   layer.output = products_.pack({&from.output}, false);
-  layer.gate_up = products_.pack({&from.gate, &from.up}, true);
-  layer.down = products_.pack({&from.down}, false);
   layer.rotation = static_cast<std::size_t>(from.rotation);
   layer.scale = from.scale;
   layer.window = from.window;
   layer.softcap = from.softcap;
   layers_.push_back(std::move(layer));
+}
+
+void CpuDecoder::add_mlp(const DecoderMlp& from) {
+  const std::int64_t hidden = shape_.hidden_size, size = outputs_of(from.gate);
+  check_matrix(from.gate, "gate", size, hidden);
+  check_matrix(from.up, "up", size, hidden);
+  check_matrix(from.down, "down", hidden, size);
+  const std::lock_guard lock(mutex_);
+  require(!layers_.empty(), "there is no layer yet");
+  Layer& layer = layers_.back();
+  const std::size_t most = layer.experts ? static_cast<std::size_t>(layer.experts->count) : 1;
+  require(layer.mlps.size() < most, "the layer has all its MLPs");
+  Mlp mlp{products_.pack({&from.gate, &from.up}, true), products_.pack({&from.down}, false)};
+  if (!layer.mlps.empty()) {
+    const Mlp& first = layer.mlps.front();
+    require(mlp.gate_up.outputs == first.gate_up.outputs &&
+                mlp.gate_up.form->rows == first.gate_up.form->rows &&
+                mlp.down.form->rows == first.down.form->rows,
+            "the experts of a layer differ in size or in the bits of their weights");
+  }
+  layer.mlps.push_back(std::move(mlp));
+}
+
+void CpuDecoder::add_router(const DecoderRouter& from) {
+  require(from.chosen > 0 && from.chosen <= from.count,
+          "a router chooses 1 to " + std::to_string(from.count) + " experts");
+  check_matrix(from.weights, "router", from.count, shape_.hidden_size);
+  const std::lock_guard lock(mutex_);
+  require(!layers_.empty() && layers_.back().mlps.empty(), "a router comes after its layer");
+  // Its products choose: they are not rounded as others may be.
+  layers_.back().experts = Experts{products_.pack({&from.weights}, false, true), from.count,
+                                   from.chosen, from.normalised};
 }
 
 void CpuDecoder::set_ends(const TensorRef* embedding, const TensorRef& final_norm,
@@ -149,6 +199,10 @@ void CpuDecoder::set_ends(const TensorRef* embedding, const TensorRef& final_nor
   }
   check_matrix(head, "head", shape_.vocab_size, shape_.hidden_size);
   const std::lock_guard lock(mutex_);
+  for (const Layer& layer : layers_) {
+    const std::size_t wanted = layer.experts ? static_cast<std::size_t>(layer.experts->count) : 1;
+    require(layer.mlps.size() == wanted, "a layer lacks MLPs");
+  }
   final_norm_ = copy_vector(final_norm, "final_norm", shape_.hidden_size);
   head_ = std::make_unique<LinearLayer>(products_.pack({&head}, false));
   embedding_ = embedding == nullptr ? std::nullopt : std::make_optional(*embedding);
@@ -387,27 +441,140 @@ void CpuDecoder::keep(const std::vector<std::int64_t>& wanted) {
 }
 
 void CpuDecoder::finish_layer(const Layer& layer, const LinearLayer& next, std::int64_t num_rows) {
-  const std::int64_t hidden = shape_.hidden_size;
-  const auto add = cpu::Epilogue::kAdd;
   products_.pack_rows(layer.output, attended_.data(), kv_dtype_ == DType::kBFloat16, num_rows,
                       nullptr, shape_.norm_eps);
-  products_.multiply(layer.output, &layer.gate_up, nullptr, num_rows, add, x_.data(), hidden);
-  products_.pack_rows(layer.gate_up, x_.data(), false, num_rows, layer.mlp_norm.data(),
+  products_.multiply(layer.output, layer.experts ? &layer.experts->router : &layer.mlps[0].gate_up,
+                     nullptr, num_rows, cpu::Epilogue::kAdd, x_.data(), shape_.hidden_size);
+  if (layer.experts) {
+    add_experts_of(layer, next, num_rows);
+  } else {
+    add_mlp_of(layer, next, num_rows);
+  }
+}
+
+void CpuDecoder::add_mlp_of(const Layer& layer, const LinearLayer& next, std::int64_t num_rows) {
+  const Mlp& mlp = layer.mlps[0];
+  products_.pack_rows(mlp.gate_up, x_.data(), false, num_rows, layer.mlp_norm.data(),
                       shape_.norm_eps);
-  grow(gated_, num_rows * layer.down.depth);
-  if (layer.down.row_format().group_depth > 0) {
+  gate_up_shares_ = {{&mlp.gate_up, 0, 0, num_rows}};
+  down_shares_ = {{&mlp.down, 0, 0, num_rows}};
+  multiply_mlps(&mlp.down, &next, num_rows, cpu::Epilogue::kAdd, x_.data());
+}
+
+void CpuDecoder::multiply_mlps(const LinearLayer* down, const LinearLayer* next,
+                               std::int64_t num_rows, cpu::Epilogue epilogue, float* out) {
+  const std::int64_t hidden = shape_.hidden_size;
+  const auto num_shares = static_cast<std::int64_t>(gate_up_shares_.size());
+  const LinearShare* const first = gate_up_shares_.data();
+  const LinearShare* const second = down_shares_.data();
+  const LinearLayer& to = *second->layer;
+  grow(gated_, num_rows * to.depth);
+  if (to.row_format().group_depth > 0) {
     // Scales need the maximum of a whole group of the row, so products are stored first, then
     // packed.
-    products_.multiply(layer.gate_up, &layer.down, nullptr, num_rows, cpu::Epilogue::kGateRows,
-                       gated_.data(), shape_.mlp_size);
-    products_.pack_rows(layer.down, gated_.data(), false, num_rows, nullptr, shape_.norm_eps);
-    products_.multiply(layer.down, &next, nullptr, num_rows, add, x_.data(), hidden);
+    products_.multiply(first, num_shares, down, nullptr, cpu::Epilogue::kGateRows, gated_.data(),
+                       to.inputs);
+    products_.pack_rows(to, gated_.data(), false, down_shares_, nullptr, shape_.norm_eps);
+    products_.multiply(second, num_shares, next, nullptr, epilogue, out, hidden);
   } else {
-    products_.multiply(layer.gate_up, &layer.down, nullptr, num_rows, cpu::Epilogue::kGate,
-                       gated_.data(), layer.down.depth,
-                       layer.down.form->rows == cpu::kRowsBFloat16);
-    products_.multiply(layer.down, &next, gated_.data(), num_rows, add, x_.data(), hidden);
+    products_.multiply(first, num_shares, down, nullptr, cpu::Epilogue::kGate, gated_.data(),
+                       to.depth, to.form->rows == cpu::kRowsBFloat16);
+    products_.multiply(second, num_shares, next, gated_.data(), epilogue, out, hidden);
   }
+}
+
+void CpuDecoder::add_experts_of(const Layer& layer, const LinearLayer& next,
+                                std::int64_t num_rows) {
+  const Experts& experts = *layer.experts;
+  const std::int64_t hidden = shape_.hidden_size, chosen = experts.chosen;
+  const float* const norm = layer.mlp_norm.data();
+  products_.pack_rows(experts.router, x_.data(), false, num_rows, norm, shape_.norm_eps);
+  grow(router_logits_, num_rows * experts.count);
+  products_.multiply(experts.router, nullptr, nullptr, num_rows, cpu::Epilogue::kStore,
+                     router_logits_.data(), experts.count);
+  choose_experts(experts, num_rows);
+  sort_by_expert(layer, num_rows);
+  // Rows are rounded once. Those of an expert with several are then brought side by side.
+  single_rows_.clear();
+  for (std::int64_t row = 0; row < num_rows; ++row) single_rows_.push_back({nullptr, row, row, 1});
+  const LinearLayer& any = layer.mlps[0].gate_up;
+  products_.pack_rows(any, x_.data(), false, single_rows_, norm, shape_.norm_eps);
+  products_.gather_rows(any, gate_up_shares_, slot_rows_);
+  grow(expert_out_, num_rows * chosen * hidden);
+  multiply_mlps(nullptr, &next, num_rows * chosen, cpu::Epilogue::kStore, expert_out_.data());
+  products_.parallel(num_rows, num_rows * chosen * hidden, [&](std::int64_t row) {
+    // One order for every batch: that of the router's products.
+    float* const sum = expert_out_.data() + slots_[row * chosen] * hidden;
+    const float* const weights = expert_weights_.data() + row * chosen;
+    for (std::int64_t i = 0; i < hidden; ++i) sum[i] *= weights[0];
+    for (std::int64_t rank = 1; rank < chosen; ++rank) {
+      const float* const from = expert_out_.data() + slots_[row * chosen + rank] * hidden;
+      for (std::int64_t i = 0; i < hidden; ++i) sum[i] += weights[rank] * from[i];
+    }
+    float* const to = x_.data() + row * hidden;
+    for (std::int64_t i = 0; i < hidden; ++i) to[i] += sum[i];
+  });
+}
+
+// Fills expert_ids_ and expert_weights_.
+void CpuDecoder::choose_experts(const Experts& experts, std::int64_t num_rows) {
+  const std::int64_t count = experts.count, chosen = experts.chosen;
+  grow(expert_ids_, num_rows * chosen);
+  grow(expert_weights_, num_rows * chosen);
+  products_.parallel(num_rows, num_rows * count * chosen, [&](std::int64_t row) {
+    const float* const logits = router_logits_.data() + row * count;
+    std::int32_t* const ids = expert_ids_.data() + row * chosen;
+    float* const weights = expert_weights_.data() + row * chosen;
+    for (std::int64_t rank = 0; rank < chosen; ++rank) {
+      std::int32_t best = -1;
+      for (std::int32_t id = 0; id < count; ++id) {
+        if (best >= 0 && !(logits[id] > logits[best])) continue;
+        if (std::find(ids, ids + rank, id) == ids + rank) best = id;
+      }
+      ids[rank] = best;
+    }
+    float sum = 0.0F;
+    const float largest = logits[ids[0]];
+    for (std::int64_t rank = 0; rank < chosen; ++rank) {
+      weights[rank] = std::exp(logits[ids[rank]] - largest);
+      sum += weights[rank];
+    }
+    if (!experts.normalised) {
+      sum = 0.0F;
+      for (std::int64_t id = 0; id < count; ++id) sum += std::exp(logits[id] - largest);
+    }
+    for (std::int64_t rank = 0; rank < chosen; ++rank) weights[rank] /= sum;
+  });
+}
+
+// Fills slots_, slot_rows_ and the shares of the experts that rows chose.
+void CpuDecoder::sort_by_expert(const Layer& layer, std::int64_t num_rows) {
+  const Experts& experts = *layer.experts;
+  const std::int64_t chosen = experts.chosen, num_slots = num_rows * chosen;
+  std::vector<std::int64_t> ends(static_cast<std::size_t>(experts.count + 1));
+  for (std::int64_t i = 0; i < num_slots; ++i) ++ends[static_cast<std::size_t>(expert_ids_[i]) + 1];
+  gate_up_shares_.clear();
+  down_shares_.clear();
+  for (std::size_t id = 0; id < layer.mlps.size(); ++id) {
+    const std::int64_t rows = ends[id + 1];
+    ends[id + 1] += ends[id];
+    if (rows == 0) continue;
+    // A single row is read where it is packed: see below.
+    gate_up_shares_.push_back({&layer.mlps[id].gate_up, num_rows + ends[id], ends[id], rows});
+    down_shares_.push_back({&layer.mlps[id].down, ends[id], ends[id], rows});
+  }
+  grow(slots_, num_slots);
+  grow(slot_rows_, num_slots);
+  for (std::int64_t i = 0; i < num_slots; ++i) {
+    const std::int64_t slot = ends[static_cast<std::size_t>(expert_ids_[i])]++;
+    slots_[i] = slot;
+    slot_rows_[slot] = i / chosen;
+  }
+  for (LinearShare& share : gate_up_shares_) {
+    if (share.num_rows == 1) share.packed_row = slot_rows_[share.row];
+  }
+  expert_reads_ += static_cast<std::int64_t>(gate_up_shares_.size());
+  expert_rows_ += num_slots;
 }
 
 void CpuDecoder::norm_rows(const float* rows, std::int64_t num_rows, float* out) const {

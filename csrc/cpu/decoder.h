@@ -23,7 +23,7 @@ namespace vmserve {
 
 // Sizes and constants common to all layers.
 struct DecoderShape {
-  std::int64_t vocab_size = 0, hidden_size = 0, mlp_size = 0;
+  std::int64_t vocab_size = 0, hidden_size = 0;
   std::int64_t q_heads = 0, kv_heads = 0, head_dim = 0;
   float norm_eps = 0.0F;
 };
@@ -32,7 +32,7 @@ struct DecoderShape {
 // contiguous in their last dimension, or grouped integers; norms and biases in float32, contiguous.
 struct DecoderLayer {
   TensorRef attention_norm, mlp_norm;
-  WeightRef q, k, v, output, gate, up, down;
+  WeightRef q, k, v, output;
   const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr;
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head_dim]; both or none
   std::int64_t rotation = 0;                         // index in set_rotations
@@ -47,6 +47,20 @@ struct Rotations {
   TensorRef cos, sin;
 };
 
+// A gated MLP: gate and up [size, hidden], down [hidden, size].
+struct DecoderMlp {
+  WeightRef gate, up, down;
+};
+
+// A router over MLPs (experts), which computes `chosen` of `count` for a row: those of its largest
+// products, of equal ones the first. Results are weighed by the softmax of these products: among
+// the chosen if `normalised`, else among all.
+struct DecoderRouter {
+  WeightRef weights;  // [count, hidden]
+  std::int64_t count = 0, chosen = 0;
+  bool normalised = false;
+};
+
 class CpuDecoder {
  public:
   // `isa`: as for CpuAttention.
@@ -54,10 +68,13 @@ class CpuDecoder {
              const std::string& isa);
   ~CpuDecoder();
 
-  // Call add_layer for each layer in order, then set_ends. `embedding` [vocab, hidden] stays the
+  // Call add_layer for each layer in order, then set_ends. After add_layer comes add_mlp, or
+  // add_router with an add_mlp for each expert. `embedding` [vocab, hidden] stays the
   // caller's and must outlive the decoder; everything else is copied. Null: forward is given the
   // rows. `head` [vocab, hidden].
   void add_layer(const DecoderLayer& layer);
+  void add_mlp(const DecoderMlp& mlp);
+  void add_router(const DecoderRouter& router);
   void set_ends(const TensorRef* embedding, const TensorRef& final_norm, const WeightRef& head);
 
   // All layers' rotations, for equally many positions. The caller keeps them alive until others are
@@ -69,6 +86,11 @@ class CpuDecoder {
   std::int64_t hidden_size() const { return shape_.hidden_size; }
   // Size of the packed weights.
   std::size_t weight_bytes() const;
+  // Those of the weights that a single row reads: of experts, as many as are chosen.
+  std::size_t row_weight_bytes() const;
+  // Experts whose weights were read, and rows that they computed, in all calls so far.
+  std::int64_t expert_reads() const { return expert_reads_; }
+  std::int64_t expert_rows() const { return expert_rows_; }
   // What rows that enter a layer's products are rounded to: "float32" (not rounded), "bfloat16",
   // "int16" or "int8".
   const char* row_type() const;
@@ -91,6 +113,8 @@ class CpuDecoder {
                float* hidden = nullptr, const float* embedded = nullptr);
 
  private:
+  struct Mlp;
+  struct Experts;
   struct Layer;
 
   void check_call(const std::vector<std::int64_t>& token_ids, const std::vector<Part>& parts,
@@ -107,6 +131,15 @@ class CpuDecoder {
   void norm_rows(const float* rows, std::int64_t num_rows, float* out) const;
   // next: whose product follows.
   void finish_layer(const Layer& layer, const LinearLayer& next, std::int64_t num_rows);
+  void add_mlp_of(const Layer& layer, const LinearLayer& next, std::int64_t num_rows);
+  void add_experts_of(const Layer& layer, const LinearLayer& next, std::int64_t num_rows);
+  void choose_experts(const Experts& experts, std::int64_t num_rows);
+  void sort_by_expert(const Layer& layer, std::int64_t num_rows);
+  // Multiplies the packed rows by gate_up_shares_, then down_shares_, which are not empty. `down`
+  // and `next`: layers whose weights are prefetched, or null.
+  void multiply_mlps(const LinearLayer* down, const LinearLayer* next, std::int64_t num_rows,
+                     cpu::Epilogue epilogue, float* out);
+
   DecoderShape shape_;
   DType kv_dtype_;
   std::shared_ptr<ThreadPool> pool_;
@@ -122,6 +155,13 @@ class CpuDecoder {
   std::vector<float> x_, kept_, gated_, qkv_, attended_;
   std::vector<std::uint16_t> narrow_qkv_;
   std::vector<char> rotations_;  // of each table: cosines, then sines, of the step's rows
+  // Of the experts that rows chose: [rows, chosen], largest first. A slot is a row of an expert;
+  // slots are in the order of experts, then of rows.
+  std::vector<float> router_logits_, expert_weights_, expert_out_;
+  std::vector<std::int32_t> expert_ids_;
+  std::vector<std::int64_t> slots_, slot_rows_;  // slots_: [rows, chosen]
+  std::vector<LinearShare> single_rows_, gate_up_shares_, down_shares_;
+  std::int64_t expert_reads_ = 0, expert_rows_ = 0;
 };
 
 }  // namespace vmserve

@@ -223,11 +223,12 @@ void LinearProducts::set_pool(std::shared_ptr<ThreadPool> pool) {
   ranges_ = std::make_unique<ItemRange[]>(static_cast<std::size_t>(pool_->num_threads()));
 }
 
-const cpu::LinearForm& LinearProducts::float_form(bool bf16_weights) const {
+const cpu::LinearForm& LinearProducts::float_form(bool bf16_weights, bool exact) const {
   const auto faster_of = [&](cpu::WeightForm first, cpu::WeightForm second) {
     return kernels_.forms[first].multiply != nullptr ? first : second;
   };
   cpu::WeightForm form = bf16_weights ? cpu::kWeightsBFloat16 : cpu::kWeightsFloat32;
+  if (exact) return kernels_.forms[form];
   if (quantization_ == Quantization::kInt8Dynamic) {
     form = faster_of(cpu::kWeightsInt8Bytes, cpu::kWeightsInt8);
   } else if (quantization_ == Quantization::kInt8) {
@@ -257,7 +258,8 @@ const cpu::LinearForm& LinearProducts::grouped_form(
   return kernels_.forms[rounds_more && kernels_.forms[bytes].multiply != nullptr ? bytes : form];
 }
 
-LinearLayer LinearProducts::pack(const std::vector<const WeightRef*>& matrices, bool gated) {
+LinearLayer LinearProducts::pack(const std::vector<const WeightRef*>& matrices, bool gated,
+                                 bool exact) {
   cpu::PackArgs args{};
   LinearLayer linear;
   linear.inputs = inputs_of(*matrices[0]);
@@ -285,7 +287,7 @@ LinearLayer LinearProducts::pack(const std::vector<const WeightRef*>& matrices, 
       gated ? round_up(linear.outputs, width / 2) / (width / 2) : round_up(lanes, width) / width;
   args.num_tensors = static_cast<std::int32_t>(matrices.size());
   args.gated = gated;
-  linear.form = grouped.empty() ? &float_form(args.from_bf16) : &grouped_form(matrices);
+  linear.form = grouped.empty() ? &float_form(args.from_bf16, exact) : &grouped_form(matrices);
   if (!grouped.empty()) {
     linear.scale_format = format_of(grouped, linear.row_format().group_depth);
     std::copy(grouped.begin(), grouped.end(), args.grouped);
@@ -308,38 +310,93 @@ LinearLayer LinearProducts::pack(const std::vector<const WeightRef*>& matrices, 
   return linear;
 }
 
+void LinearProducts::add_blocks(std::vector<Block>& blocks, const LinearShare& share) const {
+  for (std::int64_t done = 0; done < share.num_rows;) {
+    const std::int64_t rows = kernels_.block_rows(static_cast<std::int32_t>(share.num_rows - done));
+    blocks.push_back({share.row + done, share.packed_row + done, rows});
+    done += rows;
+  }
+}
+
 void LinearProducts::pack_rows(const LinearLayer& next, const void* rows, bool bf16,
                                std::int64_t num_rows, const float* norm, float eps) {
+  std::vector<Block> blocks;
+  add_blocks(blocks, {&next, 0, 0, num_rows});
+  pack_blocks(next, rows, bf16, blocks, norm, eps);
+}
+
+void LinearProducts::pack_rows(const LinearLayer& next, const void* rows, bool bf16,
+                               const std::vector<LinearShare>& shares, const float* norm,
+                               float eps) {
+  std::vector<Block> blocks;
+  for (const LinearShare& share : shares) add_blocks(blocks, share);
+  pack_blocks(next, rows, bf16, blocks, norm, eps);
+}
+
+void LinearProducts::pack_blocks(const LinearLayer& next, const void* rows, bool bf16,
+                                 const std::vector<Block>& blocks, const float* norm, float eps) {
   const std::int64_t depth = next.inputs, block_depth = next.depth;
   const std::int64_t groups = cpu::num_groups(block_depth, next.form->rows);
   const std::int64_t size = next.row_format().element_bytes;
-  grow(packed_, num_rows * block_depth * size);
-  grow(row_groups_, num_rows * groups);
-  std::vector<std::int32_t> firsts;
-  for (std::int64_t row = 0; row < num_rows;) {
-    firsts.push_back(static_cast<std::int32_t>(row));
-    row += kernels_.block_rows(static_cast<std::int32_t>(num_rows - row));
+  std::int64_t num_rows = 0, end = 0;
+  for (const Block& block : blocks) {
+    num_rows += block.num_rows;
+    end = std::max(end, block.to + block.num_rows);
   }
-  parallel(static_cast<std::int64_t>(firsts.size()), num_rows * depth, [&](std::int64_t item) {
-    const std::int64_t first = firsts[static_cast<std::size_t>(item)];
+  grow(packed_, end * block_depth * size);
+  grow(row_groups_, end * groups);
+  const auto num_blocks = static_cast<std::int64_t>(blocks.size());
+  parallel(num_blocks, num_rows * depth, [&](std::int64_t item) {
+    const Block& block = blocks[static_cast<std::size_t>(item)];
     cpu::PackRowsArgs args{};
-    args.rows = static_cast<const char*>(rows) + first * depth * (bf16 ? 2 : 4);
+    args.rows = static_cast<const char*>(rows) + block.from * depth * (bf16 ? 2 : 4);
     args.from_bf16 = bf16;
     args.row_stride = depth;
-    args.num_rows = kernels_.block_rows(static_cast<std::int32_t>(num_rows - first));
+    args.num_rows = static_cast<std::int32_t>(block.num_rows);
     args.depth = depth;
     args.norm = norm;
     args.eps = eps;
-    args.block = packed_.data() + first * block_depth * size;
-    args.groups = row_groups_.data() + first * groups;
+    args.block = packed_.data() + block.to * block_depth * size;
+    args.groups = row_groups_.data() + block.to * groups;
     kernels_.pack_rows[next.form->rows](args);
   });
 }
 
-LinearProducts::Split LinearProducts::split(const LinearLayer& linear,
-                                            std::int64_t num_rows) const {
-  const std::int64_t share =
-      std::max<std::int64_t>(1, linear.num_panels / (kItemsPerThread * pool_->num_threads()));
+void LinearProducts::gather_rows(const LinearLayer& next, const std::vector<LinearShare>& shares,
+                                 const std::vector<std::int64_t>& sources) {
+  const std::int64_t groups = cpu::num_groups(next.depth, next.form->rows);
+  const std::int64_t row_bytes = next.depth * next.row_format().element_bytes;
+  std::vector<Block> blocks;
+  std::int64_t num_rows = 0, end = 0;
+  for (const LinearShare& share : shares) {
+    if (share.num_rows == 1) continue;
+    add_blocks(blocks, share);
+    num_rows += share.num_rows;
+    end = std::max(end, share.packed_row + share.num_rows);
+  }
+  grow(packed_, end * row_bytes);
+  grow(row_groups_, end * groups);
+  const auto num_blocks = static_cast<std::int64_t>(blocks.size());
+  parallel(num_blocks, num_rows * next.depth, [&](std::int64_t item) {
+    const Block& block = blocks[static_cast<std::size_t>(item)];
+    char* const to = packed_.data() + block.to * row_bytes;
+    for (std::int64_t row = 0; row < block.num_rows; ++row) {
+      const std::int64_t source = sources[static_cast<std::size_t>(block.from + row)];
+      const char* const from = packed_.data() + source * row_bytes;
+      for (std::int64_t at = 0; at < row_bytes; at += cpu::kChunkBytes) {
+        std::memcpy(to + at * block.num_rows + row * cpu::kChunkBytes, from + at, cpu::kChunkBytes);
+      }
+      std::copy_n(row_groups_.data() + source * groups, groups,
+                  row_groups_.data() + (block.to + row) * groups);
+    }
+  });
+}
+
+LinearProducts::Split LinearProducts::split(const LinearLayer& linear, std::int64_t num_rows,
+                                            std::int64_t num_layers) const {
+  const std::int64_t all = linear.num_panels * num_layers;
+  const std::int64_t share = std::clamp<std::int64_t>(
+      all / (kItemsPerThread * pool_->num_threads()), 1, linear.num_panels);
   std::int64_t panels = std::clamp<std::int64_t>(kItemBytes / linear.panel_bytes, 1, share);
   if (num_rows <= kFewRows) panels = std::max(panels, kPanelsOfFewRows);
   if (panels >= 2) panels = panels / 2 * 2;
@@ -349,45 +406,73 @@ LinearProducts::Split LinearProducts::split(const LinearLayer& linear,
 void LinearProducts::multiply(const LinearLayer& linear, const LinearLayer* next, const void* rows,
                               std::int64_t num_rows, cpu::Epilogue epilogue, void* out,
                               std::int64_t out_stride, bool pairs_out) {
-  cpu::LinearArgs args{};
+  const LinearShare all{&linear, 0, 0, num_rows};
+  multiply(&all, 1, next, rows, epilogue, out, out_stride, pairs_out);
+}
+
+void LinearProducts::fill_args(cpu::LinearArgs& args, const LinearShare& share, const void* rows,
+                               void* out) const {
+  const LinearLayer& linear = *share.layer;
+  const std::int64_t groups = cpu::num_groups(linear.depth, linear.form->rows);
+  const std::int64_t row_bytes = linear.depth * linear.row_format().element_bytes;
+  const bool narrow = args.epilogue == cpu::Epilogue::kNarrow || args.pairs_out;
   args.weights = linear.weights;
   args.scales = linear.scales.empty() ? nullptr : linear.scales.data();
   args.bias = linear.bias.empty() ? nullptr : linear.bias.data();
   args.scale_format = linear.scale_format;
   args.depth = linear.depth;
   args.num_outputs = static_cast<std::int32_t>(linear.outputs);
+  args.rows = static_cast<const char*>(rows) + share.packed_row * row_bytes;
+  args.row_groups = row_groups_.data() + share.packed_row * groups;
+  args.num_rows = static_cast<std::int32_t>(share.num_rows);
+  args.out = static_cast<char*>(out) + share.row * args.out_stride * (narrow ? 2 : 4);
+}
+
+void LinearProducts::multiply(const LinearShare* shares, std::int64_t num_shares,
+                              const LinearLayer* next, const void* rows, cpu::Epilogue epilogue,
+                              void* out, std::int64_t out_stride, bool pairs_out) {
+  const LinearLayer& first = *shares[0].layer;
+  std::int64_t num_rows = 0, most_rows = 0;
+  for (std::int64_t i = 0; i < num_shares; ++i) {
+    num_rows += shares[i].num_rows;
+    most_rows = std::max(most_rows, shares[i].num_rows);
+  }
+  cpu::LinearArgs args{};
   args.epilogue = epilogue;
   args.pairs_out = pairs_out;
   args.out_stride = out_stride;
-  const auto [panels, num_items] = split(linear, num_rows);
+  const auto [panels, items_each] = split(first, most_rows, num_shares);
+  const std::int64_t num_items = items_each * num_shares;
   const int num_threads = pool_->num_threads();
   for (int i = 0; i < num_threads; ++i) {
     ranges_[i].set(num_items * i / num_threads, num_items * (i + 1) / num_threads);
   }
   ReadAhead ahead;
-  if (next != nullptr && num_rows <= kFewRows) {
-    const Split other = split(*next, num_rows);
+  if (next != nullptr && most_rows <= kFewRows) {
+    const Split other = split(*next, most_rows, 1);
     ahead = {next->weights, other.panels * next->panel_bytes, other.num_items};
   }
-  const std::int64_t work = num_rows * linear.num_panels * kernels_.panel_outputs * linear.depth;
-  const std::int64_t panel_floats = kernels_.panel_outputs * linear.depth;
+  const std::int64_t work = num_rows * first.num_panels * kernels_.panel_outputs * first.depth;
+  const std::int64_t panel_floats = kernels_.panel_outputs * first.depth;
   args.scratch_floats =
       std::max(kWidenedBytes / static_cast<std::int64_t>(sizeof(float)), panel_floats);
   grow(scratch_, args.scratch_floats * num_threads);
-  args.rows = rows == nullptr ? packed_.data() : rows;
-  args.row_groups = row_groups_.data();
-  args.num_rows = static_cast<std::int32_t>(num_rows);
-  args.out = out;
-  const auto compute = [&, panels = panels](std::int64_t, int worker) {
+  const void* const from = rows == nullptr ? packed_.data() : rows;
+  const auto compute = [&, panels = panels, items_each = items_each](std::int64_t, int worker) {
     cpu::LinearArgs mine = args;
     mine.scratch = scratch_.data() + worker * args.scratch_floats;
+    const LinearShare* last = nullptr;
     for (int i = 0; i < num_threads; ++i) {
       ItemRange& range = ranges_[(worker + i) % num_threads];
       for (std::int64_t item; range.take(i == 0, item);) {
-        mine.first_panel = static_cast<std::int32_t>(item * panels);
+        const LinearShare& share = shares[item / items_each];
+        if (&share != last) fill_args(mine, share, from, out);
+        last = &share;
+        const std::int64_t panel = item % items_each * panels;
+        mine.first_panel = static_cast<std::int32_t>(panel);
         mine.num_panels =
-            static_cast<std::int32_t>(std::min(panels, linear.num_panels - item * panels));
-        linear.form->multiply(mine);
+            static_cast<std::int32_t>(std::min(panels, share.layer->num_panels - panel));
+        share.layer->form->multiply(mine);
       }
     }
   };

@@ -62,6 +62,13 @@ struct LinearLayer {
   const cpu::RowFormat& row_format() const { return cpu::kRowFormats[form->rows]; }
 };
 
+// One layer's part of a product: rows [packed_row, packed_row + num_rows) of the packed ones,
+// results from `row` on. Blocks of rows begin with it.
+struct LinearShare {
+  const LinearLayer* layer = nullptr;
+  std::int64_t packed_row = 0, row = 0, num_rows = 0;
+};
+
 // Items [first, end) of one thread, which takes them from the front, so that it reads weights from
 // end to end; threads that have none left take them from the back.
 class alignas(64) ItemRange {
@@ -91,16 +98,28 @@ class LinearProducts {
   // Up to three matrices, one after the other; `gated`: two, which a gated MLP multiplies. Layers
   // that are packed in the order of their products are read as one stream. Grouped
   // integers that differ in size are stored in the larger one. Throws MisuseError if floats differ
-  // in type or are mixed with integers.
-  LinearLayer pack(const std::vector<const WeightRef*>& matrices, bool gated);
+  // in type or are mixed with integers. `exact`: floats stay floats, and so do their rows.
+  LinearLayer pack(const std::vector<const WeightRef*>& matrices, bool gated, bool exact = false);
   // Rounds rows [num_rows, next.inputs] and packs them for the product with `next`. `norm`: of an
   // RMSNorm before, or null.
   void pack_rows(const LinearLayer& next, const void* rows, bool bf16, std::int64_t num_rows,
                  const float* norm, float eps);
+  // The same in the blocks of `shares`: row `row + i` becomes packed row `packed_row + i`.
+  void pack_rows(const LinearLayer& next, const void* rows, bool bf16,
+                 const std::vector<LinearShare>& shares, const float* norm, float eps);
+  // Packed row sources[row + i], which is a block of its own, becomes packed row `packed_row + i`
+  // of a share. Shares of one row are left out.
+  void gather_rows(const LinearLayer& next, const std::vector<LinearShare>& shares,
+                   const std::vector<std::int64_t>& sources);
   // rows: packed; null: those of the last pack_rows. `next`: the layer of the next product with as
   // many rows, or null; its weights are prefetched.
   void multiply(const LinearLayer& layer, const LinearLayer* next, const void* rows,
                 std::int64_t num_rows, cpu::Epilogue epilogue, void* out, std::int64_t out_stride,
+                bool pairs_out = false);
+  // Several layers of one shape in one run of the pool: their weights follow each other as one
+  // stream.
+  void multiply(const LinearShare* shares, std::int64_t num_shares, const LinearLayer* next,
+                const void* rows, cpu::Epilogue epilogue, void* out, std::int64_t out_stride,
                 bool pairs_out = false);
 
   // Calls body(item) or body(item, worker) for each item. `work`: multiplications of all.
@@ -125,11 +144,20 @@ class LinearProducts {
   static constexpr std::int64_t kSerialWork = 1 << 15;
 
   struct Split {
-    std::int64_t panels, num_items;  // of an item
+    std::int64_t panels, num_items;  // of an item; of a layer
+  };
+  struct Block {
+    std::int64_t from, to, num_rows;
   };
 
-  Split split(const LinearLayer& layer, std::int64_t num_rows) const;
-  const cpu::LinearForm& float_form(bool bf16_weights) const;
+  Split split(const LinearLayer& layer, std::int64_t num_rows, std::int64_t num_layers) const;
+  void add_blocks(std::vector<Block>& blocks, const LinearShare& share) const;
+  void pack_blocks(const LinearLayer& next, const void* rows, bool bf16,
+                   const std::vector<Block>& blocks, const float* norm, float eps);
+  // The epilogue, its output and the size of an element of it are those of `args`.
+  void fill_args(cpu::LinearArgs& args, const LinearShare& share, const void* rows,
+                 void* out) const;
+  const cpu::LinearForm& float_form(bool bf16_weights, bool exact) const;
   const cpu::LinearForm& grouped_form(const std::vector<const WeightRef*>& matrices) const;
 
   const cpu::LinearKernels& kernels_;

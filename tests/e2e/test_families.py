@@ -18,8 +18,8 @@ from vmserve.models.native import NativeDecoder
 MODELS = {**VARIANTS, **NATIVE, **FOREIGN}
 #: Served by the decoder, and (the last three) by transformers over our memory.
 NAMES = ["llama-gqa-llama3", "opt", "opt-350m", "gpt2", "gpt2-scales"]
-NAMES += ["phi3"]
-NAMES += ["gpt-neox", "gemma2-no-cap", "mixtral"]
+NAMES += ["phi3", "mixtral", "qwen3-moe"]
+NAMES += ["gpt-neox", "gemma2-no-cap", "olmoe"]
 NUM_TOKENS = 24
 
 

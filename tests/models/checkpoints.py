@@ -12,11 +12,13 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB = 101
@@ -100,6 +102,36 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "phi3-partial": phi3(
         partial_rotary_factor=0.5, num_key_value_heads=4, tie_word_embeddings=True
     ),
+    "mixtral": MixtralConfig(**_SMALL, num_local_experts=5),
+    "mixtral-window": MixtralConfig(**_SMALL, num_local_experts=2, sliding_window=7, head_dim=20),
+    "qwen3-moe": Qwen3MoeConfig(
+        **_SMALL,
+        head_dim=20,
+        num_experts=7,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
+    "qwen3-moe-sparse": Qwen3MoeConfig(
+        **_SMALL,
+        head_dim=16,
+        num_experts=3,
+        moe_intermediate_size=40,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    ),
+    "qwen3-moe-steps": Qwen3MoeConfig(
+        **_SMALL,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=4,
+        moe_intermediate_size=40,
+        decoder_sparse_step=2,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=5,
+    ),
     "opt": opt(),
     "opt-350m": opt(word_embed_proj_dim=32, do_layer_norm_before=False),
     "opt-galactica": opt(
@@ -143,6 +175,26 @@ NATIVE: dict[str, PreTrainedConfig] = {
             "long_factor": [1.0 + 0.5 * i for i in range(6)],
         },
     ),
+    "mixtral": MixtralConfig(**_WIDER, num_local_experts=5),
+    # Every expert is chosen: rounding changes none of the choices.
+    "mixtral-all": MixtralConfig(**_WIDER, num_local_experts=3, num_experts_per_tok=3),
+    "qwen3-moe": Qwen3MoeConfig(
+        **_WIDER,
+        head_dim=24,
+        num_experts=9,
+        num_experts_per_tok=4,
+        moe_intermediate_size=48,
+        mlp_only_layers=[1],
+    ),
+    "qwen3-moe-normalised": Qwen3MoeConfig(
+        **{**_WIDER, "hidden_size": 56},
+        head_dim=24,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=52,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+    ),
 }
 
 
@@ -163,7 +215,7 @@ FOREIGN: dict[str, PreTrainedConfig] = {
         query_pre_attn_scalar=20,
         attn_logit_softcapping=None,
     ),
-    "mixtral": CONFIG_MAPPING["mixtral"](**_OTHER, num_local_experts=4),
+    "olmoe": CONFIG_MAPPING["olmoe"](**_OTHER, num_experts=4, num_experts_per_tok=2),
     "gpt-bigcode": CONFIG_MAPPING["gpt_bigcode"](
         vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, n_positions=CONTEXT, eos_token_id=1
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,16 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
+_EXPERTS = {
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
 }
 
 
@@ -43,6 +54,8 @@ def _stored_name(name: str) -> str:
     module, _, kind = name.rpartition(".")
     if module.startswith("model.layers."):
         layer, _, module = module.removeprefix("model.layers.").partition(".")
+        if ".experts." in module:
+            return f"blk.{layer}.{_EXPERTS[module.rpartition('.')[2]]}.{kind}"
         return f"blk.{layer}.{_NAMES[module]}.{kind}"
     return f"{_NAMES[module]}.{kind}"
 
@@ -67,9 +80,11 @@ def convert(
     network = config.network
     assert isinstance(network, DecoderConfig)
     architecture = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
-                    "Qwen3ForCausalLM": "qwen3"}[config.architecture]  # fmt: skip
+                    "Qwen3ForCausalLM": "qwen3", "MixtralForCausalLM": "llama",
+                    "Qwen3MoeForCausalLM": "qwen3moe"}[config.architecture]  # fmt: skip
     tensors = {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
+    experts: dict[str, list[np.ndarray[Any, Any]]] = {}
+    for name, tensor in _in_order(load_file(directory / "model.safetensors")):
         if network.tied_embeddings and name == "lm_head.weight":
             continue
         array = tensor.to(torch.float32).numpy()
@@ -77,9 +92,15 @@ def convert(
             array = _interleaved(array, network.q_heads)
         if architecture == "llama" and ".k_proj" in name:
             array = _interleaved(array, network.kv_heads)
-        kind = matrices if array.ndim == 2 else "F32"
+        if ".experts." in name:
+            experts.setdefault(_stored_name(name), []).append(array)
+            continue
+        kind = matrices if array.ndim == 2 and "ffn_gate_inp" not in _stored_name(name) else "F32"
         stored = gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind])
         tensors[_stored_name(name)] = kind, np.ascontiguousarray(stored)
+    for name, arrays in experts.items():
+        stored = gguf.quants.quantize(np.stack(arrays), gguf.GGMLQuantizationType[matrices])
+        tensors[name] = matrices, stored
 
     def metadata(writer: gguf.GGUFWriter) -> None:
         rope = network.positions
@@ -102,6 +123,12 @@ def convert(
             writer.add_rope_scaling_factor(rope.parameters["factor"])
             original = rope.parameters["original_max_position_embeddings"]
             writer.add_rope_scaling_orig_ctx_len(original)
+        if network.layers[0].window is not None:
+            writer.add_sliding_window(network.layers[0].window)
+        if network.experts is not None:
+            writer.add_expert_count(network.experts.count)
+            writer.add_expert_used_count(network.experts.chosen)
+            writer.add_expert_feed_forward_length(network.experts.size)
         writer.add_bos_token_id(0)
         writer.add_eos_token_id(1)
         add(writer)
@@ -110,6 +137,11 @@ def convert(
         tensors["rope_freqs.weight"] = "F32", _llama3_factors(network.positions)  # type: ignore[arg-type]
     write(path, architecture, tensors, metadata)
     return network
+
+
+def _in_order(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Experts by their numbers."""
+    return sorted(tensors.items(), key=lambda item: [*map(int, re.findall(r"\d+", item[0]))])
 
 
 def add_embedded_tokenizer(writer: gguf.GGUFWriter) -> None:

@@ -323,6 +323,8 @@ def test_architectures_of_the_decoder() -> None:
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
         "Phi3ForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen3MoeForCausalLM",
         "OPTForCausalLM",
         "GPT2LMHeadModel",
     )

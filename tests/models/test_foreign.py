@@ -55,7 +55,7 @@ def test_float32(name: str, written: Callable[[str], Path]) -> None:
     assert worst_difference(run_schedule(model, prompts, BACKEND[name]), expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in SERVABLE if name != "mixtral"])
+@pytest.mark.parametrize("name", [name for name in SERVABLE if name != "olmoe"])
 def test_bfloat16(name: str, written: Callable[[str], Path]) -> None:
     prompts = random_prompts(LENGTHS)
     exact = transformers_logits(written(name), prompts, torch.bfloat16, compute_float32=True)

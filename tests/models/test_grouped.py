@@ -292,7 +292,6 @@ def test_nan_in_a_row_stays_in_it(isa: str) -> None:
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
-    "mlp_size": 96,
     "q_heads": 2,
     "kv_heads": 1,
     "head_dim": 32,
@@ -323,10 +322,11 @@ def logits_of(
     norm = np.ones(64, np.float32)
     core.add_layer(
         attention_norm=array_tuple(norm), mlp_norm=array_tuple(norm),
-        **{name: as_weights(name) for name in MATRICES},
+        **{name: as_weights(name) for name in ("q", "k", "v", "output")},
         q_bias=None, k_bias=None, v_bias=None, q_norm=None, k_norm=None,
         head_dim=32, rotation=0, scale=32**-0.5, window=0, softcap=0.0,
     )  # fmt: skip
+    core.add_mlp(**{name: as_weights(name) for name in ("gate", "up", "down")})
     core.set_ends(None, array_tuple(norm), as_weights("table"))
     angles = np.arange(8)[:, None, None] * np.linspace(0.1, 1, 32)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -133,7 +133,7 @@ GROUP_OF_INT16, STEPS_OF_INT16 = 512, 32767
 GROUP_OF_INT8, STEPS_OF_INT8 = 128, 127
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-odd", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama", "llama-odd", "qwen3", "mixtral-all"])
 def test_a_bfloat16_checkpoint_loses_nothing_in_a_float32_cache(
     variant: str, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,9 +168,12 @@ def _quantize_weights(model: torch.nn.Module) -> None:
     """To the nearest of 255 steps for each output."""
     with torch.no_grad():
         for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
-                step = module.weight.abs().amax(1, keepdim=True) / 127
-                module.weight.copy_((module.weight * (1 / step)).round() * step)
+            weights = [module.weight] if isinstance(module, torch.nn.Linear) else []
+            if type(module).__name__.endswith("Experts"):
+                weights = [module.gate_up_proj, module.down_proj]
+            for weight in weights:
+                step = weight.abs().amax(-1, keepdim=True) / 127
+                weight.copy_((weight * (1 / step)).round() * step)
 
 
 def _logits_of_quantized_rows(
@@ -197,24 +200,28 @@ def _logits_of_quantized_rows(
         return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
 
 
+@pytest.mark.parametrize("variant", ["llama-odd", "mixtral"])
 def test_int8_is_the_nearest_of_255_steps_for_each_output(
-    checkpoints: dict[str, Path], tmp_path: Path
+    variant: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoints["llama-odd"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[variant], dtype=torch.float32)
     _quantize_weights(model)
     model.save_pretrained(tmp_path / "steps")
     prompts = random_prompts(LENGTHS)
     expected = transformers_logits(tmp_path / "steps", prompts, torch.float32)
-    exact = load_model(checkpoints["llama-odd"], torch.float32, native=True)
-    int8 = load_model(checkpoints["llama-odd"], torch.float32, native=True, quantization="int8")
+    exact = load_model(checkpoints[variant], torch.float32, native=True)
+    int8 = load_model(checkpoints[variant], torch.float32, native=True, quantization="int8")
     actual = _run(int8, prompts)
     # What 16 bits for rows do is little beside what 8 bits for weights do.
     of_rows = worst_difference(actual, expected)
     of_weights = worst_difference(actual, _run(exact, prompts))
     assert of_rows < 1e-3
     assert of_weights > 50 * of_rows
-    table = VOCAB * 54 * 4  # the embedding stays as it is
-    assert (exact.parameter_bytes - table) == 4 * (int8.parameter_bytes - table)
+    # The embedding stays as it is, and so do routers.
+    hidden = VARIANTS[variant].hidden_size
+    router = 3 * 32 * 64 * 4 if variant == "mixtral" else 0
+    plain = VOCAB * hidden * 4 + router
+    assert (exact.parameter_bytes - plain) == 4 * (int8.parameter_bytes - plain)
 
 
 @pytest.mark.parametrize("isa", _core.cpu_isas())
@@ -377,10 +384,12 @@ def _forward(model: LoadedModel, lengths: list[int], threads: int) -> list[torch
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("variant", ["llama-odd", "qwen3-moe"])
 @pytest.mark.parametrize("isa", _core.cpu_isas())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_row_has_the_same_bits_in_every_batch(
+    variant: str,
     quantization: str,
     dtype: torch.dtype,
     isa: str,
@@ -389,7 +398,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(ISA_VARIABLE, isa)
-    path = checkpoints["llama-odd"]
+    path = checkpoints[variant]
     if dtype == torch.bfloat16:
         AutoModelForCausalLM.from_pretrained(path, dtype=dtype).save_pretrained(tmp_path)
         path = tmp_path
@@ -401,10 +410,12 @@ def test_a_row_has_the_same_bits_in_every_batch(
             assert torch.equal(_forward(model, [17, *others], threads)[0], alone)
 
 
+@pytest.mark.parametrize("variant", ["llama-odd", "qwen3-moe"])
 @pytest.mark.parametrize("isa", _core.cpu_isas())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_row_has_the_same_bits_beside_any_number_of_rows(
+    variant: str,
     quantization: str,
     dtype: torch.dtype,
     isa: str,
@@ -413,7 +424,7 @@ def test_a_row_has_the_same_bits_beside_any_number_of_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(ISA_VARIABLE, isa)
-    AutoModelForCausalLM.from_pretrained(checkpoints["llama-odd"], dtype=dtype).save_pretrained(
+    AutoModelForCausalLM.from_pretrained(checkpoints[variant], dtype=dtype).save_pretrained(
         tmp_path
     )
     model = load_model(tmp_path, dtype, native=True, quantization=quantization)
@@ -519,3 +530,33 @@ def test_other_kernels_chosen_for_attention_end_what_was_asked_for(
         with pytest.raises(ConfigurationError, match="auto is reference and sdpa here: use --"):
             LLMEngine(config)
     assert isinstance(LLMEngine(EngineConfig(max_num_seqs=2)).runner.model.network, Decoder)
+
+
+def test_only_chosen_experts_are_read_and_each_once_a_step(checkpoints: dict[str, Path]) -> None:
+    model = load_model(checkpoints["qwen3-moe"], torch.float32, native=True)
+    network = model.network
+    assert isinstance(network, NativeDecoder)
+    layers, count, chosen = 2, 9, 4  # one of three layers has an MLP
+    _forward(model, [1], threads=1)
+    assert (network.expert_reads, network.expert_rows) == (layers * chosen, layers * chosen)
+    _forward(model, [40, 30], threads=2)
+    # The last layer computes only the rows whose logits are wanted.
+    assert network.expert_rows - layers * chosen == 72 * chosen
+    assert network.expert_reads - layers * chosen <= count + 2 * chosen
+    idle = (count - chosen) * 3 * 64 * 48 * 4
+    assert network.packed_bytes - network.row_bytes == layers * idle
+
+
+def test_of_equal_experts_the_first_are_chosen(tmp_path: Path) -> None:
+    """A router of zeros says nothing: those that are never chosen may be anything."""
+    save(VARIANTS["mixtral"], tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    found = []
+    for last in (1.0, 2.0):
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.gate.weight.zero_()
+                layer.mlp.experts.down_proj[2:] = last
+        model.save_pretrained(tmp_path)
+        found += _every_row(load_model(tmp_path, torch.float32, native=True), [5, 6, 7])
+    assert torch.equal(*found)

@@ -126,7 +126,7 @@ def decoded_tokens(engine: LLMEngine) -> list[DecodedToken]:
     network = runner.model.network if isinstance(runner, ModelRunner) else None
     if not isinstance(network, NativeDecoder):
         return []
-    memory = np.ones(network.packed_bytes, np.uint8)
+    memory = np.ones(network.row_bytes, np.uint8)
     reader = _core.CpuAttention(num_threads(), os.environ.get(ISA_VARIABLE, ""))
 
     def read() -> float:

@@ -19,6 +19,7 @@ __all__ = [
     "ACTIVATIONS",
     "Activation",
     "Apart",
+    "Experts",
     "GatedMlp",
     "Joined",
     "LayerNorm",
@@ -31,6 +32,8 @@ __all__ = [
     "Projections",
     "RmsNorm",
     "RmsNormKernel",
+    "Router",
+    "StackedExperts",
     "add_and_norm",
     "gelu_new",
 ]
@@ -207,7 +210,68 @@ class PlainMlp:
         return self.down(self.activation(self.up(x)))
 
 
-Mlp = GatedMlp | PlainMlp
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Chooses experts for each row: those of its largest products with ``weight``.
+
+    ``weight``: ``[experts, hidden]``; ``normalised``: weights of the chosen add up to 1.
+    """
+
+    weight: torch.Tensor
+    chosen: int
+    normalised: bool
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and numbers of the chosen, ``[tokens, chosen]``, largest first."""
+        logits = F.linear(x, self.weight)
+        weights, ids = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), self.chosen)
+        if self.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(x.dtype), ids
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """MLPs that compute the rows that chose them, one after the other."""
+
+    router: Router
+    mlps: tuple[GatedMlp, ...]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x)
+        out = x.new_empty(*ids.shape, x.shape[1])
+        for expert in torch.unique(ids).tolist():
+            rows, ranks = torch.where(ids == expert)
+            out[rows, ranks] = self.mlps[expert](x[rows])
+        return out.mul_(weights[:, :, None]).sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """The same in three launches for all experts, without waiting for the router.
+
+    ``gate_up``: ``[experts, 2 * size, hidden]``; ``down``: ``[experts, hidden, size]``.
+    """
+
+    router: Router
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    activation: Activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x)
+        experts, order = ids.flatten().sort(stable=True)
+        numbers = torch.arange(len(self.gate_up), device=x.device)
+        ends = torch.searchsorted(experts, numbers, right=True).to(torch.int32)
+        rows = x[order // ids.shape[1]]
+        gate, up = F.grouped_mm(rows, self.gate_up.mT, offs=ends).chunk(2, dim=-1)
+        gated = self.activation(gate.contiguous()).mul_(up)
+        out = torch.empty_like(rows)
+        out[order] = F.grouped_mm(gated, self.down.mT, offs=ends)
+        return out.view(*ids.shape, -1).mul_(weights[:, :, None]).sum(1)
+
+
+Mlp = GatedMlp | PlainMlp | Experts | StackedExperts
 
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from vmserve.models.rope import RopeConfig
 __all__ = [
     "ACTIVATION_NAMES",
     "DecoderConfig",
+    "ExpertsConfig",
     "LearnedPositionsConfig",
     "NormConfig",
     "TensorNames",
@@ -48,6 +49,9 @@ class TensorNames:
     #: Up and down; or gate, up and down; or, with ``gate_up``, gate above up in one, and down.
     mlp: tuple[str, ...]
     gate_up: bool = False
+    #: Of layers with experts; the second with "{}" for an expert's number.
+    router: str = ""
+    experts: tuple[str, ...] = ()
     #: Matrices of the layers are stored as ``[in, out]``.
     transposed: bool = False
     #: A pattern for tensors that some writers add, and that are no weights.
@@ -68,6 +72,35 @@ class LearnedPositionsConfig:
     """A table of vectors whose first ``offset`` rows belong to no position."""
 
     offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Gated MLPs of which a router chooses some for each token.
+
+    It takes those of its largest products and weighs their results by the softmax of these.
+    """
+
+    count: int
+    chosen: int
+    #: What lies between up and down of one.
+    size: int
+    #: Whether the weights of the chosen add up to 1, not those of all.
+    normalised: bool
+    #: Layers that have them; the others have one MLP.
+    layers: frozenset[int]
+
+    def __post_init__(self) -> None:
+        for name in ("count", "chosen", "size"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(
+                    f"config.json: experts: {name} is {getattr(self, name)}; it must be 1 or more"
+                )
+        if self.chosen > self.count:
+            raise ConfigurationError(
+                f"config.json: num_experts_per_tok is {self.chosen:,}, but there are "
+                f"{self.count:,} experts"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +130,7 @@ class DecoderConfig:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    experts: ExpertsConfig | None = None
     #: Queries are scaled before they are rounded; ``layers`` then have a scale of 1.
     query_scale: float | None = None
     tied_embeddings: bool
@@ -150,4 +184,16 @@ class DecoderConfig:
     def activation_width(self) -> int:
         """An upper bound on the elements that live at once, per token of a step."""
         heads = 2 * (self.q_heads + 2 * self.kv_heads) * self.head_dim
-        return _HIDDEN_COPIES * self.hidden_size + heads + 3 * self.mlp_size
+        mlp = 3 * self.mlp_size
+        if self.experts is not None:
+            mlp = max(mlp, self.experts.chosen * (3 * self.experts.size + 2 * self.hidden_size))
+        return _HIDDEN_COPIES * self.hidden_size + heads + mlp
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer in self.experts.layers
+
+    def mlp_size_of(self, layer: int) -> int:
+        """What lies between up and down of a layer's MLP, or of an expert."""
+        if self.experts is None or not self.has_experts(layer):
+            return self.mlp_size
+        return self.experts.size

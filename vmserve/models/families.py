@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from vmserve.attention.base import LayerAttention
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.decoder_config import (
     DecoderConfig,
+    ExpertsConfig,
     LearnedPositionsConfig,
     NormConfig,
     TensorNames,
@@ -37,6 +39,16 @@ _PHI3_NAMES = replace(
     qkv=("self_attn.qkv_proj",),
     mlp=("mlp.gate_up_proj", "mlp.down_proj"),
     gate_up=True,
+)
+_MIXTRAL_NAMES = replace(
+    _LLAMA_NAMES,
+    router="block_sparse_moe.gate",
+    experts=tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
+)
+_QWEN3_MOE_NAMES = replace(
+    _QWEN3_NAMES,
+    router="mlp.gate",
+    experts=tuple(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")),
 )
 _OPT_NAMES = TensorNames(
     base="model.",
@@ -163,6 +175,45 @@ def _phi3(hf: Any) -> DecoderConfig:
     """Phi-3 and Phi-4 (Abdin et al. 2024): Llama with fused projections."""
     windows = (hf.sliding_window,) * max(0, hf.num_hidden_layers)
     return _llama(hf, (False, False, False), windows, _PHI3_NAMES, partial=True)
+
+
+def _mixtral(hf: Any) -> DecoderConfig:
+    """Mixtral (Jiang et al. 2024)."""
+    layers = max(0, hf.num_hidden_layers)
+    dense = _llama(hf, (False, False, False), (hf.sliding_window,) * layers, _MIXTRAL_NAMES)
+    experts = ExpertsConfig(
+        count=hf.num_local_experts,
+        chosen=hf.num_experts_per_tok,
+        size=hf.intermediate_size,
+        normalised=True,
+        layers=frozenset(range(layers)),
+    )
+    return replace(dense, experts=experts)
+
+
+def _qwen3_moe(hf: Any) -> DecoderConfig:
+    """A window is the same in all layers."""
+    count = hf.num_local_experts
+    layers = max(0, hf.num_hidden_layers)
+    windows = (hf.sliding_window,) * layers
+    biases = (hf.attention_bias, hf.attention_bias, False)
+    dense = _llama(hf, biases, windows, _QWEN3_MOE_NAMES)
+    step = hf.decoder_sparse_step
+    if step < 1:
+        raise ConfigurationError(
+            f"config.json: decoder_sparse_step is {step}; it must be 1 or more"
+        )
+    sparse = frozenset(range(step - 1, layers, step)) - set(hf.mlp_only_layers)
+    if count < 1 or not sparse:
+        return dense
+    experts = ExpertsConfig(
+        count=count,
+        chosen=hf.num_experts_per_tok,
+        size=hf.moe_intermediate_size,
+        normalised=hf.norm_topk_prob,
+        layers=sparse,
+    )
+    return replace(dense, experts=experts)
 
 
 def _opt(hf: Any) -> DecoderConfig:
@@ -295,6 +346,19 @@ def _finish_qwen(found: Fields) -> bool:
     return len(found.layer_types) == found.num_hidden_layers and _finish_mistral(found)
 
 
+def _finish_qwen3_moe(found: Fields) -> bool:
+    """The number of experts has two names, of which newer writers take ``num_local_experts``."""
+    given = {found.num_experts, found.num_local_experts} - {None}
+    if len(given) > 1:
+        return False
+    found.num_experts = found.num_local_experts = given.pop() if given else 128
+    if found.mlp_only_layers is None:
+        found.mlp_only_layers = []
+    if not found.use_sliding_window:
+        found.sliding_window = None
+    return _finish_mistral(found)
+
+
 def _finish_opt(found: Fields) -> bool:
     if found.word_embed_proj_dim is None:
         found.word_embed_proj_dim = found.hidden_size
@@ -346,6 +410,46 @@ _PHI3 = Schema(
     },
     rope=read_phi3_rope,
     finish=_finish_llama,
+)
+_MIXTRAL = Schema(
+    {
+        **_COMMON,
+        "intermediate_size": ("int", 14336),
+        "num_key_value_heads": ("int", 8),
+        "max_position_embeddings": ("int", 4096 * 32),
+        "rms_norm_eps": ("float", 1e-5),
+        "sliding_window": ("int?", None),
+        "num_experts_per_tok": ("int", 2),
+        "num_local_experts": ("int", 8),
+    },
+    rope=partial(read_rope, theta=1_000_000.0),
+    finish=_finish_mistral,
+    aliases=frozenset(("num_experts",)),
+)
+_QWEN3_MOE = Schema(
+    {
+        **_COMMON,
+        "vocab_size": ("int", 151936),
+        "hidden_size": ("int", 2048),
+        "intermediate_size": ("int", 6144),
+        "num_hidden_layers": ("int", 24),
+        "num_key_value_heads": ("int", 4),
+        "max_position_embeddings": ("int", 32768),
+        "attention_bias": ("bool", False),
+        "use_sliding_window": ("bool", False),
+        "sliding_window": ("int?", 4096),
+        "decoder_sparse_step": ("int", 1),
+        "moe_intermediate_size": ("int", 768),
+        "num_experts_per_tok": ("int", 8),
+        "num_experts": ("int?", None),
+        "num_local_experts": ("int?", None),
+        "norm_topk_prob": ("bool", False),
+        "mlp_only_layers": ("ints?", None),
+        "bos_token_id": ("int?", None),
+        "eos_token_id": ("ids", None),
+    },
+    rope=read_rope,
+    finish=_finish_qwen3_moe,
 )
 _OPT = Schema(
     {
@@ -414,6 +518,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen3ForCausalLM": Family("qwen3", _QWEN3, _qwen3),
     "Phi3ForCausalLM": Family("phi3", _PHI3, _phi3),
+    "MixtralForCausalLM": Family("mixtral", _MIXTRAL, _mixtral),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", _QWEN3_MOE, _qwen3_moe),
     "OPTForCausalLM": Family("opt", _OPT, _opt),
     "GPT2LMHeadModel": Family("gpt2", _GPT2, _gpt2),
 }

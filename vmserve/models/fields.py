@@ -26,8 +26,8 @@ _ELSEWHERE = frozenset(
     ("decoder", "generator", "mlp_layer_types", "mtp_layer_types", "partial_rotary_factor",
      "original_max_position_embeddings", "per_layer_config", "text_config", "text_encoder")
 )  # fmt: skip
-_LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
 _DEFAULT_THETA = 10_000.0
+_LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
 
 
 def _is_int(value: object) -> bool:
@@ -48,6 +48,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "ids": lambda value: (
         value is None or _is_int(value) or (type(value) is list and all(map(_is_int, value)))
     ),
+    "ints?": lambda value: value is None or (type(value) is list and all(map(_is_int, value))),
     "layer_types": lambda value: (
         value is None or (type(value) is list and _LAYER_TYPES.issuperset(map(str, value)))
     ),
@@ -120,13 +121,13 @@ _OPTIONAL: Mapping[str, frozenset[str]] = {
 }
 
 
-def _given(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+def _given(raw: Mapping[str, Any], theta: float = _DEFAULT_THETA) -> dict[str, Any] | None:
     """Read either spelling: ``rope_parameters``, or ``rope_scaling`` and ``rope_theta``."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict):
         return None
     parameters = dict(given)
-    parameters.setdefault("rope_theta", raw.get("rope_theta", _DEFAULT_THETA))
+    parameters.setdefault("rope_theta", raw.get("rope_theta", theta))
     parameters.setdefault("rope_type", parameters.get("type", "default"))
     return parameters
 
@@ -161,8 +162,11 @@ def read_phi3_rope(raw: Mapping[str, Any], found: Fields) -> dict[str, Any] | No
     return parameters if 0 < original <= found.max_position_embeddings else None
 
 
-def read_rope(raw: Mapping[str, Any], found: Fields) -> dict[str, Any] | None:
-    parameters = _given(raw)
+def read_rope(
+    raw: Mapping[str, Any], found: Fields, theta: float = _DEFAULT_THETA
+) -> dict[str, Any] | None:
+    """``theta``: the base where config.json has none."""
+    parameters = _given(raw, theta)
     if parameters is None:
         return None
     max_len = found.max_position_embeddings

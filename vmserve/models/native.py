@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -33,6 +32,7 @@ from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.weight import find_quantized
 from vmserve.models.rope import HostRotations, RopeConfig
 from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight, as_plain
+from vmserve.models.tensor_names import mlp_names
 from vmserve.threads import num_threads
 
 __all__ = ["NativeDecoder", "TimedPart", "choose_native", "load_native", "refusal"]
@@ -136,8 +136,23 @@ class NativeDecoder:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the weights of all products: what a decoded token reads of them."""
+        """Bytes of the weights of all products."""
         return self._core.weight_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """What a decoded token alone reads of them: all but the experts that are not chosen."""
+        return self._core.row_weight_bytes
+
+    @property
+    def expert_reads(self) -> int:
+        """Experts whose weights were read, added up over layers and steps."""
+        return self._core.expert_reads
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows that experts computed, added up likewise."""
+        return self._core.expert_rows
 
     @property
     def row_type(self) -> str:
@@ -234,7 +249,6 @@ def load_native(
     core = _core.CpuDecoder(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        mlp_size=config.mlp_size,
         q_heads=config.q_heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
@@ -249,6 +263,9 @@ def load_native(
     for spec in config.layers:
         with source:
             _add_layer(core, config, spec, source)
+        for modules in mlp_names(config, spec.layer):
+            with source:
+                _add_mlp(core, modules, config.mlp_size_of(spec.layer), source)
     embedding_name = f"{names.base}{names.embedding}.weight"
     head_name = embedding_name if config.tied_embeddings else f"{names.head}.weight"
     embedding = source.stored[embedding_name]
@@ -289,9 +306,6 @@ def _add_layer(
     q, k, v = source.matrices(*(f"{module}.weight" for module in qkv), sizes=sizes)
     biases = [source.vector(f"{module}.bias") for module in qkv if config.qkv_bias]
     q_bias, k_bias, v_bias = biases or (None, None, None)
-    *gate_up, down = (f"{prefix}{module}.weight" for module in names.mlp)
-    gate_weight, up_weight = source.matrices(*gate_up, sizes=(config.mlp_size, config.mlp_size))
-    [down_weight] = source.matrices(down)
     [output] = source.matrices(f"{prefix}{names.output}.weight")
     norms = [source.vector(f"{prefix}{module}.weight") for module in names.qk_norms]
     q_norm, k_norm = norms or (None, None)
@@ -307,24 +321,26 @@ def _add_layer(
         k_norm=k_norm,
         output=output,
         mlp_norm=source.vector(f"{prefix}{names.mlp_norm}.weight"),
-        gate=gate_weight,
-        up=up_weight,
-        down=down_weight,
         head_dim=config.head_dim,
         rotation=0,
         scale=spec.scale,
         window=spec.window or 0,
         softcap=spec.softcap or 0.0,
     )
+    if config.experts is not None and config.has_experts(spec.layer):
+        core.add_router(
+            weights=source.exact(f"{prefix}{names.router}.weight"),
+            count=config.experts.count,
+            chosen=config.experts.chosen,
+            normalised=config.experts.normalised,
+        )
 
 
-def _divided(matrix: Plain | Grouped, sizes: Sequence[int]) -> list[Plain | Grouped]:
-    ends = list(accumulate(sizes))
-    parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    if isinstance(matrix, Grouped):
-        return [matrix.rows(part) for part in parts]
-    array, dtype = matrix
-    return [(array[part], dtype) for part in parts]
+def _add_mlp(core: _core.CpuDecoder, modules: tuple[str, ...], size: int, source: _Source) -> None:
+    *gate_up, down = (f"{module}.weight" for module in modules)
+    gate_weight, up_weight = source.matrices(*gate_up, sizes=(size, size))
+    [down_weight] = source.matrices(down)
+    core.add_mlp(gate=gate_weight, up=up_weight, down=down_weight)
 
 
 class _Source:
@@ -371,6 +387,13 @@ class _Source:
         if len({dtype for _, dtype in plain}) > 1 or plain[0][1] not in CPU_DTYPES:
             plain = [(as_float32(*each), DType.FLOAT32) for each in plain]
         return [self._tuple(*each) for each in plain]
+
+    def exact(self, name: str) -> TensorTuple:
+        """A matrix of plain numbers."""
+        plain = as_plain(self._read(name))
+        if plain[1] not in CPU_DTYPES:
+            plain = as_float32(*plain), DType.FLOAT32
+        return self._tuple(*plain)
 
     def vector(self, name: str) -> TensorTuple:
         return self._tuple(as_float32(*as_plain(self._read(name))), DType.FLOAT32)

@@ -28,7 +28,7 @@ from vmserve.models.native import refusal
 from vmserve.models.quantized.layout import KERNEL_GROUP, WORD_BITS
 from vmserve.models.rounding import round_weights
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
-from vmserve.models.tensor_names import tensor_shapes
+from vmserve.models.tensor_names import is_router, tensor_shapes
 from vmserve.threads import num_threads
 
 __all__ = ["GROUP", "quantize"]
@@ -128,7 +128,7 @@ def _sort(
     for name, shape in tensor_shapes(network).items():
         if name.startswith(layers) and len(shape) == 2:
             module = name.removesuffix(".weight")
-            if shape[1] % GROUP:
+            if shape[1] % GROUP or is_router(network.names, module):
                 kept.append(module)
             else:
                 matrices.append(_Matrix(module, *plain.pop(name), bits))

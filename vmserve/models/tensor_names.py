@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping
 
 from vmserve.models.decoder_config import DecoderConfig, LearnedPositionsConfig, TensorNames
 
-__all__ = ["canonical_name", "is_ignorable", "tensor_shapes", "weight_name"]
+__all__ = [
+    "canonical_name",
+    "is_ignorable",
+    "is_router",
+    "mlp_names",
+    "tensor_shapes",
+    "weight_name",
+]
 
 _Shape = tuple[int, ...]
 
@@ -24,7 +31,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, _Shape]:
         shapes[weight_name(names, names.project_in)] = (hidden, width)
         shapes[weight_name(names, names.project_out)] = (width, hidden)
     for layer in range(config.num_layers):
-        shapes.update(_layer_shapes(config, names.base + names.layer.format(layer)))
+        shapes.update(_layer_shapes(config, layer))
     if config.final_norm:
         shapes.update(_norm_shapes(config, names.base + names.final_norm, hidden))
     if not config.tied_embeddings:
@@ -48,29 +55,48 @@ def weight_name(names: TensorNames, module: str) -> str:
     return f"{names.base}{module}.weight"
 
 
-def _layer_shapes(config: DecoderConfig, prefix: str) -> Iterator[tuple[str, _Shape]]:
-    names, hidden, mlp = config.names, config.hidden_size, config.mlp_size
+def is_router(names: TensorNames, module: str) -> bool:
+    return bool(names.router) and module.endswith(f".{names.router}")
+
+
+def mlp_names(config: DecoderConfig, layer: int) -> list[tuple[str, ...]]:
+    """The modules of a layer's MLP, or of each of its experts."""
+    names = config.names
+    prefix = names.base + names.layer.format(layer)
+    if config.experts is None or not config.has_experts(layer):
+        return [tuple(prefix + name for name in names.mlp)]
+    return [
+        tuple(prefix + name.format(expert) for name in names.experts)
+        for expert in range(config.experts.count)
+    ]
+
+
+def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, _Shape]]:
+    names, hidden, experts = config.names, config.hidden_size, config.experts
+    prefix = names.base + names.layer.format(layer)
     sizes: tuple[int, ...] = config.qkv_sizes
     if len(names.qkv) == 1:
         sizes = (sum(sizes),)
     linears = [
         *(
-            (name, size, hidden, config.qkv_bias)
+            (prefix + name, size, hidden, config.qkv_bias)
             for name, size in zip(names.qkv, sizes, strict=True)
         ),
-        (names.output, hidden, config.qkv_sizes[0], config.output_bias),
-        *(
-            (name, 2 * mlp if names.gate_up else mlp, hidden, config.mlp_bias)
-            for name in names.mlp[:-1]
-        ),
-        (names.mlp[-1], hidden, mlp, config.mlp_bias),
+        (prefix + names.output, hidden, config.qkv_sizes[0], config.output_bias),
     ]
+    mlp, fused = config.mlp_size_of(layer), names.gate_up
+    if experts is not None and config.has_experts(layer):
+        fused = False
+        linears.append((prefix + names.router, experts.count, hidden, False))
+    for *ups, down in mlp_names(config, layer):
+        linears += [(name, 2 * mlp if fused else mlp, hidden, config.mlp_bias) for name in ups]
+        linears.append((down, hidden, mlp, config.mlp_bias))
     yield from _norm_shapes(config, prefix + names.attention_norm, hidden)
     for name, out_features, in_features, has_bias in linears:
         shape = (in_features, out_features) if names.transposed else (out_features, in_features)
-        yield f"{prefix}{name}.weight", shape
+        yield f"{name}.weight", shape
         if has_bias:
-            yield f"{prefix}{name}.bias", (out_features,)
+            yield f"{name}.bias", (out_features,)
     for name in names.qk_norms:
         yield f"{prefix}{name}.weight", (config.head_dim,)
     yield from _norm_shapes(config, prefix + names.mlp_norm, hidden)

@@ -10,6 +10,7 @@ import torch
 from vmserve.models.blocks import (
     ACTIVATIONS,
     Apart,
+    Experts,
     GatedMlp,
     Joined,
     LayerNorm,
@@ -22,12 +23,16 @@ from vmserve.models.blocks import (
     Projections,
     RmsNorm,
     RmsNormKernel,
+    Router,
+    StackedExperts,
 )
 from vmserve.models.decoder_config import DecoderConfig, LearnedPositionsConfig
-from vmserve.models.tensor_names import weight_name
+from vmserve.models.tensor_names import mlp_names, weight_name
 
 __all__ = ["DecoderWeights", "LayerWeights", "assemble"]
 
+#: Bytes, of the rows that ``grouped_mm`` takes.
+_ALIGNMENT = 16
 _Tensors = MutableMapping[str, torch.Tensor]
 
 
@@ -78,7 +83,7 @@ def assemble(
         project_in=Linear(tensors[weight_name(names, names.project_in)]) if narrow else None,
         positions=positions,
         layers=tuple(
-            _layer(config, tensors, names.base + names.layer.format(layer), joined, norm_kernel)
+            _layer(config, tensors, layer, joined, norm_kernel)
             for layer in range(config.num_layers)
         ),
         final_norm=(
@@ -94,17 +99,18 @@ def assemble(
 def _layer(
     config: DecoderConfig,
     tensors: _Tensors,
-    prefix: str,
+    layer: int,
     joined: bool,
     norm_kernel: RmsNormKernel | None,
 ) -> LayerWeights:
     names = config.names
+    prefix = names.base + names.layer.format(layer)
     return LayerWeights(
         attention_norm=_norm(config, tensors, prefix + names.attention_norm, norm_kernel),
         project=_projections(config, tensors, prefix, joined),
         output=_linear(config, tensors, prefix + names.output),
         mlp_norm=_norm(config, tensors, prefix + names.mlp_norm, norm_kernel),
-        mlp=_mlp(config, tensors, prefix, joined),
+        mlp=_mlp(config, tensors, layer, joined),
     )
 
 
@@ -155,11 +161,43 @@ def _projections(
     )  # fmt: skip
 
 
-def _mlp(config: DecoderConfig, tensors: _Tensors, prefix: str, joined: bool) -> Mlp:
-    *first, last = (prefix + name for name in config.names.mlp)
-    down = _linear(config, tensors, last)
+def _mlp(config: DecoderConfig, tensors: _Tensors, layer: int, joined: bool) -> Mlp:
     activation = ACTIVATIONS[config.activation]
-    if not config.gated:
-        return PlainMlp(_linear(config, tensors, first[0]), down, activation)
-    sizes = (config.mlp_size, config.mlp_size)
-    return GatedMlp(_products(config, tensors, first, sizes, joined), down, activation)
+    mlps = mlp_names(config, layer)
+    if config.experts is None or not config.has_experts(layer):
+        *first, last = mlps[0]
+        down = _linear(config, tensors, last)
+        if not config.gated:
+            return PlainMlp(_linear(config, tensors, first[0]), down, activation)
+        sizes = (config.mlp_size, config.mlp_size)
+        return GatedMlp(_products(config, tensors, first, sizes, joined), down, activation)
+    names, experts = config.names, config.experts
+    weight = tensors[f"{names.base}{names.layer.format(layer)}{names.router}.weight"]
+    router = Router(weight, experts.chosen, experts.normalised)
+    sizes = (experts.size, config.hidden_size)
+    if joined and all(size * weight.itemsize % _ALIGNMENT == 0 for size in sizes):
+        gate_up = _stacked(tensors, [(gate, up) for gate, up, _ in mlps])
+        return StackedExperts(
+            router, gate_up, _stacked(tensors, [(down,) for _, _, down in mlps]), activation
+        )
+    return Experts(
+        router,
+        tuple(
+            GatedMlp(
+                _products(config, tensors, (gate, up), (experts.size, experts.size), joined=False),
+                _linear(config, tensors, down),
+                activation,
+            )
+            for gate, up, down in mlps
+        ),
+    )
+
+
+def _stacked(tensors: _Tensors, modules: Sequence[tuple[str, ...]]) -> torch.Tensor:
+    """Each item's matrices one below the other, in one tensor; taken out of ``tensors``."""
+    first = [tensors[f"{name}.weight"] for name in modules[0]]
+    rows = sum(len(weight) for weight in first)
+    stack = first[0].new_empty(len(modules), rows, first[0].shape[1])
+    for place, names in zip(stack, modules, strict=True):
+        torch.cat([tensors.pop(f"{name}.weight") for name in names], out=place)
+    return stack

@@ -19,7 +19,7 @@ from vmserve.models.gguf.repack import is_quantized, repack
 from vmserve.models.grouped import Grouped
 from vmserve.models.rope import RopeConfig
 from vmserve.models.stored_weight import Plain, as_table
-from vmserve.models.tensor_names import tensor_shapes
+from vmserve.models.tensor_names import mlp_names, tensor_shapes
 
 __all__ = ["GgufDescription", "GgufWeight", "describe", "find_weights", "unpermuted"]
 
@@ -37,7 +37,10 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
     "llama": _Architecture("LlamaForCausalLM", permuted=True),
     "qwen2": _Architecture("Qwen2ForCausalLM"),
     "qwen3": _Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": _Architecture("Qwen3MoeForCausalLM"),
 }
+#: Those whose files may have experts: the family that has them.
+_WITH_EXPERTS = {"llama": "MixtralForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 #: Of a tensor outside the layers: its module, below ``base`` but for the head.
 _ENDS = {"token_embd": "embed_tokens", "output_norm": "norm"}
 _LAYER = {
@@ -53,6 +56,9 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+#: Of layers with experts: the router, and the experts' matrices one after the other.
+_ROUTER = "ffn_gate_inp"
+_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 #: Tensors that are no weights: the first is part of the configuration.
@@ -88,10 +94,12 @@ class GgufWeight:
     file: GgufFile
     tensor: GgufTensor
     heads: int = 0
+    #: Which of the matrices that the tensor has one after the other; None: it is one.
+    part: int | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.tensor.num_bytes
+        return self.tensor.num_bytes // (1 if self.part is None else self.tensor.shape[0])
 
     def read(self) -> Plain | Grouped:
         raw, block_type = self._raw(), self.tensor.type
@@ -102,7 +110,7 @@ class GgufWeight:
                     self._refuse_infinite(factors.coarse)
             return grouped
         dtype, element = _PLAIN[block_type.name]
-        found = raw.view(element).reshape(self.tensor.shape)
+        found = raw.view(element).reshape(self.tensor.shape[0 if self.part is None else 1 :])
         if found.ndim == 1 and dtype is not DType.BFLOAT16:
             self._refuse_infinite(found)
         return found, dtype
@@ -131,6 +139,9 @@ class GgufWeight:
     def _raw(self) -> NDArray[np.uint8]:
         """Its rows in the decoder's order, ``[rows, bytes of a row]``; a vector is one row."""
         raw = self.file.raw(self.tensor)
+        if self.part is not None:
+            rows = self.tensor.shape[1]
+            return raw[self.part * rows : (self.part + 1) * rows]
         if len(self.tensor.shape) > 1:
             return unpermuted(raw, self.heads)
         elements = raw.reshape(-1, self.tensor.type.num_bytes)
@@ -197,31 +208,34 @@ def find_weights(model: GgufModel, config: DecoderConfig) -> dict[str, GgufWeigh
     the wrong shape, and names them as the file does.
     """
     architecture = _ARCHITECTURES[model.metadata.string("general.architecture")]
-    names = _names(config.num_layers)
     shapes = tensor_shapes(config)
-    ours = {stored: name for name, stored in names.items() if name in shapes}
+    places = {name: place for name, place in _places(config).items() if name in shapes}
+    wanted = {stored for stored, _ in places.values()}
     ignored = _NO_WEIGHTS | {
         f"blk.{layer}.attn_rot_embd.weight" for layer in range(config.num_layers)
     }
-    missing = sorted(stored for stored in ours if stored not in model.tensors)
+    missing = sorted(stored for stored in wanted if stored not in model.tensors)
     if missing:
         raise ConfigurationError(
             f"{model.path.name} lacks {len(missing):,} tensors that its metadata imply: "
             f"{_listed(missing)}; fetch the model again"
         )
-    surplus = sorted(name for name in model.tensors if name not in ours and name not in ignored)
+    surplus = sorted(model.tensors.keys() - wanted - ignored)
     if surplus:
         raise UnsupportedError(
             f"{model.path.name} has {len(surplus):,} tensors that its architecture does not have "
             f"here: {_listed(surplus)}"
         )
     found = {}
-    for stored, name in ours.items():
+    for name, (stored, part) in places.items():
         file, tensor = model.tensors[stored]
-        if tensor.shape != shapes[name]:
+        shape = shapes[name]
+        if part is not None and config.experts is not None:
+            shape = (config.experts.count, *shape)
+        if tensor.shape != shape:
             raise ConfigurationError(
                 f"{file.path.name}: tensor {stored} has shape {list(tensor.shape)}, but the "
-                f"metadata imply {list(shapes[name])}: fetch the model again"
+                f"metadata imply {list(shape)}: fetch the model again"
             )
         if len(tensor.shape) == 1 and tensor.type.num_elements > 1:
             raise UnsupportedError(
@@ -229,7 +243,7 @@ def find_weights(model: GgufModel, config: DecoderConfig) -> dict[str, GgufWeigh
                 "supported, vectors are F32, F16 or BF16"
             )
         heads = {"q": config.q_heads, "k": config.kv_heads}.get(_q_or_k(stored), 0)
-        found[name] = GgufWeight(file, tensor, heads if architecture.permuted else 0)
+        found[name] = GgufWeight(file, tensor, heads if architecture.permuted else 0, part)
     return {name: found[name] for name in shapes}
 
 
@@ -237,15 +251,24 @@ def _q_or_k(stored: str) -> str:
     return stored.split(".")[-2].removeprefix("attn_")
 
 
-def _names(num_layers: int) -> dict[str, str]:
-    """Our names, and the file's."""
-    names = {f"model.{ours}.weight": f"{theirs}.weight" for theirs, ours in _ENDS.items()}
-    names["lm_head.weight"] = "output.weight"
-    for layer in range(num_layers):
+def _places(config: DecoderConfig) -> dict[str, tuple[str, int | None]]:
+    """Our names; the file's, and which of a tensor's parts."""
+    places: dict[str, tuple[str, int | None]] = {
+        f"model.{ours}.weight": (f"{theirs}.weight", None) for theirs, ours in _ENDS.items()
+    }
+    places["lm_head.weight"] = "output.weight", None
+    for layer in range(config.num_layers):
         for theirs, ours in _LAYER.items():
             for kind in ("weight", "bias"):
-                names[f"model.layers.{layer}.{ours}.{kind}"] = f"blk.{layer}.{theirs}.{kind}"
-    return names
+                name = f"model.layers.{layer}.{ours}.{kind}"
+                places[name] = f"blk.{layer}.{theirs}.{kind}", None
+        if config.has_experts(layer):
+            router = f"model.layers.{layer}.{config.names.router}.weight"
+            places[router] = f"blk.{layer}.{_ROUTER}.weight", None
+            for part, names in enumerate(mlp_names(config, layer)):
+                for ours, theirs in zip(names, _EXPERTS, strict=True):
+                    places[f"{ours}.weight"] = f"blk.{layer}.{theirs}.weight", part
+    return places
 
 
 def _listed(names: list[str]) -> str:
@@ -265,10 +288,21 @@ class _Fields:
         self._windowed = self._size("attention.sliding_window", 0, least=0) > 0
         self.family = architecture.family
         if self._windowed:
-            if architecture.family != "LlamaForCausalLM":
+            if name != "llama":
                 raise self._unsupported("attention.sliding_window")
             self.family = "MistralForCausalLM"
-        for key in ("expert_count", "rope.dimension_sections", "attention.causal"):
+        self._num_experts = self._size("expert_count", 0, least=0)
+        if self._num_experts:
+            if name not in _WITH_EXPERTS:
+                raise self._unsupported("expert_count")
+            self.family = _WITH_EXPERTS[name]
+        for key in (
+            "expert_shared_count",
+            "expert_gating_func",
+            "expert_weights_scale",
+            "rope.dimension_sections",
+            "attention.causal",
+        ):
             if f"{name}.{key}" in self._file and self._scalar(key) not in (0, True):
                 raise self._unsupported(key)
 
@@ -334,8 +368,14 @@ class _Fields:
         if self.family == "LlamaForCausalLM":
             config["attention_bias"] = "blk.0.attn_q.bias" in self._model.tensors
             config["mlp_bias"] = "blk.0.ffn_up.bias" in self._model.tensors
-        if self.family == "MistralForCausalLM":
+        if self._windowed:
             config["sliding_window"] = self._size("attention.sliding_window")
+        if self._num_experts:
+            config["num_local_experts"] = self._num_experts
+            config["num_experts_per_tok"] = self._size("expert_used_count")
+        if self.family == "Qwen3MoeForCausalLM":
+            config["moe_intermediate_size"] = self._size("expert_feed_forward_length")
+            config["norm_topk_prob"] = True
         _refuse_outside(self._file, config["vocab_size"], [config["bos_token_id"]])
         return config
 
@@ -448,8 +488,12 @@ def _refuse_outside(file: GgufFile, vocab_size: int, ids: list[Any]) -> None:
 
 
 def _dtype(model: GgufModel) -> DType:
-    """Norms are always float32, and say nothing."""
-    types = {tensor.type.name for _, tensor in model.tensors.values() if len(tensor.shape) > 1}
+    """Norms and routers are always float32, and say nothing."""
+    types = {
+        tensor.type.name
+        for name, (_, tensor) in model.tensors.items()
+        if len(tensor.shape) > 1 and f".{_ROUTER}." not in name
+    }
     [only] = types if len(types) == 1 else ("mixed",)
     dtype, _ = _PLAIN.get(only, (DType.BFLOAT16, None))
     return dtype
