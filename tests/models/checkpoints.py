@@ -48,6 +48,10 @@ def phi3(**changes: Any) -> PreTrainedConfig:
     return Phi3Config(**{**_SMALL, "pad_token_id": 0, **changes})
 
 
+def qwen3_moe(**changes: Any) -> PreTrainedConfig:
+    return Qwen3MoeConfig(**{**_SMALL, "head_dim": 24, "moe_intermediate_size": 48, **changes})
+
+
 def opt(**changes: Any) -> PreTrainedConfig:
     small = {"vocab_size": VOCAB, "hidden_size": 48, "ffn_dim": 80, "num_hidden_layers": 3,
              "num_attention_heads": 4, "max_position_embeddings": CONTEXT}  # fmt: skip
@@ -104,29 +108,13 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     ),
     "mixtral": MixtralConfig(**_SMALL, num_local_experts=5),
     "mixtral-window": MixtralConfig(**_SMALL, num_local_experts=2, sliding_window=7, head_dim=20),
-    "qwen3-moe": Qwen3MoeConfig(
-        **_SMALL,
-        head_dim=20,
-        num_experts=7,
-        num_experts_per_tok=3,
-        moe_intermediate_size=24,
-        mlp_only_layers=[1],
-        norm_topk_prob=True,
+    "qwen3-moe": qwen3_moe(
+        num_experts=7, num_experts_per_tok=3, mlp_only_layers=[1], norm_topk_prob=True
     ),
-    "qwen3-moe-sparse": Qwen3MoeConfig(
-        **_SMALL,
-        head_dim=16,
-        num_experts=3,
-        moe_intermediate_size=40,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-    ),
-    "qwen3-moe-steps": Qwen3MoeConfig(
-        **_SMALL,
-        head_dim=32,
+    "qwen3-moe-sparse": qwen3_moe(num_experts=3, num_experts_per_tok=2, norm_topk_prob=True),
+    "qwen3-moe-steps": qwen3_moe(
         num_experts=4,
         num_experts_per_tok=4,
-        moe_intermediate_size=40,
         decoder_sparse_step=2,
         attention_bias=True,
         use_sliding_window=True,
@@ -178,20 +166,14 @@ NATIVE: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**_WIDER, num_local_experts=5),
     # Every expert is chosen: rounding changes none of the choices.
     "mixtral-all": MixtralConfig(**_WIDER, num_local_experts=3, num_experts_per_tok=3),
-    "qwen3-moe": Qwen3MoeConfig(
-        **_WIDER,
-        head_dim=24,
-        num_experts=9,
-        num_experts_per_tok=4,
-        moe_intermediate_size=48,
-        mlp_only_layers=[1],
+    "qwen3-moe": qwen3_moe(
+        hidden_size=64, num_experts=9, num_experts_per_tok=4, mlp_only_layers=[1]
     ),
-    "qwen3-moe-normalised": Qwen3MoeConfig(
-        **{**_WIDER, "hidden_size": 56},
-        head_dim=24,
+    "qwen3-moe-normalised": qwen3_moe(
+        hidden_size=56,
+        moe_intermediate_size=52,
         num_experts=6,
         num_experts_per_tok=3,
-        moe_intermediate_size=52,
         norm_topk_prob=True,
         decoder_sparse_step=2,
     ),

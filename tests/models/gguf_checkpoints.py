@@ -167,8 +167,8 @@ def _llama3_factors(rope: RopeConfig) -> np.ndarray[Any, Any]:
     context = parameters["original_max_position_embeddings"]
     low, high = (context / parameters[f"{name}_freq_factor"] for name in ("low", "high"))
     factors = []
-    for dimension in range(rope.head_dim // 2):
-        period = parameters["rope_theta"] ** (2 * dimension / rope.head_dim)
+    for dimension in range(rope.rotary_dim // 2):
+        period = parameters["rope_theta"] ** (2 * dimension / rope.rotary_dim)
         wavelength = 2 * np.pi * period
         if wavelength < high:
             factors.append(1.0)

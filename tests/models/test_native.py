@@ -558,5 +558,5 @@ def test_of_equal_experts_the_first_are_chosen(tmp_path: Path) -> None:
                 layer.mlp.gate.weight.zero_()
                 layer.mlp.experts.down_proj[2:] = last
         model.save_pretrained(tmp_path)
-        found += _every_row(load_model(tmp_path, torch.float32, native=True), [5, 6, 7])
+        found += every_row(load_model(tmp_path, torch.float32, native=True), [5, 6, 7])
     assert torch.equal(*found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -341,6 +342,15 @@ def _add_mlp(core: _core.CpuDecoder, modules: tuple[str, ...], size: int, source
     gate_weight, up_weight = source.matrices(*gate_up, sizes=(size, size))
     [down_weight] = source.matrices(down)
     core.add_mlp(gate=gate_weight, up=up_weight, down=down_weight)
+
+
+def _divided(matrix: Plain | Grouped, sizes: Sequence[int]) -> list[Plain | Grouped]:
+    ends = list(accumulate(sizes))
+    parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    if isinstance(matrix, Grouped):
+        return [matrix.rows(part) for part in parts]
+    array, dtype = matrix
+    return [(array[part], dtype) for part in parts]
 
 
 class _Source:
