@@ -310,6 +310,11 @@ class KVMemory:
     def apply_step(
         self, grows: NDArray[np.int64], version: int, ops: Sequence[_Op] = ()
     ) -> int: ...
+    def keep(
+        self,
+        seqs: Sequence[int] | NDArray[np.int64],
+        lengths: Sequence[int] | NDArray[np.int64],
+    ) -> None: ...
     def append_tokens(
         self,
         seqs: Sequence[int] | NDArray[np.int64],

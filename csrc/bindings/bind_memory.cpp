@@ -43,15 +43,18 @@ std::vector<Op> as_ops(const std::vector<OpTuple>& tuples) {
   return ops;
 }
 
-// `grows`: int64 [n, 3] of (sequence, tokens, first token). An array, because every step passes it.
+// `grows`: int64 [n, 3] of (sequence, tokens, first token), or [n, 4] with the number of drafted
+// tokens. An array, because every step passes it.
 void append_grows(std::vector<Op>& ops, const Ints& grows) {
-  if (grows.ndim() != 2 || grows.shape(1) != 3) {
-    throw MisuseError("grows must be an int64 array of shape [n, 3]");
+  if (grows.ndim() != 2 || (grows.shape(1) != 3 && grows.shape(1) != 4)) {
+    throw MisuseError("grows must be an int64 array of shape [n, 3] or [n, 4]");
   }
+  const bool has_drafts = grows.shape(1) == 4;
   const auto rows = grows.unchecked<2>();
   ops.reserve(ops.size() + static_cast<std::size_t>(rows.shape(0)));
   for (py::ssize_t i = 0; i < rows.shape(0); ++i) {
     ops.push_back({OpKind::kGrow, static_cast<SeqId>(rows(i, 0)), rows(i, 1), rows(i, 2)});
+    if (has_drafts) ops.back().num_drafted = rows(i, 3);
   }
 }
 
@@ -259,6 +262,15 @@ void bind_sequences(py::class_<KVMemory>& memory) {
             return self.apply(ops, version);
           },
           py::arg("grows"), py::arg("version"), py::arg("ops") = std::vector<OpTuple>())
+      .def(
+          "keep",
+          [](KVMemory& self, const Ints& seqs, const Ints& lengths) {
+            const std::vector<SeqId> ids = narrow(seqs);
+            const std::vector<std::int64_t> ends{lengths.data(), lengths.data() + lengths.size()};
+            const py::gil_scoped_release no_gil;
+            self.keep(ids, ends);
+          },
+          py::arg("seqs"), py::arg("lengths"))
       .def(
           "append_tokens",
           [](KVMemory& self, const Ints& seqs, const Ints& tokens) {

@@ -72,14 +72,21 @@ Tokens as_tokens(const py::object& items) {
   return tokens;
 }
 
-// A row's prompt and output tokens.
+// A row's prompt and output tokens; drafted ones are the end of the output.
 struct Known {
-  py::object tokens;
-  std::int64_t num_prompt, size;
+  py::object tokens, drafted;
+  std::int64_t num_prompt, size, num_drafted;
 
-  std::int64_t num_output() const { return size - num_prompt; }
+  std::int64_t num_output() const { return size - num_prompt + num_drafted; }
   Tokens prompt() const { return slice(0, num_prompt); }
-  Tokens output() const { return slice(num_prompt, size); }
+  Tokens output() const {
+    Tokens result = slice(num_prompt, size);
+    if (num_drafted > 0) {
+      const Tokens rest = as_tokens(drafted);
+      result.insert(result.end(), rest.begin(), rest.end());
+    }
+    return result;
+  }
 
  private:
   Tokens slice(std::int64_t begin, std::int64_t end) const {
@@ -118,13 +125,14 @@ class RowReader {
 
  private:
   Known read_known(py::handle row) const {
-    py::object tokens = tokens_.of(row);
+    py::object tokens = tokens_.of(row), drafted = drafted_.of(row);
     const std::int64_t size = size_of(tokens), num_prompt = as_int(num_prompt_.of(row));
+    const std::int64_t num_drafted = size_of(drafted);
     if (num_prompt < 0 || num_prompt > size) {
       throw MisuseError("a row of " + std::to_string(size) + " tokens has no prompt of " +
                         std::to_string(num_prompt));
     }
-    return {std::move(tokens), num_prompt, size};
+    return {std::move(tokens), std::move(drafted), num_prompt, size, num_drafted};
   }
 
   void read_logprobs(const py::object& params, RowRequest& request) const {
@@ -202,7 +210,7 @@ class RowReader {
   double greedy_below_;
   std::int64_t vocab_;
   Attribute params_{"params"}, seed_{"seed"}, index_{"index"}, tokens_{"tokens"},
-      num_prompt_{"num_prompt"}, stop_ids_{"stop_ids"}, bad_words_{"bad_words"}, mask_{"mask"};
+      num_prompt_{"num_prompt"}, drafted_{"drafted"}, stop_ids_{"stop_ids"}, bad_words_{"bad_words"}, mask_{"mask"};
   Attribute temperature_{"temperature"}, top_k_{"top_k"}, top_p_{"top_p"}, min_p_{"min_p"},
       logprobs_{"logprobs"}, listed_{"logprob_token_ids"}, bias_{"logit_bias"},
       allowed_{"allowed_token_ids"}, min_tokens_{"min_tokens"}, repetition_{"repetition_penalty"},

@@ -47,6 +47,19 @@ void Background::complete(Epoch epoch, bool sealed) {
   restore_write_access();
 }
 
+void Background::keep(SeqId id, std::int64_t length) {
+  Sequence& seq = seqs_[id];
+  seq.kv.length = length;
+  for (auto record = ledger_.records.rbegin(); record != ledger_.records.rend(); ++record) {
+    for (WrittenRange& written : record->written) {
+      if (written.seq != id || written.generation != seq.generation) continue;
+      written.length = length;
+      return;
+    }
+  }
+  ledger_.seal(id, length);  // its pages become read-only with the next epoch
+}
+
 void Background::apply_finished_work() {
   if (!marks_.empty()) apply_reached_marks();
   if (!copies_in_flight_.empty()) apply_finished_copies();

@@ -157,6 +157,26 @@ void KVMemory::append_tokens(const std::vector<SeqId>& seqs,
   }
 }
 
+void KVMemory::keep(const std::vector<SeqId>& seqs, const std::vector<std::int64_t>& lengths) {
+  const auto lock = enter();
+  require(seqs.size() == lengths.size(),
+          [&] { return std::string("keep needs one length per sequence"); });
+  for (std::size_t i = 0; i < seqs.size(); ++i) {
+    const Sequence& seq = ledger_.open_seq(seqs[i]);
+    const std::int64_t blocks = seq.kv.view == View::kVirtual
+                                    ? ledger_.pages_for(lengths[i]) * config_.blocks_per_page
+                                    : ledger_.blocks_for(lengths[i]);
+    require(!seq.kv.swapped && lengths[i] >= seq.kv.length &&
+                blocks <= static_cast<std::int64_t>(seq.kv.blocks.size()),
+            [&] {
+              return "sequence " + std::to_string(seqs[i]) + " of " + with_commas(seq.kv.length) +
+                     " tokens was not grown to " + with_commas(lengths[i]);
+            });
+  }
+  for (std::size_t i = 0; i < seqs.size(); ++i) background_.keep(seqs[i], lengths[i]);
+  ++ledger_.version;
+}
+
 std::int64_t KVMemory::match(SeqId id) const {
   const auto lock = enter();
   return ledger_.num_matched(ledger_.open_seq(id)) * config_.block_tokens;
@@ -319,7 +339,7 @@ void KVMemory::commit(Change& change) {
   for (const Op& op : change.grows) {
     Sequence& seq = seqs_[op.seq];
     const std::int64_t before = seq.kv.length;
-    seq.kv.length = std::max(before, op.num_tokens);
+    seq.kv.length = std::max(before, op.kept_tokens());
     record.written.push_back({op.seq, seq.generation, before, seq.kv.length});
   }
   ledger_.records.push_back(std::move(record));

@@ -24,7 +24,9 @@ void Planner::validate(const std::vector<Op>& ops) const {
     if (op.kind == OpKind::kGrow) {
       require(seen[op.seq] != 2 && (!seq.kv.swapped || seen[op.seq] == 1),
               [&] { return name(op.seq) + " is swapped out"; });
-      require(op.first_token >= 0 && op.first_token <= std::max(op.num_tokens, seq.kv.length),
+      require(op.num_drafted >= 0 && op.num_drafted <= op.num_tokens,
+              [&] { return name(op.seq) + " grows by fewer tokens than are drafted"; });
+      require(op.first_token >= 0 && op.first_token <= std::max(op.kept_tokens(), seq.kv.length),
               [&] { return name(op.seq) + " cannot drop tokens that it does not have"; });
       continue;
     }
@@ -82,7 +84,9 @@ std::vector<Op> Planner::merge_grows(const std::vector<Op>& ops) const {
       at = static_cast<std::int32_t>(result.size());
       result.push_back(op);
     } else {
+      const std::int64_t kept = std::max(result[at].kept_tokens(), op.kept_tokens());
       result[at].num_tokens = std::max(result[at].num_tokens, op.num_tokens);
+      result[at].num_drafted = result[at].num_tokens - kept;
       result[at].first_token = std::max(result[at].first_token, op.first_token);
     }
   }

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tests.memory.model import Model
 from tests.memory.model_types import (
     NO_BLOCK,
+    VALUES_PER_TENANT,
     Kind,
     Observation,
     Op,
@@ -45,6 +46,14 @@ REFUSALS = (DriverError, OutOfMemoryError)
 
 def as_view(paged: bool) -> View:
     return View.PAGED if paged else View.VIRTUAL
+
+
+def as_step(ops: Sequence[Op]) -> tuple[NDArray[np.int64], list[Any]]:
+    """`ops` as the core takes them in a step: growths as an array, and the others."""
+    grows = [op for op in ops if op.kind is Kind.GROW]
+    rows = [(op.seq, op.num_tokens, op.first_token, op.num_drafted) for op in grows]
+    others = [as_tuple(op) for op in ops if op.kind is not Kind.GROW]
+    return np.array(rows, np.int64).reshape(-1, 4), others
 
 
 def as_tuple(op: Op) -> tuple[OpKind, int, int, int, int, View]:
@@ -215,7 +224,7 @@ class Rig:
 
     def plan(self, ops: Sequence[Op]) -> Any:
         stats = self.see_copies()
-        plan = self.core.plan([as_tuple(op) for op in ops])
+        plan = self.core.plan_step(*as_step(ops))
         self.quiet()
         after = self.core.stats()
         attaches = any(op.kind is Kind.ATTACH for op in ops)
@@ -283,9 +292,8 @@ class Rig:
         read_late = [b for b, e in self.model.waiting.items() if e > self.model.completed]
         read_late += self.model.copied
         contents = [self.arena(group)[read_late] for group in range(GROUPS)]
-        epoch = self.under(
-            fault, lambda: self.core.apply([as_tuple(op) for op in ops], plan.version)
-        )
+        rows, others = as_step(ops)
+        epoch = self.under(fault, lambda: self.core.apply_step(rows, plan.version, others))
         for group in range(GROUPS):
             late = self.arena(group)[read_late]
             assert (late == contents[group]).all(), f"one of {read_late} changed, which wait"
@@ -327,6 +335,13 @@ class Rig:
         self.faults.disarm()
         self.values.pop(seq, None)
         self.model.release(seq, self.observe)
+
+    def keep(self, lengths: dict[int, int]) -> None:
+        """Accept drafts; what belongs there is written now, and not by the step that drafted."""
+        for seq, length in lengths.items():
+            self.write(Write(seq, self.model.begun, self.model.seqs[seq].length, length))
+        self.core.keep(list(lengths), list(lengths.values()))
+        self.model.keep(lengths, self.observe)
 
     def append(self, seqs: Sequence[int]) -> None:
         self.core.append_tokens(list(seqs), [self.model.append_token(seq) for seq in seqs])
@@ -408,11 +423,16 @@ class Rig:
         positions = np.arange(write.start, write.stop)
         for group in range(GROUPS):
             values = self.expected(write.seq)[group, positions, None]
+            if write.drafted:  # what another answer would have had there
+                values = values[::-1] % VALUES_PER_TENANT + self.first_value(write.seq)
             if seen.slot is not None:
                 self.slot(seen.slot, group)[positions] = values
             else:
                 blocks = np.array(seen.blocks)[positions // shape.block_tokens]
                 self.arena(group)[blocks, positions % shape.block_tokens] = values
+
+    def first_value(self, seq: int) -> int:
+        return self.model.seqs[seq].tenant * VALUES_PER_TENANT + 1
 
     def check_contents(self) -> None:
         """Every sequence reads back what it wrote or took over, in every view that it has."""

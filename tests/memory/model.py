@@ -18,7 +18,7 @@ is the right block. Each tenant has its own range of values: one byte tells whos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tests.memory.model_laws import Laws
@@ -95,6 +95,8 @@ class Model(Laws):
         for seq, model in self.seqs.items():
             for write in [write for write in model.writes if write.epoch <= epoch]:
                 model.writes.remove(write)
+                if write.drafted:
+                    continue
                 worth = write.stop if model.seal_limit is None else model.seal_limit
                 model.sealed = max(model.sealed, min(write.stop, worth))
                 if write.own and not model.swapped:
@@ -116,6 +118,8 @@ class Model(Laws):
         for model in self.seqs.values():
             for write in [write for write in model.writes if write.epoch <= epoch]:
                 model.writes.remove(write)
+                if write.drafted:
+                    continue
                 if model.seal_limit is None or write.start < model.seal_limit:
                     model.seal_limit = write.start
         self._over(epoch, after)
@@ -312,6 +316,7 @@ class Model(Laws):
             self.copies.append(copied)
             for block in copied:
                 self.copied[block] = self.copied.get(block, 0) + 1
+        self._forget_drafts()
         others = {op.seq: op for op in ops if op.kind is not Kind.GROW}
         for op in others.values():
             self._do(op)
@@ -322,6 +327,10 @@ class Model(Laws):
         concerned = {op.seq for op in ops}
         self._accept(after, concerned, last_reader=earlier, ops=others, may_pack=True)
         self._sliding = set()
+        for op in ops:
+            drafts = op.kind is Kind.GROW and op.num_drafted
+            room = len(after.seqs[op.seq].blocks) * self.shape.block_tokens
+            expect(not drafts or room >= op.num_tokens, f"{op}: no room for what is drafted")
         writes = [w for model in self.seqs.values() for w in model.writes if w.epoch == epoch]
         for write in writes:
             block = after.seqs[write.seq].blocks[write.start // self.shape.block_tokens]
@@ -349,9 +358,32 @@ class Model(Laws):
     def _grow(self, op: Op, epoch: int) -> None:
         model = self.seqs[op.seq]
         model.first = max(model.first, op.first_token)
-        if op.num_tokens > model.length:
-            model.writes.append(Write(op.seq, epoch, model.length, op.num_tokens))
-            model.length = op.num_tokens
+        kept = op.num_tokens - op.num_drafted
+        if kept > model.length:
+            model.writes.append(Write(op.seq, epoch, model.length, kept))
+            model.length = kept
+        if op.num_drafted:
+            model.writes.append(Write(op.seq, epoch, kept, op.num_tokens, drafted=True))
+            model.room = op.num_tokens
+
+    def keep(self, lengths: Mapping[int, int], look: Callable[[], Observation]) -> None:
+        """Drafted positions before these lengths hold what belongs there."""
+        sealing = {}
+        for seq, length in lengths.items():
+            model = self.seqs[seq]
+            expect(model.length <= length <= model.room, "what was not drafted cannot be kept")
+            model.room, model.length = 0, length
+            own = [write for write in model.writes if write.own and not write.drafted]
+            if own:  # its epoch runs
+                model.writes[model.writes.index(own[-1])] = replace(own[-1], stop=length)
+                continue
+            worth = length if model.seal_limit is None else min(length, model.seal_limit)
+            model.sealed = model.surely_sealed = max(model.sealed, worth)
+            sealing[seq] = max(model.published, model.maybe_published)
+        self._accept(look(), concerned=set(), last_reader=self.begun)
+        for seq, first in sealing.items():
+            self._may_publish(seq)
+            self._must_publish(seq, first)
 
     def _do(self, op: Op) -> None:
         model = self.seqs[op.seq]
@@ -391,7 +423,13 @@ class Model(Laws):
         """Something happened that concerns no sequence: trim, limit, mapper, plan, cache."""
         self._accept(after, concerned=set(), last_reader=self.begun)
 
+    def _forget_drafts(self) -> None:
+        """What was not kept by now cannot be kept any more."""
+        for model in self.seqs.values():
+            model.room = 0
+
     def compact(self, after: Observation) -> None:
+        self._forget_drafts()
         for seq, seen in self.seen.seqs.items():
             for index, (old, new) in enumerate(
                 zip(seen.blocks, after.seqs[seq].blocks, strict=True)

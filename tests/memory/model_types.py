@@ -42,6 +42,8 @@ class Op:
     first_token: int = 0
     other: int = -1
     paged: bool = False
+    #: The last positions of a growth that count for nothing unless they are kept.
+    num_drafted: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Write:
     start: int
     stop: int
     own: bool = True  # not inherited by a fork
+    drafted: bool = False  # nothing of it is sealed
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,9 @@ class ModelSequence:
     published: int = 0
     #: And perhaps of so many.
     maybe_published: int = 0
+
+    #: Up to here it has room for positions that can be kept.
+    room: int = 0
 
     def key(self, end: int) -> Key:
         return (self.tenant, self.salt, self.weights, tuple(self.stream[:end]))

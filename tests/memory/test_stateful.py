@@ -112,7 +112,8 @@ class MemoryMachine(RuleBasedStateMachine):
         to = data.draw(st.one_of(st.integers(least, most), st.just(most)), label="tokens")
         windowed = data.draw(st.sampled_from([False, False, False, True]), label="window")
         first = data.draw(st.integers(model.first, length), label="first") if windowed else 0
-        return [Op(Kind.GROW, seq, to, first)]
+        drafted = data.draw(st.sampled_from([0, 0, 0, min(5, shape.max_len - to)]), label="drafted")
+        return [Op(Kind.GROW, seq, to + drafted, first, num_drafted=drafted)]
 
     def draw_ops(self, data: st.DataObject, seq: int) -> list[Op]:
         """What a plan may hold for one sequence: at most one op, and a growth."""
@@ -196,6 +197,37 @@ class MemoryMachine(RuleBasedStateMachine):
             self.append(growing)
             if completes:
                 self.rig.complete(model.begun)
+            self.rig.check()
+
+    @precondition(lambda self: self.rig.model.seqs)
+    @rule(data=st.data(), steps=st.integers(1, 4), completes=st.booleans(), fault=FAULTS)
+    def speculate(
+        self, data: st.DataObject, steps: int, completes: bool, fault: Fault | None
+    ) -> None:
+        """Decode with drafts, of which some tokens are kept, before or after the step is over."""
+        model, max_len = self.rig.model, self.rig.options.shape.max_len
+        for _ in range(steps):
+            drafted = {}
+            for seq in self.seqs:
+                room = max_len - model.seqs[seq].length - 1
+                if self.is_open(seq) and room >= 0:
+                    drafted[seq] = data.draw(st.integers(0, min(7, room)), label="drafted")
+            lengths = {seq: model.seqs[seq].length + 1 for seq in drafted}
+            ops = [
+                Op(Kind.GROW, seq, lengths[seq] + num, num_drafted=num)
+                for seq, num in drafted.items()
+            ]
+            if not ops or not self.rig.step(ops, fault):
+                break
+            if completes:
+                self.rig.complete(model.begun)
+            self.append(list(drafted))
+            kept = {seq: data.draw(st.integers(0, num)) for seq, num in drafted.items() if num}
+            for seq, num in kept.items():
+                for _ in range(num):
+                    self.append([seq])
+            if kept:
+                self.rig.keep({seq: lengths[seq] + num for seq, num in kept.items()})
             self.rig.check()
 
     def append(self, seqs: list[int]) -> None:

@@ -81,7 +81,8 @@ class CountingMemory:
     def plan(
         self, growths: Sequence[Growth] | NDArray[np.int64], ops: Sequence[MemoryOp] = ()
     ) -> MemoryPlan | Shortfall:
-        rows = np.asarray(growths, dtype=np.int64).reshape(-1, 3)
+        rows = np.asarray(growths, dtype=np.int64)
+        rows = rows.reshape(-1, rows.shape[1] if rows.ndim == 2 else 4)
         assert all(self._is_legal(op) for op in ops)
         parents = {op.seq: op for op in ops if isinstance(op, Fork)}
         back = {op.seq: self.swapped[op.seq] for op in ops if isinstance(op, SwapIn)}

@@ -7,7 +7,7 @@ and :mod:`vmserve.engine.step` tells the scheduler.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,6 +31,7 @@ __all__ = ["Accepted", "TokenAcceptor"]
 #: For each beam of a step the tokens that its grammar allows, or None. Empty: no beam has a
 #: grammar.
 Masks: TypeAlias = "tuple[()] | list[NDArray[np.bool_] | None]"
+_NOTHING: Iterator[int] = iter(())
 
 
 class Accepted(NamedTuple):
@@ -102,7 +103,7 @@ class TokenAcceptor:
             self._score_prompts(logits, sampler)
         if logits.pooled_rows:
             self._pool_prompts(logits)
-        yield self._append(logits.samplers, samples, now)
+        yield self._append(logits.samplers, samples, now, logits.drafts)
         if logits.beams:
             for request in self._take_candidates(logits, sampler, masks):
                 yield self._advance(request, now)
@@ -131,16 +132,27 @@ class TokenAcceptor:
     # -- tokens -------------------------------------------------------------------------
 
     def _append(
-        self, sequences: Iterable[Sequence], samples: list[SampledToken], now: float
+        self,
+        sequences: Iterable[Sequence],
+        samples: list[SampledToken],
+        now: float,
+        drafts: Mapping[Sequence, list[int]],
     ) -> Accepted:
         answers: dict[str, Answer] = {}
         finished: list[Sequence] = []
         append_token, open_answers = self._append_token, self._answers
+        drafted = {sequence: iter(draft) for sequence, draft in drafts.items()}
+        over: Sequence | None = None  # its other rows computed what is not in the answer
         for sequence, sample in zip(sequences, samples, strict=True):
+            if sequence is over:
+                continue
             request_id = sequence.request.request_id
             answer = answers[request_id] = open_answers[request_id]
             if append_token(answer, sequence, sample, now):
                 finished.append(sequence)
+                over = sequence
+            elif drafted and next(drafted.get(sequence, _NOTHING), None) != sample.token_id:
+                over = sequence
         return Accepted(answers.values(), finished, [])
 
     def _append_token(

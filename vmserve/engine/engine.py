@@ -11,8 +11,9 @@ import numpy as np
 
 from vmserve.config import EngineConfig
 from vmserve.engine.accept import TokenAcceptor
-from vmserve.engine.build import EngineParts, Progress, build
+from vmserve.engine.build import SCORED_LOGITS, EngineParts, Progress, build
 from vmserve.engine.deadlines import Deadlines, too_late
+from vmserve.engine.drafts import Drafts
 from vmserve.engine.grammars import StructuredRequests
 from vmserve.engine.parts import require_room
 from vmserve.engine.pins import PinnedPrefixes
@@ -120,6 +121,19 @@ class LLMEngine:
             self.structured,
             self._acceptor,
         )
+        #: None without speculation.
+        self._drafts: Drafts | None = None
+        if parts.speculation is not None:
+            vocab_size = self.model_config.vocab_size
+            self._drafts = Drafts(
+                parts.speculation,
+                self.memory,
+                self.scheduler,
+                self.counters,
+                vocab_size=vocab_size,
+                max_tokens=self.resolved.max_num_batched_tokens,
+                max_rows=max(1, SCORED_LOGITS // vocab_size),
+            )
         #: The running step, whose tokens are not known yet; only with async_scheduling.
         self._flight: InFlightStep | None = None
         #: Why the next step was not launched before the last one's tokens were known.
@@ -191,6 +205,8 @@ class LLMEngine:
             self.structured.drop(request)
         else:
             self.scheduler.abort(request)
+        if self._drafts is not None:
+            self._drafts.forget(request)
         return self._acceptor.abort(request)
 
     @property
@@ -321,6 +337,8 @@ class LLMEngine:
                 self._idle()
                 self.structured.wait()
             return StepResult()
+        if self._drafts is not None and previous is None:
+            plan = self._drafts.extend(plan)
         phases.end("schedule")
         try:
             epoch = self.memory.apply(plan.memory)
@@ -346,6 +364,8 @@ class LLMEngine:
         """Launch the step after ``previous`` before its tokens are known; None if that is
         impossible."""
         self._wait_reason = previous.blocking_reason() or "room"
+        if self._drafts is not None and self._drafts.wanted(previous.logits.samplers):
+            self._wait_reason = "speculation"  # drafts continue tokens that are known
         if self._wait_reason != "room":
             return None
         with previous.with_placeholder_tokens(), self.memory.without_waiting():
@@ -390,7 +410,7 @@ class LLMEngine:
     def _collect(self, flight: InFlightStep, following: InFlightStep | None = None) -> StepResult:
         """Collect a step. ``following``: the step launched after it, which fails with it."""
         try:
-            outputs = self.steps.collect(flight)
+            outputs = self.steps.collect(flight, self._drafts if flight.plan.drafts else None)
         except Exception as error:  # noqa: BLE001
             self.steps.abandon((following or flight).epoch)
             plans = [flight.plan] if following is None else [flight.plan, following.plan]
@@ -449,9 +469,11 @@ class LLMEngine:
                 self._trace.request(output.request_id, output.metrics)
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """Learn the speed of prefill from steps that mostly read prompts."""
+        """Learn the speed of prefill from steps that mostly read prompts, and what drafts cost."""
         if _reads_prompts_mostly(plan):
             self._preemption.prefilled(plan.num_tokens, seconds)
+        if self._drafts is not None:
+            self._drafts.learn(plan, seconds)
 
     def _count_attention(self, parts: tuple[AttentionTime, ...]) -> None:
         """Record attention time and, with a profile, the predicted time."""
@@ -480,6 +502,8 @@ class LLMEngine:
                 lengths = [seq.num_output for seq in request.sequences]
                 lengths = lengths or [len(choice.token_ids) for choice in output.outputs]
                 self._regimes.finished(max(lengths, default=0), request.metrics.num_preemptions)
+                if self._drafts is not None:
+                    self._drafts.forget(request)
         if not self._requests:
             self._idle()
 
@@ -551,4 +575,5 @@ class LLMEngine:
 
 
 def _reads_prompts_mostly(plan: StepPlan) -> bool:
-    return plan.num_tokens >= 64 and plan.num_tokens >= 8 * len(plan)
+    num_tokens = plan.num_tokens - sum(map(len, plan.drafts))
+    return num_tokens >= 64 and num_tokens >= 8 * len(plan)

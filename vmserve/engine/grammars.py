@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from vmserve.scheduler.sequence import Request, Sequence
     from vmserve.structured.compiler import Grammar, GrammarCompiler
+    from vmserve.structured.guide import Guide
     from vmserve.structured.spec import StructuredOutputsParams
     from vmserve.text.tokenizer import Tokenizer
 
@@ -100,16 +101,34 @@ class StructuredRequests:
             futures = [future for _, future in self._compiling.values()]
             wait(futures, timeout=_WAIT_SECONDS, return_when=FIRST_COMPLETED)
 
-    def masks(self, sequences: abc.Sequence[Sequence]) -> list[NDArray[np.bool_] | None]:
-        """For each sequence the tokens that its grammar allows, or None for all."""
+    def masks(
+        self, sequences: abc.Sequence[Sequence], drafts: dict[Sequence, list[int]] | None = None
+    ) -> list[NDArray[np.bool_] | None]:
+        """For each sequence the tokens that its grammar allows, or None for all.
+
+        A sequence of ``drafts`` is there once more behind each drafted token. A draft is cut where
+        nothing can follow it.
+        """
         masks: list[NDArray[np.bool_] | None] = [None] * len(sequences)
-        rows = [row for row, sequence in enumerate(sequences) if sequence.guide is not None]
-        if not rows:
+        guides: dict[int, Guide] = {}
+        places = [0] * len(sequences)
+        for row, sequence in enumerate(sequences):
+            if sequence.guide is None:
+                continue
+            guide = sequence.guide
+            if drafts and row and sequences[row - 1] is sequence:
+                guide = guides[row - 1].fork()
+                guide.accept(drafts[sequence][places[row - 1]])
+                places[row] = places[row - 1] + 1
+            guides[row] = guide
+        if not guides:
             return masks
-        guides = [guide for sequence in sequences if (guide := sequence.guide) is not None]
-        for row, guide, mask in zip(rows, guides, self.compiler.masks(guides), strict=True):
+        found = self.compiler.masks(list(guides.values()))
+        for (row, guide), mask in zip(guides.items(), found, strict=True):
             if mask.any():
                 masks[row] = mask
+            elif drafts and places[row]:
+                drafts[sequences[row]] = drafts[sequences[row]][: places[row] - 1]
             else:
                 self.broken[sequences[row].request.request_id] = VmserveError(
                     "the grammar of structured_outputs cannot go on from this answer "

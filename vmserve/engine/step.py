@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from vmserve.sampling.tokens import SamplingRow
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from vmserve.engine.accept import TokenAcceptor
     from vmserve.engine.answers import Answer
+    from vmserve.engine.drafts import Drafts
     from vmserve.engine.grammars import StructuredRequests
     from vmserve.memory.manager import MemoryManager
     from vmserve.runner.model_runner import Runner, StepLogits
@@ -59,6 +60,8 @@ class InFlightStep:
 
     def blocking_reason(self) -> str | None:
         """Why the next step cannot be planned before this one is collected; None if it can."""
+        if self.logits.drafts:
+            return "speculation"  # how many tokens are known afterwards is not known
         if self.logits.beams:
             return "beams"  # which continue, and as whose forks, is not known
         if self.logits.prompt_rows:
@@ -129,8 +132,10 @@ class EngineStep:
             # Sequences that ended meanwhile computed one token too many: draw nothing for them.
             flight.logits = flight.logits.of_running()
         logits = flight.logits
-        masks = self._structured.masks(logits.samplers)
+        masks = self._structured.masks(logits.samplers, logits.drafts)
         rows = list(map(_sampling_row, logits.samplers, masks))
+        if logits.drafts:
+            rows = _behind_drafts(logits, rows)
         numbers = self._with_room(lambda: logits.sampling_logits(self._runtime))
         flight.drawing = self._with_room(lambda: self._sampler.start(numbers, rows))
         if flight.drawing is None:
@@ -138,8 +143,11 @@ class EngineStep:
         elif not logits.beams and not logits.prompt_rows:
             flight.logits = logits.without_logits()  # the next step's may take their memory
 
-    def collect(self, flight: InFlightStep) -> list[RequestUpdate]:
-        """Wait for the tokens, take them in, tell the scheduler; returns updates for callers."""
+    def collect(self, flight: InFlightStep, drafts: Drafts | None = None) -> list[RequestUpdate]:
+        """Wait for the tokens, take them in, tell the scheduler; returns updates for callers.
+
+        ``drafts``: those of the step, if it has any.
+        """
         samples = flight.samples
         if flight.drawing is not None:
             samples = flight.drawing.take()
@@ -152,6 +160,9 @@ class EngineStep:
         masks = self._structured.masks(logits.beams) if logits.beams else ()
         answers: list[Answer] = []
         for accepted in self._acceptor.accept(logits, samples, self._sampler, masks):
+            if drafts is not None:
+                drafts.keep(flight.plan)
+                drafts = None
             for sequence in accepted.finished:
                 self._scheduler.finish(sequence)
             for parent, child in accepted.forks:
@@ -196,6 +207,17 @@ class EngineStep:
                     raise
                 logger.warning("the KV cache gave %d pages to activations: %s", given, error)
             wanted = 2 * max(wanted, given * self._memory.layout.total_page_bytes)
+
+
+def _behind_drafts(logits: StepLogits, rows: list[SamplingRow]) -> list[SamplingRow]:
+    """The rows of ``logits.samplers``, each with the drafted tokens before it."""
+    changed = list(rows)
+    for at, (before, sequence) in enumerate(pairwise(logits.samplers), start=1):
+        if sequence is before:
+            num_before = len(changed[at - 1].drafted)
+            drafted = tuple(logits.drafts[sequence][: num_before + 1])
+            changed[at] = replace(rows[at], drafted=drafted)
+    return changed
 
 
 def _sampling_row(sequence: Sequence, mask: NDArray[np.bool_] | None) -> SamplingRow:

@@ -69,12 +69,14 @@ class Growth(NamedTuple):
     """Make the first ``num_tokens`` positions of ``seq`` usable (never shrinks).
 
     The coming step writes positions from its present length on. Positions before ``first_token``
-    are needed no more: pages or blocks wholly before it are released.
+    are needed no more: pages or blocks wholly before it are released. The last ``num_drafted``
+    positions count for nothing, and are written again, unless :meth:`KVMemory.keep` is called.
     """
 
     seq: int
     num_tokens: int
     first_token: int = 0
+    num_drafted: int = 0
 
 
 class Attach(NamedTuple):
@@ -148,7 +150,7 @@ class Shortfall:
 class MemoryPlan:
     """A plan that fits. Opaque to the scheduler; valid until the memory changes in any way."""
 
-    #: The growths as int64 ``[growths, 3]``.
+    #: The growths as int64 ``[growths, 3]``, or ``[growths, 4]`` with drafts.
     rows: NDArray[np.int64]
     ops: tuple[MemoryOp, ...]
     needed_pages: int
@@ -196,7 +198,8 @@ class KVMemory(Protocol):
     ) -> MemoryPlan | Shortfall:
         """Plan the growths, and the ops before them, without changing anything.
 
-        Growths as an array are int64 ``[growths, 3]``, which belongs to the plan from now on.
+        Growths as an array are int64 ``[growths, 3]``, or ``[growths, 4]`` with drafts; it belongs
+        to the plan from now on.
         """
         ...
 
@@ -214,6 +217,13 @@ class KVMemory(Protocol):
 
     def abandon(self, epoch: int) -> None:
         """End these epochs, and discard what they wrote."""
+        ...
+
+    def keep(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
+        """Count drafted positions that were accepted: ``seqs[i]`` has ``lengths[i]`` tokens.
+
+        To be called before anything else changes these sequences.
+        """
         ...
 
     def append_tokens(

@@ -185,10 +185,11 @@ class MemoryManager:
     ) -> MemoryPlan | Shortfall:
         """Plan the growths, and the ops before them, without changing anything.
 
-        Growths as an array are int64 ``[growths, 3]``, which belongs to the plan from now on.
+        Growths as an array are int64 ``[growths, 3]``, or ``[growths, 4]`` with drafts; it belongs
+        to the plan from now on.
         Raises ``ValueError`` for a sequence that is not open or tokens above ``max_len``.
         """
-        rows = np.asarray(growths, dtype=np.int64).reshape(-1, 3)
+        rows = _rows(growths)
         plan = self._core.plan_step(rows, _op_tuples(ops))
         for catch_up in (self._catch_up, self.finish_copies):
             if not plan.fits and plan.waiting_pages and self._may_wait and catch_up():
@@ -276,6 +277,9 @@ class MemoryManager:
     def abandon(self, epoch: int) -> None:
         """End these epochs and discard what they wrote: nothing of it is cached."""
         self._core.abandon_epoch(epoch)
+
+    def keep(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
+        self._core.keep(seqs, lengths)
 
     def append_tokens(
         self, seqs: Sequence[int] | NDArray[np.int64], tokens: Sequence[int] | NDArray[np.int64]
@@ -444,6 +448,12 @@ class MemoryManager:
         Tensors keep their memory: mapped positions can be touched, others are faults as before.
         """
         self._core.close()
+
+
+def _rows(growths: Sequence[Growth] | NDArray[np.int64]) -> NDArray[np.int64]:
+    if isinstance(growths, np.ndarray):
+        return growths
+    return np.array(growths, dtype=np.int64).reshape(-1, 4)
 
 
 def _op_tuples(

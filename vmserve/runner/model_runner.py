@@ -76,6 +76,9 @@ class StepLogits:
     #: Prompts for which embeddings are wanted, and their final hidden states.
     pooled_rows: tuple[PooledRows, ...] = ()
     hidden: HiddenRows | None = None
+    #: Drafts that were computed. ``samplers`` has their sequences once for the known tokens and once
+    #: behind each drafted one, in order.
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
 
     def sampling_logits(self, runtime: DeviceRuntime) -> Logits:
         """``[samplers, vocab]``"""
@@ -234,6 +237,7 @@ def _step_logits(
         attention,
         tuple(wanted.pooled_rows),
         hidden,
+        wanted.drafts,
     )
 
 
@@ -252,9 +256,11 @@ def _new_tokens(plan: StepPlan) -> NDArray[np.int64]:
     if plan.only_decodes:
         return plan.last_tokens.copy()
     token_ids: list[int] = []
-    ends = (plan.num_past + plan.num_new).tolist()
-    for sequence, num_past, end in zip(plan.sequences, plan.num_past.tolist(), ends, strict=True):
+    spans = zip(plan.sequences, plan.num_past.tolist(), plan.ends.tolist(), strict=True)
+    for place, (sequence, num_past, end) in enumerate(spans):
         token_ids += sequence.tokens[num_past:end]
+        if plan.drafts:
+            token_ids += plan.drafts[place]
     return np.array(token_ids, dtype=np.int64)
 
 
@@ -371,6 +377,7 @@ class _Wanted:
     #: Rows whose final hidden states are needed, and their sequences.
     hidden_rows: list[int] = field(default_factory=list)
     pooled_rows: list[PooledRows] = field(default_factory=list)
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
 
     def add(
         self,
@@ -406,6 +413,13 @@ class _Wanted:
             self.sample_rows += [len(self.rows)] * len(drawing)
         self.rows.append(last_row)
 
+    def add_draft(self, sequence: Sequence, last_row: int, draft: list[int]) -> None:
+        """Add the rows of a draft behind ``last_row``, that of the last known token."""
+        self.drafts[sequence] = draft
+        self.samplers += [sequence] * len(draft)
+        self.sample_rows += range(len(self.rows), len(self.rows) + len(draft))
+        self.rows += range(last_row + 1, last_row + 1 + len(draft))
+
 
 def _every_row(plan: StepPlan) -> _Wanted:
     """The rows of a step that only decodes: one for each sequence."""
@@ -417,12 +431,14 @@ def _every_row(plan: StepPlan) -> _Wanted:
 def _rows_wanted(plan: StepPlan) -> _Wanted:
     wanted = _Wanted()
     first_draws = plan.first_draws()
-    ends = (plan.num_past + plan.num_new).tolist()
-    last_rows = (np.cumsum(plan.num_new) - 1).tolist()
-    for sequence, num_past, end, last_row in zip(
-        plan.sequences, plan.num_past.tolist(), ends, last_rows, strict=True
-    ):
+    past, ends = plan.num_past, plan.ends
+    # Of the known tokens: drafted ones lie behind.
+    last_rows = np.cumsum(plan.num_new) - 1 - (past + plan.num_new - ends)
+    spans = zip(plan.sequences, past.tolist(), ends.tolist(), last_rows.tolist(), strict=True)
+    for place, (sequence, num_past, end, last_row) in enumerate(spans):
         wanted.add(sequence, num_past, end, last_row, first_draws.get(sequence))
+        if plan.drafts and (draft := plan.drafts[place]):
+            wanted.add_draft(sequence, last_row, draft)
     return wanted
 
 

@@ -172,7 +172,7 @@ def _repetition(x: Tensor, rows: Sequence[SamplingRow], penalised: Sequence[int]
 
 def _seen(row: SamplingRow, vocab: int) -> Ids:
     mask = np.zeros(vocab, dtype=bool)
-    mask[_array(row.tokens)] = True
+    mask[_array([*row.tokens, *row.drafted])] = True
     return np.flatnonzero(mask)
 
 

@@ -54,8 +54,9 @@ class SamplingRow:
     ``seed`` is the request's (any 64-bit number), ``index`` the choice. ``tokens``: its prompt of
     ``num_prompt`` tokens, and its answer so far; the list may grow while the row is kept.
     ``stop_ids``: the ids that ``min_tokens`` suppresses; ``bad_words``: token sequences. ``mask``
-    [vocab]: True for tokens that a grammar allows, one of which is always taken. The lists are only
-    read. The C++ core reads the attributes by name.
+    [vocab]: True for tokens that a grammar allows, one of which is always taken. ``drafted``: tokens
+    that would follow ``tokens`` in the answer if they were accepted. The lists are only read. The
+    C++ core reads the attributes by name.
     """
 
     params: SamplingParams
@@ -66,14 +67,15 @@ class SamplingRow:
     stop_ids: frozenset[int]
     bad_words: tuple[tuple[int, ...], ...] = ()
     mask: NDArray[np.bool_] | None = None
+    drafted: tuple[int, ...] = ()
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        return len(self.tokens) - self.num_prompt + len(self.drafted)
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
+        return [*self.tokens[self.num_prompt :], *self.drafted]
 
 
 @dataclass(frozen=True, slots=True)

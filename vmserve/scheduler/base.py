@@ -59,7 +59,7 @@ class Columns:
 
     #: int64 ``[6, sequences]``; its rows are the properties below.
     table: Ints
-    #: int64 ``[sequences, 3]``: rows as in :class:`vmserve.memory.base.Growth`.
+    #: int64 ``[sequences, 3]``, or 4 with drafts: rows as in :class:`vmserve.memory.base.Growth`.
     growths: Ints
     #: Each grant is everything that its sequence has to compute.
     takes_last: bool
@@ -103,6 +103,14 @@ class Columns:
     def num_new(self) -> Ints:
         row: Ints = self.table[5]
         return row
+
+    def with_drafts(self, num_drafted: Ints) -> Columns:
+        """The same with so many drafted tokens behind the known ones of each sequence."""
+        table = self.table.copy()
+        table[5] += num_drafted
+        growths = np.column_stack([self.growths, num_drafted])
+        growths[:, 1] += num_drafted
+        return Columns(table, growths, False, False, self.has_starts)
 
     def in_order(self, order: Ints) -> Columns:
         return Columns(
@@ -174,10 +182,18 @@ class StepPlan:
     columns: Columns
     num_tokens: int
     memory: MemoryPlan
+    #: Tokens that each sequence computes behind its known ones; empty if none does.
+    drafts: tuple[list[int], ...] = ()
 
     @staticmethod
     def of(draft: StepDraft, columns: Columns, memory: MemoryPlan) -> StepPlan:
         return StepPlan(list(draft.sequences), columns, sum(draft.num_new), memory)
+
+    def with_drafts(
+        self, drafts: list[list[int]], columns: Columns, memory: MemoryPlan
+    ) -> StepPlan:
+        num_tokens = self.num_tokens + sum(map(len, drafts))
+        return StepPlan(self.sequences, columns, num_tokens, memory, tuple(drafts))
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -213,9 +229,15 @@ class StepPlan:
     @property
     def samples(self) -> Flags:
         """Which sequences compute their last known token, so that the next can be drawn."""
-        columns = self.columns
-        flags: Flags = columns.num_computed + columns.num_new == columns.num_known
+        flags: Flags = self.ends == self.columns.num_known
         return flags
+
+    @property
+    def ends(self) -> Ints:
+        """Known tokens that each sequence has computed after the step."""
+        columns = self.columns
+        ends: Ints = columns.num_computed + columns.num_new
+        return np.minimum(ends, columns.num_known) if self.drafts else ends
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:
@@ -253,7 +275,9 @@ class StepPlan:
     def in_order(self, order: Ints) -> StepPlan:
         """The same step with its entries permuted: entry i is entry ``order[i]`` of this one."""
         sequences = [self.sequences[row] for row in order.tolist()]
-        return StepPlan(sequences, self.columns.in_order(order), self.num_tokens, self.memory)
+        drafts = tuple(self.drafts[row] for row in order.tolist()) if self.drafts else ()
+        columns = self.columns.in_order(order)
+        return StepPlan(sequences, columns, self.num_tokens, self.memory, drafts)
 
     def _regimes(self) -> list[Regime]:
         """The regime of each sequence after the plan's conversions."""
@@ -294,6 +318,10 @@ class Scheduler(Protocol):
 
     def computed(self, plan: StepPlan) -> None:
         """The plan's tokens are in the KV cache."""
+        ...
+
+    def accepted(self, sequence: Sequence, num_accepted: int) -> None:
+        """Drafted tokens that the last step computed are known now."""
         ...
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

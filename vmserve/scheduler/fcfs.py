@@ -198,11 +198,15 @@ class FCFSScheduler:
             self._donors.drop_unwanted()
 
     def computed(self, plan: StepPlan) -> None:
-        ends = (plan.num_past + plan.num_new).tolist()
-        for sequence, num_computed in zip(plan.sequences, ends, strict=True):
+        for sequence, num_computed in zip(plan.sequences, plan.ends.tolist(), strict=True):
             sequence.num_computed = num_computed
         if self._shares is not None:
             self._charge_tenants(plan, self._shares)
+
+    def accepted(self, sequence: Sequence, num_accepted: int) -> None:
+        sequence.num_computed += num_accepted
+        if self._shares is not None:
+            self._shares.served(sequence.request, num_generated=num_accepted)
 
     def _charge_tenants(self, plan: StepPlan, shares: TenantShares) -> None:
         """Charge tenants for what was computed, but not for what a preemption made necessary

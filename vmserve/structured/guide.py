@@ -53,6 +53,12 @@ class Guide:
         if token_id not in self.end_ids:
             self._matcher.consume_token(token_id)
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens may follow, one after the other, without ending the answer."""
+        ends = (place for place, token_id in enumerate(token_ids) if token_id in self.end_ids)
+        inner = list(token_ids[: next(ends, None)])
+        return int(self._matcher.validate_tokens(inner)) if inner else 0
+
     def fork(self) -> Guide:
         return Guide(self._matcher.deep_copy(), self.end_ids)
 

@@ -104,6 +104,10 @@ class KVMemory {
   Epoch begun_epoch() const;
   Epoch completed_epoch() const;
 
+  // Adds drafted positions that were accepted to the sequences' lengths: lengths[i] is between the
+  // length of seqs[i] and what it was grown to. They are sealed with the epoch that wrote them.
+  void keep(const std::vector<SeqId>& seqs, const std::vector<std::int64_t>& lengths);
+
   // Appends newly known (sampled) token ids, one per sequence.
   void append_tokens(const std::vector<SeqId>& seqs, const std::vector<std::int32_t>& tokens);
 

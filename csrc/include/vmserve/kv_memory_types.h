@@ -64,7 +64,9 @@ enum class OpKind : std::uint8_t { kAttach, kFork, kConvert, kSwapOut, kSwapIn, 
 //             later must not write what is copied: with a copy stream they do not wait for it
 //   kGrow     makes positions up to `num_tokens` usable; never shrinks. The epoch that apply()
 //             begins writes those from the length on. Positions before `first_token` are no longer
-//             needed (sliding window): blocks or pages wholly before it are dropped
+//             needed (sliding window): blocks or pages wholly before it are dropped. The last
+//             `num_drafted` positions may be rejected: the length does not count them, they are
+//             not sealed, and the next epoch writes them again unless keep() is called first
 struct Op {
   OpKind kind;
   SeqId seq;
@@ -72,9 +74,13 @@ struct Op {
   std::int64_t first_token = 0;
   SeqId other = kNoSeq;
   View view = View::kVirtual;
+  std::int64_t num_drafted = 0;
+  // The length after a kGrow, unless the sequence is longer.
+  std::int64_t kept_tokens() const { return num_tokens - num_drafted; }
   bool operator==(const Op& other_op) const {
     return kind == other_op.kind && seq == other_op.seq && num_tokens == other_op.num_tokens &&
-           first_token == other_op.first_token && other == other_op.other && view == other_op.view;
+           first_token == other_op.first_token && other == other_op.other && view == other_op.view &&
+           num_drafted == other_op.num_drafted;
   }
 };
 

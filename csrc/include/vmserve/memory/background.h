@@ -22,6 +22,9 @@ class Background : LedgerClient {
 
   // Ends all epochs up to `epoch`. `sealed`: seal what they wrote; else it is never sealed.
   void complete(Epoch epoch, bool sealed);
+  // Lengthens the sequence by drafted positions. If the epoch that wrote them is complete, seals
+  // them; else they are sealed with it.
+  void keep(SeqId seq, std::int64_t length);
   // Applies mapper outcomes, reached marks and finished copies to the ledger.
   void apply_finished_work();
   // Waits until no copy is in flight. False if none was, or if the driver failed to wait.

@@ -1,0 +1,136 @@
+"""Drafts in steps: what is added to a plan, which rows the sampler gets, what is kept afterwards.
+
+A step that drafts computes a sequence's last known token and drafted ones behind it. Each row draws
+its token as if the drafted tokens before it were known; a draft is accepted as long as it is what
+the row before it drew (``docs/decisions/0048-drafts-in-steps.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vmserve.memory.base import MemoryPlan
+
+if TYPE_CHECKING:
+    from vmserve.memory.manager import MemoryManager
+    from vmserve.scheduler.base import Scheduler, StepPlan
+    from vmserve.scheduler.sequence import Request, Sequence
+    from vmserve.speculation.base import Speculation
+    from vmserve.telemetry.counters import EngineCounters
+
+__all__ = ["Drafts"]
+
+
+class Drafts:
+    """Adds drafts to plans, and tells the drafter what became of them.
+
+    Drafts take only rows and pages that nothing else in the step needs: they never preempt, and
+    never keep a prompt waiting. ``max_tokens``: rows of a step; ``max_rows``: rows of logits.
+    """
+
+    def __init__(
+        self,
+        speculation: Speculation,
+        memory: MemoryManager,
+        scheduler: Scheduler,
+        counters: EngineCounters,
+        *,
+        vocab_size: int,
+        max_tokens: int,
+        max_rows: int,
+    ) -> None:
+        self._drafter, self._policy = speculation.drafter, speculation.policy
+        self._memory = memory
+        self._scheduler = scheduler
+        self._counters = counters
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._max_rows = max_rows
+
+    def wanted(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether these sequences may get drafts when their next tokens are known."""
+        decoding = [sequence for sequence in sequences if _most(sequence) > 1]
+        return bool(decoding) and any(self._policy.limits(decoding, 0))
+
+    def extend(self, plan: StepPlan) -> StepPlan:
+        """The plan with drafts, as far as there is room for them."""
+        columns = plan.columns
+        decodes = plan.samples & (columns.num_new == 1)
+        decodes &= columns.num_computed >= columns.num_prompt
+        num_decodes = int(np.count_nonzero(decodes))
+        places = [i for i in np.flatnonzero(decodes).tolist() if _most(plan.sequences[i]) > 0]
+        room = min(self._max_tokens - plan.num_tokens, self._max_rows - len(plan))
+        if not places or room <= 0:
+            return plan
+        decoding = [plan.sequences[i] for i in places]
+        limits = self._policy.limits(decoding, plan.num_tokens - num_decodes)
+        limits = [min(each, _most(seq)) for each, seq in zip(limits, decoding, strict=True)]
+        if not any(limits):
+            return plan
+        drafts: list[list[int]] = [[] for _ in plan.sequences]
+        proposed = self._drafter.propose(decoding, limits)
+        for place, sequence, limit, draft in zip(places, decoding, limits, proposed, strict=True):
+            drafts[place] = self._usable(sequence, draft[: min(limit, room)])
+            room -= len(drafts[place])
+        if not any(drafts):
+            return plan
+        extended = columns.with_drafts(np.array([len(draft) for draft in drafts]))
+        memory = self._memory.plan(extended.growths, plan.memory.ops)
+        if isinstance(memory, MemoryPlan):
+            return plan.with_drafts(drafts, extended, memory)
+        # Looking for room may have given pages back, after which the plan is stale.
+        again = self._memory.plan(columns.growths, plan.memory.ops)
+        return replace(plan, memory=again) if isinstance(again, MemoryPlan) else plan
+
+    def _usable(self, sequence: Sequence, draft: list[int]) -> list[int]:
+        """The draft up to what would end the answer, or what its grammar forbids."""
+        ends = sequence.request.stop_ids
+        for place, token_id in enumerate(draft):
+            if token_id in ends or not 0 <= token_id < self._vocab_size:
+                draft = draft[:place]
+                break
+        if sequence.guide is not None and draft:
+            draft = draft[: sequence.guide.num_allowed(draft)]
+        return draft
+
+    def keep(self, plan: StepPlan) -> None:
+        """Keep what was accepted, when the tokens are appended and before sequences end."""
+        seqs, lengths = [], []
+        known = plan.columns.num_known.tolist()
+        for place, draft in enumerate(plan.drafts):
+            if not draft:
+                continue
+            sequence = plan.sequences[place]
+            num_accepted = len(sequence.tokens) - known[place] - 1
+            if num_accepted > 0:
+                self._scheduler.accepted(sequence, num_accepted)
+                seqs.append(int(plan.memory_ids[place]))
+                lengths.append(known[place] + num_accepted)
+            metrics = sequence.request.metrics
+            metrics.num_drafted_tokens += len(draft)
+            metrics.num_accepted_tokens += num_accepted
+            self._counters.drafted(len(draft), num_accepted)
+            self._drafter.accepted(sequence, len(draft), num_accepted)
+        if seqs:
+            if self._memory.options.prefix_caching:  # what is sealed is published by its tokens
+                self._memory.append_tokens(*plan.take_unpublished())
+            self._memory.keep(seqs, lengths)
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        self._policy.learn(plan.num_tokens, seconds)
+
+    def forget(self, request: Request) -> None:
+        for sequence in request.sequences:
+            self._drafter.forget(sequence)
+
+
+def _most(sequence: Sequence) -> int:
+    """How many tokens of a draft can become tokens of the answer beside the one drawn anyway."""
+    request: Request = sequence.request
+    if request.beams is not None:
+        return 0
+    return request.max_tokens - sequence.num_output - 1
