@@ -210,7 +210,8 @@ class RowReader {
   double greedy_below_;
   std::int64_t vocab_;
   Attribute params_{"params"}, seed_{"seed"}, index_{"index"}, tokens_{"tokens"},
-      num_prompt_{"num_prompt"}, drafted_{"drafted"}, stop_ids_{"stop_ids"}, bad_words_{"bad_words"}, mask_{"mask"};
+      num_prompt_{"num_prompt"}, drafted_{"drafted"}, stop_ids_{"stop_ids"},
+      bad_words_{"bad_words"}, mask_{"mask"};
   Attribute temperature_{"temperature"}, top_k_{"top_k"}, top_p_{"top_p"}, min_p_{"min_p"},
       logprobs_{"logprobs"}, listed_{"logprob_token_ids"}, bias_{"logit_bias"},
       allowed_{"allowed_token_ids"}, min_tokens_{"min_tokens"}, repetition_{"repetition_penalty"},

@@ -76,8 +76,8 @@ class StepLogits:
     #: Prompts for which embeddings are wanted, and their final hidden states.
     pooled_rows: tuple[PooledRows, ...] = ()
     hidden: HiddenRows | None = None
-    #: Drafts that were computed. ``samplers`` has their sequences once for the known tokens and once
-    #: behind each drafted one, in order.
+    #: Drafts that were computed. ``samplers`` has their sequences once for the known tokens and
+    #: once behind each drafted one, in order.
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
 
     def sampling_logits(self, runtime: DeviceRuntime) -> Logits:

@@ -54,8 +54,8 @@ class SamplingRow:
     ``seed`` is the request's (any 64-bit number), ``index`` the choice. ``tokens``: its prompt of
     ``num_prompt`` tokens, and its answer so far; the list may grow while the row is kept.
     ``stop_ids``: the ids that ``min_tokens`` suppresses; ``bad_words``: token sequences. ``mask``
-    [vocab]: True for tokens that a grammar allows, one of which is always taken. ``drafted``: tokens
-    that would follow ``tokens`` in the answer if they were accepted. The lists are only read. The
+    [vocab]: True for tokens that a grammar allows, one of which is always taken. ``drafted``:
+    tokens behind ``tokens`` that are answer only if they are accepted. The lists are only read. The
     C++ core reads the attributes by name.
     """
 

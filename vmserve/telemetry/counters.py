@@ -13,8 +13,8 @@ __all__ = ["STEP_TOKENS", "WAITS", "EngineCounters"]
 REGIMES = ("virtual", "paged")
 #: Why a step was not launched while the one before it ran: none did, its beams, its
 #: log-probabilities of prompts, its tokens were drawn by the host, it drew the first tokens of
-#: forks, it had drafts or the next one may have some, or nobody could go on beside it (no memory, or
-#: all ended with it).
+#: forks, it had drafts or the next one may have some, or nobody could go on beside it (no memory,
+#: or all ended with it).
 WAITS = ("idle", "beams", "prompt_logprobs", "pooling", "sampler", "forks", "speculation", "room")
 #: Bounds of the histogram of a step's tokens, prompts' and generated ones.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

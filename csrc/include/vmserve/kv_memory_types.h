@@ -79,8 +79,8 @@ struct Op {
   std::int64_t kept_tokens() const { return num_tokens - num_drafted; }
   bool operator==(const Op& other_op) const {
     return kind == other_op.kind && seq == other_op.seq && num_tokens == other_op.num_tokens &&
-           first_token == other_op.first_token && other == other_op.other && view == other_op.view &&
-           num_drafted == other_op.num_drafted;
+           first_token == other_op.first_token && other == other_op.other &&
+           view == other_op.view && num_drafted == other_op.num_drafted;
   }
 };
 
