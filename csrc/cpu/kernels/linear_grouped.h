@@ -239,11 +239,20 @@ struct GroupedLane {
     if (tensor->minima != nullptr) return tensor->minima[group_of(k)];
     return tensor->bits == 4 ? -8.0F * scale(k) : 0.0F;
   }
-  // What is stored. Without minima a code's zero is 8 (of 4 bits) or 128.
-  int code(std::int64_t k, int bits, bool minima) const {
-    const std::uint8_t stored = tensor->codes[output * tensor->inputs + k];
-    if (tensor->bits == 8) return static_cast<std::int8_t>(stored) + 128;
-    return bits == 4 ? stored : stored + (minima ? 128 : 120);
+  // What is stored of four codes from k on, the first in the lowest byte; 0 behind the depth.
+  // Without minima a code's zero is 8 (of 4 bits) or 128.
+  std::uint32_t codes(std::int64_t k, int bits, bool minima) const {
+    const std::uint8_t* const from = tensor->codes + output * tensor->inputs + k;
+    std::uint32_t found = 0, mask = ~0U;
+    if (const std::int64_t left = tensor->inputs - k; left >= 4) {
+      memcpy(&found, from, sizeof found);
+    } else {
+      mask = left <= 0 ? 0 : ~0U >> (32 - 8 * left);
+      for (int i = 0; i < left; ++i) found |= std::uint32_t{from[i]} << 8 * i;
+    }
+    if (tensor->bits == 8) return (found ^ 0x80808080U) & mask;
+    if (bits == 4) return found;
+    return (found + (minima ? 0x80808080U : 0x78787878U)) & mask;
   }
 };
 
@@ -301,11 +310,14 @@ void pack_grouped_lane(const PackArgs& a, const GroupedLane& from, int lane, cha
       }
     }
     at += scale_bytes(format);
-    for (std::int64_t k = first; inside && k < least(first + G::kDepth, a.depth); ++k) {
-      const std::int64_t word = (k - first) / 4, place = k % 2 * 2 + k % 4 / 2;
-      char* const to = at + ((word / kHalves * 2 + vector) * Vec::kWidth + i) * 4 + place;
-      const int code = from.code(k, G::kNumBits, format.minima) << (word % kHalves * 4);
-      *to = static_cast<char>(static_cast<std::uint8_t>(*to) | code);
+    for (std::int64_t word = 0; inside && word < G::kDepth / 4; word += kHalves) {
+      std::uint32_t stored = 0;
+      for (int half = 0; half < kHalves; ++half) {
+        const std::int64_t k = first + 4 * (word + half);
+        stored |= interleaved(from.codes(k, G::kNumBits, format.minima)) << 4 * half;
+      }
+      char* const to = at + ((word / kHalves * 2 + vector) * Vec::kWidth + i) * 4;
+      memcpy(to, &stored, sizeof stored);
     }
     at += G::kCodeBytes;
   }

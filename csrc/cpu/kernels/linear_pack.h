@@ -14,9 +14,16 @@ inline float widened(Bf16 value) {
   return x;
 }
 
+inline float as_float(float x) {
+  return x;
+}
+inline float as_float(Bf16 x) {
+  return widened(x);
+}
+
 // The weights of one lane, or null if there is no such output.
-inline const char* lane_weights(const PackArgs& a, std::int32_t panel, int lane) {
-  const int item = a.from_bf16 ? 2 : 4;
+template <class From>
+const From* lane_weights(const PackArgs& a, std::int32_t panel, int lane) {
   std::int32_t tensor = 0, output = panel * kPanelOutputs + lane;
   if (a.gated) {
     tensor = lane / Vec::kWidth;
@@ -24,7 +31,7 @@ inline const char* lane_weights(const PackArgs& a, std::int32_t panel, int lane)
   }
   for (; tensor < a.num_tensors; ++tensor) {
     if (output < a.outputs[tensor]) {
-      return static_cast<const char*>(a.tensors[tensor]) + output * a.row_strides[tensor] * item;
+      return static_cast<const From*>(a.tensors[tensor]) + output * a.row_strides[tensor];
     }
     if (a.gated) return nullptr;
     output -= a.outputs[tensor];
@@ -32,71 +39,86 @@ inline const char* lane_weights(const PackArgs& a, std::int32_t panel, int lane)
   return nullptr;
 }
 
-inline float weight_at(const PackArgs& a, const char* lane, std::int64_t k) {
-  if (lane == nullptr || k >= a.depth) return 0.0F;
-  return a.from_bf16 ? widened(reinterpret_cast<const Bf16*>(lane)[k])
-                     : reinterpret_cast<const float*>(lane)[k];
-}
-
-inline std::uint16_t narrow_bits(float x) {
-  std::uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  if (x != x) return 0x7fc0;
-  return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-inline void store_weight(float* to, float value, float) {
-  *to = value;
-}
-inline void store_weight(Bf16* to, float value, float) {
-  *to = {narrow_bits(value)};
-}
-template <class Row>
-void store_weight(Int8<Row>* to, float value, float inverse) {
-  *to = {static_cast<std::uint8_t>(__builtin_rintf(value * inverse) + 128.0F)};
-}
-
-// Position of element k within a step.
-template <class W>
-std::int64_t place_of(std::int64_t k) {
-  if (Stored<W>::kStep != 4) return k;
-  return k % 2 * 2 + k / 2;
-}
-
 // The symmetric scale of an output: its largest weight becomes 127.
-inline float scale_of(const PackArgs& a, const char* lane) {
+template <class From>
+float scale_of(const From* lane, std::int64_t depth) {
   float largest = 0.0F;
-  for (std::int64_t k = 0; k < a.depth; ++k) {
-    largest = most(largest, __builtin_fabsf(weight_at(a, lane, k)));
+  for (std::int64_t k = 0; k < depth; ++k) {
+    largest = most(largest, __builtin_fabsf(as_float(lane[k])));
   }
   return largest / 127.0F;
 }
 
-template <class W>
+// Elements of a word that lie in the order 0, 2, 1, 3.
+inline std::uint32_t interleaved(std::uint32_t bytes) {
+  return (bytes & 0xff0000ff) | (bytes >> 8 & 0xff00) | (bytes << 8 & 0xff0000);
+}
+
+// The stored form of successive weights of a lane: 4 bytes of it.
+template <class W, class From>
+std::uint32_t weight_word(const From* from, float inverse) {
+  std::uint32_t word;
+  if constexpr (Stored<W>::kOutputScales) {
+    std::uint8_t codes[4];
+    for (int k = 0; k < 4; ++k) {
+      codes[k] = static_cast<std::uint8_t>(__builtin_rintf(as_float(from[k]) * inverse) + 128.0F);
+    }
+    memcpy(&word, codes, sizeof word);
+    return interleaved(word);
+  } else {
+    static_assert(sizeof(W) == sizeof(From));
+    memcpy(&word, from, sizeof word);
+    return word;
+  }
+}
+
+// A panel is words of 4 bytes, [depth / kStep, outputs].
+template <class W, class From>
 void pack_panel(const PackArgs& a, std::int32_t panel) {
   constexpr int kStep = Stored<W>::kStep;
-  const std::int64_t depth = (a.depth + kDepthUnit - 1) / kDepthUnit * kDepthUnit;
-  W* const to = reinterpret_cast<W*>(a.weights) + panel * depth * kPanelOutputs;
+  static_assert(kStep * sizeof(W) == sizeof(std::uint32_t));
+  constexpr std::int64_t kAtOnce = 64;  // words of a lane: what is written stays in the cache
+  const std::int64_t words = (a.depth + kDepthUnit - 1) / kDepthUnit * kDepthUnit / kStep;
+  const std::int64_t whole = a.depth / kStep;
+  auto* const to = reinterpret_cast<std::uint32_t*>(a.weights) + panel * words * kPanelOutputs;
+  const From* lanes[kPanelOutputs];
+  float inverses[kPanelOutputs];
   for (int lane = 0; lane < kPanelOutputs; ++lane) {
-    const char* const from = lane_weights(a, panel, lane);
-    float inverse = 1.0F;
+    lanes[lane] = lane_weights<From>(a, panel, lane);
     if constexpr (Stored<W>::kOutputScales) {
-      const float scale = from == nullptr ? 0.0F : scale_of(a, from);
+      const float scale = lanes[lane] == nullptr ? 0.0F : scale_of(lanes[lane], a.depth);
       a.scales[panel * kPanelOutputs + lane] = scale;
-      inverse = scale > 0.0F ? 1.0F / scale : 0.0F;
+      inverses[lane] = scale > 0.0F ? 1.0F / scale : 0.0F;
     }
-    const int vector = lane / Vec::kWidth, i = lane % Vec::kWidth;
-    for (std::int64_t k = 0; k < depth; ++k) {
-      const std::int64_t at =
-          ((k / kStep) * 2 + vector) * Vec::kWidth * kStep + i * kStep + place_of<W>(k % kStep);
-      store_weight(to + at, weight_at(a, from, k), inverse);
+  }
+  for (std::int64_t first = 0; first < words; first += kAtOnce) {
+    const std::int64_t end = least(first + kAtOnce, words);
+    for (int lane = 0; lane < kPanelOutputs; ++lane) {
+      const From* const from = lanes[lane];
+      std::int64_t word = first;
+      for (; from != nullptr && word < least(end, whole); ++word) {
+        to[word * kPanelOutputs + lane] = weight_word<W>(from + word * kStep, inverses[lane]);
+      }
+      for (; word < end; ++word) {
+        From padded[kStep] = {};
+        for (std::int64_t k = word * kStep; from != nullptr && k < a.depth; ++k) {
+          padded[k - word * kStep] = from[k];
+        }
+        to[word * kPanelOutputs + lane] = weight_word<W>(padded, inverses[lane]);
+      }
     }
   }
 }
 
 template <class W>
 void pack(const PackArgs& a) {
-  for (std::int32_t i = 0; i < a.num_panels; ++i) pack_panel<W>(a, a.first_panel + i);
+  for (std::int32_t panel = a.first_panel; panel < a.first_panel + a.num_panels; ++panel) {
+    if constexpr (Stored<W>::kOutputScales) {
+      a.from_bf16 ? pack_panel<W, Bf16>(a, panel) : pack_panel<W, float>(a, panel);
+    } else {
+      pack_panel<W, W>(a, panel);  // LinearProducts::float_form keeps the type
+    }
+  }
 }
 
 // -- rows ------------------------------------------------------------------------------------
@@ -112,13 +134,6 @@ float factor_of(const T* row, std::int64_t depth, float eps) {
   }
   const float mean = Vec::reduce_add(Vec::add(even, odd)) / static_cast<float>(depth);
   return 1.0F / __builtin_sqrtf(mean + eps);
-}
-
-inline float as_float(float x) {
-  return x;
-}
-inline float as_float(Bf16 x) {
-  return widened(x);
 }
 
 // Loads `count` elements of a row from `first` on, normalised if there is a norm. Fills up to
