@@ -155,7 +155,7 @@ SMALL: dict[str, Any] = {
         ("bloom", "BloomForCausalLM", {},
          r"does not run through the attention interface \(TypeError: "),  # ALiBi
         ("falcon", "FalconForCausalLM", {}, r"does not run through the attention interface"),
-        ("phi3", "Phi3ForCausalLM",
+        ("gpt_neox", "GPTNeoXForCausalLM",
          {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6,
                               "long_factor": [2.0] * 6, "original_max_position_embeddings": 64}},
          r"its rotary embedding \(longrope\) depends on the longest sequence of a batch"),
