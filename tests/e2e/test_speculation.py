@@ -8,76 +8,36 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from vmserve import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from vmserve.config import EngineConfig
-from vmserve.engine import engine as engine_module
-from vmserve.engine.build import EngineParts, build
+from tests.drafting import drafting_engines
+from vmserve import (
+    LLM,
+    BeamSearchParams,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
-from vmserve.scheduler.preemption import PreemptionPolicy
-from vmserve.scheduler.sequence import Sequence
-from vmserve.speculation.base import Speculation
+from vmserve.types import RequestTerms
 
 Prompts = Callable[[int, int, int], list[list[int]]]
 
-COUNT = int(os.environ.get("VMSERVE_SPECULATION", "12"))
+COUNT = int(os.environ.get("VMSERVE_SPECULATION", "16"))
 #: Workloads that one engine computes.
 PER_ENGINE = 4
-
-
-class Drafting:
-    """A drafter and its policy. ``answers``: what the oracle knows, by prompt, seed and choice."""
-
-    def __init__(self, vocab_size: int, seed: int) -> None:
-        self.answers: dict[tuple[tuple[int, ...], int, int], tuple[int, ...]] = {}
-        self.is_on = False
-        self.is_hostile = False
-        self.accuracy = 0.8
-        self.num_known = 0
-        self.rejected: list[int] = []
-        self._rng = random.Random(seed)
-        self._vocab_size = vocab_size
-
-    def limits(self, decoding: Many[Sequence], num_prompt_rows: int) -> list[int]:
-        return [self._rng.choice([0, 1, 3, 7]) if self.is_on else 0 for _ in decoding]
-
-    def learn(self, num_rows: int, seconds: float) -> None:
-        pass
-
-    def propose(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
-        assert self.is_on
-        return [self._draft(seq, limit) for seq, limit in zip(sequences, limits, strict=True)]
-
-    def _draft(self, sequence: Sequence, limit: int) -> list[int]:
-        assert limit + sequence.num_output < sequence.request.max_tokens
-        if self.is_hostile:
-            return [self._rng.randrange(-1, self._vocab_size + 9) for _ in range(limit)]
-        answer = self.answers[key_of(sequence)]
-        assert list(answer[: sequence.num_output]) == sequence.output_token_ids
-        draft = list(answer[sequence.num_output :][:limit])
-        for place in range(len(draft)):
-            if self._rng.random() > self.accuracy:
-                draft[place] = self._rng.randrange(self._vocab_size)
-        self.num_known += len(draft)
-        return draft
-
-    def accepted(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        assert 0 <= num_accepted <= num_drafted
-        self.rejected.append(num_drafted - num_accepted)
-
-    def forget(self, sequence: Sequence) -> None:
-        pass
-
-
-def key_of(sequence: Sequence) -> tuple[tuple[int, ...], int, int]:
-    return tuple(sequence.request.prompt_token_ids), sequence.request.seed, sequence.index
+SWAPS = {"preemption": "swap", "swap_space": "64MiB"}
+#: Engines that meet something for certain, and how that is counted. Others are drawn.
+CERTAIN: list[tuple[dict[str, Any], str]] = [
+    ({"kv_regime": "virtual", "kv_cache_memory": "small"}, "num_preemptions_total"),
+    ({"kv_regime": "paged", "kv_cache_memory": "small", **SWAPS}, "swapped_in_blocks_total"),
+    ({"kv_regime": "auto", "kv_cache_memory": "64MiB"}, "converted_to_paged_total"),
+    ({"max_num_batched_tokens": 37, "kv_cache_memory": "64MiB"}, "prefix_hit_blocks_total"),
+]
 
 
 def seen(result: RequestOutput) -> list[Any]:
@@ -131,34 +91,14 @@ def any_params(rng: random.Random, seed: int) -> SamplingParams:
     return SamplingParams(**options)
 
 
-@contextmanager
-def engine(drafting: list[Drafting], seed: int, **options: Any) -> Iterator[LLM]:
-    """An engine that speculates, with the drafting that is then in the list."""
-
-    def with_drafts(config: EngineConfig, *others: Any) -> EngineParts:
-        parts = build(config, *others)
-        drafting.append(Drafting(parts.model_config.vocab_size, seed))
-        return replace(parts, speculation=Speculation(drafting[-1], drafting[-1]))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "build", with_drafts)
-        # What is measured on a busy machine must not choose how to preempt.
-        for measured in ("copied", "prefilled"):
-            patch.setattr(PreemptionPolicy, measured, lambda *_: None)
-        with LLM(max_model_len=256, max_num_seqs=8, **options) as llm:
-            yield llm
-
-
 def any_engine(rng: random.Random) -> dict[str, Any]:
-    swaps = rng.random() < 0.5
     return {
         "kv_regime": rng.choice(["auto", "virtual", "paged"]),
         "max_num_batched_tokens": rng.choice([16, 37, 256]),
         "enable_prefix_caching": rng.random() < 0.6,
         "kv_cache_memory": rng.choice(["small", "64MiB"]),
-        "preemption": "swap" if swaps else "recompute",
-        "swap_space": "64MiB" if swaps else 0,
         "kv_mapper": rng.choice(["thread", "off"]),
+        **(SWAPS if rng.random() < 0.5 else {}),
     }
 
 
@@ -185,14 +125,15 @@ def small_pool() -> int:
 @pytest.mark.parametrize("seed", range(-(-COUNT // PER_ENGINE)))
 def test_random_workloads(seed: int, prompts: Prompts) -> None:
     rng = random.Random(seed)
-    options = any_engine(rng)
+    options, met = CERTAIN[seed] if seed < len(CERTAIN) else (any_engine(rng), None)
     if options["kv_cache_memory"] == "small":
-        options["kv_cache_memory"] = small_pool()
+        options = {**options, "kv_cache_memory": small_pool()}
     pool = prompts(40, 120, seed)
-    made: list[Drafting] = []
-    with engine(made, seed, **options) as llm:
-        [drafting] = made
-        if options["kv_regime"] == "auto" or rng.random() < 0.5:
+    with drafting_engines(seed) as made:
+        llm = LLM(max_model_len=256, max_num_seqs=8, **options)
+    [drafting] = made
+    with llm:
+        if options.get("kv_regime") == "auto" or rng.random() < 0.5:
             converting(llm, rng)
         for number in range(PER_ENGINE):
             asked = [rng.choice(pool) for _ in range(rng.randrange(1, 9))]
@@ -201,8 +142,7 @@ def test_random_workloads(seed: int, prompts: Prompts) -> None:
             expected = llm.generate(asked, params)
             for prompt, one, result in zip(asked, params, expected, strict=True):
                 for choice in result.outputs:
-                    key = tuple(prompt), one.seed or 0, choice.index
-                    drafting.answers[key] = tuple(choice.token_ids)
+                    drafting.tell(prompt, one.seed or 0, choice.index, choice.token_ids)
             drafting.is_on = True
             for drafting.is_hostile, drafting.accuracy in ((False, 0.8), (False, 1.0), (True, 0.0)):
                 if rng.random() < 0.5:
@@ -211,8 +151,68 @@ def test_random_workloads(seed: int, prompts: Prompts) -> None:
                 for one, alone, result in zip(params, expected, found, strict=True):
                     assert seen(result) == seen(alone), (seed, number, one)
             llm.engine.memory.check()
-        counters = llm.engine.counters
+        counters, stats = llm.engine.counters, llm.stats()
+    assert met is None or stats[met] > 0
     assert counters.drafts == len(drafting.rejected)
     assert counters.draft_tokens - counters.accepted_tokens == sum(drafting.rejected)
     assert counters.accepted_tokens > 0.2 * drafting.num_known > 0
     assert sum(drafting.rejected) > 0
+
+
+def test_steps_that_may_have_drafts_wait_for_tokens(prompts: Prompts) -> None:
+    asked = prompts(6, 60, 3)
+    params = [SamplingParams(max_tokens=24, seed=i, temperature=0.5 * (i % 2)) for i in range(6)]
+    with drafting_engines(3) as made:
+        llm = LLM(max_model_len=256, max_num_seqs=8, async_scheduling="on", dtype="float32")
+    [drafting] = made
+    with llm:
+        expected = [list(result.outputs[0].token_ids) for result in llm.generate(asked, params)]
+        stats = llm.stats()
+        assert (stats["steps_overlapped_total"] > 0, drafting.num_known) == (True, 0)
+        assert stats["steps_synchronous_speculation_total"] == 0
+        for prompt, one, answer in zip(asked, params, expected, strict=True):
+            drafting.tell(prompt, one.seed or 0, 0, answer)
+        drafting.is_on = True
+        found = [list(result.outputs[0].token_ids) for result in llm.generate(asked, params)]
+        counters, stats = llm.engine.counters, llm.stats()
+    assert found == expected
+    assert counters.accepted_tokens > 0
+    assert stats["steps_synchronous_speculation_total"] > 0
+
+
+def test_streams_and_a_beam_search_beside_drafts(prompts: Prompts) -> None:
+    """A stream gets several tokens in one update, each with its log-probabilities."""
+    asked = prompts(3, 40, 5)
+    params: list[Any] = [
+        SamplingParams(max_tokens=30, logprobs=1, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=30, seed=2, ignore_eos=True, temperature=0.8),
+        BeamSearchParams(beam_width=3, max_tokens=20),
+    ]
+
+    def answers(engine: LLMEngine) -> tuple[dict[str, Any], int]:
+        for index, (prompt, one) in enumerate(zip(asked, params, strict=True)):
+            engine.add_request(str(index), prompt, one, RequestTerms(stream=index < 2))
+        tokens: dict[str, list[Any]] = {str(index): [] for index in range(3)}
+        longest = 0
+        while engine.has_unfinished:
+            for output in engine.step().outputs:
+                for choice in output.outputs:
+                    tops = choice.logprobs or [None] * len(choice.token_ids)
+                    tokens[output.request_id] += zip(choice.token_ids, tops, strict=True)
+                    if output.request_id != "2":
+                        longest = max(longest, len(choice.token_ids))
+        return tokens, longest
+
+    with drafting_engines(5) as made:
+        llm = LLM(max_model_len=256, max_num_seqs=8)
+    [drafting] = made
+    with llm:
+        expected, longest = answers(llm.engine)
+        assert (longest, len(expected["0"]), len(expected["1"])) == (1, 30, 30)
+        for index in range(2):
+            answer = [token_id for token_id, _ in expected[str(index)]]
+            drafting.tell(asked[index], params[index].seed, 0, answer)
+        drafting.is_on, drafting.accuracy = True, 1.0
+        found, longest = answers(llm.engine)
+        assert found == expected
+        assert longest > 1

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.drafting import drafting_engines
 from tests.sim.simcuda import NOTHING, SimConfig, SimCuda
 from vmserve import KVCache, SamplingParams, plan_layout
 from vmserve.config import EngineConfig
@@ -122,6 +123,28 @@ def test_the_same_tokens_as_on_the_host(
     assert tokens_of(engine, 70, temperature=0.7, n=2) == expected
     assert engine.stats()[counter] > 0
     assert engine.stats()["used_pages"] == 0
+    engine.close()
+    del engine
+    assert sim.violations() == []
+    assert sim.counts() == NOTHING
+
+
+@pytest.mark.parametrize("kv_regime", ["virtual", "paged"])
+def test_drafts_are_computed_beside_captured_steps(sim: SimCuda, kv_regime: Any) -> None:
+    """A step with drafts is not captured, and waits for the tokens before it."""
+    sim.configure(SimConfig(seed=1, pump_per_mille=50, total_bytes=1 << 24))
+    config = EngineConfig(**OPTIONS, kv_cache_memory="8MiB", kv_regime=kv_regime)
+    with drafting_engines(1) as made:
+        engine = LLMEngine(config, runtime=SimulatedRuntime(sim, graphs=True))
+    [drafting] = made
+    expected = tokens_of(engine, 70, temperature=0.7, n=2)
+    for index, prompt in enumerate(PROMPTS):
+        for choice, answer in enumerate(expected[str(index)]):
+            drafting.tell(engine.tokenizer.encode(prompt), index, choice, answer)
+    drafting.is_on = True
+    assert tokens_of(engine, 70, temperature=0.7, n=2) == expected
+    assert engine.counters.accepted_tokens > 0
+    assert sum(drafting.rejected) > 0
     engine.close()
     del engine
     assert sim.violations() == []

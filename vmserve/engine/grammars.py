@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from vmserve.scheduler.sequence import Request, Sequence
     from vmserve.structured.compiler import Grammar, GrammarCompiler
-    from vmserve.structured.guide import Guide
     from vmserve.structured.spec import StructuredOutputsParams
     from vmserve.text.tokenizer import Tokenizer
 
@@ -110,25 +110,23 @@ class StructuredRequests:
         nothing can follow it.
         """
         masks: list[NDArray[np.bool_] | None] = [None] * len(sequences)
-        guides: dict[int, Guide] = {}
-        places = [0] * len(sequences)
-        for row, sequence in enumerate(sequences):
-            if sequence.guide is None:
-                continue
-            guide = sequence.guide
-            if drafts and row and sequences[row - 1] is sequence:
-                guide = guides[row - 1].fork()
-                guide.accept(drafts[sequence][places[row - 1]])
-                places[row] = places[row - 1] + 1
-            guides[row] = guide
-        if not guides:
+        rows = [row for row, sequence in enumerate(sequences) if sequence.guide is not None]
+        if not rows:
             return masks
-        found = self.compiler.masks(list(guides.values()))
-        for (row, guide), mask in zip(guides.items(), found, strict=True):
+        guides = [guide for sequence in sequences if (guide := sequence.guide) is not None]
+        # How many drafted tokens lie before each row.
+        places = [0] * len(rows)
+        for i, (before, row) in enumerate(pairwise(rows if drafts else ()), start=1):
+            if drafts and sequences[before] is sequences[row]:
+                places[i] = places[i - 1] + 1
+                guides[i] = guides[i - 1].fork()
+                guides[i].accept(drafts[sequences[row]][places[i - 1]])
+        found = self.compiler.masks(guides)
+        for row, place, guide, mask in zip(rows, places, guides, found, strict=True):
             if mask.any():
                 masks[row] = mask
-            elif drafts and places[row]:
-                drafts[sequences[row]] = drafts[sequences[row]][: places[row] - 1]
+            elif drafts and place:
+                drafts[sequences[row]] = drafts[sequences[row]][: place - 1]
             else:
                 self.broken[sequences[row].request.request_id] = VmserveError(
                     "the grammar of structured_outputs cannot go on from this answer "
