@@ -409,6 +409,21 @@ class RowSampler:
     ) -> tuple[list[int], list[float], list[dict[int, tuple[float, int]] | None], int]:
         """The same of tokens that are given; -1 likeliest tokens are the whole vocabulary."""
 
+class PromptLookups:
+    num_bytes: int
+    def __init__(self, most_visited: int, longest: int) -> None: ...
+    def __len__(self) -> int: ...
+    def open(self, number: int, before: Sequence[int]) -> None:
+        """Index a text: ``before``, which no match crosses, and then what is proposed for."""
+
+    def propose(
+        self, numbers: Sequence[int], token_lists: list[list[int]], limits: Sequence[int]
+    ) -> tuple[list[int], list[list[int]]]:
+        """Append what is new of each list. Returns the length of each match, 0 without one, and
+        the tokens that followed it."""
+
+    def close(self, number: int) -> None: ...
+
 class CpuKvView:
     @overload
     def __init__(self, keys: Sequence[_TensorTuple], values: Sequence[_TensorTuple]) -> None: ...

@@ -32,6 +32,8 @@ Quantization = Literal["none", "int8", "int8-dynamic"]
 KVMapper = Literal["auto", "off", "thread"]
 Preemption = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority", "v0"]
+#: Where drafts come from; "auto": as "prompt-lookup", as far as they pay.
+Speculative = Literal["off", "prompt-lookup", "auto"]
 #: Whether a step is launched while the previous one runs; "auto": on a GPU.
 AsyncScheduling = Literal["auto", "on", "off"]
 
@@ -301,6 +303,16 @@ class EngineConfig:
             "Launch a step while the one before it runs.", _SCHEDULING, default="auto, on a GPU"
         ),
     ] = "auto"
+    speculative: Annotated[
+        Speculative,
+        Option(
+            "Compute several tokens of an answer in a step, where the request's own text (prompt, "
+            "answer so far, prediction) suggests how it goes on. The tokens are the same. "
+            "prompt-lookup: wherever there is a match; auto: as far as it pays by the measured "
+            "times of steps and by what was accepted.",
+            _SCHEDULING,
+        ),
+    ] = "off"
     priority_max_wait: Annotated[
         float | None,
         Option(
@@ -439,6 +451,7 @@ class ResolvedConfig:
     scheduler_delay_factor: float
     #: A step is launched while the previous one runs.
     async_scheduling: bool
+    speculative: Speculative
     fair_sharing: bool
     #: Seconds after its arrival at which a request fails, unless it asks for fewer.
     request_timeout: float | None
@@ -511,6 +524,7 @@ def resolve(
         scheduler_delay_factor=config.scheduler_delay_factor,
         async_scheduling=config.async_scheduling == "on"
         or (config.async_scheduling == "auto" and on_gpu and config.scheduling_policy != "v0"),
+        speculative=config.speculative,
         fair_sharing=config.fair_sharing,
         request_timeout=config.request_timeout,
         regime_profile=config.regime_profile,

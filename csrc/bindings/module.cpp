@@ -56,5 +56,6 @@ PYBIND11_MODULE(_core, m) {
   vmserve::bind_linear(m);
   vmserve::bind_decoder(m);
   vmserve::bind_sampler(m);
+  vmserve::bind_speculation(m);
   vmserve::bind_columns(m);
 }

@@ -32,6 +32,8 @@ from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.speculation.base import Speculation
+from vmserve.speculation.policy import EvidencePolicy, PricePolicy, StepPrices
+from vmserve.speculation.prompt_lookup import PromptLookup
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["EngineParts", "Progress", "build"]
@@ -161,4 +163,13 @@ def build(
         runtime=runtime,
         runner=runner,
         sampler=sampler,
+        speculation=_speculation(resolved),
     )
+
+
+def _speculation(resolved: ResolvedConfig) -> Speculation | None:
+    if resolved.speculative == "off":
+        return None
+    is_priced = resolved.speculative == "auto"
+    policy = PricePolicy(StepPrices()) if is_priced else EvidencePolicy()
+    return Speculation(PromptLookup(policy), policy)

@@ -281,6 +281,7 @@ class SimulatedEngine:
             priority_max_wait=config.priority_max_wait if config.policy == "priority" else None,
             scheduler_delay_factor=0.0,
             async_scheduling=False,
+            speculative="off",
             fair_sharing=config.fair_sharing,
             request_timeout=None,
             regime_profile=None,

@@ -1,0 +1,219 @@
+"""How long drafts are: as long as they pay, by what steps cost and by what was accepted so far."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence as Many
+
+from vmserve.scheduler.sequence import Sequence
+
+__all__ = ["Acceptance", "EvidencePolicy", "LengthPolicy", "PricePolicy", "StepPrices"]
+
+#: Most tokens of a draft.
+MOST_DRAFTED = 15
+#: The same where no price is known: eight rows cost little more than one wherever weights are read
+#: from memory.
+MOST_DRAFTED_UNPRICED = 7
+#: Lengths of matches between which acceptance is much the same, and how often the token after such
+#: a match was drawn too: texts of SmolLM2-135M (benchmarks/speculation).
+_BOUNDS = (3, 4, 5, 8, 16)
+_USUAL = (0.45, 0.65, 0.7, 0.8, 0.9, 0.95)
+#: Drafted tokens that the usual rates count for, and that a request's own ones count for at most.
+_PRIOR_WEIGHT, _MOST_WEIGHT = 4.0, 16.0
+#: Without prices, matches of two tokens are drafted from until fewer of the tokens after them are
+#: accepted.
+_GOOD = 0.35
+#: A draft has to promise so much more speed.
+_MARGIN = 1.02
+#: Steps of more rows are bound by arithmetic; they are not told apart.
+_MOST_ROWS = 128
+#: Steps after which a price is measured again.
+_STALE_AFTER = 1000
+
+
+class Acceptance:
+    """A request's share of accepted tokens by the length of the match that they extend."""
+
+    __slots__ = ("_accepted", "_tried")
+
+    def __init__(self) -> None:
+        self._tried = [_PRIOR_WEIGHT] * len(_USUAL)
+        self._accepted = [_PRIOR_WEIGHT * usual for usual in _USUAL]
+
+    def rate(self, match_length: int) -> float:
+        """The share among tokens that extended a match of this length."""
+        place = bisect_right(_BOUNDS, match_length)
+        return self._accepted[place] / self._tried[place]
+
+    def chances(self, match_length: int, num_tokens: int) -> list[float]:
+        """For each token of a draft the chance that it and all before it are accepted."""
+        chance, chances = 1.0, []
+        for length in range(match_length, match_length + num_tokens):
+            chance *= self.rate(length)
+            chances.append(chance)
+        return chances
+
+    def learn(self, match_length: int, num_drafted: int, num_accepted: int) -> None:
+        """Take the outcome of a draft. Tokens behind a rejected one say nothing."""
+        for i in range(min(num_accepted + 1, num_drafted)):
+            place = bisect_right(_BOUNDS, match_length + i)
+            if self._tried[place] >= _MOST_WEIGHT:
+                kept = 1 - 1 / _MOST_WEIGHT
+                self._tried[place] *= kept
+                self._accepted[place] *= kept
+            self._tried[place] += 1
+            self._accepted[place] += i < num_accepted
+
+
+class StepPrices:
+    """Seconds of the model by rows of a step, as measured.
+
+    A price follows quickly what is less and slowly what is more, because other work on the machine
+    only ever adds. Between two prices is their line, above the last its growth by rows.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._measured_at: dict[int, int] = {}
+        self._num_steps = 0
+        #: Known numbers of rows, in order.
+        self._rows: list[int] = []
+
+    def learn(self, num_rows: int, seconds: float) -> None:
+        if not 0 < num_rows <= _MOST_ROWS:
+            return
+        self._num_steps += 1
+        known = self._seconds.get(num_rows)
+        if known is None:
+            self._seconds[num_rows] = seconds
+            self._rows = sorted(self._seconds)
+        else:
+            share = 0.3 if seconds < known else 0.05
+            self._seconds[num_rows] = known + share * (seconds - known)
+        self._measured_at[num_rows] = self._num_steps
+        if self._num_steps % _STALE_AFTER == 0:
+            self._forget_stale()
+
+    def _forget_stale(self) -> None:
+        """Drop what was not measured lately: a price that was too high by chance would stay."""
+        for num_rows, step in list(self._measured_at.items()):
+            if self._num_steps - step >= _STALE_AFTER:
+                del self._measured_at[num_rows], self._seconds[num_rows]
+        self._rows = sorted(self._seconds)
+
+    def of(self, num_rows: int) -> float:
+        """Seconds of a step of so many rows; 0 before anything was measured."""
+        known = self._seconds.get(num_rows)
+        if known is not None:
+            return known
+        if not self._rows:
+            return 0.0
+        place = bisect_left(self._rows, num_rows)
+        if place == 0:
+            return self._seconds[self._rows[0]]
+        below = self._rows[place - 1]
+        least = self._seconds[below]
+        if place == len(self._rows):
+            return least * (1 + _growth(below) * (num_rows - below))
+        above = self._rows[place]
+        share = (num_rows - below) / (above - below)
+        return least + share * (self._seconds[above] - least)
+
+
+def _growth(num_rows: int) -> float:
+    """A row's share of a step of ``num_rows``, where more were not measured: little while weights
+    are what takes time, so that it is tried."""
+    return 0.03 if num_rows <= 8 else 1 / num_rows
+
+
+class LengthPolicy:
+    """What both policies have: no drafts for requests that want none, and for beams."""
+
+    #: Most tokens of a draft.
+    most: int
+
+    def limits(self, decoding: Many[Sequence], num_prompt_rows: int) -> list[int]:
+        most = self.most
+        return [
+            most if seq.request.params.speculative and seq.request.beams is None else 0
+            for seq in decoding
+        ]
+
+    def learn(self, num_rows: int, seconds: float) -> None:
+        pass
+
+    def lengths(self, found: Many[tuple[Acceptance, int, int]]) -> list[int]:
+        """How many tokens of each draft to compute.
+
+        ``found``: of each sequence its acceptance, the length of its match, and how many tokens are
+        proposed, which may be 0.
+        """
+        raise NotImplementedError
+
+
+class EvidencePolicy(LengthPolicy):
+    """Drafts whenever a match speaks for it, whatever a step costs."""
+
+    most = MOST_DRAFTED_UNPRICED
+
+    def lengths(self, found: Many[tuple[Acceptance, int, int]]) -> list[int]:
+        return [
+            num_tokens if length > 2 or acceptance.rate(length) >= _GOOD else 0
+            for acceptance, length, num_tokens in found
+        ]
+
+
+class PricePolicy(LengthPolicy):
+    """Drafts what makes the batch faster.
+
+    A step of ``n`` sequences makes ``n`` tokens, and of drafts as many as their chances add up to.
+    The likeliest drafted tokens are taken first, up to the number of rows that makes most tokens a
+    second. Rows of prompts are worth what they cost.
+    """
+
+    most = MOST_DRAFTED
+
+    def __init__(self, prices: StepPrices) -> None:
+        self._prices = prices
+        self._num_decoding = self._num_prompt_rows = 0
+
+    def limits(self, decoding: Many[Sequence], num_prompt_rows: int) -> list[int]:
+        self._num_decoding, self._num_prompt_rows = len(decoding), num_prompt_rows
+        # Not even drafts that are sure to be accepted would pay.
+        if self._best([1.0] * min(_MOST_ROWS, self.most * len(decoding))) == 0:
+            return [0] * len(decoding)
+        return super().limits(decoding, num_prompt_rows)
+
+    def learn(self, num_rows: int, seconds: float) -> None:
+        self._prices.learn(num_rows, seconds)
+
+    def lengths(self, found: Many[tuple[Acceptance, int, int]]) -> list[int]:
+        # Chances of a draft fall from token to token, so a prefix of each is taken.
+        offers = sorted(
+            (
+                (chance, i)
+                for i, (acceptance, length, num_tokens) in enumerate(found)
+                if num_tokens
+                for chance in acceptance.chances(length, num_tokens)
+            ),
+            reverse=True,
+        )
+        lengths = [0] * len(found)
+        for _, i in offers[: self._best([chance for chance, _ in offers])]:
+            lengths[i] += 1
+        return lengths
+
+    def _best(self, chances: Many[float]) -> int:
+        """How many of these drafted tokens, the likeliest first, make most tokens a second."""
+        num_tokens, price = float(self._num_decoding), self._prices.of
+        rows = self._num_decoding + self._num_prompt_rows
+        alone, without = price(self._num_decoding), price(rows)
+        if alone <= 0:
+            return len(chances)  # nothing is known: learn by it
+        best, best_speed = 0, _MARGIN * num_tokens / alone
+        for num, chance in enumerate(chances[:_MOST_ROWS], 1):
+            num_tokens += chance
+            speed = num_tokens / (alone + max(0.0, price(rows + num) - without))
+            if speed > best_speed:
+                best, best_speed = num, speed
+        return best
