@@ -23,6 +23,8 @@ from vmserve import (
 )
 from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
+from vmserve.runner.model_runner import StepLogits
+from vmserve.scheduler.base import StepPlan
 from vmserve.types import RequestTerms
 
 Prompts = Callable[[int, int, int], list[list[int]]]
@@ -216,3 +218,45 @@ def test_streams_and_a_beam_search_beside_drafts(prompts: Prompts) -> None:
         found, longest = answers(llm.engine)
         assert found == expected
         assert longest > 1
+
+
+@pytest.mark.parametrize("kv_regime", ["virtual", "paged"])
+def test_aborts_and_a_step_that_fails(prompts: Prompts, kv_regime: str) -> None:
+    """They leave nothing behind, whatever was drafted when they came."""
+    asked = prompts(8, 60, 7)
+    one = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
+    with drafting_engines(7) as made:
+        llm = LLM(max_model_len=256, max_num_seqs=8, kv_regime=kv_regime)
+    [drafting] = made
+    with llm:
+        expected = [list(result.outputs[0].token_ids) for result in llm.generate(asked, one)]
+        for prompt, answer in zip(asked, expected, strict=True):
+            drafting.tell(prompt, 1, 0, answer)
+        drafting.is_on = True
+        engine, found = llm.engine, {}
+        execute, num_steps = engine.runner.execute, 0
+        failed: list[int] = []
+
+        def failing(plan: StepPlan, *others: Any) -> StepLogits:
+            if num_steps > 6 and plan.drafts and not failed:
+                failed.append(num_steps)
+                raise RuntimeError("out of order")
+            return execute(plan, *others)
+
+        engine.runner.execute = failing  # type: ignore[method-assign]
+        for index, prompt in enumerate(asked[:4]):
+            engine.add_request(str(index), prompt, one)
+        while engine.has_unfinished:
+            num_steps += engine.counters.drafts > 0
+            result = engine.step()
+            if num_steps == 4:
+                engine.abort("1")
+            if result.failures:
+                assert {failure.request_id for failure in result.failures} == {"0", "2", "3"}
+                for index, prompt in enumerate(asked[4:], 4):
+                    engine.add_request(str(index), prompt, one)
+            found |= {each.request_id: each.outputs[0].token_ids for each in result.outputs}
+            engine.memory.check()
+        assert failed
+        assert found == {str(index): expected[index] for index in range(4, 8)}
+        assert engine.stats()["used_pages"] == 0

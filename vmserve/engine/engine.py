@@ -472,8 +472,8 @@ class LLMEngine:
         """Learn the speed of prefill from steps that mostly read prompts, and what drafts cost."""
         if _reads_prompts_mostly(plan):
             self._preemption.prefilled(plan.num_tokens, seconds)
-        if self._drafts is not None:
-            self._drafts.learn(plan, seconds)
+        if self._drafts is not None and self._runtime.device_type == "cpu":
+            self._drafts.learn(plan, seconds)  # elsewhere these are the seconds of launches
 
     def _count_attention(self, parts: tuple[AttentionTime, ...]) -> None:
         """Record attention time and, with a profile, the predicted time."""

@@ -81,7 +81,7 @@ class StepTrace:
         """
         self._track = _OTHER_STEPS if ahead and self._track == _STEPS else _STEPS
         num_virtual = sum(item.regime is Regime.VIRTUAL for item in plan.scheduled)
-        num_decoding = sum(item.num_new == 1 for item in plan.scheduled)
+        num_decoding = int((plan.ends - plan.num_past == 1).sum())
         args = {
             "tokens": plan.num_tokens,
             "sequences": len(plan.scheduled),
