@@ -450,6 +450,10 @@ class CpuBatch:
     def last_position(self) -> int:
         """The highest position of a new token; -1 without any."""
 
+def unpack_codes(type: str, blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Codes of quantized blocks of a GGUF file, one to a byte: ``[rows, bytes of a row]`` to
+    ``[rows, columns]``; 0 to 15 of 4 bits, the bits of int8 of others."""
+
 class GroupedWeights:
     """Integer codes ``[outputs, inputs]`` with a scale, and perhaps a minimum, for each output and
     ``group`` inputs: a weight is ``scale * code + minimum``.
@@ -539,7 +543,7 @@ class CpuDecoder:
     ) -> None: ...
     def set_ends(
         self,
-        embedding: _TensorTuple | None,
+        embedding: tuple[int, int, str] | None,
         final_norm: _TensorTuple,
         head: _TensorTuple | GroupedWeights,
     ) -> None: ...

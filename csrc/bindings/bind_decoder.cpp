@@ -138,14 +138,18 @@ void bind_decoder(py::module_& m) {
           py::arg("normalised"))
       .def(
           "set_ends",
-          [](CpuDecoder& decoder, std::optional<TensorTuple> embedding, TensorTuple final_norm,
-             const WeightArgument& head) {
-            std::optional<TensorRef> table;
-            if (embedding) table = as_tensor(std::move(*embedding));
+          [](CpuDecoder& decoder,
+             const std::optional<std::tuple<int, std::int64_t, std::string>>& embedding,
+             TensorTuple final_norm, const WeightArgument& head) {
+            std::optional<FileRows> rows;
+            if (embedding) {
+              const auto& [descriptor, start, dtype] = *embedding;
+              rows = FileRows{descriptor, start, as_dtype(dtype)};
+            }
             const TensorRef norm = as_tensor(std::move(final_norm));
             const WeightRef last = as_weights(head);
             const py::gil_scoped_release unlocked;
-            decoder.set_ends(table ? &*table : nullptr, norm, last);
+            decoder.set_ends(rows, norm, last);
           },
           py::arg("embedding"), py::arg("final_norm"), py::arg("head"))
       .def_property_readonly("weight_bytes", &CpuDecoder::weight_bytes)

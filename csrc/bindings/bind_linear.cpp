@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "../cpu/gguf_codes.h"
 #include "../cpu/kernels/isa.h"
 #include "../cpu/linear_layer.h"
 #include "bindings.h"
@@ -48,6 +49,25 @@ GroupedArrays grouped_arrays(Codes codes, int bits, std::int64_t group, Floats s
 
 const float* data_of(const std::optional<Floats>& array) {
   return array ? array->data() : nullptr;
+}
+
+// blocks [rows, bytes of a row] -> codes [rows, columns].
+Codes unpack_codes(const std::string& type, const Codes& blocks) {
+  const GgufBlocks* const form = gguf_blocks(type);
+  if (form == nullptr) throw MisuseError("type " + type + " has no codes");
+  if (blocks.ndim() != 2 || blocks.shape(1) % form->bytes != 0) {
+    throw MisuseError("rows of " + type + " are whole blocks of " + std::to_string(form->bytes) +
+                      " bytes");
+  }
+  const std::int64_t count = blocks.size() / form->bytes;
+  Codes codes({blocks.shape(0), blocks.shape(1) / form->bytes * form->elements});
+  const std::uint8_t* const from = blocks.data();
+  std::uint8_t* const to = codes.mutable_data();
+  const py::gil_scoped_release unlocked;
+  for (std::int64_t i = 0; i < count; ++i) {
+    form->unpack(from + i * form->bytes, to + i * form->elements);
+  }
+  return codes;
 }
 
 // A linear layer by itself.
@@ -109,6 +129,7 @@ cpu::GroupedTensor GroupedArrays::tensor() const {
 }
 
 void bind_linear(py::module_& m) {
+  m.def("unpack_codes", &unpack_codes, py::arg("type"), py::arg("blocks").noconvert());
   py::class_<GroupedArrays>(m, "GroupedWeights")
       .def(py::init(&grouped_arrays), py::kw_only(), py::arg("codes").noconvert(), py::arg("bits"),
            py::arg("group"), py::arg("scales").noconvert(), py::arg("minima") = py::none(),

@@ -1,9 +1,13 @@
 #include "decoder.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "kernels/isa.h"
@@ -35,6 +39,20 @@ std::uint16_t narrow_bits(float x) {
   const bool is_nan = (bits & 0x7fffffffU) > 0x7f800000U;
   return static_cast<std::uint16_t>(is_nan ? 0x7fc0U
                                            : (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
+}
+
+void read_exactly(int descriptor, char* to, std::int64_t bytes, std::int64_t at) {
+  while (bytes > 0) {
+    const ssize_t found = pread(descriptor, to, static_cast<std::size_t>(bytes), at);
+    if (found < 0 && errno == EINTR) continue;
+    if (found <= 0) {
+      throw std::runtime_error(std::string("the model's file can no longer be read: ") +
+                               (found < 0 ? std::strerror(errno) : "it has been cut"));
+    }
+    to += found;
+    at += found;
+    bytes -= found;
+  }
 }
 
 class Stopwatch {
@@ -192,11 +210,8 @@ void CpuDecoder::add_router(const DecoderRouter& from) {
                                    from.chosen, from.normalised};
 }
 
-void CpuDecoder::set_ends(const TensorRef* embedding, const TensorRef& final_norm,
+void CpuDecoder::set_ends(const std::optional<FileRows>& embedding, const TensorRef& final_norm,
                           const WeightRef& head) {
-  if (embedding != nullptr) {
-    check_matrix(*embedding, "embedding", shape_.vocab_size, shape_.hidden_size);
-  }
   check_matrix(head, "head", shape_.vocab_size, shape_.hidden_size);
   const std::lock_guard lock(mutex_);
   for (const Layer& layer : layers_) {
@@ -205,7 +220,7 @@ void CpuDecoder::set_ends(const TensorRef* embedding, const TensorRef& final_nor
   }
   final_norm_ = copy_vector(final_norm, "final_norm", shape_.hidden_size);
   head_ = std::make_unique<LinearLayer>(products_.pack({&head}, false));
-  embedding_ = embedding == nullptr ? std::nullopt : std::make_optional(*embedding);
+  embedding_ = embedding;
 }
 
 void CpuDecoder::set_rotations(const std::vector<Rotations>& rotations) {
@@ -279,12 +294,12 @@ void CpuDecoder::embed(const std::vector<std::int64_t>& token_ids, const float* 
     return;
   }
   const bool bf16 = embedding_->dtype == DType::kBFloat16;
+  const std::int64_t row_bytes = hidden * (bf16 ? 2 : 4);
   float* to = x_.data();
   for (const std::int64_t id : token_ids) {
-    const char* const row = embedding_->data + id * embedding_->strides[0] * (bf16 ? 2 : 4);
-    if (!bf16) {
-      std::memcpy(to, row, static_cast<std::size_t>(hidden) * sizeof(float));
-    }
+    // A narrow row lies in the upper half at first: each number is read before it is overwritten.
+    char* const row = reinterpret_cast<char*>(to + hidden) - row_bytes;
+    read_exactly(embedding_->descriptor, row, row_bytes, embedding_->start + id * row_bytes);
     for (std::int64_t i = 0; bf16 && i < hidden; ++i) {
       std::uint16_t bits;
       std::memcpy(&bits, row + 2 * i, sizeof bits);

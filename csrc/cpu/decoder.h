@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -61,6 +62,14 @@ struct DecoderRouter {
   bool normalised = false;
 };
 
+// A matrix of float32 or bfloat16 in a file, without gaps, from byte `start` on. The caller keeps
+// the descriptor open. Rows are read one by one: pages of a mapping would stay in memory.
+struct FileRows {
+  int descriptor = -1;
+  std::int64_t start = 0;
+  DType dtype{};
+};
+
 class CpuDecoder {
  public:
   // `isa`: as for CpuAttention.
@@ -69,13 +78,14 @@ class CpuDecoder {
   ~CpuDecoder();
 
   // Call add_layer for each layer in order, then set_ends. After add_layer comes add_mlp, or
-  // add_router with an add_mlp for each expert. `embedding` [vocab, hidden] stays the
-  // caller's and must outlive the decoder; everything else is copied. Null: forward is given the
+  // add_router with an add_mlp for each expert. The rows of `embedding` [vocab,
+  // hidden] are read when they are needed, everything else is copied. None: forward is given the
   // rows. `head` [vocab, hidden].
   void add_layer(const DecoderLayer& layer);
   void add_mlp(const DecoderMlp& mlp);
   void add_router(const DecoderRouter& router);
-  void set_ends(const TensorRef* embedding, const TensorRef& final_norm, const WeightRef& head);
+  void set_ends(const std::optional<FileRows>& embedding, const TensorRef& final_norm,
+                const WeightRef& head);
 
   // All layers' rotations, for equally many positions. The caller keeps them alive until others are
   // set.
@@ -146,7 +156,7 @@ class CpuDecoder {
   LinearProducts products_;
   std::unique_ptr<CpuAttention> attention_;
   std::vector<Layer> layers_;
-  std::optional<TensorRef> embedding_;
+  std::optional<FileRows> embedding_;
   std::vector<Rotations> tables_;
   std::vector<float> final_norm_;
   std::unique_ptr<LinearLayer> head_;

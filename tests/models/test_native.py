@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,31 @@ def every_row(model: LoadedModel, tokens: list[int]) -> list[torch.Tensor]:
     batch = RaggedBatch.build([0], [0], [len(tokens)])
     parts = _Parts(CpuBackend().bind(view, batch))
     return [_logits(model, tokens, parts)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_the_embedding_stay_in_their_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Nothing of it is mapped beside the packed head, and a file that is cut ends no process."""
+    directory = _with_no_layers(LlamaConfig(**_SMALL, tie_word_embeddings=True), tmp_path, dtype)
+    path = directory / "model.safetensors"
+    model = load_model(directory, torch.float32, native=True)
+    every_row(model, [3, 50, 7])
+    assert _resident_bytes(path) == 0
+    os.truncate(path, 0)
+    with pytest.raises((RuntimeError, OSError), match="the model's file"):
+        every_row(model, [3])
+
+
+def _resident_bytes(path: Path) -> int:
+    """Bytes of a file in this process's memory."""
+    total, counted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if not first.endswith(":"):
+            counted = rest.endswith(str(path))
+        elif counted and first == "Rss:":
+            total += int(rest.split()[0]) * 1024
+    return total
 
 
 def test_rotations_are_made_as_positions_come(checkpoints: dict[str, Path]) -> None:

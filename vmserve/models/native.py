@@ -32,7 +32,7 @@ from vmserve.models.loader import Progress, find_tensors
 from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.weight import find_quantized
 from vmserve.models.rope import HostRotations, RopeConfig
-from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight, as_plain
+from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight, Table, as_plain
 from vmserve.models.tensor_names import mlp_names
 from vmserve.threads import num_threads
 
@@ -121,14 +121,14 @@ class NativeDecoder:
         rotary: Sequence[HostRotations],
         dtype: DType,
         embedding: StoredWeight,
-        table: Plain | None,
+        table: Table | None,
     ) -> None:
         self._core = core
         self._rotary = rotary
         self._rotations: list[tuple[NDArray[Any], NDArray[Any]]] = []  # read in place
         self._dtype = dtype
         self._embedding = embedding
-        self._table = table  # read in place; None: the core cannot
+        self._table = table  # its file stays open through the embedding
 
     @property
     def weight_bytes(self) -> int:
@@ -274,10 +274,12 @@ def load_native(
     with source:
         [head] = source.matrices(head_name)
         core.set_ends(
-            None if table is None else array_tuple(*table),
+            None if table is None else (table[0].descriptor, table[0].start, table[1]),
             source.vector(f"{names.base}{names.final_norm}.weight"),
             head,
         )
+    for weight in stored.values():  # with a page, the system maps others around it
+        weight.drop_pages()
     if quantization == "int8-dynamic" and core.row_type != "int8":
         logger.warning(
             "this CPU has no AVX512_VNNI: quantization int8-dynamic is as int8, activations of "

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models.file_rows import FileRows, keep_open
 
 __all__ = ["SafetensorsFile", "StoredIntegers", "StoredTensor"]
 
@@ -86,6 +87,7 @@ class SafetensorsFile:
             self._map = mmap.mmap(
                 file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
             )
+            self._descriptor = keep_open(file, self)
         data_start = _HEADER_LENGTH_BYTES + header_length
         header.pop("__metadata__", None)
         self.integers = {
@@ -105,6 +107,11 @@ class SafetensorsFile:
             return np.empty(stored.shape, dtype=element)
         flat = np.frombuffer(self._map, dtype=element, count=count, offset=stored.start)
         return flat.reshape(stored.shape)
+
+    def rows(self, stored: StoredTensor) -> FileRows:
+        """A matrix whose rows are read one by one, and never mapped."""
+        row_bytes = stored.num_bytes // stored.shape[0]
+        return FileRows(self._descriptor, stored.start, row_bytes)
 
     def load_pages(self, start: int, num_bytes: int) -> None:
         """Read the pages of a byte range now rather than at their first use."""

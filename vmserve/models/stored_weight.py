@@ -11,13 +11,16 @@ from numpy.typing import NDArray
 from vmserve.attention.cpu import CPU_DTYPES
 from vmserve.dtypes import DType
 from vmserve.host_arrays import as_float32
+from vmserve.models.file_rows import FileRows
 from vmserve.models.grouped import Grouped
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
 
-__all__ = ["Plain", "SafetensorsWeight", "StoredWeight", "as_plain", "as_table"]
+__all__ = ["Plain", "SafetensorsWeight", "StoredWeight", "Table", "as_plain"]
 
 #: Numbers and their type; bfloat16 as bits (uint16).
 Plain = tuple[NDArray[Any], DType]
+#: A matrix of numbers in a file.
+Table = tuple[FileRows, DType]
 
 
 class StoredWeight(Protocol):
@@ -30,18 +33,14 @@ class StoredWeight(Protocol):
     def read(self) -> Plain | Grouped:
         """The whole tensor, over the file's pages where they hold it as it is returned."""
 
-    def table(self) -> Plain | None:
-        """A matrix over the file's pages whose rows the core can read; None where it cannot."""
+    def table(self) -> Table | None:
+        """A matrix whose rows the core can read; None where it cannot."""
 
     def rows(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Some rows of a matrix, ``[ids, columns]``."""
 
     def drop_pages(self) -> None:
         """Take its pages out of memory; a later access reads them again."""
-
-
-def as_table(array: NDArray[Any], dtype: DType) -> Plain | None:
-    return (array, dtype) if dtype in CPU_DTYPES and array.flags.aligned else None
 
 
 def as_plain(weight: Plain | Grouped) -> Plain:
@@ -62,11 +61,13 @@ class SafetensorsWeight:
     def read(self) -> Plain:
         return self.file.view(self.stored), self.stored.dtype
 
-    def table(self) -> Plain | None:
-        return as_table(*self.read())
+    def table(self) -> Table | None:
+        dtype = self.stored.dtype
+        return (self.file.rows(self.stored), dtype) if dtype in CPU_DTYPES else None
 
     def rows(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        return as_float32(self.file.view(self.stored)[ids], self.stored.dtype)
+        element = self.file.view(self.stored).dtype
+        return as_float32(self.file.rows(self.stored).read(ids).view(element), self.stored.dtype)
 
     def drop_pages(self) -> None:
         self.file.drop_pages(self.stored.start, self.stored.num_bytes)

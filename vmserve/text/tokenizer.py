@@ -50,6 +50,7 @@ def load_tokenizer(source: str | Path | GgufModel) -> Tokenizer:
         source = open_gguf(Path(source))
     if isinstance(source, GgufModel):
         in_file = read_gguf_tokenizer(source.metadata)
+        source.metadata.drop_metadata_pages()
         return Tokenizer(in_file, in_file.eos_ids)
     directory = Path(source)
     hf = read_tokenizer(directory) or load_from_transformers(directory)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vmserve.attention.cpu import CPU_DTYPES
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.decoder_config import DecoderConfig
@@ -18,7 +19,7 @@ from vmserve.models.gguf.reader import GgufFile, GgufModel, GgufTensor, shown
 from vmserve.models.gguf.repack import is_quantized, repack
 from vmserve.models.grouped import Grouped
 from vmserve.models.rope import RopeConfig
-from vmserve.models.stored_weight import Plain, as_table
+from vmserve.models.stored_weight import Plain, Table
 from vmserve.models.tensor_names import mlp_names, tensor_shapes
 
 __all__ = ["GgufDescription", "GgufWeight", "describe", "find_weights", "unpermuted"]
@@ -124,14 +125,14 @@ class GgufWeight:
                 "or numbers that are infinite or not a number: fetch the model again"
             )
 
-    def table(self) -> Plain | None:
+    def table(self) -> Table | None:
         assert not self.heads, "an embedding has none"
-        in_place = None if is_quantized(self.tensor.type) else self.read()
-        return None if in_place is None else as_table(*cast("Plain", in_place))
+        dtype, _ = _PLAIN.get(self.tensor.type.name, (None, None))
+        return (self.file.rows(self.tensor), dtype) if dtype in CPU_DTYPES else None
 
     def rows(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         assert not self.heads, "an embedding has none"
-        return dequantize(self.tensor.type, self.file.raw(self.tensor)[ids])
+        return dequantize(self.tensor.type, self.file.rows(self.tensor).read(ids))
 
     def drop_pages(self) -> None:
         self.file.drop_pages(self.tensor)

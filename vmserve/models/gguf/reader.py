@@ -17,12 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models.file_rows import FileRows, keep_open
 from vmserve.models.gguf.block_types import BLOCK_TYPES, BlockType, type_name
 
 __all__ = ["GgufFile", "GgufModel", "GgufTensor", "is_gguf", "open_gguf", "shown"]
@@ -99,7 +100,9 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _mapped(path)
+        with _opened(path) as opened:
+            self._descriptor = keep_open(opened, self)
+            self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         cursor = _Cursor(path, self._map)
         if cursor.bytes(len(_MAGIC), "the header") != _MAGIC:
             raise ConfigurationError(f"{path.name} is not a GGUF file: it does not begin with GGUF")
@@ -124,8 +127,7 @@ class GgufFile:
             for name, entry in entries.items()
         }
         _refuse_overlaps(cursor, self.tensors)
-        # A vocabulary is megabytes, read again by who asks for it.
-        self._map.madvise(mmap.MADV_DONTNEED)
+        self.drop_metadata_pages()
 
     def _alignment(self, cursor: _Cursor) -> int:
         alignment = self.integer("general.alignment", _DEFAULT_ALIGNMENT)
@@ -138,6 +140,16 @@ class GgufFile:
         rows = tensor.num_elements // tensor.shape[-1]
         flat = np.frombuffer(self._map, np.uint8, count=tensor.num_bytes, offset=tensor.start)
         return flat.reshape(rows, -1)
+
+    def rows(self, tensor: GgufTensor) -> FileRows:
+        """A matrix whose rows are read one by one, and never mapped."""
+        row_bytes = tensor.num_bytes // tensor.shape[0]
+        return FileRows(self._descriptor, tensor.start, row_bytes)
+
+    def drop_metadata_pages(self) -> None:
+        """Take the header out of memory, and all else that is mapped: a vocabulary is megabytes,
+        read again by who asks for it."""
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def drop_pages(self, tensor: GgufTensor) -> None:
         """Take a tensor's pages out of memory; a later access reads them again."""
@@ -295,13 +307,12 @@ def _described(value: object) -> str:
     return shown(value) if isinstance(value, str) else repr(value)
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _opened(path: Path) -> IO[bytes]:
     try:
         found = path.stat()
         # Asked before it is opened: a pipe would block.
         if stat.S_ISREG(found.st_mode) and found.st_size:
-            with path.open("rb") as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return path.open("rb")
     except OSError as error:
         raise ConfigurationError(f"{path.name} cannot be read: {error.strerror}") from error
     what = "is empty" if stat.S_ISREG(found.st_mode) else "is not a file"

@@ -8,11 +8,12 @@ the numbers that the file has: nothing is rounded a second time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vmserve import _core
 from vmserve.models.gguf.block_types import BlockType
 from vmserve.models.grouped import Factors, Grouped
 
@@ -21,20 +22,20 @@ __all__ = ["is_quantized", "repack"]
 _Bytes = NDArray[np.uint8]
 _Halves = NDArray[np.float16]
 
-_GROUP = 32
-
 
 def repack(type: BlockType, raw: _Bytes) -> Grouped:
     """``raw``: ``[rows, bytes of a row]`` of a quantized type."""
     blocks = raw.reshape(raw.shape[0], -1, type.num_bytes)
-    return _UNPACK[type.name](blocks)
+    bits, group, factors = _FORMS[type.name]
+    codes = _core.unpack_codes(type.name, np.ascontiguousarray(raw))
+    return Grouped(bits, group, codes, *factors(blocks))
 
 
 def is_quantized(type: BlockType) -> bool:
-    return type.name in _UNPACK
+    return type.name in _FORMS
 
 
-# Below, ``blocks`` is [rows, blocks, bytes of a block].
+# Below, ``blocks`` is [rows, blocks, bytes of a block]; scale and minimum are returned.
 
 
 def _halves(blocks: _Bytes, first: int) -> _Halves:
@@ -46,47 +47,18 @@ def _rows(array: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(array.reshape(array.shape[0], -1))
 
 
-def _from(blocks: NDArray[Any], first: int) -> NDArray[np.void]:
-    """The bytes of each block from ``first`` on as one item, ``[rows, blocks]``: numpy copies
-    items several times as fast as it loops over rows of a few bytes."""
-    return blocks[:, :, first:].view(f"V{blocks.shape[2] - first}")[:, :, 0]
+def _scale(blocks: _Bytes) -> tuple[Factors, None]:
+    return Factors(_halves(blocks, 0)), None
 
 
-def _split(blocks: _Bytes, first: int) -> _Bytes:
-    """Low halves of the bytes from ``first`` on, then the high ones."""
-    low, high = _from(blocks & 0xF, first), _from(blocks >> 4, first)
-    return np.stack((low, high), axis=2).view(np.uint8)
-
-
-def _q4_0(blocks: _Bytes) -> Grouped:
+def _scale_of_signed(blocks: _Bytes) -> tuple[Factors, Factors]:
+    """Codes of 4 bits begin at -8."""
     scale = _halves(blocks, 0)
-    minimum = Factors(scale, np.full(scale.shape, -8, np.int8))
-    return Grouped(4, _GROUP, _rows(_split(blocks, 2)), Factors(scale), minimum)
+    return Factors(scale), Factors(scale, np.full(scale.shape, -8, np.int8))
 
 
-def _q4_1(blocks: _Bytes) -> Grouped:
-    scale, minimum = Factors(_halves(blocks, 0)), Factors(_halves(blocks, 2))
-    return Grouped(4, _GROUP, _rows(_split(blocks, 4)), scale, minimum)
-
-
-def _q5(blocks: _Bytes, first: int) -> _Bytes:
-    """0 to 31: from byte ``first``, 32 high bits, then 32 low halves."""
-    high = np.unpackbits(blocks[:, :, first : first + 4], axis=2, bitorder="little")
-    return _split(blocks, first + 4) | high << np.uint8(4)
-
-
-def _q5_0(blocks: _Bytes) -> Grouped:
-    return Grouped(8, _GROUP, _rows(_q5(blocks, 2) - np.uint8(16)), Factors(_halves(blocks, 0)))
-
-
-def _q5_1(blocks: _Bytes) -> Grouped:
-    scale, minimum = Factors(_halves(blocks, 0)), Factors(_halves(blocks, 2))
-    return Grouped(8, _GROUP, _rows(_q5(blocks, 4)), scale, minimum)
-
-
-def _q8_0(blocks: _Bytes) -> Grouped:
-    codes = np.ascontiguousarray(_from(blocks, 2)).view(np.uint8)
-    return Grouped(8, _GROUP, codes, Factors(_halves(blocks, 0)))
+def _scale_and_minimum(blocks: _Bytes) -> tuple[Factors, Factors]:
+    return Factors(_halves(blocks, 0)), Factors(_halves(blocks, 2))
 
 
 def _k_factors(blocks: _Bytes) -> tuple[Factors, Factors]:
@@ -102,44 +74,19 @@ def _k_factors(blocks: _Bytes) -> tuple[Factors, Factors]:
     return scale, Factors(-_halves(blocks, 2), _rows(minima))
 
 
-def _k_low(blocks: _Bytes, first: int) -> _Bytes:
-    """The low 4 bits of Q4_K and Q5_K, ``[rows, blocks, 8 groups, 32]``: 32 bytes have one group in
-    their low halves and the next in their high ones."""
-    pairs = blocks[:, :, first : first + 128].reshape(*blocks.shape[:2], 4, 1, _GROUP)
-    both = np.concatenate((pairs & 0xF, pairs >> 4), axis=3)
-    return both.reshape(*blocks.shape[:2], 8, _GROUP)
+def _q6_k_scale(blocks: _Bytes) -> tuple[Factors, None]:
+    return Factors(_halves(blocks, 208), _rows(blocks[:, :, 192:208]).view(np.int8)), None
 
 
-def _q4_k(blocks: _Bytes) -> Grouped:
-    return Grouped(4, _GROUP, _rows(_k_low(blocks, 16)), *_k_factors(blocks))
-
-
-def _q5_k(blocks: _Bytes) -> Grouped:
-    bits = np.arange(8, dtype=np.uint8)[:, None]
-    high = blocks[:, :, None, 16:48] >> bits & 1
-    return Grouped(8, _GROUP, _rows(_k_low(blocks, 48) | high << 4), *_k_factors(blocks))
-
-
-def _q6_k(blocks: _Bytes) -> Grouped:
-    """Two halves of 128 columns: four stretches of 32, whose low bits are in 64 bytes and whose
-    pairs of high bits are in 32."""
-    shape = blocks.shape[:2]
-    low = blocks[:, :, :128].reshape(*shape, 2, 1, 2, 32)
-    low = np.concatenate((low & 0xF, low >> 4), axis=3).reshape(*shape, 2, 4, 32)
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    high = blocks[:, :, 128:192].reshape(*shape, 2, 1, 32) >> shifts & 3
-    codes = (low | high << 4) - np.uint8(32)
-    scale = Factors(_halves(blocks, 208), _rows(blocks[:, :, 192:208]).view(np.int8))
-    return Grouped(8, 16, _rows(codes), scale)
-
-
-_UNPACK: Mapping[str, Callable[[_Bytes], Grouped]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q4_K": _q4_k,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "Q8_0": _q8_0,
+_Factors = Callable[[_Bytes], tuple[Factors, Factors | None]]
+#: Bits of a code, columns of a group, scales and minima.
+_FORMS: Mapping[str, tuple[Literal[4, 8], int, _Factors]] = {
+    "Q4_0": (4, 32, _scale_of_signed),
+    "Q4_1": (4, 32, _scale_and_minimum),
+    "Q4_K": (4, 32, _k_factors),
+    "Q5_0": (8, 32, _scale),
+    "Q5_1": (8, 32, _scale_and_minimum),
+    "Q5_K": (8, 32, _k_factors),
+    "Q6_K": (8, 16, _q6_k_scale),
+    "Q8_0": (8, 32, _scale),
 }

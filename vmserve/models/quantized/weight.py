@@ -19,7 +19,7 @@ from vmserve.models.loader import choose_tensors, listed, weight_files
 from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.layout import Layout, Sizes
 from vmserve.models.safetensors_file import SafetensorsFile, StoredIntegers, StoredTensor
-from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight
+from vmserve.models.stored_weight import SafetensorsWeight, StoredWeight, Table
 from vmserve.models.tensor_names import canonical_name, tensor_shapes, weight_name
 
 __all__ = ["QuantizedWeight", "find_quantized"]
@@ -51,7 +51,7 @@ class QuantizedWeight:
             )
         return self.layout.grouped(self.sizes, arrays)
 
-    def table(self) -> Plain | None:
+    def table(self) -> Table | None:
         return None
 
     def rows(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
