@@ -31,8 +31,12 @@ ERROR_TAIL_CHARS = 3000
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment, without what importing vmserve has put there for itself."""
-    return {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    """This process's environment, without what importing vmserve has put there for itself.
+
+    vmserve may keep its bytecode, as the others have theirs from their installation.
+    """
+    left_out = ("OMP_WAIT_POLICY", "PYTHONDONTWRITEBYTECODE")
+    return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def variables(
