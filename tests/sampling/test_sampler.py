@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -415,6 +416,30 @@ def test_a_row_gets_the_same_in_any_batch(vocab):
         assert sampler.sample(logits, rows) == alone
     finally:
         torch.set_num_threads(threads)
+
+
+def test_drafted_tokens_count_as_output():
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(2 * len(MIXTURE), 1000, generator=generator) * 3
+    outputs = logits.topk(4).indices.tolist()  # which penalties concern
+    rows = [
+        row(
+            SamplingParams(**MIXTURE[i % len(MIXTURE)]),
+            prompt=range(i, 40),
+            output=outputs[i],
+            seed=i,
+            stop_ids=outputs[i][:1],
+            bad_words=[(*outputs[i][2:], outputs[i][0])] if i % 4 == 0 else [],
+        )
+        for i in range(len(logits))
+    ]
+    expected = Sampler(1000).sample(logits, rows)
+    for num in range(1, 5):
+        behind = [
+            replace(each, tokens=each.tokens[:-num], drafted=tuple(each.tokens[-num:]))
+            for each in rows
+        ]
+        assert Sampler(1000).sample(logits, behind) == expected
 
 
 def test_logits_may_be_strided_or_of_another_type():
