@@ -81,7 +81,8 @@ struct CpuDecoder::Experts {
 
 struct CpuDecoder::Layer {
   std::vector<float> attention_norm, mlp_norm, q_norm, k_norm;
-  LinearLayer qkv, output;
+  std::vector<LinearLayer> qkv;  // one, or more where queries, keys and values are not stored alike
+  LinearLayer output;
   std::vector<Mlp> mlps;  // one, or the experts
   std::optional<Experts> experts;
   std::size_t rotation = 0;
@@ -107,7 +108,8 @@ CpuDecoder::~CpuDecoder() = default;
 std::size_t CpuDecoder::weight_bytes() const {
   std::size_t bytes = head_ ? head_->weight_bytes() : 0;
   for (const Layer& layer : layers_) {
-    bytes += layer.qkv.weight_bytes() + layer.output.weight_bytes();
+    for (const LinearLayer& part : layer.qkv) bytes += part.weight_bytes();
+    bytes += layer.output.weight_bytes();
     if (layer.experts) bytes += layer.experts->router.weight_bytes();
     for (const Mlp& mlp : layer.mlps) bytes += mlp.weight_bytes();
   }
@@ -126,7 +128,7 @@ std::size_t CpuDecoder::row_weight_bytes() const {
 
 const char* CpuDecoder::row_type() const {
   require(!layers_.empty(), "the decoder has no weights yet");
-  return cpu::kRowFormats[layers_.front().qkv.form->rows].name;
+  return cpu::kRowFormats[layers_.front().qkv.front().form->rows].name;
 }
 
 int CpuDecoder::num_threads() const {
@@ -158,16 +160,22 @@ void CpuDecoder::add_layer(const DecoderLayer& from) {
     layer.q_norm.assign(from.q_norm, from.q_norm + dim);
     layer.k_norm.assign(from.k_norm, from.k_norm + dim);
   }
-  layer.qkv = products_.pack({&from.q, &from.k, &from.v}, false);
+  layer.qkv = products_.pack_alike({&from.q, &from.k, &from.v});
   if (from.q_bias != nullptr || from.k_bias != nullptr || from.v_bias != nullptr) {
-    layer.qkv.bias.resize(
-        static_cast<std::size_t>(layer.qkv.num_panels * products_.kernels().panel_outputs));
-    float* to = layer.qkv.bias.data();
-    const std::pair<const float*, std::int64_t> biases[] = {
+    std::vector<float> biases(static_cast<std::size_t>(q_size + 2 * kv_size));
+    float* to = biases.data();
+    const std::pair<const float*, std::int64_t> sources[] = {
         {from.q_bias, q_size}, {from.k_bias, kv_size}, {from.v_bias, kv_size}};
-    for (const auto& [bias, size] : biases) {
+    for (const auto& [bias, size] : sources) {
       if (bias != nullptr) std::copy(bias, bias + size, to);
       to += size;
+    }
+    const float* own = biases.data();
+    for (LinearLayer& part : layer.qkv) {
+      part.bias.assign(own, own + part.outputs);
+      part.bias.resize(
+          static_cast<std::size_t>(part.num_panels * products_.kernels().panel_outputs));
+      own += part.outputs;
     }
   }
   layer.output = products_.pack({&from.output}, false);
@@ -369,18 +377,22 @@ std::int64_t CpuDecoder::rotation_bytes(std::int64_t num_rows) const {
 // Returns the address of q, k and v of the rows, in the KV cache's type.
 char* CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
   const std::int64_t row_size = (shape_.q_heads + 2 * shape_.kv_heads) * shape_.head_dim;
-  products_.pack_rows(layer.qkv, x_.data(), false, num_rows, layer.attention_norm.data(),
-                      shape_.norm_eps);
   grow(qkv_, num_rows * row_size);
-  const bool narrow = kv_dtype_ == DType::kBFloat16;
-  if (layer.q_norm.empty()) {
-    const auto epilogue = narrow ? cpu::Epilogue::kNarrow : cpu::Epilogue::kStore;
-    products_.multiply(layer.qkv, &layer.output, nullptr, num_rows, epilogue, qkv_.data(),
-                       row_size);
-    return reinterpret_cast<char*>(qkv_.data());
+  const bool narrow = kv_dtype_ == DType::kBFloat16, normalises = !layer.q_norm.empty();
+  const bool stores = narrow && !normalises;  // bfloat16 at once
+  const auto epilogue = stores ? cpu::Epilogue::kNarrow : cpu::Epilogue::kStore;
+  auto* to = reinterpret_cast<char*>(qkv_.data());
+  for (std::size_t i = 0; i < layer.qkv.size(); ++i) {
+    const LinearLayer& part = layer.qkv[i];
+    if (i == 0 || part.form->rows != layer.qkv[i - 1].form->rows) {
+      products_.pack_rows(part, x_.data(), false, num_rows, layer.attention_norm.data(),
+                          shape_.norm_eps);
+    }
+    const LinearLayer& next = i + 1 < layer.qkv.size() ? layer.qkv[i + 1] : layer.output;
+    products_.multiply(part, &next, nullptr, num_rows, epilogue, to, row_size);
+    to += part.outputs * (stores ? 2 : 4);
   }
-  products_.multiply(layer.qkv, &layer.output, nullptr, num_rows, cpu::Epilogue::kStore,
-                     qkv_.data(), row_size);
+  if (!normalises) return reinterpret_cast<char*>(qkv_.data());
   normalise_heads(layer, num_rows);
   return narrow ? reinterpret_cast<char*>(narrow_qkv_.data())
                 : reinterpret_cast<char*>(qkv_.data());
@@ -630,15 +642,15 @@ void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector
       num_rows = static_cast<std::int64_t>(wanted.size());
       if (num_rows == 0) return;
     }
-    finish_layer(layer, is_last ? *head_ : layers_[static_cast<std::size_t>(index + 1)].qkv,
+    finish_layer(layer, is_last ? *head_ : layers_[static_cast<std::size_t>(index + 1)].qkv.front(),
                  num_rows);
   }
   num_rows -= num_hidden;
   norm_rows(x_.data() + num_rows * shape_.hidden_size, num_hidden, hidden);
   if (num_rows == 0) return;
   products_.pack_rows(*head_, x_.data(), false, num_rows, final_norm_.data(), shape_.norm_eps);
-  products_.multiply(*head_, &layers_.front().qkv, nullptr, num_rows, cpu::Epilogue::kStore, logits,
-                     shape_.vocab_size);
+  products_.multiply(*head_, &layers_.front().qkv.front(), nullptr, num_rows, cpu::Epilogue::kStore,
+                     logits, shape_.vocab_size);
 }
 
 }  // namespace vmserve

@@ -310,6 +310,24 @@ LinearLayer LinearProducts::pack(const std::vector<const WeightRef*>& matrices, 
   return linear;
 }
 
+std::vector<LinearLayer> LinearProducts::pack_alike(const std::vector<const WeightRef*>& matrices) {
+  const auto form_of = [&](const WeightRef& matrix) -> const cpu::LinearForm* {
+    if (std::holds_alternative<TensorRef>(matrix)) return nullptr;
+    return &grouped_form({&matrix});
+  };
+  std::vector<std::vector<const WeightRef*>> runs;
+  const cpu::LinearForm* form = nullptr;
+  for (const WeightRef* matrix : matrices) {
+    const cpu::LinearForm* const own = form_of(*matrix);
+    if (runs.empty() || own != form) runs.emplace_back();
+    runs.back().push_back(matrix);
+    form = own;
+  }
+  std::vector<LinearLayer> layers;
+  for (const auto& run : runs) layers.push_back(pack(run, false));
+  return layers;
+}
+
 void LinearProducts::add_blocks(std::vector<Block>& blocks, const LinearShare& share) const {
   for (std::int64_t done = 0; done < share.num_rows;) {
     const std::int64_t rows = kernels_.block_rows(static_cast<std::int32_t>(share.num_rows - done));

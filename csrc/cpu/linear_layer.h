@@ -100,6 +100,8 @@ class LinearProducts {
   // integers that differ in size are stored in the larger one. Throws MisuseError if floats differ
   // in type or are mixed with integers. `exact`: floats stay floats, and so do their rows.
   LinearLayer pack(const std::vector<const WeightRef*>& matrices, bool gated, bool exact = false);
+  // One layer for each run of matrices that are stored alike: none is widened for another.
+  std::vector<LinearLayer> pack_alike(const std::vector<const WeightRef*>& matrices);
   // Rounds rows [num_rows, next.inputs] and packs them for the product with `next`. `norm`: of an
   // RMSNorm before, or null.
   void pack_rows(const LinearLayer& next, const void* rows, bool bf16, std::int64_t num_rows,

@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from vmserve import _core
-from vmserve.host_arrays import array_tuple
+from vmserve.dtypes import DType
+from vmserve.host_arrays import array_tuple, rounded
 
 ISAS = _core.cpu_isas()
 EPS = 2.0**-24  # of a float32's rounding
@@ -304,9 +305,13 @@ MATRICES = {
 
 
 def logits_of(
-    matrices: dict[str, Matrix], quantized: bool, quantization: str, isa: str
-) -> NDArray[np.float32]:
-    """Of a decoder of one layer, for the prompt 0 .. 6."""
+    matrices: dict[str, Matrix],
+    quantized: bool,
+    quantization: str,
+    isa: str,
+    kv_dtype: DType = DType.FLOAT32,
+) -> tuple[NDArray[np.float32], int]:
+    """Of a decoder of one layer, for the prompt 0 .. 6; and the bytes of its weights."""
     kept: list[NDArray[np.float32]] = []
 
     def as_weights(name: str) -> Any:
@@ -316,26 +321,30 @@ def logits_of(
         return array_tuple(kept[-1])
 
     core = _core.CpuDecoder(
-        vocab_size=7, **SHAPE, norm_eps=1e-5, kv_dtype="float32", quantization=quantization,
-        num_threads=1, isa=isa,
+        vocab_size=7, **SHAPE, norm_eps=1e-5, kv_dtype=kv_dtype,
+        quantization=quantization, num_threads=1, isa=isa,
     )  # fmt: skip
     norm = np.ones(64, np.float32)
+    biases = {
+        f"{name}_bias": array_tuple(np.linspace(first, 1, len(matrices[name].exact), dtype="f4"))
+        for name, first in (("q", -1), ("k", 0), ("v", -2))
+    }
     core.add_layer(
         attention_norm=array_tuple(norm), mlp_norm=array_tuple(norm),
         **{name: as_weights(name) for name in ("q", "k", "v", "output")},
-        q_bias=None, k_bias=None, v_bias=None, q_norm=None, k_norm=None,
+        **biases, q_norm=None, k_norm=None,
         head_dim=32, rotation=0, scale=32**-0.5, window=0, softcap=0.0,
     )  # fmt: skip
     core.add_mlp(**{name: as_weights(name) for name in ("gate", "up", "down")})
     core.set_ends(None, array_tuple(norm), as_weights("table"))
     angles = np.arange(8)[:, None, None] * np.linspace(0.1, 1, 32)
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    core.set_rotations([(array_tuple(cos), array_tuple(sin))])
-    cache = np.zeros((2, 1, 8, 1, 32), np.float32)
-    view = _core.CpuKvView([array_tuple(cache[0])], [array_tuple(cache[1])])
+    cos, sin = (rounded(f(angles).astype(np.float32), kv_dtype) for f in (np.cos, np.sin))
+    core.set_rotations([(array_tuple(cos, kv_dtype), array_tuple(sin, kv_dtype))])
+    cache = rounded(np.zeros((2, 1, 8, 1, 32), np.float32), kv_dtype)
+    view = _core.CpuKvView([array_tuple(cache[0], kv_dtype)], [array_tuple(cache[1], kv_dtype)])
     embedded = matrices["table"].exact.astype(np.float32)
     batches = [_core.CpuBatch(view, [0], [0], [7])]
-    return core.forward(np.arange(7), batches, None, 0, embedded)[0]
+    return core.forward(np.arange(7), batches, None, 0, embedded)[0], core.weight_bytes
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["alike", "mixed"])
@@ -353,11 +362,15 @@ def test_a_decoder_takes_grouped_weights(mixed: bool, isa: str) -> None:
         )
         for index, (name, shape) in enumerate([*MATRICES.items(), ("table", (7, 64))])
     }
-    expected = logits_of(matrices, quantized=False, quantization="none", isa=isa)
+    expected, _ = logits_of(matrices, quantized=False, quantization="none", isa=isa)
+    alone = sum(_core.CpuLinear(each.weights, isa=isa).weight_bytes for each in matrices.values())
     spread = np.abs(expected).max()
     for quantization, allowed in (("none", 1e-4), ("int8-dynamic", 3e-2)):
-        out = logits_of(matrices, quantized=True, quantization=quantization, isa=isa)
+        out, num_bytes = logits_of(matrices, quantized=True, quantization=quantization, isa=isa)
         assert np.abs(out - expected).max() <= allowed * spread
+        assert num_bytes == alone  # queries and keys are not widened for the values
+    narrow, _ = logits_of(matrices, True, "none", isa, DType.BFLOAT16)
+    assert np.abs(narrow - expected).max() <= 3e-2 * spread
 
 
 def test_a_layer_is_not_partly_quantized() -> None:
@@ -369,9 +382,11 @@ def test_a_layer_is_not_partly_quantized() -> None:
         vocab_size=7, **SHAPE, norm_eps=1e-5, kv_dtype="float32", quantization="none",
         num_threads=1,
     )  # fmt: skip
+    core.add_layer(
+        attention_norm=norm, mlp_norm=norm,
+        **{name: weights[name] for name in ("q", "k", "v", "output")},
+        q_bias=None, k_bias=None, v_bias=None, q_norm=None, k_norm=None,
+        head_dim=32, rotation=0, scale=1.0, window=0, softcap=0.0,
+    )  # fmt: skip
     with pytest.raises(ValueError, match="the weights of a layer are partly quantized"):
-        core.add_layer(
-            attention_norm=norm, mlp_norm=norm, **{**weights, "up": plain},  # type: ignore[arg-type]
-            q_bias=None, k_bias=None, v_bias=None, q_norm=None, k_norm=None,
-            head_dim=32, rotation=0, scale=1.0, window=0, softcap=0.0,
-        )  # fmt: skip
+        core.add_mlp(gate=weights["gate"], up=plain, down=weights["down"])
