@@ -126,6 +126,23 @@ def test_a_request_is_one_line_and_its_bound_is_that_of_all_sequences(
         healthy(page)
 
 
+def test_drafts_are_shown_where_there_are_some(browser: Browser, start: Start) -> None:
+    engine = ScriptedEngine()
+    server, told = start(engine), engine.stats
+    with browser.page(server.url) as page:
+        page.until(LOADED)
+        assert page.run("document.getElementById('drafts').hidden")
+        drafts = {
+            "spec_decode_num_draft_tokens_total": 80,
+            "spec_decode_num_accepted_tokens_total": 60,
+            "generation_tokens_total": 100,
+        }
+        engine.stats = lambda: {**told(), **drafts}  # type: ignore[method-assign]
+        page.until("!document.getElementById('drafts').hidden")
+        assert (page.text("#drafts-accepted"), page.text("#drafts-step")) == ("75 %", "2.50")
+        healthy(page)
+
+
 def test_what_went_wrong_is_in_front(browser: Browser, start: Start) -> None:
     engine = ScriptedEngine()
     server = start(engine)

@@ -169,6 +169,17 @@ def test_the_screen() -> None:
     assert "\x1b" not in "".join(lines)
 
 
+def test_drafts_are_shown_where_there_are_some() -> None:
+    screen = Screen()
+    data: dict[str, Any] = document("1")
+    screen.take(data, now=0.0)
+    assert "drafts" not in " ".join(drawn(screen, 300))
+    names = ("draft_tokens", "accepted_tokens")
+    data["stats"] |= {f"spec_decode_num_{n}_total": k for n, k in zip(names, (80, 60), strict=True)}
+    data["stats"]["generation_tokens_total"] = 100
+    assert "drafts accepted 75%   tokens a step 2.50" in drawn(screen, 300)[1]
+
+
 def test_a_narrow_terminal_cuts_reasons_and_ids_but_no_number() -> None:
     screen = Screen()
     data: dict[str, Any] = document("1")

@@ -173,6 +173,7 @@ class Screen:
             ("TTFT p50/p99", _pair(latency["ttft_p50"], latency["ttft_p99"])),
             ("ITL p50/p99", _pair(latency["itl_p50"], latency["itl_p99"])),
             ("prefix hits", f"{hits / asked:.0%}" if asked else "–"),
+            *_drafts(stats),
             ("map calls ahead/waited for", f"{ahead}/{awaited}"),
         ):
             yield Text.assemble((name, "bright_black"), " ", (value, "bold"))
@@ -185,6 +186,15 @@ class Screen:
         ):
             style = f"bold {colour}" if count else "bright_black"
             yield Text.assemble((name, "bright_black"), " ", (f"{count:,}", style))
+
+
+def _drafts(stats: Data) -> Iterator[tuple[str, str]]:
+    """With drafts, the share that was accepted, and tokens of a sequence in a step."""
+    accepted = stats.get("spec_decode_num_accepted_tokens_total", 0)
+    if drafted := stats.get("spec_decode_num_draft_tokens_total", 0):
+        generated = stats.get("generation_tokens_total", 0)
+        yield "drafts accepted", f"{accepted / drafted:.0%}"
+        yield "tokens a step", f"{generated / max(1, generated - accepted):.2f}"
 
 
 def _in_lines(figures: Iterator[Text], width: int) -> list[Text]:

@@ -68,16 +68,17 @@ class Acceptance:
 class StepPrices:
     """Seconds of the model by rows of a step, as measured.
 
-    A price follows quickly what is less and slowly what is more, because other work on the machine
-    only ever adds. Between two prices is their line, above the last its growth by rows.
+    A price is a running mean, in which a step that was held up counts for twice the mean at most. A
+    low quantile would be steadier, and unjust: it falls with every step of that many rows, so that
+    what is done often looks cheap. Between two prices is their line, above the last its growth.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._measured_at: dict[int, int] = {}
         self._num_steps = 0
-        #: Known numbers of rows, in order.
-        self._rows: list[int] = []
+        #: Numbers of rows with a price, in order.
+        self.known: list[int] = []
 
     def learn(self, num_rows: int, seconds: float) -> None:
         if not 0 < num_rows <= _MOST_ROWS:
@@ -86,10 +87,9 @@ class StepPrices:
         known = self._seconds.get(num_rows)
         if known is None:
             self._seconds[num_rows] = seconds
-            self._rows = sorted(self._seconds)
+            self.known = sorted(self._seconds)
         else:
-            share = 0.3 if seconds < known else 0.05
-            self._seconds[num_rows] = known + share * (seconds - known)
+            self._seconds[num_rows] = known + 0.2 * (min(seconds, 2 * known) - known)
         self._measured_at[num_rows] = self._num_steps
         if self._num_steps % _STALE_AFTER == 0:
             self._forget_stale()
@@ -99,23 +99,23 @@ class StepPrices:
         for num_rows, step in list(self._measured_at.items()):
             if self._num_steps - step >= _STALE_AFTER:
                 del self._measured_at[num_rows], self._seconds[num_rows]
-        self._rows = sorted(self._seconds)
+        self.known = sorted(self._seconds)
 
     def of(self, num_rows: int) -> float:
         """Seconds of a step of so many rows; 0 before anything was measured."""
         known = self._seconds.get(num_rows)
         if known is not None:
             return known
-        if not self._rows:
+        if not self.known:
             return 0.0
-        place = bisect_left(self._rows, num_rows)
+        place = bisect_left(self.known, num_rows)
         if place == 0:
-            return self._seconds[self._rows[0]]
-        below = self._rows[place - 1]
+            return self._seconds[self.known[0]]
+        below = self.known[place - 1]
         least = self._seconds[below]
-        if place == len(self._rows):
+        if place == len(self.known):
             return least * (1 + _growth(below) * (num_rows - below))
-        above = self._rows[place]
+        above = self.known[place]
         share = (num_rows - below) / (above - below)
         return least + share * (self._seconds[above] - least)
 
@@ -179,10 +179,8 @@ class PricePolicy(LengthPolicy):
 
     def limits(self, decoding: Many[Sequence], num_prompt_rows: int) -> list[int]:
         self._num_decoding, self._num_prompt_rows = len(decoding), num_prompt_rows
-        # Not even drafts that are sure to be accepted would pay.
-        if self._best([1.0] * min(_MOST_ROWS, self.most * len(decoding))) == 0:
-            return [0] * len(decoding)
-        return super().limits(decoding, num_prompt_rows)
+        limits = super().limits(decoding, num_prompt_rows)
+        return limits if self._may_pay(sum(limits)) else [0] * len(limits)
 
     def learn(self, num_rows: int, seconds: float) -> None:
         self._prices.learn(num_rows, seconds)
@@ -198,22 +196,32 @@ class PricePolicy(LengthPolicy):
             ),
             reverse=True,
         )
+        best, best_speed, num_accepted = 0, _MARGIN * self._speed(0, 0.0), 0.0
+        for num, (chance, _) in enumerate(offers[:_MOST_ROWS], 1):
+            num_accepted += chance
+            if (speed := self._speed(num, num_accepted)) > best_speed:
+                best, best_speed = num, speed
         lengths = [0] * len(found)
-        for _, i in offers[: self._best([chance for chance, _ in offers])]:
+        for _, i in offers[:best]:
             lengths[i] += 1
         return lengths
 
-    def _best(self, chances: Many[float]) -> int:
-        """How many of these drafted tokens, the likeliest first, make most tokens a second."""
-        num_tokens, price = float(self._num_decoding), self._prices.of
-        rows = self._num_decoding + self._num_prompt_rows
-        alone, without = price(self._num_decoding), price(rows)
-        if alone <= 0:
-            return len(chances)  # nothing is known: learn by it
-        best, best_speed = 0, _MARGIN * num_tokens / alone
-        for num, chance in enumerate(chances[:_MOST_ROWS], 1):
-            num_tokens += chance
-            speed = num_tokens / (alone + max(0.0, price(rows + num) - without))
-            if speed > best_speed:
-                best, best_speed = num, speed
-        return best
+    def _may_pay(self, most: int) -> bool:
+        """Whether so many drafted tokens, or fewer, would pay if all of them were accepted.
+
+        Between known prices there are lines, so that their ends decide.
+        """
+        ends = {1, most} | {rows - self._num_rows for rows in self._prices.known}
+        least = _MARGIN * self._speed(0, 0.0)
+        return any(self._speed(num, num) > least for num in ends if 0 < num <= most)
+
+    @property
+    def _num_rows(self) -> int:
+        return self._num_decoding + self._num_prompt_rows
+
+    def _speed(self, num_drafted: int, num_accepted: float) -> float:
+        """Tokens a second with drafts; without any price it is the number of tokens."""
+        price, rows = self._prices.of, self._num_rows
+        drafts = max(0.0, price(rows + num_drafted) - price(rows))
+        seconds = price(self._num_decoding) + drafts
+        return (self._num_decoding + num_accepted) / (seconds or 1.0)

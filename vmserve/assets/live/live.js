@@ -142,9 +142,20 @@ function showTiles({ stats, latency }) {
   const hits = stats.prefix_cache_hits_total || 0;
   show("hits", asked ? percent(hits / asked) : "–");
   show("hit-tokens", `${count(hits)} of ${count(asked)}`);
+  showDrafts(stats);
   drawLine("rate-line", speed);
   drawLine("running-line", state.history.map((sample) => sample.running));
   drawLine("usage-line", state.history.map((sample) => sample.usage), 1);
+}
+
+function showDrafts(stats) {
+  const drafted = stats.spec_decode_num_draft_tokens_total || 0;
+  const accepted = stats.spec_decode_num_accepted_tokens_total || 0;
+  const generated = stats.generation_tokens_total || 0;
+  at("drafts").hidden = !drafted;
+  if (!drafted) return;
+  show("drafts-accepted", percent(accepted / drafted));
+  show("drafts-step", (generated / Math.max(1, generated - accepted)).toFixed(2));
 }
 
 function drawLine(id, values, top = 0) {
